@@ -23,8 +23,10 @@ def parser(prog: str = "attache envoy") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=prog,
         usage=f"{prog} [--fetch | --path | OPTIONS OF ENVOY ...]",
-        description=f"Run Envoy with the given options, or fetch Envoy {VERSION} first with --fetch. The binary is that of "
-        "the variable ENVOY, the fetched one, or the one on the PATH, in this order.",
+        description=(
+            f"Run Envoy with the given options, or fetch Envoy {VERSION} first with --fetch. The binary is that of "
+            "the variable ENVOY, the fetched one, or the one on the PATH, in this order."
+        ),
         epilog="Exit status: Envoy's; 0 or 2 with --fetch and --path.",
         allow_abbrev=False,
     )

@@ -8,6 +8,7 @@ trials are kept.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ from bench.autoscale import command as autoscale_command
 from bench.lab import compare, lab_command, replay_command, workload_command
 from bench.lab.engine_kinds import HardwareUnknown
 from bench.lab.lab_command import TRACES
+from bench.lab.runner import TrialFailed
+from bench.policies.own_file import PolicyFailed
 from bench.validation.check import validate
 from bench.workload.traces import FORMATS, TraceInvalid
 from extproc.config.errors import ConfigInvalid
@@ -47,7 +50,7 @@ class Program(msgspec.Struct, frozen=True):
 
     def main(self, words: list[str], prog: str) -> int:
         """The command by itself; returns its exit status."""
-        return _run(self, self.parser(prog).parse_args(words))
+        return _run(self, self.parser(prog).parse_args(words), shlex.join([*prog.split(), *words]))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,16 +59,20 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for program in PROGRAMS.values():
         program.add_arguments(commands.add_parser(program.name, help=program.summary, description=program.summary))
-    options = parser.parse_args(arguments)
-    return _run(PROGRAMS[options.command], options)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(words)
+    return _run(PROGRAMS[options.command], options, shlex.join(["attache", *words]))
 
 
-def _run(program: Program, options: argparse.Namespace) -> int:
-    console = Console(width=None if sys.stdout.isatty() else 160)
+def _run(program: Program, options: argparse.Namespace, command_line: str) -> int:
+    # reports say what made them
+    options.command_line = command_line
+    # names of policies and files are no markup: rich would make a leaf of my.py:Leaves:
+    console = Console(width=None if sys.stdout.isatty() else 160, emoji=False, markup=False)
     try:
         return program.call(options, console)
-    except (TraceInvalid, ConfigInvalid, HardwareUnknown, compare.NotComparable, ValueError) as error:
-        console.print(str(error), style="red", markup=False)
+    except _SAID as error:
+        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         console.print("stopped; finished trials are kept, and the same command continues from there")
@@ -105,6 +112,17 @@ def _add_runs(parser: argparse.ArgumentParser) -> None:
 def _validate(options: argparse.Namespace, console: Console) -> int:
     return validate(options.traces, console)
 
+
+# What is told by its message alone.
+_SAID: Final = (
+    TraceInvalid,
+    ConfigInvalid,
+    HardwareUnknown,
+    PolicyFailed,
+    TrialFailed,
+    compare.NotComparable,
+    ValueError,
+)
 
 _PROGRAMS: Final = (
     Program(

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends process groups once the program that started them is gone, however it went: SIGKILL leaves no other chance.
 
-The program holds the write end of a pipe and writes a line for each group: ``+PID`` when it starts one, ``-PID`` when it
-has ended it. The guard reads the other end. When the program dies, the kernel closes the pipe, and the guard ends what is
-left, politely first. It lives in a session of its own, so that a signal to the program's group or terminal spares it.
+The program holds the write end of a pipe and writes a line for each group: ``+PID`` when it starts one, ``-PID`` when
+it has ended it. The guard reads the other end. When the program dies, the kernel closes the pipe, and the guard ends
+what is left, politely first. It lives in a session of its own, so that a signal to the program's group or terminal
+spares it.
 
 Unlike ``prctl(PR_SET_PDEATHSIG)`` this reaches what the processes started themselves, ends those that are stopped or
 ignore SIGTERM, and does not depend on the thread that started them.

@@ -62,7 +62,8 @@ async def spawn(command: Sequence[str], log: Path) -> Process:
 class Processes:
     """An async context that ends the processes started in it: SIGTERM to all, the last one first, then SIGKILL.
 
-    SIGTERM cancels the task that entered it, as Ctrl-C does. If this program itself is killed, a guard ends the processes.
+    SIGTERM cancels the task that entered it, as Ctrl-C does. If this program itself is killed, a guard ends the
+    processes.
     """
 
     def __init__(self, logs: Path) -> None:

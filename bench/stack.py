@@ -32,8 +32,9 @@ _ENVOY_BINARY: Final = "one with `attache envoy --fetch` (`make envoy-binary` in
 class EngineFlags(msgspec.Struct, frozen=True):
     """What ``python -m bench.engine`` takes.
 
-    ``apart``: each engine in a process of its own, called ``engine-N``: it can be killed alone, and uses a core of its own.
-    Otherwise one process, called ``engines``, is all of them: it starts faster. ``more``: further words of the command line.
+    ``apart``: each engine in a process of its own, called ``engine-N``: it can be killed alone, and uses a core of its
+    own. Otherwise one process, called ``engines``, is all of them: it starts faster. ``more``: further words of the
+    command line.
     """
 
     count: int = 4
@@ -78,7 +79,9 @@ class EnginePorts(msgspec.Struct, frozen=True):
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """Where everything is. ``config`` may be edited: extproc follows it, and so does the bundle in a stack that watches."""
+    """Where everything is. ``config`` may be edited: extproc follows it, and so does the bundle in a stack that
+    watches.
+    """
 
     processes: Processes
     directory: Path
@@ -165,8 +168,9 @@ async def running_stack(  # noqa: PLR0913 - what tests want to be different
 
     Raises StartFailed, EnvoyMissing, and ConfigInvalid if what is overridden makes no configuration.
 
-    ``picker``: a name, or the file of an EndpointPickerConfig. ``watch``: the bundle follows changes of the configuration.
-    ``gateway``, ``more`` and ``route``: overrides of the default GatewayConfig, ModelServer and ModelRoute.
+    ``picker``: a name, or the file of an EndpointPickerConfig. ``watch``: the bundle follows changes of the
+    configuration. ``gateway``, ``more`` and ``route``: overrides of the default GatewayConfig, ModelServer and
+    ModelRoute.
     ``headers``: those without which clients are refused.
     """
     envoy_port, admin_port, extproc_port, metrics_port, *rest = free_ports(3 * flags.count + 4)

@@ -22,7 +22,9 @@ def parser(prog: str = "bench.up") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Start Envoy, extproc and simulated engines on this machine, and print a request to try. Ctrl-C ends all.",
+        description=(
+            "Start Envoy, extproc and simulated engines on this machine, and print a request to try. Ctrl-C ends all."
+        ),
         epilog="Exit status: 0 after Ctrl-C or SIGTERM, 2 if something did not start.",
     )
     add = made.add_argument

@@ -27,10 +27,14 @@ def parser(prog: str = "attache agent") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Run beside an engine in its pod: say when its model really answers, warm it up, drain it before it "
-        "ends, load and unload LoRA adapters or models of a V2 repository, and show its metrics under one set of names.",
-        epilog="Exit status: 0 after SIGTERM, once the engine is drained; 2 for a mistake in the options. "
-        "'drain' asks a running agent to drain its engine, and ends when it is drained: 1 if the agent does not answer.",
+        description=(
+            "Run beside an engine in its pod: say when its model really answers, warm it up, drain it before it ends,"
+            " load and unload LoRA adapters or models of a V2 repository, and show its metrics under one set of names."
+        ),
+        epilog=(
+            "Exit status: 0 after SIGTERM, once the engine is drained; 2 for a mistake in the options. 'drain' asks a"
+            " running agent to drain its engine, and ends when it is drained: 1 if the agent does not answer."
+        ),
     )
     add = made.add_argument
     add("action", nargs="?", choices=["serve", "drain"], default="serve", help="default: %(default)s")

@@ -135,7 +135,9 @@ class Follower:
             self._failed, self._retry_at_s = wanted, clock() + _RETRY_S
 
     def _with_secrets(self, snapshot: Snapshot) -> tuple[Snapshot, Mapping[str, str]]:
-        """What of ``snapshot`` can be served, and its secrets. Raises ConfigInvalid only for what ``_read`` has not seen."""
+        """What of ``snapshot`` can be served, and its secrets. Raises ConfigInvalid only for what ``_read`` has not
+        seen.
+        """
         secrets, unusable = self.secrets.read_available(secret_sources(snapshot), datetime.now(UTC))
         served = without(snapshot, unusable)
         if unusable != self.unusable:
@@ -193,7 +195,9 @@ def _look_for_ever(uptake: Uptake, clock: Callable[[], float]) -> None:
 
 
 def wait_until_taken(snapshot: Snapshot, out: Path, uptake: Uptake, wait_s: float) -> bool:
-    """Whether Envoy uses the bundle of ``snapshot``, which is in ``out``, within ``wait_s``; what it is not is logged."""
+    """Whether Envoy uses the bundle of ``snapshot``, which is in ``out``, within ``wait_s``; what it is not is
+    logged.
+    """
     clock = time.monotonic  # noqa: TID251 - the edge
     began_at_s = clock()
     uptake.wrote(snapshot, out, began_at_s)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from controller.uptake import Uptake
 
 DESCRIPTION: Final = (
-    "Write a configuration directory as Envoy's configuration: a bootstrap.json to start Envoy with, and the files that "
-    "Envoy then watches."
+    "Write a configuration directory as Envoy's configuration: a bootstrap.json to start Envoy with, and the files that"
+    " Envoy then watches."
 )
 
 
@@ -36,8 +36,10 @@ def parser(prog: str = "controller bundle") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=prog,
         description=DESCRIPTION,
-        epilog="Exit status: 0, 1 if Envoy does not take the bundle (with --wait), or 2 for a mistake in the configuration or "
-        "the options.",
+        epilog=(
+            "Exit status: 0, 1 if Envoy does not take the bundle (with --wait), or 2 for a mistake in the configuration"
+            " or the options."
+        ),
     )
     add = made.add_argument
     add("--config", type=Path, metavar="DIR", help="the configuration directory")
@@ -47,8 +49,10 @@ def parser(prog: str = "controller bundle") -> argparse.ArgumentParser:
     add(
         "--admin",
         metavar="ADDRESS",
-        help="IP:PORT of Envoy's admin interface, to see whether it takes the bundle, or 'off' "
-        "(default: that of the GatewayConfig)",
+        help=(
+            "IP:PORT of Envoy's admin interface, to see whether it takes the bundle, or 'off' "
+            "(default: that of the GatewayConfig)"
+        ),
     )
     add("--wait", metavar="DURATION", help="without --watch: wait so long for Envoy to use the bundle")
     add(

@@ -26,8 +26,11 @@ def parser(prog: str = "attache convert") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Print VariantAutoscalings of llm-d and AutoscalingPolicies (with their Bindings) of Kthena as "
-        "AutoscalingPolicies and AutoscalingPolicyBindings of ours. What cannot be carried over is told on standard error.",
+        description=(
+            "Print VariantAutoscalings of llm-d and AutoscalingPolicies (with their Bindings) of Kthena as"
+            " AutoscalingPolicies and AutoscalingPolicyBindings of ours. What cannot be carried over is told on"
+            " standard error."
+        ),
         epilog="Exit status: 0, or 2 for a mistake in the options or in a file.",
     )
     made.add_argument("files", nargs="+", metavar="FILE", help="YAML or JSON; - reads standard input")
@@ -46,14 +49,19 @@ def main(words: list[str], prog: str) -> int:
     except ConfigInvalid as error:
         return report(error)
     except Invalid as error:
-        print(error, file=sys.stderr)
+        print(_plain(str(error)), file=sys.stderr)
         return 2
     for text in found.warnings:
-        print(f"warning: {text}", file=sys.stderr)
+        print(f"warning: {_plain(text)}", file=sys.stderr)
     print(yaml.dump_all(found.objects, Dumper=_Dumper, sort_keys=False, width=118, explicit_start=True), end="")
     made = counted(len(found.objects), "object")
     print(f"{made} written, {counted(len(found.warnings), 'warning')}", file=sys.stderr)
     return 0
+
+
+def _plain(text: str) -> str:
+    """One line that cannot command a terminal: whoever converts a file need not be its author."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 class _Dumper(yaml.SafeDumper):

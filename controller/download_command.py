@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 _DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}")
 _TERMINATED: Final = 143
 _STATUSES: Final = (
-    "Exit status: 0; 2: a mistake in the options, or a library is missing; 3: the source has no such thing; 4: it refuses "
-    "the credentials; 5: it cannot be reached, stalls, or changed meanwhile; 6: a wrong checksum, or an archive that is not "
-    "safe to unpack; 7: the disk is full; 8: --timeout is over; 9: the cache or the link cannot be written; 143: stopped by "
-    "a signal. After 5, 7, 8, 9 and 143 the next run goes on from what is there."
+    "Exit status: 0; 2: a mistake in the options, or a library is missing; 3: the source has no such thing; 4: it"
+    " refuses the credentials; 5: it cannot be reached, stalls, or changed meanwhile; 6: a wrong checksum, or an"
+    " archive that is not safe to unpack; 7: the disk is full; 8: --timeout is over; 9: the cache or the link cannot be"
+    " written; 143: stopped by a signal. After 5, 7, 8, 9 and 143 the next run goes on from what is there."
 )
 
 
@@ -38,8 +38,10 @@ def parser(prog: str = "attache download") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Have a model's weights on this machine: one download however many ask, resumed after a crash, "
-        "verified, in bounded memory. Credentials come from the environment, or from files that NAME_FILE names.",
+        description=(
+            "Have a model's weights on this machine: one download however many ask, resumed after a crash, "
+            "verified, in bounded memory. Credentials come from the environment, or from files that NAME_FILE names."
+        ),
         epilog=_STATUSES,
     )
     add = made.add_argument

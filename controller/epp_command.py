@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from extproc.config.picker_config import PickerCheck
 
 DESCRIPTION: Final = (
-    "Serve one InferencePool as an endpoint picker of the Gateway API Inference Extension. The flags are those of llm-d's "
-    "endpoint picker, so that its image can be replaced by this one."
+    "Serve one InferencePool as an endpoint picker of the Gateway API Inference Extension. The flags are those of"
+    " llm-d's endpoint picker, so that its image can be replaced by this one."
 )
 _ROLE_RETRY_S: Final = 1.0
 _EVERYWHERE: Final = "0.0.0.0"  # noqa: S104 - a pod's ports are for others
@@ -37,8 +37,10 @@ def parser(prog: str = "attache epp") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=prog,
         description=DESCRIPTION,
-        epilog="Exit status: 0 after SIGTERM or SIGINT, 1 if extproc ended by itself, 2 for a mistake in the flags or no "
-        "cluster. docs/llm-d.md lists flags that have no effect.",
+        epilog=(
+            "Exit status: 0 after SIGTERM or SIGINT, 1 if extproc ended by itself, 2 for a mistake in the flags or no "
+            "cluster. docs/llm-d.md lists flags that have no effect."
+        ),
         allow_abbrev=False,
     )
     _add_own(made)
@@ -63,7 +65,9 @@ def _add_own(made: argparse.ArgumentParser) -> None:
         "--trust-headers",
         choices=("true", "false"),
         default="true",
-        help="believe headers that say who asks, as llm-d does; the gateway must then write them (default: %(default)s)",
+        help=(
+            "believe headers that say who asks, as llm-d does; the gateway must then write them (default: %(default)s)"
+        ),
     )
     made.add_argument(
         "--conformance",

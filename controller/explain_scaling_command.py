@@ -18,6 +18,10 @@ from controller.roles.scaling.records import Record
 
 _TIMEOUT_S: Final = 10.0
 _MAX_BYTES: Final = 50_000_000
+_REACH: Final = (
+    "The leading manager is asked. To reach it: kubectl -n attache-system port-forward POD 9006; the Lease "
+    "attache-manager tells the POD, followed by a dash and something random."
+)
 
 
 class _Page(msgspec.Struct):
@@ -28,10 +32,13 @@ def parser(prog: str = "attache explain-scaling") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Print the last decisions about an AutoscalingPolicyBinding, the newest last: what each law asked for "
-        "and why, what changed that, and what was done.",
-        epilog="The leading manager is asked; reach it by: kubectl -n attache-system port-forward POD 9006. "
-        "Exit status: 0, 1 if there is no such decision, or 2 for a mistake in the options or no manager.",
+        description=(
+            "Print the last decisions about an AutoscalingPolicyBinding, the newest last: what each law asked for "
+            "and why, what changed that, and what was done."
+        ),
+        epilog=(
+            f"{_REACH} Exit status: 0, 1 if there is no such decision, or 2 for a mistake in the options or no manager."
+        ),
     )
     made.add_argument("binding", metavar="NAMESPACE/NAME", type=_key, help="the AutoscalingPolicyBinding")
     made.add_argument(
@@ -42,8 +49,10 @@ def parser(prog: str = "attache explain-scaling") -> argparse.ArgumentParser:
         "--ca",
         metavar="FILE",
         type=Path,
-        help="the authorities of its certificate, ca.crt of the Secret attache-webhook-certificates; the name in the "
-        "certificate is not checked, because it is reached by a forwarded port",
+        help=(
+            "the authorities of its certificate, ca.crt of the Secret attache-webhook-certificates; the name in the "
+            "certificate is not checked, because it is reached by a forwarded port"
+        ),
     )
     made.add_argument("--last", metavar="N", type=_positive, default=1, help="how many; default: %(default)s")
     return made
@@ -56,7 +65,7 @@ def main(words: list[str], prog: str) -> int:
         path = f"/decisions/{quote(options.binding)}?last={options.last}"
         status, body = _asked(options.manager, path, options.token_file, options.ca)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        print(f"{options.manager} does not answer: {error}", file=sys.stderr)
+        print(f"{options.manager} does not answer: {error}\n{_REACH}", file=sys.stderr)
         return 2
     if status != http.HTTPStatus.OK:
         print(body.decode(errors="replace").strip(), file=sys.stderr)

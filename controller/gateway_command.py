@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from extproc.config.picker_config import PickerCheck
 
 DESCRIPTION: Final = (
-    "Follow a cluster's ModelServers, ModelRoutes, pods and the rest, and write them as the configuration directory that "
-    "extproc reads. It runs beside extproc, with a service account or a kubeconfig."
+    "Follow a cluster's ModelServers, ModelRoutes, pods and the rest, and write them as the configuration directory"
+    " that extproc reads. It runs beside extproc, with a service account or a kubeconfig."
 )
 _LEASE: Final = "attache-gateway"
 _HIGHEST_PORT: Final = 65535
@@ -88,8 +88,10 @@ def _add_gateways(made: argparse.ArgumentParser) -> None:
     add(
         "--address",
         metavar="IP[,IP...]",
-        help="where Envoy listens, or a range such as 127.0.2.0/24; with several, each Gateway gets one of its own while "
-        f"there are enough; default: {ANY}",
+        help=(
+            "where Envoy listens, or a range such as 127.0.2.0/24; with several, each Gateway gets one of its own"
+            f" while there are enough; default: {ANY}"
+        ),
     )
     add(
         "--advertise",
@@ -112,7 +114,9 @@ def _add_picker_mode(made: argparse.ArgumentParser) -> None:
 
 
 def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
-    """Exit status: 0 after a signal, 2 for a mistake in the options. ``check_picker``: that of the extproc beside it."""
+    """Exit status: 0 after a signal, 2 for a mistake in the options. ``check_picker``: that of the extproc beside
+    it.
+    """
     made = parser(prog)
     options = made.parse_args(words)
     mistake = _mistake(options)
@@ -175,7 +179,9 @@ def _mistake(options: argparse.Namespace) -> str:
 
 
 def gateway_api_settings(options: argparse.Namespace, namespace: str, own: str) -> GatewayApiSettings:
-    """What the options say of Gateways. ``namespace``: ours. ``own``: the address of this machine, empty if not known."""
+    """What the options say of Gateways. ``namespace``: ours. ``own``: the address of this machine, empty if not
+    known.
+    """
     bind = parse_addresses(options.address or ANY)
     advertise: str = options.advertise or ""
     kind, _, name = advertise.partition("/")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``attache manager``: the cluster's side that serves no requests: engines as objects say, and the admission webhooks."""
+"""``attache manager``: the cluster's side that serves no requests: engines as objects say, and the admission
+webhooks.
+"""
 
 from __future__ import annotations
 
@@ -106,6 +108,7 @@ async def _run(options: argparse.Namespace, access: Access, check_picker: Picker
 def _exports(options: argparse.Namespace, client: Client, callers: Callers) -> ExportRole | None:
     if not options.external_metrics and not options.keda:
         return None
+    from controller.keda.access import readers_of  # noqa: PLC0415
     from controller.keda.tls import TlsFiles  # noqa: PLC0415
     from controller.roles.exporting.role import ExportRole, ExportSettings  # noqa: PLC0415
 
@@ -117,6 +120,8 @@ def _exports(options: argparse.Namespace, client: Client, callers: Callers) -> E
         external_metrics=options.external_metrics,
         keda=options.keda,
         keda_tls=tls,
+        keda_readers=readers_of(options.keda_namespace, options.keda_client_name),
+        keda_streams=options.keda_streams,
         namespace=options.watch_namespace,
     )
     return ExportRole(client, settings, callers)

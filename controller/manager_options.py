@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
+from controller.keda.streams import MOST_STREAMS
 from extproc.config.validation import parse_address
 
 SERVICE: Final = "attache-manager"
@@ -15,9 +16,12 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Look after Models and ModelInfers: one replica, which a Lease elects, makes, changes and deletes "
-        "what they ask for, and scales what AutoscalingPolicyBindings name. Every replica serves the admission webhooks of our kinds: mistakes that a schema cannot find "
-        "are refused by the API server, and references to objects that are not there are warned of.",
+        description=(
+            "Look after Models and ModelInfers: one replica, which a Lease elects, makes, changes and deletes what they"
+            " ask for, and scales what AutoscalingPolicyBindings name. Every replica serves the admission webhooks of"
+            " our kinds: mistakes that a schema cannot find are refused by the API server, and references to objects"
+            " that are not there are warned of."
+        ),
         epilog="Exit status: 0, 1 if the work has ended by itself, or 2 for a mistake in the options or no cluster.",
     )
     add = made.add_argument
@@ -27,8 +31,10 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
         metavar="NAME",
         action="append",
         default=[],
-        help="by which API servers call this server, for its certificate; several times for several; "
-        f"default: {SERVICE}.NAMESPACE.svc",
+        help=(
+            "by which API servers call this server, for its certificate; several times for several; "
+            f"default: {SERVICE}.NAMESPACE.svc"
+        ),
     )
     add("--namespace", metavar="NAME", help="of the Secret with the certificates; default: ours")
     add(
@@ -47,8 +53,10 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
     add(
         "--metrics-auth",
         action="store_true",
-        help="serve metrics and pages with HTTPS, and only to those whose token may get them (nonResourceURLs); needs "
-        "the webhooks, whose certificate it shows",
+        help=(
+            "serve metrics and pages with HTTPS, and only to those whose token may get them (nonResourceURLs); needs "
+            "the webhooks, whose certificate it shows"
+        ),
     )
     add("--no-webhooks", action="store_true", help="other processes serve the webhooks")
     work = made.add_argument_group("Models, ModelInfers and AutoscalingPolicyBindings").add_argument
@@ -67,29 +75,63 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
         metavar="NAME",
         action="append",
         default=[],
-        help="whose gateways are believed about engines of all namespaces: their loads, and where Models are reached; "
-        "gateways elsewhere are believed about their own namespace; several times for several; default: ours",
+        help=(
+            "whose gateways are believed about engines of all namespaces: their loads, and where Models are reached; "
+            "gateways elsewhere are believed about their own namespace; several times for several; default: ours"
+        ),
     )
     share = made.add_argument_group("other autoscalers, for policies with the mode Export").add_argument
     share(
         "--external-metrics",
         metavar="ADDRESS",
         default="",
-        help="serve external.metrics.k8s.io for HorizontalPodAutoscalers; needs the webhooks, whose certificate it shows; "
-        "default: not served",
+        help=(
+            "serve external.metrics.k8s.io for HorizontalPodAutoscalers; needs the webhooks, whose certificate it"
+            " shows; default: not served"
+        ),
     )
     share("--keda", metavar="ADDRESS", default="", help="serve KEDA's external scaler (gRPC); default: not served")
     share("--keda-certificate", metavar="FILE", help="of KEDA's port, with --keda-key; default: without TLS")
     share("--keda-key", metavar="FILE", help="of the certificate")
     share("--keda-clients", metavar="FILE", help="authorities of those who may call KEDA's port; default: anybody may")
+    share(
+        "--keda-client-name",
+        metavar="NAME[=NAMESPACE,...]",
+        action="append",
+        default=[],
+        help=(
+            "who may call KEDA's port: a name in the client's certificate (common name or alternative name), and the"
+            " namespaces that it may ask about, without them all; several times for several; needs --keda-clients;"
+            " default: any name"
+        ),
+    )
+    share(
+        "--keda-namespace",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="whose decisions are told at KEDA's port; several times for several; default: those of all namespaces",
+    )
+    share(
+        "--keda-streams",
+        metavar="N",
+        type=_positive,
+        default=MOST_STREAMS,
+        help=(
+            "streams at KEDA's port at a time, half of them of one caller, an eighth about one namespace; default: "
+            "%(default)s"
+        ),
+    )
     work("--no-scaling", action="store_true", help="other processes look after AutoscalingPolicyBindings")
     work(
         "--prometheus-allow",
         metavar="URL",
         action="append",
         default=[],
-        help="AutoscalingPolicies may name this Prometheus, and what is below this URL, and no other; several times for "
-        "several; default: all but this machine itself and link-local addresses",
+        help=(
+            "AutoscalingPolicies may name this Prometheus, and what is below this URL, and no other; several times for "
+            "several; default: all but this machine itself and link-local addresses"
+        ),
     )
     work("--lease", metavar="NAME", default=SERVICE, help="the Lease that elects the leader; default: %(default)s")
     work("--lease-namespace", metavar="NAME", help="of the Lease; default: ours")
@@ -115,12 +157,20 @@ def parsed(words: list[str], prog: str) -> argparse.Namespace:
             from controller.roles.scaling.sources.allowed import Allowed  # noqa: PLC0415 - not for --help
 
             Allowed(options.prometheus_allow)
+        if options.keda_client_name:
+            from controller.keda.access import readers_of  # noqa: PLC0415 - not for --help
+
+            readers_of((), options.keda_client_name)
     except ValueError as error:
         made.error(str(error))
     if options.no_webhooks and (options.metrics_auth or options.external_metrics):
         made.error("--metrics-auth and --external-metrics need the webhooks' certificate: leave out --no-webhooks")
     if bool(options.keda_certificate) != bool(options.keda_key):
         made.error("write --keda-certificate and --keda-key together")
+    if options.keda_clients and not options.keda_certificate:
+        made.error("--keda-clients needs --keda-certificate and --keda-key")
+    if options.keda_client_name and not options.keda_clients:
+        made.error("--keda-client-name needs --keda-clients, the authorities of these certificates")
     return options
 
 

@@ -42,9 +42,10 @@ _JUDGED: Final = frozenset({"Accepted", "ResolvedRefs", "Programmed"})
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """``files``: the directory's, by name. ``statuses``: of all objects that are served. ``refused``: why nothing of this
-    would be served, empty if it would be. ``unused``: GatewayConfigs of other gateways. ``foreign``: kinds of objects that
-    a gateway does not look at. ``missing``: Secrets and ConfigMaps that something points to and that were not given.
+    """``files``: the directory's, by name. ``statuses``: of all objects that are served. ``refused``: why nothing of
+    this would be served, empty if it would be. ``unused``: GatewayConfigs of other gateways. ``foreign``: kinds of
+    objects that a gateway does not look at. ``missing``: Secrets and ConfigMaps that something points to and that were
+    not given.
     """
 
     files: Mapping[str, bytes]
@@ -134,7 +135,9 @@ def _problem(item: object) -> str:
 
 
 def as_yaml(name: str, content: bytes) -> str:
-    """One file of JSON or YAML as a document of a YAML stream, with its name in a comment; of others, the size alone."""
+    """One file of JSON or YAML as a document of a YAML stream, with its name in a comment; of others, the size
+    alone.
+    """
     if not name.endswith(SUFFIXES):
         return f"---\n# {name}: {len(content)} bytes, which may be secret\n"
     try:

@@ -35,10 +35,15 @@ def parser(prog: str = "attache render") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Print what objects compile to: the files of the configuration directory, and the statuses that the "
-        "objects would get; of a Model, the objects that are made of it and its engines' merged configuration. Nothing is "
-        "changed.",
-        epilog="Exit status: 0, 1 if an object is not used as it is written, or 2 for a mistake in the options or in a file.",
+        description=(
+            "Print what objects compile to: the files of the configuration directory, and the statuses that the objects"
+            " would get; of a Model, the objects that are made of it and its engines' merged configuration. Nothing is"
+            " changed."
+        ),
+        epilog=(
+            "Exit status: 0, 1 if an object is not used as it is written, or 2 for a mistake in the options or in a"
+            " file."
+        ),
     )
     add = made.add_argument
     add(

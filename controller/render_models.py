@@ -79,7 +79,8 @@ def _engines(model: Resolved) -> dict[str, Any]:
 def as_text(model: RenderedModel, *, has_owner: bool = True) -> str:
     """A stream of YAML documents; the merged configuration is a comment in front, so that the rest can be applied.
 
-    ``has_owner``: whether the objects belong to the Model. One without a uid, as in files, is refused by the API server.
+    ``has_owner``: whether the objects belong to the Model. One without a uid, as in files, is refused by the API
+    server.
     """
     if model.problem:
         return f"# Model {model.key}: {model.problem}\n"

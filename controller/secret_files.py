@@ -40,9 +40,10 @@ class _Secret(msgspec.Struct, frozen=True):
 class SecretFiles:
     """Reads what a configuration names, again and again.
 
-    Content that cannot be used, such as a certificate whose private key has not been replaced yet, is said once, and what
-    was there before stays. ``folder``: what names of files are relative to. ``bundle``: where an earlier writer may have
-    left good ones, for a start in the middle of a change. ``stale``: how many secrets are out of date or missing.
+    Content that cannot be used, such as a certificate whose private key has not been replaced yet, is said once, and
+    what was there before stays. ``folder``: what names of files are relative to. ``bundle``: where an earlier writer
+    may have left good ones, for a start in the middle of a change. ``stale``: how many secrets are out of date or
+    missing.
     ``ends_at``: by the first file of each secret, when it ends.
     """
 
@@ -58,7 +59,9 @@ class SecretFiles:
         self._warned: set[tuple[str, datetime]] = set()
 
     def read(self, sources: Iterable[SecretSource], now: datetime) -> Mapping[str, str]:
-        """Files of the bundle to their content. Raises ConfigInvalid for a secret that cannot be used and never could."""
+        """Files of the bundle to their content. Raises ConfigInvalid for a secret that cannot be used and never
+        could.
+        """
         files, unusable = self.read_available(sources, now)
         if unusable:
             raise ConfigInvalid(list(unusable.values()))

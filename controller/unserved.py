@@ -23,8 +23,8 @@ _NO_CONNECTION: Final = EngineConnection()
 
 
 def without(snapshot: Snapshot, unusable: Mapping[SecretSource, Mistake]) -> Snapshot:
-    """``snapshot`` without the listeners that lack one of the secrets ``unusable``, and without the endpoints of servers
-    that do: requests to those are answered 503, as nothing may be sent to their engines in another way.
+    """``snapshot`` without the listeners that lack one of the secrets ``unusable``, and without the endpoints of
+    servers that do: requests to those are answered 503, as nothing may be sent to their engines in another way.
 
     Raises ConfigInvalid if no listener is left: without any, Envoy would have the plain one of ``listen``.
     """

@@ -109,16 +109,16 @@ def judge(state: EnvoyState | None, expected: Expected, *, address: str) -> Verd
         why = "; ".join(state.details) or "its log says why, after 'config update rejected'"
         return Verdict(
             "Refused",
-            f"Envoy refused {', '.join(refused)} and keeps what it had: {why}. Please report this unless it is an address "
-            "in use: what `attache check` accepts, Envoy should take",
+            f"Envoy refused {', '.join(refused)} and keeps what it had: {why}. Please report this unless it is an"
+            " address in use: what `attache check` accepts, Envoy should take",
             refused,
         )
     # a path may be written in several ways, so alone it says nothing
     if {CLUSTERS_FILE, LISTENERS_FILE} <= set(behind) and state.bootstrap != expected.bootstrap:
         return Verdict(
             "OtherBundle",
-            f"the Envoy at {address} was started with {state.bootstrap or 'another configuration'} and reads nothing of "
-            f"this bundle; start it with {expected.bootstrap}, or correct 'admin' in the GatewayConfig",
+            f"the Envoy at {address} was started with {state.bootstrap or 'another configuration'} and reads nothing of"
+            f" this bundle; start it with {expected.bootstrap}, or correct 'admin' in the GatewayConfig",
         )
     if behind:
         text = f"Envoy does not use the newest {', '.join(behind)} yet; its log may say why"

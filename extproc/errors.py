@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors for clients: each knows its HTTP status and its OpenAI error object."""
+"""Errors for clients: each knows its HTTP status, its OpenAI error object, and both as Anthropic's clients read
+them.
+"""
 
 from __future__ import annotations
 
+import enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
+
+from extproc.protocol import ANTHROPIC_TYPES, OVERLOADED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,13 +22,16 @@ class Refusal(Exception):
 
     ``message``: tells the client what to do. ``param``: the request parameter at fault, if any. ``retry_after_s``:
     for the retry-after header, None if a retry will not help. The class defines the rest: ``outcome`` is the value in
-    metrics, ``headers`` are response headers beside retry-after.
+    metrics, ``headers`` are response headers beside retry-after, ``dropped_reason`` is llm-d's word for it, None if
+    llm-d has none. ``is_overload``: the engines have no room; Anthropic's API has a status of its own for that.
     """
 
     status: ClassVar[int] = 500
     error_type: str = "server_error"
     code: ClassVar[str | None] = None
     outcome: ClassVar[str] = "error"
+    dropped_reason: ClassVar[str | None] = None
+    is_overload: ClassVar[bool] = False
     headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
@@ -39,6 +47,10 @@ class BadRequest(Refusal):
     status = 400
     error_type = "invalid_request_error"
     outcome = "bad_request"
+
+
+class SteeringRefused(BadRequest):
+    """A field of the body would steer engines, which is for gateways to do."""
 
 
 class UnknownModel(Refusal):
@@ -84,6 +96,7 @@ class NoEndpoint(Refusal):
     error_type = "service_unavailable_error"
     code = "no_endpoint"
     outcome = "no_endpoint"
+    dropped_reason = "rejected-no-endpoints"
 
 
 class RateLimited(Refusal):
@@ -115,6 +128,8 @@ class QueueFull(Refusal):
     error_type = "requests"
     code = "queue_full"
     outcome = "queue_full"
+    dropped_reason = "rejected-saturated"
+    is_overload = True
 
 
 class Shed(Refusal):
@@ -124,6 +139,8 @@ class Shed(Refusal):
     error_type = "requests"
     code = "shed"
     outcome = "shed"
+    dropped_reason = "rejected-saturated"
+    is_overload = True
 
 
 class QueueTimeout(Refusal):
@@ -133,6 +150,8 @@ class QueueTimeout(Refusal):
     error_type = "service_unavailable_error"
     code = "queue_timeout"
     outcome = "queue_timeout"
+    dropped_reason = "rejected-ttl-expired"
+    is_overload = True
 
 
 class EngineStarting(Refusal):
@@ -142,6 +161,7 @@ class EngineStarting(Refusal):
     error_type = "service_unavailable_error"
     code = "engine_starting"
     outcome = "engine_starting"
+    dropped_reason = "rejected-no-endpoints"
 
 
 class AdapterUnavailable(Refusal):
@@ -166,6 +186,7 @@ class InternalError(Refusal):
 
     code = "internal_error"
     outcome = "internal_error"
+    dropped_reason = "rejected-internal"
 
     def __init__(self, cause: Exception | None = None) -> None:
         super().__init__("The gateway failed to decide this request; try again, and tell its operator.")
@@ -187,3 +208,37 @@ def to_openai_body(refusal: Refusal) -> bytes:
     """The body that OpenAI's clients expect: ``{"error": {"message", "type", "param", "code"}}``."""
     detail = _ErrorDetail(refusal.message, refusal.error_type, refusal.param, refusal.code)
     return msgspec.json.encode(_ErrorBody(detail))
+
+
+class ErrorForm(enum.Enum):
+    """Whose error objects a client reads."""
+
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
+
+
+class _AnthropicDetails(msgspec.Struct, frozen=True):
+    error_code: str
+
+
+class _AnthropicDetail(msgspec.Struct, frozen=True, omit_defaults=True):
+    type: str
+    message: str
+    details: _AnthropicDetails | None = None
+
+
+class _AnthropicBody(msgspec.Struct, frozen=True):
+    error: _AnthropicDetail
+    type: str = "error"
+
+
+def anthropic_status(refusal: Refusal) -> int:
+    """429 means there that a caller has exceeded its limit, so full engines have another status."""
+    return OVERLOADED if refusal.is_overload else refusal.status
+
+
+def to_anthropic_body(refusal: Refusal) -> bytes:
+    """The body that Anthropic's clients expect: ``{"type": "error", "error": {"type", "message", "details"}}``."""
+    details = None if refusal.code is None else _AnthropicDetails(refusal.code)
+    kind = ANTHROPIC_TYPES.get(anthropic_status(refusal), "api_error")
+    return msgspec.json.encode(_AnthropicBody(_AnthropicDetail(kind, refusal.message, details)))

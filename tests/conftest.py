@@ -23,8 +23,8 @@ settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if IS_CI else "local")
 
-# Else pytest-asyncio makes a loop for want of one, before its first test, and drops it unclosed: whichever test runs when the garbage
-# is collected would fail for it.
+# Else pytest-asyncio makes a loop for want of one, before its first test, and drops it unclosed: whichever test runs
+# when the garbage is collected would fail for it.
 asyncio.set_event_loop(None)
 
 _END_OF_ONE: Final = "-----END CERTIFICATE-----"
@@ -32,7 +32,9 @@ _END_OF_ONE: Final = "-----END CERTIFICATE-----"
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Trust one certificate authority instead of 140, which every httpx client and every process would read in 40 ms."""
+    """Trust one certificate authority instead of 140, which every httpx client and every process would read in 40
+    ms.
+    """
     trusted = Path(certifi.where()).read_text()
     file = tmp_path_factory.mktemp("authorities") / "one.pem"
     file.write_text(trusted[: trusted.index(_END_OF_ONE) + len(_END_OF_ONE)])

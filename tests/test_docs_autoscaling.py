@@ -3,21 +3,30 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 import pytest
 import yaml
 
+from controller.autoscale.decision import Rule
 from controller.resources.autoscaling import AutoscalingPolicySpec
 from controller.resources.autoscaling_binding import AutoscalingPolicyBindingSpec
 from controller.resources.model import ModelSpec
+from controller.roles.scaling.telling import LIMITING
 from extproc.config.load import load
 from extproc.config.quantities import decode_quantity
 
-DOCS = Path(__file__).parent.parent / "docs"
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+# What makes a step of a decision, and has the rule as its first argument.
+MAKERS = {"Step", "changed", "at_least", "at_most"}
 # A part of an object without its kind is of a policy.
 SPECS: dict[str | None, type[msgspec.Struct]] = {
     None: AutoscalingPolicySpec,
@@ -43,3 +52,35 @@ def test_policies_bindings_and_models_are_valid(page: str) -> None:
 def test_models_without_engines_are_a_valid_directory() -> None:
     snapshot = load({"zero.yaml": yaml.safe_dump_all(documents("zero.md")).encode()})
     assert snapshot.servers[0].spec.activation is not None
+
+
+def rules_in_code() -> Iterator[str]:
+    """The first argument of all that makes steps."""
+    for file in (ROOT / "controller" / "autoscale").rglob("*.py"):
+        if file.name == "answer.py":
+            # it hands on what it is given
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and _name_of(node.func) in MAKERS:
+                rule = node.args[0]
+                assert isinstance(rule, ast.Constant), f"{file.name}:{node.lineno}: write the rule's name here"
+                yield str(rule.value)
+
+
+def _name_of(called: ast.expr) -> str:
+    return called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
+
+
+def test_each_rule_of_a_step_is_one_of_the_list() -> None:
+    assert set(rules_in_code()) == set(get_args(Rule))
+
+
+def test_the_page_says_of_each_rule_when_it_changes_the_answer() -> None:
+    (table,) = re.findall(r"\| step \| when \|\n\|---\|---\|\n((?:\|.*\n)+)", (DOCS / "autoscaling.md").read_text())
+    named = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(get_args(Rule))
+
+
+def test_the_page_says_which_rules_the_condition_scaling_limited_names() -> None:
+    (row,) = re.findall(r"\| `ScalingLimited` \| (.*): the step", (DOCS / "autoscaling.md").read_text())
+    assert set(re.findall(r"`(\w+)`", row)) == LIMITING

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree says what the architecture is: every module has its line in ARCHITECTURE.md, none outgrows a screen or five."""
+"""The tree says what the architecture is: every module has its line in ARCHITECTURE.md, none outgrows a screen or
+five.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What manifests/monitoring asks Prometheus for is exported by our processes, under these names and with these labels."""
+"""What manifests/monitoring asks Prometheus for is exported by our processes, under these names and with these
+labels.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 
 
 def shares(files: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """Percent by package, from what coverage.py says of each file; a package's subpackages count to it and for themselves."""
+    """Percent by package, from what coverage.py says of each file; a package's subpackages count to it and for
+    themselves.
+    """
     covered: defaultdict[str, int] = defaultdict(int)
     whole: defaultdict[str, int] = defaultdict(int)
     for file, counts in files.items():

@@ -114,7 +114,10 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                 "percentunit",
                 (
                     (
-                        f"{_rate('attache_cached_tokens_total', 'server')} / {_rate('attache_prompt_tokens_total', 'server')}",
+                        (
+                            f"{_rate('attache_cached_tokens_total', 'server')} /"
+                            f" {_rate('attache_prompt_tokens_total', 'server')}"
+                        ),
                         "{{server}}",
                     ),
                 ),

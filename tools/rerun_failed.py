@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run pytest, and tests that fail once more, each alone: ``python -m tools.rerun_failed PYTEST_ARGUMENTS...``
 
-For tests with real processes, where one of thousands may fail because the machine was busy. A test that passes alone counts as
-passed, and is named loudly: its cause is to be found all the same. Nothing is run again, and the run fails, if more than
-MOST_RERUN tests fail, or if anything but tests fails: collecting them, a worker that crashes, an interruption.
+For tests with real processes, where one of thousands may fail because the machine was busy. A test that passes alone
+counts as passed, and is named loudly: its cause is to be found all the same. Nothing is run again, and the run fails,
+if more than MOST_RERUN tests fail, or if anything but tests fails: collecting them, a worker that crashes, an
+interruption.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 """What requests cost an engine, by its own step times: how loads are sized, and what the oracle knows.
 
 With r requests a second of P seconds of prefill and O tokens of output each, an engine makes ``s = (1 - r P) / T + r``
-steps a second: r compute prompts, the others only write and take T, which depends on the batch; the batch is ``r O / s``
-requests, because each gets a token in each step. The largest r with ``s >= 1 / tpot_s`` whose batch fits into the cache is
-the capacity; what prefill leaves of a second at this rate is the cost of the output.
+steps a second: r compute prompts, the others only write and take T, which depends on the batch; the batch is
+``r O / s`` requests, because each gets a token in each step. The largest r with ``s >= 1 / tpot_s`` whose batch fits
+into the cache is the capacity; what prefill leaves of a second at this rate is the cost of the output.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ WARM_UP_S: Final = 60.0
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """``knob``: the value of the policy's knob. ``period_s``: between two decisions; 0: the policy's own. ``start_s``: of
-    all replicas; 0: as the load's variants have it. ``duration_s``: of a shorter excerpt; 0: all of the load.
+    """``knob``: the value of the policy's knob. ``period_s``: between two decisions; 0: the policy's own. ``start_s``:
+    of all replicas; 0: as the load's variants have it. ``duration_s``: of a shorter excerpt; 0: all of the load.
     """
 
     load: str
@@ -60,8 +60,9 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class CellResult(msgspec.Struct, frozen=True, kw_only=True):
-    """``windows``: of the run, by time. ``refused``: requests that got an error. ``lost``: those that nobody answered; both
-    count as missed. ``to_order_s``: from each overload to the next larger order. ``cpu_s``: what the cell took to run.
+    """``windows``: of the run, by time. ``refused``: requests that got an error. ``lost``: those that nobody answered;
+    both count as missed. ``to_order_s``: from each overload to the next larger order. ``cpu_s``: what the cell took to
+    run.
     ``code``: the fingerprint of the code that made it; empty if nobody knows.
     """
 

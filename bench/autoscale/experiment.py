@@ -23,8 +23,8 @@ GOAL: Final = 0.95
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What to compare. ``period_s``: between two decisions, of every policy; 0: each has its own. ``seeds``: of the held
-    halves; tuning takes half as many, rounded up. ``start_s`` and ``duration_s``: as in Cell.
+    """What to compare. ``period_s``: between two decisions, of every policy; 0: each has its own. ``seeds``: of the
+    held halves; tuning takes half as many, rounded up. ``start_s`` and ``duration_s``: as in Cell.
     """
 
     loads: Sequence[str]
@@ -47,8 +47,8 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Tuned(msgspec.Struct, frozen=True):
-    """What tuning has found for a policy: ``knob``, of ``trials`` settings. ``attainment`` and ``cost``: its means over the
-    tuning halves of all loads; the cost is of an hour.
+    """What tuning has found for a policy: ``knob``, of ``trials`` settings. ``attainment`` and ``cost``: its means over
+    the tuning halves of all loads; the cost is of an hour.
     """
 
     policy: str

@@ -56,7 +56,8 @@ def dominates(one: Spot, other: Spot) -> bool:
 
 
 def cost_at(frontier: Sequence[Spot], attainment: float) -> float | None:
-    """What a policy costs at an attainment, between the settings of its knob that were run; None where they do not reach.
+    """What a policy costs at an attainment, between the settings of its knob that were run; None where they do not
+    reach.
 
     Only settings that no cheaper one of the same policy surpasses count, and between two of them the straight line. An
     attainment below all of them costs what the cheapest costs.

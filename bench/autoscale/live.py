@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 # Of the epoch: the lab's clock begins at 0, and schedules need a day.
 _BEGIN_S: Final = 1_700_000_000.0
-_WORK: Final = Strategy(name="Work")
 # Shorter than the default of ten minutes, because the lab's idle times are short.
 _TO_ZERO: Final = ScaleToZero(idle=Duration("60s"))
 
@@ -53,9 +52,10 @@ class Live:
         return {one.name: one.desired for one in decision.targets if one.desired is not None}
 
 
-def by_objective(setup: Setup) -> Live:
-    """The defaults. The knob: the share of the objective's latencies that the policy asks for."""
-    return Live(setup, _policy(setup, told_objective(setup, setup.knob)))
+def by_headroom(setup: Setup) -> Live:
+    """The load's objective as it is. The knob: for how many times the load of now there is room."""
+    work = Strategy(name="Work", work=WorkParameters(headroom=setup.knob))
+    return Live(setup, _policy(setup, told_objective(setup), (work,)))
 
 
 def by_utilization(setup: Setup) -> Live:
@@ -64,9 +64,7 @@ def by_utilization(setup: Setup) -> Live:
     return Live(setup, _policy(setup, told_objective(setup), (work,)))
 
 
-def _policy(
-    setup: Setup, objective: LatencyObjective, strategies: tuple[Strategy, ...] = (_WORK,)
-) -> AutoscalingPolicySpec:
+def _policy(setup: Setup, objective: LatencyObjective, strategies: tuple[Strategy, ...]) -> AutoscalingPolicySpec:
     return AutoscalingPolicySpec(
         strategies=strategies,
         objective=objective,

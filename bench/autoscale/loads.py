@@ -55,9 +55,10 @@ class Lengths(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What a fleet has to carry. ``shapes``: by half, for generated requests. ``trace``: a file instead, whose first half
-    of time is for tuning. ``copies``: how many requests of the lab one of the trace is. ``mean``: the mean request of a
-    trace. ``duration_s``: of a half; of a trace: at most. ``min_replicas``: 0 where policies that can may go to zero.
+    """What a fleet has to carry. ``shapes``: by half, for generated requests. ``trace``: a file instead, whose first
+    half of time is for tuning. ``copies``: how many requests of the lab one of the trace is. ``mean``: the mean request
+    of a trace. ``duration_s``: of a half; of a trace: at most. ``min_replicas``: 0 where policies that can may go to
+    zero.
     """
 
     name: str

@@ -67,7 +67,8 @@ def units_needed(work: Sequence[float], utilization: float, window_s: float = WI
 
 
 def orders_ahead(need: Sequence[int], lead_s: float, min_replicas: int) -> list[int]:
-    """What to have ordered at each second: the most that is needed from then until an engine ordered now would be there.
+    """What to have ordered at each second: the most that is needed from then until an engine ordered now would be
+    there.
 
     So an engine comes when it is needed, and goes when it is not needed for as long as a new one would take to start.
     """

@@ -48,8 +48,8 @@ class NothingToReport(ValueError):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """``page``: Markdown. ``tables``: those of it, for a terminal. ``said``: what holds, in sentences. ``settings``: what
-    tuning chose. ``loads``: lines by load and policy, a line for each setting; ``judged``: the one that is judged.
+    """``page``: Markdown. ``tables``: those of it, for a terminal. ``said``: what holds, in sentences. ``settings``:
+    what tuning chose. ``loads``: lines by load and policy, a line for each setting; ``judged``: the one that is judged.
     """
 
     page: str
@@ -137,7 +137,10 @@ def _preface(results: Sequence[CellResult]) -> list[str]:
     ]
     if any(len(load_named(one.cell.load).variants) > 1 for one in results):
         told += [
-            "- names with -second: peers that know one kind of engine scale a fleet of the first kind; under such a name,",
+            (
+                "- names with -second: peers that know one kind of engine scale a fleet of the first kind; under such a"
+                " name,"
+            ),
             "  one of the second kind. wva-v1, wva-v2 and kthena choose among kinds by their own rules.",
         ]
     return told

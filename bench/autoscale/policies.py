@@ -7,7 +7,7 @@ import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from bench.autoscale.live import by_objective, by_utilization
+from bench.autoscale.live import by_headroom, by_utilization
 from bench.autoscale.mixes import mixes_of
 from bench.autoscale.oracle import Oracle
 from bench.autoscale.peer_policies import PEER_POLICIES, SECOND_POLICIES
@@ -46,7 +46,7 @@ class Fixed:
 
 
 _POLICIES: Final = (
-    Policy(OURS, by_objective, "share of the objective", (0.5, 0.6, 0.75, 0.9, 1.0), 5.0, has_zero=True),
+    Policy(OURS, by_headroom, "headroom", (1.0, 1.25, 1.5, 2.0, 3.0), 5.0, has_zero=True),
     Policy("attache-utilization", by_utilization, "utilization", (0.5, 0.6, 0.7, 0.8, 0.9), 5.0, has_zero=True),
     *PEER_POLICIES,
     Policy("fixed", Fixed, "replicas", (4, 6, 8, 10, 12), 5.0),

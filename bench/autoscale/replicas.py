@@ -58,8 +58,8 @@ class Replica(msgspec.Struct):
 
 
 class Bill(msgspec.Struct, frozen=True):
-    """What a fleet has used. ``replica_hours``: paid for. ``cost``: by the variants' costs. ``wasted_gpu_s``: GPU-seconds of
-    replicas that were starting or draining.
+    """What a fleet has used. ``replica_hours``: paid for. ``cost``: by the variants' costs. ``wasted_gpu_s``:
+    GPU-seconds of replicas that were starting or draining.
     """
 
     replica_hours: float

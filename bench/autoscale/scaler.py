@@ -27,8 +27,8 @@ class Scaler(Protocol):
 
 class Setup(msgspec.Struct, frozen=True):
     """What a scaler is made for. ``knob``: the value of the policy's knob. ``workload``: for the oracle alone, because
-    nobody else knows what will come. ``min_replicas``: of the first target; the others may have none. ``initial``: replicas
-    of the first target that there are at first.
+    nobody else knows what will come. ``min_replicas``: of the first target; the others may have none. ``initial``:
+    replicas of the first target that there are at first.
     """
 
     load: Load

@@ -57,7 +57,7 @@ class Variant(msgspec.Struct, frozen=True):
         )
 
 
-# A 32B model on two A100s costs one unit an hour. The other cost is chosen, not a vendor's: by ``bench.autoscale.capacity``
-# the H100s carry 2.7 times as much.
+# A 32B model on two A100s costs one unit an hour. The other cost is chosen, not a vendor's: by
+# ``bench.autoscale.capacity`` the H100s carry 2.7 times as much.
 ONE: Final = (Variant("a100", "a100x2", cost=1.0, accelerators=2),)
 SEVERAL: Final = (*ONE, Variant("h100", "h100x2", cost=2.6, accelerators=2, start_s=90.0, max_replicas=3))

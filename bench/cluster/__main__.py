@@ -50,8 +50,10 @@ def parser(prog: str = "bench.cluster") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Start a Kubernetes API server, its controllers and scheduler, and nodes whose pods are processes of "
-        "this machine. Ctrl-C ends all.",
+        description=(
+            "Start a Kubernetes API server, its controllers and scheduler, and nodes whose pods are processes of "
+            "this machine. Ctrl-C ends all."
+        ),
         epilog="Exit status: 0 after Ctrl-C or SIGTERM, 2 if something did not start.",
     )
     add = made.add_argument
@@ -163,7 +165,8 @@ The gateway and two simulated engines are starting. Try
     return f"""\
 {tried}
 
-which the Gateway default/web answers by the ModelRoute default/llama. By the HTTPRoute default/pool, from an InferencePool:
+which the Gateway default/web answers by the ModelRoute default/llama.
+By the HTTPRoute default/pool, from an InferencePool:
 
   {curl} -H 'host: pool.example.com' -d '{question.replace('"llama"', f'"{_MODEL}"')}'"""
 

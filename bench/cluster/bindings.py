@@ -47,8 +47,8 @@ _POD: Final = {"containers": [{"name": "engine", "image": "attache/engine-sim"}]
 
 
 class Load(msgspec.Struct, frozen=True):
-    """``busy``: the share of ModelServers that get requests. ``requests_per_s``: at each of those, as a gateway tells it
-    each second.
+    """``busy``: the share of ModelServers that get requests. ``requests_per_s``: at each of those, as a gateway tells
+    it each second.
     """
 
     requests_per_s: float

@@ -78,7 +78,9 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 async def measure(pods: int, plan: Plan, directory: Path) -> Arrival:
-    """Start a control plane with so many pods in 50 ModelServers, and change them. Raises StartFailed, AssetsMissing."""
+    """Start a control plane with so many pods in 50 ModelServers, and change them. Raises StartFailed,
+    AssetsMissing.
+    """
     options = ControlPlaneOptions(controllers=False, scheduler=False)
     async with (
         running_control_plane(directory, find_assets(), options) as plane,

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Kubernetes control plane on loopback: etcd, API server, controllers and scheduler, in a directory of its own."""
+"""A real Kubernetes control plane on loopback: etcd, API server, controllers and scheduler, in a directory of its
+own.
+"""
 
 from __future__ import annotations
 

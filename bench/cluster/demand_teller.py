@@ -75,7 +75,8 @@ class Server:
         )
 
     def _engine(self, is_busy: bool) -> EngineDemand:
-        # load is steady: what is in flight at all engines together hardly ever doubles, which would call for a look at once
+        # load is steady: what is in flight at all engines together hardly ever doubles, which would call for a look at
+        # once
         in_flight = self._rng.randrange(1, 3) if is_busy else 0
         return EngineDemand(
             in_flight=in_flight,
@@ -133,7 +134,9 @@ class Gateway:
 
 
 def main() -> None:
-    """``COUNT TARGETS REQUESTS_PER_S BUSY PORT``: ModelServers ``default/b0`` and so on, with an engine for each target."""
+    """``COUNT TARGETS REQUESTS_PER_S BUSY PORT``: ModelServers ``default/b0`` and so on, with an engine for each
+    target.
+    """
     count, targets, requests_per_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     busy, port = int(sys.argv[4]), int(sys.argv[5])
     rng = Random(1)

@@ -31,10 +31,11 @@ _MOST_WRITTEN: Final = 0.02
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """``cores``: of the whole process, in each ten seconds of the measured time. ``rss_mib``: at its end; ``peak_rss_mib``:
-    the most since the start. ``looks_per_s``: of bindings. ``decided``: the share of looks in which a decision was made
-    anew. ``scrape_s``: a page of metrics of ``page_mib``. ``writes``: during the measured time. ``load``: of the machine,
-    the mean of a minute. ``settled_s``: how long it took; None: it never did, and the figures are of a busy start.
+    """``cores``: of the whole process, in each ten seconds of the measured time. ``rss_mib``: at its end;
+    ``peak_rss_mib``: the most since the start. ``looks_per_s``: of bindings. ``decided``: the share of looks in which a
+    decision was made anew. ``scrape_s``: a page of metrics of ``page_mib``. ``writes``: during the measured time.
+    ``load``: of the machine, the mean of a minute. ``settled_s``: how long it took; None: it never did, and the figures
+    are of a busy start.
     """
 
     cores: Sequence[float]
@@ -50,7 +51,9 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def cost_of(pid: int, port: int, *, bindings: int, period_s: float, for_s: float, settle_s: float) -> Cost:
-    """``pid``: of a manager whose pages are at ``port``. ``settle_s``: how long to wait at most until it has settled."""
+    """``pid``: of a manager whose pages are at ``port``. ``settle_s``: how long to wait at most until it has
+    settled.
+    """
     async with aiohttp.ClientSession() as http:
         settled_s = await _settled(http, port, bindings, period_s, settle_s)
         before = await _page(http, port)

@@ -35,8 +35,10 @@ def parser(prog: str = "bench.conformance") -> argparse.ArgumentParser:
     names = [*(one.name for one in known), *dict.fromkeys(one.kind for one in known)]
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Run the conformance suites of the Gateway API and the Inference Extension against our GatewayClass, on "
-        "a cluster of their own in a network namespace.",
+        description=(
+            "Run the conformance suites of the Gateway API and the Inference Extension against our GatewayClass, on "
+            "a cluster of their own in a network namespace."
+        ),
         epilog="Exit status: 0 if no case failed, 1 if some did, 2 if a suite could not be run.",
     )
     add = made.add_argument

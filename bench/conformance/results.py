@@ -80,8 +80,8 @@ def cases(output: Iterable[str]) -> list[Case]:
 def check(found: Sequence[Case], report: Mapping[str, Any]) -> None:
     """Compare with the suite's own report; raises Disagreement.
 
-    A report counts what passed and names what failed and what was skipped on request. It leaves out the cases of features
-    that are not supported, which the output has as skipped.
+    A report counts what passed and names what failed and what was skipped on request. It leaves out the cases of
+    features that are not supported, which the output has as skipped.
     """
     passed = failed = 0
     names: set[str] = set()

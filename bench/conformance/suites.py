@@ -65,8 +65,8 @@ def built_in(wanted: Versions, root: Path = ROOT) -> Path:
 class Wishes(msgspec.Struct, frozen=True):
     """What somebody who works on the gateway may want; a report for the page is made without any of it.
 
-    ``run``: the names of the cases to run. ``features``: those to test, separated by commas; else the suite of the Gateway API asks the
-    GatewayClass, whose status lists them. ``quick``: shorter waits than the suite's own.
+    ``run``: the names of the cases to run. ``features``: those to test, separated by commas; else the suite of the
+    Gateway API asks the GatewayClass, whose status lists them. ``quick``: shorter waits than the suite's own.
     """
 
     run: tuple[str, ...] = ()

@@ -116,8 +116,10 @@ def parser(prog: str = "bench.engine") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Simulate a vLLM engine: an OpenAI-compatible server whose latencies are those of a named GPU, "
-        "without the GPU. Its answers are filler text. One process can be several engines: repeat --port.",
+        description=(
+            "Simulate a vLLM engine: an OpenAI-compatible server whose latencies are those of a named GPU, "
+            "without the GPU. Its answers are filler text. One process can be several engines: repeat --port."
+        ),
     )
     add = made.add_argument
     add("--host", default="127.0.0.1", help="IP address to listen on (default: %(default)s)")
@@ -171,8 +173,10 @@ def _add_adapters(made: argparse.ArgumentParser) -> None:
     add(
         "--enable-lora",
         action="store_true",
-        help="serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM does with "
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; a path that ends with 'missing' is not found, and 'rank-N' has rank N",
+        help=(
+            "serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM does with "
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; a path that ends with 'missing' is not found, and 'rank-N' has rank N"
+        ),
     )
     add(
         "--max-loras",
@@ -188,8 +192,10 @@ def _add_adapters(made: argparse.ArgumentParser) -> None:
         "--lora-overflow",
         choices=["evict", "refuse"],
         default="evict",
-        help="beyond --max-cpu-loras: forget the least recently used weights and read them again when they are asked for, "
-        "as vLLM does, or refuse to load (default: %(default)s)",
+        help=(
+            "beyond --max-cpu-loras: forget the least recently used weights and read them again when they are asked"
+            " for, as vLLM does, or refuse to load (default: %(default)s)"
+        ),
     )
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA adapters that are loaded and unloaded at run time, as vLLM does it
 
-Sources: ``vllm/entrypoints/openai/models/serving.py`` for the names and the answers, ``vllm/lora/worker_manager.py`` for the
-weights. The server's list of names has no bound. The engine keeps the weights of ``max_cpu_loras`` adapters, and forgets the
-least recently used one for another; its name stays, and the next request for it reads the weights again. At most
-``max_loras`` adapters share a step (``scheduler.py``). A read stops the engine's steps, as they share a thread.
+Sources: ``vllm/entrypoints/openai/models/serving.py`` for the names and the answers, ``vllm/lora/worker_manager.py``
+for the weights. The server's list of names has no bound. The engine keeps the weights of ``max_cpu_loras`` adapters,
+and forgets the least recently used one for another; its name stays, and the next request for it reads the weights
+again. At most ``max_loras`` adapters share a step (``scheduler.py``). A read stops the engine's steps, as they share a
+thread.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class AdapterError(Exception):
 
 
 class Adapters:
-    """The adapters of one engine. ``loads`` and ``unloads``: how many there were. ``limits``: None without --enable-lora."""
+    """The adapters of one engine. ``loads`` and ``unloads``: how many there were. ``limits``: None without
+    --enable-lora.
+    """
 
     def __init__(self, fixed: Iterable[str], limits: AdapterLimits | None) -> None:
         """``fixed``: loaded when the engine starts."""

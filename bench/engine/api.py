@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -60,13 +60,16 @@ class EmbeddingsRequest(msgspec.Struct):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What the engine has to do, whichever API asked. ``max_tokens``: of the answer, if the request limits it."""
+    """What the engine has to do, whichever API asked. ``max_tokens``: of the answer, if the request limits it.
+    ``options``: more that its format needs.
+    """
 
     model: str
     prompt: bytes
     max_tokens: int | None
     is_streamed: bool
     wants_usage: bool
+    options: dict[str, Any] = {}
 
 
 def chat_job(body: ChatRequest) -> Job:

@@ -53,7 +53,9 @@ class Driver:
         self._stalled_until_s = max(self._stalled_until_s, asyncio.get_running_loop().time() + duration_s)
 
     async def read_weights(self, duration_s: float) -> None:
-        """Read an adapter's weights for this long, in engine seconds: between two steps, of which none runs meanwhile."""
+        """Read an adapter's weights for this long, in engine seconds: between two steps, of which none runs
+        meanwhile.
+        """
         if duration_s:
             self.stall(duration_s / self.speed)
             await asyncio.sleep(duration_s / self.speed)

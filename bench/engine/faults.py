@@ -49,7 +49,9 @@ class Ill(msgspec.Struct, frozen=True, tag_field="fault", tag="ill"):
 
 
 class IllPage(msgspec.Struct, frozen=True, tag_field="fault", tag="ill-page"):
-    """Answer the next ``times`` requests for metrics wrongly: as ``Ill`` says, or with a page that has none (``empty``)."""
+    """Answer the next ``times`` requests for metrics wrongly: as ``Ill`` says, or with a page that has none
+    (``empty``).
+    """
 
     kind: Literal["garbage", "silence", "drip", "empty"]
     times: Count

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from bench.engine.links import LINKS, Link
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -32,8 +34,6 @@ PER_LAYER_S: Final = 32e-6
 PER_STEP_S: Final = 126e-6
 PER_REQUEST_S: Final = 4.4e-6
 API_S: Final = 15.6e-3
-# Effective all-reduce bandwidth between GPUs of one machine over NVLink, bytes/s (llm-d-inference-sim's table).
-NVLINK: Final = 600e9
 # The share of GPU memory that vLLM takes (its default), and what activations and CUDA graphs take of that.
 MEMORY_SHARE: Final = 0.9
 ACTIVATIONS_BYTES: Final = 2 * 2**30
@@ -43,6 +43,8 @@ BYTES_PER_VALUE: Final = 2  # bf16
 class Gpu(msgspec.Struct, frozen=True):
     """``flops``: dense bf16, 1/s. ``bandwidth``: bytes/s. ``memory``: bytes. ``per_layer_s``: overhead of each layer.
 
+    ``link``: to the other GPUs of its engine.
+
     ``weight_streaming``, ``kv_reading`` and ``prefill_gemm``: shares of the peaks that kernels reach. The defaults
     are those of data-centre GPUs in general.
     """
@@ -50,6 +52,7 @@ class Gpu(msgspec.Struct, frozen=True):
     flops: float
     bandwidth: float
     memory: float
+    link: Link = LINKS["pcie5"]
     weight_streaming: float = WEIGHT_STREAMING
     kv_reading: float = KV_READING
     prefill_gemm: float = PREFILL_GEMM
@@ -104,6 +107,11 @@ class Hardware(msgspec.Struct, frozen=True):
         """Of all GPUs together."""
         return self.gpu.bandwidth * self.gpus
 
+    def exchange_s(self, tokens: int) -> float:
+        """The all-reduces of a step with ``tokens`` tokens: two a layer, of all tokens' activations."""
+        size = tokens * self.model.hidden * BYTES_PER_VALUE
+        return 2 * self.model.layers * self.gpu.link.all_reduce_s(self.gpus, size)
+
     @property
     def weight_bytes(self) -> float:
         """Of the whole model."""
@@ -117,16 +125,17 @@ class Hardware(msgspec.Struct, frozen=True):
 
 GPUS: Final[Mapping[str, Gpu]] = MappingProxyType(
     {
-        "h100": Gpu(flops=989e12, bandwidth=3.35e12, memory=80e9),
-        "h200": Gpu(flops=989e12, bandwidth=4.8e12, memory=141e9),
-        "a100": Gpu(flops=312e12, bandwidth=2.04e12, memory=80e9),
-        "l40s": Gpu(flops=362e12, bandwidth=0.864e12, memory=48e9),
-        "a10g": Gpu(flops=70e12, bandwidth=0.6e12, memory=24e9),
+        "h100": Gpu(flops=989e12, bandwidth=3.35e12, memory=80e9, link=LINKS["nvlink4"]),
+        "h200": Gpu(flops=989e12, bandwidth=4.8e12, memory=141e9, link=LINKS["nvlink4"]),
+        "a100": Gpu(flops=312e12, bandwidth=2.04e12, memory=80e9, link=LINKS["nvlink3"]),
+        "l40s": Gpu(flops=362e12, bandwidth=0.864e12, memory=48e9, link=LINKS["pcie4"]),
+        "a10g": Gpu(flops=70e12, bandwidth=0.6e12, memory=24e9, link=LINKS["pcie4"]),
         # From LLMServingSim's profiles inside vLLM 0.19, which runs decodes as CUDA graphs: no overhead of layers.
         "rtx4090": Gpu(
             flops=165.2e12,
             bandwidth=1.008e12,
             memory=24e9,
+            link=LINKS["pcie4"],
             weight_streaming=0.96,
             kv_reading=0.43,
             prefill_gemm=1.0,
@@ -136,6 +145,7 @@ GPUS: Final[Mapping[str, Gpu]] = MappingProxyType(
             flops=503.8e12,
             bandwidth=1.792e12,
             memory=96e9,
+            link=LINKS["pcie5"],
             weight_streaming=0.82,
             kv_reading=0.49,
             prefill_gemm=0.79,

@@ -28,8 +28,10 @@ from bench.engine.api import (
 from bench.engine.driver import Driver
 from bench.engine.faults import DropEvents, Fault, FaultPlan, Refuse, Stall
 from bench.engine.formats import ChatFormat, CompletionFormat, Format, ResponsesFormat, error_body
+from bench.engine.generate import GenerateFormat, GenerateRequest, generate_job
 from bench.engine.hardware import Hardware
 from bench.engine.illness import answer_wrongly
+from bench.engine.messages import MessagesFormat, MessagesRequest, count, in_its_form, messages_job
 from bench.engine.metrics import Observation, ServerMetrics
 from bench.engine.publisher import KvEventPublisher, KvEventsConfig
 from bench.engine.scheduler import EngineLimits
@@ -59,7 +61,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     default_max_tokens: int
     speed: float
     seed: int
-    # vLLM sends a stream's headers at once. SGLang and others send them with the first token; until then Envoy may retry.
+    # vLLM sends a stream's headers at once, SGLang and others with the first token: until then Envoy may retry.
     headers_first: bool
     events: KvEventsConfig | None = None
     # of adapters that are loaded at run time; None: there are none but ``adapters``
@@ -98,6 +100,9 @@ class EngineServer:
                 web.post("/v1/chat/completions", self._generating(ChatRequest, chat_job, ChatFormat)),
                 web.post("/v1/completions", self._generating(CompletionRequest, completion_job, CompletionFormat)),
                 web.post("/v1/responses", self._generating(ResponsesRequest, responses_job, ResponsesFormat)),
+                web.post("/v1/messages", in_its_form(self._generating(MessagesRequest, messages_job, MessagesFormat))),
+                web.post("/v1/messages/count_tokens", count),
+                web.post("/inference/v1/generate", self._generating(GenerateRequest, generate_job, GenerateFormat)),
                 web.post("/v1/embeddings", self._embed),
                 web.post("/tokenize", tokenize),
                 web.get("/v1/models", self._list_models),
@@ -128,7 +133,7 @@ class EngineServer:
         await self._site.start()
 
     def _generating(
-        self, kind: type[Any], to_job: Callable[[Any], Job], new_format: Callable[[str, int, str], Format]
+        self, kind: type[Any], to_job: Callable[[Any], Job], new_format: Callable[..., Format]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         decoder = msgspec.json.Decoder(kind)
 
@@ -141,6 +146,8 @@ class EngineServer:
                 return await answer_wrongly(http, illness)
             try:
                 job = to_job(decoder.decode(await http.read()))
+                if not job.model:
+                    job = msgspec.structs.replace(job, model=self._settings.model)
             except msgspec.DecodeError as error:
                 return _error(400, str(error), "BadRequestError")
             if (refused := self._refuse(job)) is not None:
@@ -149,7 +156,8 @@ class EngineServer:
             await self._driver.read_weights(self._adapters.use(adapter))
             request = self._driver.new_request(job.prompt, self._answer_length(job), model=job.model, adapter=adapter)
             # identifiers rise in the order in which requests came
-            form = new_format(f"{secrets.token_hex(4)}{request.key:08x}", int(_wall_clock()), job.model)
+            key = f"{secrets.token_hex(4)}{request.key:08x}"
+            form = new_format(key, int(_wall_clock()), job.model, **job.options)
             if job.is_streamed:
                 return await self._stream(http, request, form, wants_usage=job.wants_usage)
             return await self._answer_whole(http, request, form)

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from bench.engine.hardware import (
-    BYTES_PER_VALUE,
     MOE_GEMM,
-    NVLINK,
     PER_REQUEST_S,
     PER_STEP_S,
     PREFILL_ATTENTION,
@@ -73,7 +71,7 @@ class StepTime(Protocol):
 
 
 class Roofline:
-    """``max(GEMM, weights) + prefill attention + KV reads + all-reduce + overheads``.
+    """``max(GEMM, weights) + prefill attention + KV reads + all-reduces + overheads``.
 
     Matrix products and the streaming of weights overlap (roofline: Williams et al., 2009); attention kernels run
     between them. A pair of tokens costs 4 FLOPs for each head dimension. Of a mixture of experts, a step reads the
@@ -90,10 +88,10 @@ class Roofline:
         self._read_s = shape.kv_bytes_per_token / (hardware.bandwidth * gpu.kv_reading)
         self._byte_s = 1 / (hardware.bandwidth * gpu.weight_streaming)
         self._weights_s = hardware.weight_bytes * self._byte_s
-        # two ring all-reduces a layer, each moving 2 (n - 1) / n of the activations through every GPU's links
-        count = hardware.gpus
-        self._exchange_s = 2 * shape.layers * shape.hidden * BYTES_PER_VALUE * 2 * (count - 1) / count / NVLINK
-        self._fixed_s = shape.layers * gpu.per_layer_s + PER_STEP_S
+        # linear in the tokens: a latency for each all-reduce, and their bytes
+        latency_s = hardware.exchange_s(0)
+        self._exchange_s = hardware.exchange_s(1) - latency_s
+        self._fixed_s = shape.layers * gpu.per_layer_s + latency_s + PER_STEP_S
 
     def seconds(self, batch: StepBatch) -> float:
         """See the class."""

@@ -48,7 +48,9 @@ _QUIET_S: Final = 15.0
 
 
 class FuzzSettings(msgspec.Struct, frozen=True):
-    """``seconds``: how long. ``cases``: how many at most. ``patience_s``: no answer takes longer, from the first byte sent."""
+    """``seconds``: how long. ``cases``: how many at most. ``patience_s``: no answer takes longer, from the first byte
+    sent.
+    """
 
     seconds: float = 60.0
     cases: int | None = None

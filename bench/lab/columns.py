@@ -10,6 +10,7 @@ from bench.reporting.tables import Table
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from bench.lab.intervals import Interval
     from bench.lab.measures import Measures
 
 # Seconds, unless a heading has a unit.
@@ -31,7 +32,24 @@ COLUMNS: Final[Mapping[str, Callable[[Measures], str]]] = {
 NARROW: Final = tuple(COLUMNS)[:10]
 
 
-def policy_table(title: str, policies: Mapping[str, Measures], *, columns: tuple[str, ...] = tuple(COLUMNS)) -> Table:
-    """A row for each policy, in the order of ``policies``. ``columns``: keys of COLUMNS."""
-    rows = [[name, *(COLUMNS[column](measures) for column in columns)] for name, measures in policies.items()]
-    return Table(title, ["policy", *columns], rows)
+def policy_table(
+    title: str,
+    policies: Mapping[str, Measures],
+    intervals: Mapping[str, Interval],
+    *,
+    columns: tuple[str, ...] = tuple(COLUMNS),
+) -> Table:
+    """A row for each policy, in the order of ``policies``. ``columns``: keys of COLUMNS.
+
+    ``intervals``: of each policy's mean TTFT, in a second column.
+    """
+    first, *others = columns
+    rows = [
+        [name, COLUMNS[first](one), _interval(intervals[name]), *(COLUMNS[column](one) for column in others)]
+        for name, one in policies.items()
+    ]
+    return Table(title, ["policy", first, "95%", *others], rows)
+
+
+def _interval(found: Interval) -> str:
+    return f"{found.low:.3f} to {found.high:.3f}"

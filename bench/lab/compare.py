@@ -72,6 +72,10 @@ def compare(first: Sequence[TrialResult], second: Sequence[TrialResult]) -> list
 
     others = {msgspec.json.encode(trial.conditions): trial for trial in second}
     pairs = [(one, others[key]) for one in first if (key := msgspec.json.encode(one.conditions)) in others]
+    for one, other in pairs:
+        changed = [file for file, digest in one.files.items() if other.files.get(file, digest) != digest]
+        if changed:
+            raise NotComparable(f"{', '.join(changed)} was another file for the second; replay both with the same")
     if not pairs:
         raise NotComparable("the two have no trial under the same conditions; replay both with the same flags")
     found = []
@@ -103,9 +107,16 @@ def _paired(
 
 def table(first: Sequence[TrialResult], second: Sequence[TrialResult], differences: Sequence[Difference]) -> Table:
     """A row for each measure."""
-    title = "paired by request; intervals of 95% over windows of the traces and seeds"
+    title = f"paired by request; {_together(first)}intervals of 95% over windows of the traces and seeds"
     headings = ["mean", first[0].policy, second[0].policy, "change", "95% interval"]
     return Table(title, headings, [_cells(one) for one in differences])
+
+
+def _together(trials: Sequence[TrialResult]) -> str:
+    """What is pooled that a reader may take for one: rates, traces, engines."""
+    count = len({msgspec.json.encode(msgspec.structs.replace(one.conditions, seed=0)) for one in trials})
+    rates = ", ".join(f"x{rate:g}" for rate in sorted({one.conditions.rate_scale for one in trials}))
+    return f"{count} sets of conditions together, rates {rates}; " if count > 1 else ""
 
 
 def _cells(one: Difference) -> list[str]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines by words: ``h100x4``, or mixed: ``h100*4+l40s*4``.
 
-``h100x4`` is four H100s for each engine; ``h100*4+l40s*4`` is four engines of one kind and four of another.
+``h100x4`` is four H100s for each engine; ``h100*4+l40s*4`` is four engines of one kind and four of another. In place of
+a GPU's name the path of its file may stand: ``rig.yaml``, ``rig.yamlx2*4``.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from typing import Final
 
 import msgspec
 
-from bench.engine.hardware import GPUS, MODELS, Hardware
+from bench.engine.hardware import GPUS, MODELS, Gpu, Hardware, ModelShape
 from bench.engine.mocker_time import MockerTime
 from bench.engine.scheduler import EngineLimits
+from bench.lab.hardware_file import is_file, read_gpu, read_model
 from bench.virtual.engines import EngineKind, roofline_engine
 
 # Dynamo's mocked engines: 16,384 blocks of 64 tokens.
 MOCKER: Final = "dynamo-mocker"
 _MOCKER_TOKENS: Final = 16_384 * 64
-_PART: Final = re.compile(r"(?P<gpu>[a-z0-9]+?)(?:x(?P<gpus>\d+))?(?:\*(?P<count>\d+))?")
+_PART: Final = re.compile(r"(?P<gpu>[a-z0-9]+?|[^+*]+?\.ya?ml)(?:x(?P<gpus>\d+))?(?:\*(?P<count>\d+))?")
 
 
 class HardwareUnknown(Exception):
@@ -29,7 +31,7 @@ class HardwareUnknown(Exception):
 def engine_kinds(
     hardware: str, model: str, *, count: int, block_size: int, kv_blocks: int | None = None
 ) -> list[EngineKind]:
-    """The kind of each engine. Raises HardwareUnknown.
+    """The kind of each engine. Raises HardwareUnknown, or ConfigInvalid for a file.
 
     ``count``: engines in all, shared equally by the parts of ``hardware`` that name no number. ``block_size``: tokens
     of a KV block. ``kv_blocks``: of each engine; None: what its GPUs' memory holds.
@@ -46,19 +48,23 @@ def _with_blocks(kind: EngineKind, kv_blocks: int) -> EngineKind:
     return EngineKind(kind.speed, msgspec.structs.replace(kind.limits, num_gpu_blocks=kv_blocks))
 
 
+def hardware_files(hardware: str, model: str) -> list[str]:
+    """The files that a trial's hardware and model are read from."""
+    parts = [found["gpu"] for part in hardware.split("+") if (found := _PART.fullmatch(part))]
+    return [one for one in (*parts, model) if is_file(one)]
+
+
 def _engines_of(hardware: str, model: str, count: int) -> list[Hardware]:
-    shape = MODELS.get(model)
-    if shape is None:
-        msg = f"there is no model {model}; there are {', '.join(MODELS)}"
-        raise HardwareUnknown(msg)
+    shape = _model(model)
     parts = hardware.split("+")
     engines: list[Hardware] = []
     for number, part in enumerate(parts):
         found = _PART.fullmatch(part)
-        gpu = GPUS.get(found["gpu"]) if found is not None else None
+        gpu = _gpu(found["gpu"]) if found is not None else None
         if found is None or gpu is None:
             msg = (
-                f"{part}: is no hardware; write GPU, GPUxN or GPUxN*ENGINES with one of {', '.join(GPUS)}, or {MOCKER}"
+                f"{part}: is no hardware; write GPU, GPUxN or GPUxN*ENGINES with one of {', '.join(GPUS)} or with a "
+                f"GPU's YAML file, or {MOCKER}"
             )
             raise HardwareUnknown(msg)
         one = Hardware(shape, gpu, int(found["gpus"] or 1))
@@ -68,3 +74,16 @@ def _engines_of(hardware: str, model: str, count: int) -> list[Hardware]:
         share = count // len(parts) + (number < count % len(parts))
         engines += [one] * int(found["count"] or share)
     return engines
+
+
+def _model(name: str) -> ModelShape:
+    if is_file(name):
+        return read_model(name)
+    if name not in MODELS:
+        msg = f"there is no model {name}; there are {', '.join(MODELS)}, and YAML files as in shape.yaml"
+        raise HardwareUnknown(msg)
+    return MODELS[name]
+
+
+def _gpu(name: str) -> Gpu | None:
+    return read_gpu(name) if is_file(name) else GPUS.get(name)

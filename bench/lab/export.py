@@ -3,19 +3,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import platform
+import subprocess
 from collections import defaultdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from bench.lab.inputs import code_digest, condition_files, digests
+from bench.lab.intervals import windows
 from bench.lab.measures import LatencyObjective, Measures, measure
 from bench.lab.trial import Conditions, RequestRow, TrialReport
+from bench.policies.own_file import policy_file
 from bench.reporting.distribution import Distribution
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 
 class RequestColumns(msgspec.Struct, frozen=True):
@@ -31,7 +38,7 @@ class RequestColumns(msgspec.Struct, frozen=True):
 
 
 class TrialResult(msgspec.Struct, frozen=True):
-    """One trial. ``wall_s``: how long it took to run."""
+    """One trial. ``wall_s``: how long it took to run. ``files``: the digests of its trace, hardware and model."""
 
     policy: str
     workload: str
@@ -39,23 +46,74 @@ class TrialResult(msgspec.Struct, frozen=True):
     measures: Measures
     requests: RequestColumns
     wall_s: float
+    files: dict[str, str] = {}
+
+
+class MadeBy(msgspec.Struct, frozen=True):
+    """The command that made results, the versions of what ran it, and the digests of files with policies."""
+
+    command: str
+    versions: dict[str, str]
+    files: dict[str, str]
 
 
 class Results(msgspec.Struct, frozen=True):
-    """What a replay writes. ``policies``: all trials of each policy together."""
+    """What a replay writes. ``policies``: all trials of each policy together, of all rates and other conditions."""
 
     objective: LatencyObjective
     policies: dict[str, Measures]
     trials: list[TrialResult]
+    made_by: MadeBy | None = None
 
 
-def results_of(reports: Sequence[TrialReport], objective: LatencyObjective) -> Results:
-    """All reports of a replay as one value."""
+def results_of(reports: Sequence[TrialReport], objective: LatencyObjective, command: str) -> Results:
+    """All reports of a replay as one value. ``command``: which made them."""
     return Results(
         objective=objective,
         policies={name: pooled(found, objective) for name, found in by_policy(reports).items()},
         trials=[_trial(report, objective) for report in reports],
+        made_by=made_by(command, list(by_policy(reports))),
     )
+
+
+def made_by(command: str, policies: Sequence[str]) -> MadeBy:
+    """``command``, what runs it, and the files of ``policies``. The commit is that of the working tree that the code is
+    in, if git knows one.
+    """
+    said = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],  # noqa: S607 - whichever git the user has
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    versions = {"Python": platform.python_version(), "numpy": version("numpy"), "code": code_digest()}
+    with contextlib.suppress(PackageNotFoundError):  # a clone need not be installed
+        versions["attache"] = version("attache")
+    if said.returncode == 0:
+        versions["commit"] = said.stdout.strip()
+    return MadeBy(command, versions, digests(str(policy_file(one) or one) for one in policies))
+
+
+def by_conditions(reports: Sequence[TrialReport]) -> dict[str, list[TrialReport]]:
+    """Reports that differ in their policies and seeds alone, under words that say what the others do not share."""
+    grouped: dict[Conditions, list[TrialReport]] = defaultdict(list)
+    for report in reports:
+        grouped[msgspec.structs.replace(report.trial.conditions, seed=0)].append(report)
+    return {_words(found): found for found in grouped.values()}
+
+
+def _words(reports: Sequence[TrialReport]) -> str:
+    one = reports[0].trial.conditions
+    workloads = ", ".join(dict.fromkeys(report.workload for report in reports))
+    seeds = sorted({report.trial.conditions.seed for report in reports})
+    seeded = f", {len(seeds)} seeds together" if len(seeds) > 1 else ""
+    return f"{workloads}; rate x{one.rate_scale:g}, {one.engines} engines of {one.hardware}, {one.model}{seeded}"
+
+
+def ttft_blocks(reports: Sequence[TrialReport]) -> list[Sequence[float]]:
+    """The TTFTs of good answers in windows, from which intervals are drawn."""
+    return [window for report in reports for window in windows([row.ttft_s for row in report.rows if not row.error])]
 
 
 def by_policy(reports: Sequence[TrialReport]) -> dict[str, list[TrialReport]]:
@@ -69,7 +127,8 @@ def by_policy(reports: Sequence[TrialReport]) -> dict[str, list[TrialReport]]:
 def pooled(reports: Sequence[TrialReport], objective: LatencyObjective) -> Measures:
     """The measures of several trials of one policy together."""
     rows = [row for report in reports for row in report.rows]
-    return measure(rows, sum(report.duration_s for report in reports), objective)
+    engines = max((len(report.busy) for report in reports), default=0)
+    return measure(rows, sum(report.duration_s for report in reports), objective, engines=engines)
 
 
 def _trial(report: TrialReport, objective: LatencyObjective) -> TrialResult:
@@ -77,9 +136,10 @@ def _trial(report: TrialReport, objective: LatencyObjective) -> TrialResult:
         policy=report.trial.policy,
         workload=report.workload,
         conditions=report.trial.conditions,
-        measures=measure(report.rows, report.duration_s, objective),
+        measures=measure(report.rows, report.duration_s, objective, engines=len(report.busy)),
         requests=_columns(report.rows),
         wall_s=round(report.wall_s, 3),
+        files=condition_files(report.trial.conditions),
     )
 
 

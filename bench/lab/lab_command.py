@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.lab.export import pooled, results_of, write_csv, write_json
+from bench.lab.export import pooled, results_of, ttft_blocks, write_csv, write_json
 from bench.lab.html import write_html
-from bench.lab.intervals import Interval, mean_interval, ratio_interval, windows
+from bench.lab.intervals import Interval, mean_interval, ratio_interval
 from bench.lab.measures import LatencyObjective, Measures
 from bench.lab.runner import run_all
-from bench.lab.trial import Conditions, Trial
+from bench.lab.trial import Conditions, Trial, check_trials
 from bench.reporting.tables import Table
 from bench.workload.traces import TraceInvalid
 
@@ -60,7 +60,7 @@ _BOUNDS: Final = frozenset({"oracle"})
 class TraceLoads(msgspec.Struct, frozen=True):
     """A trace, the rows to play and the loads.
 
-    ``files``: names that the trace's file may have. ``rates``: rate scale by load.
+    ``files``: names that the trace's file may have; none for a generator of this name. ``rates``: rate scale by load.
     """
 
     name: str
@@ -88,6 +88,14 @@ _TRACES: Final = (
 )
 
 
+# In place of traces, for a clone without them. Not tuned on, and not shares of anybody's capacity.
+_GENERATED: Final = (
+    TraceLoads(name="chat", files=(), skip=0, limit=0, rates={"x1": 1.0, "x2": 2.0, "x4": 4.0}),
+    TraceLoads(name="shared-prefix", files=(), skip=0, limit=0, rates={"x0.5": 0.5, "x1": 1.0, "x1.5": 1.5}),
+)
+_WHERE: Final = "kvcache-ai/Mooncake, FAST25-release/traces"
+
+
 class PolicyLine(msgspec.Struct, frozen=True):
     """One policy under one load. ``against``: its mean TTFT over Attaché's, minus 1, paired by request."""
 
@@ -103,11 +111,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--traces",
         type=Path,
-        default=TRACES,
         metavar="DIR",
-        help="directory with Mooncake's traces (default: %(default)s)",
+        help=f"directory with Mooncake's traces (default: {TRACES} if it is there, else generators)",
     )
-    add("--policies", default=",".join(_POLICIES), help="default: %(default)s")
+    add("--policies", default=",".join(_POLICIES), help="names, my.py:Mine, or files; default: %(default)s")
     add(
         "--seeds",
         type=int,
@@ -115,7 +122,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of ties and answers; intervals also come from windows of the traces (default: %(default)s)",
     )
-    add("--hardware", default="h100x4", help="GPUs of each engine; mixed: h100*4+l40s*4 (default: %(default)s)")
+    add(
+        "--hardware",
+        default="h100x4",
+        help="GPUs of each engine; mixed: h100*4+l40s*4; a GPU's file: rig.yamlx2 (default: %(default)s)",
+    )
     add("--model", default="70b", help="what engines serve (default: %(default)s)")
     add("--rate-factor", type=float, default=1.0, metavar="X", help="multiply all loads, for other hardware")
     add("--out", type=Path, default=Path("bench/out/lab"), metavar="DIR", help="for reports (default: %(default)s)")
@@ -123,12 +134,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def lab(options: argparse.Namespace, console: Console) -> int:
-    """Raises TraceInvalid."""
+    """Raises TraceInvalid, ConfigInvalid, PolicyFailed or HardwareUnknown."""
+    directory = options.traces or TRACES
+    has_traces = options.traces is not None or TRACES.is_dir()
+    if not has_traces:
+        console.print(
+            f"There is no directory of traces: generators play. For real traffic put the files of {_WHERE} into one "
+            "directory and give it with --traces; a trace of your own is played by replay --trace FILE.",
+            style="yellow",
+        )
     cells = {
         (trace.name, load): [
             Conditions(
-                _file(options.traces, trace),
-                trace_format="mooncake",
+                _file(directory, trace) if has_traces else trace.name,
+                trace_format="mooncake" if has_traces else None,
                 skip=trace.skip,
                 limit=trace.limit,
                 rate_scale=rate * options.rate_factor,
@@ -138,11 +157,12 @@ def lab(options: argparse.Namespace, console: Console) -> int:
             )
             for seed in range(options.seeds)
         ]
-        for trace in _TRACES
+        for trace in (_TRACES if has_traces else _GENERATED)
         for load, rate in trace.rates.items()
     }
     policies = options.policies.split(",")
     trials = [Trial(policy, one) for seeds in cells.values() for policy in policies for one in seeds]
+    check_trials(trials)
     reports = run_all(trials, options.out / "runs", console, jobs=options.jobs)
     found = dict(zip(map(_name, trials), reports, strict=True))
     objective = LatencyObjective()
@@ -154,10 +174,13 @@ def lab(options: argparse.Namespace, console: Console) -> int:
         table = _table(f"{trace}, {load}", lines)
         console.print(table.on_terminal())
         page += [f"## {table.title}", "", *table.as_markdown(), ""]
-    results = results_of(reports, objective)
+    results = results_of(reports, objective, options.command_line)
     write_json(results, options.out / "lab.json")
     write_csv(results, options.out / "lab.csv")
-    write_html(reports, objective, options.out / "lab.html")
+    write_html(reports, results, options.out / "lab.html")
+    if results.made_by is not None:
+        versions = ", ".join(f"{name} {one}" for name, one in results.made_by.versions.items())
+        page += [f"Made by `{results.made_by.command}`; {versions}.", ""]
     (options.out / "lab.md").write_text("\n".join(page))
     console.print(f"written: {options.out}/lab.md, .html, .csv, .json", highlight=False)
     return 0
@@ -167,8 +190,7 @@ def _file(directory: Path, trace: TraceLoads) -> str:
     for name in trace.files:
         if (directory / name).exists():
             return str(directory / name)
-    where = "kvcache-ai/Mooncake, FAST25-release/traces"
-    msg = f"{directory}: has no {trace.files[-1]}; it is in {where}; give its directory with --traces"
+    msg = f"{directory}: has no {trace.files[-1]}; it is in {_WHERE}; give its directory with --traces"
     raise TraceInvalid(msg)
 
 
@@ -178,10 +200,12 @@ def _name(trial: Trial) -> bytes:
 
 def _preface(options: argparse.Namespace) -> list[str]:
     return [
-        f"8 engines of {options.model} on {options.hardware}; {options.seeds} seeds; seconds, unless a heading has a unit. "
-        "Intervals: 95%, bootstrap over windows of the trace and seeds. Against: the policy's mean TTFT over attache's, "
-        "minus 1, paired by request. Goodput: requests per second with the first token within 5 s and each further one "
-        "within 100 ms.",
+        (
+            f"8 engines of {options.model} on {options.hardware}; {options.seeds} seeds; seconds, unless a heading has"
+            " a unit. Intervals: 95%, bootstrap over windows of the trace and seeds. Against: the policy's mean TTFT"
+            " over attache's, minus 1, paired by request. Goodput: requests per second with the first token within 5 s"
+            " and each further one within 100 ms."
+        ),
     ]
 
 
@@ -190,7 +214,7 @@ def _lines(
 ) -> list[PolicyLine]:
     """The lowest mean TTFT first. ``reports``: for each policy, those of all seeds."""
 
-    blocks = {policy: _blocks(found) for policy, found in zip(policies, reports, strict=True)}
+    blocks = {policy: ttft_blocks(found) for policy, found in zip(policies, reports, strict=True)}
     ours = blocks.get(_OURS, blocks[policies[0]])
     lines = [
         PolicyLine(
@@ -202,10 +226,6 @@ def _lines(
         for policy, found in zip(policies, reports, strict=True)
     ]
     return sorted(lines, key=lambda line: line.ttft_s.value)
-
-
-def _blocks(reports: Sequence[TrialReport]) -> list[Sequence[float]]:
-    return [window for report in reports for window in windows([row.ttft_s for row in report.rows if not row.error])]
 
 
 _HEADINGS: Final = (

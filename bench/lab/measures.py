@@ -37,7 +37,7 @@ class Measures(msgspec.Struct, frozen=True):
     | `tpot_s` | time per output token after the first, of answers with more than one (vLLM's definition) |
     | `goodput` | requests per second that met the objective |
     | `attainment` | the share of all requests that met the objective, 0 to 1 |
-    | `imbalance` | the busiest engine's requests over the mean |
+    | `imbalance` | the busiest engine's requests over the mean of all engines; 1 if all serve as many |
     | `fairness` | Jain's index of the mean TTFT of labels; 1 if all are equal |
     """
 
@@ -57,8 +57,13 @@ class Measures(msgspec.Struct, frozen=True):
     duration_s: float
 
 
-def measure(rows: Sequence[RequestRow], duration_s: float, objective: LatencyObjective) -> Measures:
-    """Of one trial, or of several as one. ``duration_s``: the sum of their durations in virtual time."""
+def measure(
+    rows: Sequence[RequestRow], duration_s: float, objective: LatencyObjective, *, engines: int | None = None
+) -> Measures:
+    """Of one trial, or of several as one. ``duration_s``: the sum of their durations in virtual time.
+
+    ``engines``: how many there were; None: those that served something.
+    """
     good = [row for row in rows if not row.error]
     met = sum(1 for row in good if objective.is_met(row))
     prompt_tokens = sum(row.prompt_tokens for row in good)
@@ -75,17 +80,17 @@ def measure(rows: Sequence[RequestRow], duration_s: float, objective: LatencyObj
         attainment=met / len(rows) if rows else 0.0,
         requests_per_s=len(good) / seconds,
         output_tokens_per_s=sum(row.output_tokens for row in good) / seconds,
-        imbalance=_imbalance(good),
+        imbalance=_imbalance(good, engines),
         fairness=_fairness(good),
         duration_s=duration_s,
     )
 
 
-def _imbalance(rows: Sequence[RequestRow]) -> float:
+def _imbalance(rows: Sequence[RequestRow], engines: int | None) -> float:
     served: dict[int, int] = defaultdict(int)
     for row in rows:
         served[row.engine] += 1
-    return max(served.values()) * len(served) / len(rows) if rows else 0.0
+    return max(served.values()) * (engines or len(served)) / len(rows) if rows else 0.0
 
 
 def _fairness(rows: Sequence[RequestRow]) -> float:

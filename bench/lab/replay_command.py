@@ -11,22 +11,23 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.lab.columns import NARROW, policy_table
-from bench.lab.export import results_of, write_csv, write_json
+from bench.lab.export import by_conditions, by_policy, pooled, results_of, ttft_blocks, write_csv, write_json
 from bench.lab.html import write_html
+from bench.lab.intervals import mean_interval
 from bench.lab.measures import LatencyObjective
 from bench.lab.runner import run_all
-from bench.lab.trial import Conditions, Trial
-from bench.policies.registry import POLICIES, EngineCalibration, policy_named
+from bench.lab.trial import Conditions, Trial, check_trials
+from bench.policies.registry import POLICIES
 from bench.workload.generators import GENERATORS
 from bench.workload.traces import FORMATS
 from extproc.config.quantities import Duration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
-    from bench.lab.export import Results
+    from bench.lab.trial import TrialReport
     from bench.reporting.tables import Table
 
 KEPT = Path("bench/out/lab")
@@ -40,13 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         action="append",
         metavar="TRACE",
-        help=f"a file, or a generator with its numbers as in shared-prefix:groups=256; generators: {', '.join(GENERATORS)}",
+        help=(
+            "a file, or a generator with its numbers as in shared-prefix:groups=256; generators:"
+            f" {', '.join(GENERATORS)}"
+        ),
     )
     add("--format", choices=sorted(FORMATS), help="of the file (default: by its name)")
     add(
         "--policies",
         default="attache,llm-d-token-load,round-robin",
-        help=f"a list of names, or of files with an EndpointPickerConfig; names: {', '.join(POLICIES)} (default: %(default)s)",
+        help=(
+            "a list of names, of Python files as in my.py:Mine, or of files with an EndpointPickerConfig; names:"
+            f" {', '.join(POLICIES)} (default: %(default)s)"
+        ),
     )
     add(
         "--rate-scale", type=_positive, action="append", metavar="X", help="start sessions X times as fast (default: 1)"
@@ -68,8 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_engines(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engines, and what is known of them").add_argument
     add("--engines", type=_at_least(1), action="append", metavar="N", help="how many (default: 8)")
-    add("--hardware", action="append", help="GPUs of each: h100x4; mixed: h100*4+l40s*4 (default: h100x4)")
-    add("--model", action="append", help="what they serve (default: 70b)")
+    add(
+        "--hardware",
+        action="append",
+        help="GPUs of each: h100x4; mixed: h100*4+l40s*4; a GPU's file: rig.yamlx2 (default: h100x4)",
+    )
+    add("--model", action="append", help="what they serve: a name, or a model's YAML file (default: 70b)")
     add("--block-size", type=_at_least(1), default=64, metavar="N", help="tokens in a KV block (default: %(default)s)")
     add("--kv-blocks", type=_at_least(1), metavar="N", help="of each engine (default: what its GPUs' memory holds)")
     add(
@@ -89,25 +100,23 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
 
 
 def replay(options: argparse.Namespace, console: Console) -> int:
-    """Raises TraceInvalid, ConfigInvalid or HardwareUnknown before anything runs."""
+    """Raises TraceInvalid, ConfigInvalid, PolicyFailed or HardwareUnknown before anything runs."""
     trials = trials_of(options)
-    for name in {trial.policy for trial in trials}:
-        policy_named(name)(
-            EngineCalibration(prefill_tokens_per_s=1.0, decode_s_per_token=1.0, block_size=options.block_size)
-        )
+    check_trials(trials)
     # read each trace once before anything runs, so that one that cannot be read is reported at once
     for conditions in {trial.conditions.trace: trial.conditions for trial in trials}.values():
         conditions.workload()
     objective = LatencyObjective(float(Duration(options.slo_ttft)), float(Duration(options.slo_tpot)))
     reports = run_all(trials, KEPT, console, jobs=options.jobs, fresh=options.fresh)
-    results = results_of(reports, objective)
-    console.print(table(results).on_terminal())
+    results = results_of(reports, objective, options.command_line)
+    for one in tables(reports, objective):
+        console.print(one.on_terminal())
     if options.json:
         write_json(results, options.json)
     if options.csv:
         write_csv(results, options.csv)
     if options.html:
-        write_html(reports, objective, options.html)
+        write_html(reports, results, options.html)
     for file in filter(None, (options.json, options.csv, options.html)):
         console.print(f"written: {file}", highlight=False)
     return 0
@@ -155,11 +164,17 @@ def trials_of(options: argparse.Namespace) -> list[Trial]:
     ]
 
 
-def table(results: Results) -> Table:
-    """All trials of each policy together; the lowest mean TTFT first."""
-    title = f"{len(results.trials)} trials in virtual time; seconds, unless a heading has a unit"
-    policies = dict(sorted(results.policies.items(), key=lambda item: item[1].ttft_s.mean))
-    return policy_table(title, policies, columns=NARROW)
+def tables(reports: Sequence[TrialReport], objective: LatencyObjective) -> list[Table]:
+    """One for each set of conditions, all seeds together; the lowest mean TTFT first."""
+    found = []
+    for words, group in by_conditions(reports).items():
+        policies = by_policy(group)
+        measures = {name: pooled(some, objective) for name, some in policies.items()}
+        ordered = dict(sorted(measures.items(), key=lambda item: item[1].ttft_s.mean))
+        intervals = {name: mean_interval(ttft_blocks(some)) for name, some in policies.items()}
+        title = f"{words}; virtual time, seconds, unless a heading has a unit"
+        found.append(policy_table(title, ordered, intervals, columns=NARROW))
+    return found
 
 
 def _at_least(least_cost: int) -> Callable[[str], int]:

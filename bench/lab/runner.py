@@ -6,22 +6,43 @@ from __future__ import annotations
 import gzip
 import os
 import time
+import traceback
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
-from typing import TYPE_CHECKING
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
+from typing import TYPE_CHECKING, Final
 
 import msgspec
-import xxhash
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench.lab.trial import TrialReport, run, source_files
+from bench.lab.engine_kinds import HardwareUnknown
+from bench.lab.inputs import OpenedFiles, digests, key_of
+from bench.lab.trial import TrialReport, run
+from bench.policies.own_file import PolicyFailed
+from bench.workload.traces import TraceInvalid
+from extproc.config.errors import ConfigInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from rich.console import Console
 
     from bench.lab.trial import Trial
+
+# What the user can mend; the message is enough.
+_SAID: Final = (ConfigInvalid, HardwareUnknown, PolicyFailed, TraceInvalid)
+
+
+class TrialFailed(Exception):
+    """A trial that ended with a mistake of the lab's own, or with its process; the message has the traceback."""
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """A finished trial. ``opened``: digests of the files that it read by itself, which make it stale if they change."""
+
+    report: TrialReport
+    opened: dict[str, str]
 
 
 def run_all(
@@ -29,14 +50,14 @@ def run_all(
 ) -> list[TrialReport]:
     """The reports, in the order of ``trials``. Raises the exception of the first trial that fails.
 
-    ``kept``: the directory of finished reports; a trial whose code, trace and conditions are the same is read from
-    there, unless ``fresh``. ``jobs``: processes; 0: one for each processor.
+    ``kept``: the directory of finished reports; a trial that was made of the same things (``bench.lab.inputs``) is read
+    from there, unless ``fresh``. ``jobs``: processes; 0: one for each processor.
     """
     kept.mkdir(parents=True, exist_ok=True)
-    code = _fingerprint()
-    files = [kept / f"{_key(trial, code)}.json.gz" for trial in trials]
-    missing = [number for number, file in enumerate(files) if fresh or not file.exists()]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    files = [kept / f"{key_of(trial)}.json.gz" for trial in trials]
+    reports = [None if fresh else _read(file) for file in files]
+    missing = [number for number, report in enumerate(reports) if report is None]
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         bar = progress.add_task("trials", total=len(trials), completed=len(trials) - len(missing))
         workers = min(jobs or os.cpu_count() or 1, max(1, len(missing)))
@@ -44,44 +65,47 @@ def run_all(
             pending = {pool.submit(_run_and_keep, trials[number], files[number]): number for number in missing}
             try:
                 for one in as_completed(pending):
-                    one.result()
-                    trial = trials[pending[one]]
-                    progress.update(
-                        bar, advance=1, description=f"{trial.policy}, rate x{trial.conditions.rate_scale:g}"
-                    )
+                    number = pending[one]
+                    reports[number] = one.result()
+                    progress.update(bar, advance=1, description=_title(trials[number]))
+            except BrokenProcessPool:
+                msg = "a process of the lab ended: for want of memory, or by a policy; try again with --jobs 1"
+                raise TrialFailed(msg) from None
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
             progress.update(bar, description="trials")
-    return [_read(file) for file in files]
+    return [report for report in reports if report is not None]
 
 
-def _run_and_keep(trial: Trial, file: Path) -> None:
-    report = run(trial, time.perf_counter)
-    beside = file.with_suffix(f".{os.getpid()}")
-    beside.write_bytes(gzip.compress(msgspec.json.encode(report), compresslevel=1))
-    beside.replace(file)
+def _title(trial: Trial) -> str:
+    return f"{trial.policy}, rate x{trial.conditions.rate_scale:g}"
 
 
-def _read(file: Path) -> TrialReport:
-    return msgspec.json.decode(gzip.decompress(file.read_bytes()), type=TrialReport)
-
-
-def _key(trial: Trial, code: int) -> str:
-    """The same for the same trial, code and trace; a trace is identified by its size and time of change."""
-    said = msgspec.json.encode(trial)
+def _run_and_keep(trial: Trial, file: Path) -> TrialReport:
     try:
-        known = Path(trial.conditions.trace).stat()
-        said += f"{known.st_size} {known.st_mtime_ns}".encode()
-    except OSError:
-        pass  # a generator's name, or a missing file, which reading the trace will report
+        with _opened_files().during() as opened:
+            report = run(trial, time.perf_counter)
+    except _SAID:
+        raise
+    except Exception as error:  # noqa: BLE001 - not all exceptions can be sent to another process
+        msg = f"{_title(trial)}: a mistake of the lab:\n{''.join(traceback.format_exception(error))}"
+        raise TrialFailed(msg.rstrip()) from None
+    beside = file.with_suffix(f".{os.getpid()}")
+    beside.write_bytes(gzip.compress(msgspec.json.encode(_Kept(report, opened)), compresslevel=1))
+    beside.replace(file)
+    return report
 
-    return f"{xxhash.xxh3_128_intdigest(said, seed=code):032x}"
+
+@cache
+def _opened_files() -> OpenedFiles:
+    """One for each process: its hook cannot be taken away."""
+    return OpenedFiles()
 
 
-def _fingerprint() -> int:
-    digest = xxhash.xxh3_64()
-    for file in source_files():
-        if file.suffix in {".py", ".yaml"}:
-            digest.update(file.read_bytes())
-    return digest.intdigest()
+def _read(file: Path) -> TrialReport | None:
+    """None if it is not there, or if a file that it was made of has changed."""
+    if not file.exists():
+        return None
+    found = msgspec.json.decode(gzip.decompress(file.read_bytes()), type=_Kept)
+    return found.report if digests(found.opened) == found.opened else None

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -11,7 +10,8 @@ import msgspec
 from bench.engine.step_time import Work, batch_of
 from bench.lab.engine_kinds import engine_kinds
 from bench.lab.lower_bound import LowerBound
-from bench.policies.registry import EngineCalibration, policy_named
+from bench.policies.registry import policy_named
+from bench.policies.setup import EngineCalibration
 from bench.stack import documents
 from bench.virtual.delays import Delays
 from bench.virtual.engines import addresses
@@ -20,14 +20,17 @@ from bench.workload.sessions import with_rate_scale
 from bench.workload.source import load_workload
 from bench.workload.traces import Excerpt
 from extproc.config.load import load
+from extproc.errors import NoEndpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    import random
+    from collections.abc import Callable, Mapping, Sequence
 
     from bench.reporting.results import RequestResult
     from bench.virtual.engines import EngineKind
     from bench.workload.sessions import Workload
     from extproc.config.snapshot import Snapshot
+    from extproc.scheduling.picker import Pick, Picker, View
 
 _CHUNK: Final = 8192
 
@@ -41,7 +44,8 @@ class Conditions(msgspec.Struct, frozen=True):
     | `trace_format` | | None: by the file name |
     | `skip`, `limit` | rows or sessions | the excerpt of the trace; `limit` 0: to the end |
     | `rate_scale` | | how many times as many sessions begin per second |
-    | `hardware` | | of each engine: `h100x4`, or mixed: `h100*4+l40s*4` |
+    | `hardware` | | of each engine: `h100x4`, mixed: `h100*4+l40s*4`, or the file of a GPU: `rig.yamlx2` |
+    | `model` | | a name, or the file of a model |
     | `block_size` | tokens | of a KV block |
     | `kv_blocks` | | of each engine; None: what its GPUs' memory holds |
     | `seed` | | of ties, answers and generators |
@@ -73,7 +77,7 @@ class Conditions(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """A policy's name, or the path of an EndpointPickerConfig, under conditions."""
+    """A policy under conditions. ``policy``: a name, ``my.py:Mine``, or the path of an EndpointPickerConfig."""
 
     policy: str
     conditions: Conditions
@@ -115,7 +119,7 @@ class TrialReport(msgspec.Struct, frozen=True):
 
 
 def run(trial: Trial, clock: Callable[[], float]) -> TrialReport:
-    """Raises TraceInvalid, ConfigInvalid or HardwareUnknown. ``clock``: seconds of the wall clock."""
+    """Raises TraceInvalid, ConfigInvalid, HardwareUnknown or PolicyFailed. ``clock``: seconds of the wall clock."""
     conditions = trial.conditions
     kinds = engine_kinds(
         conditions.hardware,
@@ -127,17 +131,20 @@ def run(trial: Trial, clock: Callable[[], float]) -> TrialReport:
     engines = dict(zip(addresses(len(kinds)), kinds, strict=True))
     policy = policy_named(trial.policy)(calibration(kinds[0]))
     workload = conditions.workload()
+    picks = _FirstFailure(policy.picker)
     lower_bound = LowerBound(max(kinds, key=lambda kind: calibration(kind).prefill_tokens_per_s))
     simulation = Simulation(
         _snapshot(list(engines), conditions, policy.server, workload.adapters),
         engines,
         seed=conditions.seed,
-        make_picker=lambda _spec, _files: policy.picker,
+        make_picker=lambda _spec, _files: picks,
         delays=Delays(scrape_s=conditions.scrape_s, log_s=conditions.log_s, events_s=conditions.events_s),
         request_observers=[lower_bound] if policy.observer is None else [policy.observer, lower_bound],
     )
     began_at_s = clock()
     results = simulation.run(workload)
+    if picks.error is not None:
+        raise picks.error
     numbers = {address: number for number, address in enumerate(engines)}
     rows = [_row(one, numbers, lower_bound) for one in results]
     duration_s = max((one.last_token_at_s for one in results), default=0.0)
@@ -150,6 +157,32 @@ def run(trial: Trial, clock: Callable[[], float]) -> TrialReport:
         busy=busy,
         wall_s=clock() - began_at_s,
     )
+
+
+def check_trials(trials: Sequence[Trial]) -> None:
+    """Make every policy and engine once. Raises ConfigInvalid, PolicyFailed or HardwareUnknown."""
+    for name in dict.fromkeys(trial.policy for trial in trials):
+        policy_named(name)(EngineCalibration(prefill_tokens_per_s=1.0, decode_s_per_token=1.0, block_size=16))
+    for hardware, model in dict.fromkeys((trial.conditions.hardware, trial.conditions.model) for trial in trials):
+        engine_kinds(hardware, model, count=1, block_size=16)
+
+
+class _FirstFailure:
+    """A Picker that remembers its first mistake: the request path answers such a request with an error and goes on."""
+
+    def __init__(self, picker: Picker) -> None:
+        self._picker = picker
+        self.error: Exception | None = None
+
+    def pick(self, view: View, *, rng: random.Random) -> Pick:
+        """The policy's pick."""
+        try:
+            return self._picker.pick(view, rng=rng)
+        except NoEndpoint:
+            raise
+        except Exception as error:
+            self.error = self.error or error
+            raise
 
 
 def calibration(kind: EngineKind) -> EngineCalibration:
@@ -186,10 +219,3 @@ def _row(result: RequestResult, numbers: Mapping[str, int], lower_bound: LowerBo
         label=result.label,
         error=result.error,
     )
-
-
-def source_files() -> list[Path]:
-    """All files on which results may depend: the code of bench and extproc."""
-
-    root = Path(__file__).resolve().parents[2]
-    return sorted(path for package in ("bench", "extproc") for path in (root / package).rglob("*") if path.is_file())

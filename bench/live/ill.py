@@ -50,7 +50,9 @@ BOUND: Final = 0.005
 
 
 class DrillSettings(msgspec.Struct, frozen=True):
-    """``warm_s``: before the illness. ``onset_s``: its first seconds. ``ill_s``: all of it. ``patience_s``: of a client."""
+    """``warm_s``: before the illness. ``onset_s``: its first seconds. ``ill_s``: all of it. ``patience_s``: of a
+    client.
+    """
 
     rate: float = 30.0
     warm_s: float = 5.0

@@ -118,9 +118,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="attache-prediction-") as directory:
             found = uvloop.run(measure(Path(directory), publishes_events=publishes))
         console.print(
-            f"{'KV events' if publishes else 'approximate index'}: {found.requests} requests ({found.failed} cut by the kill), "
-            f"error within a block of {_BLOCK} tokens {found.within_a_block:.1%}, mean {found.mean_tokens:.1f} tokens, "
-            f"p99 {found.p99_tokens:.0f}; {found.precise_share:.0%} decided by events",
+            f"{'KV events' if publishes else 'approximate index'}: {found.requests} requests ({found.failed} cut by the"
+            f" kill), error within a block of {_BLOCK} tokens {found.within_a_block:.1%}, mean {found.mean_tokens:.1f}"
+            f" tokens, p99 {found.p99_tokens:.0f}; {found.precise_share:.0%} decided by events",
             highlight=False,
         )
     return 0

@@ -159,8 +159,10 @@ def parser(prog: str = "python -m bench.live.run") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Send the same load through Envoy, extproc and simulated engines once for every policy, and compare "
-        "latencies. Without a trace, the load is generated conversations.",
+        description=(
+            "Send the same load through Envoy, extproc and simulated engines once for every policy, and compare "
+            "latencies. Without a trace, the load is generated conversations."
+        ),
         epilog="Exit status: 0; 1 if a request failed; 2 if something could not be started or read; 130 after Ctrl-C.",
     )
     add = made.add_argument
@@ -179,8 +181,10 @@ def parser(prog: str = "python -m bench.live.run") -> argparse.ArgumentParser:
     add(
         "--policies",
         default=",".join(POLICIES),
-        help="names, or files with an EndpointPickerConfig, such as bench/policies/configs/llm-d-default.yaml "
-        "(default: %(default)s)",
+        help=(
+            "names, or files with an EndpointPickerConfig, such as bench/policies/configs/llm-d-default.yaml "
+            "(default: %(default)s)"
+        ),
     )
     add("--seed", type=int, default=0, help="of generated conversations (default: %(default)s)")
     add("--out", type=Path, metavar="DIR", help="where the report goes (default: bench/out/run-NAME)")

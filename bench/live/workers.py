@@ -76,8 +76,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="attache-workers-") as directory:
             found = uvloop.run(measure(Path(directory), workers))
         console.print(
-            f"{workers} workers: cached-token ratio {found.cached_token_ratio:.1%}, busiest engine {found.imbalance:.2f} "
-            f"of the mean, TTFT mean {found.ttft_mean_s * 1000:.0f} ms, {found.failed} failed",
+            f"{workers} workers: cached-token ratio {found.cached_token_ratio:.1%}, busiest engine"
+            f" {found.imbalance:.2f} of the mean, TTFT mean {found.ttft_mean_s * 1000:.0f} ms, {found.failed} failed",
             highlight=False,
         )
     return 0

@@ -47,8 +47,10 @@ def parser(prog: str = "bench.micro") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Measure what extproc costs a request: its rate and CPU time behind Envoy, beside an ext_proc server that "
-        "does nothing and other baselines. --quick --only 2KB takes about a minute.",
+        description=(
+            "Measure what extproc costs a request: its rate and CPU time behind Envoy, beside an ext_proc server that "
+            "does nothing and other baselines. --quick --only 2KB takes about a minute."
+        ),
         epilog="Exit status: 0; 2 if something could not be started; 130 after Ctrl-C or SIGTERM.",
     )
     add = made.add_argument
@@ -144,14 +146,14 @@ def _print(console: Console, report: Report) -> None:
     found = report.streams
     if found is not None:
         console.print(
-            f"extproc's processor time for an answer of 1 token {found.one_token_us:.0f} µs, for a streamed one of 1,000 "
-            f"{found.thousand_tokens_us:.0f} µs: ratio {found.ratio:.2f} (at most 1.1)"
+            f"extproc's processor time for an answer of 1 token {found.one_token_us:.0f} µs, for a streamed one of"
+            f" 1,000 {found.thousand_tokens_us:.0f} µs: ratio {found.ratio:.2f} (at most 1.1)"
         )
         console.print(limits.describe(report.limits))
     for name, cost in report.scraping.items():
         console.print(
-            f"asking {scraping.ENGINES} engines {scraping.HERTZ} times a second, {name}: {cost.pages_per_s:.0f} pages/s, "
-            f"{cost.core_share:.1%} of one core"
+            f"asking {scraping.ENGINES} engines {scraping.HERTZ} times a second, {name}: {cost.pages_per_s:.0f}"
+            f" pages/s, {cost.core_share:.1%} of one core"
         )
 
 

@@ -128,10 +128,13 @@ def _median(values: Iterable[float | None]) -> float | None:
 def table(found: Sequence[ServerFigures]) -> Table:
     """For the terminal: a line for each server of each case."""
     made = Table(
-        title="what stands between client and engines, alternating: ratios to the no-op server, median of rounds · best rounds (min..max)",
+        title=(
+            "what stands between client and engines, alternating: ratios to the no-op server, median of rounds · best"
+            " rounds (min..max)"
+        ),
         caption=(
-            f"added: latency above the engine alone, {ALONE.name}; {BUSY.name}: Envoy answers instead of engines, CPU of the server and "
-            f"of its Envoy for a request; {WHOLE.name}: engines answer"
+            f"added: latency above the engine alone, {ALONE.name}; {BUSY.name}: Envoy answers instead of engines, CPU"
+            f" of the server and of its Envoy for a request; {WHOLE.name}: engines answer"
         ),
     )
     made.add_column("prompt, endpoints")

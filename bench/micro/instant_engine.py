@@ -20,7 +20,9 @@ _CHOICE: Final = '{"index":0,"message":{"role":"assistant","content":"ok"},"fini
 _USAGE: Final = (
     '{"prompt_tokens":500,"completion_tokens":1,"total_tokens":501,"prompt_tokens_details":{"cached_tokens":0}}'
 )
-_CHAT: Final = f'{{"id":"c","object":"chat.completion","created":0,"model":"{MODEL}","choices":[{_CHOICE}],"usage":{_USAGE}}}'.encode()
+_CHAT: Final = (
+    f'{{"id":"c","object":"chat.completion","created":0,"model":"{MODEL}","choices":[{_CHOICE}],"usage":{_USAGE}}}'
+).encode()
 # What gateways ask an engine before they use it: whether it is healthy, what it serves.
 _ABOUT: Final = (
     f'{{"status":"ok","model_path":"{MODEL}","served_model_name":"{MODEL}","data":[{{"id":"{MODEL}"}}]}}'.encode()

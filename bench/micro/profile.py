@@ -152,7 +152,10 @@ def describe(found: Profile, most: int) -> Iterator[str]:
     modules: Counter[str] = Counter()
     for name, count in own.items():
         modules[name.partition(":")[0]] += count
-    yield f"main thread, {stacks.total} samples; the event loop and gRPC count for what runs them or runs next, such as cli.serve:run:"
+    yield (
+        f"main thread, {stacks.total} samples; the event loop and gRPC count for what runs them or runs next, such as"
+        " cli.serve:run:"
+    )
     yield from _lines("by module, with what it calls outside of extproc", dict(modules.most_common(most)), each)
     yield "by function: its own µs (with what it calls outside of extproc), µs with all that it calls"
     for name, count in own.most_common(most):

@@ -24,7 +24,7 @@ from extproc.prefix.hashing import hash_blocks
 from extproc.prefix.kv_events import Stored
 from extproc.prefix.kv_index import KvIndex, Source
 from extproc.request.model import Api
-from extproc.request.openai import parse
+from extproc.request.parsing import parse
 from extproc.request.rewrite import with_changes
 from extproc.scheduling.picker import Demand, RequestFacts, View
 from extproc.scheduling.picker_config import picker_from_text

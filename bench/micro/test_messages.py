@@ -13,8 +13,8 @@ from bench.micro.test_core import body
 from extproc.core.effects import Decision
 from extproc.endpoints.table import EndpointRef
 from extproc.request.model import Api
-from extproc.request.openai import parse
-from extproc.scheduling.pool import Assignment
+from extproc.request.parsing import parse
+from extproc.scheduling.assignment import Assignment
 from extproc.streams.http_headers import read_head
 from extproc.streams.messages import ProcessingRequest
 from extproc.streams.responses import decision_answer, duplex_decision_answer

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
-
-import msgspec
+from typing import TYPE_CHECKING, Any, Final
 
 from bench.policies.aibrix import LeastKvCache, PrefixCache
 from bench.policies.dynamo import KvRouter
@@ -17,39 +14,25 @@ from bench.policies.kthena import KthenaDefault, KthenaMeasured
 from bench.policies.llm_d import AffinityWithTokenLoad
 from bench.policies.lmetric import LMetric
 from bench.policies.oracle import Oracle
+from bench.policies.own_file import own_policy, policy_file
 from bench.policies.preble import ExploitExplore
 from bench.policies.prefix_memory import MemoryRule, WithPrefixMemory
 from bench.policies.ray_serve import PrefixAffinity
+from bench.policies.setup import EngineCalibration, PolicySetup
 from bench.policies.sglang import CacheAware
 from bench.policies.simple import LeastRequest, PowerOfTwo, RandomPick
-from bench.virtual.observers import RequestObserver
 from extproc.config.errors import ConfigInvalid, Mistake
-from extproc.scheduling.picker import Picker
 from extproc.scheduling.picker_config import picker_from_text
 from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.registry import installed
 from extproc.scheduling.round_robin import RoundRobin
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from extproc.scheduling.picker import Picker
+
 _CONFIGS: Final = Path(__file__).parent / "configs"
-
-
-class EngineCalibration(msgspec.Struct, frozen=True):
-    """What operators of some routers measure on an idle engine. ``block_size``: tokens of a KV block."""
-
-    prefill_tokens_per_s: float
-    decode_s_per_token: float
-    block_size: int
-
-
-class PolicySetup(msgspec.Struct, frozen=True):
-    """A policy for one trial.
-
-    ``observer``: follows the simulation for it. ``server``: further fields of its ModelServer.
-    """
-
-    picker: Picker
-    observer: RequestObserver | None = None
-    server: Mapping[str, Any] = {}
 
 
 _KV_EVENTS: Final = {"kvEvents": {"port": 5557}}
@@ -89,7 +72,10 @@ def _configured(
         try:
             picker = picker_from_text(str(file), file.read_text(), installed()).picker
         except OSError as error:
-            msg = f"cannot be read: {error.strerror}; name a file, or one of {', '.join(POLICIES)}"
+            msg = (
+                f"cannot be read: {error.strerror}; name a Python file as in my.py:Mine, another "
+                f"file, or one of {', '.join(POLICIES)}"
+            )
             raise ConfigInvalid([Mistake(str(file), 0, "", msg)]) from None
         return PolicySetup(picker, server=server)
 
@@ -146,8 +132,10 @@ POLICIES: Final[Mapping[str, Callable[[EngineCalibration], PolicySetup]]] = Mapp
 
 
 def policy_named(name: str) -> Callable[[EngineCalibration], PolicySetup]:
-    """A policy by its name, or by the path of an EndpointPickerConfig; called with the calibration of an engine.
+    """A policy by its name, by its Python file (``my.py:Mine``) or by the path of an EndpointPickerConfig.
 
-    A file that is not valid raises ConfigInvalid when the policy is made.
+    It is called with the calibration of an engine. A file that is not valid raises PolicyFailed or ConfigInvalid then.
     """
-    return POLICIES[name] if name in POLICIES else _configured(Path(name))
+    if name in POLICIES:
+        return POLICIES[name]
+    return own_policy(name) if policy_file(name) is not None else _configured(Path(name))

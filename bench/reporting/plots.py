@@ -10,17 +10,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
 
 @contextlib.contextmanager
 def figure(
-    target: Path | IO[bytes], *, rows: int = 1, columns: int, size_inches: tuple[float, float], dpi: int = 110
+    target: Path | IO[bytes],
+    *,
+    rows: int = 1,
+    columns: int,
+    size_inches: tuple[float, float],
+    dpi: int = 110,
+    legend_below: bool = False,
 ) -> Iterator[list[Axes]]:
     """Yields ``rows * columns`` axes, row by row, and writes them to ``target`` as PNG at the end, with legends and
     grids.
 
-    ``size_inches``: width and height.
+    ``size_inches``: width and height. ``legend_below``: one legend of all axes below them, where it covers nothing.
     """
     # Importing matplotlib takes a quarter of a second, and most commands end without a plot.
     import matplotlib as mpl  # noqa: PLC0415
@@ -31,16 +38,21 @@ def figure(
     drawn, grid = plt.subplots(rows, columns, figsize=size_inches, layout="constrained", squeeze=False)
     every = list(grid.flat)
     yield every
+    marks: dict[str, Artist] = {}
     for axes in every:
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
+        handles, labels = axes.get_legend_handles_labels()
+        if handles and not legend_below:
             axes.legend(fontsize=8)
+        marks = dict(zip(labels, handles, strict=True)) | marks
+    if legend_below and marks:
+        drawn.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=min(6, len(marks)), fontsize=9)
     drawn.savefig(target, format="png", dpi=dpi)
     plt.close(drawn)
 
 
-def plot_cumulative(axes: Axes, label: str, values: Sequence[float]) -> None:
-    """The share of ``values`` that are at most x, as a step function."""
+def plot_cumulative(axes: Axes, label: str, values: Sequence[float], *, color: str | None = None) -> None:
+    """The share of ``values`` that are at most x, as a step function. ``color``: None: the next of the cycle."""
     ordered = sorted(values)
     shares = [(index + 1) / len(ordered) for index in range(len(ordered))]
-    axes.plot(ordered, shares, label=label, drawstyle="steps-post")
+    axes.plot(ordered, shares, label=label, color=color, drawstyle="steps-post")

@@ -10,7 +10,8 @@ class Delays(msgspec.Struct, frozen=True):
     """``scrape_s``: between two readings of an engine's metrics. ``log_s``: from the end of a request to its access
     log entry.
 
-    ``events_s``: from a change in an engine's cache to the KV event. ``load_s``: what an engine takes to load an adapter.
+    ``events_s``: from a change in an engine's cache to the KV event. ``load_s``: what an engine takes to load an
+    adapter.
     """
 
     scrape_s: float = 0.2

@@ -10,13 +10,21 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.admission.metrics import metric_warnings
-from controller.admission.references import picker_warnings, policy_warnings, route_warnings, users_of, without_policy
+from controller.admission.references import (
+    budget_warnings,
+    picker_warnings,
+    policy_warnings,
+    route_warnings,
+    users_of,
+    without_policy,
+)
 from controller.admission.reviews import Object, Review, Verdict
 from controller.gateway.compile.pickers import picker_of
 from controller.gateway.compile.pools import PREFIX
 from controller.gateway.compile.sources import source_of
-from controller.resources.autoscaling import AutoscalingPolicy
+from controller.resources.autoscaling import AutoscalingPolicy, AutoscalingPolicySpec
 from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
+from controller.resources.autoscaling_mistakes import schedule_mistakes
 from controller.resources.model import Model, ModelTemplate
 from controller.resources.model_infer import ModelInfer
 from controller.resources.model_infer_mistakes import mistakes as model_infer_mistakes
@@ -89,7 +97,9 @@ def _mistakes(review: Review, thing: Object, known: Known, check_picker: PickerC
 
 
 def _wrong(kind: str, name: str, thing: Object) -> Iterator[str]:
-    """The first difference in shape, in the decoder's words: the schema has found most of them before; or what it means."""
+    """The first difference in shape, in the decoder's words: the schema has found most of them before; or what it
+    means.
+    """
     try:
         # conditions of the status have times of their own form
         made: Any = msgspec.convert(
@@ -103,6 +113,8 @@ def _wrong(kind: str, name: str, thing: Object) -> Iterator[str]:
         yield from model_mistakes(name, made.spec)
     elif kind == "ModelInfer":
         yield from model_infer_mistakes(made)
+    elif isinstance(made.spec, AutoscalingPolicySpec):
+        yield from schedule_mistakes(made.spec.schedules)
     elif isinstance(made.spec, ServingRuntimeSpec):
         for one in unknown_settings(made.spec.arguments):
             yield f"'{one}' in arguments is no setting; there are: {', '.join(sorted(NAMES))}"
@@ -154,12 +166,15 @@ def _warnings(kind: str, key: str, thing: Object, known: Known, check_picker: Pi
         "ModelServer": lambda: picker_warnings(namespace, thing, known, check_picker),
         "ModelAccessPolicy": lambda: policy_warnings(namespace, thing, known),
         "AutoscalingPolicy": lambda: metric_warnings(thing.get("spec") or {}),
-        "AutoscalingPolicyBinding": lambda: without_policy(
-            namespace, (thing.get("spec") or {}).get("policyRef"), known
-        ),
+        "AutoscalingPolicyBinding": lambda: _binding_warnings(namespace, thing, known),
         "Model": lambda: without_policy(
             namespace, ((thing.get("spec") or {}).get("autoscaling") or {}).get("policyRef"), known
         ),
     }
     if kind in checks:
         yield from checks[kind]()
+
+
+def _binding_warnings(namespace: str, binding: Object, known: Known) -> Iterator[str]:
+    yield from without_policy(namespace, (binding.get("spec") or {}).get("policyRef"), known)
+    yield from budget_warnings(binding)

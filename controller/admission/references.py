@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from controller.gateway.compile.pickers import LABEL, picker_of
+from controller.resources.accelerators import is_of_kind
 from extproc.config.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ def route_warnings(key: str, route: Object, known: Known, names_of: Callable[[Ob
     servers = known.get("ModelServer", {})
     for name in dict.fromkeys(_servers_of(route)):
         if object_key(namespace_of(key), name) not in servers:
-            yield f"there is no ModelServer '{name}' in this namespace yet; its requests are answered 503 until there is"
+            yield (
+                f"there is no ModelServer '{name}' in this namespace yet; its requests are answered 503 until there is"
+            )
     yield from _contested(key, route, known, names_of)
     yield from _unreached(_rules(route))
 
@@ -76,7 +79,10 @@ def picker_warnings(namespace: str, server: Object, known: Known, check_picker: 
     key = object_key(namespace, name)
     thing = known.get("ConfigMap", {}).get(key)
     if thing is None:
-        yield f"this namespace has no ConfigMap '{name}' with the label {LABEL} yet; the default picker is used until then"
+        yield (
+            f"this namespace has no ConfigMap '{name}' with the label {LABEL} yet; the default picker is used until"
+            " then"
+        )
     elif problem := picker_of(key, thing, check_picker).problem:
         yield f"the ConfigMap '{name}' cannot be used, so the default picker is: {problem}"
 
@@ -93,6 +99,25 @@ def without_policy(namespace: str, name: object, known: Known) -> Iterator[str]:
     """An AutoscalingPolicy that is not there."""
     if isinstance(name, str) and object_key(namespace, name) not in known.get("AutoscalingPolicy", {}):
         yield f"there is no AutoscalingPolicy '{name}' in this namespace yet; nothing is scaled until there is"
+
+
+def budget_warnings(binding: Object) -> Iterator[str]:
+    """Kinds of a binding's budget that no target has, or that a target may have, by the names alone."""
+    spec = binding.get("spec") or {}
+    targets = [one for one in spec.get("targets") or () if isinstance(one, Mapping)]
+    kinds = {str(one.get("name")): one["accelerator"] for one in targets if isinstance(one.get("accelerator"), str)}
+    budget = spec.get("budget")
+    limits = budget.get("accelerators") if isinstance(budget, Mapping) else None
+    for limited in limits if isinstance(limits, Mapping) else ():
+        vague = [name for name, kind in kinds.items() if is_of_kind(limited, kind) and not is_of_kind(kind, limited)]
+        for name in vague:
+            yield (
+                f"the budget for '{limited}' does not count target '{name}', whose accelerator is '{kinds[name]}';"
+                f" write '{limited}' there if it is one"
+            )
+        if not vague and not any(is_of_kind(kind, limited) for kind in kinds.values()):
+            named = ", ".join(f"'{one}'" for one in sorted(set(kinds.values()))) or "none"
+            yield f"the budget for '{limited}' limits nothing: no target is of that kind (they name {named})"
 
 
 def users_of(kind: str, key: str, known: Known) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from controller.autoscale.decision import Step
+from controller.autoscale.decision import Rule, Step
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -14,16 +14,16 @@ class Answer(msgspec.Struct, frozen=True):
     replicas: float
     steps: tuple[Step, ...] = ()
 
-    def changed(self, rule: str, replicas: float, reason: str) -> Answer:
+    def changed(self, rule: Rule, replicas: float, reason: str) -> Answer:
         """The same if ``replicas`` are; otherwise one step further."""
         if replicas == self.replicas:
             return self
         return Answer(replicas, (*self.steps, Step(rule, self.replicas, replicas, reason)))
 
-    def at_least(self, rule: str, replicas: float, reason: str) -> Answer:
+    def at_least(self, rule: Rule, replicas: float, reason: str) -> Answer:
         """A lower bound."""
         return self.changed(rule, max(self.replicas, replicas), reason)
 
-    def at_most(self, rule: str, replicas: float, reason: str) -> Answer:
+    def at_most(self, rule: Rule, replicas: float, reason: str) -> Answer:
         """An upper bound."""
         return self.changed(rule, min(self.replicas, replicas), reason)

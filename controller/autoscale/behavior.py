@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast replicas change: the behaviour block of HorizontalPodAutoscaler v2, exactly.
 
-Source: kubernetes, ``pkg/controller/podautoscaler/horizontal.go``, ``normalizeDesiredReplicasWithBehaviors`` (1.36). First
-the recommendation is stabilised: between the smallest one of the window of ``scaleUp`` and the largest one of that of
-``scaleDown``, what is nearest to the current replicas. Then it is limited: each policy allows a change in its period,
-counted from what there was when the period began; ``selectPolicy`` takes the policy with the most or the least change.
+Source: kubernetes, ``pkg/controller/podautoscaler/horizontal.go``, ``normalizeDesiredReplicasWithBehaviors`` (1.36).
+First the recommendation is stabilised: between the smallest one of the window of ``scaleUp`` and the largest one of
+that of ``scaleDown``, what is nearest to the current replicas. Then it is limited: each policy allows a change in its
+period, counted from what there was when the period began; ``selectPolicy`` takes the policy with the most or the least
+change.
 
 Where nothing is written, the defaults are those of Kubernetes:
 
@@ -17,8 +18,8 @@ Where nothing is written, the defaults are those of Kubernetes:
 One difference: HPA may forget a change after the longest period of the policies of its own direction, although those of
 the other direction count it, too. Here it is remembered for as long as any policy looks back.
 
-The history has recommendations as the laws made them: what stabilising made of them is never stored, or else one old peak
-would keep itself alive. Bounds of a target come after this. Where several targets differ in capacity, replicas are
+The history has recommendations as the laws made them: what stabilising made of them is never stored, or else one old
+peak would keep itself alive. Bounds of a target come after this. Where several targets differ in capacity, replicas are
 fractions: nothing is rounded then (``whole=False``), and "Pods" are replicas of the first target.
 """
 
@@ -174,6 +175,6 @@ def _down_policies(behavior: Behavior) -> tuple[ScalingRule, ...]:
 def _why_stabilized(behavior: Behavior, recommended: float, current: float) -> str:
     if recommended >= current:
         window_s = _window_s(behavior.scale_up, _UP_WINDOW_S)
-        return f"fewer were enough within the last {window_s} s (scaleUp.stabilizationWindowSeconds)"
+        return f"so few were enough within the last {window_s} s (scaleUp.stabilizationWindowSeconds)"
     window_s = _window_s(behavior.scale_down, _DOWN_WINDOW_S)
-    return f"more were needed within the last {window_s} s (scaleDown.stabilizationWindowSeconds)"
+    return f"so many were needed within the last {window_s} s (scaleDown.stabilizationWindowSeconds)"

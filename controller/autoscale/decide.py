@@ -43,11 +43,11 @@ def decide(
     free: Mapping[str, int] | None = None,
 ) -> tuple[Decision, Memory]:
     """``situations``: one a stage. ``memory``: what this returned last; None at first, and after a restart. ``free``:
-    accelerators that nodes have left, by kind, as far as that is known.
+    accelerators that nodes have left, by pool, as far as that is known.
 
     ``now_s``: since 1970, as schedules need it. Written down is what each target should have; what is done with it
-    depends on the mode, and is the caller's. While nothing but time has changed, the last decision may be returned again,
-    as the same object: see ``resting``.
+    depends on the mode, and is the caller's. While nothing but time has changed, the last decision may be returned
+    again, as the same object: see ``resting``.
     """
     before = memory or Memory()
     if policy.mode == "Paused":
@@ -127,8 +127,10 @@ def _targets(stages: Sequence[StageAnswer], sharing: Sharing) -> tuple[TargetDec
 
 
 def _told(stage: StageAnswer, sharing: Sharing) -> StageDecision:
-    limit = sharing.limits.get(_name(stage.situation))
-    return told(stage, sharing.steps, () if limit is None else (limit,))
+    name = _name(stage.situation)
+    limit = sharing.limits.get(name)
+    found = told(stage, sharing.steps, () if limit is None else (limit,))
+    return msgspec.structs.replace(found, is_proven=False) if name in sharing.unproven else found
 
 
 def _asked(recommendation: Recommendation) -> float:

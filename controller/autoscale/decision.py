@@ -4,16 +4,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
 from controller.autoscale.law import Recommendation
 from controller.autoscale.situation import Freshness, Waiting
 
+Rule = Literal[
+    "Unknown",
+    "Waiting",
+    "Latency",
+    "Caches",
+    "Stale",
+    "Stabilized",
+    "Limited",
+    "Panic",
+    "Restarted",
+    "Idle",
+    "FromZero",
+    "Schedule",
+    "ScalingLimited",
+    "KeepOne",
+    "Budget",
+    "Ratio",
+]
+"""All that may change an answer, in the order of a decision; docs/autoscaling.md says when each does."""
+
 
 class Step(msgspec.Struct, frozen=True):
-    """A rule changed the answer. ``rule``: which, in one word, such as Stabilized, Limited, Stale, Schedule. ``before`` and
-    ``after``: replicas. ``reason``: for people.
+    """A rule changed the answer. ``rule``: a ``Rule``, or one of another version of ours. ``before`` and ``after``:
+    replicas. ``reason``: for people.
     """
 
     rule: str
@@ -36,8 +57,9 @@ class TargetDecision(msgspec.Struct, frozen=True):
 
 
 class StageDecision(msgspec.Struct, frozen=True):
-    """One stage. ``stage``: Both, Prefill or Decode. ``recommendations``: of the laws. ``combined``: what came of them; None: unknown. ``steps``: what
-    changed it after that. ``waiting`` and ``freshness``: what it was decided from.
+    """One stage. ``stage``: Both, Prefill or Decode. ``recommendations``: of the laws. ``combined``: what came of them;
+    None: unknown. ``steps``: what changed it after that. ``waiting`` and ``freshness``: what it was decided from.
+    ``is_proven``: False if a slightly cheaper set of targets may exist.
     """
 
     stage: str
@@ -46,12 +68,13 @@ class StageDecision(msgspec.Struct, frozen=True):
     steps: tuple[Step, ...] = ()
     waiting: Waiting = Waiting()
     freshness: Freshness = Freshness()
+    is_proven: bool = True
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """``binding``: its key. ``at_s``: when. ``mode``: of the policy. ``targets``: what each should have. ``look_again_at_s``:
-    when the next decision is due. ``inputs``: more numbers that were used, such as learned start times. ``lacks``: replicas
-    that targets would have as well, were there accelerators for them, by target.
+    """``binding``: its key. ``at_s``: when. ``mode``: of the policy. ``targets``: what each should have.
+    ``look_again_at_s``: when the next decision is due. ``inputs``: more numbers that were used, such as learned start
+    times. ``lacks``: replicas that targets would have as well, were there accelerators for them, by target.
     """
 
     binding: str

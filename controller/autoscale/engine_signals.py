@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class EngineSignal(msgspec.Struct, frozen=True, gc=False):
-    """One engine. ``role``: ``prefill``, ``decode``, or empty for both. ``heard_at_s``: when a gateway last spoke of it.
+    """One engine. ``role``: ``prefill``, ``decode``, or empty for both. ``heard_at_s``: when a gateway last spoke of
+    it.
     ``reported_at_s``: when the engine itself last said something; None if it never did. ``prefill_tokens_per_s``,
     ``step_s``, ``step_s_per_token``: its learned speed, the mean of the gateways; None where nobody has learned it.
     """

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be decided from data of some age: old or missing data never scale in, and very old ones count for nothing."""
+"""What may be decided from data of some age: old or missing data never scale in, and very old ones count for
+nothing.
+"""
 
 from __future__ import annotations
 

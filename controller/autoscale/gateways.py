@@ -24,8 +24,8 @@ _LONGEST_INSTANCE: Final = 400
 
 
 class Process(msgspec.Struct):
-    """``heard_at_s``: when it spoke last. ``whole_since_s``: since when it has been heard without a gap; minus infinity: since
-    it began. ``servers``: what it said of each.
+    """``heard_at_s``: when it spoke last. ``whole_since_s``: since when it has been heard without a gap; minus
+    infinity: since it began. ``servers``: what it said of each.
     """
 
     name: str
@@ -42,9 +42,9 @@ class Process(msgspec.Struct):
 
 
 class Gateway(msgspec.Struct):
-    """A pod, or another place where processes run. ``seen_at_s``: since when it is known. ``processes``: by name, all that
-    spoke. ``slots``: when each was heard or heard of. ``gap_at_s``: the end of the last time in which a process may have
-    counted what nobody heard.
+    """A pod, or another place where processes run. ``seen_at_s``: since when it is known. ``processes``: by name, all
+    that spoke. ``slots``: when each was heard or heard of. ``gap_at_s``: the end of the last time in which a process
+    may have counted what nobody heard.
     """
 
     seen_at_s: float
@@ -72,6 +72,21 @@ class Gateway(msgspec.Struct):
             known.whole_since_s = now
         known.sequence, known.heard_at_s, known.slot = said.sequence, now, said.slot
         return known, before_s
+
+    def expects(self, said: Demand) -> bool:
+        """Whether its process is known, in the same place."""
+        known = self.processes.get(said.instance)
+        return known is not None and known.slot == said.slot
+
+    def steady(self, now: float) -> list[Process] | None:
+        """Those that run, if each place of one has spoken lately; None otherwise."""
+        found: list[Process] = []
+        for slot in self.slots:
+            here = self._of_slot(slot, now)
+            if not here or any(one.is_silent(now) for one in here):
+                return None
+            found += here
+        return found or None
 
     def living(self, now: float) -> list[Process]:
         """Those that run, or may: all but those that another one has replaced."""
@@ -114,7 +129,9 @@ class Gateway(msgspec.Struct):
         return met, born_at_s
 
     def _of_slot(self, slot: str, now: float) -> list[Process]:
-        """A slot with a name has one process at a time. Else each process that begins replaces one that was silent then."""
+        """A slot with a name has one process at a time. Else each process that begins replaces one that was silent
+        then.
+        """
         here = [one for one in self.processes.values() if one.slot == slot]
         if len(here) <= 1:
             return here

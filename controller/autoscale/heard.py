@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from operator import add, sub
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -26,12 +27,22 @@ Value = TypeVar("Value")
 
 
 class Heard(msgspec.Struct):
-    """``server``: what was said last, as it was said; None if the process does not know the server any more. ``highest``: the most that
-    each counter had, so that one which falls and rises again adds nothing.
+    """``server``: what was said last, as it was said; None if the process does not know the server any more.
+    ``calm_since_s``: no report of an engine is older; minus infinity where something goes on. ``highest``: the most
+    that each counter had, so that one which falls and rises again adds nothing.
     """
 
     server: ServerDemand | None = None
+    calm_since_s: float = -math.inf
     highest: Sums = msgspec.field(default_factory=Sums)
+
+    def hear(self, said: ServerDemand, now: float) -> tuple[Sums | None, bool]:
+        """Remember it; returns what ``take`` does, and whether nothing goes on and nothing has changed but reports."""
+        before = self.server
+        more = self.take(said)
+        age_s = None if before is None or more is not None else _calm_age_s(before, said)
+        self.calm_since_s = -math.inf if age_s is None else now - age_s
+        return more, age_s is not None
 
     def take(self, said: ServerDemand) -> Sums | None:
         """Remember it; returns what it has counted since the last time, None if nothing."""
@@ -72,6 +83,26 @@ def bounded(value: float) -> float:
     if 0 <= value <= MOST:
         return value
     return MOST if value > MOST else 0.0
+
+
+def _calm_age_s(before: ServerDemand, said: ServerDemand) -> float | None:
+    """How old the oldest report of an engine is, if nothing waits or runs and the engines are the same with as much
+    known of their speeds; None otherwise.
+    """
+    if said.queued or said.queued_tokens or said.at_zero or said.engines.keys() != before.engines.keys():
+        return None
+    oldest_s = 0.0
+    for address, one in said.engines.items():
+        if one.in_flight or one.waiting or one.running or not _is_good(one):
+            return None
+        if _unknown(one) != _unknown(before.engines[address]):
+            return None
+        oldest_s = max(oldest_s, one.report_age_s or 0.0)
+    return oldest_s
+
+
+def _unknown(one: EngineDemand) -> tuple[bool, bool, bool]:
+    return one.prefill_tokens_per_s is None, one.step_s is None, one.step_s_per_token is None
 
 
 def _engine(said: EngineDemand) -> EngineDemand:

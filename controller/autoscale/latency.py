@@ -17,7 +17,7 @@ MOST_CORRECTION: Final = 2.0
 # Measured steps that are hardly slower than idle ones say little about how busy an engine is.
 _LEAST_BUSY: Final = 0.1
 # Only from this share of the objective on can measured TPOT call for more than the model does.
-_NEAR_OBJECTIVE: Final = 0.8
+_NEAR_OBJECTIVE: Final = 0.62
 _MOST_CROWD: Final = 1.5
 _LATENCY_WINDOW_S: Final = 60.0
 # Answers that end in the window began before it.
@@ -44,7 +44,7 @@ def measured_correction(situation: Situation, ready: float, work: RequestWork, s
     """
     objective = situation.objective
     rates = situation.traffic.rates(ANSWERED_S, situation.now_s)
-    if objective is None or objective.tpot is None or work.decode_s <= 0 or rates is None or rates.arrivals <= 0:
+    if objective is None or objective.tpot is None or work.output_tokens <= 0 or rates is None or rates.arrivals <= 0:
         return None
     _, tpot_s = situation.traffic.latencies_s(objective.percentile, _LATENCY_WINDOW_S, situation.now_s)
     if tpot_s is None:

@@ -15,8 +15,9 @@ Memory = TypeVar("Memory")
 
 
 class Recommendation(msgspec.Struct, frozen=True):
-    """``law``: whose. ``replicas``: of the first target, a fraction where targets differ in capacity; None: the law does not know, so nothing
-    may be scaled in because of it. ``reason``: for people. ``inputs``: the numbers that led there, by name and unit.
+    """``law``: whose. ``replicas``: of the first target, a fraction where targets differ in capacity; None: the law
+    does not know, so nothing may be scaled in because of it. ``reason``: for people. ``inputs``: the numbers that led
+    there, by name and unit.
     """
 
     law: str

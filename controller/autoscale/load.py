@@ -35,6 +35,8 @@ _RISE_SIGMAS: Final = 1.5
 _BURSTS: Final = ((3.0, 5.0), (10.0, 4.0))
 # The newest part of a trend may be steeper or flatter than all of it by so many.
 _STILL_ON_LINE: Final = 2.0
+# The share of a trend that goes on.
+_DAMPED: Final = 0.7
 # Of the difference of two equal normal values: median absolute value over their standard deviation.
 _MEDIAN_OF_DIFFERENCE: Final = 0.9539
 # Tokens of requests vary about as much as they are large.
@@ -61,10 +63,11 @@ class PerRequest(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """``arrivals_per_s``: requests that were not refused, as they count; ``seen_s``: in which they came. ``mean_per_s``:
-    over ``window_s``, the window that agrees with all shorter ones. ``slope``: by how much arrivals a second
-    grow each second; 0 if no trend is significant. ``dispersion``: variance of arrivals over Poisson's.
-    ``per_request``: None if no request has finished.
+    """``arrivals_per_s``: requests that were not refused, as they count; ``seen_s``: in which they came.
+    ``mean_per_s``: over ``window_s``, the window that agrees with all shorter ones. ``slope``: by how much arrivals a
+    second grow each second; 0 if no trend is significant. ``newest_per_s``: over the shortest window, and
+    ``newest_error`` its standard error. ``dispersion``: variance of arrivals over Poisson's. ``per_request``: None if
+    no request has finished.
     """
 
     arrivals_per_s: float
@@ -72,13 +75,21 @@ class Load(msgspec.Struct, frozen=True):
     mean_per_s: float
     window_s: float
     slope: float
+    newest_per_s: float
+    newest_error: float
     dispersion: float
     per_request: PerRequest | None
 
     def arrivals_in(self, ahead_s: float) -> float:
-        """Arrivals a second so far ahead; a trend counts from the middle of the window. Falling load is not foreseen."""
-        ahead = self.mean_per_s + max(0.0, self.slope) * (ahead_s + self.window_s / 2)
-        return max(self.arrivals_per_s, ahead)
+        """Arrivals a second so far ahead. Falling load is not foreseen.
+
+        A trend counts from the middle of the window, but no further than the newest arrivals bear out: it may be over.
+        And it is damped, as trends end (Gardner and McKenzie, 1985).
+        """
+        if self.slope <= 0:
+            return self.arrivals_per_s
+        now = min(self.mean_per_s + self.slope * self.window_s / 2, self.newest_per_s + self.newest_error)
+        return max(self.arrivals_per_s, now + self.slope * _DAMPED * ahead_s)
 
 
 def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> Load | None:
@@ -96,6 +107,8 @@ def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> Load | None:
             mean_per_s=0.0,
             window_s=longest_s,
             slope=0.0,
+            newest_per_s=0.0,
+            newest_error=0.0,
             dispersion=1.0,
             per_request=None,
         )
@@ -105,12 +118,16 @@ def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> Load | None:
     mean, window_s = max(0.0, sum(counts[-used:])) / (used * bins.bin_s), used * bins.bin_s
     rate, seen_s = _risen(counts[-used:], dispersion, bins.bin_s, mean) or (mean, window_s)
     rate, seen_s = _burst(traffic, times[: bisect_right(times, now_s)], rate, dispersion) or (rate, seen_s)
+    newest_s = min(BINS_PER_WINDOW, len(counts)) * bins.bin_s
+    newest = max(0.0, sum(counts[-BINS_PER_WINDOW:])) / newest_s
     return Load(
         arrivals_per_s=rate,
         seen_s=seen_s,
         mean_per_s=mean,
         window_s=window_s,
         slope=_slope(counts, dispersion, bins.bin_s),
+        newest_per_s=newest,
+        newest_error=math.sqrt(dispersion * newest / newest_s),
         dispersion=dispersion,
         per_request=_per_request(bins, counts),
     )

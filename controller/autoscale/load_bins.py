@@ -19,8 +19,8 @@ MOST_BINS: Final = BINS_PER_WINDOW * 2**_DOUBLINGS
 
 
 class Bins(msgspec.Struct, frozen=True):
-    """``edges``: the sums at the ends of bins, the oldest first, one more than there are bins. ``is_still``: they are all
-    the same.
+    """``edges``: the sums at the ends of bins, the oldest first, one more than there are bins. ``is_still``: they are
+    all the same.
     """
 
     bin_s: float

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is remembered of a binding between two decisions. All of it may be lost: nothing is scaled in because of that."""
+"""What is remembered of a binding between two decisions. All of it may be lost: nothing is scaled in because of
+that.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ from controller.autoscale.allocation.variants import Allocation, Rules, Variant
 from controller.autoscale.behavior import Past
 from controller.autoscale.decision import Decision
 from controller.autoscale.panic import PanicState
+from controller.autoscale.room import Peaks
 from controller.autoscale.schedule import Bounds
 from controller.autoscale.season import MOST_PLACES, KeptSeason, kept_season, remembered_season
 from controller.autoscale.situation import Speed
 from controller.autoscale.start_times import MOST_STARTS, StartTimes
+from controller.autoscale.work_memory import kept_peaks, remembered_peaks
 from controller.resources.autoscaling import AutoscalingPolicySpec, Schedule
 from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
 
@@ -29,10 +33,12 @@ _MOST: Final = 1e15
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """``began_at_s``: since when laws have known something without a gap. ``laws``: what each law remembers, by its name. ``past``: for
-    the behaviour block. ``panic``: None if there is none. ``current``: as seen last. ``speeds``: smoothed,
-    ``starts``: measured, and ``blockages``: why one is left out, by target. ``arrivals``: counted so far. ``active_at_s``: when something was last asked for
-    or done. ``woken_at_s``: when the stage last left zero; None: not yet, or requests have been served since.
+    """``began_at_s``: since when laws have known something without a gap. ``laws``: what each law remembers, by its
+    name. ``past``: for the behaviour block. ``panic``: None if there is none. ``current``: as seen last. ``speeds``:
+    smoothed,
+    ``starts``: measured, and ``blockages``: why one is left out, by target. ``arrivals``: counted so far.
+    ``active_at_s``: when something was last asked for or done. ``woken_at_s``: when the stage last left zero; None: not
+    yet, or requests have been served since.
     ``fell_from``: how many there were before they last became fewer; None: they grew since. ``turned_at_s``: when they
     grew again although few had gone, lately.
     """
@@ -93,11 +99,12 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True):
     speeds: Mapping[str, Speed] = {}
     starts: Mapping[str, StartTimes] = {}
     seasons: Mapping[str, KeptSeason] = {}
+    peaks: Mapping[str, Peaks] = {}
 
 
 def encoded(memory: Memory) -> bytes:
-    """JSON of what is slow to learn: speeds, start times and seasons. The rest is about the last minutes and known again
-    soon.
+    """JSON of what is slow to learn: speeds, start times, seasons and the load of the last hour. The rest is about the
+    last minutes and known again soon.
     """
     # durations that were declared are floats with a text
     return msgspec.json.encode({name: _stored(stage) for name, stage in memory.stages.items()}, enc_hook=float)
@@ -105,7 +112,8 @@ def encoded(memory: Memory) -> bytes:
 
 def _stored(stage: StageMemory) -> _Stored:
     seasons = {law: kept for law, known in stage.laws.items() if (kept := kept_season(known)) is not None}
-    return _Stored(speeds=stage.speeds, starts=stage.starts, seasons=seasons)
+    peaks = {law: seen for law, known in stage.laws.items() if (seen := kept_peaks(known)) is not None}
+    return _Stored(speeds=stage.speeds, starts=stage.starts, seasons=seasons, peaks=peaks)
 
 
 def decoded(text: bytes, now_s: float) -> Memory:
@@ -123,15 +131,23 @@ def decoded(text: bytes, now_s: float) -> Memory:
                 began_at_s=now_s,
                 decided_at_s=now_s,
                 active_at_s=now_s,
-                laws={
-                    law: remembered_season(kept, now_s) for law, kept in one.seasons.items() if _is_season(law, kept)
-                },
+                laws=_laws(one, now_s),
                 speeds={target: speed for target, speed in one.speeds.items() if _is_speed(speed)},
                 starts={target: starts for target, starts in one.starts.items() if _are_starts(starts)},
             )
             for name, one in stored.items()
         }
     )
+
+
+def _laws(stored: _Stored, now_s: float) -> dict[str, object]:
+    found: dict[str, object] = {
+        law: remembered_season(kept, now_s) for law, kept in stored.seasons.items() if _is_season(law, kept)
+    }
+    for law, kept in stored.peaks.items():
+        if law == "Work" and (known := remembered_peaks(kept, now_s)) is not None:
+            found[law] = known
+    return found
 
 
 def _is_season(law: str, kept: KeptSeason) -> bool:

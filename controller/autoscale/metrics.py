@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from controller.autoscale.situation import Engine, EngineReport, EngineState, Metric, Situation
+from controller.resources.autoscaling_mistakes import GATEWAY_METRICS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +33,9 @@ def report_of(situation: Situation, engine: Engine) -> EngineReport | None:
 
 
 def kv_usage_of(report: EngineReport) -> float | None:
-    """The share of the cache in use: as the engine says, else by the tokens that gateways have sent; None if unknown."""
+    """The share of the cache in use: as the engine says, else by the tokens that gateways have sent; None if
+    unknown.
+    """
     if report.kv_usage is not None:
         return report.kv_usage
     if report.kv_capacity_tokens > 0:
@@ -55,7 +58,7 @@ def gateway_metric(name: str, situation: Situation) -> Metric:
     if name == "requests_per_second":
         return _arrivals(situation, at_s)
     if name not in _TOTALS:
-        return Metric(at_s=at_s, problem=f"the gateway has no metric {name}")
+        return Metric(at_s=at_s, problem=f"the gateway has no metric {name}; it has {', '.join(GATEWAY_METRICS)}")
     of_engine, of_gateways = _TOTALS[name]
     return _sum(situation, at_s, of_engine, of_gateways)
 

@@ -30,6 +30,8 @@ _MOST_CAPACITY: Final = 1000.0
 _MIX_WINDOW_S: Final = 120.0
 # Replicas that grow again after this share of them had gone, or one, follow noise; after more, they follow the load.
 _SMALL_SWING: Final = 0.2
+_NO_STARTS: Final = StartTimes()
+_NEVER_BLOCKED: Final = Blockage()
 # So many periods without a decision are a gap.
 _GAP_PERIODS: Final = 6
 
@@ -37,7 +39,9 @@ _GAP_PERIODS: Final = 6
 def prepared(
     situation: Situation, before: StageMemory | None, policy: AutoscalingPolicySpec
 ) -> tuple[Situation, StageMemory]:
-    """The situation with smoothed speeds, relative capacities and measured start times, and the memory that knows them."""
+    """The situation with smoothed speeds, relative capacities and measured start times, and the memory that knows
+    them.
+    """
     now_s = situation.now_s
     memory = before or StageMemory(began_at_s=now_s, decided_at_s=now_s, active_at_s=now_s)
     elapsed_s = max(0.0, now_s - memory.decided_at_s)
@@ -48,12 +52,12 @@ def prepared(
         speed = smoothed(memory.speeds.get(target.name), target.speed, elapsed_s)
         if speed is not None:
             speeds[target.name] = speed
-        starts[target.name] = memory.starts.get(target.name, StartTimes()).seen(target)
+        starts[target.name] = memory.starts.get(target.name, _NO_STARTS).seen(target)
     capacities = _capacities(situation, speeds)
     targets = tuple(
         _known(one, capacities[one.name], speeds.get(one.name), starts[one.name]) for one in situation.targets
     )
-    blockages = {one.name: judge(one, memory.blockages.get(one.name, Blockage()), now_s) for one in targets}
+    blockages = {one.name: judge(one, memory.blockages.get(one.name, _NEVER_BLOCKED), now_s) for one in targets}
     targets = tuple(
         one if one.blocked or not (why := blockages[one.name].at(now_s)) else msgspec.structs.replace(one, blocked=why)
         for one in targets

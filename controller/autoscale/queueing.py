@@ -15,13 +15,14 @@ token in each step:
 
 That is a mean over time. While a request decodes (D seconds), the work that arrives varies: a sum of rate * D works w
 that vary about as much as they are large has variance 2 * rho * w * D. A pool shares this out, so n engines need room
-for z standard deviations of the pool's work, not n times that of each: R + z * sqrt(2 * R * w / D) with R = n * rho, the
-rule of square roots (Halfin and Whitt, 1981).
+for z standard deviations of the pool's work, not n times that of each: R + z * sqrt(2 * R * w / D) with R = n * rho,
+the rule of square roots (Halfin and Whitt, 1981).
 
 Prompts wait for prompts before them. Prefill gets what decode leaves of an engine, so a prompt takes
-S = prefill / (1 - rho_decode), at a utilisation of x = rho_prefill / (1 - rho_decode). Sakasegawa (1977): with n servers
-a job has to wait with the probability x ** sqrt(2 * (n + 1)), nearly. How long, follows the queue of one engine, as a
-prompt cannot move once it is sent: exponential with mean S / (1 - x) for works that vary about as much as they are large.
+S = prefill / (1 - rho_decode), at a utilisation of x = rho_prefill / (1 - rho_decode). Sakasegawa (1977): with n
+servers a job has to wait with the probability x ** sqrt(2 * (n + 1)), nearly. How long, follows the queue of one
+engine, as a prompt cannot move once it is sent: exponential with mean S / (1 - x) for works that vary about as much as
+they are large.
 
     P(wait > t) = x ** sqrt(2 * (n + 1)) * exp(-(1 - x) * t / S)
 """

@@ -3,9 +3,10 @@
 
 Most bindings are idle most of the time. One rests if nothing has arrived for longer than any window, nothing waits or
 runs, all engines serve, and its last decision left everything as it is for reasons that do not end by themselves. Its
-decision then stands until something changes, a schedule's bounds end, or a few periods have passed: speeds and what other
-bindings leave of nodes may move meanwhile, and are looked at then. Policies with other laws than ``Work``, with metrics or
-panic never rest, nor does a binding that waits to go to zero.
+decision then stands until something changes, a schedule's bounds end, or a few periods have passed: speeds and what
+other bindings leave of nodes may move meanwhile, and are looked at then. ``stands`` finds that out from new situations;
+where it is known without them that nothing has changed, ``still`` does. Policies with other laws than ``Work``, with
+metrics or panic never rest, nor does a binding that waits to go to zero.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import msgspec
 
 from controller.autoscale.behavior import Past
 from controller.autoscale.freshness import not_for_scale_in, too_old
-from controller.autoscale.laws.work import WorkMemory
 from controller.autoscale.memory import Memory, Rest, StageMemory
 from controller.autoscale.situation import EngineState, Situation, Target
 from controller.autoscale.stage import LEAST_KNOWN_S, behavior_of
+from controller.autoscale.work_memory import WorkMemory
 from controller.resources.scaling_laws import WorkParameters
 
 if TYPE_CHECKING:
@@ -71,15 +72,35 @@ def stands(
     free: Mapping[str, int] | None,
 ) -> bool:
     """Whether the decision of ``rest`` would be made again."""
-    now_s = situations[0].now_s
     return (
-        rest.decision.at_s <= now_s < rest.until_s
-        and rest.policy == policy
-        and rest.binding.spec == binding.spec
+        _still_applies(rest, policy, binding, situations[0].now_s)
         and rest.free == free
         and rest.seen == _seen(situations)
         and all(_is_idle(one, policy) for one in situations)
     )
+
+
+def still(
+    memory: Memory,
+    policy: AutoscalingPolicySpec,
+    binding: AutoscalingPolicyBinding,
+    now_s: float,
+    told_at_s: float,
+) -> tuple[Decision, Memory] | None:
+    """The last decision and what to remember, if it stands where nothing but time has changed since it last did: no
+    situation has to be made for that. None: it may not. ``told_at_s``: no data are older.
+    """
+    rest = memory.rest
+    if rest is None or not _still_applies(rest, policy, binding, now_s):
+        return None
+    staleness = policy.staleness
+    if now_s - told_at_s > min(staleness.soft, staleness.hard):
+        return None
+    return rest.decision, rested(memory, now_s)
+
+
+def _still_applies(rest: Rest, policy: AutoscalingPolicySpec, binding: AutoscalingPolicyBinding, now_s: float) -> bool:
+    return rest.decision.at_s <= now_s < rest.until_s and rest.policy == policy and rest.binding.spec == binding.spec
 
 
 def rested(memory: Memory, now_s: float) -> Memory:
@@ -91,10 +112,7 @@ def _rested(memory: StageMemory, now_s: float) -> StageMemory:
     """The time since the last decision stays what it is: speeds are smoothed over it."""
     past = memory.past
     recommendations = tuple([msgspec.structs.replace(one, at_s=now_s) for one in past.recommendations])
-    laws = {
-        name: msgspec.structs.replace(one, at_s=now_s) if isinstance(one, WorkMemory) else one
-        for name, one in memory.laws.items()
-    }
+    laws = {name: one.without_load(now_s) if isinstance(one, WorkMemory) else one for name, one in memory.laws.items()}
     return msgspec.structs.replace(memory, past=Past(recommendations, past.changes), laws=laws)
 
 
@@ -159,6 +177,7 @@ def _seen_of(target: Target) -> tuple[object, ...]:
         target.current,
         target.blocked,
         target.room,
+        target.pools,
         target.set_by,
         target.speed is None,
         [one.name for one in target.engines],

@@ -5,8 +5,8 @@ Cron lines are read in their own time zone. Where clocks change, they do what De
 exist is taken at once after the change, and a time that exists twice counts once. A duration is time that passes,
 whatever clocks show.
 
-Where windows overlap, the largest minimum and the smallest maximum hold. Where these contradict, the maximum does: it is
-the one that limits what is spent.
+Where windows overlap, the largest minimum and the smallest maximum hold. Where these contradict, the maximum does: it
+is the one that limits what is spent.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 from datetime import datetime, tzinfo
 from typing import TYPE_CHECKING
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import msgspec
 from cronsim import CronSim, CronSimError
+
+from controller.resources.autoscaling_mistakes import mistake_of, zone_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,9 +44,9 @@ def bounds_at(schedules: Sequence[Schedule], now_s: float) -> Bounds:
     until_s, problems = math.inf, []
     for schedule in schedules:
         try:
-            began_s, next_s = _neighbours(schedule.start, _zone(schedule.time_zone), now_s)
+            began_s, next_s = _neighbours(schedule.start, zone_of(schedule.time_zone), now_s)
         except (CronSimError, ValueError) as error:
-            problems.append(f"schedule '{schedule.start}' in {schedule.time_zone}: {error}")
+            problems.append(mistake_of(schedule, error))
             continue
         until_s = min(until_s, next_s)
         ends_s = began_s + schedule.duration
@@ -58,14 +59,6 @@ def bounds_at(schedules: Sequence[Schedule], now_s: float) -> Bounds:
     if lowest is not None and highest is not None:
         lowest = min(lowest, highest)
     return Bounds(lowest, highest, until_s, tuple(problems))
-
-
-def _zone(name: str) -> tzinfo:
-    """Raises ValueError. Zones are files, and some names are those of folders, or longer than a file's may be."""
-    try:
-        return ZoneInfo(name)
-    except (ZoneInfoNotFoundError, OSError):
-        raise ValueError(f"there is no time zone {name}") from None
 
 
 def _neighbours(line: str, zone: tzinfo, now_s: float) -> tuple[float, float]:

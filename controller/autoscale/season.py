@@ -13,8 +13,8 @@ _DIGITS: Final = 3
 
 
 class PredictiveMemory(msgspec.Struct, frozen=True):
-    """``observed_at_s``: of the last observation. ``count``: of observations. ``level`` and ``trend``: arrivals a second,
-    and their growth in a window. ``profile``: arrivals a second by place in the season; negative: never seen.
+    """``observed_at_s``: of the last observation. ``count``: of observations. ``level`` and ``trend``: arrivals a
+    second, and their growth in a window. ``profile``: arrivals a second by place in the season; negative: never seen.
     ``factor``: of today over the profile. ``season_s``: the season that the profile is of.
     """
 

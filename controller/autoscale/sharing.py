@@ -18,7 +18,7 @@ from controller.autoscale.memory import Shared
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from controller.autoscale.allocation.variants import Variant
+    from controller.autoscale.allocation.variants import Allocation, Rules, Variant
     from controller.autoscale.situation import Target
     from controller.autoscale.stage import StageAnswer
     from controller.resources.autoscaling import AutoscalingPolicySpec
@@ -28,12 +28,15 @@ if TYPE_CHECKING:
 _NEED_STEP: Final = 0.1
 _CAPACITY_DIGITS: Final = 2
 _EPSILON: Final = 1e-6
+# Of the cost without other targets' new replicas.
+_WORTH_MOVING: Final = 0.9
+UNPROVEN: Final = "not proven the cheapest"
 
 
 class Sharing(msgspec.Struct, frozen=True):
-    """``replicas`` and ``reasons``: by target. ``steps``: what ratios changed. ``limits``: what kept a stage from what it
-    needs, by stage. ``lacks``: replicas that were missed for want of accelerators, by target. ``shared``: to be
-    remembered.
+    """``replicas`` and ``reasons``: by target. ``steps``: what ratios changed. ``limits``: what kept a stage from what
+    it needs, by stage. ``lacks``: replicas that were missed for want of accelerators, by target. ``unproven``: stages
+    for which a slightly cheaper set of targets may exist. ``shared``: to be remembered.
     """
 
     replicas: Mapping[str, int | None]
@@ -41,6 +44,7 @@ class Sharing(msgspec.Struct, frozen=True):
     steps: tuple[Step, ...]
     limits: Mapping[str, Step]
     lacks: Mapping[str, int]
+    unproven: frozenset[str]
     shared: Shared | None
 
 
@@ -51,7 +55,7 @@ def shared_out(
     free: Mapping[str, int] | None,
     before: Shared | None,
 ) -> Sharing:
-    """``free``: accelerators that nodes have left, by kind. ``before``: what this remembered last."""
+    """``free``: accelerators that nodes have left, by pool. ``before``: what this remembered last."""
     now_s = stages[0].situation.now_s
     fixed = {
         target.name: why
@@ -75,8 +79,37 @@ def shared_out(
     rules = rules_of(binding, free)
     shared = before
     if before is None or (before.needs, before.variants, before.rules) != (needs, variants, rules):
-        shared = Shared(needs, variants, rules, allocate_stages(needs, variants, rules)) if needs else None
+        found = _without_moving_about(needs, variants, rules) if needs else {}
+        shared = Shared(needs, variants, rules, found) if needs else None
     return _with_ratios(stages, fixed, shared if needs else None, binding)
+
+
+def _without_moving_about(
+    needs: Mapping[str, float], variants: Mapping[str, tuple[Variant, ...]], rules: Rules
+) -> dict[str, Allocation]:
+    """The allocation; where what runs is enough, replicas of one target take the place of another's only if that saves
+    a tenth of the cost. Needs and learned capacities move by less than that from look to look.
+    """
+    found = allocate_stages(needs, variants, rules)
+    if rules.mode != "Cheapest" or not any(_is_move(found[stage], variants[stage]) for stage in found):
+        return found
+    there = {stage: tuple(_no_more(one) for one in several) for stage, several in variants.items()}
+    fewer = allocate_stages(needs, there, rules)
+    is_enough = not any(one.missing for one in fewer.values())
+    return fewer if is_enough and _cost(found, variants) > _WORTH_MOVING * _cost(fewer, variants) else found
+
+
+def _is_move(found: Allocation, variants: Sequence[Variant]) -> bool:
+    changes = [found.replicas[one.name] - one.running for one in variants]
+    return min(changes) < 0 < max(changes)
+
+
+def _no_more(variant: Variant) -> Variant:
+    return msgspec.structs.replace(variant, most=max(variant.least, min(variant.most, variant.running)))
+
+
+def _cost(found: Mapping[str, Allocation], variants: Mapping[str, Sequence[Variant]]) -> float:
+    return sum(one.cost * found[stage].replicas[one.name] for stage in found for one in variants[stage])
 
 
 def _with_ratios(
@@ -87,7 +120,11 @@ def _with_ratios(
 ) -> Sharing:
     found = {} if shared is None else shared.found
     replicas = {name: count for allocation in found.values() for name, count in allocation.replicas.items()}
-    reasons = {name: reason for allocation in found.values() for name, reason in allocation.reasons.items()}
+    reasons = {
+        name: reason if allocation.is_proven else f"{reason}; {UNPROVEN}"
+        for allocation in found.values()
+        for name, reason in allocation.reasons.items()
+    }
     targets = [target for stage in stages for target in stage.situation.targets]
     there = {one.name: one.current or 0 if one.name in fixed else replicas[one.name] for one in targets}
     most = {one.name: there[one.name] if one.name in fixed else one.spec.max_replicas for one in targets}
@@ -99,6 +136,7 @@ def _with_ratios(
         steps=tuple(steps),
         limits={} if shared is None else {name: one for name in found if (one := _limit(name, shared)) is not None},
         lacks={} if shared is None else _lacks(shared),
+        unproven=frozenset(stage for stage, one in found.items() if not one.is_proven),
         shared=shared,
     )
 
@@ -112,7 +150,9 @@ def _limit(stage: str, shared: Shared) -> Step | None:
 
 
 def _lacks(shared: Shared) -> dict[str, int]:
-    """Of each stage that is short: what the target would take that does the most for its cost among those without room."""
+    """Of each stage that is short: what the target would take that does the most for its cost among those without
+    room.
+    """
     lacks: dict[str, int] = {}
     for stage, found in shared.found.items():
         short = [

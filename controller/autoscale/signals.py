@@ -1,29 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all gateways say of clients' demand and of engines, merged: sums that only grow, whoever restarts or falls silent.
+"""What all gateways say of clients' demand and of engines, merged: sums that only grow, whoever restarts or falls
+silent.
 
-Each process counts since it began. What it has counted more than the last time is added to the sums of its ModelServers;
-so a process that ends takes nothing away, and one that begins anew is no jump. What a process counted while it was not
-heard is spread evenly over that time. Gauges (what waits, what is in flight) are those of processes that run; a silent one
-keeps its last ones until its pod is gone, or another process has taken its place.
+Each process counts since it began. What it has counted more than the last time is added to the sums of its
+ModelServers; so a process that ends takes nothing away, and one that begins anew is no jump. What a process counted
+while it was not heard is spread evenly over that time. Gauges (what waits, what is in flight) are those of processes
+that run; a silent one keeps its last ones until its pod is gone, or another process has taken its place.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
+from operator import is_
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from controller.autoscale.engine_signals import EngineSignal, merged
-from controller.autoscale.gateways import SILENT_AFTER_S, Gateway
+from controller.autoscale.gateways import SILENT_AFTER_S, Gateway, Process
 from controller.autoscale.heard import Heard, cleaned
 from controller.autoscale.history import History, Sums, summed
 from controller.autoscale.situation import Freshness, Waiting
 from controller.autoscale.traffic import Traffic
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
     from extproc.config.demand import Demand, ServerDemand
 
@@ -42,10 +45,33 @@ class ServerSignals(msgspec.Struct, frozen=True):
     freshness: Freshness
 
 
+class Calm(msgspec.Struct, frozen=True):
+    """Nothing waits or runs, and no gateway is silent. ``version``: while it is the same, no request has come, and no
+    engine or gateway has come or gone. ``told_at_s``: no gateway's message and no engine's report is older.
+    """
+
+    version: tuple[int, ...]
+    told_at_s: float
+
+
+class _Speakers(msgspec.Struct, frozen=True):
+    """The ``processes`` of all gateways of a namespace and of trusted ones, none of which is silent from ``since_s``
+    until ``until_s``. ``version``: another one with each change of them.
+    """
+
+    processes: list[Process]
+    since_s: float
+    until_s: float
+    version: int
+
+
 class _Server(msgspec.Struct):
-    """``since_s``: since when it is followed. ``has_changed``: its sums, since the last tick."""
+    """``since_s``: since when it is followed. ``version``: see ``Calm``. ``has_changed``: its sums, since the last
+    tick.
+    """
 
     since_s: float
+    version: int
     sums: Sums = msgspec.field(default_factory=Sums)
     history: History = msgspec.field(default_factory=History)
     has_changed: bool = False
@@ -63,6 +89,9 @@ class Signals:
         self._gateways: dict[str, Gateway] = {}
         # by namespace, of trusted ones under "": when a gateway left of which something may be missing
         self._gap_at_s: dict[str, float] = {}
+        # by namespace
+        self._speakers: dict[str, _Speakers] = {}
+        self._versions = itertools.count()
         self._ticks = 0
         self._ticked_at_s = -math.inf
 
@@ -70,21 +99,26 @@ class Signals:
         """Only these ModelServers (``namespace/name``) are kept."""
         for name in [one for one in self._servers if one not in servers]:
             del self._servers[name]
+            self._speakers.clear()
             for gateway in self._gateways.values():
                 for process in gateway.processes.values():
                     process.servers.pop(name, None)
         for name in servers:
             if name not in self._servers:
-                self._servers[name] = _Server(now)
+                self._servers[name] = _Server(now, next(self._versions))
 
     def present(self, gateways: Collection[str], now: float) -> None:
-        """The gateways (``namespace/name``) that run: each is expected to speak, and others have nothing in flight any more."""
+        """The gateways (``namespace/name``) that run: each is expected to speak, and others have nothing in flight any
+        more.
+        """
         for key in [one for one in self._gateways if one not in gateways]:
+            self._forget_speakers(key)
             gone = self._gateways.pop(key)
             if any(True for _ in gone.silent(now)):
                 self._gap_at_s[self._scope(key)] = now
         for key in gateways:
             if key not in self._gateways:
+                self._forget_speakers(key)
                 self._gateways[key] = Gateway(now)
 
     def hear(self, gateway: str, said: Demand, received_at_s: float) -> bool:
@@ -94,24 +128,37 @@ class Signals:
             known = self._gateways[gateway] = Gateway(received_at_s)
         if known.is_unheard() and self._is_one_too_many(gateway):
             return False
+        if not known.expects(said):
+            self._forget_speakers(gateway)
         follows_since_s = min((one.since_s for one in self._servers.values()), default=math.inf)
         found = known.hear(said, received_at_s, follows_since_s=follows_since_s)
         if found is None:
             return False
         process, before_s = found
         for name, page in said.servers.items():
-            server = self._servers.get(name)
-            if server is None or not self.may_speak(gateway, name):
-                continue
             heard = process.servers.get(name)
-            is_new = heard is not None or before_s >= server.since_s
-            if heard is None:
-                heard = process.servers[name] = Heard()
-            _count(server, heard, page, is_new=is_new, since_s=before_s, now=received_at_s)
-        for name, heard in process.servers.items():
-            if name not in said.servers:
-                heard.server = None
+            # nearly always: a message names all servers
+            is_known = heard is not None and heard.server is page
+            if not is_known and name in self._servers and self.may_speak(gateway, name):
+                self._take(process, name, page, before_s, received_at_s)
+        for name in process.servers.keys() - said.servers.keys():
+            if process.servers[name].server is not None:
+                process.servers[name].server = None
+                self._servers[name].version = next(self._versions)
         return True
+
+    def _take(self, process: Process, name: str, page: ServerDemand, before_s: float, now: float) -> None:
+        """``before_s``: until when the process was heard before."""
+        server, heard = self._servers[name], process.servers.get(name)
+        # what was counted before anybody looked does not count
+        is_new = heard is not None or before_s >= server.since_s
+        if heard is None:
+            heard = process.servers[name] = Heard()
+        more, is_calm = heard.hear(page, now)
+        if not is_calm:
+            server.version = next(self._versions)
+        if more is not None and is_new:
+            _count(server, more, since_s=before_s, now=now)
 
     def tick(self, now: float) -> None:
         """Write the sums down. Once a second; called more often, it does nothing.
@@ -121,6 +168,7 @@ class Signals:
         if now < self._ticked_at_s - _SHORTEST_TICK_S:
             for server in self._servers.values():
                 server.since_s, server.history, server.has_changed = now, History(), True
+                server.version = next(self._versions)
         elif now - self._ticked_at_s < _SHORTEST_TICK_S:
             return
         self._ticks += 1
@@ -148,6 +196,50 @@ class Signals:
             engines=merged(said),
             freshness=self._freshness(names, speaking, now),
         )
+
+    def calm(self, servers: Sequence[str], now: float) -> Calm | None:
+        """None while a gateway is silent or there is none, or something goes on."""
+        versions: list[int] = []
+        told_at_s = math.inf
+        for name in servers:
+            server, speakers = self._servers.get(name), self._speaking(_namespace(name), now)
+            if server is None or speakers is None:
+                return None
+            versions += (speakers.version, server.version)
+            since_s = [
+                heard.calm_since_s
+                for process in speakers.processes
+                if (heard := process.servers.get(name)) is not None and heard.server is not None
+            ]
+            told_at_s = min(told_at_s, speakers.until_s - SILENT_AFTER_S, *since_s)
+        return Calm(tuple(versions), told_at_s) if math.isfinite(told_at_s) else None
+
+    def _speaking(self, namespace: str, now: float) -> _Speakers | None:
+        known = self._speakers.get(namespace)
+        if known is not None and known.since_s <= now <= known.until_s:
+            return known
+        found: list[Process] = []
+        for key, gateway in self._gateways.items():
+            if self._scope(key) in ("", namespace):
+                processes = gateway.steady(now)
+                if processes is None:
+                    return None
+                found += processes
+        if not found:
+            return None
+        is_same = known is not None and len(known.processes) == len(found) and all(map(is_, known.processes, found))
+        version = known.version if known is not None and is_same else next(self._versions)
+        until_s = min(one.heard_at_s for one in found) + SILENT_AFTER_S
+        made = self._speakers[namespace] = _Speakers(found, now, until_s, version)
+        return made
+
+    def _forget_speakers(self, gateway: str) -> None:
+        """Another process may speak from now on."""
+        scope = self._scope(gateway)
+        if scope:
+            self._speakers.pop(scope, None)
+        else:
+            self._speakers.clear()
 
     def may_speak(self, gateway: str, server: str) -> bool:
         """Whether what a gateway says of a ModelServer counts."""
@@ -184,11 +276,7 @@ class Signals:
         return len(own) >= _MOST_OWN
 
 
-def _count(server: _Server, heard: Heard, page: ServerDemand, *, is_new: bool, since_s: float, now: float) -> None:
-    more = heard.take(page)
-    if more is None or not is_new:
-        # what was counted before anybody looked
-        return
+def _count(server: _Server, more: Sums, *, since_s: float, now: float) -> None:
     server.sums.add(more)
     server.has_changed = True
     since_s = max(since_s, server.since_s)

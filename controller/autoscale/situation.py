@@ -42,8 +42,8 @@ class EngineReport(msgspec.Struct, frozen=True, gc=False):
 
 
 class Engine(msgspec.Struct, frozen=True, gc=False):
-    """One replica of a target: the entry pod of a group, or the pod. ``name``: its pod's. ``report``: None if nobody knows
-    anything of it, which never means that it has nothing to do.
+    """One replica of a target: the entry pod of a group, or the pod. ``name``: its pod's. ``report``: None if nobody
+    knows anything of it, which never means that it has nothing to do.
     """
 
     name: str
@@ -54,8 +54,8 @@ class Engine(msgspec.Struct, frozen=True, gc=False):
 
 
 class Speed(msgspec.Struct, frozen=True, gc=False):
-    """What one replica can do. ``prefill_tokens_per_s``: of prefill work. ``step_s`` and ``step_s_per_token``: of a decode
-    step with no tokens in flight, and for each of them. ``kv_tokens``: that its cache holds; None if unknown.
+    """What one replica can do. ``prefill_tokens_per_s``: of prefill work. ``step_s`` and ``step_s_per_token``: of a
+    decode step with no tokens in flight, and for each of them. ``kv_tokens``: that its cache holds; None if unknown.
     ``is_measured``: learned from answers; otherwise declared, or a guess. ``is_step_known``: the step is no guess.
     ``followed_s``: for how long it has been smoothed.
     """
@@ -74,8 +74,9 @@ class Target(msgspec.Struct, frozen=True, dict=True):
     object is not there. ``speed``: of its replicas; None if nothing is known. ``capacity``: work that one replica does,
     in replicas of the binding's first target. ``start_s``: how long a replica takes from its creation to its first
     request. ``blocked``: why no more can be had for now; empty if they can. ``room``: replicas beyond the current ones
-    for which nodes have accelerators; None if unknown. ``set_by``: who set the replicas last, if it was somebody else
-    than this autoscaler; empty otherwise. ``set_at_s``: when.
+    for which nodes have accelerators; None if unknown. ``pools``: what its accelerators are counted in, with those of
+    other targets; None: in the pool that is named as their kind. ``set_by``: who set the replicas last, if it was
+    somebody else than this autoscaler; empty otherwise. ``set_at_s``: when.
     """
 
     spec: ScaleTarget
@@ -86,6 +87,7 @@ class Target(msgspec.Struct, frozen=True, dict=True):
     start_s: float = 60.0
     blocked: str = ""
     room: int | None = None
+    pools: tuple[str, ...] | None = None
     set_by: str = ""
     set_at_s: float = 0.0
 
@@ -102,7 +104,9 @@ class Target(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _by_state(self) -> Mapping[EngineState, tuple[Engine, ...]]:
-        """Asked for many times in a decision; kept beside the fields, so it is no part of what is compared or copied."""
+        """Asked for many times in a decision; kept beside the fields, so it is no part of what is compared or
+        copied.
+        """
         found: dict[EngineState, tuple[Engine, ...]] = {}
         for one in self.engines:
             found[one.state] = (*found.get(one.state, ()), one)
@@ -110,8 +114,8 @@ class Target(msgspec.Struct, frozen=True, dict=True):
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """What waits at the gateways now. ``requests``: of them. ``tokens``: uncached tokens of their prompts. ``oldest_s``:
-    how long the first of them has waited. ``at_zero``: those for which there is no engine at all.
+    """What waits at the gateways now. ``requests``: of them. ``tokens``: uncached tokens of their prompts.
+    ``oldest_s``: how long the first of them has waited. ``at_zero``: those for which there is no engine at all.
     """
 
     requests: int = 0
@@ -122,9 +126,9 @@ class Waiting(msgspec.Struct, frozen=True):
 
 class Freshness(msgspec.Struct, frozen=True):
     """How far the data can be believed. ``age_s``: of the oldest data of any gateway. ``gateways``: how many there are.
-    ``silent``: those of them that say nothing; their last counts are held. ``unreported``: ready engines of which nobody
-    says anything recent. ``since_s``: how long there have been data without a gap. ``cut_off_s``: how long pods and
-    targets may have changed without our knowing; None: what is known of them is what there is.
+    ``silent``: those of them that say nothing; their last counts are held. ``unreported``: ready engines of which
+    nobody says anything recent. ``since_s``: how long there have been data without a gap. ``cut_off_s``: how long pods
+    and targets may have changed without our knowing; None: what is known of them is what there is.
     """
 
     age_s: float = 0.0
@@ -149,7 +153,8 @@ class Metric(msgspec.Struct, frozen=True):
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """One stage of a binding (prefill, decode, or both in one) at one instant. What follows from its fields is made once.
+    """One stage of a binding (prefill, decode, or both in one) at one instant. What follows from its fields is made
+    once.
 
     ``targets``: in the order of the binding, with the same stage. ``traffic``: of the stage's ModelServers.
     ``objective``: latencies to keep. ``metrics``: by the names in the policy.

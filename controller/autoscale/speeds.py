@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a target's replicas are: learned by the gateways, else declared, else typical; and relative to each other."""
+"""How fast a target's replicas are: learned by the gateways, else declared, else typical; and relative to each
+other.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 
 # An 8B model on an H100. They fill in what is missing where something is known.
 _TYPICAL: Final = Speed(prefill_tokens_per_s=15_000.0, step_s=0.0075, step_s_per_token=8e-8)
-# Estimates of the gateways follow single answers. Those for scaling need not: engines stay as they are, and where they do
-# not, the law's correction follows what is measured at once.
+# Estimates of the gateways follow single answers. Those for scaling need not: engines stay as they are, and where they
+# do not, the law's correction follows what is measured at once.
 _SMOOTHING_S: Final = 600.0
 # The first estimates come from few answers, so they count no more than this.
 _FIRST_S: Final = 30.0
@@ -33,10 +35,10 @@ def speed_of(declared: EngineCapacity, reports: Iterable[EngineDemand]) -> Speed
     The median ignores an engine that is ill, and a gateway that has just begun to learn.
     """
     known = tuple(reports)
-    prefill = _median(one.prefill_tokens_per_s for one in known)
-    step = _median(one.step_s for one in known)
-    step_per_token = _median(one.step_s_per_token for one in known)
-    kv_tokens = _median(one.kv_capacity_tokens or None for one in known)
+    prefill = _median([one.prefill_tokens_per_s for one in known])
+    step = _median([one.step_s for one in known])
+    step_per_token = _median([one.step_s_per_token for one in known])
+    kv_tokens = _median([one.kv_capacity_tokens or None for one in known])
     values = (
         _first(prefill, declared.prefill_tokens_per_second),
         _first(step, declared.step),
@@ -55,8 +57,8 @@ def speed_of(declared: EngineCapacity, reports: Iterable[EngineDemand]) -> Speed
 
 
 def smoothed(before: Speed | None, new: Speed | None, elapsed_s: float) -> Speed | None:
-    """A mean of logarithms over all of the time since the first measurement, then a moving one; a speed that is not known
-    any more is kept.
+    """A mean of logarithms over all of the time since the first measurement, then a moving one; a speed that is not
+    known any more is kept.
 
     A first measurement replaces what was declared at once.
     """
@@ -77,7 +79,8 @@ def smoothed(before: Speed | None, new: Speed | None, elapsed_s: float) -> Speed
 
 
 def work_of(mean: PerRequest, speed: Speed, stage: str) -> RequestWork:
-    """What the mean request asks of an engine with this speed. ``stage``: Prefill has no decode work, Decode no prefill.
+    """What the mean request asks of an engine with this speed. ``stage``: Prefill has no decode work, Decode no
+    prefill.
 
     See ``queueing`` for the model.
     """
@@ -95,13 +98,15 @@ def seconds_of_replica(mean: PerRequest, speed: Speed, stage: str, objective: La
     """Time of one replica that a request takes up, counting in what must be left free for the objective's TPOT."""
     work = work_of(mean, speed, stage)
     tpot_s = objective.tpot if objective is not None else None
-    free = utilization_for_tpot(speed.step_s, tpot_s) if tpot_s is not None and work.decode_s > 0 else 1.0
+    free = utilization_for_tpot(speed.step_s, tpot_s) if tpot_s is not None and work.output_tokens > 0 else 1.0
     return work.total_s / free
 
 
-def _median(values: Iterable[float | None]) -> float | None:
+def _median(values: list[float | None]) -> float | None:
+    if len(values) == 1:
+        return values[0]
     known = [value for value in values if value is not None]
-    return known[0] if len(known) == 1 else median(known) if known else None
+    return median(known) if known else None
 
 
 def _first(value: float | None, otherwise: float | None) -> float | None:

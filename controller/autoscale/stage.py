@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 SCALE_IN_WINDOW_S: Final = 60
 _ANY_GROWTH: Final = (ScalingRule("Pods", 1_000_000, 1),)
 _HPA_WINDOW_S: Final = 300
-# After a start, even if the policy's window is shorter: rates need two points, gateways and engines must have been heard.
+# After a start, even if the policy's window is shorter: rates need two points, gateways and engines must have been
+# heard.
 LEAST_KNOWN_S: Final = 60
 # The share of needed replicas that is held back, one at least, after replicas came and went.
 _HELD_BACK: Final = 0.1
@@ -81,8 +82,8 @@ def decided(
 
 
 def _asked(law: Law[Any], situation: Situation, memory: StageMemory) -> tuple[Recommendation, object]:
-    """What a law asks for. Numbers of policies, engines and gateways may be such that nothing follows from them: then it
-    knows nothing.
+    """What a law asks for. Numbers of policies, engines and gateways may be such that nothing follows from them: then
+    it knows nothing.
     """
     try:
         found, kept = law.recommend(situation, memory.laws.get(law.name))
@@ -96,7 +97,9 @@ def _asked(law: Law[Any], situation: Situation, memory: StageMemory) -> tuple[Re
 
 
 def told(stage: StageAnswer, ratios: Sequence[Step], limits: Sequence[Step] = ()) -> StageDecision:
-    """The record. ``ratios``: what the ratios between targets changed. ``limits``: what budgets and nodes did not allow."""
+    """The record. ``ratios``: what the ratios between targets changed. ``limits``: what budgets and nodes did not
+    allow.
+    """
     situation = stage.situation
     names = {f"{target.name}:" for target in situation.targets}
     return StageDecision(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients asked for over time: merged counts of all gateways, from which rates and latencies of any window come."""
+"""What clients asked for over time: merged counts of all gateways, from which rates and latencies of any window
+come.
+"""
 
 from __future__ import annotations
 

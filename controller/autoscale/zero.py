@@ -75,9 +75,9 @@ def to_zero(
     memory: StageMemory,
     recommendations: Sequence[Recommendation],
 ) -> Answer:
-    """Idle for long enough, the last replica goes although laws ask for it: the few requests of their longer windows, or
-    speeds that so few did not teach, say nothing about the next one. Lower bounds hold, and so does it if a law does not
-    know.
+    """Idle for long enough, the last replica goes although laws ask for it: the few requests of their longer windows,
+    or speeds that so few did not teach, say nothing about the next one. Lower bounds hold, and so does it if a law does
+    not know.
     """
     if not 0 < answer.replicas <= 1 or any(one.replicas is None for one in recommendations):
         return answer

@@ -32,8 +32,8 @@ class DemandRelay:
         self._news = asyncio.Event()
 
     async def lines(self, *, changes: bool = False) -> AsyncGenerator[bytes]:
-        """As they come; of a process that does not answer, once a second that it does not. ``changes``: without servers of
-        which nothing new is to be told.
+        """As they come; of a process that does not answer, once a second that it does not. ``changes``: without servers
+        of which nothing new is to be told.
         """
         told: dict[str, Demand] = {}
         following = [asyncio.create_task(self._follow(one), name=f"demand of {one}") for one in self._addresses]

@@ -63,7 +63,9 @@ class NotFound(ApiError):
 
 
 class Conflict(ApiError):
-    """409: somebody else wrote the object since it was read, or owns a field that was applied. Read again, decide again."""
+    """409: somebody else wrote the object since it was read, or owns a field that was applied. Read again, decide
+    again.
+    """
 
 
 class AlreadyExists(Conflict):

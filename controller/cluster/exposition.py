@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of thousands of series as text: what prometheus_client writes, without what it costs for each of them.
 
-prometheus_client checks and escapes each label of each sample, some 30 µs; 60,000 samples take seconds. A ``Family`` has
-its labels as text, made once for all families that share them. To everybody else it is a metric like any other.
+prometheus_client checks and escapes each label of each sample, some 30 µs; 60,000 samples take seconds. A ``Family``
+has its labels as text, made once for all families that share them. To everybody else it is a metric like any other.
 """
 
 from __future__ import annotations

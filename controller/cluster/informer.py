@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a copy of all objects of a kind up to date: one list, then a watch, and a list anew where the watch cannot go on.
+"""Keeps a copy of all objects of a kind up to date: one list, then a watch, and a list anew where the watch cannot go
+on.
 
 A deletion that happens while there is no watch is found by the next list, because a list replaces the whole copy.
 """
@@ -11,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_SHORT_WATCH_S: Final = 1.0
+
 Listener = Callable[[str], None]
-"""Gets the key of an object that changed; must not block and must not raise. What the object is now: see the informer."""
+"""Gets the key of an object that changed; must not block and must not raise. What the object is now: see the informer.
+"""
 
 
 class Selection(msgspec.Struct, frozen=True):
@@ -43,7 +47,8 @@ class InformerTiming(msgspec.Struct, frozen=True):
     """How patient an informer is.
 
     ``silence_s``: a watch on which not even a bookmark comes for so long is opened anew. ``watch_s``: the server ends a
-    watch after it. ``resync_s``: listeners get all keys that often, a safety net for what they missed; 0: never.
+    watch after it. A watch that has lasted for ``backoff_max_s`` shows that lists are not asked for in vain.
+    ``resync_s``: listeners get all keys that often, a safety net for what they missed; 0: never.
     """
 
     backoff_s: float = 0.5
@@ -54,8 +59,8 @@ class InformerTiming(msgspec.Struct, frozen=True):
 
 
 class Informer:
-    """``run`` does the work; ``objects`` is the copy; ``synced`` is set once the first list is in. ``answered`` is set then,
-    too, or once the server has said that it does not serve this kind, or not to us.
+    """``run`` does the work; ``objects`` is the copy; ``synced`` is set once the first list is in. ``answered`` is set
+    then, too, or once the server has said that it does not serve this kind, or not to us.
     """
 
     def __init__(
@@ -78,6 +83,8 @@ class Informer:
         self._store = Store(slim)
         self._rng = rng or Random()
         self._backoff = Backoff(timing.backoff_s, timing.backoff_max_s, self._rng)
+        # a list is the dearest of all calls: events in between do not show that the next one may come at once
+        self._relisting = Backoff(timing.backoff_s, timing.backoff_max_s, self._rng)
         self._listeners: list[Listener] = []
         self._heard_at_s: float | None = None
         self._cut_off_at_s: float | None = None
@@ -125,7 +132,7 @@ class Informer:
             except Expired as expired:
                 # after a restart of the server this happens to all clients at once: a pause spreads their lists
                 version = None
-                await self._pause(expired)
+                await self._pause(expired, self._relisting)
             except _Interrupted as interrupted:
                 version = interrupted.version
                 await self._pause(interrupted.why)
@@ -143,7 +150,9 @@ class Informer:
         return listed.resource_version
 
     async def _watch(self, version: str) -> str:
-        """Follow one watch to its end; the version reached. Raises Expired, and _Interrupted with the version reached."""
+        """Follow one watch to its end; the version reached. Raises Expired, and _Interrupted with the version
+        reached.
+        """
         chosen, timing = self._selection, self._timing
         clock = asyncio.get_running_loop().time
         began_s = clock()
@@ -162,14 +171,16 @@ class Informer:
                 async for event in events:
                     reached = event.resource_version
                     self._backoff.succeeded()
+                    if clock() - began_s >= timing.backoff_max_s:
+                        self._relisting.succeeded()
                     self._heard()
                     self._tell(self._store.take(event))
         except Expired:
             raise
         except ClusterError as error:
             raise _Interrupted(reached, error) from error
-        if reached == version and clock() - began_s < 1.0:
-            # a server that hangs up at once would be asked without pause
+        if clock() - began_s < _SHORT_WATCH_S:
+            # a server that hangs up at once, or after each event, would be asked without pause
             raise _Interrupted(reached, None)
         self._backoff.succeeded()
         self._cut_off_at_s = None
@@ -179,12 +190,12 @@ class Informer:
         self._heard_at_s = asyncio.get_running_loop().time()
         self._cut_off_at_s = None
 
-    async def _pause(self, error: ClusterError | None) -> None:
+    async def _pause(self, error: ClusterError | None, backoff: Backoff | None = None) -> None:
         if isinstance(error, Forbidden | NotFound):
             self.answered.set()
         if error is not None and self._cut_off_at_s is None:
             self._cut_off_at_s = asyncio.get_running_loop().time()
-        wait_s = self._backoff.failed(error)
+        wait_s = (backoff or self._backoff).failed(error)
         log.warning("%s: %s; again in %.1f s", self.resource.plural, error or "the watch ended at once", wait_s)
         await asyncio.sleep(wait_s)
 

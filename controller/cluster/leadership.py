@@ -56,7 +56,9 @@ def may_lead(sight: Sight, identity: str, now_s: float) -> bool:
 
 
 def taken(lease: Object, identity: str, timing: LeaseTiming, wall: datetime) -> Object:
-    """The Lease to write in order to lead, or to go on leading. Its version makes the write fail if somebody was faster."""
+    """The Lease to write in order to lead, or to go on leading. Its version makes the write fail if somebody was
+    faster.
+    """
     new = copy.deepcopy(lease)
     spec = new.setdefault("spec", {})
     if spec.get("holderIdentity") != identity:

@@ -62,7 +62,8 @@ class LeaderElection:
         return str((self._sight.lease.get("spec") or {}).get("holderIdentity") or "") if self._sight else ""
 
     async def run(self, lead: Lead) -> None:
-        """Wait until we lead, then run ``lead`` until it returns, leadership is lost (then wait again), or we are cancelled.
+        """Wait until we lead, then run ``lead`` until it returns, leadership is lost (then wait again), or we are
+        cancelled.
 
         ``lead`` is cancelled when leadership is lost, and must end within ``duration_s - renew_deadline_s``: after that
         another may lead. On the way out the Lease is given back, once ``lead`` has ended.

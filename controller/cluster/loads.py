@@ -26,8 +26,8 @@ Loads = dict[str, EndpointLoad]
 
 
 async def read_loads(http: aiohttp.ClientSession, addresses: Iterable[str]) -> Loads | None:
-    """The sum of what is said at ``addresses`` (``ip:port``); None if one of them does not say it: it may have the requests
-    that count.
+    """The sum of what is said at ``addresses`` (``ip:port``); None if one of them does not say it: it may have the
+    requests that count.
     """
     pages = await asyncio.gather(*(_read(http, one) for one in addresses))
     found = [one for one in pages if one is not None]
@@ -57,7 +57,9 @@ async def loads_by_pod(
 
 
 def may_have_requests(pod: Object) -> bool:
-    """Whether a gateway's pod runs: one that has not started yet, or has ended, has sent nothing that is still under way."""
+    """Whether a gateway's pod runs: one that has not started yet, or has ended, has sent nothing that is still under
+    way.
+    """
     return (pod.get("status") or {}).get("phase") == "Running"
 
 

@@ -81,7 +81,9 @@ async def pages(
 
 
 class _DemandPage:
-    """What the extprocs of a pod say of their demand: a line of each, or with ``?watch`` all their lines as they come."""
+    """What the extprocs of a pod say of their demand: a line of each, or with ``?watch`` all their lines as they
+    come.
+    """
 
     def __init__(self, app: web.Application, extprocs: Sequence[str]) -> None:
         self._extprocs = extprocs

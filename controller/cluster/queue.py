@@ -12,6 +12,8 @@ import asyncio
 import heapq
 import itertools
 import logging
+import math
+from collections import deque
 from collections.abc import Awaitable, Callable, Hashable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -29,10 +31,14 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class QueueTiming(msgspec.Struct, frozen=True):
-    """After a failure a key waits about ``backoff_s``, twice as long after each further one, ``backoff_max_s`` at most."""
+    """After a failure a key waits about ``backoff_s``, twice as long after each further one, ``backoff_max_s`` at most.
+    ``slot_s``: looks that come again by themselves begin at multiples of it, as each time that the process wakes up
+    costs something; 0: each at its own time.
+    """
 
     backoff_s: float = 0.2
     backoff_max_s: float = 30.0
+    slot_s: float = 0.0
 
 
 class WorkQueue(Generic[Key]):
@@ -74,8 +80,8 @@ class WorkQueue(Generic[Key]):
             self._alarms.set(key, at_s if failing is None else max(at_s, failing.until_s))
 
     def hasten(self, key: Key) -> None:
-        """Look at ``key`` without waiting for its back-off, because what may have been wrong with it has changed. A wait
-        that the server has asked for (``Retry-After``) is kept.
+        """Look at ``key`` without waiting for its back-off, because what may have been wrong with it has changed. A
+        wait that the server has asked for (``Retry-After``) is kept.
         """
         failing = self._failing.pop(key, None)
         if failing is not None and failing.asked_until_s > _now_s():
@@ -86,8 +92,8 @@ class WorkQueue(Generic[Key]):
         self.add(key)
 
     async def run(self, look: Callable[[Key], Awaitable[float | None]], workers: int) -> None:
-        """Until cancelled. ``look`` returns in how many seconds to look again, None if only a change makes that necessary.
-        A key whose look raises is looked at again after its back-off.
+        """Until cancelled. ``look`` returns in how many seconds to look again, None if only a change makes that
+        necessary. A key whose look raises is looked at again after its back-off.
         """
         async with asyncio.TaskGroup() as tasks:
             for number in range(workers):
@@ -105,7 +111,7 @@ class WorkQueue(Generic[Key]):
             else:
                 self._failing.pop(key, None)
                 if delay_s is not None:
-                    self._alarms.set(key, _now_s() + max(0.0, delay_s))
+                    self._alarms.set(key, self._in_slot(_now_s() + max(0.0, delay_s)))
             finally:
                 self._running.discard(key)
             if key in self._again:
@@ -133,13 +139,19 @@ class WorkQueue(Generic[Key]):
             exc_info=error if is_ours else None,
         )
 
+    def _in_slot(self, at_s: float) -> float:
+        slot_s = self._timing.slot_s
+        return round(at_s / slot_s) * slot_s if slot_s > 0 else at_s
+
     def _is_held(self, key: Key) -> bool:
         failing = self._failing.get(key)
         return failing is not None and _now_s() < failing.until_s
 
 
 class _Failing:
-    """A key that has failed. ``until_s``: nobody looks before. ``asked_until_s``: the part of it that a server asked for."""
+    """A key that has failed. ``until_s``: nobody looks before. ``asked_until_s``: the part of it that a server asked
+    for.
+    """
 
     def __init__(self, backoff: Backoff) -> None:
         self.backoff = backoff
@@ -148,11 +160,11 @@ class _Failing:
 
 
 class _Line(Generic[Key]):
-    """Keys in the order in which they came, each once."""
+    """Keys in the order in which they came, each once. A key wakes one worker."""
 
     def __init__(self) -> None:
         self._keys: dict[Key, None] = {}
-        self._some = asyncio.Event()
+        self._idle: deque[asyncio.Future[None]] = deque()
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -162,15 +174,28 @@ class _Line(Generic[Key]):
 
     def add(self, key: Key) -> None:
         self._keys.setdefault(key)
-        self._some.set()
+        self._wake()
 
     async def take(self) -> Key:
         while not self._keys:
-            self._some.clear()
-            await self._some.wait()
+            woken = asyncio.get_running_loop().create_future()
+            self._idle.append(woken)
+            try:
+                await woken
+            except asyncio.CancelledError:
+                # a worker that ends leaves the key to another
+                self._wake()
+                raise
         key = next(iter(self._keys))
         del self._keys[key]
         return key
+
+    def _wake(self) -> None:
+        while self._idle:
+            woken = self._idle.popleft()
+            if not woken.done():
+                woken.set_result(None)
+                return
 
 
 class _Alarms(Generic[Key]):
@@ -183,6 +208,7 @@ class _Alarms(Generic[Key]):
         self._heap: list[tuple[float, int, Key]] = []
         self._number = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
+        self._armed_at_s = math.inf
 
     def set(self, key: Key, at_s: float) -> None:
         known_s = self._at_s.get(key)
@@ -197,11 +223,16 @@ class _Alarms(Generic[Key]):
     def _arm(self) -> None:
         while self._heap and self._at_s.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
+        first_s = self._heap[0][0] if self._heap else math.inf
+        if first_s == self._armed_at_s:
+            return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(self._heap[0][0], self._go_off) if self._heap else None
+        self._armed_at_s = first_s
+        self._timer = asyncio.get_running_loop().call_at(first_s, self._go_off) if self._heap else None
 
     def _go_off(self) -> None:
+        self._timer, self._armed_at_s = None, math.inf
         now_s = _now_s()
         while self._heap and self._heap[0][0] <= now_s:
             at_s, _, key = heapq.heappop(self._heap)

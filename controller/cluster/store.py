@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Slim = Callable[[Object], Object]
-"""Makes an object smaller before it is kept; it must keep ``metadata.name``, ``namespace``, ``uid`` and ``resourceVersion``."""
+"""Makes an object smaller before it is kept; it must keep ``metadata.name``, ``namespace``, ``uid`` and
+``resourceVersion``.
+"""
 
 
 class Store:
     """Objects by key. Readers must not change them.
 
-    An object that cannot be made smaller, whatever its owner wrote into it, stays as it was known before, and is left out
-    if it was not: others are kept all the same.
+    An object that cannot be made smaller, whatever its owner wrote into it, stays as it was known before, and is left
+    out if it was not: others are kept all the same.
     """
 
     def __init__(self, slim: Slim | None = None) -> None:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from controller.converters import kthena, variant_autoscaling
-from controller.converters.reading import Converted, Invalid, Object, title
+from controller.converters.reading import Converted, Invalid, Object, shaped, title
 from controller.resources.autoscaling import AutoscalingPolicy
 from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
 from extproc.config.quantities import decode_quantity
@@ -23,6 +24,7 @@ def convert(objects: Sequence[Object]) -> Converted:
     """Raises Invalid where an object cannot be understood, or has something that ours may not have."""
     variants, policies, warnings = [], [], []
     for thing in objects:
+        shaped(thing)
         group, kind = str(thing.get("apiVersion", "")).partition("/")[0], thing.get("kind")
         if group in variant_autoscaling.GROUPS and kind == variant_autoscaling.KIND:
             variants.append((thing, title(thing)))
@@ -34,6 +36,9 @@ def convert(objects: Sequence[Object]) -> Converted:
     made = tuple(thing for one in found for thing in one.objects)
     for thing in made:
         check(thing)
+    twice = next((name for name, count in Counter(map(title, made)).items() if count > 1), None)
+    if twice is not None:
+        raise Invalid(f"{twice}: two of these would be written; convert them one by one, or rename one")
     said = (*(text for one in found for text in one.warnings), *warnings)
     return Converted(made, tuple(dict.fromkeys(said)))
 

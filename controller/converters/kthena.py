@@ -92,8 +92,8 @@ def _binding(thing: Object, spec: Fields, policy: _Policy, warnings: list[str]) 
     if metrics is None:
         names = sorted({metric["name"] for one in read for metric in one})
         warnings.append(
-            f"{spec.where}: its targets have different metrics ({', '.join(names)}), and a policy of ours has one list: the "
-            "strategy Work is written instead, which measures prefill and decode apart"
+            f"{spec.where}: its targets have different metrics ({', '.join(names)}), and a policy of ours has one list:"
+            " the strategy Work is written instead, which measures prefill and decode apart"
         )
     elif not metrics:
         warnings.append(f"{spec.where}: no metrics are named; the strategy is Work, which needs none")

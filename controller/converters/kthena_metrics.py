@@ -19,8 +19,8 @@ _PATH: Final = "/metrics"
 
 
 class Source(msgspec.Struct, frozen=True):
-    """``name``: of the metric in the policy; empty: of all that have no other. ``block``: what ours has for it. ``series``:
-    how the engine calls it, if otherwise.
+    """``name``: of the metric in the policy; empty: of all that have no other. ``block``: what ours has for it.
+    ``series``: how the engine calls it, if otherwise.
     """
 
     name: str
@@ -35,9 +35,14 @@ class Metrics(msgspec.Struct, frozen=True):
 
     @staticmethod
     def read(metrics: Sequence[Fields]) -> Metrics:
-        """Raises Invalid."""
+        """Raises Invalid. The first versions called the name ``metricName``."""
         return Metrics(
-            {one.need("name"): quantity(one.take("targetValue"), f"{one.where}.targetValue") for one in metrics}
+            {
+                one.need("metricName" if "metricName" in one else "name"): quantity(
+                    one.take("targetValue"), f"{one.where}.targetValue"
+                )
+                for one in metrics
+            }
         )
 
     def resolved(self, sources: Sequence[Source], where: str, warnings: list[str]) -> list[dict[str, Any]]:

@@ -88,7 +88,10 @@ def _several(block: Fields, namespace: str, warnings: list[str]) -> Targets:
 
 def _roles(block: Fields, namespace: str, warnings: list[str]) -> Targets:
     reference = _reference(block.below("targetRef"), namespace, warnings)
-    text = f"roles are scaled in a ModelInfer; make one of that name from the {reference['kind']} {reference['name']}"
+    text = (
+        f"roles are scaled in a ModelInfer; make one of that name from the {reference['kind']} {reference['name']},"
+        " with scalable: true in its roles"
+    )
     warnings.append(f"{block.where}: {text}")
     reference = {"kind": "ModelInfer", "name": reference["name"]}
     roles = block.by_name("roles")

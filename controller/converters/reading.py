@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, Final
@@ -21,6 +23,9 @@ _BINARY: Final = {f"{letter}i": 1024**power for power, letter in enumerate("KMGT
 # Written by kubectl and the API server, of no use elsewhere.
 _NOT_CARRIED: Final = ("kubectl.kubernetes.io/last-applied-configuration",)
 _LONGEST_NAME: Final = 20
+# Of what is said of a value.
+_LONGEST_SAID: Final = 80
+_MOST: Final = 2**63
 
 
 class Converted(msgspec.Struct, frozen=True):
@@ -67,8 +72,8 @@ class Fields:
     def number(self, name: str, otherwise: int) -> int:
         """A whole number; raises Invalid."""
         found = self.take(name, otherwise)
-        if not isinstance(found, int) or isinstance(found, bool):
-            raise Invalid(f"{self.where}.{name}: {found!r} is not a whole number")
+        if not isinstance(found, int) or isinstance(found, bool) or not -_MOST <= found < _MOST:
+            raise Invalid(f"{self.where}.{name}: {_said(found)} is not a whole number of 64 bits")
         return found
 
     def below(self, name: str) -> Fields:
@@ -103,6 +108,33 @@ class Fields:
         return below
 
 
+def shaped(thing: Object) -> None:
+    """Raises Invalid where an object is not as every object of Kubernetes is."""
+    _expect(thing, ("apiVersion", "kind"), str, "")
+    metadata = _expect(thing, ("metadata",), Mapping, "")
+    if metadata is not None:
+        _expect(metadata, ("name", "namespace"), str, "metadata.")
+        for field in ("labels", "annotations"):
+            texts = _expect(metadata, (field,), Mapping, "metadata.")
+            if not all(isinstance(one, str) for pair in (texts or {}).items() for one in pair):
+                raise Invalid(f"metadata.{field}: is not a mapping of texts")
+
+
+def _expect(block: Object, names: Sequence[str], kind: type, where: str) -> Any:  # noqa: ANN401 - plain data
+    """The value of the last name; raises Invalid for one of another kind."""
+    found = None
+    for name in names:
+        found = block.get(name)
+        if found is not None and not isinstance(found, kind):
+            raise Invalid(f"{where}{name}: {_said(found)} is not {'a text' if kind is str else 'an object'}")
+    return found
+
+
+def _said(value: object) -> str:
+    said = repr(value)
+    return said if len(said) <= _LONGEST_SAID else f"{said[:_LONGEST_SAID]}..."
+
+
 def title(thing: Object) -> str:
     """``Kind namespace/name``, for messages."""
     metadata = thing.get("metadata") or {}
@@ -128,17 +160,23 @@ def quantity(text: object, where: str) -> float:
     found = _QUANTITY.match(str(text))
     try:
         if found is None:
-            return float(Decimal(str(text)))
-        number, unit = Decimal(found[1]), found[2] or ""
-    except InvalidOperation:
-        raise Invalid(f"{where}: {text!r} is not a quantity") from None
-    if unit in _BINARY:
-        return float(number * _BINARY[unit])
-    return float(number.scaleb(_POWERS.get(unit, 0)))
+            number, unit = Decimal(str(text)), ""
+        else:
+            number, unit = Decimal(found[1]), found[2] or ""
+        if unit in _BINARY:
+            number *= _BINARY[unit]
+        value = float(number.scaleb(_POWERS.get(unit, 0)))
+    except (InvalidOperation, ValueError):
+        raise Invalid(f"{where}: {_said(text)} is not a quantity") from None
+    if not math.isfinite(value):
+        raise Invalid(f"{where}: {_said(text)} is not a finite quantity")
+    return value
 
 
 def seconds(text: object, where: str) -> float:
     """A duration as Go writes them; raises Invalid."""
+    if not isinstance(text, str):
+        raise Invalid(f"{where}: {_said(text)} is not a duration, such as 30s")
     try:
         return float(Duration(text))
     except ValueError as error:
@@ -153,7 +191,9 @@ def object_name(text: str) -> str:
 
 def target_names(names: Sequence[str]) -> list[str]:
     """Short, different names of targets, each as near to its object's as can be."""
-    found: list[str] = []
+    # in their order, and by how many were tried of each
+    found: dict[str, None] = {}
+    counts = Counter[str]()
     for name in names:
         short = object_name(name)
         short = short if short[0].isalpha() else f"t-{short}"
@@ -162,9 +202,9 @@ def target_names(names: Sequence[str]) -> list[str]:
             end = short[-_LONGEST_NAME:]
             # whole words, if there are any
             short = (end.partition("-")[2] or end).lstrip("-0123456789")
-        count, unique = 2, short or "target"
+        unique, stem = short or "target", short[: _LONGEST_NAME - 3].rstrip("-")
         while unique in found:
-            unique = f"{short[: _LONGEST_NAME - 3].rstrip('-')}-{count}"
-            count += 1
-        found.append(unique)
-    return found
+            counts[stem] += 1
+            unique = f"{stem}-{counts[stem] + 1}"
+        found[unique] = None
+    return list(found)

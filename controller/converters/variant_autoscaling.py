@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -44,11 +45,14 @@ def convert(objects: Sequence[tuple[Object, str]]) -> Converted:
     made: list[Object] = []
     warnings: list[str] = []
     taken: set[tuple[str, str]] = set()
+    counts = Counter[tuple[str, str]]()
     for (namespace, model), variants in by_model.items():
         # two models may differ in nothing but what a name may not have
-        name, count = object_name(model.rsplit("/", 1)[-1]), 2
+        name = object_name(model.rsplit("/", 1)[-1])
+        stem = namespace, name[:56]
         while (namespace, name) in taken:
-            name, count = f"{object_name(model.rsplit('/', 1)[-1])[:60]}-{count}", count + 1
+            counts[stem] += 1
+            name = f"{stem[1]}-{counts[stem] + 1}"
         taken.add((namespace, name))
         made += _objects(name, variants)
         warnings += [text for one in variants for text in one.warnings]

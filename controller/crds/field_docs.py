@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the source says about a struct and its fields.
 
-A field's meaning is its ``msgspec.Meta`` description, or the comment above it, or what the struct's docstring says after
-the field's name and a colon.
+A field's meaning is its ``msgspec.Meta`` description, or the comment above it, or what the struct's docstring says
+after the field's name and a colon.
 """
 
 from __future__ import annotations

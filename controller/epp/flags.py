@@ -78,7 +78,7 @@ FLAGS: Final = (
     Flag("zap-stacktrace-level", "text", "accepted", "the log has one form"),
     Flag("zap-time-encoding", "text", "accepted", "the log has one form"),
     Flag("model-server-metrics-scheme", "text", "refused", "metrics are read by plain HTTP", harmless="http"),
-    Flag("model-server-metrics-path", "text", "refused", "metrics are read from /metrics", harmless="/metrics"),
+    Flag("model-server-metrics-path", "text", "obeyed", "`metricsPath` of the pool's ModelServer"),
     Flag(
         "model-server-metrics-port", "number", "refused", "metrics are read from each endpoint's own port", harmless="0"
     ),
@@ -89,7 +89,9 @@ FLAGS: Final = (
     Flag("metrics-cert-dir", "text", "refused", "metrics have no TLS; use a NetworkPolicy"),
     Flag("metrics-client-ca-file", "text", "refused", "metrics have no TLS; use a NetworkPolicy"),
 )
-"""Names and meanings are those of llm-d-router's ``pkg/epp/server/options.go`` and of the Inference Extension's before it."""
+"""Names and meanings are those of llm-d-router's ``pkg/epp/server/options.go`` and of the Inference Extension's before
+it.
+"""
 
 BY_NAME: Final[Mapping[str, Flag]] = MappingProxyType({one.name: one for one in FLAGS})
 
@@ -106,7 +108,9 @@ class Given(msgspec.Struct, frozen=True):
 
 
 def read_flags(words: Sequence[str]) -> Given:
-    """Flags as Go's pflag reads them, one dash or two, and ``camelCase`` as of the first versions; raises FlagInvalid."""
+    """Flags as Go's pflag reads them, one dash or two, and ``camelCase`` as of the first versions; raises
+    FlagInvalid.
+    """
     values = {one.name: one.default for one in FLAGS if one.fate == "obeyed" and one.default}
     notes = []
     for flag, value in _pairs(words):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -11,6 +12,7 @@ import msgspec
 
 from controller.epp.flags import FlagInvalid, is_true
 from controller.gateway.compile.pools import KIND
+from extproc.config.patterns import ADVICE, HTTP_PATH
 from extproc.config.quantities import Duration
 
 if TYPE_CHECKING:
@@ -33,8 +35,8 @@ _METRIC_FLAGS: Final = (
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """``pool``: ``namespace/name``. ``fixed_pool``: the pool itself, where it is no object of the cluster.
-    ``server_fields``: of the pool's ModelServer. ``picker_file`` or ``picker_text``: the EndpointPickerConfig, if one is
-    given. ``extproc``: its options, without ``--config``. ``metrics``: where the role's metrics are.
+    ``server_fields``: of the pool's ModelServer. ``picker_file`` or ``picker_text``: the EndpointPickerConfig, if one
+    is given. ``extproc``: its options, without ``--config``. ``metrics``: where the role's metrics are.
     """
 
     pool: str
@@ -70,7 +72,11 @@ def plan(given: Given, *, namespace: str, address: str, trusts_headers: bool) ->
         pool=pool,
         group=group,
         fixed_pool=fixed,
-        server_fields={"scrapeInterval": _duration(values, "refresh-metrics-interval"), **_engine(values)},
+        server_fields={
+            "scrapeInterval": _duration(values, "refresh-metrics-interval"),
+            **_metrics_path(values),
+            **_engine(values),
+        },
         picker_file=None if file is None else Path(file),
         picker_text=values.get("config-text", ""),
         extproc=_extproc(values, pool, address) + (("--trust-headers",) if trusts_headers else ()),
@@ -104,6 +110,13 @@ def _duration(values: Mapping[str, str], flag: str) -> str:
     except ValueError:
         raise FlagInvalid(f"--{flag}={values[flag]}: write a duration such as 200ms or 1m30s") from None
     return values[flag]
+
+
+def _metrics_path(values: Mapping[str, str]) -> dict[str, str]:
+    path = values.get("model-server-metrics-path", "")
+    if path and re.match(HTTP_PATH, path) is None:
+        raise FlagInvalid(f"--model-server-metrics-path={path} {ADVICE[HTTP_PATH]}")
+    return {"metricsPath": path} if path else {}
 
 
 def _engine(values: Mapping[str, str]) -> dict[str, str]:

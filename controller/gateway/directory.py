@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a configuration directory: only what differs, each file whole or not at all, and in an order that readers follow."""
+"""Writes a configuration directory: only what differs, each file whole or not at all, and in an order that readers
+follow.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class DirectoryWriter:
         self._known: dict[str, bytes] | None = None
 
     def write(self, files: Mapping[str, bytes]) -> Written:
-        """Make the directory hold ``files``, in their order; raises OSError, after which the next call does all again."""
+        """Make the directory hold ``files``, in their order; raises OSError, after which the next call does all
+        again.
+        """
         known, self._known = self._known, None
         if known is None:
             known = self._read()

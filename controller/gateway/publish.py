@@ -73,7 +73,9 @@ def write(out: Path, step: Step) -> None:
 
 
 def write_secrets(out: Path, secrets: Mapping[str, str]) -> None:
-    """Certificates and keys, by file: for the owner alone, as whom Envoy runs, too. What would not change is left alone."""
+    """Certificates and keys, by file: for the owner alone, as whom Envoy runs, too. What would not change is left
+    alone.
+    """
     for name, text in secrets.items():
         replace_file(out / name, text.encode(), 0o600)
 

@@ -31,7 +31,9 @@ class HandlersEnded(Exception):
 
 
 class Handlers:
-    """``run`` follows ``kinds`` (of ``namespace``, or of all); ``ring`` is called in the thread of the caller's loop."""
+    """``run`` follows ``kinds`` (of ``namespace``, or of all); ``ring`` is called in the thread of the caller's
+    loop.
+    """
 
     def __init__(self, access: Access, kinds: Sequence[Resource], ring: Ring, *, namespace: str | None = None) -> None:
         self._access = access

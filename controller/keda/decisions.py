@@ -34,27 +34,31 @@ def wanted_of(decision: Decision) -> dict[str, Wanted]:
 
 
 class Decisions:
-    """Told by the leader, asked by KEDA's streams; as many as there are bindings, and forgotten with them."""
+    """Told by what follows the bindings' statuses, asked by KEDA's streams; as many as there are bindings, and
+    forgotten with them.
+    """
 
     def __init__(self) -> None:
         self._by_binding: dict[str, Mapping[str, Wanted]] = {}
-        self._changed = asyncio.Event()
+        # those who wait for news, by binding
+        self._waiting: dict[str, set[asyncio.Future[None]]] = {}
 
     def tell(self, binding: str, targets: Mapping[str, Wanted]) -> None:
         """What was decided about a binding, by target."""
         if self._by_binding.get(binding) != targets:
             self._by_binding[binding] = dict(targets)
-            self._wake()
+            self._wake(binding)
 
     def forget(self, binding: str) -> None:
         """The binding is gone, or no longer ours to decide about."""
         if self._by_binding.pop(binding, None) is not None:
-            self._wake()
+            self._wake(binding)
 
     def clear(self) -> None:
         """This replica does not lead any more."""
         self._by_binding.clear()
-        self._wake()
+        for binding in list(self._waiting):
+            self._wake(binding)
 
     def wanted(self, binding: str, target: str) -> Wanted:
         """The last decision; ``target`` may be empty if there is only one. Raises Unknown."""
@@ -73,15 +77,27 @@ class Decisions:
     async def other_than(self, last: Wanted | None, binding: str, target: str) -> Wanted | None:
         """Until what is known differs from ``last``: what it is then; None: nothing is known."""
         while True:
-            changed = self._changed
             try:
                 found = self.wanted(binding, target)
             except Unknown:
                 found = None
             if found != last:
                 return found
-            await changed.wait()
+            await self._news(binding)
 
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    async def _news(self, binding: str) -> None:
+        """Until something is told of a binding: news of another one wake nobody."""
+        told = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(binding, set()).add(told)
+        try:
+            await told
+        finally:
+            waiting = self._waiting.get(binding, set())
+            waiting.discard(told)
+            if not waiting:
+                self._waiting.pop(binding, None)
+
+    def _wake(self, binding: str) -> None:
+        for told in self._waiting.pop(binding, ()):
+            if not told.done():
+                told.set_result(None)

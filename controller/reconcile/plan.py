@@ -20,8 +20,8 @@ class Create(msgspec.Struct, frozen=True):
 
 
 class Apply(msgspec.Struct, frozen=True):
-    """Own the fields of ``thing`` by server-side apply. ``yields``: paths of fields, such as ``("spec", "replicas")``, that
-    are left out where another manager owns them with another value; all other fields are taken from others.
+    """Own the fields of ``thing`` by server-side apply. ``yields``: paths of fields, such as ``("spec", "replicas")``,
+    that are left out where another manager owns them with another value; all other fields are taken from others.
     """
 
     resource: Resource

@@ -42,11 +42,12 @@ class EngineSource(Spec, frozen=True):
 
 
 class MetricTarget(Spec, frozen=True):
-    """A metric and the value that it should have. ``name``: of the metric. ``value``: the target, of one replica.
-    ``source``: who knows it: extproc (``Gateway``: requests_in_flight, requests_queued, requests_running,
-    requests_per_second, tokens_in_flight, kv_usage), the engines' own pages, Prometheus, or Kubernetes' resource metrics
-    (cpu or memory, as a share of what pods request). ``engine`` and ``prometheus``: where. ``total``: ``value`` is for
-    all replicas together.
+    """A metric and the value that it should have. ``name``: of the metric; of Gateway requests_in_flight,
+    requests_queued, requests_running, requests_per_second, tokens_in_flight or kv_usage, of Resource cpu or memory, as
+    a share of what pods request. ``value``: the target, of one replica. ``source``: who knows it, extproc (Gateway),
+    the engines' own pages (Engine), Prometheus, or Kubernetes' resource metrics (Resource). ``engine``: where on the
+    engines.
+    ``prometheus``: which server, and its query. ``total``: ``value`` is for all replicas together.
     """
 
     CEL: ClassVar = (
@@ -79,8 +80,9 @@ class ScalingRule(Spec, frozen=True):
 
 
 class ScalingRules(Spec, frozen=True):
-    """One direction, as in HorizontalPodAutoscaler v2. ``stabilization_window_seconds``: the most careful recommendation
-    of this time counts. ``select_policy``: which of the ``policies`` counts. ``policies``: limits of change.
+    """One direction, as in HorizontalPodAutoscaler v2. ``stabilization_window_seconds``: the most careful
+    recommendation of this time counts. ``select_policy``: which of the ``policies`` counts. ``policies``: limits of
+    change.
     ``tolerance``: differences from the target below this share change nothing.
     """
 
@@ -108,7 +110,9 @@ class Panic(Spec, frozen=True):
 
 
 class LatencyObjective(Spec, frozen=True):
-    """``ttft``: time to first token. ``tpot``: time for each further token. ``percentile``: of requests that have them."""
+    """``ttft``: time to first token. ``tpot``: time for each further token. ``percentile``: of requests that have
+    them.
+    """
 
     CEL: ClassVar = (Rule("has(self.ttft) || has(self.tpot)", "write ttft, tpot or both"),)
 
@@ -118,8 +122,8 @@ class LatencyObjective(Spec, frozen=True):
 
 
 class ScaleToZero(Spec, frozen=True):
-    """``idle``: no requests for so long. ``activation_replicas``: how many start for the first request. ``hold_timeout``:
-    how long it waits for them.
+    """``idle``: no requests for so long. ``activation_replicas``: how many start for the first request.
+    ``hold_timeout``: how long it waits for them.
     """
 
     idle: Duration = Duration("10m")
@@ -129,7 +133,7 @@ class ScaleToZero(Spec, frozen=True):
 
 class Schedule(Spec, frozen=True):
     """Bounds that hold at some times. ``start``: a cron line that begins it. ``duration``: how long it holds.
-    ``time_zone``: of ``start``. ``min_replicas`` and ``max_replicas``: the bounds.
+    ``time_zone``: of ``start``, such as Europe/Berlin. ``min_replicas`` and ``max_replicas``: the bounds.
     """
 
     CEL: ClassVar = (Rule("has(self.minReplicas) || has(self.maxReplicas)", "write minReplicas, maxReplicas or both"),)
@@ -176,14 +180,14 @@ class Strategy(Spec, frozen=True):
 class AutoscalingPolicySpec(Spec, frozen=True):
     """How to scale; one policy serves many bindings.
 
-    ``strategies``: laws; the largest answer scales out, and only if all agree, in. ``period``: between two decisions; what
-    waits for an engine is decided about at once. ``metrics``: targets of the law
-    ``Target``. ``objective``: latencies to keep. ``behavior``: how fast. ``panic``: for steep rises. ``scale_to_zero``:
-    whether, and when. ``schedules``: bounds by time. ``staleness``: how old data may be. ``manual_hold``: for so
-    long replicas stay as somebody else has set them. ``drain``: for so long engines of Deployments, StatefulSets and
-    LeaderWorkerSets may finish what they have before there are fewer; ModelInfers say that themselves. ``mode``: what is done with decisions: Auto writes replicas,
-    ScaleUpOnly only larger ones, Recommend tells them in status and metrics, Export offers them to an HPA or KEDA,
-    Paused decides nothing.
+    ``strategies``: laws; the largest answer scales out, and only if all agree, in. ``period``: between two decisions;
+    what waits for an engine is decided about at once. ``metrics``: targets of the law ``Target``. ``objective``:
+    latencies to keep. ``behavior``: how fast. ``panic``: for steep rises. ``scale_to_zero``: whether, and when.
+    ``schedules``: bounds by time. ``staleness``: how old data may be. ``manual_hold``: for so long replicas stay as
+    somebody else has set them. ``drain``: for so long engines of Deployments, StatefulSets and LeaderWorkerSets may
+    finish what they have before there are fewer; ModelInfers say that themselves. ``mode``: what is done with
+    decisions: Auto writes replicas, ScaleUpOnly only larger ones, Recommend tells them in status and metrics, Export
+    offers them to an HPA or KEDA, Paused decides nothing.
     """
 
     strategies: Annotated[

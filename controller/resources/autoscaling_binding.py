@@ -28,11 +28,14 @@ class EngineCapacity(Spec, frozen=True):
 
 class ScaleTarget(Spec, frozen=True):
     """Something with replicas. ``name``: of the target, in the status and in ratios. ``ref``: the object, by its scale
-    subresource. ``role``: of a ModelInfer's groups, if not the groups themselves. ``stage``: what its engines do: both,
-    or one of prefill and decode. ``server``: the ModelServer of its engines; left out, the one whose selector finds them.
-    ``min_replicas`` and ``max_replicas``: bounds. ``cost``: of a replica and hour, relative to other targets.
-    ``accelerator``: its kind of GPU. ``accelerators``: of one replica. ``priority``: higher is filled first. ``weight``:
-    its share where they are shared out by weights. ``spot``: may be taken away. ``capacity``: what is known of its speed.
+    subresource. ``role``: a role with scalable: true of the ModelInfer, if not its groups. ``stage``: what its engines
+    do: both, or one of prefill and decode. ``server``: the ModelServer of its engines; left out, the one whose selector
+    finds them. ``min_replicas``: fewest replicas. ``max_replicas``: most replicas. ``cost``: of a replica and hour,
+    relative to other targets. ``accelerator``: its kind of GPU: words of the label of its nodes, such as H100 or
+    nvidia-h100-80gb in any case, or the resource, such as nvidia.com/gpu. ``accelerators``: of one replica.
+    ``priority``: higher is filled first. ``weight``: its share where they are shared out by weights. ``spot``: may be
+    taken away.
+    ``capacity``: what is known of its speed.
     ``start_time``: what a replica takes from its creation to its first request, until starts were measured.
     """
 
@@ -71,7 +74,9 @@ class RatioConstraint(Spec, frozen=True):
 
 
 class Budget(Spec, frozen=True):
-    """``cost_per_hour``: of all replicas together. ``accelerators``: by kind, as targets name them."""
+    """``cost_per_hour``: of all replicas together. ``accelerators``: by kind; a target counts if its ``accelerator``
+    says the same or more, as nvidia-h100-80gb for H100.
+    """
 
     cost_per_hour: Positive | None = None
     accelerators: dict[str, Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]] = msgspec.field(default_factory=dict)
@@ -82,8 +87,8 @@ class AutoscalingPolicyBindingSpec(Spec, frozen=True):
     together. ``allocation``: how replicas are shared out among several targets: Cheapest has the least cost, Priority
     fills one after the other, Weights keeps their shares, Expansion takes batches of growing size, the cheapest first.
     ``expansion_rate_percent``: by which these batches grow. ``min_on_demand``: the share of capacity that must not be
-    spot. ``budget``: limits of all targets together. ``ratios``: between targets. ``priority``: of bindings that want the
-    same accelerators the one with the higher priority gets them first, then the older one.
+    spot. ``budget``: limits of all targets together. ``ratios``: between targets. ``priority``: of bindings that want
+    the same accelerators the one with the higher priority gets them first, then the older one.
     """
 
     CEL: ClassVar = (

@@ -66,8 +66,8 @@ class ObjectReference(Spec, frozen=True):
 
 
 class EnvVar(Spec, frozen=True):
-    """An environment variable. ``name``: its name. ``value``: its value. ``value_from``: where its value comes from, as in a
-    PodSpec.
+    """An environment variable. ``name``: its name. ``value``: its value. ``value_from``: where its value comes from, as
+    in a PodSpec.
     """
 
     name: NonEmpty

@@ -41,11 +41,12 @@ class LoraLimits(Layered, frozen=True):
 class EngineConfig(Layered, frozen=True):
     """How an engine is started; what is left out is the runtime's or the engine's default.
 
-    ``image``: of the engine. ``command``: instead of the image's entry point. ``parallelism``: over GPUs. ``nodes``: pods
-    of one engine, the first of which commands the others; its GPUs are shared out evenly. ``max_length``: of prompt and
-    answer, in tokens. ``prefix_caching``: prompts' beginnings are kept. ``kv_events``: the engine publishes what its
-    cache holds. ``prompt_token_details``: answers tell cached tokens. ``lora``: limits of adapters. ``args``: further
-    arguments, after those of the runtime. ``env``: further environment. ``resources``: of the engine's container.
+    ``image``: of the engine. ``command``: instead of the image's entry point. ``parallelism``: over GPUs. ``nodes``:
+    pods of one engine, the first of which commands the others; its GPUs are shared out evenly. ``max_length``: of
+    prompt and answer, in tokens. ``prefix_caching``: prompts' beginnings are kept. ``kv_events``: the engine publishes
+    what its cache holds. ``prompt_token_details``: answers tell cached tokens. ``lora``: limits of adapters. ``args``:
+    further arguments, after those of the runtime. ``env``: further environment. ``resources``: of the engine's
+    container.
     ``drain_timeout``: how long running requests have to end before a pod is deleted. ``pod``: further fields of the
     PodSpec, merged as Kubernetes' strategic merge does; the engine's container is called ``engine``.
     """

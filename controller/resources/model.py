@@ -34,8 +34,8 @@ class ModelFormat(Layered, frozen=True):
 
 
 class Disaggregation(Layered, frozen=True):
-    """Prefill and decode on separate engines. ``prefill`` and ``decode``: engines of each in a group. ``connector``: how
-    KV caches are moved. ``prefill_config`` and ``decode_config``: what engines of one role have otherwise.
+    """Prefill and decode on separate engines. ``prefill`` and ``decode``: engines of each in a group. ``connector``:
+    how KV caches are moved. ``prefill_config`` and ``decode_config``: what engines of one role have otherwise.
     """
 
     prefill: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
@@ -49,9 +49,9 @@ class Backend(Layered, frozen=True):
     """One way to run the model: a kind of GPU, or spot machines.
 
     ``name``: part of the names of objects. ``engine``: its family, if any runtime of the model's format will not do.
-    ``runtime``: the preset that says how it is started; chosen by format and engine, if left out. ``config``: changes of
-    the preset. ``replicas``: how many engines, or groups of prefill and decode; left out, autoscalers may set it, and it
-    begins with 1. ``min_replicas`` and ``max_replicas``: bounds of autoscaling, which leaves a backend without
+    ``runtime``: the preset that says how it is started; chosen by format and engine, if left out. ``config``: changes
+    of the preset. ``replicas``: how many engines, or groups of prefill and decode; left out, autoscalers may set it,
+    and it begins with 1. ``min_replicas`` and ``max_replicas``: bounds of autoscaling, which leaves a backend without
     ``maxReplicas`` alone. ``cost``: of a replica, relative to other backends. ``accelerator``: kind of GPU. ``spot``:
     may be taken away. ``weight``: share of requests, 0 for none. ``disaggregation``: prefill and decode apart.
     ``rollout``: how changes reach its replicas.
@@ -91,9 +91,9 @@ class LoraAdapter(Layered, frozen=True):
 
 
 class ModelAutoscaling(Layered, frozen=True):
-    """``policy_ref``: an AutoscalingPolicy; the default policy, if left out. Its ``scaleToZero`` counts for all backends
-    without ``minReplicas``, and its ``holdTimeout`` for requests that wait. ``scale_to_zero``: after so long without
-    requests.
+    """``policy_ref``: an AutoscalingPolicy; the default policy, if left out. Its ``scaleToZero`` counts for all
+    backends without ``minReplicas``, and its ``holdTimeout`` for requests that wait. ``scale_to_zero``: after so long
+    without requests.
     """
 
     CEL: ClassVar = (
@@ -108,8 +108,8 @@ class ModelAutoscaling(Layered, frozen=True):
 
 
 class WeightsCache(Layered, frozen=True):
-    """Where downloaded weights are kept. ``claim``: a PersistentVolumeClaim that all pods mount. ``host_path``: a directory
-    of each node, in which each namespace has its own. Without either, each pod has its own copy.
+    """Where downloaded weights are kept. ``claim``: a PersistentVolumeClaim that all pods mount. ``host_path``: a
+    directory of each node, in which each namespace has its own. Without either, each pod has its own copy.
     """
 
     CEL: ClassVar = (Rule("!has(self.claim) || !has(self.hostPath)", "write claim or hostPath, not both"),)

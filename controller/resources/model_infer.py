@@ -31,7 +31,8 @@ class Role(Spec, frozen=True):
         Rule(
             "!has(self.maxUnavailable) || !(self.maxUnavailable == 0 || self.maxUnavailable == '0%') || "
             "(has(self.maxSurge) && !(self.maxSurge == 0 || self.maxSurge == '0%'))",
-            "maxUnavailable of the role is 0 and it has no maxSurge, so it could never change; make one of them positive",
+            "maxUnavailable of the role is 0 and it has no maxSurge, so it could never change; make one of them"
+            " positive",
         ),
     )
 
@@ -47,8 +48,8 @@ class Role(Spec, frozen=True):
 
 
 class Gang(Spec, frozen=True):
-    """A group's pods start together or not at all. ``min_role_replicas``: replicas by role that suffice to start; all, if
-    left out. ``timeout``: how long to wait for room before the pods that hold some are given up.
+    """A group's pods start together or not at all. ``min_role_replicas``: replicas by role that suffice to start; all,
+    if left out. ``timeout``: how long to wait for room before the pods that hold some are given up.
     """
 
     min_role_replicas: Annotated[dict[str, Replicas], msgspec.Meta(max_length=8)] = msgspec.field(default_factory=dict)

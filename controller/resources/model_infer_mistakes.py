@@ -57,8 +57,8 @@ def _names(found: ModelInfer) -> Iterator[str]:
         )
     if any(role.worker_replicas for role in spec.template.roles) and not _DNS_LABEL.fullmatch(name):
         yield (
-            f"workers find their entry pod by host names that are made from '{name}'; use a name of lower case letters, "
-            "digits and '-' that begins with a letter"
+            f"workers find their entry pod by host names that are made from '{name}'; use a name of lower case letters,"
+            " digits and '-' that begins with a letter"
         )
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What we read of PodSpecs that people write, by type: a schema leaves them open.
 
-The API server checks a whole PodSpec when a pod is made; before that we merge it, count what it asks for, and add to it.
+The API server checks a whole PodSpec when a pod is made; before that we merge it, count what it asks for, and add to
+it.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ class _PodSpec(_Camel):
 
 
 def wrong_shapes(spec: object, where: str) -> Iterator[str]:
-    """The first thing of a PodSpec, whole or in part, that has another type than Kubernetes gives it. ``where``: its field."""
+    """The first thing of a PodSpec, whole or in part, that has another type than Kubernetes gives it. ``where``: its
+    field.
+    """
     yield from _wrong(spec, _PodSpec, where)
 
 

@@ -19,21 +19,23 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 class WorkParameters(Spec, frozen=True):
     """Work to come, in seconds of engines. ``utilization``: the share of its time that an engine may be busy; left out,
     it follows from the objective's TPOT, and is 0.8 without one. ``window``: over which rates are measured.
-    ``drain_budget``: in which what waits should be done. ``trend``: whether the rates are continued over the time that an
-    engine takes to start. ``guard``: whether measured latencies above the objective call for more.
+    ``headroom``: for how many times the load of now there is room, as far as the last hour has seen as much.
+    ``drain_budget``: in which what waits should be done. ``trend``: whether the rates are continued over the time that
+    an engine takes to start. ``guard``: whether measured latencies above the objective call for more.
     """
 
     utilization: _Utilization | None = None
     window: Duration = Duration("30s")
+    headroom: Annotated[float, msgspec.Meta(ge=1, le=10)] = 1.5
     drain_budget: Duration = Duration("15s")
     trend: bool = True
     guard: bool = True
 
 
 class ConcurrencyParameters(Spec, frozen=True):
-    """Knative's KPA. ``target``: requests in flight that one replica should have. ``target_utilization``: the share of it
-    that is aimed at. ``stable_window``: over which concurrency is averaged; the policy's ``panic`` says what a panic is.
-    ``max_scale_up_rate`` and ``max_scale_down_rate``: the largest factors of one change.
+    """Knative's KPA. ``target``: requests in flight that one replica should have. ``target_utilization``: the share of
+    it that is aimed at. ``stable_window``: over which concurrency is averaged; the policy's ``panic`` says what a panic
+    is. ``max_scale_up_rate`` and ``max_scale_down_rate``: the largest factors of one change.
     """
 
     target: _Amount = 100.0
@@ -44,9 +46,9 @@ class ConcurrencyParameters(Spec, frozen=True):
 
 
 class SaturationParameters(Spec, frozen=True):
-    """The mean over engines of the larger of KV usage and waiting requests over a full queue. ``max_queue``: requests that
-    fill a queue. ``scale_up_threshold``: above it there are to be more. ``scale_down_threshold``: below it, fewer. In
-    between nothing changes. ``scale_up_increment``: how many more. ``scale_down_increment``: how many fewer.
+    """The mean over engines of the larger of KV usage and waiting requests over a full queue. ``max_queue``: requests
+    that fill a queue. ``scale_up_threshold``: above it there are to be more. ``scale_down_threshold``: below it, fewer.
+    In between nothing changes. ``scale_up_increment``: how many more. ``scale_down_increment``: how many fewer.
     """
 
     CEL: ClassVar = (
@@ -64,9 +66,9 @@ class SaturationParameters(Spec, frozen=True):
 
 
 class SpareCapacityParameters(Spec, frozen=True):
-    """llm-d's workload-variant-autoscaler, first form. ``kv_cache_threshold`` and ``queue_length_threshold``: an engine at
-    one of them is saturated. ``kv_spare_trigger`` and ``queue_spare_trigger``: with less room than this on average, one
-    more; one fewer if the rest keeps as much.
+    """llm-d's workload-variant-autoscaler, first form. ``kv_cache_threshold`` and ``queue_length_threshold``: an engine
+    at one of them is saturated. ``kv_spare_trigger`` and ``queue_spare_trigger``: with less room than this on average,
+    one more; one fewer if the rest keeps as much.
     """
 
     kv_cache_threshold: _Utilization = 0.8
@@ -98,7 +100,8 @@ class TokensParameters(Spec, frozen=True):
 
 
 class SloParameters(Spec, frozen=True):
-    """The larger of TTFT and TPOT, each as a share of its objective. ``scale_up_threshold``: above it, more in proportion.
+    """The larger of TTFT and TPOT, each as a share of its objective. ``scale_up_threshold``: above it, more in
+    proportion.
     ``scale_down_threshold``: below it, fewer. ``smoothing``: of the measured latencies. ``credit``: whether replicas
     that are starting count as being there already.
     """

@@ -54,10 +54,11 @@ class RuntimeAgent(Spec, frozen=True):
 class ServingRuntimeSpec(Spec, frozen=True):
     """How a kind of engine is started.
 
-    ``engine``: its family. ``supports``: formats of weights. ``disabled``: no Model gets it. ``metrics``: whose metrics'
-    names it uses; nothing is read from an engine without. ``port``: where it listens. ``config``: the lowest layer of
-    Models' ``config``. ``arguments``: what typed fields become on the command line, in this order. ``connectors``: how
-    it can move KV caches between prefill and decode; none, and it cannot. ``multi_node``: one engine can span pods.
+    ``engine``: its family. ``supports``: formats of weights. ``disabled``: no Model gets it. ``metrics``: whose
+    metrics' names it uses; nothing is read from an engine without. ``port``: where it listens. ``config``: the lowest
+    layer of Models' ``config``. ``arguments``: what typed fields become on the command line, in this order.
+    ``connectors``: how it can move KV caches between prefill and decode; none, and it cannot. ``multi_node``: one
+    engine can span pods.
     ``adapters``: it can load LoRA adapters. ``accelerator``: the resource that is asked for by degree of parallelism,
     such as ``nvidia.com/gpu``. ``agent``: the sidecar. ``metadata``: of pods. ``pod``: their PodSpec; the engine's
     container is called ``engine``. ``spot_pod``: merged into it for spot backends.

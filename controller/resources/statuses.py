@@ -32,17 +32,17 @@ class ParentStatus(Spec, frozen=True):
 
 
 class ModelRouteStatus(Status, frozen=True):
-    """``conditions``: Accepted (no other route has its names), ResolvedRefs (its ModelServers are there), Programmed (it
-    is in the configuration that is served). ``parents``: the same by gateway, where ``parentRefs`` name any.
+    """``conditions``: Accepted (no other route has its names), ResolvedRefs (its ModelServers are there), Programmed
+    (it is in the configuration that is served). ``parents``: the same by gateway, where ``parentRefs`` name any.
     """
 
     parents: Annotated[tuple[ParentStatus, ...], msgspec.Meta(max_length=32)] = ()
 
 
 class ModelServerStatus(Status, frozen=True):
-    """``endpoints``: engines that requests may be sent to. ``ready``: those of them that get new requests. ``draining``:
-    the others, which finish what they have; only while there are no others do they get new requests. ``conditions``:
-    Accepted, ResolvedRefs, Programmed, Available.
+    """``endpoints``: engines that requests may be sent to. ``ready``: those of them that get new requests.
+    ``draining``: the others, which finish what they have; only while there are no others do they get new requests.
+    ``conditions``: Accepted, ResolvedRefs, Programmed, Available.
     """
 
     endpoints: int | None = None
@@ -76,8 +76,8 @@ class GroupStatus(Spec, frozen=True):
 
 
 class Recovery(Spec, frozen=True):
-    """Pods that were made anew because one had failed. ``name``: group, role, replica, pod, as far as they were made anew
-    together. ``count``: how many times in a row. ``at``: the last time. ``reason``: why, in one word.
+    """Pods that were made anew because one had failed. ``name``: group, role, replica, pod, as far as they were made
+    anew together. ``count``: how many times in a row. ``at``: the last time. ``reason``: why, in one word.
     """
 
     name: NonEmpty
@@ -108,7 +108,8 @@ class ModelInferStatus(Status, frozen=True):
 
 
 class ModelInferRoleStatus(Status, frozen=True):
-    """``replicas``: of the role, in a group. ``ready_replicas``: those of them that serve, in the group with the fewest.
+    """``replicas``: of the role, in a group. ``ready_replicas``: those of them that serve, in the group with the
+    fewest.
     ``label_selector``: the role's entry pods, for autoscalers. ``conditions``: none so far.
     """
 
@@ -118,8 +119,8 @@ class ModelInferRoleStatus(Status, frozen=True):
 
 
 class StartTimes(Spec, frozen=True):
-    """How long the engine that became ready last took to start. ``scheduling_seconds``: from the pod's creation until it
-    had a node. ``download_seconds``: fetching weights. ``load_seconds``: from there until the model answered.
+    """How long the engine that became ready last took to start. ``scheduling_seconds``: from the pod's creation until
+    it had a node. ``download_seconds``: fetching weights. ``load_seconds``: from there until the model answered.
     """
 
     scheduling_seconds: float | None = None
@@ -128,8 +129,8 @@ class StartTimes(Spec, frozen=True):
 
 
 class BackendStatus(Spec, frozen=True):
-    """``name``: of the backend. ``runtime``: the preset that it uses, with its namespace if it has one. ``replicas``: how
-    many there are. ``ready_replicas``: how many serve. ``updated_replicas``: how many are of the newest revision.
+    """``name``: of the backend. ``runtime``: the preset that it uses, with its namespace if it has one. ``replicas``:
+    how many there are. ``ready_replicas``: how many serve. ``updated_replicas``: how many are of the newest revision.
     ``weight``: its share of requests now. ``start``: what the last start took.
     """
 
@@ -157,7 +158,8 @@ class ModelFailure(Spec, frozen=True):
 
 
 class ModelStatus(Status, frozen=True):
-    """``url``: where the model is served. ``replicas`` and ``ready_replicas``: of all backends. ``phase``: of the model.
+    """``url``: where the model is served. ``replicas`` and ``ready_replicas``: of all backends. ``phase``: of the
+    model.
     ``transition_status``: whether what runs is what is written. ``phase_since``: when the phase began. ``phase_times``:
     how long each phase was, without the present one. ``failure``: why it is not loaded. ``backends``: each way to run
     it. ``conditions``: Ready, and one by kind of object that was made.
@@ -175,8 +177,8 @@ class ModelStatus(Status, frozen=True):
 
 
 class TargetStatus(Spec, frozen=True):
-    """One target of a binding. ``name``: the target's. ``current``: replicas that it has. ``desired``: replicas that it should have. ``ready``:
-    those that serve. ``reason``: why so many.
+    """One target of a binding. ``name``: the target's. ``current``: replicas that it has. ``desired``: replicas that it
+    should have. ``ready``: those that serve. ``reason``: why so many.
     """
 
     name: NonEmpty
@@ -193,9 +195,9 @@ class AutoscalingPolicyStatus(Status, frozen=True):
 
 
 class AutoscalingPolicyBindingStatus(Status, frozen=True):
-    """``targets``: what they have and should have. ``last_scaled_at``: when replicas were last written. ``last_decision``:
-    what was written then, and why. ``conditions``: TargetsResolved, MetricsAvailable, ScalingActive, ScalingLimited,
-    CapacityBlocked.
+    """``targets``: what they have and should have. ``last_scaled_at``: when replicas were last written.
+    ``last_decision``: what was written then, and why. ``conditions``: TargetsResolved, MetricsAvailable, ScalingActive,
+    ScalingLimited, CapacityBlocked.
     """
 
     targets: Annotated[tuple[TargetStatus, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()

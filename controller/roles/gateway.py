@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gateway role: a cluster's objects to the configuration directory of extproc and to Envoy's files, within a second."""
+"""The gateway role: a cluster's objects to the configuration directory of extproc and to Envoy's files, within a
+second.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,8 @@ CONTROLLER: Final = "attache-gateway"
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """``config``: the directory to write. ``namespace``: whose objects are served; None: all namespaces'.
     ``gateway_config``: the GatewayConfig to serve, as ``namespace/name``; None: that of the Gateways, or else the
-    defaults. ``gateway_api``: which Gateways are served, and where. ``followers``: addresses, by name, where those who use
-    the directory say what of it they use. ``look_again_s``: how often kinds are looked for that the cluster lacks.
+    defaults. ``gateway_api``: which Gateways are served, and where. ``followers``: addresses, by name, where those who
+    use the directory say what of it they use. ``look_again_s``: how often kinds are looked for that the cluster lacks.
     """
 
     config: Path

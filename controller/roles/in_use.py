@@ -27,7 +27,9 @@ _MAX_BYTES: Final = 4_000_000
 
 
 class InUse:
-    """``run`` asks ``addresses`` (by the name of who listens there) and calls ``on_change`` when an answer is another one."""
+    """``run`` asks ``addresses`` (by the name of who listens there) and calls ``on_change`` when an answer is another
+    one.
+    """
 
     def __init__(self, addresses: Mapping[str, str], on_change: Callable[[], None]) -> None:
         self._addresses = addresses

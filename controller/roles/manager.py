@@ -44,9 +44,9 @@ Scaling = Callable[["Client"], Awaitable[None]]
 
 
 class Leader:
-    """``run`` waits until it leads, and then does the work. Each term begins with empty hands: what informers have heard,
-    what is queued and what was written belongs to one term. ``scaling``: begins the scaling of a term; None: others do
-    it.
+    """``run`` waits until it leads, and then does the work. Each term begins with empty hands: what informers have
+    heard, what is queued and what was written belongs to one term. ``scaling``: begins the scaling of a term; None:
+    others do it.
     """
 
     def __init__(

@@ -25,7 +25,9 @@ log = logging.getLogger(__name__)
 
 
 class PickerProblems:
-    """``tell`` says what is wrong, once for each change. ``pool``: the object as last heard, None if it is not there."""
+    """``tell`` says what is wrong, once for each change. ``pool``: the object as last heard, None if it is not
+    there.
+    """
 
     def __init__(
         self, client: Client, metrics: PickerMetrics, pool: Callable[[], Object | None], component: str

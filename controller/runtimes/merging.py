@@ -43,8 +43,8 @@ _POD_FIELDS: Final = frozenset({"pod", "spotPod"})
 def typed(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Partial ModelSpecs or EngineConfigs as plain data, the lowest first.
 
-    Partial PodSpecs are collected in a list, the lowest first: what one of them deletes may stand in a runtime's PodSpec,
-    which is below all of them.
+    Partial PodSpecs are collected in a list, the lowest first: what one of them deletes may stand in a runtime's
+    PodSpec, which is below all of them.
     """
     return _all(layers, _TYPED_KEYS)
 

@@ -26,8 +26,9 @@ class Scope(IntEnum):
 
 
 class Preset(msgspec.Struct, frozen=True):
-    """``name``: what Models call it. ``scope``: where it comes from. ``spec``: how an engine is started. ``raw_config``:
-    ``spec.config`` as it is written, without defaults. ``problem``: why it cannot be used, empty if it can.
+    """``name``: what Models call it. ``scope``: where it comes from. ``spec``: how an engine is started.
+    ``raw_config``: ``spec.config`` as it is written, without defaults. ``problem``: why it cannot be used, empty if it
+    can.
     """
 
     name: str

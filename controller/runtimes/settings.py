@@ -41,9 +41,9 @@ Node = Literal["entry", "worker"]
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine is started for. ``served_name``: of the model. ``path`` and ``format``: of its weights. ``port``: where it
-    listens. ``config``: all layers merged. ``role`` and ``connector``: of prefill and decode. ``has_adapters``: LoRA
-    adapters are loaded into it.
+    """What one engine is started for. ``served_name``: of the model. ``path`` and ``format``: of its weights. ``port``:
+    where it listens. ``config``: all layers merged. ``role`` and ``connector``: of prefill and decode.
+    ``has_adapters``: LoRA adapters are loaded into it.
     """
 
     served_name: str

@@ -25,8 +25,8 @@ _MOUNTED: Final = ("pvc", "file")
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """``path``: of the weights, for the engine. ``volumes``: of the pod. ``mounts``: of the engine. ``is_downloaded``: an
-    init container has to fetch them.
+    """``path``: of the weights, for the engine. ``volumes``: of the pod. ``mounts``: of the engine. ``is_downloaded``:
+    an init container has to fetch them.
     """
 
     path: str

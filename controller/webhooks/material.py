@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Certificates of the webhooks' server: an authority of its own, and what to renew when; time is an argument
 
-Replicas share one Material, which a Secret holds. Nothing of it is used before all who must trust it can: a new authority
-is published for ``SETTLED`` before it signs, and an old one stays published until it ends.
+Replicas share one Material, which a Secret holds. Nothing of it is used before all who must trust it can: a new
+authority is published for ``SETTLED`` before it signs, and an old one stays published until it ends.
 """
 
 from __future__ import annotations

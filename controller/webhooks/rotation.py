@@ -48,8 +48,8 @@ class Shows(Protocol):
 
 class RotationSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``namespace`` and ``secret``: of the Secret. ``configuration``: name of the ValidatingWebhookConfiguration.
-    ``names``: by which API servers call the server. ``every_s``: how often to look. ``api_service``: the APIService that
-    stands for us, which gets the authorities, too; empty: none does.
+    ``names``: by which API servers call the server. ``every_s``: how often to look. ``api_service``: the APIService
+    that stands for us, which gets the authorities, too; empty: none does.
     """
 
     namespace: str

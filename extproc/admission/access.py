@@ -42,8 +42,9 @@ class Subject(msgspec.Struct, frozen=True):
 
 class Wish(msgspec.Struct, frozen=True):
     """What is asked for. ``model``: the name in the request; None: it could not be read. ``base_model``: the
-    ``modelName`` of its route, or the server's own model where no route has part. ``server``, ``route``, ``http_route``:
-    ``namespace/name``; ``route`` and ``http_route`` are empty where they have no part. ``listener``: its name.
+    ``modelName`` of its route, or the server's own model where no route has part. ``server``, ``route``,
+    ``http_route``: ``namespace/name``; ``route`` and ``http_route`` are empty where they have no part. ``listener``:
+    its name.
     """
 
     model: str | None
@@ -140,7 +141,9 @@ _NOBODY: Final = _Scope(_NO_RULES, _NO_RULES)
 
 
 class Access:
-    """The decision by one configuration. ``restricts``: whether it could refuse anything. ``claims``: those that it reads."""
+    """The decision by one configuration. ``restricts``: whether it could refuse anything. ``claims``: those that it
+    reads.
+    """
 
     def __init__(self, snapshot: Snapshot) -> None:
         gateway = snapshot.gateway

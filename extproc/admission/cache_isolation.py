@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose prompts share a prefix cache: cache salts by tenant, user or header.
 
-A cached prefix makes the first token come sooner, so whoever shares a cache can find out what others have asked. Engines keep
-prompts with different salts apart. A salt is keyed, so that nobody who knows a tenant's name can make it.
+A cached prefix makes the first token come sooner, so whoever shares a cache can find out what others have asked.
+Engines keep prompts with different salts apart. A salt is keyed, so that nobody who knows a tenant's name can make it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from extproc.request.model import InferenceRequest
 
 # Engines cache nothing that is worth a salt for the other APIs, and may refuse it there.
-_SALTED = frozenset({Api.CHAT, Api.COMPLETIONS, Api.RESPONSES})
+_SALTED = frozenset({Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.MESSAGES, Api.GENERATE})
 
 
 class CacheIsolation:

@@ -5,10 +5,10 @@ A prompt that has not been tokenized:
 
     reserve = margin * (bytes / 4 + extra)
 
-Each tenant has an estimate of its own: else one that writes what has many tokens in few bytes would make prompts of all others
-too long for their limits. ``extra`` is the number of tokens that the chat template adds, learned from short prompts. ``margin`` is the factor by
-which long prompts exceed what their bytes predict. Both rise at once to what an answer reports and decay slowly, so
-estimates are rarely too low; what is reserved in excess is refunded.
+Each tenant has an estimate of its own: else one that writes what has many tokens in few bytes would make prompts of all
+others too long for their limits. ``extra`` is the number of tokens that the chat template adds, learned from short
+prompts. ``margin`` is the factor by which long prompts exceed what their bytes predict. Both rise at once to what an
+answer reports and decay slowly, so estimates are rarely too low; what is reserved in excess is refunded.
 """
 
 from __future__ import annotations

@@ -170,7 +170,9 @@ class Flows:
         return self._flows[row].in_order()
 
     def newest_of_largest(self) -> QueuedRequest:
-        """The request to evict when the queue is full: the newest of the largest flow of the tenant with most waiting."""
+        """The request to evict when the queue is full: the newest of the largest flow of the tenant with most
+        waiting.
+        """
         sizes = self._sizes if self.tenants is None else np.where(self.tenants.largest(self._sizes), self._sizes, -1)
         members = self._flows[int(sizes.argmax())].members
         return members[next(reversed(members))]

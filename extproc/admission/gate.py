@@ -64,10 +64,14 @@ class Gate:
         """The endpoints that can take the request at once; None: it must wait. Raises Shed."""
         capacity = self._capacity(now)
         self._shed(queued, capacity, now)
-        if len(self.queue):
+        band, ceilings = self.queue.band_of(queued.priority).index, self.queue.ceilings
+        ceilings.asked(band)
+        if len(self.queue) or not ceilings.is_open(band, capacity.saturation, now):
             return None
-        ceiling = self.queue.band_of(queued.priority).spec.ceiling
-        return capacity.rows_for(queued) if capacity.saturation < ceiling else None
+        rows = capacity.rows_for(queued)
+        if rows is not None:
+            ceilings.sent(band, capacity.saturation, now)
+        return rows
 
     def enqueue(self, queued: QueuedRequest) -> list[QueuedRequest]:
         """Queue the request. Returns the requests of lower priority evicted for it; raises QueueFull."""
@@ -128,7 +132,7 @@ class Gate:
             return None
         # the latest capacity is current: any dispatch since would have replaced it
         opens_s = self._latest.opens_at_s() if self._latest is not None and len(self._table) else now + RECHECK_S
-        return min(expiry_s, opens_s)
+        return min(expiry_s, opens_s, self.queue.opens_at_s(now))
 
     def retry_after_s(self, now: float) -> int:
         """Seconds until the queue of now is dispatched, at the recent rate."""

@@ -55,7 +55,9 @@ class Identities:
         self._objectives = {one.metadata.key: one.spec.priority for one in snapshot.objectives}
 
     def subject(self, headers: Mapping[str, str], claims: Mapping[str, Collection[str]] = _NO_CLAIMS) -> Subject:
-        """Who asks, for the decision whether it may. ``headers`` and ``claims``: of a request that a gateway vouches for."""
+        """Who asks, for the decision whether it may. ``headers`` and ``claims``: of a request that a gateway vouches
+        for.
+        """
         name = headers.get(CLIENT, "")
         key = self._keys.get(name)
         if key is not None:

@@ -26,7 +26,9 @@ _RESOURCES: Final[tuple[Resource, ...]] = ("requests", "input_tokens", "output_t
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of a request: expected before it is dispatched, reported afterwards. ``is_guess``: of the output, at least."""
+    """Tokens of a request: expected before it is dispatched, reported afterwards. ``is_guess``: of the output, at
+    least.
+    """
 
     input_tokens: float
     output_tokens: float
@@ -73,8 +75,8 @@ class Charge(msgspec.Struct, frozen=True):
 class Grant(msgspec.Struct, frozen=True):
     """A reservation in several buckets: for each charge the claim, and the level left in the bucket.
 
-    ``is_global``: the reservation is in the store that all machines share. ``owed``: it was made without the store, which is to
-    be charged for it: the charges as the store would have had them.
+    ``is_global``: the reservation is in the store that all machines share. ``owed``: it was made without the store,
+    which is to be charged for it: the charges as the store would have had them.
     """
 
     charges: Sequence[Charge]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Longer names are cut and end in a hash of the whole, so that two callers stay two: names are kept in memory and shown in metrics.
+# Longer names are cut and end in a hash of the whole, so that two callers stay two: names are kept in memory and shown
+# in metrics.
 _MAX_CHARACTERS: Final = 128
 _HASH_BYTES: Final = 16
 
@@ -20,7 +21,9 @@ def name_in(headers: Mapping[str, str], header: str) -> str:
 
 
 def verified_name_in(headers: Mapping[str, str], header: str) -> str:
-    """A name that Envoy has written, as configuration spells it: Envoy writes UTF-8, and headers are read as Latin-1."""
+    """A name that Envoy has written, as configuration spells it: Envoy writes UTF-8, and headers are read as
+    Latin-1.
+    """
     value = headers.get(header, "")
     if not value.isascii():
         try:

@@ -12,6 +12,7 @@ import heapq
 import itertools
 from typing import TYPE_CHECKING, Final
 
+from extproc.admission.ceilings import ceilings_of
 from extproc.admission.fairness import BandShares, make_policy
 from extproc.admission.flows import Flows
 from extproc.admission.order import ORDERS
@@ -59,6 +60,7 @@ class FairQueue:
         self._control = control
         specs = sorted(control.bands, key=lambda one: one.priority, reverse=True)
         self.bands = [BandState(index, spec, control) for index, spec in enumerate(specs)]
+        self.ceilings = ceilings_of(control, [band.spec.ceiling for band in self.bands])
         self._shares = BandShares([band.spec.share for band in self.bands])
         self._waiting: dict[str, tuple[QueuedRequest, BandState]] = {}
         self._bytes = 0
@@ -118,7 +120,12 @@ class FairQueue:
         found = self._find(capacity, now)
         if found is not None:
             self.withdraw(found[0].ticket)
+            self.ceilings.sent(self.band_of(found[0].priority).index, capacity.saturation, now)
         return found
+
+    def opens_at_s(self, now: float) -> float:
+        """When a band with waiting requests that is closed for a time opens; infinite if there is none."""
+        return self.ceilings.opens_at_s(self._bands_waiting(), now)
 
     def withdraw(self, ticket: str) -> QueuedRequest | None:
         """Remove a request from the queue; None if it is not in it."""
@@ -165,7 +172,7 @@ class FairQueue:
         waiting = self._bands_waiting()
         for index in waiting if self._control.sharing == "Strict" else self._shares.order(waiting):
             band = self.bands[index]
-            if capacity.saturation < band.spec.ceiling:
+            if self.ceilings.is_open(index, capacity.saturation, now):
                 found = self._find_in(band, capacity, now)
                 if found is not None:
                     return found

@@ -143,14 +143,16 @@ class Capacity:
         return pressure
 
     def _hard(self, trust: Floats) -> Floats:
-        """The pressure by requests in flight; without a limit, an assumed one stands in for missing reports."""
+        """The pressure by requests and tokens in flight; without a limit of requests, an assumed one stands in for
+        missing reports.
+        """
         table, limits = self._table, self._limits
         if limits.max_requests < np.inf:
             pressure = table.in_flight / limits.max_requests
         else:
             pressure = (1 - trust) * table.in_flight / _ASSUMED_BATCH
         if limits.max_tokens < np.inf:
-            pressure = np.where(table.in_flight_tokens >= limits.max_tokens, np.maximum(pressure, 1.0), pressure)
+            pressure = np.maximum(pressure, table.in_flight_tokens / limits.max_tokens)
         return pressure
 
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process knows of the buckets in the shared store, and what it owes them for grants of its own while the store was away.
+"""What a process knows of the buckets in the shared store, and what it owes them for grants of its own while the store
+was away.
 
-Each answer of the store says how full its buckets are. While it does not answer, they cannot be fuller than that and the inflow
-since: so much is left for all processes together, and each grants its part of it.
+Each answer of the store says how full its buckets are. While it does not answer, they cannot be fuller than that and
+the inflow since: so much is left for all processes together, and each grants its part of it.
 
-What a process has granted so is charged to the store exactly once, in whatever order its messages arrive and whichever answers
-are lost. Every message carries a Statement with running totals: all that the process has used without the store, and how much of it
-is in the level that it knows. The store keeps the total that it was charged for, and takes what is new. A store that comes back empty
-begins with the level that the process knows, and takes what that level does not have.
+What a process has granted so is charged to the store exactly once, in whatever order its messages arrive and whichever
+answers are lost. Every message carries a Statement with running totals: all that the process has used without the
+store, and how much of it is in the level that it knows. The store keeps the total that it was charged for, and takes
+what is new. A store that comes back empty begins with the level that the process knows, and takes what that level does
+not have.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ _LONGEST_OVERTAKING_S: Final = 10.0
 class Statement(msgspec.Struct, frozen=True):
     """What every message says of its bucket.
 
-    ``most_left``: tokens that the bucket has at most, before what is owed. ``owed``: tokens that this process has used without the
-    store, ever. ``told``: how many of these ``most_left`` is without already.
+    ``most_left``: tokens that the bucket has at most, before what is owed. ``owed``: tokens that this process has used
+    without the store, ever. ``told``: how many of these ``most_left`` is without already.
     """
 
     most_left: float

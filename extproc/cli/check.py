@@ -30,7 +30,9 @@ def parser(prog: str = "extproc check") -> argparse.ArgumentParser:
     """The words of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Read a configuration directory and report every mistake, with file, line and what to write instead.",
+        description=(
+            "Read a configuration directory and report every mistake, with file, line and what to write instead."
+        ),
         epilog="Exit status: 0 if the directory can be used, 2 if not.",
     )
     made.add_argument(
@@ -94,8 +96,8 @@ def _too_long(snapshot: Snapshot) -> list[str]:
     """Waits that Envoy ends before extproc does."""
     waits = [(server, snapshot.longest_wait_s_of(server.spec)) for server in snapshot.servers]
     return [
-        f"ModelServer {server.metadata.key}: {_who_holds(server.spec)} for up to {wait_s:g} s, and Envoy waits an hour at "
-        "most; write timeouts of 59m or less"
+        f"ModelServer {server.metadata.key}: {_who_holds(server.spec)} for up to {wait_s:g} s, and Envoy waits an hour"
+        " at most; write timeouts of 59m or less"
         for server, wait_s in waits
         if wait_s and wait_s + snapshot.gateway.message_timeout > LONGEST_MESSAGE_TIMEOUT_S
     ]
@@ -121,8 +123,8 @@ def _unrouted_adapters(snapshot: Snapshot) -> list[str]:
         for adapter in route.spec.lora_adapters
     }
     return [
-        f"ModelServer {server.metadata.key}: no ModelRoute sends requests for the adapter '{adapter.name}' there; add it to "
-        "loraAdapters of one"
+        f"ModelServer {server.metadata.key}: no ModelRoute sends requests for the adapter '{adapter.name}' there; add"
+        " it to loraAdapters of one"
         for server in snapshot.servers
         if server.spec.adapter_loading is not None
         for adapter in server.spec.adapter_loading.adapters

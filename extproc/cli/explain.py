@@ -27,8 +27,10 @@ def parser(prog: str = "extproc explain") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Explain where a request would go: the filters, the scores with their weights, and the pick. "
-        "Nothing is sent to an engine.",
+        description=(
+            "Explain where a request would go: the filters, the scores with their weights, and the pick. "
+            "Nothing is sent to an engine."
+        ),
         epilog="Exit status: 0; 1 if the request would be refused; 2 if the question could not be asked.",
     )
     source = made.add_mutually_exclusive_group(required=True)
@@ -43,6 +45,15 @@ def parser(prog: str = "extproc explain") -> argparse.ArgumentParser:
     made.add_argument("--listener", default="", metavar="NAME", help="the listener that is asked (default: all models)")
     made.add_argument(
         "--server", default="", metavar="[NAMESPACE/]NAME", help="the ModelServer that an HTTPRoute has chosen"
+    )
+    made.add_argument(
+        "--pool",
+        default="",
+        metavar="[NAMESPACE/]NAME",
+        help=(
+            "ask as a gateway of the endpoint picker protocol does: the ModelServer for requests that match no"
+            " ModelRoute (default with --url: that of the process)"
+        ),
     )
     made.add_argument("--json", action="store_true", help="print everything as JSON")
     made.add_argument("body", metavar="FILE", help="the request's body; - reads standard input")
@@ -90,12 +101,13 @@ def _explain(options: argparse.Namespace, headers: dict[str, str], body: bytes) 
         headers=headers,
         body=body,
         listener=options.listener,
-        server=_server(options),
+        server=_key(options.server),
+        pool=_key(options.pool),
     )
 
 
-def _server(options: argparse.Namespace) -> str:
-    return full_key(options.server) if options.server else ""
+def _key(name: str) -> str:
+    return full_key(name) if name else ""
 
 
 def _ask(options: argparse.Namespace, headers: dict[str, str], body: bytes) -> Explanation:
@@ -104,7 +116,8 @@ def _ask(options: argparse.Namespace, headers: dict[str, str], body: bytes) -> E
     url = options.url
     if not url.startswith(("http://", "https://")):
         raise OSError(f"'{url}' is not an address; write http://HOST:PORT")
-    query = urllib.parse.urlencode({"listener": options.listener, "server": _server(options)})
+    asked = {"listener": options.listener, "server": _key(options.server), "pool": _key(options.pool)}
+    query = urllib.parse.urlencode(asked)
     where = f"{url.rstrip('/')}/debug/explain{options.path}?{query}"
     request = urllib.request.Request(where, data=body, headers=headers)  # noqa: S310 - checked
     with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - checked

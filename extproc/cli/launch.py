@@ -74,6 +74,7 @@ def _settings(options: argparse.Namespace, config: Directory) -> Settings:
             overrides_mode=options.mode_override,
             conformance=options.conformance,
             trusts_headers=options.trust_headers,
+            whole_bodies=options.whole_bodies,
         ),
         decision_log=decisions,
         decision_share=options.decision_sample,

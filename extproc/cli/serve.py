@@ -126,7 +126,9 @@ def parser(prog: str = "extproc") -> argparse.ArgumentParser:
         "--settle",
         default="3s",
         metavar="DURATION",
-        help="how long a new ModelServer waits before it is used, so that Envoy knows it by then (default: %(default)s)",
+        help=(
+            "how long a new ModelServer waits before it is used, so that Envoy knows it by then (default: %(default)s)"
+        ),
     )
     add(
         "--state",
@@ -156,8 +158,10 @@ def _add_processes(made: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="number of processes; they take consecutive ports, starting at those of --listen and --metrics "
-        "(or unix:PATH.0, unix:PATH.1, ...) (default: %(default)s)",
+        help=(
+            "number of processes; they take consecutive ports, starting at those of --listen and --metrics "
+            "(or unix:PATH.0, unix:PATH.1, ...) (default: %(default)s)"
+        ),
     )
     add("--worker", help=argparse.SUPPRESS)  # the supervisor tells a worker its number
     add("--redis", metavar="URL", help="share state with extproc on other machines through redis://HOST:PORT")
@@ -172,7 +176,10 @@ def _add_gateways(made: argparse.ArgumentParser) -> None:
     add(
         "--wait-for-pool",
         action="store_true",
-        help="start although the directory does not have that ModelServer yet, or cannot be read; not ready until it has it",
+        help=(
+            "start although the directory does not have that ModelServer yet, or cannot be read; not ready until it"
+            " has it"
+        ),
     )
     add(
         "--tls-cert",
@@ -196,8 +203,10 @@ def _add_gateways(made: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="how many endpoints an answer lists when the gateway streams bodies; more than 1 only if the gateway "
-        "tries them in order (default: %(default)s)",
+        help=(
+            "how many endpoints an answer lists when the gateway streams bodies; more than 1 only if the gateway "
+            "tries them in order (default: %(default)s)"
+        ),
     )
     add(
         "--buffered-choices",
@@ -207,6 +216,14 @@ def _add_gateways(made: argparse.ArgumentParser) -> None:
         help="the same when the gateway sends whole bodies, as Attaché's own bundle does (default: %(default)s)",
     )
     add(
+        "--whole-bodies",
+        action="store_true",
+        help=(
+            "with --pool, read messages that do not say how bodies come (protocol_config) as whole bodies (BUFFERED); "
+            "without this flag, as pieces (FULL_DUPLEX_STREAMED)"
+        ),
+    )
+    add(
         "--mode-override",
         action="store_true",
         help="ask the gateway not to send responses; it must allow mode_override, and token usage is then unknown",
@@ -214,7 +231,9 @@ def _add_gateways(made: argparse.ArgumentParser) -> None:
     add(
         "--trust-headers",
         action="store_true",
-        help="believe x-attache-tenant, x-llm-d-inference-objective and similar headers; the gateway must remove them "
-        "from its clients' requests and write them itself",
+        help=(
+            "believe x-attache-tenant, x-llm-d-inference-objective and similar headers; the gateway must remove them "
+            "from its clients' requests and write them itself"
+        ),
     )
     add("--conformance", action="store_true", help="obey the header test-epp-endpoint-selection; never in production")

@@ -26,7 +26,9 @@ def parser(prog: str = "extproc top") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Show engines, queues and tenants of running extproc processes, refreshed in the terminal until Ctrl-C.",
+        description=(
+            "Show engines, queues and tenants of running extproc processes, refreshed in the terminal until Ctrl-C."
+        ),
         epilog="Exit status: 0, or 2 if a process does not answer.",
     )
     made.add_argument(

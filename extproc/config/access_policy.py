@@ -53,7 +53,8 @@ class AccessTarget(Spec, frozen=True):
 
     ``kind``: what it is; a policy of a ``Gateway`` or a ``GatewayConfig`` is about all requests that come in there, one
     of an ``HTTPRoute`` about those that it matches, one of a ``ModelRoute`` about its model and adapters, one of a
-    ``ModelServer`` or an ``InferencePool`` about what its engines are asked. ``group``: of the kind. ``name``: the object's.
+    ``ModelServer`` or an ``InferencePool`` about what its engines are asked. ``group``: of the kind. ``name``: the
+    object's.
     ``section_name``: one listener of a Gateway or a GatewayConfig.
     """
 
@@ -114,8 +115,8 @@ class ModelAccessPolicySpec(Spec, frozen=True):
     """What no rule allows is denied. Policies of one target add up; each target of a request that has policies must
     allow it, so a policy of a route never widens one of its gateway.
 
-    ``target_refs``: what it is about; without them, all ModelRoutes and ModelServers of its namespace. ``rules``: without
-    any, nobody may use anything.
+    ``target_refs``: what it is about; without them, all ModelRoutes and ModelServers of its namespace. ``rules``:
+    without any, nobody may use anything.
     """
 
     target_refs: Annotated[tuple[AccessTarget, ...], msgspec.Meta(max_length=1000)] = ()

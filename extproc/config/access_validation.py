@@ -23,7 +23,9 @@ _WITH_LISTENERS = frozenset({"Gateway", "GatewayConfig"})
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """What a directory holds that policies can be attached to. Routes and servers by ``namespace/name``, listeners by name."""
+    """What a directory holds that policies can be attached to. Routes and servers by ``namespace/name``, listeners by
+    name.
+    """
 
     model_routes: Collection[str]
     model_servers: Collection[str]

@@ -14,9 +14,9 @@ from extproc.config.spec import Spec
 class Activation(Spec, frozen=True):
     """While no engine can take them, requests wait for the first one; without this field they are answered 503 at once.
 
-    ``hold_timeout``: the longest that a request waits so. ``start_time``: what a start takes, for ``retry-after``, until
-    one was measured. ``max_requests`` and ``max_bytes``: how many may wait in each process, and the size of their bodies;
-    further ones are answered 429.
+    ``hold_timeout``: the longest that a request waits so. ``start_time``: what a start takes, for ``retry-after``,
+    until one was measured. ``max_requests`` and ``max_bytes``: how many may wait in each process, and the size of their
+    bodies; further ones are answered 429.
     """
 
     hold_timeout: Duration = Duration("10m")

@@ -25,8 +25,9 @@ class AdapterLoading(Spec, frozen=True):
 
     ``adapters``: those that may be loaded. ``port``: of the runtime agents beside the engines, which then load;
     without it the engines do, and vLLM needs ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` for that. ``slots``: how many
-    adapters an engine may hold at a time; without it, as many as the engine reports that a batch may use (``max_lora``),
-    or else as many as it had when it refused another. ``timeout``: the longest that a request waits for its adapter.
+    adapters an engine may hold at a time; without it, as many as the engine reports that a batch may use
+    (``max_lora``), or else as many as it had when it refused another. ``timeout``: the longest that a request waits for
+    its adapter.
     """
 
     adapters: Annotated[

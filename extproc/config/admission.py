@@ -54,7 +54,8 @@ class RateLimit(Spec, frozen=True):
     burst: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
     # Local: each machine grants the whole limit. Global: machines that share a Redis grant it together.
     scope: Literal["Local", "Global"] = "Local"
-    # While Redis cannot be reached, each process grants its part of what a Global limit had left, or its requests are answered 503.
+    # While Redis cannot be reached, each process grants its part of what a Global limit had left, or its requests are
+    # answered 503.
     without_redis: Literal["Local", "Refuse"] = "Local"
 
     @property
@@ -146,10 +147,12 @@ class FlowControl(Spec, frozen=True):
     their bodies may hold. ``bands``: by priority. ``sharing``: whether bands have shares of the engines, or higher
     ones go first. ``fairness``: between flows of a band. ``order``: inside a flow. ``ageing``: a request is never
     overtaken by one that arrived more than this later. ``flow_by``: what is treated fairly. ``session_header``:
-    names a session or program, for ``flow_by`` and ``order``. ``weights``: by tenant, or by the header's value.
-    ``input_weight`` and ``output_weight``: what a token costs a flow. ``window``: of SlidingWindow. ``quantum``:
-    tokens of DeficitLocality. ``shed_from``: from this fullness on (1: engines full, 2: the queue, too) requests of
-    negative priority are refused at random.
+    names a session or program, for ``flow_by`` and ``order``. ``flow_headers``: with ``flowBy: Tenant``, the first of
+    these headers that a request has makes it part of a flow of its tenant's own, unless it has a fairness ID.
+    ``ceilings``: the bands' own, or ones that slow lower bands down as engines fill. ``weights``: by tenant, or by the
+    header's value. ``input_weight`` and ``output_weight``: what a token costs a flow. ``window``: of SlidingWindow.
+    ``quantum``: tokens of DeficitLocality. ``shed_from``: from this fullness on (1: engines full, 2: the queue, too)
+    requests of negative priority are refused at random.
     """
 
     CEL: ClassVar = (
@@ -174,6 +177,8 @@ class FlowControl(Spec, frozen=True):
     ageing: Duration = Duration("30s")
     flow_by: Literal["TenantAndModel", "Tenant", "User", "Header"] = "TenantAndModel"
     session_header: NonEmpty = "x-session-id"
+    flow_headers: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=16)] = ()
+    ceilings: Literal["Fixed", "SoftReflective"] = "Fixed"
     weights: dict[str, PositiveWeight] = msgspec.field(default_factory=dict)
     input_weight: PositiveWeight = 1.0
     # a token found in the cache costs the engine almost nothing

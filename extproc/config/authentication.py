@@ -58,7 +58,9 @@ class ApiKey(Spec, frozen=True):
 
 
 class Tenant(Spec, frozen=True):
-    """What one tenant may use. ``name``: as an API key or a token says it. ``models``: by the names that clients ask for."""
+    """What one tenant may use. ``name``: as an API key or a token says it. ``models``: by the names that clients ask
+    for.
+    """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     models: Models = None
@@ -139,10 +141,10 @@ class JwtIssuer(Spec, frozen=True):
 class CertificateName(Spec, frozen=True):
     """How client certificates name a tenant. ``name``: for people.
 
-    ``field``: ``URI`` and ``DNS`` are alternative names, ``CommonName`` is of the subject. ``pattern``: the whole value,
-    in which ``{tenant}`` and ``{user}`` stand for one or more characters that are not ``/`` (URI), ``.`` (DNS), or ``@``
-    and ``/`` (CommonName): ``spiffe://example.com/{tenant}/{user}``. ``tenant``: whose it is, where the pattern has no
-    ``{tenant}``.
+    ``field``: ``URI`` and ``DNS`` are alternative names, ``CommonName`` is of the subject. ``pattern``: the whole
+    value, in which ``{tenant}`` and ``{user}`` stand for one or more characters that are not ``/`` (URI), ``.`` (DNS),
+    or ``@`` and ``/`` (CommonName): ``spiffe://example.com/{tenant}/{user}``. ``tenant``: whose it is, where the
+    pattern has no ``{tenant}``.
     """
 
     name: Name

@@ -10,8 +10,8 @@ import msgspec
 from extproc.config import patterns
 
 CacheIsolation = Annotated[str, msgspec.Meta(pattern=patterns.ISOLATION)]
-# Whoever sets one of these makes an engine connect somewhere, or chooses where a request runs, with which adapter (beside
-# ``model``, which alone is checked) or in whose session.
+# Whoever sets one of these makes an engine connect somewhere, or chooses where a request runs, with which adapter
+# (beside ``model``, which alone is checked) or in whose session.
 SteeringField = Literal[
     "kv_transfer_params",
     "ec_transfer_params",

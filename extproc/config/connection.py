@@ -16,8 +16,8 @@ DataKey = Annotated[str, msgspec.Meta(pattern=patterns.DATA_KEY, max_length=253)
 
 
 class CaCertificateRef(Spec, frozen=True):
-    """Certificates in an object of the same namespace. ``kind``: what holds them. ``name``: the object's. ``key``: of its
-    data.
+    """Certificates in an object of the same namespace. ``kind``: what holds them. ``name``: the object's. ``key``: of
+    its data.
     """
 
     name: Name
@@ -50,7 +50,8 @@ class EngineTls(Spec, frozen=True):
 
     CEL: ClassVar = (
         Rule(
-            "(has(self.caFile) ? 1 : 0) + (has(self.caCertificateRef) ? 1 : 0) + (self.insecureSkipVerify ? 1 : 0) == 1",
+            "(has(self.caFile) ? 1 : 0) + (has(self.caCertificateRef) ? 1 : 0) + (self.insecureSkipVerify ? 1 : 0)"
+            " == 1",
             "write caCertificateRef (in a directory caFile), or insecureSkipVerify: true",
         ),
         Rule(

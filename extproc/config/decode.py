@@ -26,6 +26,7 @@ from extproc.config.picker_flow_control import check_flow_control_section, flow_
 from extproc.config.quantities import decode_quantity, decode_quantity_leniently
 from extproc.config.schema import check_shape, suggest
 from extproc.config.spec import API_VERSION
+from extproc.config.usage_limits import check_usage_limits, with_usage_limits
 from extproc.config.validation import check_backend, check_gateway, check_route, check_server
 
 if TYPE_CHECKING:
@@ -107,7 +108,9 @@ def decode(document: Document, *, listeners_may_come: bool = False) -> tuple[Obj
     mistakes = document.mistakes(findings)
     if not isinstance(decoded, EndpointPickerConfig):
         return decoded, mistakes
-    return (None if mistakes else PickerFile(document, decoded, flow_control_of(decoded))), mistakes
+    return (
+        None if mistakes else PickerFile(document, decoded, with_usage_limits(flow_control_of(decoded), decoded))
+    ), mistakes
 
 
 def read_picker_file(file: str, text: str) -> PickerFile:
@@ -154,11 +157,22 @@ def _convert(value: object) -> tuple[_Decoded | None, list[Finding]]:
     versions = _VERSIONS.get(kind, (API_VERSION,))
     if kind != PICKER_KIND and value.get("apiVersion") not in versions:
         findings.append((("apiVersion",), f"write apiVersion: {' or '.join(versions)}"))
+    if kind == PICKER_KIND:
+        value = _without_nulls(value)
     try:
         decoded: _Decoded = msgspec.convert(value, cls, dec_hook=decode_quantity)
     except msgspec.ValidationError:
         return _convert_leniently(value, cls), [*findings, *check_shape(value, cls)]
     return decoded, findings
+
+
+def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - plain data of any shape
+    """For Go, a field that is null is absent."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def _convert_leniently(value: object, cls: type[_Decoded]) -> _Decoded | None:
@@ -190,3 +204,4 @@ def _check(decoded: _Decoded, *, listeners_may_come: bool) -> Iterator[Finding]:
             yield from check_access_policy(decoded.spec)
         case EndpointPickerConfig():
             yield from check_flow_control_section(decoded)
+            yield from check_usage_limits(decoded)

@@ -2,8 +2,8 @@
 """What clients ask of an extproc and what it knows of its engines, on the wire: the page /demand, for autoscalers.
 
 A page is one JSON object. With ``?watch`` it is a stream of them, a line each: one a second, and one at once when a
-request begins to wait for a ModelServer without engines, or when far more requests are unfinished than the last line said.
-With ``?watch=changes`` lines after the first leave out ModelServers of which nothing new is to be told.
+request begins to wait for a ModelServer without engines, or when far more requests are unfinished than the last line
+said. With ``?watch=changes`` lines after the first leave out ModelServers of which nothing new is to be told.
 """
 
 from __future__ import annotations
@@ -18,6 +18,14 @@ DEMAND_PATH: Final = "/demand"
 # Upper bounds of the buckets, a fifth of a decade each; the last bucket has no bound.
 TTFT_BOUNDS_S: Final = tuple(round(10 ** (power / 5), 4) for power in range(-10, 13))
 TPOT_BOUNDS_S: Final = tuple(round(10 ** (power / 10), 5) for power in range(-30, 5))
+# So many more unfinished requests than somebody knows of, and so many times as many, are news.
+_MANY_MORE: Final = 8
+_TIMES_AS_MANY: Final = 2
+
+
+def is_news_at(known: int) -> int:
+    """How many unfinished requests are news to somebody who knows of so many."""
+    return max(known + _MANY_MORE, known * _TIMES_AS_MANY)
 
 
 class Counted(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, gc=False):
@@ -78,10 +86,10 @@ class ServerDemand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tr
 
 class Demand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """What one process knows. ``instance``: its name, another one after each start. ``sequence``: grows with each
-    message. ``age_s``: since the process began. ``servers``: by ``namespace/name``. ``slot``: which of its pod's processes
-    it is, the same after each start; empty where there is one. With an empty ``instance``, the pod says that the process
-    in this slot does not answer. ``since``: the number of the message that this one goes on from: ModelServers that it
-    does not name are as they were there; 0: it names all of them.
+    message. ``age_s``: since the process began. ``servers``: by ``namespace/name``. ``slot``: which of its pod's
+    processes it is, the same after each start; empty where there is one. With an empty ``instance``, the pod says that
+    the process in this slot does not answer. ``since``: the number of the message that this one goes on from:
+    ModelServers that it does not name are as they were there; 0: it names all of them.
     """
 
     instance: str

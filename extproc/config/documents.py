@@ -14,7 +14,7 @@ import yaml
 
 from extproc.config.compose import Loader, Refused, bounded_events, compose
 from extproc.config.errors import ConfigInvalid, Mistake, to_text
-from extproc.config.yaml_advice import explained, unreadable
+from extproc.config.yaml_advice import explained, template_advice, unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -170,9 +170,7 @@ def _read_yaml(document: Document) -> tuple[Any, list[Finding]]:
         value = _construct(node)
         return value, repeated + list(islice(_not_finite(value), _MAX_FINDINGS))
     except Refused as error:
-        lines = document.text.split("\n")
-        template = "{{" in lines[error.line] if error.line < len(lines) else False
-        said = "holds a template ({{ }}), which is not filled in here; render it first" if template else error.problem
+        said = template_advice(document.text, error.line) or error.problem
         raise ConfigInvalid([Mistake(document.file, document.line + error.line, "", said)]) from None
     except yaml.MarkedYAMLError as error:
         found, said = explained(document.text, error)

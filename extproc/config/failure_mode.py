@@ -37,7 +37,9 @@ def decided_by_extproc(snapshot: Snapshot) -> list[str]:
 
 
 def who_may(gateway: GatewayConfigSpec, policies: Sequence[ModelAccessPolicy]) -> list[str]:
-    """What says who may use which models. Envoy cannot say it without extproc, so failure mode Open is refused beside it."""
+    """What says who may use which models. Envoy cannot say it without extproc, so failure mode Open is refused beside
+    it.
+    """
     asked = gateway.authentication
     models = [] if asked is None else [one.models for one in asked.api_keys]
     models += [] if asked is None else [one.models for one in asked.api_key_secrets]

@@ -34,10 +34,12 @@ class GatewayConfigSpec(Spec, frozen=True):
     # there are rateLimits, rules by tenant, caches that tenants do not share, or models of tenants or keys, which Open
     # would undo; else Open.
     failure_mode: Literal["Open", "Close"] | None = None
-    # The longest that Envoy waits for extproc's answer to one message; the longest hold is added for requests that are held.
+    # The longest that Envoy waits for extproc's answer to one message; the longest hold is added for requests that are
+    # held.
     message_timeout: Duration = Duration("5s")
     max_body_size: ByteSize = ByteSize("16Mi")
-    # Envoy's memory: near this, it resets the streams that hold most of it, then takes no more requests, then no connections.
+    # Envoy's memory: near this, it resets the streams that hold most of it, then takes no more requests, then no
+    # connections.
     max_heap: ByteSize = ByteSize("2Gi")
     # The most that clients may have open at a time; more are closed at once.
     max_connections: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 20_000
@@ -57,8 +59,9 @@ class GatewayConfigSpec(Spec, frozen=True):
     cached_tokens: Literal["Shown", "Hidden"] = "Shown"
     # A header of answers that names the engine's address, for debugging; without it, clients do not learn it.
     served_header: Annotated[str, msgspec.Meta(pattern=patterns.HEADER, max_length=64)] | None = None
-    # Whose prompts share a prefix cache: of one Tenant, of one User, under one value of a request header that clients cannot
-    # choose (Header:NAME), or everybody's (Shared). Tenant is the default where callers are authenticated, else Shared.
+    # Whose prompts share a prefix cache: of one Tenant, of one User, under one value of a request header that clients
+    # cannot choose (Header:NAME), or everybody's (Shared). Tenant is the default where callers are authenticated, else
+    # Shared.
     cache_isolation: CacheIsolation | None = None
     # The key of cache salts, for all replicas of extproc. Without it, a tenant's API keys are its key.
     cache_secret: Annotated[str, msgspec.Meta(min_length=16, max_length=512)] | None = None

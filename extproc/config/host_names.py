@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host names of engines: which addresses stand for them, decided without a network or a clock.
 
-A name is as many endpoints as it has addresses. Name servers may answer with a few of many addresses at a time, and extproc
-and Envoy's bundle are resolved by two processes. So an address stays for some seconds after it was answered last, and extproc
-uses a new one only after the bundle's writer must have met it: what extproc chooses, Envoy knows.
+A name is as many endpoints as it has addresses. Name servers may answer with a few of many addresses at a time, and
+extproc and Envoy's bundle are resolved by two processes. So an address stays for some seconds after it was answered
+last, and extproc uses a new one only after the bundle's writer must have met it: what extproc chooses, Envoy knows.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def names_in(snapshot: Snapshot) -> frozenset[str]:
 
 
 def with_addresses(snapshot: Snapshot, addresses: Addresses) -> Snapshot:
-    """``snapshot`` with addresses in place of names; a name without any is no endpoint. Its version tells them apart."""
+    """``snapshot`` with addresses in place of names; a name without any is no endpoint. Its version tells them
+    apart.
+    """
     servers = tuple(_resolved(server, addresses) for server in snapshot.servers)
     shown = ";".join(f"{name}={','.join(ips)}" for name, ips in sorted(addresses.items()))
     return msgspec.structs.replace(snapshot, servers=servers, version=f"{snapshot.version} {shown}")

@@ -18,8 +18,8 @@ ATTACHE_GROUP = API_VERSION.partition("/")[0]
 
 
 class PathMatch(Spec, frozen=True):
-    """A condition on the path. ``type``: how ``value`` is compared with it. ``value``: the path, its first elements, or an
-    expression for all of it.
+    """A condition on the path. ``type``: how ``value`` is compared with it. ``value``: the path, its first elements, or
+    an expression for all of it.
     """
 
     type: Literal["Exact", "PathPrefix", "RegularExpression"] = "PathPrefix"
@@ -61,8 +61,8 @@ class HeaderModifier(Spec, frozen=True):
 
 
 class PathModifier(Spec, frozen=True):
-    """A new path. ``type``: which of the two is set. ``replace_full_path``: the whole path. ``replace_prefix_match``: what
-    takes the place of the prefix that the match names.
+    """A new path. ``type``: which of the two is set. ``replace_full_path``: the whole path. ``replace_prefix_match``:
+    what takes the place of the prefix that the match names.
     """
 
     type: Literal["ReplaceFullPath", "ReplacePrefixMatch"]
@@ -102,8 +102,8 @@ class BackendRef(Spec, frozen=True):
     """A backend. In a directory it is a ModelServer or a Backend of ``attache.dev``; in a cluster an InferencePool, a
     ModelServer or a Service.
 
-    ``group``, ``kind``, ``name``: which object. ``namespace``: of the object; the route's own, if left out. ``port``: of
-    a Service.
+    ``group``, ``kind``, ``name``: which object. ``namespace``: of the object; the route's own, if left out. ``port``:
+    of a Service.
     """
 
     name: NonEmpty
@@ -143,8 +143,9 @@ class Cors(Spec, frozen=True):
 class HTTPRouteFilter(Spec, frozen=True):
     """One change of requests or answers. ``type``: which of the other fields is set.
 
-    ``request_header_modifier``: changes headers that the backend gets. ``response_header_modifier``: changes headers that
-    the client gets. ``request_mirror``: sends copies to another backend. ``request_redirect``: sends the client elsewhere.
+    ``request_header_modifier``: changes headers that the backend gets. ``response_header_modifier``: changes headers
+    that the client gets. ``request_mirror``: sends copies to another backend. ``request_redirect``: sends the client
+    elsewhere.
     ``url_rewrite``: changes host and path. ``cors``: answers browsers that ask for scripts of other origins.
     """
 
@@ -171,7 +172,9 @@ class WeightedBackendRef(BackendRef, frozen=True):
 
 
 class HTTPRouteTimeouts(Spec, frozen=True):
-    """``request``: the longest that an answer may take, with retries. ``backend_request``: of one try. ``0s``: no limit."""
+    """``request``: the longest that an answer may take, with retries. ``backend_request``: of one try. ``0s``: no
+    limit.
+    """
 
     request: Duration | None = None
     backend_request: Duration | None = None
@@ -192,9 +195,9 @@ class HTTPRouteRetry(Spec, frozen=True):
 class HTTPRouteRule(Spec, frozen=True):
     """Some requests, and what is done with them.
 
-    ``name``: for people. ``matches``: one of them must hold. ``filters``: what is changed. ``backend_refs``: where requests
-    go, by weight. ``timeouts``: how long answers may take. ``retry``: when a request
-    is tried again; without it, by the ModelServer's traffic policy, or if no server has begun on it.
+    ``name``: for people. ``matches``: one of them must hold. ``filters``: what is changed. ``backend_refs``: where
+    requests go, by weight. ``timeouts``: how long answers may take. ``retry``: when a request is tried again; without
+    it, by the ModelServer's traffic policy, or if no server has begun on it.
     """
 
     name: str = ""

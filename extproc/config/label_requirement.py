@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 
 
 def requirement_holds(key: str, operator: str, values: Collection[str], labels: Mapping[str, str]) -> bool:
-    """Whether ``labels`` satisfy it. As in Kubernetes, a missing ``key`` satisfies NotIn; an unknown operator never holds."""
+    """Whether ``labels`` satisfy it. As in Kubernetes, a missing ``key`` satisfies NotIn; an unknown operator never
+    holds.
+    """
     match operator:
         case "In":
             return labels.get(key) in values

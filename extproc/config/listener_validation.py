@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def check_listeners(spec: GatewayConfigSpec, *, may_come: bool = False) -> Iterator[Finding]:
-    """Listeners can be told apart, and show what authentication needs. ``may_come``: Gateways may bring the listeners, so
-    that having none is no mistake.
+    """Listeners can be told apart, and show what authentication needs. ``may_come``: Gateways may bring the listeners,
+    so that having none is no mistake.
     """
     names: set[str] = set()
     hosts: dict[tuple[tuple[str, int], str], str] = {}

@@ -45,8 +45,9 @@ class ListenerTls(Spec, frozen=True):
 class Listener(Spec, frozen=True):
     """One listener. Several may share an address if their ``hostname`` differ.
 
-    ``name``: routes attach to it by this name (``sectionName``); in a cluster ``namespace/gateway/listener``. ``address``: ``ip:port``. ``hostname``: only requests
-    to this host, which may begin with ``*.``. ``tls``: without it, plain HTTP.
+    ``name``: routes attach to it by this name (``sectionName``); in a cluster ``namespace/gateway/listener``.
+    ``address``: ``ip:port``. ``hostname``: only requests to this host, which may begin with ``*.``. ``tls``: without
+    it, plain HTTP.
     ``public_port``: where clients connect if it is not the port of ``address``; redirects that name no port use it.
     """
 

@@ -152,9 +152,8 @@ def _assemble(readings: Sequence[_Reading], digests: Mapping[str, str]) -> Snaps
     for document, _ in gateways[1:]:
         second = "a second GatewayConfig; a directory takes one, merge the two"
         mistakes.extend(document.mistakes([(("kind",), second)]))
-    unread = [one.document for one in readings if one.object is None and one.mistakes]
-    told = Unread([one.text for one in unread], frozenset(one.file for one in unread))
-    found = Found(routes, servers, gateways, http_routes, backends, policies, pickers, told)
+    unread = Unread.of(one.document for one in readings if one.object is None and one.mistakes)
+    found = Found(routes, servers, gateways, http_routes, backends, policies, pickers, unread)
     mistakes.extend(check_references(found))
     mistakes.extend(check_policies(found))
     mistakes.extend(check_names(routes, "ModelRoute"))

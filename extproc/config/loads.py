@@ -32,7 +32,9 @@ class EndpointLoad(msgspec.Struct, frozen=True, rename="camel"):
 
 
 def total(pages: Iterable[Mapping[str, EndpointLoad]]) -> dict[str, EndpointLoad]:
-    """Of several processes. Requests are each process's own and add up. Caches and reports are the same, seen by all."""
+    """Of several processes. Requests are each process's own and add up. Caches and reports are the same, seen by
+    all.
+    """
     found: dict[str, EndpointLoad] = {}
     for page in pages:
         for address, one in page.items():

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from extproc.config import patterns
 from extproc.config.activation import Activation
 from extproc.config.adapter_loading import AdapterLoading
 from extproc.config.admission import FlowControl
@@ -111,11 +112,13 @@ class ModelServerSpec(Spec, frozen=True):
         Rule("!has(self.pickerConfig) || !has(self.pdGroup)", "pdGroup has no effect beside pickerConfig"),
         Rule(
             "!has(self.adapterLoading) || !has(self.pdGroup)",
-            "adapters are loaded on demand where one engine does both prefill and decode; remove pdGroup or adapterLoading",
+            "adapters are loaded on demand where one engine does both prefill and decode; remove pdGroup or"
+            " adapterLoading",
         ),
         Rule(
             "!has(self.adapterLoading) || has(self.adapterLoading.port) || !has(self.engine) || self.engine == 'vLLM'",
-            "only vLLM loads adapters by itself here; write adapterLoading.port, of the runtime agents beside the engines",
+            "only vLLM loads adapters by itself here; write adapterLoading.port, of the runtime agents beside the"
+            " engines",
         ),
     )
 
@@ -140,14 +143,18 @@ class ModelServerSpec(Spec, frozen=True):
     pd_group: PdGroup | None = None
     # Between two reads of an engine's metrics; 0s: never.
     scrape_interval: Duration = Duration("200ms")
+    # Where engines show their metrics; without it, where the engine does by itself: /prometheus/metrics of
+    # TensorRT-LLM, /metrics of the others.
+    metrics_path: Annotated[str, msgspec.Meta(pattern=patterns.HTTP_PATH, max_length=1024)] | None = None
     kv_events: KvEventsSpec | None = None
     tokenizer: TokenizerSpec = TokenizerSpec()
     # The older way to say cacheIsolation: Header:NAME.
     cache_scope_header: NonEmpty | None = None
     # Whose prompts share a prefix cache; without it, the GatewayConfig's.
     cache_isolation: CacheIsolation | None = None
-    # Fields by which gateways steer engines, and that clients may set here. Others are refused with 400 if they say where an
-    # engine connects or a request runs (kv_transfer_params, data_parallel_rank), and removed from bodies otherwise.
+    # Fields by which gateways steer engines, and that clients may set here. Others are refused with 400 if they say
+    # where an engine connects or a request runs (kv_transfer_params, data_parallel_rank), and removed from bodies
+    # otherwise.
     allowed_fields: Annotated[tuple[InternalField, ...], msgspec.Meta(max_length=32)] = ()
     # Which requests go first while engines are full; without it, every request goes at once.
     flow_control: FlowControl | None = None

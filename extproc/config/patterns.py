@@ -17,9 +17,13 @@ LISTENER: Final = r"^[a-z0-9]([-a-z0-9./]{0,198}[a-z0-9])?\Z"
 NO_CONTROL: Final = r"^[^\x00-\x1f\x7f]*\Z"
 # What a client can send as a token of the header ``authorization``.
 KEY: Final = r"^[\x21-\x7e]*\Z"
+# Of a request for one of our own pages: written into its first line as it is.
+HTTP_PATH: Final = r"^/[\x21-\x7e]*\Z"
 # A key of a Secret's or a ConfigMap's data.
 DATA_KEY: Final = r"^[-._a-zA-Z0-9]+\Z"
 HEADER: Final = r"^[0-9A-Za-z-]+\Z"
+# Of another's configuration, where an empty text means the default.
+HEADER_OR_EMPTY: Final = r"^[0-9A-Za-z_-]*\Z"
 ISOLATION: Final = r"^(Tenant|User|Shared|Header:[0-9A-Za-z!#$%&'*+.^`|~-]+)\Z"
 # Claims of tokens; a dot goes into an object.
 CLAIM: Final = r"^[^\x00-\x1f\x7f.]+(\.[^\x00-\x1f\x7f.]+)*\Z"
@@ -36,8 +40,10 @@ ADVICE: Final[Mapping[str, str]] = MappingProxyType(
         LISTENER: "is no name of a listener; write lower-case letters, digits, '-', '.' and '/' (at most 200)",
         NO_CONTROL: "has a control character, such as a line break; leave it out",
         KEY: "has a character that no client can send in a header; write ASCII letters, digits and signs, no spaces",
+        HTTP_PATH: "is no path; write one that begins with '/' and has no spaces, such as /metrics",
         DATA_KEY: "is no key of a Secret's or ConfigMap's data; write letters, digits, '-', '_' and '.'",
         HEADER: "is no name of a header; write letters, digits and '-'",
+        HEADER_OR_EMPTY: "is no name of a header; write letters, digits, '-' and '_'",
         ISOLATION: "is not a choice; write Tenant, User, Shared or Header:NAME",
         WILDCARD: "is no name; '*' stands at its beginning or at its end, and control characters nowhere",
         HTTPS_URL: "is no address of TLS; write https://HOST/PATH, without a user and without '#'",

@@ -13,7 +13,7 @@ import msgspec
 
 from extproc.config.admission import FlowControl
 from extproc.config.documents import Document
-from extproc.config.quantities import ByteSize, Duration
+from extproc.config.quantities import Duration, Quantity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,32 +48,47 @@ class PluginRef(_Section, frozen=True):
 class ProfileSpec(_Section, frozen=True):
     """A profile: plugins in the order in which they run."""
 
-    name: str
-    plugins: Annotated[tuple[PluginRef, ...], msgspec.Meta(min_length=1)]
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    plugins: tuple[PluginRef, ...]
 
 
 class BandSection(_Section, frozen=True):
-    """One of ``priorityBands``, or what holds for all others."""
+    """One of ``priorityBands``, or what holds for all others. A quantity of 0 is the band's default, as if it were
+    absent.
+    """
 
-    priority: int = 0
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] = 0
     priority_name: str = ""
-    max_bytes: ByteSize | None = None
-    max_requests: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    fairness_policy_ref: str = "global-strict-fairness-policy"
-    ordering_policy_ref: str = "fcfs-ordering-policy"
+    max_bytes: Quantity | None = None
+    max_requests: Quantity | None = None
+    fairness_policy_ref: str = ""
+    ordering_policy_ref: str = ""
+    default_request_ttl: Duration | None = msgspec.field(default=None, name="defaultRequestTTL")
 
 
 class DetectorSection(_Section, frozen=True):
     """Which plugin says how full engines are."""
 
-    plugin_ref: str = "utilization-detector"
+    plugin_ref: str = ""
+
+
+class OlderDetectorSection(_Section, frozen=True):
+    """The top-level ``saturationDetector``: names a plugin, or has the parameters of ``utilization-detector`` itself.
+
+    The parameters are those of the Gateway API Inference Extension up to its release 1.3.
+    """
+
+    plugin_ref: str = ""
+    queue_depth_threshold: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    kv_cache_util_threshold: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    metrics_staleness_threshold: Duration | None = None
 
 
 class FlowControlSection(_Section, frozen=True):
-    """``flowControl``. Ceilings by usage limit policies and eviction of running requests are read and not used."""
+    """``flowControl``. Eviction of running requests is read and not used. A quantity of 0 is no limit."""
 
-    max_bytes: ByteSize | None = None
-    max_requests: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    max_bytes: Quantity | None = None
+    max_requests: Quantity | None = None
     default_request_ttl: Duration = msgspec.field(default=Duration("60s"), name="defaultRequestTTL")
     no_endpoint_request_ttl: Duration | None = msgspec.field(default=None, name="noEndpointRequestTTL")
     default_priority_band: BandSection | None = None
@@ -97,7 +112,7 @@ class EndpointPickerConfig(_Section, frozen=True):
     data: Any = None
     flow_control: FlowControlSection | None = None
     request_handler: Any = None
-    saturation_detector: Any = None
+    saturation_detector: OlderDetectorSection | None = None
     parser: Any = None
 
 
@@ -110,7 +125,9 @@ class PickerFile(msgspec.Struct, frozen=True):
 
 
 class PickerCheck(Protocol):
-    """Whether an EndpointPickerConfig can be used with the plugins that are installed, which ``extproc.scheduling`` knows."""
+    """Whether an EndpointPickerConfig can be used with the plugins that are installed, which ``extproc.scheduling``
+    knows.
+    """
 
     def __call__(self, file: PickerFile) -> Sequence[str]:
         """What of it has no effect here, in sentences; raises ConfigInvalid with every mistake."""

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Durations (``250ms``, ``1h30m``) and sizes (``64Mi``), decoded when read."""
+"""Durations (``250ms``, ``1h30m``), sizes (``64Mi``) and quantities, decoded when read."""
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal
-from typing import Final, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Self
+
+from extproc.config.quantity_advice import no_duration, no_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _PART: Final = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h|d)", re.ASCII)
 _SECONDS: Final = {
@@ -25,17 +32,17 @@ _SIZE: Final = re.compile(r"(\d+\.?\d*|\.\d+)(?:([KMGTPE]i)|([kMGTPE])|[eE]\+?(\
 _BINARY: Final = {f"{letter}i": 1024**power for power, letter in enumerate("KMGTPE", start=1)}
 _DECIMAL: Final = {letter: 1000**power for power, letter in enumerate("kMGTPE", start=1)}
 _LARGEST_SIZE: Final = 2**63 - 1
-_BARE_NUMBER: Final = re.compile(r"\d+(\.\d+)?", re.ASCII)
-# How people write a unit that is refused, and how it is written here.
-_SPOKEN: Final = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", re.ASCII)
-_MEANT: Final = {
-    **dict.fromkeys(("ms", "msec", "msecs", "millisecond", "milliseconds", "millis"), "ms"),
-    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), "s"),
-    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), "m"),
-    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), "h"),
-    **dict.fromkeys(("d", "day", "days"), "d"),
-}
-_SIZE_UNITS: Final = frozenset("kmgtpe")
+_QUANTITY: Final = re.compile(
+    r"([+-]?)(\d+\.?\d*|\.\d+)(?:([KMGTPE]i|[numkMGTPE])|[eE](\+?\d{1,2}|-\d{1,2}))?", re.ASCII
+)
+_UNITS: Final[Mapping[str, Decimal]] = MappingProxyType(
+    {
+        **{unit: Decimal(factor) for unit, factor in {**_BINARY, **_DECIMAL}.items()},
+        "n": Decimal("1e-9"),
+        "u": Decimal("1e-6"),
+        "m": Decimal("1e-3"),
+    }
+)
 
 
 class Duration(float):
@@ -53,7 +60,7 @@ class Duration(float):
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
         is_whole = text == "0" or "".join(number + unit for number, unit in parts) == text != ""
         if not is_whole or seconds > _LONGEST_S:
-            raise ValueError(_no_duration(text))
+            raise ValueError(no_duration(text))
         duration = super().__new__(cls, seconds)
         duration._text = str(text)
         return duration
@@ -83,7 +90,7 @@ class ByteSize(int):
         match = None if isinstance(given, bool) else _SIZE.fullmatch(text)
         size = None if match is None else _bytes_of(match)
         if size is None:
-            raise ValueError(_no_size(given))
+            raise ValueError(no_size(given))
         found = super().__new__(cls, size)
         found._text = text
         return found
@@ -99,12 +106,52 @@ class ByteSize(int):
         return (self._text,)
 
 
+class Quantity(int):
+    """A whole number as Kubernetes writes quantities: ``"500"``, ``1k``, ``"10Gi"``, ``1e3``; a fraction is rounded up.
+
+    For EndpointPickerConfigs, which write numbers of requests and of bytes so. Raises ValueError.
+    """
+
+    _text: str
+
+    def __new__(cls, given: object) -> Self:
+        """Read ``given``; YAML and JSON turn some quantities into numbers by themselves."""
+        text = str(given)
+        match = None if isinstance(given, bool) else _QUANTITY.fullmatch(text)
+        if match is None:
+            msg = f"'{text}' is not a quantity; write a whole number, or one with a unit, such as 500, 1k, 10G or 10Gi"
+            raise ValueError(msg)
+        sign, number, unit, exponent = match.groups()
+        value = Decimal(number) * (_UNITS[unit] if unit else Decimal(10) ** int(exponent or 0))
+        if sign == "-" and value:
+            msg = f"'{text}' is negative; write a positive quantity, or 0 as if there were none"
+            raise ValueError(msg)
+        if value > _LARGEST_SIZE:
+            msg = f"'{text}' is too large; write at most {_LARGEST_SIZE}"
+            raise ValueError(msg)
+        found = super().__new__(cls, math.ceil(value))
+        found._text = text
+        return found
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"Quantity({self._text!r})"
+
+    def __getnewargs__(self) -> tuple[str]:  # type: ignore[override]  # int's own would pass the number
+        """For copy and pickle."""
+        return (self._text,)
+
+
 def decode_quantity(kind: type, value: object) -> object:
     """msgspec's ``dec_hook`` for these types; raises ValueError or, for a foreign type, NotImplementedError."""
     if kind is Duration:
         return Duration(value)
     if kind is ByteSize:
         return ByteSize(value)
+    if kind is Quantity:
+        return Quantity(value)
     msg = f"no configuration type is a {kind.__name__}"
     raise NotImplementedError(msg)
 
@@ -114,37 +161,7 @@ def decode_quantity_leniently(kind: type, value: object) -> object:
     try:
         return decode_quantity(kind, value)
     except ValueError:
-        return Duration("1s") if kind is Duration else ByteSize(1)
-
-
-def _no_duration(given: object) -> str:
-    """Why it is none, and how it may have been meant."""
-    if given is None:
-        return "has no value; write a duration, such as 30s, or leave the field out"
-    text = _as_written(given)
-    if _BARE_NUMBER.fullmatch(text):
-        return f"{text} has no unit; write {text}s if it is seconds, {text}ms if milliseconds"
-    spoken = _SPOKEN.fullmatch(text)
-    meant = spoken and _MEANT.get(spoken[2].lower())
-    if spoken and meant and f"{spoken[1]}{meant}" != text:
-        return f"'{text}' is not a duration; write {spoken[1]}{meant}"
-    return f"'{text}' is not a duration; write a number with a unit, such as 250ms, 30s, 5m or 1h30m"
-
-
-def _no_size(given: object) -> str:
-    if given is None:
-        return "has no value; write a size, such as 64Mi, or leave the field out"
-    text = _as_written(given)
-    spoken = _SPOKEN.fullmatch(text)
-    unit = spoken[2].lower().removesuffix("b").removesuffix("i") if spoken else ""
-    if spoken and unit in _SIZE_UNITS and not text.endswith(("m", "i")):
-        binary, decimal = f"{spoken[1]}{unit.upper()}i", f"{spoken[1]}{'k' if unit == 'k' else unit.upper()}"
-        return f"'{text}' is not a size; write {binary} for powers of 1024, or {decimal} for powers of 1000"
-    return f"'{text}' is not a size; write a whole number of bytes, or one with a unit, such as 512Ki, 64Mi or 1G"
-
-
-def _as_written(given: object) -> str:
-    return str(given).lower() if isinstance(given, bool) else str(given)
+        return Duration("1s") if kind is Duration else ByteSize(1) if kind is ByteSize else Quantity(1)
 
 
 def _bytes_of(match: re.Match[str]) -> int | None:

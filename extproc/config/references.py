@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -100,13 +101,13 @@ def check_names(found: Sequence[tuple[Document, _Named]], what: str) -> Iterator
 def check_model_names(found: Found) -> Iterator[Mistake]:
     """On each listener, only one ModelRoute serves a model or adapter of a name."""
     listeners: Sequence[str | None] = found.listeners or [None]
-    # a route that is there twice is told of as that
-    routes = {route.metadata.key: (document, route) for document, route in reversed(found.routes)}
+    # of two routes with one name, check_names tells
+    routes = [next(same) for _, same in groupby(found.routes, key=lambda one: one[1].metadata.key)]
     said: set[tuple[str, int, str]] = set()
     for listener in listeners:
         attached = [
             (document, route)
-            for document, route in reversed(routes.values())
+            for document, route in routes
             if listener is None or is_attached(route.spec.parent_refs, listener)
         ]
         where = "" if listener is None else f" of the listener '{listener}'"

@@ -18,7 +18,7 @@ from msgspec import inspect
 
 from extproc.config.patterns import ADVICE
 from extproc.config.quantities import decode_quantity
-from extproc.config.shape_advice import shape_advice
+from extproc.config.shape_advice import shape_advice, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -46,7 +46,6 @@ def check_shape(value: object, cls: type) -> list[Finding]:
 def suggest(word: str, known: Iterable[str]) -> str:
     """``did you mean 'x'?`` where one of ``known`` is close, else the list of them."""
     names = sorted(known)
-    # comparing takes time in proportion to both lengths and the number of names
     close = _nearest(word, names)
     if close:
         return f"did you mean '{close[0]}'?"
@@ -55,11 +54,16 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def _nearest(word: str, known: Iterable[str]) -> list[str]:
-    """The closest of ``known``, if one is close; capitals and underscores make no difference."""
+    """The closest of ``known``, if one is close; capitals, dashes and underscores make no difference."""
+    # comparing takes time in proportion to both lengths and the number of names
     names = sorted(known)[:_MAX_COMPARED]
-    plain = {name.lower(): name for name in reversed(names)}
-    same = plain.get(word[:_MAX_COMPARED].replace("_", "").replace("-", "").lower())
-    return [same] if same is not None else difflib.get_close_matches(word[:_MAX_COMPARED], names, n=1)
+    word = word[:_MAX_COMPARED]
+    same = [name for name in names if _bare(name) == _bare(word)]
+    return same[:1] or difflib.get_close_matches(word, names, n=1)
+
+
+def _bare(word: str) -> str:
+    return word.replace("_", "").replace("-", "").lower()
 
 
 def _walk(value: object, kind: inspect.Type, path: Path) -> Iterator[Finding]:
@@ -95,10 +99,11 @@ def _walk_struct(value: dict[object, object], kind: inspect.StructType, path: Pa
             yield from _walk(item, fields[key].type, (*path, key))
         elif kind.forbid_unknown_fields:
             yield (*path, str(key)), f"there is no such field; {suggest(str(key), fields)}"
-    # a misspelt field is told of once
-    misspelt = {near for key in value if key not in fields for near in _nearest(str(key), fields)}
+    unknown = [str(key) for key in value if key not in fields] if kind.forbid_unknown_fields else []
+    # that one of these is misspelt has been said
+    misspelt = {near for key in unknown for near in _nearest(key, fields)}
     for name, field in fields.items():
-        if field.required and name not in value and not (kind.forbid_unknown_fields and name in misspelt):
+        if field.required and name not in value and name not in misspelt:
             yield path, f"the field '{name}' is missing; it is required"
 
 
@@ -139,7 +144,7 @@ def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Findi
             yield path, f"{_shown(value, path)} {advice}"
         else:
             said = shape_advice(value, kind, is_secret=_is_secret(path))
-            yield path, said or f"{_lower_first(str(error))}{'' if _is_secret(path) else f'; it is {_short(value)}'}"
+            yield path, said or f"{_lower_first(str(error))}{'' if _is_secret(path) else f'; it is {shown(value)}'}"
 
 
 _PLAIN: Mapping[type[inspect.Type], type] = {
@@ -193,8 +198,3 @@ def _shown(value: object, path: Path) -> str:
 def _printable(text: str) -> str:
     """One line, and no control character of a terminal."""
     return text if text.isprintable() else text.encode("unicode_escape").decode()
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_COMPARED else f"{text[:_MAX_COMPARED]}..."

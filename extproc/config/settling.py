@@ -20,11 +20,12 @@ _LONGEST_S: Final = 60.0
 
 
 class Settling:
-    """Another process tells Envoy of them, each at its own pace: new engines stand for some seconds before they are used,
-    and for longer while Envoy says that it does not know them yet.
+    """Another process tells Envoy of them, each at its own pace: new engines stand for some seconds before they are
+    used, and for longer while Envoy says that it does not know them yet.
 
-    Where a server has engines, Envoy passes over one that it does not know yet; where it has none, the request would fail.
-    Each engine waits by itself, so that changes of other servers are not delayed. Instants are seconds of any one clock.
+    Where a server has engines, Envoy passes over one that it does not know yet; where it has none, the request would
+    fail. Each engine waits by itself, so that changes of other servers are not delayed. Instants are seconds of any one
+    clock.
     """
 
     def __init__(self, settle_s: float) -> None:
@@ -40,8 +41,8 @@ class Settling:
         )
 
     def hear(self, known: Mapping[str, Collection[tuple[str, int]]], now: float) -> bool:
-        """``known``: IP addresses and ports that Envoy knows, by server; without servers of which it cannot be asked. Returns
-        whether an engine that was kept back may be used from now on.
+        """``known``: IP addresses and ports that Envoy knows, by server; without servers of which it cannot be asked.
+        Returns whether an engine that was kept back may be used from now on.
         """
         news = {
             (server, address)

@@ -15,14 +15,15 @@ from extproc.config.http_route import HTTPRoute
 from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer, ModelServerSpec
 from extproc.config.picker_config import PickerFile
+from extproc.config.usage_limits import with_usage_limits
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One consistent, validated reading of a configuration directory, sorted by namespace and name.
 
     ``version`` is a digest of the content: equal directories have equal versions. ``digests``: of each file, as
-    ``content_digest`` has it. ``picker_files``: EndpointPickerConfigs by the name of their file; which plugins there are,
-    extproc knows.
+    ``content_digest`` has it. ``picker_files``: EndpointPickerConfigs by the name of their file; which plugins there
+    are, extproc knows.
     """
 
     version: str
@@ -36,15 +37,19 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     picker_files: Mapping[str, PickerFile] = {}
     digests: Mapping[str, str] = {}
 
-    def flow_control_of(self, spec: ModelServerSpec) -> FlowControl | None:
-        """A server's own, or else that of its EndpointPickerConfig."""
+    def flow_control_of(self, spec: ModelServerSpec, namespace: str = "") -> FlowControl | None:
+        """A server's own, or else that of its EndpointPickerConfig, with bands for the InferenceObjectives of
+        ``namespace``.
+        """
         if spec.flow_control is not None or spec.picker_config is None:
             return spec.flow_control
-        return self.picker_files[spec.picker_config].flow_control
+        file = self.picker_files[spec.picker_config]
+        named = {one.spec.priority for one in self.objectives if one.metadata.namespace == namespace}
+        return with_usage_limits(file.flow_control, file.config, named) if named else file.flow_control
 
     def longest_wait_s_of(self, spec: ModelServerSpec) -> float:
-        """The longest that a request waits before an engine of the server gets it: for the first engine, for its adapter,
-        then in the queue.
+        """The longest that a request waits before an engine of the server gets it: for the first engine, for its
+        adapter, then in the queue.
         """
         control, loading, activation = self.flow_control_of(spec), spec.adapter_loading, spec.activation
         for_engine_s = 0.0 if activation is None else float(activation.hold_timeout)

@@ -43,7 +43,9 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def keyed_by(*fields: str) -> dict[str, object]:
-    """Schema extensions of a list whose items differ in ``fields``: Kubernetes refuses two alike, and merges by them."""
+    """Schema extensions of a list whose items differ in ``fields``: Kubernetes refuses two alike, and merges by
+    them.
+    """
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(fields)}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a YAML parser's complaint means, in words of whoever wrote the file, and the line to look at"""
+"""What a YAML parser's complaint means, in words of whoever wrote the file, and the line to look at."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import yaml
 
-# Where a line's indentation, or what stands for it, ends; with list items' dashes.
+# Before the first character of a line's content; the dashes of list items count as indentation.
 _TAB_IN_INDENT: Final = re.compile(r"[ ]*(?:-[ ]*)*\t")
 _TWO_COLONS: Final = re.compile(r"^\s*(?:- +)?[\w.\"'-]+:\s+[^\"'\s].*:\s")
 _MARKS: Final = ("<<<<<<<", "=======", ">>>>>>>")
-_RESERVED: Final = "@`%"
+# What YAML keeps for itself, and what begins an alias or an anchor.
+_REFUSED_STARTS: Final = ("@", "`", "%", "*", "&")
+# Where YAML reads braces; within text they do no harm.
+_TEMPLATE: Final = re.compile(r"(?:.*[:-])?\s*\{\{")
+_RENDER: Final = "holds a template ({{ }}), which is not filled in here; render it first"
 _BLANKS: Final = ("\u00a0", "\u200b", "\u2003", "\u3000", "\ufeff")
+# Lines before the one that the parser names.
 _LOOKS_BACK: Final = 2
 
 
@@ -30,7 +35,7 @@ def explained(text: str, error: yaml.MarkedYAMLError) -> tuple[int, str]:
     if begun is not None and "flow" in (error.context or ""):
         return begun.line, "a bracket or brace is opened here and never closed, or an item has no comma after it"
     for number in range(at, max(-1, at - 1 - _LOOKS_BACK), -1):
-        if found := _usual(lines[number], said, is_reported=number == at):
+        if found := _usual_nearby(lines[number]) or (number == at and _usual_here(lines[number], said)):
             return number, found
     return at, _translated(said)
 
@@ -46,23 +51,31 @@ def unreadable(text: str, error: yaml.reader.ReaderError) -> tuple[int, str]:
     return line, f"the control character U+{code:04X}, which YAML forbids{more}"
 
 
-def _usual(line: str, said: str, *, is_reported: bool) -> str:  # noqa: PLR0911 - one return a mistake, a table of predicates says no more
+def template_advice(text: str, line: int) -> str:
+    """What to say of a template on this line, from 0; empty if there is none."""
+    lines = text.split("\n")
+    return _RENDER if line < len(lines) and _TEMPLATE.match(lines[line]) else ""
+
+
+def _usual_nearby(line: str) -> str:
+    """Mistakes that a parser may notice lines later."""
     if _TAB_IN_INDENT.match(line):
-        return "a tab in the indentation, where YAML takes spaces alone; replace each tab by spaces"
+        return "a tab in the indentation, where YAML takes only spaces; replace each tab by spaces"
     if line.startswith(_MARKS):
         return "a mark of an unfinished merge (git); resolve the conflict"
-    if "{{" in line:
-        return "holds a template ({{ }}), which is not filled in here; render it first"
+    if _TEMPLATE.match(line):
+        return _RENDER
     if any(one in line for one in _BLANKS):
         return "a blank that is no space (such as a no-break space); write plain spaces"
-    if not is_reported:
-        return ""
+    return ""
+
+
+def _usual_here(line: str, said: str) -> str:
+    """Mistakes of the line that the parser names."""
     if line.startswith("```"):
         return "a fence of Markdown; leave the line out"
     value = line.partition(": ")[2].lstrip() or line.lstrip(" -")
-    if "cannot start any token" in said and value[:1] and value[0] in _RESERVED:
-        return f"a value must not begin with {value[0]}; put it in quotes"
-    if "alphabetic or numeric" in said and value[:1] in {"*", "&"}:
+    if value.startswith(_REFUSED_STARTS) and ("cannot start any token" in said or "alphabetic or numeric" in said):
         return f"a value must not begin with {value[0]}; put it in quotes"
     if "mapping values" in said and _TWO_COLONS.match(line):
         return "a second ': ' in one line; put the value in quotes"

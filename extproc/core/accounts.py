@@ -27,15 +27,16 @@ _ALONE: Final = "/alone"
 class Accounts:
     """Reserve before a request is dispatched, settle when it has ended. Effects are appended to ``out``.
 
-    ``machine``: the machine whose processes share the local limits; None: there is only this process. ``peers``: how many other
-    processes are heard of.
+    ``machine``: the machine whose processes share the local limits; None: there is only this process. ``peers``: how
+    many other processes are heard of.
     """
 
     def __init__(self, limits: LocalLimits, *, machine: str | None, peers: Callable[[], int] = lambda: 0) -> None:
         self._limits = limits
         self._machine = machine
         self._peers = peers
-        # processes that use the shared store, as far as was known when it last answered; without it they hear less of each other
+        # processes that use the shared store, as far as was known when it last answered; without it they hear less of
+        # each other
         self._sharers = 1
 
     def reserve(self, charges: Sequence[Charge], now: float, out: list[Effect]) -> Grant:

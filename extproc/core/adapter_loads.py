@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads of adapters that were asked for, and what is remembered of those that failed
 
-Weights that two engines cannot use are taken for broken: for ``BROKEN_S`` nobody asks an engine for them again. An engine
-that does not answer is left alone for ``SILENT_S``.
+Weights that two engines cannot use are taken for broken: for ``BROKEN_S`` nobody asks an engine for them again. An
+engine that does not answer is left alone for ``SILENT_S``.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def unreached(adapter: str) -> Refusal:
 def broken(adapter: str) -> Refusal:
     """502: somebody must look at it."""
     return AdapterBroken(
-        f"The adapter '{adapter}' could not be loaded by the engines: its weights are missing, or do not fit the model. "
-        "Tell the operator of this gateway, whose log says what the engines answered.",
+        f"The adapter '{adapter}' could not be loaded by the engines: its weights are missing, or do not fit the model."
+        " Tell the operator of this gateway, whose log says what the engines answered.",
         param="model",
     )

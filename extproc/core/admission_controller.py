@@ -15,6 +15,7 @@ from extproc.admission.local_limits import LocalLimits
 from extproc.admission.names import name_in
 from extproc.admission.queued_request import FlowKey, QueuedRequest
 from extproc.admission.saturation import Stages
+from extproc.config.spec import namespace_of
 
 if TYPE_CHECKING:
     import random
@@ -51,7 +52,7 @@ class AdmissionController:
         }
         before, self.gates = self.gates, {}
         for name, pool in pools.items():
-            control, known = snapshot.flow_control_of(pool.spec), before.get(name)
+            control, known = snapshot.flow_control_of(pool.spec, namespace_of(name)), before.get(name)
             if known is not None and known.control == control:
                 self.gates[name] = known
             elif control is not None:
@@ -101,7 +102,15 @@ class AdmissionController:
                 owner = f"flow/{arrival.pool.name}/{tenant}"
                 return FlowKey(tenant, part=self._names.account(owner, value, now, idle_s=_FLOW_IDLE_S))
             case _:
-                return FlowKey(tenant)
+                return FlowKey(tenant, part=self._named_flow(arrival, control, now) if control.flow_headers else "")
+
+    def _named_flow(self, arrival: Arrival, control: FlowControl, now: float) -> str:
+        """The account of the session that a header names; empty if none does, or if the request has a fairness ID."""
+        headers = arrival.head.headers
+        value = next((value for one in control.flow_headers if (value := name_in(headers, one))), "")
+        if arrival.caller.flow or not value:
+            return ""
+        return self._names.account(f"flow/{arrival.pool.name}/{arrival.tenant}", value, now, idle_s=_FLOW_IDLE_S)
 
     def _new_gate(self, pool: Pool, control: FlowControl) -> Gate:
         def stages() -> Stages | None:
@@ -114,8 +123,8 @@ class AdmissionController:
 def usage_to_reserve(arrival: Arrival) -> Usage:
     """What the request may take.
 
-    Input: all of its prompts, by their tokens or else by their bytes, and its media. Output: for each answer as much as was
-    asked for, or else as much as nearly all answers have had.
+    Input: all of its prompts, by their tokens or else by their bytes, and its media. Output: for each answer as much as
+    was asked for, or else as much as nearly all answers have had.
     """
     request, pool = arrival.request, arrival.pool
     prompts, most = request.prompts, request.max_output_tokens

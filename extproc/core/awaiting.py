@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that wait for an engine: held while their ModelServer has none, sent on in order when one is there
 
-Whether a server has engines follows from its configuration alone (``Pool.readiness``), so it changes only when that does.
-While anybody waits, whoever comes for the same server waits behind: nobody is overtaken. A request whose server stays
-without engines goes to another server of its rule that has got one.
+Whether a server has engines follows from its configuration alone (``Pool.readiness``), so it changes only when that
+does. While anybody waits, whoever comes for the same server waits behind: nobody is overtaken. A request whose server
+stays without engines goes to another server of its rule that has got one. Where too many wait, the tenant with most
+gives way.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import msgspec
 
 from extproc.admission.saturation import RECHECK_S
 from extproc.core.effects import Effect, EngineStarted, WaitsForEngine, WakeAt
+from extproc.core.holdings import Bounds, Holdings
 from extproc.core.record import Record
 from extproc.core.start_times import StartTimes
 from extproc.core.states import Event, State, is_legal
@@ -23,7 +25,7 @@ from extproc.errors import EngineStarting, NoEndpoint, QueueFull, QueueTimeout, 
 from extproc.scheduling.pool import Pool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from extproc.config.activation import Activation
     from extproc.core.dispatch import Dispatcher
@@ -50,7 +52,7 @@ class _Group(msgspec.Struct):
 
     pool: Pool
     records: dict[str, Record]
-    bytes: int = 0
+    held: Holdings = msgspec.field(default_factory=Holdings)
     soonest_s: float = math.inf
 
     @property
@@ -68,6 +70,7 @@ class AwaitingRequests:
         self._loading = loading
         self._dispatcher = dispatcher
         self._groups: dict[str, _Group] = {}
+        self._held = Holdings()
         self.start_times = StartTimes()
 
     def at_zero(self) -> dict[str, ZeroDemand]:
@@ -102,13 +105,13 @@ class AwaitingRequests:
         activation = pool.spec.activation
         if activation is None or record.attachment.subset is not None or not self.holds(pool):
             return False
-        self._check_bounds(pool, activation, len(arrival.body), now)
+        self._make_room(arrival, activation, now, out)
         self._add(record, pool, now, out)
         return True
 
     def go_back(self, records: Iterable[Record], pools: Mapping[str, Pool], now: float, out: list[Effect]) -> None:
-        """After a change of configuration: held requests whose server has lost its last engine meanwhile wait for the next
-        one, before those that came later.
+        """After a change of configuration: held requests whose server has lost its last engine meanwhile wait for the
+        next one, before those that came later.
         """
         for record in [one for one in records if _has_lost_engines(one, pools)]:
             is_legal(record.state, Event.ENGINES_GONE, record.ticket)
@@ -122,13 +125,15 @@ class AwaitingRequests:
             group = self._add(record, record.arrived.pool, now, out)
             group.records = dict(sorted(group.records.items(), key=lambda item: item[1].arrived_at_s))
 
-    def withdraw(self, record: Record) -> None:
+    def withdraw(self, record: Record, now: float) -> None:
         """It waits no more."""
         group = self._groups.get(record.arrived.pool.name)
         if group is not None and group.records.pop(record.ticket, None) is not None:
-            group.bytes -= len(record.arrived.body)
+            group.held.remove(record)
+            self._held.remove(record)
             if not group.records:
                 del self._groups[record.arrived.pool.name]
+                self.start_times.left(record.arrived.pool.name, now)
 
     def tick(self, now: float, out: list[Effect], go: Callable[[Record], bool]) -> None:
         """Send on those whose engine is there, in order, and refuse those that have waited too long.
@@ -177,7 +182,7 @@ class AwaitingRequests:
         """Of a request whose server has no engines, or has left."""
         pool = record.arrived.pool
         if other is not None:
-            self.withdraw(record)
+            self.withdraw(record, now)
             if pool.name not in self._groups:
                 self.start_times.cancel(pool.name)
             # and it waits in its order there
@@ -199,7 +204,7 @@ class AwaitingRequests:
         if pool.name not in self._groups:
             out.append(WaitsForEngine(pool.name))
         if not pool.readiness.is_whole:
-            self.start_times.begin(pool.name, now)
+            self.start_times.begin(pool.name, now, _assumed_s(pool))
         group = self._put(record, pool)
         out.append(WakeAt(group.soonest_s))
         return group
@@ -207,26 +212,36 @@ class AwaitingRequests:
     def _put(self, record: Record, pool: Pool) -> _Group:
         group = self._groups.setdefault(pool.name, _Group(pool, {}))
         group.records[record.ticket] = record
-        group.bytes += len(record.arrived.body)
+        group.held.add(record)
+        self._held.add(record)
         group.soonest_s = min(group.soonest_s, deadline_of(record))
         return group
 
-    def _check_bounds(self, pool: Pool, activation: Activation, size: int, now: float) -> None:
-        group = self._groups.get(pool.name)
-        requests, held = (0, 0) if group is None else (len(group.records), group.bytes)
-        if requests >= activation.max_requests or held + size > activation.max_bytes:
+    def _make_room(self, arrival: Arrival, activation: Activation, now: float, out: list[Effect]) -> None:
+        """Raises QueueFull where nobody has to give way to the request."""
+        pool, group = arrival.pool, self._groups.get(arrival.pool.name)
+        bounds = Bounds(activation.max_requests, activation.max_bytes)
+        held, records = (Holdings(), {}) if group is None else (group.held, group.records)
+        going = held.give_way(arrival, bounds, reversed(records.values()))
+        if going is None:
             raise self._full(f"Too many requests wait for an engine of '{pool.name}'", pool, now)
-        groups = self._groups.values()
-        if sum(len(one.records) for one in groups) >= MOST_REQUESTS or sum(one.bytes for one in groups) > MOST_BYTES:
+        self._give_way(going, now, out)
+        everybody = (one for each in self._groups.values() for one in reversed(each.records.values()))
+        going = self._held.give_way(arrival, Bounds(MOST_REQUESTS, MOST_BYTES), everybody)
+        if going is None:
             raise self._full("Too many requests wait for engines", pool, now)
+        self._give_way(going, now, out)
+
+    def _give_way(self, going: Sequence[Record], now: float, out: list[Effect]) -> None:
+        for record in going:
+            what = "Too many requests wait for engines, and most of them are of your tenant"
+            self._refuse(record, self._full(what, record.arrived.pool, now), now, out)
 
     def _full(self, what: str, pool: Pool, now: float) -> Refusal:
         return QueueFull(f"{what}; try again later.", retry_after_s=self._retry_after_s(pool, now))
 
     def _retry_after_s(self, pool: Pool, now: float) -> int:
-        activation = pool.spec.activation
-        assumed_s = 0.0 if activation is None else float(activation.start_time)
-        return self.start_times.retry_after_s(pool.name, assumed_s, now)
+        return self.start_times.retry_after_s(pool.name, _assumed_s(pool), now)
 
     def _expire(self, group: _Group, now: float, out: list[Effect]) -> None:
         for record in list(group.records.values()):
@@ -243,8 +258,14 @@ class AwaitingRequests:
 
     def _refuse(self, record: Record, refusal: Refusal, now: float, out: list[Effect]) -> None:
         is_legal(record.state, Event.GIVEN_UP, record.ticket)
-        self.withdraw(record)
+        self.withdraw(record, now)
         out.append(self._dispatcher.refuse(record, refusal, now, out, was_held=True))
+
+
+def _assumed_s(pool: Pool) -> float:
+    """What a start takes, as configured."""
+    activation = pool.spec.activation
+    return 0.0 if activation is None else float(activation.start_time)
 
 
 def _has_lost_engines(record: Record, pools: Mapping[str, Pool]) -> bool:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What clients ask of each ModelServer and what its engines do: counted with each request, told as a page.
 
-A request counts once at each step: it arrives, its prefill work becomes known, it is refused or its outcome comes. Tokens
-count with its outcome: as that says, or by estimates where it does not.
+A request counts once at each step: it arrives, its prefill work becomes known, it is refused or its outcome comes.
+Tokens count with its outcome: as that says, or by estimates where it does not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from extproc.config.demand import Counted, Demand, EngineDemand, ServerDemand
-from extproc.core.demand_meter import InFlight, ModelMeter, ServerMeter, Wait
+from extproc.core.demand_meter import NEVER, InFlight, ModelMeter, ServerMeter, Wait, add_model
 from extproc.core.feedback import usage_of
 from extproc.core.states import State
 
@@ -26,21 +26,17 @@ if TYPE_CHECKING:
 WAITING: Final = frozenset({State.AWAITING_ENGINE, State.LOADING, State.QUEUED})
 # Servers that have left the configuration are remembered, so that counts go on if they return: at most so many in all.
 _MOST_SERVERS: Final = 10_000
-# So many more requests than were told of, and so many times as many, are told at once.
-_MANY_MORE: Final = 8
-_TIMES_AS_MANY: Final = 2
-# Adapters come and go with the configuration: beyond so many, new ones count as their base model.
-_MOST_MODELS: Final = 1_000
 
 
 class DemandMeter:
-    """Of one process. ``alarms``: grows when a request is the first to wait for a ModelServer without engines, and when far
-    more are unfinished than was told.
+    """Of one process. ``alarms``: grows when a request is the first to wait for a ModelServer without engines.
+    ``crowded``: ModelServers with as many unfinished requests as a follower wants to be told of; who looks empties it.
     """
 
     def __init__(self, instance: str) -> None:
         """``instance``: the name of this process, another one after each start."""
         self.alarms = 0
+        self.crowded: set[str] = set()
         self._instance = instance
         self._sequence = 0
         self._servers: dict[str, ServerMeter] = {}
@@ -51,12 +47,23 @@ class DemandMeter:
         meter.arrivals += 1
         record.meter, record.arrived_at_s = meter, now
         server = meter.server
-        if server.unfinished >= max(server.told + _MANY_MORE, server.told * _TIMES_AS_MANY):
-            server.told = server.unfinished
-            self.alarms += 1
+        if server.unfinished >= server.tell_at:
+            server.tell_at = NEVER
+            self.crowded.add(arrival.pool.name)
+
+    def unfinished(self, name: str) -> int:
+        """Requests of a ModelServer that wait here or are at engines."""
+        server = self._servers.get(name)
+        return 0 if server is None else server.unfinished
+
+    def tell_at(self, name: str, unfinished: int) -> None:
+        """The ModelServer is ``crowded``, once, from so many unfinished requests on, or from fewer if asked before."""
+        server = self._servers.get(name)
+        if server is not None:
+            server.tell_at = min(server.tell_at, unfinished)
 
     def moved(self, record: Record, arrival: Arrival) -> None:
-        """A request that waits for an engine goes to another ModelServer. It counts as an arrival at the first one alone."""
+        """A request that waits for an engine goes to another ModelServer; it has arrived at the first one alone."""
         before = record.meter
         if before is not None:
             wait = before.server.waiting.get(record.ticket)
@@ -102,8 +109,6 @@ class DemandMeter:
     def server(self, pools: Mapping[str, Pool], name: str, now: float) -> ServerDemand | None:
         """One of them; None if it has left by now."""
         pool, server = pools.get(name), self._servers.get(name)
-        if server is not None:
-            server.told = server.unfinished
         if pool is not None:
             return _server_demand(pool, server, now)
         if server is None or not server.is_busy:
@@ -129,7 +134,7 @@ class DemandMeter:
             # clients may write what they like
             model = pool.spec.model or ""
         meter = server.models.get(model)
-        return _add_model(server, model, pool.spec.model or "") if meter is None else meter
+        return add_model(server, model, pool.spec.model or "") if meter is None else meter
 
     def _add(self, name: str) -> ServerMeter:
         if len(self._servers) >= _MOST_SERVERS:
@@ -206,13 +211,6 @@ def _count_work(meter: ModelMeter, record: Record) -> float:
         record.is_work_counted = True
         meter.prefill_work += caches.prompt_cost.work(uncached, cached)
     return uncached
-
-
-def _add_model(server: ServerMeter, model: str, base_model: str) -> ModelMeter:
-    if len(server.models) >= _MOST_MODELS and base_model in server.models:
-        return server.models[base_model]
-    meter = server.models[model] = ModelMeter(server)
-    return meter
 
 
 def _server_demand(pool: Pool, server: ServerMeter | None, now: float) -> ServerDemand:

@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
+from typing import Final
 
 import msgspec
 
-from extproc.config.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S
+from extproc.config.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S, is_news_at
+
+NEVER: Final = sys.maxsize
+# Adapters come and go with the configuration: beyond so many, new ones count as their base model.
+_MOST_MODELS: Final = 1_000
 
 
 class InFlight(msgspec.Struct):
@@ -18,7 +24,9 @@ class InFlight(msgspec.Struct):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """A request that waits here. ``tokens``: uncached ones of its prompt. ``awaits_engine``: its ModelServer has none."""
+    """A request that waits here. ``tokens``: uncached ones of its prompt. ``awaits_engine``: its ModelServer has
+    none.
+    """
 
     since_s: float
     tokens: float
@@ -26,9 +34,10 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class ServerMeter(msgspec.Struct):
-    """One ModelServer. ``models``: by the model asked for. ``ttft``, ``tpot``: requests by bucket. ``waiting``: by ticket,
-    the first to come first. ``waiting_tokens``: the sum of theirs. ``in_flight``: by address, of engines with requests.
-    ``running``: the sum of these. ``told``: of ``unfinished`` requests, when somebody was last told.
+    """One ModelServer. ``models``: by the model asked for. ``ttft``, ``tpot``: requests by bucket. ``waiting``: by
+    ticket, the first to come first. ``waiting_tokens``: the sum of theirs. ``in_flight``: by address, of engines with
+    requests.
+    ``running``: the sum of these. ``tell_at``: so many unfinished requests are news to a follower.
     """
 
     models: dict[str, ModelMeter] = {}
@@ -38,7 +47,7 @@ class ServerMeter(msgspec.Struct):
     waiting_tokens: float = 0.0
     in_flight: dict[str, InFlight] = {}
     running: int = 0
-    told: int = 0
+    tell_at: int = is_news_at(0)
 
     @property
     def unfinished(self) -> int:
@@ -103,3 +112,11 @@ class ModelMeter(msgspec.Struct):
     cached_tokens: float = 0.0
     output_tokens: float = 0.0
     prefill_work: float = 0.0
+
+
+def add_model(server: ServerMeter, model: str, base_model: str) -> ModelMeter:
+    """The meter of a model that the server has none of yet."""
+    if len(server.models) >= _MOST_MODELS and base_model in server.models:
+        return server.models[base_model]
+    meter = server.models[model] = ModelMeter(server)
+    return meter

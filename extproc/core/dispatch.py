@@ -63,7 +63,9 @@ class Dispatcher:
         self._records[record.ticket] = record
 
     def move(self, record: Record, other: Arrival) -> None:
-        """A request that is held goes to another ModelServer, as ``other``. Its tokens are those of the first one's model."""
+        """A request that is held goes to another ModelServer, as ``other``. Its tokens are those of the first one's
+        model.
+        """
         self._demand.moved(record, other)
         record.arrival, record.tokens = other, None
 
@@ -186,6 +188,8 @@ def constraints_of(
         wants_reasons=wants_reasons,
         candidates=with_room,
         is_trusted=arrival.head.is_trusted,
+        tenant=arrival.tenant,
+        priority=arrival.priority,
     )
 
 
@@ -238,6 +242,7 @@ def _started(record: Record, run: Run) -> RequestStarted:
         service=run.charged,
         answers=run.answers,
         adapter=assignment.adapter,
+        sessions=tuple((one.key, one.address, one.ttl_s) for one in assignment.sessions if one.key),
     )
 
 

@@ -14,7 +14,7 @@ from extproc.core.peer_events import PeerEvent
 from extproc.core.types import Arrival, LoadResult, Outcome
 from extproc.endpoints.health import Failure
 from extproc.errors import Refusal
-from extproc.scheduling.pool import Assignment
+from extproc.scheduling.assignment import Assignment
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -22,8 +22,8 @@ class Decision(msgspec.Struct, frozen=True):
 
     ``body``: what to send instead of the client's body, None to send that. ``queued``: its entry in its server's queue,
     None without flow control, where it waited for ``waited_s``. ``was_held``: it waited there, or for its adapter for
-    ``adapter_wait_s``, or for an engine of its server for ``engine_wait_s``. ``adds_usage``: we asked the engine for usage
-    that the client did not ask for, so the client must not see it.
+    ``adapter_wait_s``, or for an engine of its server for ``engine_wait_s``. ``adds_usage``: we asked the engine for
+    usage that the client did not ask for, so the client must not see it.
     """
 
     ticket: str
@@ -46,7 +46,9 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """Answer: the request is refused. ``was_held``: it waited in its server's queue, for its adapter or for an engine."""
+    """Answer: the request is refused. ``was_held``: it waited in its server's queue, for its adapter or for an
+    engine.
+    """
 
     ticket: str
     refusal: Refusal
@@ -56,8 +58,8 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class AskLimits(msgspec.Struct, frozen=True):
-    """Ask the shared store for a grant, then ``resume`` with a Grant, a Refusal, StoreAway if it does not answer, or None if there
-    is no store.
+    """Ask the shared store for a grant, then ``resume`` with a Grant, a Refusal, StoreAway if it does not answer, or
+    None if there is no store.
     """
 
     ticket: str
@@ -72,7 +74,9 @@ class AskTokens(msgspec.Struct, frozen=True):
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """The request waits for an engine to have room; a Decision or Refused with its ticket comes after ``longest_s`` at most."""
+    """The request waits for an engine to have room; a Decision or Refused with its ticket comes after ``longest_s`` at
+    most.
+    """
 
     ticket: str
     longest_s: float

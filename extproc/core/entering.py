@@ -126,7 +126,7 @@ class EnteringRequests:
         try:
             if slots is None or not self._loading.admit(record, arrival, slots, now, out):
                 if gate is None:
-                    self._awaiting.withdraw(record)
+                    self._awaiting.withdraw(record, now)
                     out.append(self._dispatcher.dispatch(record, arrival, now, out, was_held=True))
                     return True
                 expectation = arrival.pool.expect(prompt_of(arrival, record.tokens), now)
@@ -138,20 +138,20 @@ class EnteringRequests:
                 self._waiting.enter(record, gate, now, out)
                 self._dispatcher.put(record, State.QUEUED)
         except Refusal as refusal:
-            self._awaiting.withdraw(record)
+            self._awaiting.withdraw(record, now)
             out.append(self._dispatcher.refuse(record, refusal, now, out, was_held=True))
             return True
         except Exception as error:  # noqa: BLE001 - whatever it is, the others of its server go on
             out.append(self.fail(record, error, now, out, was_held=True))
             return True
-        self._awaiting.withdraw(record)
+        self._awaiting.withdraw(record, now)
         return True
 
     def fail(
         self, record: Record, error: Exception, now: float, out: list[Effect], *, was_held: bool = False
     ) -> Refused:
         """Our own code has failed: the request is refused, and nothing of it remains."""
-        self._awaiting.withdraw(record)
+        self._awaiting.withdraw(record, now)
         self._loading.withdraw(record)
         self._waiting.withdraw(record)
         return self._dispatcher.refuse(record, InternalError(error), now, out, was_held=was_held)
@@ -164,7 +164,7 @@ class EnteringRequests:
         elif record.state is State.LOADING:
             self._loading.withdraw(record)
         elif record.state is State.AWAITING_ENGINE:
-            self._awaiting.withdraw(record)
+            self._awaiting.withdraw(record, now)
         self._dispatcher.drop(record, now, out)
 
     def _granted(
@@ -186,7 +186,9 @@ class EnteringRequests:
     def _grant_of(
         self, charges: Sequence[Charge], answer: Grant | Refusal | StoreAway | None, now: float, out: list[Effect]
     ) -> Grant:
-        """What the store has granted, or else this process grants by itself, where that is allowed; raises a Refusal."""
+        """What the store has granted, or else this process grants by itself, where that is allowed; raises a
+        Refusal.
+        """
         if isinstance(answer, Grant | Refusal):
             self._accounts.store_answered()
         if isinstance(answer, Refusal):
@@ -261,7 +263,9 @@ class EnteringRequests:
         return Hold(record.ticket, longest_s)
 
     def _queue_entry(self, record: Record, arrival: Arrival, expectation: Expectation, now: float) -> QueuedRequest:
-        """How the request stands in its server's queue. If it has waited for something else before, its deadlines know."""
+        """How the request stands in its server's queue. If it has waited for something else before, its deadlines
+        know.
+        """
         entry = self._admission.queue_entry(record.ticket, arrival, record.attachment, expectation, now)
         if record.answer_by_s == math.inf:
             return entry
@@ -272,7 +276,9 @@ class EnteringRequests:
         )
 
     def _answered_within_s(self, record: Record, pool: Pool, now: float) -> float:
-        """The longest that the request is held from now on, for all that it may have to wait for: its gateway is told."""
+        """The longest that the request is held from now on, for all that it may have to wait for: its gateway is
+        told.
+        """
         gate, loading, activation = (
             self._admission.gates.get(pool.name),
             pool.spec.adapter_loading,

@@ -44,7 +44,8 @@ class ProfileExplanation(msgspec.Struct, frozen=True):
 
 class Explanation(msgspec.Struct, frozen=True):
     """Where a request goes, and why. ``addresses``: first choice, then fallbacks. ``adapter``: where its adapter is, or
-    would be loaded, if it is one on demand. ``waits``: for an engine, in words, if its ModelServer has none; empty else.
+    would be loaded, if it is one on demand. ``waits``: for an engine, in words, if its ModelServer has none; empty
+    else.
     """
 
     server: str
@@ -103,7 +104,9 @@ def _filters(reasons: Reasons, addresses: list[str]) -> Iterator[FilterStep]:
 def where_adapter_goes(
     pool: Pool, adapter: str | None, subset: Collection[str] | None, now: float
 ) -> tuple[str, int | None]:
-    """Where an adapter on demand is, or would be loaded, in words; and the row that would load it, None: it is there."""
+    """Where an adapter on demand is, or would be loaded, in words; and the row that would load it, None: it is
+    there.
+    """
     slots, table = pool.slots, pool.table
     if slots is None or adapter is None or adapter not in slots.sources:
         return "", None

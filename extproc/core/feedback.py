@@ -97,7 +97,7 @@ def _learn_endpoint(run: Run, outcome: Outcome, now: float) -> None:
     was_passed_over = bool(outcome.served) and outcome.served != first.address
     served_row = table.row_of(outcome.served)
     if was_passed_over and served_row is not None:
-        run.pool.caches.index.record(served_row, run.chain, now)
+        run.pool.caches.record(served_row, run.chain, now)
 
 
 def _learn_turn(run: Run, outcome: Outcome) -> None:
@@ -149,7 +149,9 @@ def usage_of(run: Run, outcome: Outcome) -> Usage:
 
 
 def _may_have_written(run: Run, outcome: Outcome) -> float:
-    """All answers are written side by side, each in the engine's time per token. Who refuses to say pays what is reserved."""
+    """All answers are written side by side, each in the engine's time per token. Who refuses to say pays what is
+    reserved.
+    """
     if outcome.ttfb_s is None and run.is_streamed:
         return 0.0
     row = run.pool.table.row_of(outcome.served)

@@ -11,10 +11,20 @@ from extproc.config.spec import namespace_of
 from extproc.core.rewriting import refuse_steering
 from extproc.core.types import Arrival, Head
 from extproc.core.who_may import not_allowed
-from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, Refusal, UnknownModel, UnknownPath
-from extproc.protocol import MODELS_PATH
+from extproc.errors import (
+    BadRequest,
+    MethodNotAllowed,
+    NoEndpoint,
+    Refusal,
+    SteeringRefused,
+    UnknownModel,
+    UnknownPath,
+)
+from extproc.protocol import MODEL_REWRITES, MODELS_PATH
+from extproc.request.api_by_body import api_by_body
+from extproc.request.fields import no_model
 from extproc.request.model import Api, InferenceRequest
-from extproc.request.openai import INFERENCE_PATHS, parse
+from extproc.request.parsing import INFERENCE_PATHS, parse
 from extproc.routing.resolve import Destination
 
 if TYPE_CHECKING:
@@ -47,7 +57,7 @@ class Intake:
         self._isolation = isolation
         self._who_may = who_may
         self.pools = pools
-        # the caller is identified only for servers with a queue and routes with limits
+        # the caller is identified only for servers with a queue or admitters, and routes with limits
         self._gated, self._limited = admission.gates, admission.routes
         self._rng = rng
 
@@ -87,6 +97,8 @@ class Intake:
     def receive(self, api: Api, head: Head, body: bytes) -> Arrival:
         """Parse and route; raises a Refusal."""
         request = parse(api, body)
+        if not request.model:
+            raise no_model()
         visit = self._who_may.visit(head)
         found = self._routed(request.model, head, visit)
         return self._arrival(request, found, head, body, visit, is_routed=True)
@@ -141,10 +153,32 @@ class Intake:
             return self.receive(api, head, body)
         return self._direct(request, server, head, body)
 
+    def receive_pooled(self, pool: str | None, head: Head, body: bytes) -> Arrival:
+        """By our routes; what they do not know goes to ``pool``, whatever its path and body; raises a Refusal.
+
+        None: the gateway has no pool.
+        """
+        if pool is None:
+            return self.receive(self.admit(head), head, body)
+        api = INFERENCE_PATHS.get(head.path) if head.path else api_by_body(body)
+        if api is None:
+            return self.receive_unread(pool, head, body)
+        try:
+            return self.receive_for(pool, api, head, body)
+        except SteeringRefused:
+            raise
+        except BadRequest:
+            # engines know more APIs and fields than we do, and say best what is wrong; but no request gets round a
+            # limit so
+            if self.has_limits:
+                raise
+            return self.receive_unread(pool, head, body)
+
     def _routed(self, model: str, head: Head, visit: Visit | None) -> Destination:
         """By the ModelRoutes, among what is open to the caller; raises a Refusal.
 
-        Where the weights name a server without engines whose requests wait for one, another of the rule is taken that has some.
+        Where the weights name a server without engines whose requests wait for one, another of the rule is taken that
+        has some.
         """
         found = self._routed_by_weights(model, head, visit)
         pool = self.pools.get(found.server)
@@ -189,7 +223,7 @@ class Intake:
         route, base_model = self._routing.route_of(request.model, head.listener)
         if not route and pool is not None:
             base_model = pool.spec.model
-        destination = Destination(server, request.model, route, base_model=base_model)
+        destination = Destination(server, _model_asked_of_engine(request, head), route, base_model=base_model)
         model = None if request.api is Api.UNKNOWN else request.model
         if visit is not None and not visit.may(model, destination):
             raise not_allowed(model)
@@ -216,6 +250,8 @@ class Intake:
         caller = ANONYMOUS_CALLER
         if (
             visit is not None
+            or pool.keeps_sessions
+            or pool.admits is not None
             or self._isolation.asks_who
             or destination.server in self._gated
             or destination.route in self._limited
@@ -225,6 +261,13 @@ class Intake:
             )
         salt = self._isolation.salt(request, pool.spec, caller, head.headers)
         return Arrival(request, destination, pool, head, body, caller, salt, is_routed)
+
+
+def _model_asked_of_engine(request: InferenceRequest, head: Head) -> str:
+    """Where no ModelRoute decides: what a trusted gateway writes, else what the client asks for."""
+    if head.is_trusted and request.api is not Api.UNKNOWN:
+        return next((head.headers[name] for name in MODEL_REWRITES if head.headers.get(name)), request.model)
+    return request.model
 
 
 def _api_of(head: Head) -> Api | None:

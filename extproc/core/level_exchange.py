@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What processes of one machine tell each other about the local limits that they share.
 
-They tell what they spend, so each knows the buckets of all. One that starts would find them full, and a worker that is restarted
-again and again would be a way round every limit. So it asks, and another tells it how full they are. It takes the lower of two levels: what it has granted itself may not have been heard of yet.
+They tell what they spend, so each knows the buckets of all. One that starts would find them full, and a worker that is
+restarted again and again would be a way round every limit. So it asks, and another tells it how full they are. It takes
+the lower of two levels: what it has granted itself may not have been heard of yet.
 """
 
 from __future__ import annotations

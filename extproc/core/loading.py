@@ -2,9 +2,9 @@
 """Requests that wait for their adapter: loads are asked for once, and all that want the adapter go when it is there
 
 A group is all requests that wait for one adapter. It asks for a load where ``adapter_placement`` says; until there is a
-place it is looked at again whenever a request ends or an engine reports. An adapter that must make room gets nothing new
-first, and is unloaded when nothing in flight uses it; other processes are told, and have a moment to hear it. A load that
-fails is tried at another engine.
+place it is looked at again whenever a request ends or an engine reports. An adapter that must make room gets nothing
+new first, and is unloaded when nothing in flight uses it; other processes are told, and have a moment to hear it. A
+load that fails is tried at another engine.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class _Closing(msgspec.Struct):
 class _Group(msgspec.Struct):
     """All requests that wait for an adapter.
 
-    ``deadlines``: by ticket, in order of arrival. ``subset``: addresses that their gateway allows. ``refused``: by row, until
-    when the engine is not asked again. ``broken``: rows whose engines cannot use the weights.
+    ``deadlines``: by ticket, in order of arrival. ``subset``: addresses that their gateway allows. ``refused``: by row,
+    until when the engine is not asked again. ``broken``: rows whose engines cannot use the weights.
     """
 
     pool: Pool
@@ -120,7 +120,9 @@ class LoadingRequests:
             self._failed(result, result.problem, pool, row, now)
 
     def ready(self, now: float) -> list[Record]:
-        """Those whose adapter is there. They must go before ``tick``, which may give its slot away if nothing uses it."""
+        """Those whose adapter is there. They must go before ``tick``, which may give its slot away if nothing uses
+        it.
+        """
         found = list[Record]()
         for group in self.groups.values():
             slots = group.pool.slots

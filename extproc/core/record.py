@@ -17,7 +17,8 @@ from extproc.core.demand_meter import ModelMeter
 from extproc.core.states import State
 from extproc.core.types import BUNDLE, Arrival, Attachment
 from extproc.prefix.turns import Tail
-from extproc.scheduling.pool import Assignment, Pool
+from extproc.scheduling.assignment import Assignment
+from extproc.scheduling.pool import Pool
 
 OURS: Final = ""
 
@@ -58,12 +59,16 @@ class Run(msgspec.Struct):
 class Record(msgspec.Struct):
     """One request. ``origin``: the process that decides it, OURS for this one.
 
-    ``arrival``: until it is sent to an engine; ``run``: from then on. ``queued``: how it stands, or stood, in its server's queue.
-    ``loading_since_s``: since when it waits for its adapter, ``loading_s``: how long it did before. ``engine_since_s`` and
-    ``engine_wait_s``: the same for an engine. ``engine_by_s``: until when it may wait for that. ``answer_by_s``: until when its
-    gateway waits, once it is held.
-    ``charges``: of the limits that all machines share. ``limited``: the tokens that its limits were asked for, if it has any.
-    ``meter``: where it counts as demand, None if another process decides it; ``is_work_counted``: so does its prefill work.
+    ``arrival``: until it is sent to an engine; ``run``: from then on. ``queued``: how it stands, or stood, in its
+    server's queue.
+    ``loading_since_s``: since when it waits for its adapter, ``loading_s``: how long it did before. ``engine_since_s``
+    and
+    ``engine_wait_s``: the same for an engine. ``engine_by_s``: until when it may wait for that. ``answer_by_s``: until
+    when its gateway waits, once it is held.
+    ``charges``: of the limits that all machines share. ``limited``: the tokens that its limits were asked for, if it
+    has any.
+    ``meter``: where it counts as demand, None if another process decides it; ``is_work_counted``: so does its prefill
+    work.
     """
 
     ticket: str

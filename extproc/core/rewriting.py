@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.errors import BadRequest
+from extproc.errors import SteeringRefused
 from extproc.request.model import STEERING_FIELDS, Api
 from extproc.request.rewrite import is_plain, with_changes
 
@@ -52,7 +52,7 @@ def changed_body(arrival: Arrival, *, with_usage: bool) -> bytes | None:
 
 
 def refuse_steering(request: InferenceRequest, spec: ModelServerSpec) -> None:
-    """Raise BadRequest if the client says where an engine connects or where the request runs, and may not."""
+    """Raise SteeringRefused if the client says where an engine connects or where the request runs, and may not."""
     for name in request.internal_fields:
         if name in STEERING_FIELDS and name not in spec.allowed_fields:
-            raise BadRequest(f"The field '{name}' is for gateways, not for clients; leave it out.", param=name)
+            raise SteeringRefused(f"The field '{name}' is for gateways, not for clients; leave it out.", param=name)

@@ -5,9 +5,9 @@
                                                                                      ▼
                                                   ABSENT ◀── ENDED or SETTLED ◀── RUNNING
 
-Any of the states before RUNNING may be skipped, and a refusal ends them. A queued request whose turn comes when its adapter
-is gone waits for it again; one whose server has lost its last engine waits for the next one. A running request has two ends, in any order: its stream closes (FINISHED), and its outcome becomes
-known (OUTCOME).
+Any of the states before RUNNING may be skipped, and a refusal ends them. A queued request whose turn comes when its
+adapter is gone waits for it again; one whose server has lost its last engine waits for the next one. A running request
+has two ends, in any order: its stream closes (FINISHED), and its outcome becomes known (OUTCOME).
 """
 
 from __future__ import annotations

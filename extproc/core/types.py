@@ -22,8 +22,9 @@ class Head(msgspec.Struct, frozen=True):
     """A request's headers. Names are lower-case; ``path`` is without its query.
 
     ``is_trusted``: what the headers say about the caller was written by a gateway, not by the client. ``listener``: the
-    name of the listener that was asked, ``http_route``: ``namespace/name`` of the HTTPRoute that took the request; empty
-    where the gateway does not say. ``claims``: those of the caller's verified token that policies name, with their values.
+    name of the listener that was asked, ``http_route``: ``namespace/name`` of the HTTPRoute that took the request;
+    empty where the gateway does not say. ``claims``: those of the caller's verified token that policies name, with
+    their values.
     """
 
     method: str
@@ -54,8 +55,8 @@ BUNDLE: Final = Attachment()
 class Arrival(msgspec.Struct, frozen=True):
     """A request that has been parsed and routed.
 
-    ``cache_salt``: what its engine gets; prompts share a cache under the same. ``is_routed``: its ModelServer was chosen here,
-    by a ModelRoute; another one of the same rule may take it.
+    ``cache_salt``: what its engine gets; prompts share a cache under the same. ``is_routed``: its ModelServer was
+    chosen here, by a ModelRoute; another one of the same rule may take it.
     """
 
     request: InferenceRequest
@@ -97,8 +98,8 @@ class Arrival(msgspec.Struct, frozen=True):
 class LoadProblem(enum.Enum):
     """Why an engine did not load an adapter.
 
-    BUSY: all of its slots are in use. BROKEN: it cannot use these weights, or finds none. UNREACHABLE: it, or its agent, did
-    not answer in time, or has nothing to load adapters with.
+    BUSY: all of its slots are in use. BROKEN: it cannot use these weights, or finds none. UNREACHABLE: it, or its
+    agent, did not answer in time, or has nothing to load adapters with.
     """
 
     BUSY = "busy"
@@ -109,8 +110,8 @@ class LoadProblem(enum.Enum):
 class LoadResult(msgspec.Struct, frozen=True):
     """What became of a load that the core asked for.
 
-    ``problem``: None if the engine has the adapter now. ``message``: what it said, for the log. ``was_there``: it had it
-    before. ``unloaded``: all that it has no more, the one that was to make room included.
+    ``problem``: None if the engine has the adapter now. ``message``: what it said, for the log. ``was_there``: it had
+    it before. ``unloaded``: all that it has no more, the one that was to make room included.
     """
 
     server: str

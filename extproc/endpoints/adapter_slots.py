@@ -53,8 +53,9 @@ class _Changed(msgspec.Struct, frozen=True):
 class AdapterSlots:
     """Adapters that may be loaded, by row of the endpoint table. Bounded by adapters times endpoints.
 
-    ``sources``: where the weights of each are. ``slots``: how many an engine may hold, None: as it says itself. ``fixed``:
-    other adapters that routes name, which engines have for good. ``waiting``: requests that wait for an adapter.
+    ``sources``: where the weights of each are. ``slots``: how many an engine may hold, None: as it says itself.
+    ``fixed``: other adapters that routes name, which engines have for good. ``waiting``: requests that wait for an
+    adapter.
     """
 
     def __init__(self, table: EndpointTable, base_model: str) -> None:

@@ -2,8 +2,8 @@
 """Back-off: an endpoint that failed is avoided for a while, twice as long after each failure.
 
 After the pause it is tried with one request at a time. An answer ends the back-off; that of a suspect (``suspects.py``)
-ends with several in a row. A probe without an outcome lasts as long as the pause before it, and 5 s at least; then another
-one goes.
+ends with several in a row. A probe without an outcome lasts as long as the pause before it, and 5 s at least; then
+another one goes.
 """
 
 from __future__ import annotations

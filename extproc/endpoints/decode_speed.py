@@ -4,8 +4,8 @@
     tpot_s = step_s + step_s_per_token * tokens in flight at the endpoint
 
 Picking weighs decode work against prefill work, and there the prior of ``answer_cost`` is also what keeps the first
-answers, slowed down by each other's prompts, from counting too much. Autoscalers need the size of the figures, so here the
-prior is scaled to the first answers.
+answers, slowed down by each other's prompts, from counting too much. Autoscalers need the size of the figures, so here
+the prior is scaled to the first answers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _PRIOR_STEP_S: Final = 0.0075
 _PRIOR_STEP_S_PER_TOKEN: Final = 8e-8
 _PRIOR_LOADS: Final = (5_000.0, 50_000.0, 300_000.0)
 _PRIOR_WEIGHT: Final = 2.0
-# Other models and GPUs are slower or faster than that: after so many answers the prior is scaled to the fastest quarter.
-# Fewer say too little: the shortest answers end first, and often beside the prompts of all others.
+# Other models and GPUs are slower or faster than that: after so many answers the prior is scaled to the fastest
+# quarter. Fewer say too little: the shortest answers end first, and often beside the prompts of all others.
 _SCALED_AFTER: Final = (16, 32)
 _FASTEST: Final = 4
 

@@ -9,6 +9,7 @@ ended since the last one are added to it. Otherwise a burst would pile up on an 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -39,6 +40,7 @@ class EngineReport(msgspec.Struct, frozen=True):
     ``tpot_s``        s         mean time per output token since the last reading
     ``loras``                   its LoRA adapters
     ``first_tokens``  requests  that received their first token since the last reading
+    ``attributes``              metrics of its own that were asked for, NaN if missing
     ================  ========  ======================================================
     """
 
@@ -49,6 +51,7 @@ class EngineReport(msgspec.Struct, frozen=True):
     tpot_s: float | None = None
     loras: LoraState | None = None
     first_tokens: float | None = None
+    attributes: Mapping[str, float] = {}
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
@@ -73,6 +76,8 @@ def apply_report(table: EndpointTable, row: int, report: EngineReport, now: floa
         table.has_foreign_requests or table.waiting[row] + table.running[row] > table.in_flight[row]
     )
     record_latency(table, row, ttft_s=report.ttft_s, tpot_s=report.tpot_s)
+    if report.attributes:
+        table.attributes.record(row, report.attributes, len(table.addresses))
     if report.loras is not None:
         loras = report.loras
         if loras.served is None:

@@ -38,8 +38,9 @@ class EndpointHealth(msgspec.Struct):
     """What one endpoint's answers were like.
 
     ``answers``, ``failed``: decayed counts. ``served_at_s``: end of its last good answer. ``reasons``: why it is a
-    suspect, empty if it is none. ``avoided_since_s``: if it is one, or backs off. ``good_in_a_row``: of a suspect. ``probe_at_s``: when the first of the requests
-    was sent that now try it one by one, 0 if none. ``refusals``: of which requests, lately.
+    suspect, empty if it is none. ``avoided_since_s``: if it is one, or backs off. ``good_in_a_row``: of a suspect.
+    ``probe_at_s``: when the first of the requests was sent that now try it one by one, 0 if none. ``refusals``: of
+    which requests, lately.
     """
 
     answers: float = 0.0

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the /metrics pages of vLLM, SGLang and TensorRT-LLM.
+"""Reads the metrics pages of vLLM, SGLang and TensorRT-LLM.
 
 A page has hundreds of lines, of which a dozen matter. Each is searched for near its position on the previous page, so
-a reading takes microseconds. (Parsing whole pages is why scraping a hundred engines takes llm-d's picker several
-cores, llm-d-router issue 2441.) Series of one name, as of data-parallel ranks, are added up; fractions are averaged.
+a reading takes microseconds. Series of one name, as of data-parallel ranks, are added up; fractions are averaged.
 """
 
 from __future__ import annotations
 
+import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +17,7 @@ from extproc.endpoints.engine_reports import CacheConfig, EngineReport
 from extproc.endpoints.table import LoraState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 # Bytes by which a line may move from page to page, as numbers get longer.
 _DRIFT: Final = 1024
@@ -33,7 +33,7 @@ class MetricNames(msgspec.Struct, frozen=True):
     """The names of an engine's metric families, tried in order; histograms without ``_sum`` and ``_count``.
 
     The cache's size is in the labels ``block_label`` and ``blocks_label`` of ``cache_info``, or in the gauges
-    ``block_size`` and ``blocks``.
+    ``block_size`` and ``blocks``. ``path``: where the engine's own server shows the page.
     """
 
     waiting: tuple[str, ...]
@@ -47,6 +47,7 @@ class MetricNames(msgspec.Struct, frozen=True):
     block_size: str = ""
     blocks: str = ""
     loras: str = ""
+    path: str = "/metrics"
 
 
 NAMES: Final[Mapping[str, MetricNames]] = MappingProxyType(
@@ -80,6 +81,8 @@ NAMES: Final[Mapping[str, MetricNames]] = MappingProxyType(
             tpot=("trtllm_time_per_output_token_seconds", "trtllm_inter_token_latency_seconds"),
             block_size="trtllm_kv_cache_tokens_per_block",
             blocks="trtllm_kv_cache_max_blocks",
+            # /metrics of trtllm-serve is a list of iterations in JSON
+            path="/prometheus/metrics",
         ),
     }
 )
@@ -102,12 +105,13 @@ class EngineMetrics(msgspec.Struct, frozen=True):
 class MetricsReader:
     """Reads successive pages of one engine."""
 
-    def __init__(self, names: MetricNames, *, with_loras: bool = True) -> None:
-        """``with_loras``: whether to read the LoRA adapters."""
+    def __init__(self, names: MetricNames, *, custom: Iterable[tuple[str, str]] = ()) -> None:
+        """``custom``: attributes, each with its metric (``OneMetric``)."""
+        self._custom = [(name, OneMetric(spec)) for name, spec in custom]
         self._waiting, self._running = _Family(names.waiting), _Family(names.running)
         self._kv_usage = _Family(names.kv_usage)
         self._ttft, self._tpot = _HistogramMean(names.ttft), _HistogramMean(names.tpot)
-        self._loras = _Family((names.loras,) if names.loras and with_loras else ())
+        self._loras = _Family((names.loras,) if names.loras else ())
         self._cache_info = _Family((names.cache_info,) if names.cache_info else ())
         self._block_size, self._blocks = _Family((names.block_size,)), _Family((names.blocks,))
         self._labels = (names.block_label, names.blocks_label)
@@ -125,6 +129,7 @@ class MetricsReader:
             tpot_s=self._tpot.since(page).mean,
             loras=self._read_loras(page),
             first_tokens=ttft.count,
+            attributes={name: metric.value(page) for name, metric in self._custom} if self._custom else {},
         )
         self._pages += 1
         # the cache size does not change while the engine runs
@@ -213,6 +218,23 @@ class _Family:
         return -1
 
 
+class OneMetric:
+    """A metric by ``name`` or ``name{label=value,...}``: the sum of the series that have all of these labels."""
+
+    def __init__(self, spec: str) -> None:
+        name, _, labels = spec.partition("{")
+        pairs = (pair.partition("=") for pair in labels.rstrip("} ").split(",") if "=" in pair)
+        self._labels = {label.strip(): value.strip(' "') for label, _, value in pairs}
+        self._family = _Family((name.strip(),))
+
+    def value(self, page: bytes) -> float:
+        """NaN if the page has no such series."""
+        wanted = self._labels.items()
+        found = [_value(line) for line in self._family.lines(page) if not wanted or wanted <= _labels(line).items()]
+        values = [value for value in found if value is not None]
+        return sum(values) if values else math.nan
+
+
 class _HistogramChange(msgspec.Struct, frozen=True):
     """The change of a histogram between two pages: mean and number of new observations, None if unknown."""
 
@@ -265,9 +287,8 @@ def _labels(line: bytes) -> dict[str, str]:
     while text:
         name, _, rest = text.partition('="')
         value, closing, text = rest.partition('"')
-        if not closing:
-            break
-        found[name.strip(", ")] = value
+        if closing:
+            found[name.strip(", ")] = value
     return found
 
 

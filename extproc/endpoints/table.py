@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from extproc.endpoints.attributes import EngineAttributes
 from extproc.endpoints.health import EndpointHealth
 from extproc.endpoints.prefill_queue import PrefillQueue
 
@@ -126,6 +127,7 @@ class EndpointTable:
     ``kv_capacity_tokens``            tokens      0         size of its KV cache, 0 if unknown
     ``ttft_s``, ``tpot_s``            s           0         recent means, of answers too; 0 if unknown
     ``loras``                                     none      its LoRA adapters
+    ``attributes``                                none      metrics of it that a configuration asks for
     ``in_flight_at_report``           requests    0         ``in_flight`` at ``reported_at_s``
     ``in_flight_tokens_at_report``    tokens      0         ``in_flight_tokens`` at ``reported_at_s``
     ================================  ==========  ========  =====================================================
@@ -173,6 +175,7 @@ class EndpointTable:
         self.healths: list[EndpointHealth] = []
         self.prompt_tokens: Ints = np.zeros(0, np.int64)
         self.cached_tokens: Ints = np.zeros(0, np.int64)
+        self.attributes = EngineAttributes()
         self._rows: dict[str, int] = {}
         self._cached_columns: dict[Hashable, NDArray[Any]] = {}
         self._grow(_INITIAL_ROWS)
@@ -265,18 +268,16 @@ class EndpointTable:
         self._rows[address] = row
         self.addresses[row] = address
         self.epochs[row] += 1
-        self.is_active[row] = True
-        self.absence_cost_s[row] = 0.0
+        self.is_active[row], self.absence_cost_s[row], self.rate_samples[row] = True, 0.0, 0
         self.in_flight[row] = self.failures[row] = self.prompt_tokens[row] = self.cached_tokens[row] = 0
-        self.rate_samples[row] = 0
         self.backlog_tokens[row] = self.backlog_at_s[row] = self.retry_at_s[row] = 0.0
         self.waiting[row] = self.running[row] = self.kv_usage[row] = self.cold_prompt_at_s[row] = 0.0
         self.ttft_s[row] = self.tpot_s[row] = 0.0
         self.reported_at_s[row], self.in_flight_at_report[row] = _NEVER, 0
         self.in_flight_tokens[row] = self.in_flight_tokens_at_report[row] = self.kv_capacity_tokens[row] = 0.0
-        self.loras[row] = LoraState()
+        self.attributes.forget(row)
         self.prefill_queues[row], self.healths[row] = PrefillQueue(), EndpointHealth()
-        self.backlog_per_request[row] = 1.0
+        self.loras[row], self.backlog_per_request[row] = LoraState(), 1.0
         self.prefill_rate[row] = INITIAL_PREFILL_RATE
         measured = self.is_active & (self.rate_samples > 0)
         if measured.any():

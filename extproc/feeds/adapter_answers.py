@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What engines and runtime agents mean by their answers to calls that load and unload adapters
 
-vLLM (``entrypoints/openai/models/serving.py``) answers 200 with a sentence, 400 for an adapter that it has already, 404 or
-500 for weights that it cannot use, and FastAPI's own 404 where ``VLLM_ALLOW_RUNTIME_LORA_UPDATING`` is not set. An agent
-answers 503 while all adapters are in use, 501 for engines that load none, and 502 for weights that cannot be had.
+vLLM (``entrypoints/openai/models/serving.py``) answers 200 with a sentence, 400 for an adapter that it has already, 404
+or 500 for weights that it cannot use, and FastAPI's own 404 where ``VLLM_ALLOW_RUNTIME_LORA_UPDATING`` is not set. An
+agent answers 503 while all adapters are in use, 501 for engines that load none, and 502 for weights that cannot be had.
 """
 
 from __future__ import annotations

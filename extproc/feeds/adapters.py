@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has engines, or the runtime agents beside them, load and unload adapters
 
-Off the request path: at most ``_MOST_AT_ONCE`` loads run at a time, one at each engine; others wait for their turn within
-their own time limit.
+Off the request path: at most ``_MOST_AT_ONCE`` loads run at a time, one at each engine; others wait for their turn
+within their own time limit.
 """
 
 from __future__ import annotations

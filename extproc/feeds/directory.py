@@ -50,9 +50,9 @@ class DirectoryFeed:
     ) -> None:
         """``apply`` puts a snapshot into use; raises ConfigInvalid, with nothing changed.
 
-        ``settle_s``: how long a configuration with a new ModelServer must stand before it is applied, and a server's first
-        engine before it is used. Another process tells Envoy of them, which until then has no route or no endpoint for the
-        server. ``known_to_envoy``: asks at its admin address which first engines it has by then.
+        ``settle_s``: how long a configuration with a new ModelServer must stand before it is applied, and a server's
+        first engine before it is used. Another process tells Envoy of them, which until then has no route or no
+        endpoint for the server. ``known_to_envoy``: asks at its admin address which first engines it has by then.
         """
         self._known_to_envoy = known_to_envoy
         self._apply = apply

@@ -24,7 +24,9 @@ _FRESH_S: Final = 2.0
 
 
 class Access(msgspec.Struct, frozen=True):
-    """``tls``: None for plain HTTP. ``server_name``: what the certificate must be called. ``authorization``: the header."""
+    """``tls``: None for plain HTTP. ``server_name``: what the certificate must be called. ``authorization``: the
+    header.
+    """
 
     tls: ssl.SSLContext | None = None
     server_name: str | None = None

@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from extproc.request.anthropic_chat import chat_of
 from extproc.request.model import Api
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class EngineTokenizers:
 
 
 class EngineTokenizer:
-    """Asks the engine with the fewest requests in flight (POST /tokenize), of those that do not fail; if it is not there, the next.
+    """Asks the engine with the fewest requests in flight (POST /tokenize), of those that do not fail; if it is not
+    there, the next.
 
     An engine that is gone has the fewest of all: by its load alone it would be asked every time.
     """
@@ -52,8 +54,10 @@ class EngineTokenizer:
     async def tokens(self, arrival: Arrival) -> Sequence[int] | None:
         """Tokenize in the engine, which applies its own chat template."""
         body: dict[str, Any] = msgspec.json.decode(arrival.body)
-        if arrival.request.api is Api.CHAT:
-            asked: dict[str, Any] = {name: body[name] for name in _KEPT_FIELDS if name in body}
+        if arrival.request.api is Api.MESSAGES:
+            asked: dict[str, Any] = chat_of(body)
+        elif arrival.request.api is Api.CHAT:
+            asked = {name: body[name] for name in _KEPT_FIELDS if name in body}
         elif isinstance(body.get("prompt"), str):
             asked = {"prompt": body["prompt"]}
         else:

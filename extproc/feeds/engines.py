@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_METRICS_PATH: Final = "/metrics"
 _MODELS_PATH: Final = "/v1/models"
 _TIMEOUT_S: Final = 2.0
 _MAX_PAUSE_S: Final = 10.0
-# Intervals of reading the list of models, which changes when adapters are loaded: with and without routed adapters.
+# Intervals of reading the list of models, which changes when adapters are loaded: of engines with adapters, and of
+# others.
 _MODELS_INTERVAL_S: Final = 1.0
 _MODELS_LONG_INTERVAL_S: Final = 5.0
 # Scrapes are started in batches: waking up for each engine would cost several times as much as the scrape.
@@ -59,7 +59,7 @@ _Key = tuple[str, str, object]
 
 def _key(pool: Pool, address: str) -> _Key:
     spec = pool.spec
-    return pool.name, address, (spec.engine, spec.scrape_interval, spec.connection)
+    return pool.name, address, (spec.engine, spec.metrics_path, spec.scrape_interval, spec.connection, pool.metrics)
 
 
 class EngineScraper:
@@ -144,7 +144,11 @@ class _Poll:
         self._access = access
         # with the key that engines asked for when the connection was made; who refuses it gets another connection
         self._metrics_request = self._models_request = b""
-        self._reader = MetricsReader(NAMES[pool.spec.engine], with_loras=bool(pool.adapters))
+        names = NAMES[pool.spec.engine]
+        self._reader = MetricsReader(names, custom=pool.metrics)
+        self._metrics_path = pool.spec.metrics_path or names.path
+        # whether it can have adapters, as far as it has said so
+        self._has_loras = False
         self._connection: KeptConnection | None = None
         self._reads_models = False
         self._is_scraping = False
@@ -202,7 +206,7 @@ class _Poll:
         except (OSError, ValueError) as error:  # includes TimeoutError
             self._failed(f"cannot connect: {str(error) or 'no answer'}")
             return
-        self._metrics_request = get_request(self._host, self._port, _METRICS_PATH, access.authorization)
+        self._metrics_request = get_request(self._host, self._port, self._metrics_path, access.authorization)
         self._models_request = get_request(self._host, self._port, _MODELS_PATH, access.authorization)
         self._connection = connection
         connection.ask(self._models_request if self._reads_models else self._metrics_request)
@@ -230,18 +234,25 @@ class _Poll:
     def _take(self, body: bytes) -> None:
         if self._reads_models:
             self._resume()
-            self._models_at_s = self._clock() + (_MODELS_INTERVAL_S if self._pool.adapters else _MODELS_LONG_INTERVAL_S)
+            self._models_at_s = self._clock() + (
+                _MODELS_INTERVAL_S if self._may_change_models else _MODELS_LONG_INTERVAL_S
+            )
             self._take_models(body)
         else:
             self._take_metrics(body)
+
+    @property
+    def _may_change_models(self) -> bool:
+        pool = self._pool
+        return self._has_loras or bool(pool.adapters) or pool.slots is not None
 
     def _take_metrics(self, page: bytes) -> None:
         reading = self._reader.read(page)
         if not reading.is_report:
             engine = self._pool.spec.engine
             self._failed(
-                f"its page {_METRICS_PATH} has no metric of {engine}; set 'engine' of its ModelServer to what runs "
-                "there, or let it show its metrics"
+                f"its page {self._metrics_path} has no metric of {engine}; set 'engine' of its ModelServer to what "
+                "runs there, and 'metricsPath' if its page is elsewhere, or let it show its metrics"
             )
             return
         self._resume()
@@ -250,6 +261,7 @@ class _Poll:
             self._said = ""
         if reading.has_restarted:
             log.info("engine %s has restarted: assuming an empty cache", self._address)
+        self._has_loras = self._has_loras or reading.report.loras is not None
         server = self._pool.name
         self._deliver(EngineSaid(server, self._address, reading.report, reading.cache, reading.has_restarted))
         self._metrics.scraped(server)

@@ -2,11 +2,12 @@
 """Rate limits that all machines share: buckets in Redis, one round trip a request.
 
 Scripts change the buckets atomically, with the arithmetic of ``admission/buckets.py``. They use Redis' time, so the
-machines' clocks need not agree. What is granted while Redis is away is charged to it afterwards, exactly once: every message carries
-what this process owes (``admission/store_memory.py``).
+machines' clocks need not agree. What is granted while Redis is away is charged to it afterwards, exactly once: every
+message carries what this process owes (``admission/store_memory.py``).
 
-Two cases remain inexact, each by the requests in flight at that moment. What Redis granted to a connection that broke is not given
-back. And where one answer is late and others are still to come, the late request is granted from all that was left, theirs included.
+Two cases remain inexact, each by the requests in flight at that moment. What Redis granted to a connection that broke
+is not given back. And where one answer is late and others are still to come, the late request is granted from all that
+was left, theirs included.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class RedisLimits:
     """Reserves and settles in Redis."""
 
     def __init__(self, url: str, prefix: str, metrics: Metrics, clock: Callable[[], float], *, process: str) -> None:
-        """``url``: redis://host:port/db. ``prefix``: of the keys in Redis. ``process``: names this one among all, ever."""
+        """``url``: redis://host:port/db. ``prefix``: of the keys in Redis. ``process``: names this one among all,
+        ever.
+        """
         self._redis, self._error = redis_client(url, timeout_s=2 * _TIMEOUT_S, connections=_CONNECTIONS)
         self._reserve: Any = self._redis.register_script(RESERVE)
         self._settle: Any = self._redis.register_script(SETTLE)
@@ -182,7 +185,9 @@ class RedisLimits:
             self._note_levels(charges, statements, levels, store_at_s)
 
     async def _settle_batch(self) -> None:
-        """Settle one batch. A failed batch is not repeated: applied twice, it would refund too much; what went beyond is owed."""
+        """Settle one batch. A failed batch is not repeated: applied twice, it would refund too much; what went beyond
+        is owed.
+        """
         count = min(_BATCH_SIZE, len(self._settlements))
         batch = [self._settlements.popleft() for _ in range(count)]
         stated = [self._state(grant.charges, self._clock()) for grant, _ in batch]

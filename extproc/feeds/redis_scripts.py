@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Final
 
-# fill() reads a bucket, adds the inflow until now and takes what the process owes it. A bucket that is not here is full, or Redis has
-# lost it: it begins with what the process says is left at most. Its first epoch is the time, so that no reservation of a lost bucket is
-# worth anything in this one. "paid:PROCESS" is the running total that this bucket was charged for (admission/store_memory.py). A key
-# expires some time after its bucket would be full.
+# fill() reads a bucket, adds the inflow until now and takes what the process owes it. A bucket that is not here is
+# full, or Redis has lost it: it begins with what the process says is left at most. Its first epoch is the time, so that
+# no reservation of a lost bucket is worth anything in this one. "paid:PROCESS" is the running total that this bucket
+# was charged for (admission/store_memory.py). A key expires some time after its bucket would be full.
 _FILL: Final = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
@@ -21,7 +21,8 @@ local function amount_of(text)
 end
 local function fill(key, rate, capacity, most, owed, told)
   local held = redis.call('HMGET', key, 'level', 'at', 'claims', 'shrink', 'epoch', paid_field)
-  local b = {level = math.min(capacity, most), at = now, claims = 0, shrink = 1, epoch = math.floor(now * 1000000), paid = 0, debt = 0}
+  local b = {level = math.min(capacity, most), at = now, claims = 0, shrink = 1, paid = 0, debt = 0}
+  b.epoch = math.floor(now * 1000000)
   if held[1] then
     b.level, b.at, b.claims = tonumber(held[1]), tonumber(held[2]), tonumber(held[3])
     b.shrink, b.epoch, b.paid = tonumber(held[4]), tonumber(held[5]), amount_of(held[6])
@@ -45,14 +46,15 @@ local function fill(key, rate, capacity, most, owed, told)
 end
 local function store(key, b, rate, capacity)
   redis.call('HSET', key, 'level', string.format('%.17g', b.level), 'at', string.format('%.17g', b.at),
-    'claims', string.format('%.17g', b.claims), 'shrink', string.format('%.17g', b.shrink), 'epoch', string.format('%.0f', b.epoch))
+    'claims', string.format('%.17g', b.claims), 'shrink', string.format('%.17g', b.shrink),
+    'epoch', string.format('%.0f', b.epoch))
   if b.debt > 0 then redis.call('HSET', key, paid_field, string.format('%.17g', b.paid)) end
   redis.call('EXPIRE', key, math.ceil(math.min(31536000, 3600 + 2 * (capacity - b.level) / rate)))
 end
 """
 
-# ARGV: the process; then for each key rate, capacity, what is left at most, owed, told, amount. What is owed is taken in any case.
-# Returns 1 if granted, else 0; the time; then level, shrink, epoch for each key.
+# ARGV: the process; then for each key rate, capacity, what is left at most, owed, told, amount. What is owed is taken
+# in any case. Returns 1 if granted, else 0; the time; then level, shrink, epoch for each key.
 RESERVE: Final = (
     _FILL
     + """
@@ -82,8 +84,8 @@ return answer
 """
 )
 
-# ARGV: the process; then for each key rate, capacity, what is left at most, owed, told, the claim's amount, shrink and epoch, used.
-# Returns the time; then the level for each key.
+# ARGV: the process; then for each key rate, capacity, what is left at most, owed, told, the claim's amount, shrink and
+# epoch, used. Returns the time; then the level for each key.
 SETTLE: Final = (
     _FILL
     + """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How full the buckets of local limits are, in a file: a process that starts goes on where the last one ended.
 
-The file is replaced by rename, some ten times a second while limits grant, and once more at the end: who kills the process gains
-what was granted in the last tenth of a second. Every worker has a file of its own and begins with the lowest level of all files.
-The time between is inflow, by the wall clock.
+The file is replaced by rename, some ten times a second while limits grant, and once more at the end: who kills the
+process gains what was granted in the last tenth of a second. Every worker has a file of its own and begins with the
+lowest level of all files. The time between is inflow, by the wall clock.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class SavedLevels:
         self._has_failed = False
 
     def load(self) -> None:
-        """Begin with what was saved. A file that cannot be read is passed over. Raises OSError if there can be no directory."""
+        """Begin with what was saved. A file that cannot be read is passed over. Raises OSError if there can be no
+        directory.
+        """
         self._directory.mkdir(parents=True, exist_ok=True)
         now, wall_now = self._clock(), self._wall_clock()
         for file in sorted(self._directory.glob("limits-*.json")):

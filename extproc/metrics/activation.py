@@ -64,7 +64,7 @@ class _WaitingSeries(Collector):
     def collect(self) -> Iterator[Metric]:
         """Of ModelServers that requests wait for now."""
         waiting = GaugeMetricFamily(
-            "attache_engine_waiting", "Requests that wait because no engine can take them.", labels=["server"]
+            "attache_activation_waiting", "Requests that wait because no engine can take them.", labels=["server"]
         )
         for server, one in self._at_zero().items():
             waiting.add_metric([server], one.requests)

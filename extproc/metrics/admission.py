@@ -31,7 +31,9 @@ _REDIS_BUCKETS: Final = (1e-4, 2e-4, 3e-4, 5e-4, 7.5e-4, 1e-3, 1.5e-3, 2.5e-3, 5
 
 
 class AdmissionMetrics:
-    """Series of one extproc process. ``gates``: by ModelServer. ``at_zero``: those that wait before them for engines."""
+    """Series of one extproc process. ``gates``: by ModelServer. ``at_zero``: those that wait before them for
+    engines.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counters and histograms that cost next to nothing to write, and are put into Prometheus' form when they are read.
 
-prometheus_client's own take a lock and look labels up for every event, which at several events a request is a tenth of what
-a decision costs. Here there is one thread that writes, and it is the one that reads.
+prometheus_client's own take a lock and look labels up for every event, which at several events a request is a tenth of
+what a decision costs. Here there is one thread that writes, and it is the one that reads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _MOST_PENDING: Final = 4096
 
 
 class Counters(Collector):
-    """One counter family. Its label values come from the configuration and from fixed sets, or are bounded by who adds."""
+    """One counter family. Its label values come from the configuration and from fixed sets, or are bounded by who
+    adds.
+    """
 
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
         self._name, self._text, self._labels = name, text, labels

@@ -46,8 +46,8 @@ class Metrics:
         gates: Callable[[], Mapping[str, Gate]] = dict,
         at_zero: Callable[[], Mapping[str, ZeroDemand]] = dict,
     ) -> None:
-        """``clock``: the one that endpoint tables go by. ``gates``: by ModelServer, where there is flow control. ``at_zero``:
-        who waits for engines.
+        """``clock``: the one that endpoint tables go by. ``gates``: by ModelServer, where there is flow control.
+        ``at_zero``: who waits for engines.
         """
         self.decision_log = log
         self.registry = CollectorRegistry()

@@ -73,7 +73,9 @@ class HeldBlocks:
         return next((segment.used_at_s for segment in self._idle), None)
 
     def pin(self, chain: list[int], now: float) -> tuple[Pin, list[int]]:
-        """A request with ``chain`` begins: it holds the blocks until ``unpin``. Returns also those that are new here."""
+        """A request with ``chain`` begins: it holds the blocks until ``unpin``. Returns also those that are new
+        here.
+        """
         last, start = self._walk(chain)
         new = chain[start:]
         if new:
@@ -116,7 +118,9 @@ class HeldBlocks:
         return block
 
     def _walk(self, chain: list[int]) -> tuple[_Segment | None, int]:
-        """The last held segment of ``chain``, and how many blocks are held. A segment that ``chain`` leaves is split."""
+        """The last held segment of ``chain``, and how many blocks are held. A segment that ``chain`` leaves is
+        split.
+        """
         last, start = None, 0
         while start < len(chain) and (segment := self._segments.get(chain[start])) is not None:
             end = start + len(segment.blocks)

@@ -89,7 +89,7 @@ def _events(raw: Iterable[Any]) -> Iterator[Event]:
                 yield _stored(fields)
         elif tag == "BlockRemoved":
             fields = _named(one, _REMOVED_FIELDS, skip=1)
-            yield Removed(tuple(fields["block_hashes"]), fields.get("medium"))
+            yield Removed(tuple(fields["block_hashes"]), _medium(fields))
         elif tag == "AllBlocksCleared":
             yield Cleared()
 
@@ -100,10 +100,16 @@ def _stored(fields: dict[str, Any]) -> Stored:
         parent=fields["parent_block_hash"],
         token_ids=tuple(fields["token_ids"]),
         block_size=int(fields["block_size"]),
-        medium=fields.get("medium") or "GPU",
+        medium=_medium(fields) or "GPU",
         lora_name=fields.get("lora_name"),
         extra_keys=tuple(fields.get("extra_keys") or ()),
     )
+
+
+def _medium(fields: dict[str, Any]) -> str | None:
+    """In capitals: vLLM writes GPU, connectors of other caches cpu."""
+    given = fields.get("medium")
+    return str(given).upper() if given else None
 
 
 def _named(raw: object, names: tuple[str, ...], *, skip: int = 0) -> dict[str, Any]:

@@ -67,7 +67,9 @@ class Peers:
             self._has_news.set()
 
     async def run(self, *, hear: Callable[[EventBatch], None], beat: Callable[[], None]) -> None:
-        """Until cancelled. ``hear``: takes what another process did. ``beat``: called once a second, at the start more often."""
+        """Until cancelled. ``hear``: takes what another process did. ``beat``: called once a second, at the start more
+        often.
+        """
         if not self._buses:
             return
         async with asyncio.TaskGroup() as tasks:

@@ -56,7 +56,8 @@ class RedisBus:
         pause_s = 0.1
         task = asyncio.current_task()
         try:
-            # the client library swallows a cancellation that comes while it connects, also when it connects again by itself
+            # the client library swallows a cancellation that comes while it connects, also when it connects again by
+            # itself
             while not _is_cancelled(task):
                 try:
                     async with self._listening.pubsub(ignore_subscribe_messages=True) as subscription:

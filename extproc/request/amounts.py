@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much a body asks for beyond the bytes of its prompt: numbers, prompts, media.
 
-A client's numbers are bounded where they are read, so that no account ever sees one that is negative, fractional or huge.
+A client's numbers are bounded where they are read, so that no account ever sees one that is negative, fractional or
+huge.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ NUMBERS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 
-# Tokens reserved for a part until the engine reports the prompt's. An image: OpenAI counts 765 for one of 1024 x 1024 pixels,
-# Qwen2.5-VL 1,369, LLaVA-1.5 576. Audio: 25 tokens a second (Qwen2-Audio) for 40 s. Video: vLLM samples 32 frames; 300 each.
+# Tokens reserved for a part until the engine reports the prompt's. An image: OpenAI counts 765 for one of 1024 x 1024
+# pixels, Qwen2.5-VL 1,369, LLaVA-1.5 576. Audio: 25 tokens a second (Qwen2-Audio) for 40 s. Video: vLLM samples 32
+# frames; 300 each.
 MEDIA_TOKENS: Final[Mapping[str, int]] = MappingProxyType({"image": 1_000, "audio": 1_000, "video": 10_000})
 
 

@@ -2,12 +2,12 @@
 """Bounds on how many JSON values a body may have, checked before it is decoded.
 
 Decoding an object costs as much as decoding kilobytes of text, so a body of empty messages would hold up all other
-requests for seconds, and take a hundred times its size in memory. Marks (braces, colons, commas, quotes) are counted first, which
-is fast. Where there are many, they may stand in text, as in prompts with source code; then only those outside of strings
-count.
+requests for seconds, and take a hundred times its size in memory. Marks (braces, colons, commas, quotes) are counted
+first, which is fast. Where there are many, they may stand in text, as in prompts with source code; then only those
+outside of strings count.
 
-Which marks stand outside is computed on bitmaps of the text, as simdjson does it (Langdale, Lemire: Parsing Gigabytes of JSON per
-Second, 2019), with Python's integers as bitmaps.
+Which marks stand outside is computed on bitmaps of the text, as simdjson does it (Langdale, Lemire: Parsing Gigabytes
+of JSON per Second, 2019), with Python's integers as bitmaps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MOST_STRINGS: Final = 2 * MOST_MEMBERS
 MOST_COMMAS: Final = 3 * 2**20
 # Of all but the messages, the prompt or the input: tools, schemas.
 MOST_OTHER_BYTES: Final = 4 * 2**20
-# No shorter body can have more: ``{},`` is the shortest object in a list, ``"":0,`` the shortest member. The shortest text is
-# ``"",``, the shortest value ``1,``.
+# No shorter body can have more: ``{},`` is the shortest object in a list, ``"":0,`` the shortest member. The shortest
+# text is ``"",``, the shortest value ``1,``.
 _SHORT_BYTES: Final = 3 * MOST_OBJECTS
 _SHORT_OF_MEMBERS: Final = 5 * MOST_MEMBERS
 _CHUNK_BYTES: Final = 1 << 20
@@ -105,7 +105,9 @@ def check_rest(body: bytes, contents: tuple[int, int] | None) -> None:
 
 
 def count_outside_strings(chunk: np.ndarray[tuple[int], np.dtype[np.uint8]], *, is_inside: bool) -> tuple[Counts, bool]:
-    """Of up to 2 MiB that end with no half of an escape. ``is_inside``: whether it begins in a string; also whether it ends so."""
+    """Of up to 2 MiB that end with no half of an escape. ``is_inside``: whether it begins in a string; also whether it
+    ends so.
+    """
     quotes = _bitmap(chunk, _QUOTE) & ~_escaped(_bitmap(chunk, _BACKSLASH))
     # a bit is inside if an odd number of quotes stands at or before it
     inside, shift = quotes, 1

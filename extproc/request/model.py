@@ -26,17 +26,26 @@ class Api(enum.Enum):
     COMPLETIONS = "completions"
     EMBEDDINGS = "embeddings"
     RESPONSES = "responses"
+    MESSAGES = "messages"
+    COUNT_TOKENS = "count_tokens"
+    GENERATE = "generate"
     # any other path, from a gateway whose requests all go to one pool
     UNKNOWN = "unknown"
+
+
+# Streams of these always end with usage, and it cannot be asked for. Counting tokens has none.
+_OWN_USAGE = frozenset({Api.RESPONSES, Api.MESSAGES, Api.COUNT_TOKENS})
 
 
 class InferenceRequest(msgspec.Struct, frozen=True):
     """A parsed request body.
 
-    ``prompt``: the text whose prefixes an engine caches, in the order in which a chat template writes it, so that the prompt
-    of a longer conversation begins with the prompt of the shorter one. ``stream_options``: the client's, values undecoded.
-    ``cache_salt``: vLLM's field; only prompts with the same salt share cached blocks. ``contents``: the byte span of a large
-    body that holds its messages, prompt or input, for ``rewrite.with_changes``. ``max_output_tokens``: of each answer.
+    ``prompt``: the text whose prefixes an engine caches, in the order in which a chat template writes it, so that the
+    prompt of a longer conversation begins with the prompt of the shorter one. ``stream_options``: the client's, values
+    undecoded.
+    ``cache_salt``: vLLM's field; only prompts with the same salt share cached blocks. ``contents``: the byte span of a
+    large body that holds its messages, prompt or input, for ``rewrite.with_changes``. ``max_output_tokens``: of each
+    answer.
     ``answers``: how many are written, over all prompts; 0 for embeddings.
     ``internal_fields``: the INTERNAL_FIELDS that the body has.
     """
@@ -67,7 +76,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     @property
     def leaves_usage_out(self) -> bool:
         """Whether a streamed answer will lack token usage because the client did not ask for it."""
-        if not self.is_streamed or self.api is Api.RESPONSES:
+        if not self.is_streamed or self.api in _OWN_USAGE:
             return False
         asked = self.stream_options.get("include_usage")
         return asked is None or bytes(asked) not in _TRUE
@@ -80,4 +89,4 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     @property
     def asks_for_usage(self) -> bool:
         """Whether its answer reports token usage without a change of the request."""
-        return self.api is not Api.UNKNOWN and (not self.is_streamed or not self.leaves_usage_out)
+        return self.api not in {Api.UNKNOWN, Api.COUNT_TOKENS} and (not self.is_streamed or not self.leaves_usage_out)

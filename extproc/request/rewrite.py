@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Change top-level fields of a JSON object without decoding or re-encoding the values of the others.
 
-The object is decoded one level deep, changed and written again: every other value is copied byte for byte, so that numbers
-keep their digits and members their order. A field that occurs twice, or whose name is escaped, comes out once and in plain
-form, with the value that ``parse`` read: the engine cannot read another.
+The object is decoded one level deep, changed and written again: every other value is copied byte for byte, so that
+numbers keep their digits and members their order. A field that occurs twice, or whose name is escaped, comes out once
+and in plain form, with the value that ``parse`` read: the engine cannot read another.
 
-Scanning a long prompt for that is most of the work, and ``parse`` has scanned it before. So a large body is given together
-with the span of its contents; they are cut out, the short remainder is changed, and they are put back.
+Scanning a long prompt for that is most of the work, and ``parse`` has scanned it before. So a large body is given
+together with the span of its contents; they are cut out, the short remainder is changed, and they are put back.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def with_changes(
 
 
 def is_plain(body: bytes, contents: Span | None = None) -> bool:
-    """Whether every top-level name of ``body`` occurs once, and as it is: no reader can find another value than ``parse`` did.
+    """Whether every top-level name of ``body`` occurs once, and as it is: no reader can find another value than
+    ``parse`` did.
 
-    For sure if it is written as most clients' libraries write JSON, without spaces or with one after each mark; a body in
-    any other form is taken for one that is not plain. ``contents``: as in ``with_changes``.
+    For sure if it is written as most clients' libraries write JSON, without spaces or with one after each mark; a body
+    in any other form is taken for one that is not plain. ``contents``: as in ``with_changes``.
     """
     if contents is not None:
         body = b"".join((body[: contents[0]], _PLACEHOLDER, body[contents[1] :]))

@@ -258,7 +258,7 @@ class App:
         from extproc.runtime.explain_page import ExplainPage  # noqa: PLC0415
         from extproc.runtime.pages import serve_pages  # noqa: PLC0415
 
-        explain = ExplainPage(self._core, self._tokenizers.tokens_of, self._clock)
+        explain = ExplainPage(self._core, self._tokenizers.tokens_of, self._clock, self._settings.gateway)
         return await serve_pages(
             self._settings.metrics,
             self._metrics.registry,

@@ -28,7 +28,8 @@ class Contact:
     def look(self, now: float, *, last_stream_at_s: float, last_check_at_s: float) -> bool | None:
         """Whether Envoy is missed, if that has changed. Instants are 0 if there was none.
 
-        A gateway that asks for health is missed when it asks no more. From another one, requests may stay away for hours.
+        A gateway that asks for health is missed when it asks no more. From another one, requests may stay away for
+        hours.
         """
         last_at_s = max(last_stream_at_s, last_check_at_s)
         is_silent = now - max(self._started_at_s, last_at_s) >= PATIENCE_S
@@ -49,8 +50,8 @@ async def watch_contact(listen: str, metrics: Metrics, clock: Callable[[], float
         )
         if is_missed:
             log.warning(
-                "no Envoy has called %s for %g s; see that Envoy runs with the bundle of this directory, that 'extproc' in "
-                "its GatewayConfig is this address, and that no firewall is between them",
+                "no Envoy has called %s for %g s; see that Envoy runs with the bundle of this directory, that 'extproc'"
+                " in its GatewayConfig is this address, and that no firewall is between them",
                 listen,
                 PATIENCE_S,
             )

@@ -65,7 +65,8 @@ class Performer:
         done: Callable[[], None] = lambda: None,
     ) -> None:
         """``limits``: the store of global limits, if there is one. ``tell``: takes events for the other processes.
-        ``load``: starts a load, of which ``take_load`` gets the result. ``done``: called when all effects of a verb are performed.
+        ``load``: starts a load, of which ``take_load`` gets the result. ``done``: called when all effects of a verb are
+        performed.
         """
         self._core = core
         self._metrics = metrics
@@ -238,6 +239,8 @@ def _took(result: LoadResult) -> str:
 _LOAD_ADVICE: Final = {
     LoadProblem.BUSY: "nothing while it happens now and then; else give the engines more slots, or add engines",
     LoadProblem.BROKEN: "look at the adapter's source in adapterLoading, its rank and its base model",
-    LoadProblem.UNREACHABLE: "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or write the port of "
-    "the runtime agents, if it is not just starting",
+    LoadProblem.UNREACHABLE: (
+        "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or write the port of "
+        "the runtime agents, if it is not just starting"
+    ),
 }

@@ -6,11 +6,12 @@
 3. The slot of an engine's least recently used adapter that nothing in flight uses; of several engines, that with the
    fewest requests in flight.
 4. If all are in use: of the adapters that have been there for long enough, the one with the fewest requests in flight
-   gets nothing new, and makes room when those are over. Without this, ten adapters that are asked for all the time would
-   never share four slots.
+   gets nothing new, and makes room when those are over. Without this, ten adapters that are asked for all the time
+   would never share four slots.
 
-A second copy is worth a slot if the adapter's least loaded engine has more than ``4 + 2 n`` requests in flight, and another
-engine ``n``; it takes a free slot, or that of an adapter that was not used for half a minute, and no request waits for it.
+A second copy is worth a slot if the adapter's least loaded engine has more than ``4 + 2 n`` requests in flight, and
+another engine ``n``; it takes a free slot, or that of an adapter that was not used for half a minute, and no request
+waits for it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _LONGEST_STAY_S: Final = 2.0
 
 
 class Place(msgspec.Struct, frozen=True):
-    """``row``: of the engine that loads. ``evicts``: the adapter that is unloaded first. ``must_wait``: that one is in use."""
+    """``row``: of the engine that loads. ``evicts``: the adapter that is unloaded first. ``must_wait``: that one is in
+    use.
+    """
 
     row: int
     evicts: str | None = None
@@ -53,8 +56,8 @@ def place(
 ) -> Place | None:
     """The engine of ``rows`` that loads ``adapter``; None: there is no room, and none to be made now.
 
-    ``shortest_stay_s``: an adapter in use that was loaded that long ago may have to give way. ``idle_s``: one that is not in
-    use, if it was not used for that long.
+    ``shortest_stay_s``: an adapter in use that was loaded that long ago may have to give way. ``idle_s``: one that is
+    not in use, if it was not used for that long.
     """
     open_to_it = [row for row in rows if not slots.is_leaving(row, adapter)]
     nearest = sorted(open_to_it, key=lambda row: (float(table.in_flight[row]) + slots.loads_at(row), row))

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -23,14 +22,16 @@ from extproc.endpoints.decode_speed import DecodeSpeed
 from extproc.endpoints.prompt_cost import PromptCost
 from extproc.prefix.hashing import COVERED_UNITS, FIRST_BLOCK_BYTES, hash_blocks
 from extproc.prefix.index import Match, PrefixIndex
+from extproc.prefix.kv_index import KvIndex
 from extproc.prefix.turns import Turns
+from extproc.scheduling.bitmasks import rows_of_bitmask
+from extproc.scheduling.cache_tiers import CacheTiers
 from extproc.scheduling.picker import Demand
 
 if TYPE_CHECKING:
     from extproc.endpoints.engine_reports import CacheConfig
     from extproc.endpoints.table import EndpointTable, Floats
     from extproc.prefix.held_blocks import Pin
-    from extproc.prefix.kv_index import KvIndex
 
 # For English text and code in JSON; learned from reported usage afterwards.
 INITIAL_BYTES_PER_TOKEN: Final = 4.0
@@ -93,6 +94,7 @@ class CacheEstimator:
         self._previous_uses = 0
         self.turns = Turns()
         self.kv_index: KvIndex | None = None
+        self._tiers: CacheTiers | None = None
         self.whole_feeds = 0
         self.partial_feeds = 0
         self._caches: dict[int, CacheConfig] = {}
@@ -107,10 +109,20 @@ class CacheEstimator:
             self.kv_index.forget(row)
 
     def tokens_held(self, row: int) -> int:
-        """Tokens of prompts that the endpoint of ``row`` has cached: by its events if they are complete, else as remembered."""
+        """Tokens of prompts that the endpoint of ``row`` has cached: by its events if they are complete, else as
+        remembered.
+        """
         if self.kv_index is not None and self.whole_feeds >> row & 1:
             return self.kv_index.blocks_held(row) * self._block_tokens
         return int(self.index.bytes_held(row) / self.bytes_per_token)
+
+    def configure(self, *, has_events: bool, tiers: Mapping[str, float]) -> None:
+        """Whether engines send KV events; caches with a capacity of their own, in tokens by name. What stays is
+        kept.
+        """
+        self.kv_index = (self.kv_index or KvIndex()) if has_events else None
+        if self._tiers is None or self._tiers.capacities != tiers:
+            self._tiers = self._new_tiers(tiers) if tiers else None
 
     def set_cache_config(self, row: int, cache: CacheConfig) -> None:
         """Record the block size and capacity that the engine of ``row`` reports."""
@@ -152,6 +164,8 @@ class CacheEstimator:
             self._previous, self._previous_uses = self.index, _PREVIOUS_USES
             self.index = self._new_index(size)
             self.turns = Turns()
+            if self._tiers is not None:
+                self._tiers = self._new_tiers(self._tiers.capacities)
             for row in self._caches:
                 self._set_capacity(row)
 
@@ -178,7 +192,12 @@ class CacheEstimator:
         if self.kv_index is not None:
             kv_chains = self._add_precise(self.kv_index, prompt, cached, input_tokens, now)
         work = self.prompt_cost.work(input_tokens - cached, cached)
-        demand = Demand(cached, work, self.output_tokens * self.answer_cost.step_s_per_token)
+        step_s = self.output_tokens * self.answer_cost.step_s_per_token
+        tiers: Mapping[str, Floats] = {}
+        if self._tiers is not None:
+            ratio = self.bytes_per_token
+            tiers = self._tiers.held(chain, rows, lambda size: self._round_to_blocks(size / ratio, input_tokens))
+        demand = Demand(cached, work, step_s, tiers)
         return Expectation(chain, kv_chains, matches, input_tokens, demand, COVERED_UNITS[len(chain)] * unit)
 
     def indexed_tokens(self, expectation: Expectation, row: int) -> tuple[float, float | None]:
@@ -198,7 +217,17 @@ class CacheEstimator:
         """The prompt is sent to the endpoint of ``row``, which will have it cached; returns what it holds there."""
         if self.kv_index is not None and expectation.kv_chains is not None:
             self.kv_index.speculate(row, expectation.kv_chains, now)
-        return self.index.pin(row, expectation.chain, now)
+        return self.pin(row, expectation.chain, now)
+
+    def pin(self, row: int, chain: list[int], now: float) -> Pin:
+        """A prompt with this chain is sent to ``row``; returns what it holds there until its end."""
+        if self._tiers is not None:
+            self._tiers.record(row, chain, now)
+        return self.index.pin(row, chain, now)
+
+    def record(self, row: int, chain: list[int], now: float) -> None:
+        """The endpoint of ``row`` has served a prompt with this chain."""
+        self.index.unpin(row, self.pin(row, chain, now), now)
 
     def last_use_of(self, row: int, chain: Sequence[int], tokens: float) -> float | None:
         """When the endpoint of ``row`` last used the block of ``chain`` that contains token number ``tokens``."""
@@ -208,6 +237,8 @@ class CacheEstimator:
 
     def _forget_prefixes(self, row: int) -> None:
         self.index.forget(row)
+        if self._tiers is not None:
+            self._tiers.forget(row)
         if self._previous is not None:
             self._previous.forget(row)
 
@@ -259,13 +290,9 @@ class CacheEstimator:
         cached[partial] = np.maximum(cached[partial], precise[partial])
         return chains
 
+    def _new_tiers(self, capacities: Mapping[str, float]) -> CacheTiers:
+        size = self.index.first_block_bytes
+        return CacheTiers(capacities, bytes_per_token=self.bytes_per_token, first_block_bytes=size)
+
     def _new_index(self, first_block_bytes: int) -> PrefixIndex:
         return PrefixIndex(_INITIAL_CACHE_TOKENS * INITIAL_BYTES_PER_TOKEN, first_block_bytes)
-
-
-# Successive requests meet the same few sets of holders.
-@lru_cache(maxsize=1024)
-def rows_of_bitmask(mask: int, rows: int) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """The row numbers set in a bit mask over ``rows`` rows, usable as an index of columns."""
-    raw = np.frombuffer((mask & (1 << rows) - 1).to_bytes((rows + 7) // 8, "little"), np.uint8)
-    return np.unpackbits(raw, count=rows, bitorder="little").nonzero()[0]

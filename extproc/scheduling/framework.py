@@ -9,7 +9,7 @@ handler decides which profiles run. Plugins are pure functions of the ``View``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import random
 
     from extproc.endpoints.table import Bools, Floats
+    from extproc.scheduling.sessions import SessionNote
 
 
 class Filter(Protocol):
@@ -57,6 +58,55 @@ class Decider(Protocol):
 
     def wants_prefill(self, view: View, decode_row: int) -> bool:
         """``decode_row``: the endpoint that will decode."""
+        ...
+
+
+@runtime_checkable
+class SessionKeeper(Protocol):
+    """Keeps the requests of a session on one endpoint."""
+
+    @property
+    def profile_name(self) -> str:
+        """The profile whose endpoint is kept; empty: the one that answers."""
+        ...
+
+    def note(self, view: View, row: int) -> SessionNote | None:
+        """What the request's session is to keep if ``row`` gets the request; None: nothing."""
+        ...
+
+
+class UsageReporter(Protocol):
+    """Tells the gateway a number that follows from an answer's token usage."""
+
+    @property
+    def namespace(self) -> str:
+        """Of the gateway's dynamic metadata."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The key in the namespace."""
+        ...
+
+    def value(self, usage: Mapping[str, object]) -> int:
+        """The number; 0 if there is nothing to tell. ``usage``: as in an answer of OpenAI's API."""
+        ...
+
+
+class Admitter(Protocol):
+    """Decides whether a request is served at all."""
+
+    def admit(self, view: View, rng: random.Random) -> None:
+        """Raise Shed if it is not. ``view``: all endpoints that may serve it, with and without room."""
+        ...
+
+
+@runtime_checkable
+class NeedsPlugins(Protocol):
+    """Parameters whose plugin depends on other plugins of the same file."""
+
+    def with_plugins(self, others: Mapping[str, Any]) -> Any:  # noqa: ANN401 - plugins have no type in common
+        """The plugin itself. ``others``: all plugins of the file by their names, as their parameters."""
         ...
 
 
@@ -125,11 +175,29 @@ class ProfileHandler(Protocol):
 
 
 class ConfiguredPicker(msgspec.Struct, frozen=True):
-    """The picker that an EndpointPickerConfig describes: profiles and their handler."""
+    """The picker that an EndpointPickerConfig describes: profiles and their handler.
+
+    ``sessions``: the plugins that keep sessions on their endpoints. ``prefill_profile``: its name, empty if there is
+    none.
+    ``reporters``: what the gateway is told of each answer. ``admitters``: asked before, by ``admit``, whether the
+    request is served at all. ``metrics``: attributes of endpoints, each with the metric of the engine that has its
+    value, such as ``queue{tier=gold}``. ``tiers``: prefix caches with a capacity of their own, in tokens by name.
+    """
 
     handler: ProfileHandler
     profiles: Mapping[str, Profile]
     deciders: Mapping[str, Decider] = {}
+    sessions: tuple[SessionKeeper, ...] = ()
+    prefill_profile: str = ""
+    reporters: tuple[UsageReporter, ...] = ()
+    admitters: tuple[Admitter, ...] = ()
+    metrics: tuple[tuple[str, str], ...] = ()
+    tiers: Mapping[str, float] = {}
+
+    def admit(self, view: View, *, rng: random.Random) -> None:
+        """Ask the admitters; raises Shed."""
+        for one in self.admitters:
+            one.admit(view, rng)
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """Run the handler; endpoints in back-off only if no other may serve the request."""
@@ -137,3 +205,14 @@ class ConfiguredPicker(msgspec.Struct, frozen=True):
             well = view.candidates() & (view.table.retry_at_s <= view.now_s)
             view = view.narrowed(well) if well.any() else view
         return self.handler.run(view, self.profiles, self.deciders, rng)
+
+    def session_notes(self, view: View, pick: Pick) -> tuple[SessionNote, ...]:
+        """What the request's sessions are to keep of a pick."""
+        notes = []
+        for keeper in self.sessions:
+            is_prefill = keeper.profile_name and keeper.profile_name == self.prefill_profile
+            row = pick.prefill_row if is_prefill else pick.rows[0]
+            note = None if row is None else keeper.note(view, row)
+            if note is not None:
+                notes.append(note)
+        return tuple(notes)

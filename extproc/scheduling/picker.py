@@ -12,6 +12,7 @@ import numpy as np
 from extproc.endpoints.ledger import backlogs
 from extproc.endpoints.table import Bools, EndpointTable, Floats
 from extproc.errors import NoEndpoint
+from extproc.scheduling.sessions import TenantSessions
 
 if TYPE_CHECKING:
     import random
@@ -22,11 +23,17 @@ class Demand(msgspec.Struct, frozen=True):
 
     ``cached_tokens``: tokens of its prompt that are probably cached. ``work``: remaining prefill work in tokens,
     attention included. ``decode_s_per_token``: seconds that its answer takes longer for each other token in flight.
+    ``tiers``: as ``cached_tokens``, of caches with a capacity of their own, by name.
     """
 
     cached_tokens: Floats
     work: Floats
     decode_s_per_token: float = 0.0
+    tiers: Mapping[str, Floats] = {}
+
+    def cached_by(self, tier: str) -> Floats:
+        """``cached_tokens`` of the tier of this name; of the cache as a whole if there is none."""
+        return self.tiers.get(tier, self.cached_tokens)
 
 
 class RequestFacts(msgspec.Struct, frozen=True):
@@ -34,7 +41,7 @@ class RequestFacts(msgspec.Struct, frozen=True):
 
     ``model``: its name in the engines; the adapter's name if one was requested. ``adapter``: the same name if it is a
     LoRA adapter's, else None. ``headers``: names in lower case. ``is_trusted``: a gateway wrote the headers that give
-    the request's objectives.
+    the request's objectives. ``priority``: of its objective; known only to pickers with admitters.
     """
 
     model: str
@@ -42,13 +49,16 @@ class RequestFacts(msgspec.Struct, frozen=True):
     adapter: str | None = None
     headers: Mapping[str, str] = {}
     is_trusted: bool = False
+    priority: int = 0
 
 
 class View(msgspec.Struct, frozen=True):
     """Everything a decision depends on.
 
     ``eligible``: the rows that may be chosen; None: every endpoint. ``choices``: how many endpoints to name,
-    fallbacks included. ``wants_reasons``: whether the pick must be explained.
+    fallbacks included. ``wants_reasons``: whether the pick must be explained. ``sessions``: those of the caller, None
+    if the picker keeps none. ``peer_row``: the endpoint that was picked before for the same request and hands its KV
+    cache over, or gets it; None if there is none yet.
     """
 
     table: EndpointTable
@@ -58,6 +68,8 @@ class View(msgspec.Struct, frozen=True):
     eligible: Bools | None = None
     choices: int = 4
     wants_reasons: bool = False
+    sessions: TenantSessions | None = None
+    peer_row: int | None = None
 
     def ttft_s(self) -> Floats:
         """Expected seconds to the first token, by row: (backlog + own work) / learned prefill rate."""
@@ -74,10 +86,13 @@ class View(msgspec.Struct, frozen=True):
             )
         return candidates
 
-    def narrowed(self, candidates: Bools, *, choices: int | None = None) -> View:
-        """The same view with only ``candidates`` to choose from."""
+    def narrowed(self, candidates: Bools, *, choices: int | None = None, peer_row: int | None = None) -> View:
+        """The same view with only ``candidates`` to choose from, and other ``choices`` and ``peer_row`` if given."""
         eligible = candidates if self.eligible is None else self.eligible & candidates
-        return msgspec.structs.replace(self, eligible=eligible, choices=self.choices if choices is None else choices)
+        choices = self.choices if choices is None else choices
+        return msgspec.structs.replace(
+            self, eligible=eligible, choices=choices, peer_row=self.peer_row if peer_row is None else peer_row
+        )
 
 
 class ScorerValues(msgspec.Struct, frozen=True):

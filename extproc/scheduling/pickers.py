@@ -13,6 +13,7 @@ from extproc.config.picker_config import EndpointPickerConfig
 from extproc.scheduling.pairs import PairParameters, PrefillDecodePairs
 from extproc.scheduling.picker import Picker
 from extproc.scheduling.picker_config import build_picker
+from extproc.scheduling.picker_notes import server_notes
 from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.registry import installed
 from extproc.scheduling.round_robin import RoundRobin
@@ -98,7 +99,9 @@ def make_picker(spec: ModelServerSpec, files: Mapping[str, PickerFile]) -> Picke
 
 
 class InstalledPlugins:
-    """Checks EndpointPickerConfigs (a ``PickerCheck``) with the plugins that are installed, which are looked up once."""
+    """Checks EndpointPickerConfigs (a ``PickerCheck``) with the plugins that are installed, which are looked up
+    once.
+    """
 
     def __init__(self) -> None:
         self._known: Mapping[str, PluginType] | None = None
@@ -115,6 +118,13 @@ def picker_notes(snapshot: Snapshot) -> list[str]:
     notes: list[str] = []
     mistakes: list[Mistake] = []
     check = InstalledPlugins()
+    for server in snapshot.servers:
+        named = server.spec.picker_config
+        if named is not None and named in snapshot.picker_files:
+            config = snapshot.picker_files[named].config
+            notes.extend(
+                f"{named}: ModelServer {server.metadata.key}: {one}" for one in server_notes(config, server.spec)
+            )
     for name, file in snapshot.picker_files.items():
         try:
             notes.extend(f"{name}: {note}" for note in check(file))

@@ -14,12 +14,13 @@ from extproc.endpoints.adapter_slots import AdapterSlots, slots_for
 from extproc.endpoints.backoff import begin_probe
 from extproc.endpoints.ledger import backlog_of, begin_request, end_request
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
-from extproc.prefix.held_blocks import Pin
-from extproc.prefix.kv_index import KvIndex
+from extproc.scheduling.assignment import Assignment
 from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prompt
+from extproc.scheduling.framework import ConfiguredPicker
 from extproc.scheduling.labels import serves_adapter
 from extproc.scheduling.picker import Pick, Picker, RequestFacts, View
 from extproc.scheduling.readiness import Readiness, readiness_of, stages_of
+from extproc.scheduling.sessions import SessionBindings, TenantSessions
 
 if TYPE_CHECKING:
     import random
@@ -28,54 +29,7 @@ if TYPE_CHECKING:
 
     from extproc.config.model_server import ModelServerSpec
     from extproc.scheduling.request_started import RequestStarted
-
-
-class Assignment(msgspec.Struct, frozen=True):
-    """A committed pick, with the predictions that its outcome is compared with.
-
-    ====================  =================  ==============================================================
-    field                 unit               meaning
-    ====================  =================  ==============================================================
-    ``endpoint``                             the first choice
-    ``addresses``                            first choice, then fallbacks
-    ``input_tokens``      tokens             of the prompt
-    ``cached_tokens``     tokens             of the prompt, expected in the cache of the prefilling endpoint
-    ``indexed_tokens``    tokens             of these, in whole blocks that were sent there before
-    ``last_used_at_s``    s                  when the last of these blocks was used; None if there are none
-    ``tokens_ahead``      tokens of work     prefill of this request and of those before it
-    ``cost_s``            s                  expected cost, by the picker
-    ``work``              tokens of work     prefill of this request
-    ``in_flight_tokens``  tokens             in flight at the endpoint, this request included
-    ``tokens``            tokens             of the prompt and expected of the answer
-    ``prefill``                              the endpoint that prefills, if another; else None
-    ``stage``                                why ``prefill`` is set or not
-    ``is_precise``                           ``cached_tokens`` follows from KV events
-    ``pins``                                 the blocks that it holds in the prefix index, by row
-    ``adapter``                              the adapter that it needs, if that is loaded on demand
-    ====================  =================  ==============================================================
-    """
-
-    endpoint: EndpointRef
-    addresses: tuple[str, ...]
-    input_tokens: float
-    cached_tokens: float
-    indexed_tokens: float
-    last_used_at_s: float | None
-    tokens_ahead: float
-    cost_s: float
-    work: float = 0.0
-    in_flight_tokens: float = 0.0
-    tokens: float = 0.0
-    prefill: EndpointRef | None = None
-    stage: str = ""
-    is_precise: bool = False
-    pins: Mapping[int, Pin] = {}
-    adapter: str | None = None
-
-    @property
-    def prefilled_by(self) -> EndpointRef:
-        """The endpoint that computes the prompt."""
-        return self.prefill or self.endpoint
+    from extproc.scheduling.sessions import SessionNote
 
 
 class PickConstraints(msgspec.Struct, frozen=True):
@@ -83,8 +37,8 @@ class PickConstraints(msgspec.Struct, frozen=True):
 
     ``headers``: names in lower case. ``choices``: how many endpoints to name, fallbacks included. ``subset``:
     addresses that the gateway allows, None for all. ``candidates``: rows that have room, None for all.
-    ``wants_reasons``: whether the pick must be explained. ``is_trusted``: a gateway wrote the headers that give the
-    request's objectives.
+    ``wants_reasons``: whether the pick must be explained. ``is_trusted``, ``priority``: see RequestFacts. ``tenant``:
+    whose sessions are looked up.
     """
 
     headers: Mapping[str, str] = {}
@@ -93,6 +47,8 @@ class PickConstraints(msgspec.Struct, frozen=True):
     wants_reasons: bool = False
     candidates: Bools | None = None
     is_trusted: bool = False
+    tenant: str = ""
+    priority: int = 0
 
 
 class Consideration(msgspec.Struct, frozen=True):
@@ -107,10 +63,11 @@ class Pool:
     """One ModelServer's endpoints.
 
     ``adapters``: LoRA adapters that routes request from it. ``slots``: those that are loaded on demand, None without
-    ``adapterLoading``. ``typical_ttft_s``: recent mean.
+    ``adapterLoading``. ``typical_ttft_s``, ``typical_duration_s``: recent means, of first tokens and whole answers.
     ``reports_cached_tokens``: its engines report cached tokens, so an answer without them had none. ``reports_usage``:
-    its engines report usage. ``typical_duration_s``: recent mean of whole answers. ``readiness``: whether it has
-    engines, as configured.
+    its engines report usage. ``readiness``: whether it has engines, as configured. ``sessions``: where sessions with an
+    id are; ``keeps_sessions``: whether its picker asks. ``reporters``: what gateways are told of answers. ``admits``:
+    asks its picker's admitters, None without any. ``metrics``: see ConfiguredPicker.
     """
 
     def __init__(self, name: str, spec: ModelServerSpec, picker: Picker) -> None:
@@ -120,23 +77,25 @@ class Pool:
         self.caches = CacheEstimator()
         self.adapters: frozenset[str] = frozenset()
         self.slots: AdapterSlots | None = None
-        self.typical_ttft_s = 0.0
+        self.typical_ttft_s = self.typical_duration_s = 0.0
         self.input_estimates = InputEstimates()
         self.output_estimate = OutputEstimate()
-        self.reports_cached_tokens = False
-        self.reports_usage = False
-        self.typical_duration_s = 0.0
+        self.reports_cached_tokens = self.reports_usage = False
         self.picker = picker
         self.readiness = Readiness()
+        self.sessions = SessionBindings()
         self.update(spec, picker)
 
     def update(self, spec: ModelServerSpec, picker: Picker) -> None:
         """Apply a new configuration; endpoints that stay keep everything learned of them."""
         self.spec, self.picker = spec, picker
-        if spec.kv_events is None:
-            self.caches.kv_index = None
-        elif self.caches.kv_index is None:
-            self.caches.kv_index = KvIndex()
+        configured = picker if isinstance(picker, ConfiguredPicker) else None
+        self.keeps_sessions = configured is not None and bool(configured.sessions)
+        self.reporters = configured.reporters if configured else ()
+        self.metrics = configured.metrics if configured else ()
+        self.admits = configured.admit if configured and configured.admitters else None
+        tiers = configured.tiers if configured else {}
+        self.caches.configure(has_events=spec.kv_events is not None, tiers=tiers)
         endpoints = {one.address: EndpointConfig(one.labels, one.price, one.draining) for one in spec.endpoints}
         for row in self.table.replace(endpoints):
             self.caches.forget(row)
@@ -168,21 +127,22 @@ class Pool:
         rng: random.Random,
         expectation: Expectation | None = None,
     ) -> Consideration:
-        """Choose endpoints for a prompt without changing anything; raises NoEndpoint.
+        """Choose endpoints for a prompt without changing anything; raises NoEndpoint, or Shed.
 
         ``expectation``: computed from ``prompt`` if not given.
         """
         if expectation is None:
             expectation = self.expect(prompt, now)
-        facts = RequestFacts(
-            prompt.model, expectation.input_tokens, prompt.adapter, constraints.headers, constraints.is_trusted
-        )
-        eligible = self.eligible(prompt.adapter, constraints.subset)
-        if constraints.candidates is not None:
-            eligible = constraints.candidates if eligible is None else eligible & constraints.candidates
-        view = View(
-            self.table, expectation.demand, facts, now, eligible, constraints.choices, constraints.wants_reasons
-        )
+        headers, trusted, priority = constraints.headers, constraints.is_trusted, constraints.priority
+        facts = RequestFacts(prompt.model, expectation.input_tokens, prompt.adapter, headers, trusted, priority)
+        eligible, room = self.eligible(prompt.adapter, constraints.subset), constraints.candidates
+        choices, wants = constraints.choices, constraints.wants_reasons
+        view = View(self.table, expectation.demand, facts, now, eligible, choices, wants)
+        if self.admits is not None:
+            self.admits(view, rng=rng)
+        view = view if room is None else view.narrowed(room)
+        if self.keeps_sessions:
+            view = msgspec.structs.replace(view, sessions=TenantSessions(self.sessions, constraints.tenant))
         return Consideration(expectation, view, self.picker.pick(view, rng=rng))
 
     def expected_output(self, max_tokens: int | None, answers: int = 1) -> float:
@@ -205,6 +165,7 @@ class Pool:
         endpoint, prefill = self._begin(first, pick.prefill_row, work=work, tokens=tokens, now=now)
         adapter = None if self.slots is None else self.slots.begin(first, considered.view.request.adapter, now)
         # the ledger has just counted the request as the last of them
+        notes = self._note_sessions(considered, now) if self.keeps_sessions else ()
         tokens_ahead = float(table.backlog_tokens[computing]) if work else backlog_of(table, computing, now)
         return Assignment(
             endpoint,  # by position: Python calls with more than 15 names by way of a dict
@@ -223,7 +184,18 @@ class Pool:
             is_precise=expectation.kv_chains is not None and bool(self.caches.whole_feeds >> computing & 1),
             pins=pins,
             adapter=adapter,
+            sessions=notes,
         )
+
+    def _note_sessions(self, considered: Consideration, now: float) -> tuple[SessionNote, ...]:
+        """What the request's sessions keep of the pick; those with an id are kept here."""
+        if not isinstance(self.picker, ConfiguredPicker):
+            return ()
+        notes = self.picker.session_notes(considered.view, considered.pick)
+        for note in notes:
+            if note.key:
+                self.sessions.bind(note.key, note.address, now, note.ttl_s)
+        return notes
 
     def record_remote(self, event: RequestStarted, now: float) -> Assignment | None:
         """Count a request sent by another process; None if its endpoint is not configured here."""
@@ -231,9 +203,11 @@ class Pool:
         prefill_row = None if event.prefill is None else self.table.row_of(event.prefill)
         if row is None or (event.prefill is not None and prefill_row is None):
             return None
+        for key, address, ttl_s in event.sessions:
+            self.sessions.bind(key, address, now, ttl_s)
         computing = row if prefill_row is None else prefill_row
         last_used_at_s = self.caches.last_use_of(computing, event.chain, event.indexed_tokens)
-        pins = {one: self.caches.index.pin(one, event.chain, now) for one in {row, computing}}
+        pins = {one: self.caches.pin(one, event.chain, now) for one in {row, computing}}
         endpoint, prefill = self._begin(row, prefill_row, work=event.work, tokens=event.tokens, now=now)
         adapter = None if self.slots is None else self.slots.begin(row, event.adapter, now)
         return Assignment(
@@ -286,7 +260,7 @@ class Pool:
         if subset is not None:
             eligible = np.zeros(len(table.addresses), np.bool_)
             eligible[[row for one in subset for row in table.rows_named(one)]] = True
-        if adapter is not None and self.adapters:
+        if adapter is not None:
             serving = serves_adapter(table, adapter) if self.slots is None else self.slots.has(adapter)
             # an engine without the adapter answers 404; if no engine lists it, all are eligible
             if serving.any():

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plugins by the names under which they are configured: llm-d's, Kthena's and ours, and those that other packages bring."""
+"""Plugins by the names under which they are configured: llm-d's, Kthena's and ours, and those that other packages
+bring.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,20 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
+from extproc.config.usage_limits import AGENT_IDENTITY, POLICIES, AgentIdentity
 from extproc.scheduling.plugins import (
+    admitters,
     affinity,
+    attributes,
     cache_scorers,
     filters,
     handlers,
     label_plugins,
     latency_scorers,
+    reporters,
     selectors,
+    slo_filters,
+    topology,
 )
 from extproc.scheduling.plugins import load_scorers as load
 from extproc.scheduling.plugins.accepted import ACCEPTED, Accepted
@@ -24,7 +32,19 @@ from extproc.scheduling.plugins.accepted import ACCEPTED, Accepted
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Kind = Literal["filter", "scorer", "filter and scorer", "picker", "decider", "profile handler", "accepted"]
+Kind = Literal[
+    "filter",
+    "scorer",
+    "filter and scorer",
+    "picker",
+    "decider",
+    "profile handler",
+    "admitter",
+    "reporter",
+    "flow control",
+    "data source",
+    "accepted",
+]
 
 # A package that brings plugins lists them in this group: each a name and a PluginType.
 ENTRY_POINTS: Final = "attache.scheduling"
@@ -48,6 +68,9 @@ _FILTERS: Final = {
     "utilization-detector": filters.SaturationFilter,
     "concurrency-detector": filters.Concurrency,
     "utilization-filter": filters.Utilization,
+    "topology-affinity-filter": topology.TopologyAffinityFilter,
+    "endpoint-attribute-filter": attributes.EndpointAttributeFilter,
+    "slo-headroom-tier-filter": slo_filters.SloHeadroomTier,
     "label-selector-filter": label_plugins.LabelSelector,
     "by-label-selector": label_plugins.LabelSelector,
     "by-label": label_plugins.ByLabel,
@@ -70,13 +93,18 @@ _SCORERS: Final = {
     "active-request-scorer": load.ActiveRequests,
     "load-aware-scorer": load.LoadAware,
     "token-load-scorer": load.TokenLoad,
+    "lmetric-scorer": load.LMetric,
     "kv-cache-utilization-scorer": cache_scorers.KvCacheUtilization,
+    "kv-cache-scorer": cache_scorers.KvCacheUtilization,  # its name before llm-d 0.3
+    "kvcache-aware-scorer": cache_scorers.PrecisePrefixCache,
     "prefix-cache-scorer": cache_scorers.PrefixCacheScorer,
     "precise-prefix-cache-scorer": cache_scorers.PrecisePrefixCache,
     "no-hit-lru-scorer": cache_scorers.NoHitLru,
     "lora-affinity-scorer": affinity.LoraAffinity,
     "session-affinity-scorer": affinity.SessionAffinity,
     "header-label-affinity-scorer": label_plugins.HeaderLabelAffinity,
+    "topology-affinity-scorer": topology.TopologyAffinityScorer,
+    "endpoint-attribute-scorer": attributes.EndpointAttributeScorer,
     "latency-scorer": latency_scorers.LatencyScorer,
     # Kthena's, and ours
     "least-request": load.LeastRequestScorer,
@@ -94,6 +122,7 @@ _SCORERS: Final = {
 _PICKERS: Final = {
     # llm-d's
     "max-score-picker": selectors.MaxScore,
+    "max-score": selectors.MaxScore,
     "random-picker": selectors.Random,
     "weighted-random-picker": selectors.WeightedRandom,
     # ours
@@ -103,7 +132,10 @@ _PICKERS: Final = {
 
 _HANDLERS: Final = {
     "single-profile-handler": handlers.SingleProfile,
+    "single-profile": handlers.SingleProfile,
     "header-profile-handler": handlers.HeaderProfile,
+    "data-parallel-profile-handler": handlers.DataParallel,
+    "header-phase-profile-handler": handlers.HeaderPhase,
     "disagg-profile-handler": handlers.Disaggregation,
     "pd-profile-handler": handlers.Disaggregation,
 }
@@ -111,6 +143,16 @@ _HANDLERS: Final = {
 _DECIDERS: Final = {
     "prefix-based-pd-decider": handlers.PrefixBasedDecider,
     "always-disagg-pd-decider": handlers.AlwaysDecider,
+}
+
+_ADMITTERS: Final = {
+    "probabilistic-admitter": admitters.ProbabilisticAdmitter,
+    "latency-slo-admitter": admitters.LatencySloAdmitter,
+}
+
+_SOURCES: Final = {
+    topology.EXTRACTOR_TYPE: topology.TopologyExtractor,
+    "core-metrics-extractor": attributes.MetricsExtractor,
 }
 
 BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
@@ -122,6 +164,10 @@ BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
         **_all("picker", _PICKERS),
         **_all("profile handler", _HANDLERS),
         **_all("decider", _DECIDERS),
+        **_all("reporter", {"request-attribute-reporter": reporters.RequestAttributeReporter}),
+        **_all("admitter", _ADMITTERS),
+        **_all("data source", _SOURCES),
+        **_all("flow control", {**POLICIES, AGENT_IDENTITY: AgentIdentity}),
     }
 )
 

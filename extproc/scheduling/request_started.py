@@ -37,3 +37,5 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     answers: int = 1
     # that it needs, if it is loaded on demand
     adapter: str | None = None
+    # those with an id: key, address, and seconds for which they are kept
+    sessions: tuple[tuple[str, str, float], ...] = ()

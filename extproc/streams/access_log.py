@@ -10,12 +10,14 @@ from extproc.core.types import Outcome
 from extproc.protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
+    CREATED_TOKENS,
     NAMESPACE,
     PROMPT_TOKENS,
     SERVED_HOST,
     SERVED_NAMESPACE,
     TICKET,
     TTFT_TAG,
+    UNCACHED_TOKENS,
     USAGE_NAMESPACE,
 )
 from extproc.streams.usage import MOST_REPORTED
@@ -39,8 +41,8 @@ _MOST_DIGITS: Final = 15
 def receive_entries(message: StreamAccessLogsMessage, context: StreamContext, now: float, failures: FailureLog) -> None:
     """Settle every entry of a batch. Entries without a ticket (refusals, balanced without us) teach nothing.
 
-    Envoy sends its log to one of several processes, whichever decided the request. An entry over which our code raises is
-    noted in ``failures``; those behind it are settled all the same.
+    Envoy sends its log to one of several processes, whichever decided the request. An entry over which our code raises
+    is noted in ``failures``; those behind it are settled all the same.
     """
     for entry in message.http_logs.log_entry:
         try:
@@ -72,7 +74,7 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         served=_text(served, SERVED_HOST),
         duration_s=_seconds(common.duration),
         ttfb_s=_ttfb_s(common),
-        prompt_tokens=_whole(usage, PROMPT_TOKENS),
+        prompt_tokens=_prompt_tokens(usage),
         completion_tokens=_whole(usage, COMPLETION_TOKENS),
         cached_tokens=_whole(usage, CACHED_TOKENS),
         has_left=flags.downstream_connection_termination,
@@ -84,6 +86,13 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
 def _text(namespace: Struct | None, key: str) -> str:
     value = None if namespace is None else namespace.fields.get(key)
     return "" if value is None else value.string_value
+
+
+def _prompt_tokens(usage: Struct | None) -> int | None:
+    whole, uncached = _whole(usage, PROMPT_TOKENS), _whole(usage, UNCACHED_TOKENS)
+    if whole is not None or uncached is None:
+        return whole
+    return uncached + (_whole(usage, CACHED_TOKENS) or 0) + (_whole(usage, CREATED_TOKENS) or 0)
 
 
 def _whole(namespace: Struct | None, key: str) -> int | None:

@@ -13,9 +13,9 @@ from extproc.core.effects import Effect
 from extproc.errors import MethodNotAllowed, UnknownModel
 from extproc.metrics.registry import Metrics
 from extproc.protocol import CONFORMANCE_HEADER, MODELS_PATH
-from extproc.streams.http_headers import read_claims, read_head
+from extproc.streams.http_headers import error_form, read_claims, read_head
+from extproc.streams.models_list import model_answer, models_answer
 from extproc.streams.origin import UNKNOWN
-from extproc.streams.responses import model_answer, models_answer
 
 if TYPE_CHECKING:
     from extproc.core.types import Head
@@ -27,10 +27,11 @@ class GatewayOptions(msgspec.Struct, frozen=True):
     """What differs between gateways, and cannot be seen in their messages.
 
     ``buffered_choices`` and ``duplex_choices``: how many endpoints an answer may name, by how bodies are sent. Several
-    for gateways that go down a list (our bundle, Istio), one for those that read one address (ORIGINAL_DST). ``pool``: the
-    ModelServer for all models that no ModelRoute knows. ``overrides_mode``: the gateway allows ``mode_override``, so
-    answers need not pass through here. ``conformance``: tests may choose the endpoint by header. ``trusts_headers``:
+    for gateways that go down a list (our bundle, Istio), one for those that read one address (ORIGINAL_DST). ``pool``:
+    the ModelServer for all models that no ModelRoute knows. ``overrides_mode``: the gateway allows ``mode_override``,
+    so answers need not pass through here. ``conformance``: tests may choose the endpoint by header. ``trusts_headers``:
     the gateway writes the headers that identify the caller, and removes its clients' own; our bundle does, and says so.
+    ``whole_bodies``: a gateway whose messages do not say how it sends bodies sends them whole.
     """
 
     buffered_choices: int = 4
@@ -39,6 +40,7 @@ class GatewayOptions(msgspec.Struct, frozen=True):
     overrides_mode: bool = False
     conformance: bool = False
     trusts_headers: bool = False
+    whole_bodies: bool = False
 
 
 class StreamContext(msgspec.Struct, frozen=True):
@@ -53,20 +55,25 @@ class StreamContext(msgspec.Struct, frozen=True):
 
     def read_head(self, message: ProcessingRequest, is_trusted: Callable[[], bool], origin: Origin = UNKNOWN) -> Head:
         """A request's headers; ``is_trusted`` takes a while, so it is asked only where anything depends on it."""
-        head = read_head(message.request_headers, is_trusted=self.core.asks_who and is_trusted(), origin=origin)
+        trusts = self.options.trusts_headers or (self.core.asks_who and is_trusted())
+        head = read_head(message.request_headers, is_trusted=trusts, origin=origin)
         if not head.is_trusted or not self.core.claims:
             return head
         return msgspec.structs.replace(head, claims=read_claims(message, self.core.claims))
 
     def allowed(self, head: Head, subset: Collection[str] | None) -> Collection[str] | None:
-        """The addresses that a request may go to: those of the gateway's ``subset``, or of a conformance test's header."""
+        """The addresses that a request may go to: those of the gateway's ``subset``, or of a conformance test's
+        header.
+        """
         chosen = head.headers.get(CONFORMANCE_HEADER) if self.options.conformance else None
         if chosen is None:
             return subset
         return [part.strip() for part in chosen.split(",") if part.strip()]
 
     def list_models(self, head: Head) -> bytes | None:
-        """The list of models that the caller may use, or one of them, if the request asks for that; raises a Refusal."""
+        """The list of models that the caller may use, or one of them, if the request asks for that; raises a
+        Refusal.
+        """
         if head.path != MODELS_PATH and not head.path.startswith(MODELS_PATH + "/"):
             return None
         if head.method != "GET":
@@ -79,4 +86,7 @@ class StreamContext(msgspec.Struct, frozen=True):
                 f"The model '{name[:100]}' does not exist; GET {MODELS_PATH} lists those that do.", param="model"
             )
         self.metrics.answered_models()
-        return model_answer(model, self.started_s) if model else models_answer(models, self.started_s)
+        form = error_form(head)
+        if model is not None:
+            return model_answer(model, self.started_s, form)
+        return models_answer(models, self.started_s, form)

@@ -12,28 +12,29 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.core.states import IllegalEvent
 from extproc.core.types import Attachment, Outcome
-from extproc.errors import BadRequest
-from extproc.request.openai import INFERENCE_PATHS
 from extproc.streams.exchange import answers_to
 from extproc.streams.http_headers import read_served, read_status, read_subset
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
     CONTINUE_REQUEST_TRAILERS,
-    CONTINUE_RESPONSE_HEADERS,
     CONTINUE_RESPONSE_TRAILERS,
     duplex_decision_answer,
     request_body_answers,
     response_body_answers,
+    response_headers_answer,
 )
 from extproc.streams.usage import UsageReader
+from extproc.streams.usage_reports import reports_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from extproc.core.effects import Decision
     from extproc.core.types import Arrival, Head
+    from extproc.scheduling.framework import UsageReporter
     from extproc.streams.context import StreamContext
     from extproc.streams.messages import HttpBody, ProcessingRequest
+    from extproc.streams.usage import ReportedUsage
 
 # By what has come of the request, the kinds of messages that may come next. Envoy may answer by itself at any time.
 _ANSWER: Final = frozenset({"response_headers", "response_body", "response_trailers"})
@@ -49,7 +50,7 @@ class Duplex:
         self._context = context
         self._is_trusted = is_trusted
         self._awaits = _AWAITS_HEADERS
-        self._head: Head | None = None
+        self.head: Head | None = None
         self._subset: list[str] | None = None
         self._pieces: list[bytes] = []
         # of a request that waits for its decision; None: it had none, or it has gone on
@@ -58,6 +59,8 @@ class Duplex:
         self._began_s = 0.0
         self._answer = _Answer()
         self._is_settled = False
+        # what the gateway is told when the answer ends
+        self._reporters: Sequence[UsageReporter] = ()
         self.request: StreamRequest | None = None
 
     def receive(self, message: ProcessingRequest, kind: str) -> list[bytes]:
@@ -68,7 +71,7 @@ class Duplex:
             self._read_metadata(message)
         match kind:
             case "request_headers":
-                head = self._head = self._context.read_head(message, self._is_trusted)
+                head = self.head = self._context.read_head(message, self._is_trusted)
                 self._awaits = _AWAITS_BODY if head.has_body else _ANSWER
                 return [] if head.has_body else self._decide_without_body(head)
             case "request_body":
@@ -80,7 +83,7 @@ class Duplex:
             case "response_headers":
                 headers = message.response_headers
                 self._answer.began(read_status(headers))
-                return self._ended([CONTINUE_RESPONSE_HEADERS], is_end=headers.end_of_stream)
+                return self._ended([response_headers_answer(self._tokens())], is_end=headers.end_of_stream)
             case "response_body":
                 return self._pass_answer(message.response_body)
             case _:
@@ -113,6 +116,16 @@ class Duplex:
         if served:
             self._answer.served = served
 
+    def _tokens(self) -> dict[str, str]:
+        """Headers that tell the client where its session is."""
+        sent = None if self.request is None else self.request.sent
+        if sent is None or not sent.sessions:
+            return {}
+        # who is not of our list has been chosen by the gateway alone
+        served = self._answer.served if self._answer.served in sent.addresses else ""
+        first = sent.endpoint.address
+        return {note.header: note.token(first=first, served=served) for note in sent.sessions if note.header}
+
     def _pass_answer(self, body: HttpBody) -> list[bytes]:
         self._answer.came(body.body, self._context.clock())
         return self._ended(list(response_body_answers(body.body, is_end=body.end_of_stream)), is_end=body.end_of_stream)
@@ -129,43 +142,33 @@ class Duplex:
 
     def _decide(self) -> list[bytes]:
         self._awaits = _ANSWER
-        if self._head is None:
+        if self.head is None:
             return []
         body = self._body = b"".join(self._pieces)
         self._pieces.clear()
-        return self._enter(self._receive(self._head, body))
-
-    def _receive(self, head: Head, body: bytes) -> Arrival:
-        """By our routes; what they do not know goes to the pool that the gateway asks for, if it has one."""
-        intake, pool = self._context.core.intake, self._context.options.pool
-        if pool is None:
-            return intake.receive(intake.admit(head), head, body)
-        api = INFERENCE_PATHS.get(head.path)
-        if api is None:
-            return intake.receive_unread(pool, head, body)
-        try:
-            return intake.receive_for(pool, api, head, body)
-        except BadRequest:
-            # engines know more APIs and fields than we do, and say best what is wrong; but no request gets round a limit so
-            if intake.has_limits:
-                raise
-            return intake.receive_unread(pool, head, body)
+        return self._enter(self._context.core.intake.receive_pooled(self._context.options.pool, self.head, body))
 
     def _enter(self, arrival: Arrival) -> list[bytes]:
         subset = self._context.allowed(arrival.head, self._subset)
         attachment = Attachment(self._context.options.duplex_choices, subset, passes_usage=True)
         self.request = StreamRequest(self._context)
+        self._reporters = arrival.pool.reporters
         return answers_to(self, self.request.begin(arrival, attachment, self._context.clock()))
 
     def _ended(self, answers: list[bytes], *, is_end: bool) -> list[bytes]:
         if is_end and self.request is not None and self.request.sent is not None:
             self._answer.is_whole = True
+            if self._reporters:
+                answers[-1] += reports_metadata(self._reporters, self._answer.usage())
             self.close()
         return answers
 
     def _settle(self) -> None:
         request = self.request
         if self._is_settled or request is None or request.sent is None:
+            return
+        if self.head is not None and not self.head.path:
+            # a gateway that leaves out the path copies headers and shows no answer: nothing is known of it
             return
         self._is_settled = True
         now, first = self._context.clock(), request.sent.endpoint.address
@@ -192,9 +195,13 @@ class _Answer:
             self._first_at_s = now
         self._usage.feed(piece)
 
+    def usage(self) -> ReportedUsage:
+        """What it has reported so far."""
+        return self._usage.finish()
+
     def outcome(self, ticket: str, first: str, *, began_s: float, now: float) -> Outcome:
         """Where the gateway does not say who served: assume that the single address in the answer did."""
-        usage = self._usage.finish()
+        usage = self.usage()
         return Outcome(
             ticket=ticket,
             status=self._status,

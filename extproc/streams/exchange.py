@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request's conversation with a gateway, message by message, without I/O.
 
-The gateway says in its first message how it sends bodies. Whole (BUFFERED), as our bundle and some gateways do: headers
-are answered at once, the body with the decision, and nothing more comes. In pieces (FULL_DUPLEX_STREAMED), as the
-endpoint picker protocol of the Gateway API Inference Extension asks: see ``duplex.py``. One server serves both.
+Bodies come whole (BUFFERED), as our bundle and some gateways send them: headers are answered at once, the body with the
+decision, and nothing more comes. Or in pieces (FULL_DUPLEX_STREAMED), as the endpoint picker protocol of the Gateway
+API Inference Extension asks: see ``duplex.py``. Envoy says which in its first message. One server serves both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from extproc.core.effects import Decision, Held, Refused
 from extproc.core.states import IllegalEvent
 from extproc.core.types import Attachment
 from extproc.errors import InternalError, Refusal
-from extproc.streams.http_headers import read_subset
+from extproc.streams.http_headers import error_form, read_subset
 from extproc.streams.origin import UNKNOWN, Origin
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
@@ -43,6 +43,11 @@ class Conversation(Protocol):
     @property
     def request(self) -> StreamRequest | None:
         """The request, once it is whole."""
+        ...
+
+    @property
+    def head(self) -> Head | None:
+        """Its headers, once they have come."""
         ...
 
     def receive(self, message: ProcessingRequest, kind: str) -> list[bytes]:
@@ -98,8 +103,7 @@ class Exchange:
         """Serialized answers to ``message``; raises IllegalEvent."""
         conversation = self._conversation
         if conversation is None:
-            is_duplex = message.protocol_config.request_body_mode == FULL_DUPLEX
-            if is_duplex:
+            if self._comes_in_pieces(message):
                 conversation = self._new_duplex(self._context, self._is_trusted)
             else:
                 conversation = Buffered(self._context, self._is_trusted, self._origin)
@@ -108,7 +112,14 @@ class Exchange:
             return conversation.receive(message, message.WhichOneof("request") or "nothing")
         except Refusal as refusal:
             self._context.metrics.refused(refusal)
-            return [refusal_answer(refusal)]
+            return [refusal_answer(refusal, error_form(conversation.head))]
+
+    def _comes_in_pieces(self, first: ProcessingRequest) -> bool:
+        if first.HasField("protocol_config"):
+            return first.protocol_config.request_body_mode == FULL_DUPLEX
+        # older Envoys and gateways that are none do not say; those with a pool keep to the endpoint picker protocol
+        options = self._context.options
+        return options.pool is not None and not options.whole_bodies
 
     def resume(self, answer: Answer | Decision | Refused) -> list[bytes]:
         """Go on with what was pending."""
@@ -122,7 +133,8 @@ class Exchange:
         """The answer where our own code has failed: the request ends here and does not pass undecided."""
         refusal = InternalError()
         self._context.metrics.refused(refusal)
-        return refusal_answer(refusal)
+        head = None if self._conversation is None else self._conversation.head
+        return refusal_answer(refusal, error_form(head))
 
     def close(self) -> None:
         """The stream has ended, however it did."""
@@ -137,7 +149,7 @@ def answers_to(conversation: Conversation, own: Decision | Refused | None) -> li
         case Decision():
             return conversation.decided(own)
         case Refused():
-            return [refusal_answer(own.refusal)]
+            return [refusal_answer(own.refusal, error_form(conversation.head))]
         case None:
             return []
 
@@ -161,10 +173,13 @@ class Buffered:
         self._admitted: tuple[Api, Head] | None = None
         # the ModelServer that an HTTPRoute has chosen, with the request's head
         self._chosen: tuple[str, Head] | None = None
+        # of a gateway with a pool
+        self._pooled: Head | None = None
         self._decides_headers = False
         self._attachment = self._attached(None)
         self._awaits = _AWAITS_HEADERS
         self.request: StreamRequest | None = None
+        self.head: Head | None = None
 
     def receive(self, message: ProcessingRequest, kind: str) -> list[bytes]:
         """Headers or a body."""
@@ -179,7 +194,7 @@ class Buffered:
     def decided(self, decision: Decision) -> list[bytes]:
         """The answer to the body, or to the headers of a request without one."""
         if self._chosen is None:
-            return [decision_answer(decision)]
+            return [decision_answer(decision, on_headers=self._decides_headers)]
         return [chosen_decision_answer(decision, on_headers=self._decides_headers)]
 
     def close(self) -> None:
@@ -195,7 +210,7 @@ class Buffered:
     def _receive_headers(self, message: ProcessingRequest) -> list[bytes]:
         # read only where anything depends on it, as it takes a while
         origin = self._origin() if self._context.core.asks_origin else UNKNOWN
-        head = self._context.read_head(message, self._is_trusted, origin)
+        head = self.head = self._context.read_head(message, self._is_trusted, origin)
         if message.HasField("metadata_context") or self._context.options.conformance:
             self._attachment = self._attached(self._context.allowed(head, read_subset(message)))
         if origin.server:
@@ -203,6 +218,14 @@ class Buffered:
             if not head.has_body:
                 self._decides_headers = True
                 return self._begin(self._context.core.intake.receive_chosen(origin.server, head, b""))
+            self._awaits = _AWAITS_BODY
+            return [CONTINUE_HEADERS]
+        pool = self._context.options.pool
+        if pool is not None:
+            self._pooled = head
+            if not head.has_body:
+                self._decides_headers = True
+                return self._begin(self._context.core.intake.receive_unread(pool, head, b""))
             self._awaits = _AWAITS_BODY
             return [CONTINUE_HEADERS]
         models = self._context.list_models(head)
@@ -215,18 +238,17 @@ class Buffered:
     def _receive_body(self, message: HttpBody) -> list[bytes]:
         # a body that trailers follow is whole, too, and does not say that it ends the stream
         began_s = self._context.clock()
-        pool, intake = self._context.options.pool, self._context.core.intake
+        intake = self._context.core.intake
         if self._chosen is not None:
             server, head = self._chosen
             return self._begin(intake.receive_chosen(server, head, message.body), began_s)
+        if self._pooled is not None:
+            pooled = intake.receive_pooled(self._context.options.pool, self._pooled, message.body)
+            return self._begin(pooled, began_s)
         if self._admitted is None:
             return []
         api, head = self._admitted
-        if pool is None:
-            arrival = intake.receive(api, head, message.body)
-        else:
-            arrival = intake.receive_for(pool, api, head, message.body)
-        return self._begin(arrival, began_s)
+        return self._begin(intake.receive(api, head, message.body), began_s)
 
     def _begin(self, arrival: Arrival, began_s: float | None = None) -> list[bytes]:
         self.request = StreamRequest(self._context)

@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from extproc.core.types import Head
-from extproc.protocol import LB_NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE, TOKENS_NAMESPACE
+from extproc.errors import ErrorForm
+from extproc.protocol import (
+    ANTHROPIC_VERSION,
+    LB_NAMESPACE,
+    MESSAGES_PATH,
+    SERVED,
+    SUBSET,
+    SUBSET_NAMESPACE,
+    TOKENS_NAMESPACE,
+)
 from extproc.streams.origin import UNKNOWN, Origin
 
 if TYPE_CHECKING:
@@ -46,6 +55,14 @@ def read_head(message: HttpHeaders, *, is_trusted: bool = False, origin: Origin 
     )
 
 
+def error_form(head: Head | None) -> ErrorForm:
+    """By the path, or by the header that Anthropic's clients send wherever they ask for something else."""
+    if head is None:
+        return ErrorForm.OPENAI
+    asks_anthropic = MESSAGES_PATH in head.path or ANTHROPIC_VERSION in head.headers
+    return ErrorForm.ANTHROPIC if asks_anthropic else ErrorForm.OPENAI
+
+
 def read_status(message: HttpHeaders) -> int:
     """The HTTP status of an answer; 0 if it has none."""
     for header in message.headers.headers:
@@ -56,7 +73,9 @@ def read_status(message: HttpHeaders) -> int:
 
 
 def read_subset(message: ProcessingRequest) -> list[str] | None:
-    """The endpoints that the gateway allows, which it writes as a list or as one string; None: it does not restrict them."""
+    """The endpoints that the gateway allows, which it writes as a list or as one string; None: it does not restrict
+    them.
+    """
     value = metadata_value(message.metadata_context, SUBSET_NAMESPACE, SUBSET)
     if value is None:
         return None
@@ -80,7 +99,8 @@ def metadata_value(metadata: Metadata, namespace: str, key: str) -> _Value | Non
 
 
 def read_claims(message: ProcessingRequest, names: Collection[str]) -> dict[str, frozenset[str]]:
-    """The claims called ``names`` of the caller's verified token, each with its values; claims of other types have none.
+    """The claims called ``names`` of the caller's verified token, each with its values; claims of other types have
+    none.
 
     Envoy writes the token where no client can, and its size is bounded by that of a request's headers.
     """
@@ -139,7 +159,8 @@ class _Headers(Mapping[str, str]):
 
     def _all(self) -> dict[str, str]:
         if self._decoded is None:
-            self._decoded = {header.key: _value(header) for header in self._message.headers.headers}
+            # Envoy writes names in lower case, other gateways as Go does: Content-Type
+            self._decoded = {header.key.lower(): _value(header) for header in self._message.headers.headers}
         return self._decoded
 
 

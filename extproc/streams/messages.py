@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classes of the Envoy messages on the request path, in protobuf's C implementation (upb).
 
-Their schema is ``messages.binpb``, a FileDescriptorSet that ``make generate`` writes from envoy-data-plane together with the
-types in ``messages.pyi``. It is loaded into a pool of its own, where it cannot clash with other users of Envoy's protos.
+Their schema is ``messages.binpb``, a FileDescriptorSet that ``make generate`` writes from envoy-data-plane together
+with the types in ``messages.pyi``. It is loaded into a pool of its own, where it cannot clash with other users of
+Envoy's protos.
 """
 
 from __future__ import annotations

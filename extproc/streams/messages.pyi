@@ -3,7 +3,12 @@
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from google.protobuf.internal.containers import MessageMap, RepeatedCompositeFieldContainer, RepeatedScalarFieldContainer, ScalarMap
+from google.protobuf.internal.containers import (
+    MessageMap,
+    RepeatedCompositeFieldContainer,
+    RepeatedScalarFieldContainer,
+    ScalarMap,
+)
 from google.protobuf.message import Message
 
 

@@ -10,7 +10,7 @@ from extproc.core.effects import Decision, Pending, Refused
 if TYPE_CHECKING:
     from extproc.core.entering import Answer, Own
     from extproc.core.types import Arrival, Attachment
-    from extproc.scheduling.pool import Assignment
+    from extproc.scheduling.assignment import Assignment
     from extproc.streams.context import StreamContext
 
 

@@ -6,13 +6,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from extproc.admission.limits import granted_headers
-from extproc.errors import to_openai_body
+from extproc.errors import ErrorForm, anthropic_status, to_anthropic_body, to_openai_body
 from extproc.protocol import (
     DESTINATION,
     DETAILS_PREFIX,
+    DROPPED_REASON,
     ENGINE_HEADERS,
     HIDES_USAGE,
     LB_NAMESPACE,
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 
     from extproc.core.effects import Decision
     from extproc.errors import Refusal
-    from extproc.routing.resolve import ListedModel
 
 # HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 _OVERWRITE: Final = 2
@@ -127,8 +125,14 @@ _BODY_MUTATION_TAG: Final = tag(CommonResponse, "body_mutation")
 _BODY_TAG: Final = tag(BodyMutation, "body")
 
 
-def decision_answer(decision: Decision) -> bytes:
-    """Answer a whole body: endpoints in order as header and ``envoy.lb`` metadata, server, ticket, and the changed body."""
+def decision_answer(decision: Decision, *, on_headers: bool = False) -> bytes:
+    """Answer a whole body: endpoints in order as header and ``envoy.lb`` metadata, server, ticket, and the changed
+    body.
+
+    ``on_headers``: the request has no body.
+    """
+    if on_headers:
+        return _decision_answer(decision, _CLEAR_ROUTE_CACHE, _REQUEST_HEADERS_TAG, _HEADERS_RESPONSE_TAG)
     return _decision_answer(decision, _CLEAR_ROUTE_CACHE, _REQUEST_BODY_TAG, _RESPONSE_TAG)
 
 
@@ -154,12 +158,26 @@ def _decision_answer(decision: Decision, common: bytes, answer_tag: bytes, respo
 
 
 def duplex_decision_answer(decision: Decision, *, overrides_mode: bool) -> bytes:
-    """Answer headers whose body follows in pieces: endpoints as header and metadata; headers that a client forged removed."""
+    """Answer headers whose body follows in pieces: endpoints as header and metadata; headers that a client forged
+    removed.
+    """
     destination = ",".join(decision.assignment.addresses).encode()
     forged = _REMOVE_FORGED[decision.assignment.prefill is not None]
     headers = b"".join((*_routing_headers(decision, destination), forged))
     answer = field(_REQUEST_HEADERS_TAG, field(_HEADERS_RESPONSE_TAG, field(_HEADER_MUTATION_TAG, headers)))
     return answer + _metadata(decision, destination) + (_MODE_OVERRIDE if overrides_mode else b"")
+
+
+def response_headers_answer(headers: Mapping[str, str]) -> bytes:
+    """Let the answer's headers pass, with ``headers`` written into them."""
+    if not headers:
+        return CONTINUE_RESPONSE_HEADERS
+    options = [
+        HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode()), append_action=_OVERWRITE)
+        for name, value in headers.items()
+    ]
+    common = CommonResponse(header_mutation=HeaderMutation(set_headers=options))
+    return ProcessingResponse(response_headers=HeadersResponse(response=common)).SerializeToString()
 
 
 def request_body_answers(body: bytes, *, is_end: bool) -> Iterator[bytes]:
@@ -169,7 +187,9 @@ def request_body_answers(body: bytes, *, is_end: bool) -> Iterator[bytes]:
 
 
 def response_body_answers(body: bytes, *, is_end: bool) -> Iterator[bytes]:
-    """One message's part of an answer, passed on unchanged in pieces that the gateway takes. ``is_end``: it is the last."""
+    """One message's part of an answer, passed on unchanged in pieces that the gateway takes. ``is_end``: it is the
+    last.
+    """
     for piece, is_last in _pieces(body):
         yield b"".join(_RESPONSE_PIECE[is_end and is_last].filled(piece))
 
@@ -193,11 +213,13 @@ def _routing_headers(decision: Decision, destination: bytes) -> list[bytes]:
 
 
 def _metadata(decision: Decision, destination: bytes) -> bytes:
-    """Of a ProcessingResponse: where the request goes, its ticket, and what its rate limits granted."""
+    """Of a ProcessingResponse: where the request goes, its ticket, what its limits granted, and its session's token."""
     own: Iterable[bytes] = _TICKET_METADATA[decision.adds_usage].filled(decision.ticket.encode())
-    if decision.grants:
+    sessions = decision.assignment.sessions
+    if decision.grants or sessions:
         # the bundle's routes write them into the answer's headers
         values = {TICKET: decision.ticket, **granted_headers(decision.grants)}
+        values.update((note.header, note.token()) for note in sessions if note.header)
         if decision.adds_usage:
             values[HIDES_USAGE] = "1"
         own = (_metadata_of(NAMESPACE, values).SerializeToString(),)
@@ -211,40 +233,22 @@ def longer_wait_answer(longest_s: float) -> bytes:
     return answer.SerializeToString()
 
 
-def refusal_answer(refusal: Refusal) -> bytes:
-    """Answer the client with an OpenAI error object; no engine is asked."""
+def refusal_answer(refusal: Refusal, form: ErrorForm = ErrorForm.OPENAI) -> bytes:
+    """Answer the client with an error object that it can read; no engine is asked."""
     headers = dict(refusal.headers)
     if refusal.retry_after_s is not None:
         headers["retry-after"] = str(refusal.retry_after_s)
-    return _immediate(refusal.status, to_openai_body(refusal), headers, details=DETAILS_PREFIX + refusal.outcome)
+    if refusal.dropped_reason is not None:
+        headers[DROPPED_REASON] = refusal.dropped_reason
+    if form is ErrorForm.ANTHROPIC:
+        status, body = anthropic_status(refusal), to_anthropic_body(refusal)
+    else:
+        status, body = refusal.status, to_openai_body(refusal)
+    return immediate_answer(status, body, headers, details=DETAILS_PREFIX + refusal.outcome)
 
 
-class _Model(msgspec.Struct):
-    id: str
-    created: int
-    parent: str | None
-    object: str = "model"
-    owned_by: str = "attache"
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-    object: str = "list"
-
-
-def models_answer(models: Iterable[ListedModel], created: int) -> bytes:
-    """OpenAI's list of models, in vLLM's form (``parent``: an adapter's base model). ``created``: Unix time in seconds."""
-    listed = _Models([_Model(model.name, created, model.parent) for model in models])
-    return _immediate(200, msgspec.json.encode(listed), {}, details=DETAILS_PREFIX + "models")
-
-
-def model_answer(model: ListedModel, created: int) -> bytes:
-    """One model of the list."""
-    body = msgspec.json.encode(_Model(model.name, created, model.parent))
-    return _immediate(200, body, {}, details=DETAILS_PREFIX + "model")
-
-
-def _immediate(status: int, body: bytes, headers: dict[str, str], *, details: str) -> bytes:
+def immediate_answer(status: int, body: bytes, headers: dict[str, str], *, details: str) -> bytes:
+    """Answer the client with ``body``; ``details``: what Envoy's log says of it."""
     answer = ProcessingResponse()
     immediate = answer.immediate_response
     immediate.status.code = status

@@ -63,8 +63,8 @@ class GrpcServer:
         """``new_exchange``: takes two functions, whether headers are trusted, and where the stream comes from.
         ``answer_to``: awaits a Pending.
 
-        It first awaits its second argument if the request is held: the gateway must know. ``before_each``: awaited before
-        a message is read.
+        It first awaits its second argument if the request is held: the gateway must know. ``before_each``: awaited
+        before a message is read.
         """
         self._streams = context
         self._answer_to = answer_to
@@ -138,7 +138,8 @@ class GrpcServer:
                 answer = b""
                 del message, answers
         except Exception as error:  # noqa: BLE001 - whatever it is, it is counted, logged once and answered
-            # refused rather than left to the gateway's failure mode: no request gets round its decision by making us fail
+            # refused rather than left to the gateway's failure mode: no request gets round its decision by making us
+            # fail
             self._failures.note("a request could not be decided, and is refused", error)
             await context.write(exchange.fail())
         finally:

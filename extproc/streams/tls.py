@@ -49,8 +49,8 @@ class TlsFiles(msgspec.Struct, frozen=True):
 class FollowedCertificate:
     """What new connections are shown: the pair in ``files`` as it is now, or, if there are none, a self-signed one.
 
-    Open connections keep the pair that they began with. A pair that cannot be used is refused, and the last good one stays:
-    two files that are replaced one after the other do not fit each other for a moment.
+    Open connections keep the pair that they began with. A pair that cannot be used is refused, and the last good one
+    stays: two files that are replaced one after the other do not fit each other for a moment.
 
     Raises CertificateInvalid if the first one cannot be used, ImportError without the library cryptography.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token usage out of an answer that passes in pieces of any size, plain or streamed, without holding the answer.
 
-Usage stands at the end: of the JSON object, or of one of the last events of a stream. So only the end of the current line is
-kept, a few kilobytes, and where the line or the answer ends, the last ``"usage": {...}`` in it is read. Generated text cannot
-be mistaken for it: a quotation mark inside of a JSON string is escaped.
+Usage stands at the end: of the JSON object, or of one of the last events of a stream. So only the end of the current
+line is kept, a few kilobytes, and where the line or the answer ends, the last ``"usage": {...}`` in it is read.
+Generated text cannot be mistaken for it: a quotation mark inside of a JSON string is escaped.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ _KEPT_BYTES: Final = 16 * 1024
 # Larger numbers are an engine's mistake: no answers to one request have as many tokens.
 MOST_REPORTED: Final = 1_000_000_000
 _KEY: Final = b'"usage":'
+# The first event of a stream of the Messages API.
+_START: Final = b'"message_start"'
+_NAMES: Final = (
+    *("prompt_tokens", "completion_tokens", "cached_tokens"),
+    *("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"),
+)
 
 
 class ReportedUsage(msgspec.Struct, frozen=True):
@@ -32,7 +38,8 @@ class UsageReader:
     """Reads one answer, piece by piece."""
 
     def __init__(self) -> None:
-        self.usage = ReportedUsage()
+        # by the engines' names; a stream of the Messages API tells some at its beginning and the others at its end
+        self._counts: dict[str, int] = {}
         self._line = bytearray()
 
     @property
@@ -53,7 +60,7 @@ class UsageReader:
     def finish(self) -> ReportedUsage:
         """The answer has ended: return what it reported."""
         self._read()
-        return self.usage
+        return _usage(self._counts)
 
     def _keep(self, part: bytes) -> None:
         self._line += part
@@ -72,16 +79,31 @@ class UsageReader:
             return
         # null in every event but the last
         if isinstance(value, dict):
-            self.usage = _usage(value)
+            counts = _counts(value)
+            if _START in self._line[:at]:
+                # nothing is written yet: whoever hangs up now must not pay for nothing
+                counts.pop("output_tokens", None)
+            self._counts.update(counts)
 
 
-def _usage(found: dict[str, Any]) -> ReportedUsage:
-    """Read the fields of chat and completions, or those of the responses API."""
-    details = found.get("prompt_tokens_details") or found.get("input_tokens_details") or {}
+def _counts(found: dict[str, Any]) -> dict[str, int]:
+    """The counts that matter, where cached tokens are one wherever they stand."""
+    details = found.get("prompt_tokens_details") or found.get("input_tokens_details")
+    given = {**found, "cached_tokens": details.get("cached_tokens") if isinstance(details, dict) else None}
+    counts = {name: _count(given.get(name)) for name in _NAMES}
+    return {name: count for name, count in counts.items() if count is not None}
+
+
+def _usage(counts: dict[str, int]) -> ReportedUsage:
+    """Of chat and completions, of the responses API, or of the Messages API, whose input is what was not cached."""
+    read, created = counts.get("cache_read_input_tokens"), counts.get("cache_creation_input_tokens", 0)
+    prompt, uncached = counts.get("prompt_tokens"), counts.get("input_tokens")
+    if prompt is None and uncached is not None:
+        prompt = uncached + (read or 0) + created
     return ReportedUsage(
-        prompt_tokens=_count(found.get("prompt_tokens", found.get("input_tokens"))),
-        completion_tokens=_count(found.get("completion_tokens", found.get("output_tokens"))),
-        cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else None,
+        prompt_tokens=prompt,
+        completion_tokens=counts.get("completion_tokens", counts.get("output_tokens")),
+        cached_tokens=counts.get("cached_tokens", read),
     )
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Protobuf's wire format, as far as frequent answers are written in it directly.
 
-Such an answer is mostly constant. Built from message objects it costs about as much as the pick that it carries, because every
-object on the way to a field is allocated and looked up. So the constant parts are serialized once, from message objects, and
-an answer is one concatenation of those parts, lengths, and the strings that vary.
+Such an answer is mostly constant. Built from message objects it costs about as much as the pick that it carries,
+because every object on the way to a field is allocated and looked up. So the constant parts are serialized once, from
+message objects, and an answer is one concatenation of those parts, lengths, and the strings that vary.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Template:
 
 
 def _levels_around_mark(message: bytes) -> list[tuple[bytes, bytes]]:
-    """For every field around the mark, outermost first: what its message has before its length, and behind its value."""
+    """For every field around the mark, outermost first: what its message has before its length, and behind its
+    value.
+    """
     levels = []
     while message != MARK.encode():
         length_at, start, end = _field_with_mark(message)

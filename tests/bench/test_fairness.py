@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What queues promise, in virtual time on simulated engines. ``make bench`` plays the same scenes at twice the length."""
+"""What queues promise, in virtual time on simulated engines. ``make bench`` plays the same scenes at twice the
+length.
+"""
 
 from __future__ import annotations
 

@@ -183,7 +183,10 @@ def test_envoy_gives_a_request_without_engines_the_time_to_wait_for_one() -> Non
     assert manager["stream_idle_timeout"] == "990s"
     assert manager["request_timeout"] == "810s"
     assert manager["http2_protocol_options"]["connection_keepalive"] == {"interval": "30s", "timeout": "20s"}
-    unlimited = "\n---\napiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\nspec: {requestTimeout: 0s}\n"
+    unlimited = (
+        "\n---\napiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\nspec: {requestTimeout:"
+        " 0s}\n"
+    )
     manager = filters_of(load({"all.yaml": (text + unlimited).encode()}))["manager"]
     assert manager["request_timeout"] == "0s"
 

@@ -10,11 +10,14 @@ import pytest
 from msgspec import inspect
 
 from controller.crds import field_docs
+from extproc.scheduling.plugins.not_built import NOT_BUILT
 from extproc.scheduling.registry import BUILT_IN
 from tools.reference.__main__ import FOLDER, pages
 from tools.reference.commands import page as commands_page
 from tools.reference.field_types import default_text, type_text
 from tools.reference.kinds import KINDS, anchor, page
+from tools.reference.llm_d_files import verdicts as file_verdicts
+from tools.reference.llm_d_parameters import unknown_parameters, verdicts
 
 
 class Part(msgspec.Struct, frozen=True, rename="camel"):
@@ -43,6 +46,22 @@ def test_the_pages_are_up_to_date() -> None:
     assert {file.name for file in FOLDER.iterdir()} == set(pages()), "run make generate"
     for name, text in pages().items():
         assert (FOLDER / name).read_text() == text.rstrip("\n") + "\n", f"{name}: run make generate"
+
+
+def test_every_parameter_of_llm_ds_plugins_is_taken_or_told() -> None:
+    assert unknown_parameters() == []
+    assert {name for name, _, here in verdicts() if here.startswith("not built")} <= NOT_BUILT.keys()
+    by_parameter = {(name, parameter): here for name, parameter, here in verdicts()}
+    assert by_parameter["prefix-cache-affinity-filter", "maxTTFTPenaltyMs"] == "taken"
+    assert by_parameter["no-hit-lru-scorer", "lruSize"].startswith("without effect: every endpoint")
+    assert by_parameter["token-producer", "estimate"].startswith("without effect; in its place, the ModelServer's")
+
+
+def test_published_files_load_but_for_the_types_that_the_page_names() -> None:
+    assert sum(not refused for *_, refused in file_verdicts()) >= 75
+    found = {path: refused for repo, path, refused in file_verdicts() if repo == "llm-d/llm-d"}
+    assert found["guides/flow-control/router/flow-control.values.yaml"] == ""
+    assert "`multicluster-queue-scorer`" in found["guides/multi-cluster-routing/router/hub-load.values.yaml"]
 
 
 def test_meanings_come_from_descriptions_comments_and_docstrings() -> None:

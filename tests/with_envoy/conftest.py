@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole system with a real Envoy. Without its binary these tests are skipped, loudly; where it must be there, they fail."""
+"""The whole system with a real Envoy. Without its binary these tests are skipped, loudly; where it must be there, they
+fail.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gateways that are configured elsewhere: a real Envoy with ext_proc in full-duplex mode, and engines that tell what reached them."""
+"""Gateways that are configured elsewhere: a real Envoy with ext_proc in full-duplex mode, and engines that tell what
+reached them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import hashlib
 import json
 import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -17,8 +20,7 @@ from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
 USAGE = b'"usage": {"prompt_tokens": 10, "completion_tokens": 2}'
 
@@ -73,8 +75,8 @@ async def engines(count: int) -> AsyncIterator[list[str]]:
 
 
 def pool_cluster(kind: str, addresses: Sequence[str]) -> dict[str, Any]:
-    """How the gateway reads the pick: ``original_dst``: the header, as one address. ``override_host``: the metadata, as a
-    list, as Istio does. ``override_header``: the header, as a list, as Envoy Gateway's endpointOverride does.
+    """How the gateway reads the pick: ``original_dst``: the header, as one address. ``override_host``: the metadata, as
+    a list, as Istio does. ``override_header``: the header, as a list, as Envoy Gateway's endpointOverride does.
     """
     if kind == "original_dst":
         return {
@@ -113,6 +115,22 @@ def pool_cluster(kind: str, addresses: Sequence[str]) -> dict[str, Any]:
 
 
 NO_HINT: Final = object()
+IN_PIECES: Final = {
+    "request_header_mode": "SEND",
+    "response_header_mode": "SEND",
+    "request_body_mode": "FULL_DUPLEX_STREAMED",
+    "response_body_mode": "FULL_DUPLEX_STREAMED",
+    "request_trailer_mode": "SEND",
+    "response_trailer_mode": "SEND",
+}
+WHOLE_BODIES: Final = {
+    "request_header_mode": "SEND",
+    "response_header_mode": "SKIP",
+    "request_body_mode": "BUFFERED",
+    "response_body_mode": "NONE",
+    "request_trailer_mode": "SKIP",
+    "response_trailer_mode": "SKIP",
+}
 
 
 def bootstrap(
@@ -124,11 +142,14 @@ def bootstrap(
     mode_override: bool = False,
     tls: dict[str, Any] | None = None,
     host: str = "127.0.0.1",
+    sends_whole_bodies: bool = False,
 ) -> dict[str, Any]:
     """An Envoy as the inference extension's gateways set it up. ``listeners``: a port and the subset hint given there.
 
     ``host`` and ``extproc``: where the picker is. ``tls``: the common TLS context towards it; None: plain text.
+    ``sends_whole_bodies``: and no answers, as kgateway 2.0 and 2.1 do.
     """
+    mode = WHOLE_BODIES if sends_whole_bodies else IN_PIECES
     http2: dict[str, Any] = {
         "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
@@ -150,27 +171,24 @@ def bootstrap(
     return {
         "admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": admin}}},
         "static_resources": {
-            "listeners": [_listener(port, hint, cluster, mode_override=mode_override) for port, hint in listeners],
+            "listeners": [
+                _listener(port, hint, cluster, mode_override=mode_override, mode=mode) for port, hint in listeners
+            ],
             "clusters": [picker, cluster],
         },
     }
 
 
-def _listener(port: int, hint: object, cluster: dict[str, Any], *, mode_override: bool) -> dict[str, Any]:
+def _listener(
+    port: int, hint: object, cluster: dict[str, Any], *, mode_override: bool, mode: Mapping[str, str]
+) -> dict[str, Any]:
     ext_proc = {
         "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
         "grpc_service": {"envoy_grpc": {"cluster_name": "extproc"}},
         "failure_mode_allow": False,
         "allow_mode_override": mode_override,
         "message_timeout": "30s",
-        "processing_mode": {
-            "request_header_mode": "SEND",
-            "response_header_mode": "SEND",
-            "request_body_mode": "FULL_DUPLEX_STREAMED",
-            "response_body_mode": "FULL_DUPLEX_STREAMED",
-            "request_trailer_mode": "SEND",
-            "response_trailer_mode": "SEND",
-        },
+        "processing_mode": mode,
         "metadata_options": {
             "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
             "receiving_namespaces": {"untyped": ["envoy.lb"]},
@@ -200,11 +218,14 @@ def _listener(port: int, hint: object, cluster: dict[str, Any], *, mode_override
     retries = {"retry_policy": retry} if "load_assignment" in cluster else {}
     route = {"match": {"prefix": "/"}, "route": {"cluster": "pool", "timeout": "60s", **retries}}
     manager = {
-        "@type": "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "@type": (
+            "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
+        ),
         "stat_prefix": "gateway",
         "http_filters": filters,
         "http_protocol_options": {"enable_trailers": True},
         "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
+        "access_log": [_access_log()],
     }
     chain = {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}
     return {
@@ -214,23 +235,34 @@ def _listener(port: int, hint: object, cluster: dict[str, Any], *, mode_override
     }
 
 
-def pool_config(addresses: Sequence[str]) -> str:
-    """One ModelServer called ``pool``, and no route: whatever comes goes there."""
+def _access_log() -> dict[str, Any]:
+    """To Envoy's output: of each request its status, and what the picker told of its cost."""
+    stdout = "type.googleapis.com/envoy.extensions.access_loggers.stream.v3.StdoutAccessLog"
+    line = "cost=%DYNAMIC_METADATA(envoy.lb:x-gateway-inference-request-cost)% status=%RESPONSE_CODE%\n"
+    return {
+        "name": "envoy.access_loggers.stdout",
+        "typed_config": {"@type": stdout, "log_format": {"text_format_source": {"inline_string": line}}},
+    }
+
+
+def pool_config(addresses: Sequence[str], *, picker: bool = False) -> str:
+    """One ModelServer called ``pool``, and no route: whatever comes goes there. ``picker``: as ``picker.yaml`` says."""
     endpoints = ", ".join(f'{{address: "{address}"}}' for address in addresses)
     return f"""
 apiVersion: attache.dev/v1alpha1
 kind: ModelServer
 metadata: {{name: pool}}
-spec: {{model: base, scrapeInterval: 0s, endpoints: [{endpoints}]}}
+spec: {{model: base, scrapeInterval: 0s, {"pickerConfig: picker.yaml, " if picker else ""}endpoints: [{endpoints}]}}
 """
 
 
 class Gateway(msgspec.Struct, frozen=True):
-    """URLs of Envoy, one for each subset hint, and of extproc's metrics; the address of extproc."""
+    """URLs of Envoy, one for each subset hint, and of extproc's metrics; the address of extproc; its configuration."""
 
     urls: tuple[str, ...]
     metrics: str
     extproc: str
+    config: Path
 
     @property
     def url(self) -> str:
@@ -239,7 +271,7 @@ class Gateway(msgspec.Struct, frozen=True):
 
 
 @asynccontextmanager
-async def gateway(
+async def gateway(  # noqa: PLR0913 - what tests want to be different
     directory: Path,
     addresses: Sequence[str],
     *,
@@ -248,12 +280,20 @@ async def gateway(
     hints: Sequence[object] = (NO_HINT,),
     mode_override: bool = False,
     tls: dict[str, Any] | None = None,
+    picker: str = "",
+    sends_whole_bodies: bool = False,
 ) -> AsyncIterator[Gateway]:
-    """extproc and an Envoy that listens once for each of ``hints``. ``tls``: see ``bootstrap``; ``flags`` say it to extproc."""
+    """extproc and an Envoy that listens once for each of ``hints``. ``tls``: see ``bootstrap``; ``flags`` say it to
+    extproc.
+
+    ``picker``: an EndpointPickerConfig. ``sends_whole_bodies``: see ``bootstrap``.
+    """
     admin, extproc, metrics, *listen = free_ports(3 + len(hints))
     config = directory / "config"
     config.mkdir(parents=True)
-    (config / "pool.yaml").write_text(pool_config(addresses))
+    (config / "pool.yaml").write_text(pool_config(addresses, picker=bool(picker)))
+    if picker:
+        (config / "picker.yaml").write_text(picker)
     bundle = directory / "envoy"
     bundle.mkdir()
     configured = bootstrap(
@@ -263,6 +303,7 @@ async def gateway(
         cluster=pool_cluster(kind, addresses),
         mode_override=mode_override,
         tls=tls,
+        sends_whole_bodies=sends_whole_bodies,
     )
     (bundle / "bootstrap.json").write_text(json.dumps(configured))
     command = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", f"127.0.0.1:{extproc}"]
@@ -280,4 +321,4 @@ async def gateway(
         await processes.wait_ready("extproc", lambda: answers(f"http://127.0.0.1:{metrics}/readyz"))
         await processes.wait_ready("envoy", lambda: answers(f"http://127.0.0.1:{admin}/ready"))
         urls = tuple(f"http://127.0.0.1:{port}" for port in listen)
-        yield Gateway(urls, f"http://127.0.0.1:{metrics}", f"127.0.0.1:{extproc}")
+        yield Gateway(urls, f"http://127.0.0.1:{metrics}", f"127.0.0.1:{extproc}", config)

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class Tally(msgspec.Struct):
-    """``lost``: errors before anything of an answer had come. ``cut``: streams that ended early after their first byte."""
+    """``lost``: errors before anything of an answer had come. ``cut``: streams that ended early after their first
+    byte.
+    """
 
     good: int = 0
     lost: list[str] = []

@@ -84,7 +84,9 @@ async def gateway_on(
     route: Mapping[str, object] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Gateway]:
-    """All of it in ``directory``. ``gateway``, ``more`` and ``route``: overrides of the documents. ``headers``: of clients."""
+    """All of it in ``directory``. ``gateway``, ``more`` and ``route``: overrides of the documents. ``headers``: of
+    clients.
+    """
     listen, admin, extproc, metrics = free_ports(4)
     engine = Engine()
     app = web.Application()

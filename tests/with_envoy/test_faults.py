@@ -150,6 +150,7 @@ async def test_closed_means_an_error_that_says_so(closed: Stack) -> None:
     assert refused.status_code == 503
     error = refused.json()["error"]
     assert (error["type"], error["code"]) == ("service_unavailable_error", "no_picker")
+    assert refused.headers["retry-after"] == "5"
 
 
 KEYS = {"apiKeys": [{"name": "acme", "key": "acme-secret", "tenant": "acme"}]}
@@ -190,6 +191,7 @@ async def test_with_no_engine_left_the_error_has_openais_shape(apart: Stack) -> 
     refused = await ask(apart)
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "no_engine"
+    assert refused.headers["retry-after"] == "5"
 
 
 async def test_an_overloaded_engine_is_passed_over_on_the_list(mended: Stack) -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Envoy Gateway's way: the load balancer takes a list of endpoints from the picker's header, and goes down it when it retries."""
+"""Envoy Gateway's way: the load balancer takes a list of endpoints from the picker's header, and goes down it when it
+retries.
+"""
 
 from __future__ import annotations
 

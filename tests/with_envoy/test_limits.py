@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rate limits through a real Envoy under random traffic: no window sees more than was promised, with Redis and without."""
+"""Rate limits through a real Envoy under random traffic: no window sees more than was promised, with Redis and
+without.
+"""
 
 from __future__ import annotations
 
@@ -251,8 +253,8 @@ async def test_redis_that_goes_and_comes_back_empty_grants_nothing_twice(
         await ask(60)
         await eventually(each_asks_again, timeout_s=20)
     assert set(answers) == {200, 429}
-    # one process keeps exact accounts, but that an answer of Redis that is lost on a busy machine costs one; two processes may both
-    # grant a last one by themselves
+    # one process keeps exact accounts, but that an answer of Redis that is lost on a busy machine costs one; two
+    # processes may both grant a last one by themselves
     assert 39 <= answers.count(200) <= 40 + (workers - 1)
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several listeners through a real Envoy: plain ones and HTTPS, told apart by server name, with certificates that change."""
+"""Several listeners through a real Envoy: plain ones and HTTPS, told apart by server name, with certificates that
+change.
+"""
 
 from __future__ import annotations
 

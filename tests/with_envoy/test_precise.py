@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 @pytest.mark.usefixtures("full_starts")
 async def test_predicted_and_reported_cached_tokens_agree_through_restarts_and_lost_messages(tmp_path: Path) -> None:
     found = await measure(tmp_path, publishes_events=True)
-    # some 310 without the kill: each request that it cuts ends its conversation, and a busy machine has more of them in flight then
+    # some 310 without the kill: each request that it cuts ends its conversation, and a busy machine has more of them in
+    # flight then
     assert found.requests >= 250
     assert found.precise_share > 0.9, "the feed is back after the restart"
     # what is evicted or computed by a sibling between the pick and the start cannot be known

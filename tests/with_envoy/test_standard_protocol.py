@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint picker protocol (Gateway API Inference Extension, docs/proposals/004), case by case, through a real Envoy.
+"""The endpoint picker protocol (Gateway API Inference Extension, docs/proposals/004), case by case, through a real
+Envoy.
 
-From its text: the pick in a header and in metadata, always both and equal; a list of fallbacks where the gateway goes down it;
-the subset hint, present and empty, 503; no ready endpoint, 503; the served endpoint read back; bodies and answers of any
-length in pieces; trailers; requests without a body; health services.
+From its text: the pick in a header and in metadata, always both and equal; a list of fallbacks where the gateway goes
+down it; the subset hint, present and empty, 503; no ready endpoint, 503; the served endpoint read back; bodies and
+answers of any length in pieces; trailers; requests without a body; health services.
 """
 
 from __future__ import annotations
@@ -270,3 +271,53 @@ async def test_health_services_answer_as_the_protocol_says(standard: Standard) -
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Check(health_pb2.HealthCheckRequest(service="other"))
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_kgateways_whole_bodies_go_to_the_one_address_in_the_header(tmp_path: Path) -> None:
+    async with (
+        engines(2) as addresses,
+        gateway(tmp_path, addresses, flags=["--buffered-choices", "1"], sends_whole_bodies=True) as made,
+        httpx.AsyncClient(timeout=30) as http,
+    ):
+        for size in (10, 100_000):
+            body = chat(size)
+            told = (await http.post(made.url + CHAT, content=body)).json()
+            assert told["digest"] == hashlib.sha256(body).hexdigest()
+            assert told["headers"]["x-gateway-destination-endpoint"] == told["served"]
+            assert told["served"] in addresses
+        # what is no API of ours goes to the pool all the same
+        for method, path, content in (
+            ("POST", CHAT, b"not json"),
+            ("POST", "/other", b"1"),
+            ("GET", "/v1/models", None),
+        ):
+            told = (await http.request(method, made.url + path, content=content)).json()
+            assert (told["path"], told["headers"]["x-gateway-destination-endpoint"]) == (path, told["served"])
+
+
+REPORTER = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: random-picker
+- type: request-attribute-reporter
+  parameters:
+    attributes:
+    - key: {namespace: envoy.lb, name: x-gateway-inference-request-cost}
+      expression: usage.prompt_tokens + 3 * usage.completion_tokens
+"""
+
+
+async def test_envoy_learns_what_a_request_cost(tmp_path: Path) -> None:
+    log = tmp_path / "envoy.log"
+    async with (
+        engines(1) as addresses,
+        gateway(tmp_path, addresses, picker=REPORTER) as made,
+        httpx.AsyncClient() as http,
+    ):
+        await http.post(made.url + CHAT, content=chat(10, stream=True), headers={"x-pieces": "3"})
+
+        async def is_told() -> bool:
+            return "cost=16 status=200" in log.read_text()
+
+        await eventually(is_told)

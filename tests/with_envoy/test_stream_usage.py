@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients see streams as engines made them: the chunk with usage that we asked for is gone, and its usage is counted."""
+"""Clients see streams as engines made them: the chunk with usage that we asked for is gone, and its usage is
+counted.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,8 @@ async def test_a_stream_in_single_bytes_loses_the_chunk_only(gateway: Gateway, p
         [TOKEN, DONE],
         # text of a model that looks like the chunk
         [
-            b'data: {"choices": [{"delta": {"content": "\\"choices\\": [], \\"usage\\": {\\"prompt_tokens\\": 9}"}}]}\n\n'
+            b'data: {"choices": [{"delta": {"content": "\\"choices\\": [], \\"usage\\": {\\"prompt_tokens\\":'
+            b' 9}"}}]}\n\n'
         ],
         [TOKEN, b"data: an end without its blank line"],
         [b": a comment\n\n", b"data: not JSON\n\n", b"\n\n\n"],
@@ -227,6 +230,24 @@ HIDDEN_CLAUDE = (
     b'{"usage": {"cache_read_input_tokens":0,"cache_creation_input_tokens" : 0,"prompt_tokens": 31, "x": 16}}'
 )
 SSE, JSON = "text/event-stream", "application/json"
+# of the Messages API: what was cached is no part of the input
+MESSAGE_USAGE = (
+    b'"usage":{"input_tokens":15,"output_tokens":7,"cache_creation_input_tokens":0,"cache_read_input_tokens":16}'
+)
+HIDDEN_MESSAGE_USAGE = b'"usage":{"input_tokens":31,"output_tokens":7}'
+MESSAGE = (
+    b'{"content":[{"type":"tool_use","input":{"usage":{"input_tokens":900000}}},{"type":"text","text":"\\"usage\\":{"}],'
+    + MESSAGE_USAGE
+    + b"}"
+)
+EVENTS = (
+    b"event: message_start\ndata:"
+    b' {"type":"message_start","message":{"usage":{"input_tokens":31,"output_tokens":0}}}\n\nevent:'
+    b' content_block_start\ndata: {"type":"content_block_start","content_block":{"usage":{"input_tokens":9}}}\n\nevent:'
+    b' message_delta\ndata: {"type":"message_delta",'
+    + MESSAGE_USAGE
+    + b'}\n\nevent: message_stop\ndata: {"type":"message_stop"}\n\n'
+)
 
 
 @pytest.mark.parametrize(
@@ -238,17 +259,20 @@ SSE, JSON = "text/event-stream", "application/json"
         ("completions", SSE, TOKEN + USAGE + DONE, 16),
         ("responses", JSON, RESPONSE, 16),
         ("responses", SSE, b'data: {"response": ' + RESPONSE + b"}\n\n" + DONE, 16),
+        ("messages", JSON, MESSAGE, 16),
+        ("messages", SSE, EVENTS, 16),
     ],
 )
 async def test_cached_tokens_are_hidden_wherever_an_answer_is_cut(
     hiding: Gateway, path: str, kind: str, whole: bytes, cached: int | None
 ) -> None:
     shown = whole.replace(b', "prompt_tokens_details": {"cached_tokens": 16}', b"")
+    shown = shown.replace(MESSAGE_USAGE, HIDDEN_MESSAGE_USAGE)
     shown = HIDDEN_CLAUDE if whole is CLAUDE else shown.replace(b'"cached_tokens": 16', b'"cached_tokens": 0')
     before = len(hiding.outcomes())
     hiding.engine.headers = {"content-type": kind}
     cuts = [[whole], *([whole[at : at + size] for at in range(0, len(whole), size)] for size in (1, 5))]
-    asked = {"stream_options": {"include_usage": True}} if kind == SSE and path != "responses" else {}
+    asked = {"stream_options": {"include_usage": True}} if kind == SSE and path not in {"responses", "messages"} else {}
     try:
         for pieces in cuts:
             assert await answer_to(hiding, pieces, path, stream=kind == SSE, input="x", **asked) == shown
@@ -288,6 +312,32 @@ async def test_what_was_cached_changes_no_byte_of_an_answer_nor_their_number(
     assert len(shown) == 1
 
 
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize("kind", [SSE, JSON])
+async def test_what_was_cached_cannot_be_seen_in_the_messages_api_either(hiding: Gateway, kind: str, size: int) -> None:
+    shown = set()
+    hiding.engine.headers = {"content-type": kind}
+    try:
+        for told in (
+            b'"input_tokens":976,"output_tokens":7,"cache_creation_input_tokens":0,"cache_read_input_tokens":1024',
+            b'"input_tokens":1900,"output_tokens":7,"cache_creation_input_tokens":84, "cache_read_input_tokens" : 16',
+            b'"input_tokens":2000,"output_tokens":7,"cache_creation_input_tokens":null,"cache_read_input_tokens":null',
+            b'"cache_read_input_tokens":1999,"input_tokens":1,"output_tokens":7',
+            b'"input_tokens":2000,"output_tokens":7',
+        ):
+            usage = b'{"type":"message_delta","usage":{%b}}' % told
+            whole = usage if kind == JSON else b"event: message_delta\ndata: " + usage + b"\n\n"
+            hiding.engine.pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+            body = {"model": "llama", "messages": [], "max_tokens": 7, "stream": kind == SSE}
+            answer = await hiding.http.post(f"{hiding.url}/v1/messages", json=body)
+            assert (answer.status_code, "content-length" in answer.headers) == (200, False)
+            shown.add(answer.content)
+    finally:
+        hiding.engine.headers = {}
+    assert len(shown) == 1
+    assert b'"input_tokens":2000' in shown.pop()
+
+
 async def test_hidden_counts_in_a_stream_longer_than_what_is_held_stay_hidden(hiding: Gateway) -> None:
     long = (
         b'data: {"text": "' + b"x" * 2 * MOST_HELD_BYTES + b'", "usage": {"prompt_tokens": 1, "cached_tokens": 16}}\n\n'
@@ -296,3 +346,28 @@ async def test_hidden_counts_in_a_stream_longer_than_what_is_held_stay_hidden(hi
     shown = await answer_to(hiding, [long[:70_000], long[70_000:cut], long[cut:]])
     assert shown == long.replace(b": 16", b": 0")
     assert "accept-encoding" not in hiding.engine.asked_headers
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole", "counted"),
+    [
+        # neither the model's own objects nor an event of content say what was used
+        (JSON, MESSAGE, {"prompt": 31, "completion": 7, "cached": 16}),
+        (SSE, EVENTS, {"prompt": 31, "completion": 7, "cached": 16}),
+        # a stream that ends early: what was written is not known, rather than nothing
+        (SSE, EVENTS[: EVENTS.index(b"event: message_delta")], {"prompt": 31, "completion": None, "cached": None}),
+    ],
+    ids=["plain", "streamed", "cut off"],
+)
+async def test_usage_of_the_messages_api_is_read_wherever_it_is_cut(
+    gateway: Gateway, kind: str, whole: bytes, counted: dict[str, int | None]
+) -> None:
+    before = len(gateway.outcomes())
+    gateway.engine.headers = {"content-type": kind}
+    cuts = [[whole[at : at + size] for at in range(0, len(whole), size)] for size in (1, 7, 10_000)]
+    try:
+        for pieces in cuts:
+            assert await answer_to(gateway, pieces, "messages", stream=kind == SSE) == whole
+    finally:
+        gateway.engine.headers = {}
+    assert await gateway.outcomes_since(before, len(cuts)) == [counted] * len(cuts)

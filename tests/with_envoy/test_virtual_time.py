@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual time says what real time does: the same workload through Envoy, extproc and engines, and in one process under a virtual clock."""
+"""Virtual time says what real time does: the same workload through Envoy, extproc and engines, and in one process under
+a virtual clock.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +62,7 @@ async def test_real_and_virtual_time_agree(tmp_path: Path) -> None:
     was, said = await real(tmp_path), virtual()
     assert was.requests == said.requests == 80
     assert was.prompt_tokens == said.prompt_tokens
-    # chance decides ties otherwise, and this machine may be busy: a wider band than the 10% and 2 points that it is on a quiet one
+    # chance decides ties otherwise, and this machine may be busy: a wider band than the 10% and 2 points that it is on
+    # a quiet one
     assert said.ttft_s.mean == pytest.approx(was.ttft_s.mean, rel=0.25)
     assert said.cached_token_ratio == pytest.approx(was.cached_token_ratio, abs=0.05)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may use which models, through a real Envoy: every kind of credential, and every way to ask for another's model."""
+"""Who may use which models, through a real Envoy: every kind of credential, and every way to ask for another's
+model.
+"""
 
 from __future__ import annotations
 
@@ -421,7 +423,8 @@ async def test_keys_are_followed_and_hold_while_the_issuer_is_away(tokens: Scene
             stats = (await admin.get(f"{tokens.stack.admin}/stats", params={"filter": "jwks_fetch_success"})).text
         return int(stats.split(":")[1])
 
-    # a set that a request has waited for holds for cacheDuration; those that are fetched beside requests, without an end
+    # a set that a request has waited for holds for cacheDuration; those that are fetched beside requests, without an
+    # end
     first = await fetches()
     await eventually(lambda: _are(fetches, first + 2), timeout_s=20)
     issuer.stop()

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CHAT: Final = "/v1/chat/completions"
-PATHS: Final = (CHAT, "/v1/completions", "/v1/embeddings", "/v1/responses")
+MESSAGES: Final = "/v1/messages"
+COUNT: Final = "/v1/messages/count_tokens"
+GENERATE: Final = "/inference/v1/generate"
+PATHS: Final = (CHAT, "/v1/completions", "/v1/embeddings", "/v1/responses", MESSAGES, COUNT, GENERATE)
 # what the engines of the two servers call their model
 ONE, TWO = "engines/one", 'engines/"zwei" \\ é'
 STEERING: Final = ("kv_transfer_params", "bootstrap_host", "data_parallel_rank", "lora_path")
@@ -72,7 +75,11 @@ class Gateway(msgspec.Struct, frozen=True):
         assert self.told == []
         assert answer.headers["content-type"] == "application/json"
         error: dict[str, Any] = answer.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
+        if path.startswith(MESSAGES):
+            assert answer.json()["type"] == "error"
+            assert set(error) == {"message", "type"}
+        else:
+            assert set(error) == {"message", "type", "param", "code"}
         return error
 
 
@@ -232,7 +239,7 @@ async def test_a_route_whose_rules_take_other_paths_serves_none_else(gateway: Ga
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/messages", "/v1/audio/transcriptions", "/v1/models", "/v1/load_lora_adapter", "/"]
+    "path", ["/v1/messages/batches", "/v1/audio/transcriptions", "/v1/models", "/v1/load_lora_adapter", "/"]
 )
 async def test_other_paths_are_not_served(gateway: Gateway, path: str) -> None:
     assert (await gateway.post('{"model": "chat"}', path)).status_code == 404
@@ -264,6 +271,25 @@ async def test_the_model_is_renamed_and_all_else_stays_byte_for_byte(gateway: Ga
             assert value in told.body
         assert names(told).count("model") == 1
         assert dict(told.pairs())["model"] == ONE
+
+
+@pytest.mark.parametrize("path", [MESSAGES, COUNT])
+async def test_errors_of_the_messages_api_have_its_form(gateway: Gateway, path: str) -> None:
+    assert (await gateway.refused('{"model": "unknown"}', 404, path))["type"] == "not_found_error"
+    refused = await gateway.refused('{"model": "chat", "kv_transfer_params": {}}', 400, path)
+    assert refused["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("name", ["extra_args", "\\u0065xtra_args"])
+async def test_what_cannot_be_read_out_of_sampling_parameters_is_refused(gateway: Gateway, name: str) -> None:
+    """Engines obey ``kv_transfer_params`` there, too, and only extproc looks so deep."""
+
+    def asked(sampling: str) -> str:
+        return '{"model": "chat", "token_ids": [1], "sampling_params": {' + sampling + "}}"
+
+    hidden = f'"n": 1, "{name}": {{"kv_transfer_params": {{"remote_host": "10.0.0.1"}}}}'
+    assert (await gateway.refused(asked(hidden), 503, GENERATE))["type"] == "service_unavailable_error"
+    assert (await gateway.served(asked('"stop": ["\\n"]'), GENERATE)).server == "one"
 
 
 async def test_a_header_decides_between_servers_with_names_of_their_own(gateway: Gateway) -> None:

@@ -162,6 +162,23 @@ async def test_a_client_that_leaves_is_waited_for_no_more(zero: Stack) -> None:
     await eventually(nobody_waits)
 
 
+async def test_while_extproc_hangs_a_model_without_engines_says_when_to_come_back(zero: Stack) -> None:
+    await in_use(zero, "unheard", put(zero, "unheard", []))
+    extproc = zero.processes.pid("extproc")
+    os.kill(extproc, signal.SIGSTOP)
+    try:
+        async with httpx.AsyncClient(timeout=60) as http:
+            refused = await ask(http, zero, "unheard")
+    finally:
+        os.kill(extproc, signal.SIGCONT)
+    assert refused.status_code == 503
+    error = refused.json()["error"]
+    assert error["type"] == "service_unavailable_error"
+    # Open and Close
+    assert error["code"] in ("no_engine", "no_picker")
+    assert refused.headers["retry-after"] == "5"
+
+
 class Clients:
     """Ask for one model all the time, at their own pace. ``wrong``: answers that were not what was asked for."""
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client asks an API server for, and what manifests allow: a role should need all that it may do, and no more."""
+"""What a client asks an API server for, and what manifests allow: a role should need all that it may do, and no
+more.
+"""
 
 from __future__ import annotations
 

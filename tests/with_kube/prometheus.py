@@ -8,7 +8,7 @@ import os
 import shutil
 import ssl
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
@@ -26,9 +26,14 @@ if TYPE_CHECKING:
 NAME = "prometheus"
 
 
-def binary() -> str:
+def tool() -> str:
+    """Checks configurations; comes with ``binary``."""
+    return binary("promtool")
+
+
+def binary(name: str = NAME) -> str:
     """Where it is; the test is skipped, loudly, or fails where it must not be."""
-    found = shutil.which(NAME)
+    found = shutil.which(name)
     if found is None:
         said = "there is no prometheus; apt-get install --no-install-recommends prometheus"
         if os.environ.get("ATTACHE_REQUIRE_PROMETHEUS"):
@@ -115,3 +120,47 @@ async def running_prometheus(folder: Path) -> AsyncIterator[Running]:
             yield found
     finally:
         await runner.cleanup()
+
+
+class Scraper(msgspec.Struct, frozen=True):
+    """A Prometheus that scrapes. ``url``: plain HTTP."""
+
+    url: str
+
+    async def query(self, expression: str) -> list[dict[str, Any]]:
+        """Labels (``metric``) and value of each series."""
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(f"{self.url}/api/v1/query", params={"query": expression}) as answer,
+        ):
+            found: list[dict[str, Any]] = (await answer.json())["data"]["result"]
+            return found
+
+    async def problems(self) -> list[str]:
+        """Of targets that cannot be scraped."""
+        async with aiohttp.ClientSession() as http, http.get(f"{self.url}/api/v1/targets") as answer:
+            targets = (await answer.json())["data"]["activeTargets"]
+        return [f"{one['scrapeUrl']}: {one['health']} {one['lastError']}" for one in targets if one["health"] != "up"]
+
+    async def is_ready(self) -> bool:
+        with contextlib.suppress(aiohttp.ClientError):
+            async with aiohttp.ClientSession() as http, http.get(f"{self.url}/-/ready") as answer:
+                return answer.status == 200
+        return False
+
+
+@contextlib.asynccontextmanager
+async def scraping(folder: Path, file: Path) -> AsyncIterator[Scraper]:
+    """``file``: its configuration."""
+    (port,) = free_ports(1)
+    command = [
+        binary(),
+        f"--config.file={file}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        f"--storage.tsdb.path={folder / 'data'}",
+    ]
+    async with Processes(folder) as processes:
+        await processes.start(NAME, command)
+        found = Scraper(f"http://127.0.0.1:{port}")
+        await processes.wait_ready(NAME, found.is_ready)
+        yield found

@@ -33,6 +33,7 @@ from tests.with_kube.managing import IMPATIENT, QUICK_QUEUE
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
+    from controller.autoscale.signals import Calm
     from controller.autoscale.situation import Situation
     from controller.cluster.access import Access
     from controller.resources.autoscaling import AutoscalingPolicySpec
@@ -97,6 +98,10 @@ class Demand:
 
     def follow(self, servers: Collection[str]) -> None:
         """Of all."""
+
+    def calm(self, servers: Sequence[str], now_s: float) -> Calm | None:  # noqa: ARG002 - the protocol's
+        """Never known."""
+        return None
 
     def view(self, servers: Sequence[str], now_s: float) -> DemandView:
         reports = {ip: msgspec.structs.replace(one, at_s=now_s) for ip, one in self.reports.items()}

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may what by objects of a cluster: Secrets and policies are in the directory at once, and say what became of them."""
+"""Who may what by objects of a cluster: Secrets and policies are in the directory at once, and say what became of
+them.
+"""
 
 from __future__ import annotations
 

@@ -71,7 +71,9 @@ async def test_nothing_is_scaled_in_because_of_faults(site: Site) -> None:
 
 
 async def test_the_law_target_keeps_metrics_of_the_gateways_at_their_targets(site: Site) -> None:
-    """Three streams at each of two gateways, and two to a replica, are three replicas; the other metrics are known, too."""
+    """Three streams at each of two gateways, and two to a replica, are three replicas; the other metrics are known,
+    too.
+    """
     others = ("requests_queued", "requests_running", "requests_per_second", "tokens_in_flight", "kv_usage")
     metrics = [{"name": "requests_in_flight", "value": 2}, *({"name": name, "value": 1e5} for name in others)]
     policy = {

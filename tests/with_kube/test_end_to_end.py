@@ -81,8 +81,8 @@ class Site(msgspec.Struct, frozen=True):
 
 
 class Load:
-    """Five clients that ask one question after the other. ``failures``: what was no good answer. ``host``: that they ask
-    for, with the engines' own name of the model; empty: that of ``url``.
+    """Five clients that ask one question after the other. ``failures``: what was no good answer. ``host``: that they
+    ask for, with the engines' own name of the model; empty: that of ``url``.
     """
 
     def __init__(self, url: str, host: str = "") -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubernetes' own HPA controller scales by what we decide, through the API server; and pages need a token with the right."""
+"""Kubernetes' own HPA controller scales by what we decide, through the API server; and pages need a token with the
+right.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ import pytest_asyncio
 import yaml
 
 from bench.cluster.assets import ROOT
+from bench.cluster.certificates import write_private
 from bench.cluster.kubeconfig import write_kubeconfig
 from bench.processes import Processes, free_ports
 from controller.cluster.errors import ClusterError, NotFound
@@ -27,6 +30,8 @@ from controller.webhooks.rotation import API_SERVICES
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import define_kinds, model_infer
+from tests.with_kube.monitors import checked, configuration, scrape_configs
+from tests.with_kube.prometheus import scraping
 from tests.with_kube.scaling import Demand, Wanted, bind, make_policy, make_server, says, scaling, target
 from tests.with_kube.test_manager_permissions import account
 from tests.with_kube.test_manifests import MANIFESTS, SYSTEM, kubectl
@@ -80,7 +85,9 @@ class Manager:
 async def manager(
     client: Client, account: Access, plane: ControlPlane, assets: Assets, namespace: str, tmp_path: Path
 ) -> AsyncIterator[Manager]:
-    """With the external metrics API behind the API server, the manager's own account and the rights of our manifests."""
+    """With the external metrics API behind the API server, the manager's own account and the rights of our
+    manifests.
+    """
     await define_kinds(client, ROOT / "manifests" / "crds")
     ports = dict(zip(("listen", "metrics", "external-metrics", "keda"), free_ports(4), strict=True))
     for one in ("external-metrics", "metrics-auth"):
@@ -185,13 +192,13 @@ async def test_the_hpa_controller_scales_a_model_infer_by_our_metric(
 
 @pytest.mark.parametrize("kind", ["PodMonitor", "ServiceMonitor"])
 async def test_prometheus_gets_metrics_by_what_our_monitors_say(
-    kind: str, client: Client, manager: Manager, plane: ControlPlane, assets: Assets, namespace: str
+    kind: str, client: Client, manager: Manager, plane: ControlPlane, assets: Assets, namespace: str, tmp_path: Path
 ) -> None:
     folder = "pod-monitor-with-auth" if kind == "PodMonitor" else "service-monitor-with-auth"
     words = [str(assets.binary("kubectl")), "kustomize", str(MANIFESTS / "monitoring" / folder)]
     built = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
-    text, _ = await built.communicate()
-    things = list(yaml.safe_load_all(text))
+    made, _ = await built.communicate()
+    things = list(yaml.safe_load_all(made))
     (monitor,) = (one for one in things if one["kind"] == kind and one["metadata"]["name"] == "attache-manager")
     (asks,) = monitor["spec"].get("podMetricsEndpoints") or monitor["spec"]["endpoints"]
     assert (asks["scheme"], asks["port"]) == ("https", "metrics")
@@ -220,6 +227,26 @@ async def test_prometheus_gets_metrics_by_what_our_monitors_say(
             assert "attache_manager" in await answer.text()
         async with http.get(f"{url}/decisions", ssl=context, server_hostname=name) as answer:
             assert answer.status == 403
+    # and a real Prometheus, with all that the monitor says
+    files = {
+        (asks["authorization"]["credentials"]["name"], asks["authorization"]["credentials"]["key"]): token,
+        (asks["tlsConfig"]["ca"]["secret"]["name"], asks["tlsConfig"]["ca"]["secret"]["key"]): authority,
+    }
+    secrets = {place: tmp_path / f"secret-{number}" for number, place in enumerate(files)}
+    for place, text in files.items():
+        write_private(secrets[place], text)
+    asks["tlsConfig"]["serverName"] = name
+    jobs = scrape_configs(monitor, {"metrics": f"127.0.0.1:{manager.ports['metrics']}"}, secrets)
+    folder_of_prometheus = tmp_path / "prometheus"
+    folder_of_prometheus.mkdir()
+    async with scraping(folder_of_prometheus, checked(tmp_path, "config", configuration(jobs))) as prometheus:
+
+        async def is_up() -> bool:
+            return len(await prometheus.query("up == 1")) == 1
+
+        await eventually(is_up, timeout_s=SOON_S)
+        assert await prometheus.problems() == []
+        assert await prometheus.query("attache_manager_leader")
 
 
 async def test_the_wrong_kind_of_target_is_told(client: Client, kube: Kube, namespace: str, manager: Manager) -> None:

@@ -74,8 +74,8 @@ async def serving(
     extproc: str | None = None,
     config: str | None = None,
 ) -> AsyncIterator[GatewayRole]:
-    """A role that has written its directory once. ``extproc``: where to ask what is in use. ``config``: the GatewayConfig
-    to serve, as ``namespace/name``.
+    """A role that has written its directory once. ``extproc``: where to ask what is in use. ``config``: the
+    GatewayConfig to serve, as ``namespace/name``.
     """
     async with connect(client.access, manager=CONTROLLER) as own:
         election = LeaderElection(own, namespace=namespace, name="gateway", identity=identity)

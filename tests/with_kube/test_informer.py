@@ -15,7 +15,7 @@ from tests.with_kube.kubes import FAKE, REAL
 from tests.with_kube.objects import config_map
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from bench.cluster.control_plane import ControlPlane
     from bench.cluster.fake.faults import Call
@@ -143,6 +143,45 @@ async def test_watches_that_end_at_once_are_not_asked_for_without_pause(
         assert fake.requests - before < 15
         await client.create(CONFIG_MAPS, config_map(namespace, "one"))
         await eventually(lambda: names(informer) == {"one"})
+
+
+@FAKE
+async def test_watches_that_end_after_each_event_are_not_asked_for_without_pause(
+    client: Client, fake: FakeServer, namespace: str
+) -> None:
+    """A proxy that cuts what it has sent, in front of a cluster in which much happens."""
+    timing = InformerTiming(backoff_s=0.3, backoff_max_s=5.0, resync_s=0)
+    async with following(client, namespace, timing) as informer:
+        opened, took_s = await stormed(client, fake, namespace, fake.watches.drop)
+        # a pause of at least 0.15 s after each
+        assert opened <= 2 + took_s / 0.15
+        await eventually(lambda: len(names(informer)) == 60)
+        assert informer.lists == 1
+
+
+@FAKE
+async def test_lists_are_asked_for_ever_less_often_while_watches_expire(
+    client: Client, fake: FakeServer, namespace: str
+) -> None:
+    """A server that forgets at once, in front of a cluster in which much happens: each time all objects are listed."""
+    timing = InformerTiming(backoff_s=0.02, backoff_max_s=2.0, resync_s=0)
+    async with following(client, namespace, timing) as informer:
+        _, took_s = await stormed(client, fake, namespace, fake.watches.expire)
+        # 0.01 to 0.02 s, then twice as long after each, up to 1 to 2 s
+        assert informer.lists <= 10 + took_s
+        await eventually(lambda: len(names(informer)) == 60)
+
+
+async def stormed(client: Client, fake: FakeServer, namespace: str, ends: Callable[[], None]) -> tuple[int, float]:
+    """Sixty objects are made, and after each all watches end. How many other calls there were, and how long it took."""
+    clock = asyncio.get_running_loop().time
+    before, began_s = fake.requests, clock()
+    for number in range(60):
+        await client.create(CONFIG_MAPS, config_map(namespace, f"made-{number}"))
+        await asyncio.sleep(0.01)
+        ends()
+        await asyncio.sleep(0.01)
+    return fake.requests - before - 60, clock() - began_s
 
 
 async def test_a_resync_tells_all_keys(client: Client, namespace: str) -> None:

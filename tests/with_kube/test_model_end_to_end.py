@@ -78,7 +78,9 @@ spec:
 
 
 class Site(msgspec.Struct, frozen=True):
-    """A cluster with a gateway, the manager and a node. ``url``: of Envoy. ``weights``: a URI, and how often it was asked."""
+    """A cluster with a gateway, the manager and a node. ``url``: of Envoy. ``weights``: a URI, and how often it was
+    asked.
+    """
 
     client: Client
     namespace: str

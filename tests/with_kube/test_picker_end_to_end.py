@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A picker in a cluster behind an Envoy that something else configures: as manifests/picker has it, and as llm-d's chart starts one."""
+"""A picker in a cluster behind an Envoy that something else configures: as manifests/picker has it, and as llm-d's
+chart starts one.
+"""
 
 from __future__ import annotations
 

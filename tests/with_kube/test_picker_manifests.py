@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picker's and the monitoring manifests on a real API server, with the Gateway API's and the Inference Extension's own schemas."""
+"""The picker's and the monitoring manifests on a real API server, with the Gateway API's and the Inference Extension's
+own schemas.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gateway role in picker mode against API servers: an InferencePool's pods are in the directory, and what is wrong is told."""
+"""The gateway role in picker mode against API servers: an InferencePool's pods are in the directory, and what is wrong
+is told.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def pool(namespace: str, *ports: int, app: str = "llama") -> Object:
 
 @contextlib.asynccontextmanager
 async def client_with_pools(kube: Kube) -> AsyncIterator[Client]:
-    """A client of a server that has InferencePools: those of the Inference Extension where they are installed already."""
+    """A client of a server that has InferencePools: those of the Inference Extension where they are installed
+    already.
+    """
     async with connect(kube.admin, manager="test") as one:
         if not await one.serves(INFERENCE_POOLS):
             await one.apply(CRDS, POOL_CRD, force=True)

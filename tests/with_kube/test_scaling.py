@@ -41,13 +41,17 @@ from tests.with_kube.scaling import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     import pytest
 
     from bench.cluster.fake.faults import Call
     from bench.cluster.fake.server import FakeServer
+    from controller.autoscale.decision import Decision
+    from controller.autoscale.situation import Situation
     from controller.cluster.client import Client
+    from controller.resources.autoscaling import AutoscalingPolicySpec
+    from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
     from tests.with_kube.kubes import Kube
 
 SOON_S = 30.0
@@ -171,6 +175,42 @@ async def test_room_on_nodes_counts_where_targets_have_accelerators(client: Clie
             # nowhere is room: whatever is cheapest may be asked for, as nodes may be added
             await client.merge_patch(NODES, f"n-{namespace}", None, {"spec": {"unschedulable": True}})
             await eventually(lambda: rooms() == [None, None], timeout_s=SOON_S)
+    finally:
+        await client.delete(NODES, f"n-{namespace}")
+
+
+@FAKE
+async def test_two_spellings_of_one_accelerator_are_counted_once(client: Client, kube: Kube, namespace: str) -> None:
+    await two_deployments(client, namespace, replicas=0)
+    first, second = target(accelerator="nvidia-h100"), target(name="other", accelerator="NVIDIA-H100-80GB-HBM3")
+    await bind(client, namespace, first, {**second, "name": "second"})
+    wanted = Wanted(main=0, second=0)
+    try:
+        async with scaling(kube.admin, namespace, wanted):
+            await eventually(lambda: wanted.rooms == {"main": 8, "second": 8}, timeout_s=SOON_S)
+            assert wanted.free == {"NVIDIA-H100-80GB-HBM3 or nvidia-h100": 8}
+            assert {one.pools for each in wanted.situations for one in each.targets} == {tuple(wanted.free)}
+            wanted.replicas["main"] = 5
+            await eventually(lambda: wanted.rooms == {"main": 3, "second": 3}, timeout_s=SOON_S)
+    finally:
+        await client.delete(NODES, f"n-{namespace}")
+
+
+@FAKE
+async def test_an_accelerator_that_no_node_has_is_told(client: Client, kube: Kube, namespace: str) -> None:
+    await two_deployments(client, namespace, replicas=0)
+    second = {**target(name="other", accelerator="H1000"), "name": "second"}
+    await bind(client, namespace, target(accelerator="H100"), second)
+    try:
+        async with scaling(kube.admin, namespace, Wanted(main=0, second=0)):
+
+            async def is_told() -> bool:
+                return await says(client, namespace, "CapacityBlocked") == ("True", "NoSuchAccelerator")
+
+            await eventually(is_told, timeout_s=SOON_S)
+            thing = await client.get(AUTOSCALING_POLICY_BINDINGS, "one", namespace)
+            said = next(one["message"] for one in thing["status"]["conditions"] if one["type"] == "CapacityBlocked")
+            assert said == "second: no node has accelerators of the kind H1000; nodes have NVIDIA-H100-80GB-HBM3"
     finally:
         await client.delete(NODES, f"n-{namespace}")
 
@@ -313,6 +353,25 @@ async def test_a_target_that_is_made_anew_is_scaled_again(client: Client, kube: 
         await until_says(client, namespace, "TargetsResolved", ("False", "TargetNotFound"))
         await client.create(DEPLOYMENTS, deployment(namespace, replicas=1))
         await until_replicas(client, namespace, 4)
+
+
+async def test_a_server_or_a_role_that_is_not_there_is_named(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace))
+    await bind(client, namespace, target(server="lama"))
+    await bind(client, namespace, target("ModelInfer", name="pair", role="prefill"), name="two")
+
+    async def message(name: str) -> str:
+        conditions = (await client.get(AUTOSCALING_POLICY_BINDINGS, name, namespace))["status"]["conditions"]
+        return str(next(one["message"] for one in conditions if one["type"] == "TargetsResolved"))
+
+    async with scaling(kube.admin, namespace, Wanted(main=2)):
+        await until_says(client, namespace, "TargetsResolved", ("False", "ServerNotFound"))
+        await until_says(client, namespace, "TargetsResolved", ("False", "TargetNotFound"), name="two")
+    assert await message("one") == "there is no ModelServer lama, which the field server of the target names"
+    said = "there is no ModelInferRole pair-prefill: the ModelInfer pair needs a role prefill with scalable: true"
+    assert await message("two") == said
 
 
 async def test_what_is_only_recommended_is_told_and_not_written(client: Client, kube: Kube, namespace: str) -> None:
@@ -470,6 +529,73 @@ async def test_while_the_server_is_away_decisions_know_that_and_writes_are_made_
         fake.faults.heal()
         await until_replicas(client, namespace, 5)
         await eventually(lambda: not is_cut_off(), timeout_s=SOON_S)
+
+
+async def test_a_decision_that_fails_is_told_and_harms_no_other_binding(
+    client: Client, kube: Kube, namespace: str
+) -> None:
+    await make_policy(client, namespace)
+    for name in ("ill", "well"):
+        await make_server(client, namespace, name, app=name)
+        await client.create(DEPLOYMENTS, deployment(namespace, name, replicas=3))
+        await bind(client, namespace, target(name=name), name=name)
+    wanted = Failing(main=3)
+    async with scaling(kube.admin, namespace, wanted) as running:
+        await until_says(client, namespace, "ScalingActive", ("True", "Scaling"), "ill")
+        await until_says(client, namespace, "ScalingActive", ("True", "Scaling"), "well")
+        wanted.fails.add(f"{namespace}/ill")
+        wanted.replicas["main"] = 1
+        await until_says(client, namespace, "ScalingActive", ("False", "DecisionFailed"), "ill")
+        # with what was raised
+        assert "ZeroDivisionError('no engines')" in await message(client, namespace, "ScalingActive", "ill")
+        await eventually(lambda: told(client, namespace, "DecisionFailed"), timeout_s=SOON_S)
+        # the other one goes on, and the replicas of this one stay, however often it is tried
+        await until_replicas(client, namespace, 1, "well")
+        tries = wanted.failures
+        await eventually(lambda: wanted.failures >= tries + 3, timeout_s=SOON_S)
+        assert await replicas_of(client, namespace, "ill") == 3
+        assert await says(client, namespace, "ScalingActive", "well") == ("True", "Scaling")
+        assert running.metric("attache_scaling_looks_total", outcome="error") >= 3
+        # the same failure is written once
+        writes = running.writes()
+        await eventually(lambda: wanted.failures >= tries + 5, timeout_s=SOON_S)
+        assert running.writes() == writes
+        wanted.fails.clear()
+        await until_replicas(client, namespace, 1, "ill")
+        await until_says(client, namespace, "ScalingActive", ("True", "Scaling"), "ill")
+
+
+class Failing(Wanted):
+    """Cannot decide about the bindings in ``fails``. ``failures``: how often that was."""
+
+    def __init__(self, **replicas: int | None) -> None:
+        super().__init__(**replicas)
+        self.fails: set[str] = set()
+        self.failures = 0
+
+    def decide(
+        self,
+        policy: AutoscalingPolicySpec,
+        binding: AutoscalingPolicyBinding,
+        situations: Sequence[Situation],
+        memory: int | None,
+        now_s: float,
+        *,
+        free: Mapping[str, int] | None = None,
+    ) -> tuple[Decision, int]:
+        if binding.metadata.key in self.fails:
+            self.failures += 1
+            raise ZeroDivisionError("no engines")
+        return super().decide(policy, binding, situations, memory, now_s, free=free)
+
+
+async def message(client: Client, namespace: str, type_: str, name: str) -> str:
+    thing = await client.get(AUTOSCALING_POLICY_BINDINGS, name, namespace)
+    return str(next(one["message"] for one in thing["status"]["conditions"] if one["type"] == type_))
+
+
+async def told(client: Client, namespace: str, reason: str) -> bool:
+    return reason in await reasons(client, namespace)
 
 
 def _writes(call: Call) -> bool:

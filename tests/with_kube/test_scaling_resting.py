@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import pytest_asyncio
 
 from bench.cluster.assets import ROOT
+from controller.autoscale.signals import Calm
 from controller.cluster.resources import AUTOSCALING_POLICY_BINDINGS, DEPLOYMENTS
 from tests.waiting import eventually
 from tests.with_kube.managing import define_kinds
 from tests.with_kube.scaling import (
+    Demand,
     Scales,
     Wanted,
     bind,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from controller.cluster.client import Client
     from controller.resources.autoscaling import AutoscalingPolicySpec
     from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
+    from controller.roles.scaling.deciding import Deciding
     from tests.with_kube.kubes import Kube
 
 SOON_S = 30.0
@@ -57,6 +60,26 @@ class Steady(Wanted):
         if self.last is None or said(self.last) != said(found):
             self.last = found
         return self.last, memory
+
+
+class Still(Steady):
+    """A decision of which it is known, too, that it stands where nothing but time has changed."""
+
+    @property
+    def deciding(self) -> Deciding:
+        return super().deciding._replace(
+            still=lambda memory, *_: None if self.last is None else (self.last, memory),
+        )
+
+
+class Quiet(Demand):
+    """Nothing goes on. ``version``: of that; None: it is not known."""
+
+    version: int | None = 1
+
+    def calm(self, servers: Sequence[str], now_s: float) -> Calm | None:
+        assert servers
+        return None if self.version is None else Calm((self.version,), now_s)
 
 
 def said(decision: Decision) -> list[tuple[int | None, int | None]]:
@@ -122,3 +145,64 @@ async def test_what_anybody_changes_ends_the_rest(client: Client, kube: Kube, na
         decisions = wanted.decisions
         await eventually(lambda: wanted.decisions >= decisions + 3, timeout_s=SOON_S)
         assert running.metric("attache_scaling_looks_total", outcome="unchanged") == rested
+
+
+async def test_where_nothing_goes_on_it_is_not_decided_again_until_something_changes(
+    client: Client, kube: Kube, namespace: str
+) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    await bind(client, namespace, target())
+    wanted, demand = Still(main=2), Quiet()
+    async with scaling(kube.admin, namespace, wanted, demand) as running:
+
+        async def are_without_decision() -> bool:
+            """Five looks in a row."""
+            before = wanted.decisions
+            await until_it_rests(running, 5)
+            return wanted.decisions == before
+
+        async def is_quiet() -> None:
+            # lists come again, and what was learned is written
+            await eventually(are_without_decision, timeout_s=SOON_S)
+
+        async def is_decided() -> None:
+            """At a later look."""
+            before = wanted.decisions
+            await eventually(lambda: wanted.decisions > before, timeout_s=SOON_S)
+
+        await is_quiet()
+        demand.version = 2
+        await is_decided()
+        await is_quiet()
+
+        # as long as it is not known that nothing goes on
+        demand.version = None
+        await is_decided()
+        await is_decided()
+        demand.version = 3
+        await is_decided()
+        await is_quiet()
+
+        # a status that somebody else has written is written anew
+        before = wanted.decisions
+        lost: dict[str, object] = {"status": {"conditions": []}}
+        await client.merge_patch(AUTOSCALING_POLICY_BINDINGS, "one", namespace, lost, subresource="status")
+
+        async def is_said() -> bool:
+            return await says(client, namespace, "TargetsResolved") == ("True", "Resolved")
+
+        await eventually(is_said, timeout_s=SOON_S)
+        assert wanted.decisions > before
+        await is_quiet()
+
+        # replicas that somebody sets are honoured
+        await client.merge_patch(DEPLOYMENTS, "llama", namespace, {"spec": {"replicas": 3}})
+
+        async def is_held() -> bool:
+            return await says(client, namespace, "ScalingActive") == ("False", "ManualHold")
+
+        await eventually(is_held, timeout_s=SOON_S)
+        await is_decided()
+        await is_decided()

@@ -182,7 +182,8 @@ async def test_the_least_busy_and_then_the_least_cached_go_first(site: Site) -> 
 
 async def test_a_killed_engine_and_a_lost_node_fail_no_request_without_a_first_byte(site: Site) -> None:
     name = "breaks"
-    # Else the scheduler puts all four on one node more often than not, and no engine would be left. Three may be on one.
+    # Else the scheduler puts all four on one node more often than not, and no engine would be left. Three may be on
+    # one.
     apart = {
         "maxSkew": 2,
         "topologyKey": "kubernetes.io/hostname",

@@ -59,7 +59,9 @@ def kube(real_kube: object) -> object:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def account(client: Client, plane: ControlPlane, assets: Assets, tmp_path: Path) -> AsyncIterator[Client]:
-    """A client with the token of the manager's ServiceAccount, whose manifests are there but for Deployment and webhooks."""
+    """A client with the token of the manager's ServiceAccount, whose manifests are there but for Deployment and
+    webhooks.
+    """
     await install(client)
     kept = ["namespace.yaml", "rbac.yaml", "certificates.yaml"]
     for name in kept:

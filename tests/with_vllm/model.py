@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that fits anywhere: a tiny Llama without weights, and a tokenizer of one token a byte, so that counts are known."""
+"""A model that fits anywhere: a tiny Llama without weights, and a tokenizer of one token a byte, so that counts are
+known.
+"""
 
 from __future__ import annotations
 

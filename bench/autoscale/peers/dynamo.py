@@ -2,16 +2,16 @@
 """Dynamo's planner for engines that do both stages: a floor by throughput, and one more or fewer by estimated latency.
 
 Source: ai-dynamo/dynamo, ``components/src/dynamo/planner/core/{load_scaling,throughput_scaling}.py``. Every 180 s the
-arrivals of the last interval (predictor "constant") over what an engine carries within the objectives make the floor. Every
-5 s each engine's next TTFT and ITL are estimated:
+arrivals of the last interval (predictor "constant") over what an engine carries within the objectives make the floor.
+Every 5 s each engine's next TTFT and ITL are estimated:
 
 - one more, if on every engine the TTFT, or on every engine the ITL, is above its objective;
-- one fewer, if on every engine both would keep 80 % of it with N/(N-1) of the load, for TTFT of what the queue adds, and
-  the cache would hold it;
+- one fewer, if on every engine both would keep 80 % of it with N/(N-1) of the load, for TTFT of what the queue adds,
+  and the cache would hold it;
 - nothing while replicas are starting.
 
-Its models are regressions on passes of the engines; here they are the speeds that the situation has of the target, which is
-as if its regressions had learned them without error. Without speeds it does nothing.
+Its models are regressions on passes of the engines; here they are the speeds that the situation has of the target,
+which is as if its regressions had learned them without error. Without speeds it does nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Means of the interval: requests a second, tokens of a prompt (``uncached`` of them without a hit) and an answer."""
+    """Means of the interval: requests a second, tokens of a prompt (``uncached`` of them without a hit) and an
+    answer.
+    """
 
     per_s: float
     prompt: float

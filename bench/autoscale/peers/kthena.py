@@ -6,10 +6,10 @@ Source: volcano-sh/kthena, ``pkg/autoscaler/algorithm/{recommendation,revision}.
 replicas grow up to elevenfold in a period and never shrink. As in its code, the limit of scaling in counts from the
 *smallest* corrected number of the period, although its name says the largest.
 
-Several kinds of engine (``heterogeneousTarget``, ``autoscaler/optimizer.go``) count as one fleet: replicas of all kinds are
-counted alike, whatever each of them carries. The number that comes of it is filled in from the lower bounds in batches
-that grow by ``cost_expansion_rate_percent``, the cheapest batch first. That order is our allocation mode Expansion,
-which is used here.
+Several kinds of engine (``heterogeneousTarget``, ``autoscaler/optimizer.go``) count as one fleet: replicas of all kinds
+are counted alike, whatever each of them carries. The number that comes of it is filled in from the lower bounds in
+batches that grow by ``cost_expansion_rate_percent``, the cheapest batch first. That order is our allocation mode
+Expansion, which is used here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HorizontalPodAutoscaler v2 on running and waiting requests, as the guides of vLLM and others set it up.
 
-Two metrics of all pods together with ``AverageValue`` targets; the larger answer counts. Default behaviour: out by 100 % or
-4 pods in 15 s, in after 300 s. It looks every 15 s.
+Two metrics of all pods together with ``AverageValue`` targets; the larger answer counts. Default behaviour: out by
+100 % or 4 pods in 15 s, in after 300 s. It looks every 15 s.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 
 Source: llm-d, ``guides/workload-autoscaling/keda-epp`` and ``slo-aware``, ``docs/architecture/autoscaling``.
 
-Queue: the picker's flow-control queue with a target of 1 a replica, its running requests with 16; out by 100 % in 15 s, in
-by 100 % in 15 s after 300 s. (Its variant against overshoot also waits 300 s before it scales out: ``up_window_s``.)
+Queue: the picker's flow-control queue with a target of 1 a replica, its running requests with 16; out by 100 % in 15 s,
+in by 100 % in 15 s after 300 s. (Its variant against overshoot also waits 300 s before it scales out: ``up_window_s``.)
 
-Latency: the law of ``controller.autoscale.laws.slo`` as it is written there: what is not known is 0, the credit may make
-less than there is of an excess, and the answer goes through an HPA with AverageValue 1: out by 100 % or 4 pods in 60 s
-after 30 s, in by 1 pod in 120 s after 180 s.
+Latency: the law of ``controller.autoscale.laws.slo`` as it is written there: what is not known is 0, the credit may
+make less than there is of an excess, and the answer goes through an HPA with AverageValue 1: out by 100 % or 4 pods in
+60 s after 30 s, in by 1 pod in 120 s after 180 s.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """llm-d's workload-variant-autoscaler, first form, as it was: saturated engines out of the means, missing values 0.
 
-Source: llm-d-workload-variant-autoscaler, ``internal/saturation/analyzer.go``. Every 30 s one replica more or fewer, and
-nothing while anything is in transition. Its number goes through an HPA with AverageValue 1, 10 pods in 150 s; the window
-is 0 in its sample and 240 s in its advice for production.
+Source: llm-d-workload-variant-autoscaler, ``internal/saturation/analyzer.go``. Every 30 s one replica more or fewer,
+and nothing while anything is in transition. Its number goes through an HPA with AverageValue 1, 10 pods in 150 s; the
+window is 0 in its sample and 240 s in its advice for production.
 
-Several kinds of engine are judged together. One more is of the cheapest kind that reports, by the cost of a replica; one
-fewer is of the most expensive kind that has more than one. So it never takes up a kind that has no replica yet.
+Several kinds of engine are judged together. One more is of the cheapest kind that reports, by the cost of a replica;
+one fewer is of the most expensive kind that has more than one. So it never takes up a kind that has no replica yet.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 """llm-d's workload-variant-autoscaler, second form, as it was, in whole tokens, with its HPA.
 
 Source: llm-d-workload-variant-autoscaler, ``internal/engines/analyzers/saturation_v2/analyzer.go`` and
-``internal/engines/pipeline/cost_aware_optimizer.go``. What differs from our law ``tokens``: the queue of the gateways is
-guessed from bytes and means, engines that do not tell their cache are left out altogether, waiting requests without a
-known length count nothing. Every 30 s.
+``internal/engines/pipeline/cost_aware_optimizer.go``. What differs from our law ``tokens``: the queue of the gateways
+is guessed from bytes and means, engines that do not tell their cache are left out altogether, waiting requests without
+a known length count nothing. Every 30 s.
 
-Of several kinds of engine, the one with the least cost for its capacity gets all that is missing, up to its upper bound,
-as in later releases (the first had no bound). What is spare goes from the kind with the most expensive replicas first;
-the last replica of all is one of the cheapest kind. A kind that never had a replica is taken to hold what the formula
-derives from the engine's arguments, without a bound by its memory, as there.
+Of several kinds of engine, the one with the least cost for its capacity gets all that is missing, up to its upper
+bound, as in later releases (the first had no bound). What is spare goes from the kind with the most expensive replicas
+first; the last replica of all is one of the cheapest kind. A kind that never had a replica is taken to hold what the
+formula derives from the engine's arguments, without a bound by its memory, as there.
 """
 
 from __future__ import annotations

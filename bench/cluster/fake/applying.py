@@ -67,7 +67,9 @@ class Applying:
     def apply(
         self, live: Mapping[str, Any], applied: Mapping[str, Any], owners: Owners, manager: str
     ) -> tuple[dict[str, Any], Owners]:
-        """The object after ``manager`` applied ``applied``, and who owns what then. Whoever disagreed loses the field."""
+        """The object after ``manager`` applied ``applied``, and who owns what then. Whoever disagreed loses the
+        field.
+        """
         wanted, current = self._leaves(applied), self._leaves(live)
         shared = {path for other, owned in owners.items() if other != manager for path in owned}
         dropped = owners.get(manager, set()) - wanted.keys() - shared
@@ -105,7 +107,9 @@ class Applying:
         return {path: thing} if path else {}
 
     def _identity(self, item: object, field: str) -> str:
-        """The step of a path that leads to an item of the list ``field``; empty if the list has no keys, or the item none."""
+        """The step of a path that leads to an item of the list ``field``; empty if the list has no keys, or the item
+        none.
+        """
         keys = self._keys.get(field, ())
         # the first key must be there; others have defaults, as a port's protocol has
         if not keys or not isinstance(item, Mapping) or keys[0] not in item:

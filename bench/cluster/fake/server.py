@@ -92,7 +92,10 @@ class FakeServer:
         verb = _VERBS.get(request.method) or ("watch" if watches else "get" if target.name else "list")
         resource = target.kind.resource
         if user != _ADMIN:
-            message = f'{resource.plural} is forbidden: User "nobody" cannot {verb} resource "{resource.plural}" in API group "{resource.group}"'
+            message = (
+                f'{resource.plural} is forbidden: User "nobody" cannot {verb} resource "{resource.plural}" in API group'
+                f' "{resource.group}"'
+            )
             raise Refused(403, "Forbidden", message, {"kind": resource.plural})
         await self.faults.meet(Call(verb, target))
         if verb == "watch":

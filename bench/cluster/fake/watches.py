@@ -115,7 +115,9 @@ class Watches:
 
 
 class _Chosen:
-    """Which changes a watch sends. An object that stops matching is deleted, for this watch; one that begins to, added."""
+    """Which changes a watch sends. An object that stops matching is deleted, for this watch; one that begins to,
+    added.
+    """
 
     def __init__(self, target: Target, matches: Matches) -> None:
         self._target = target

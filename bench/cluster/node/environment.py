@@ -21,7 +21,9 @@ class Missing(Exception):
 
 
 class Sources(msgspec.Struct, frozen=True):
-    """What a pod's references lead to: the ConfigMaps and Secrets of its namespace by name, its addresses, its token."""
+    """What a pod's references lead to: the ConfigMaps and Secrets of its namespace by name, its addresses, its
+    token.
+    """
 
     config_maps: Mapping[str, Mapping[str, Any]]
     secrets: Mapping[str, Mapping[str, Any]]

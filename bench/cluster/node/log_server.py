@@ -44,7 +44,8 @@ async def serving_logs(address: str, find: Callable[[str, str], Path | None]) ->
 class _Logs:
     """Answers with a log as it stands, its last lines (``tailLines``), and what comes after (``follow``).
 
-    Lines have no times in our logs, so ``sinceTime`` and ``sinceSeconds`` are ignored: more is shown than was asked for.
+    Lines have no times in our logs, so ``sinceTime`` and ``sinceSeconds`` are ignored: more is shown than was asked
+    for.
     """
 
     def __init__(self, find: Callable[[str, str], Path | None]) -> None:

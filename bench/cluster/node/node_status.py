@@ -112,7 +112,9 @@ class Heartbeat:
         self.registered.set()
 
     async def declare_lost(self, pods: Sequence[Object]) -> None:
-        """What the node lifecycle controller says of a silent node: it is Unknown, gets no pods, and its pods are not ready."""
+        """What the node lifecycle controller says of a silent node: it is Unknown, gets no pods, and its pods are not
+        ready.
+        """
         await self._write("Unknown")
         await self._client.merge_patch(
             NODES, self._spec.name, None, {"spec": {"taints": [*self._spec.taints, _UNREACHABLE]}}
@@ -146,7 +148,9 @@ class Heartbeat:
         await self._client.apply(NODES, thing, subresource="status", manager=_MANAGER, force=True)
 
     async def _untaint(self) -> None:
-        """The API server taints new nodes as not ready; without the node lifecycle controller nobody else removes that."""
+        """The API server taints new nodes as not ready; without the node lifecycle controller nobody else removes
+        that.
+        """
         node = await self._client.get(NODES, self._spec.name)
         taints = [one for one in node["spec"].get("taints") or () if not one["key"].startswith(_STATES)]
         if taints != (node["spec"].get("taints") or []):

@@ -153,7 +153,8 @@ class PodFiles:
     def _cluster_access(self, pod: Object) -> dict[str, str]:
         """Variables by which a process finds the API server with its pod's service account.
 
-        Programs look for a token at a fixed place, where a process of this machine has none: ``KUBECONFIG`` is that place.
+        Programs look for a token at a fixed place, where a process of this machine has none: ``KUBECONFIG`` is that
+        place.
         """
         file = token_file(pod, self.directory / "volumes")
         if file is None:

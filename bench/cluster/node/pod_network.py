@@ -67,7 +67,9 @@ class LoopbackPlace:
 
 
 class LoopbackNetwork:
-    """Pods have addresses of 127/8, on any Linux without any right. A pod that asks for the host's network gets one too."""
+    """Pods have addresses of 127/8, on any Linux without any right. A pod that asks for the host's network gets one
+    too.
+    """
 
     host_ip = "127.0.0.1"
 

@@ -179,7 +179,9 @@ class PodWorker:
         return machine.exited(container, code, number, message, wall())
 
     async def _stop(self, container: str, grace_s: float) -> None:
-        """preStop, SIGTERM, SIGKILL. The end itself is noticed by ``_start``. A shorter grace that comes later counts."""
+        """preStop, SIGTERM, SIGKILL. The end itself is noticed by ``_start``. A shorter grace that comes later
+        counts.
+        """
         process = self._processes.get(container)
         if process is None:
             return

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class Surroundings:
-    """Where a container's handlers run: its address, its environment, and how its words become those of this machine."""
+    """Where a container's handlers run: its address, its environment, and how its words become those of this
+    machine.
+    """
 
     def __init__(
         self,

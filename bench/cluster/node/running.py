@@ -36,7 +36,8 @@ async def running_nodes(
     """Nodes by name, ready for pods. On the way out their pods' processes end; the objects stay.
 
     ``schedules``: bind pods too, because no kube-scheduler runs.
-    ``pod_range``: the range of ``bench.cluster.netns``, if this process is in its network; else pods have addresses of 127/8.
+    ``pod_range``: the range of ``bench.cluster.netns``, if this process is in its network; else pods have addresses of
+    127/8.
     """
     with Guard() as guard:
         network = BridgedNetwork(pod_range, guard) if pod_range else LoopbackNetwork()

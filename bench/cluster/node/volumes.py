@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pod's volumes as directories of this machine, and paths in containers as paths there. No network.
 
-A process sees this machine's files, not a container's: a mount at ``/config`` is a directory elsewhere. So every word of
-a container's command, arguments and variables that is a mount's path, or begins with it and ``/``, or has it behind
+A process sees this machine's files, not a container's: a mount at ``/config`` is a directory elsewhere. So every word
+of a container's command, arguments and variables that is a mount's path, or begins with it and ``/``, or has it behind
 ``=`` or ``:``, is rewritten to the directory.
 """
 
@@ -33,8 +33,8 @@ def volume_files(pod: Mapping[str, Any], sources: Sources) -> dict[str, dict[str
 
 
 class Kept(NamedTuple):
-    """Where volumes are that outlive pods. ``host``: stands for the node's root directory. ``claims``: holds a directory
-    for each claim that any pod of the cluster has used.
+    """Where volumes are that outlive pods. ``host``: stands for the node's root directory. ``claims``: holds a
+    directory for each claim that any pod of the cluster has used.
     """
 
     host: Path
@@ -75,8 +75,8 @@ def rewritten(word: str, places: Mapping[str, Path], listen_ip: str, own_ports: 
     """A word as the process must have it: mount paths, ``0.0.0.0`` and the pod's own ``127.0.0.1`` replaced.
 
     Where pods share this machine's addresses, a server that would listen on all of them listens on its pod's own,
-    ``listen_ip``, and its neighbours in the pod find it there: ``own_ports`` are those that the pod's containers declare.
-    ``listen_ip`` is empty where a pod has a network of its own: there these addresses may stay.
+    ``listen_ip``, and its neighbours in the pod find it there: ``own_ports`` are those that the pod's containers
+    declare. ``listen_ip`` is empty where a pod has a network of its own: there these addresses may stay.
     """
     paths = "|".join(re.escape(path) for path in sorted(places, key=len, reverse=True) if path != "/")
     if paths:

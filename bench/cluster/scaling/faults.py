@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _REPLICAS: Final = 3
 _MOST: Final = 6
 _NAME: Final = "faults"
-# Of each gateway. An engine is to have 2.1 requests in flight (70% of 3): both gateways' streams need three engines, those
-# of one need two.
+# Of each gateway. An engine is to have 2.1 requests in flight (70% of 3): both gateways' streams need three engines,
+# those of one need two.
 _STREAMS: Final = 3
 _TOKENS: Final = 28
 _SPEED: Final = 0.1
@@ -72,8 +72,8 @@ class Survived(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def survived(site: Site, *, for_s: float = 30.0, tell: Callable[[str], None] = lambda _: None) -> list[Survived]:
-    """Each fault lasts ``for_s``. When all are over and the load ends, replicas do go: the policy is one that scales in.
-    Raises TimeoutError if they do not.
+    """Each fault lasts ``for_s``. When all are over and the load ends, replicas do go: the policy is one that scales
+    in. Raises TimeoutError if they do not.
     """
     faults: dict[str, Callable[[Site], contextlib.AbstractAsyncContextManager[None]]] = {
         "half of the gateways silent": _silent_gateway,

@@ -28,8 +28,8 @@ ENTRY_LABELS: Final = ("attache.dev/model-infer", "attache.dev/entry")
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """What is scaled. ``kind``: Deployment or ModelInfer. ``engine``: words of the simulated engine. ``start_s``: that an
-    engine waits before it begins to start. ``policy``: spec of its policy. ``server``: more of its ModelServer.
+    """What is scaled. ``kind``: Deployment or ModelInfer. ``engine``: words of the simulated engine. ``start_s``: that
+    an engine waits before it begins to start. ``policy``: spec of its policy. ``server``: more of its ModelServer.
     ``target``: more of the binding's target.
     """
 

@@ -51,8 +51,9 @@ _TURNS: Final = 6
 
 
 class Reaction(msgspec.Struct, frozen=True):
-    """Seconds from the first request. ``write_s``: to the event of the written replicas. ``replicas``: written. ``told_s``:
-    until the gateway told of many more requests; ``decided_s``: until the decision that asked for more replicas began.
+    """Seconds from the first request. ``write_s``: to the event of the written replicas. ``replicas``: written.
+    ``told_s``: until the gateway told of many more requests; ``decided_s``: until the decision that asked for more
+    replicas began.
     """
 
     write_s: float
@@ -69,9 +70,9 @@ class Reaction(msgspec.Struct, frozen=True):
 async def overloads(
     site: Site, trials: int, *, has_queue: bool = True, tell: Callable[[str], None] = lambda _: None
 ) -> list[Reaction]:
-    """Calm, then a burst that is minutes of work for an engine, which leaves once replicas are written; then one replica
-    again. Several models take turns, so that each has time to calm down. ``has_queue``: whether extproc holds what engines
-    have no room for. Raises TimeoutError.
+    """Calm, then a burst that is minutes of work for an engine, which leaves once replicas are written; then one
+    replica again. Several models take turns, so that each has time to calm down. ``has_queue``: whether extproc holds
+    what engines have no room for. Raises TimeoutError.
     """
     server: Mapping[str, Any] = {"flowControl": {}} if has_queue else {}
     name = "overload" if has_queue else "overload-plain"

@@ -18,7 +18,9 @@ Place = tuple[str, str]
 
 
 class Caches:
-    """What a manager that starts now has listed, and what its watches tell it. ``lag``: seconds until a change is seen."""
+    """What a manager that starts now has listed, and what its watches tell it. ``lag``: seconds until a change is
+    seen.
+    """
 
     def __init__(
         self,

@@ -21,7 +21,9 @@ GOOD: Final = "engine:good"
 CRASHES: Final = "engine:crashes"
 NEVER_READY: Final = "engine:never-ready"
 MISSING: Final = "engine:missing"
-"""Images, by what becomes of their containers; all others are good. The part behind a dash may differ: ``engine:good-2``."""
+"""Images, by what becomes of their containers; all others are good. The part behind a dash may differ:
+``engine:good-2``.
+"""
 _TIMING: Final = NodeTiming()
 _POLL_S: Final = 1.0
 Why = Literal["crashed", "stopped", "killed", "node lost"]

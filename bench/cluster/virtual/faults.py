@@ -13,8 +13,8 @@ Fate = Literal["done", "refused", "lost"]
 
 
 class Faults(msgspec.Struct):
-    """``refused`` and ``lost``: fractions of calls. ``lags``: by plural, at most how many seconds a watch is behind; the
-    rest is behind by ``lag_s`` at most.
+    """``refused`` and ``lost``: fractions of calls. ``lags``: by plural, at most how many seconds a watch is behind;
+    the rest is behind by ``lag_s`` at most.
     """
 
     rng: random.Random

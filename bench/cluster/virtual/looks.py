@@ -34,7 +34,9 @@ WATCHED: Final = (MODEL_INFERS, NODES, *OWNED)
 
 
 class Around(msgspec.Struct, frozen=True):
-    """What is no object: loads and which were asked for, what the cluster schedules together, whether nodes are looked at."""
+    """What is no object: loads and which were asked for, what the cluster schedules together, whether nodes are looked
+    at.
+    """
 
     loads: Mapping[str, Load]
     asked: frozenset[str]

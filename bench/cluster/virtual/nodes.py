@@ -136,7 +136,9 @@ class Nodes:
                 self._server.set_status(PODS, pod, _not_ready(pod, rfc3339(self._clock.now_s)))
 
     def _evict(self, name: str, loss: int) -> None:
-        """Pods without a toleration of their own are deleted; they stay until their kubelet or somebody else removes them."""
+        """Pods without a toleration of their own are deleted; they stay until their kubelet or somebody else removes
+        them.
+        """
         if self._down.get(name) == loss:
             for pod in self._server.pods():
                 if pod["spec"].get("nodeName") == name:

@@ -24,7 +24,9 @@ _DEFINITIONS: Final = tuple(definition_of(one) for one in KINDS)
 
 
 class Server:
-    """Objects of all kinds. What it hands out must not be changed. Refusals are ``Refused``, as the fake server has them."""
+    """Objects of all kinds. What it hands out must not be changed. Refusals are ``Refused``, as the fake server has
+    them.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.kinds = Kinds()

@@ -52,7 +52,9 @@ class Environment:
         return ""
 
     def fingerprint(self) -> str:
-        """Of who we are to sources, and of how we reach them: of all settings that may say so, and of files that they name."""
+        """Of who we are to sources, and of how we reach them: of all settings that may say so, and of files that they
+        name.
+        """
         mine = {name: value for name, value in self._variables.items() if _WHO.fullmatch(name)}
         files = {name: _content(Path(path)) for name, path in mine.items() if _NAMES_FILE.search(name)}
         return hashlib.sha256(repr((sorted(mine.items()), sorted(files.items()))).encode()).hexdigest()

@@ -47,7 +47,9 @@ class CacheEntry:
             return None
 
     def complete(self, marker: Marker) -> None:
-        """Write the marker once everything else is on the disk. The journal goes after it: no crash fetches all again."""
+        """Write the marker once everything else is on the disk. The journal goes after it: no crash fetches all
+        again.
+        """
         shutil.rmtree(self.incoming, ignore_errors=True)
         for folder, _, _ in os.walk(self.content):
             sync(Path(folder))

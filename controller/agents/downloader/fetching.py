@@ -43,7 +43,8 @@ _MIB: Final = 1024**2
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """``parallel``: requests at once. ``part``: bytes of a request. ``block``: bytes held by one before they are written.
+    """``parallel``: requests at once. ``part``: bytes of a request. ``block``: bytes held by one before they are
+    written.
 
     ``record``: after so many bytes they are synced and noted, so a crash costs at most that many, times ``parallel``.
     """
@@ -71,8 +72,8 @@ class _Target(NamedTuple):
 
 
 class Fetch:
-    """One run over one entry, whose lock the caller holds. ``check_room``: raises DiskFull; asked while a file comes whose
-    size nobody has said, which may have no end.
+    """One run over one entry, whose lock the caller holds. ``check_room``: raises DiskFull; asked while a file comes
+    whose size nobody has said, which may have no end.
     """
 
     def __init__(

@@ -36,8 +36,9 @@ _FOLLOW_S: Final = 0.5
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What to do. ``shown_uri``: without credentials. ``timeout_s``: for all of it. ``allow_stale``: if the source does not
-    answer, take what the cache has for the same question. ``claims``, ``files``: roots of ``pvc://`` and ``file://``.
+    """What to do. ``shown_uri``: without credentials. ``timeout_s``: for all of it. ``allow_stale``: if the source does
+    not answer, take what the cache has for the same question. ``claims``, ``files``: roots of ``pvc://`` and
+    ``file://``.
     ``ca_files``: authorities beside the machine's.
     """
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges of files over HTTP: redirects, time-outs, and what each answer means. Every remote scheme goes through here."""
+"""Ranges of files over HTTP: redirects, time-outs, and what each answer means. Every remote scheme goes through
+here.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ _AGENT: Final = "attache-download"
 
 
 class Patient(msgspec.Struct, frozen=True):
-    """How long one attempt waits. ``least_rate``: bytes a second over ``stall_s``, below which a server counts as stalled."""
+    """How long one attempt waits. ``least_rate``: bytes a second over ``stall_s``, below which a server counts as
+    stalled.
+    """
 
     connect_s: float = 10.0
     stall_s: float = 30.0
@@ -52,7 +56,9 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Document(msgspec.Struct, frozen=True):
-    """A small answer, whole. ``headers``: names in lower case. ``status``: only set apart from 200 where it was allowed."""
+    """A small answer, whole. ``headers``: names in lower case. ``status``: only set apart from 200 where it was
+    allowed.
+    """
 
     status: int
     headers: Mapping[str, str]
@@ -171,7 +177,9 @@ def failure(status: int, where: str, retry_after: str | None = None) -> Exceptio
 
 @contextlib.asynccontextmanager
 async def transfers(patient: Patient, connections: int, ca_files: Sequence[str] = ()) -> AsyncIterator[Transfer]:
-    """A Transfer with a session of its own. ``ca_files``: authorities beside the machine's; raises OSError for a bad one."""
+    """A Transfer with a session of its own. ``ca_files``: authorities beside the machine's; raises OSError for a bad
+    one.
+    """
     tls = ssl.create_default_context()
     for file in ca_files:
         tls.load_verify_locations(cafile=file)
@@ -213,7 +221,9 @@ def _check(answer: aiohttp.ClientResponse, wants: Wants, where: str, *, has_rang
 
 
 def _redirected(url: str, target: str, headers: Mapping[str, str]) -> dict[str, str]:
-    """Headers for a redirect's target: another host gets no credentials. Raises Unavailable for one that is not safe."""
+    """Headers for a redirect's target: another host gets no credentials. Raises Unavailable for one that is not
+    safe.
+    """
     before, after = urlsplit(url), urlsplit(target)
     if after.scheme not in ("http", "https"):
         raise Unavailable(f"{shown(url)} redirects to {after.scheme}:", is_temporary=False)

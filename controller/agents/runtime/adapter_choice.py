@@ -15,7 +15,9 @@ _LONGEST_RETRY_S: Final = 120.0
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """A loaded adapter. ``path``: as the engine tells it, empty if it does not. ``used_at_s``: last in use, or loaded."""
+    """A loaded adapter. ``path``: as the engine tells it, empty if it does not. ``used_at_s``: last in use, or
+    loaded.
+    """
 
     name: str
     path: str = ""

@@ -67,7 +67,8 @@ def check_uri(uri: str, policy: SourcePolicy) -> None:
 
 
 def local_path(source: str, policy: SourcePolicy) -> str:
-    """The path of a local source, symbolic links resolved; raises NameInvalid unless it lies below an allowed directory.
+    """The path of a local source, symbolic links resolved; raises NameInvalid unless it lies below an allowed
+    directory.
 
     The engine is given the resolved path, so that a link cannot be changed between the check and the loading.
     """

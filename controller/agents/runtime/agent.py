@@ -30,7 +30,9 @@ log = logging.getLogger(__name__)
 
 
 class Agent:
-    """``clock``: monotonic seconds; ``unix_clock``: by which engines tell times. ``follow_s``: between looks at adapters."""
+    """``clock``: monotonic seconds; ``unix_clock``: by which engines tell times. ``follow_s``: between looks at
+    adapters.
+    """
 
     def __init__(
         self,
@@ -72,7 +74,9 @@ class Agent:
         return self.drainer.drain is not None
 
     def why_not_ready(self) -> str:
-        """Empty if the engine should get requests. Pinned adapters come first; one that fails holds up nobody for ever."""
+        """Empty if the engine should get requests. Pinned adapters come first; one that fails holds up nobody for
+        ever.
+        """
         why = self.watch.why_not_ready(is_draining=self.is_draining)
         if not why and self.settings.dialect.adapters and not self._has_pinned:
             return "pinned adapters are being loaded"

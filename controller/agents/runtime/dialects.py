@@ -56,7 +56,8 @@ class Dialect(msgspec.Struct, frozen=True):
     """One kind of engine.
 
     ``health``: the path of the cheap probe. ``metrics_port``: 0 if the engine has its metrics on its own port.
-    ``sources``: by family, tried in order. ``model_label``: of its series. ``lora_info``: tells which adapters are in use.
+    ``sources``: by family, tried in order. ``model_label``: of its series. ``lora_info``: tells which adapters are in
+    use.
     ``finishes_requests``: after SIGTERM it waits by itself for running requests, although its metrics do not tell them.
     """
 

@@ -15,7 +15,9 @@ Outcome = Literal["", "idle", "gone", "timeout"]
 
 
 class DrainSettings(msgspec.Struct, frozen=True):
-    """``settle_s``: in which gateways notice that this engine takes no more. ``timeout_s``: the grace, from the begin."""
+    """``settle_s``: in which gateways notice that this engine takes no more. ``timeout_s``: the grace, from the
+    begin.
+    """
 
     settle_s: float = 5.0
     timeout_s: float = 600.0
@@ -32,7 +34,8 @@ class Load(msgspec.Struct, frozen=True):
 class Drain(msgspec.Struct, frozen=True):
     """A drain that has begun.
 
-    ``load``: the last that the engine told. ``quiet``: pages in a row that showed nothing. ``outcome``: empty while it lasts.
+    ``load``: the last that the engine told. ``quiet``: pages in a row that showed nothing. ``outcome``: empty while it
+    lasts.
     """
 
     began_at_s: float

@@ -31,7 +31,9 @@ class Histogram(msgspec.Struct, frozen=True):
 
 
 class AdapterUse(msgspec.Struct, frozen=True):
-    """``in_use``: adapters with requests now. ``idle_s``: seconds since each was last in use. ``slots``: 0 if not told."""
+    """``in_use``: adapters with requests now. ``idle_s``: seconds since each was last in use. ``slots``: 0 if not
+    told.
+    """
 
     in_use: frozenset[str] = frozenset()
     idle_s: dict[str, float] = {}
@@ -39,7 +41,9 @@ class AdapterUse(msgspec.Struct, frozen=True):
 
 
 class EnginePage(msgspec.Struct, frozen=True):
-    """``values`` and ``histograms``: by family and model ("" if the engine names none). ``adapters``: None if not told."""
+    """``values`` and ``histograms``: by family and model ("" if the engine names none). ``adapters``: None if not
+    told.
+    """
 
     values: dict[str, dict[str, float]]
     histograms: dict[str, dict[str, Histogram]]

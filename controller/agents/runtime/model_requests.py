@@ -17,7 +17,9 @@ _WORD: Final = " hello"
 
 
 class ModelRequest(msgspec.Struct, frozen=True):
-    """A POST. ``proof``: the member of the answer that must be a list with something in it; empty: status 200 will do."""
+    """A POST. ``proof``: the member of the answer that must be a list with something in it; empty: status 200 will
+    do.
+    """
 
     path: str
     body: dict[str, Any]

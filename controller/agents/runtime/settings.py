@@ -27,7 +27,8 @@ class WarmUp(msgspec.Struct, frozen=True):
 class AdapterSettings(msgspec.Struct, frozen=True):
     """``links``: where the files of adapters appear by name; in a V2 repository, the repository itself.
 
-    ``keep_s``: an adapter stays at least so long after it was loaded or used. ``downloader``: the command in front of URI.
+    ``keep_s``: an adapter stays at least so long after it was loaded or used. ``downloader``: the command in front of
+    URI.
     """
 
     file: Path | None = None

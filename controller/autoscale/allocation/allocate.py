@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares work out among the targets of a binding, by the mode that it names, and of several stages within one budget."""
+"""Shares work out among the targets of a binding, by the mode that it names, and of several stages within one
+budget.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _HALVINGS: Final = 7
 
 
 def rules_of(spec: AutoscalingPolicyBindingSpec, free: Mapping[str, int] | None = None) -> Rules:
-    """``free``: accelerators that nodes have left, by kind, as far as that is known."""
+    """``free``: accelerators that nodes have left, by pool, as far as that is known."""
     budget = spec.budget
     return Rules(
         mode=spec.allocation,
@@ -70,10 +72,12 @@ def allocate_stages(
     whole = {stage: allocate(need, variants[stage], unlimited) for stage, need in needs.items()}
     if _keeps(whole, variants, rules):
         return whole
+    # what one stage takes may be dear for the next
+    is_proven = rules.mode != "Cheapest" or all(len(one) < 2 for one in variants.values())
     for order in (list(needs), list(needs)[::-1]):
         whole = _in_turn(order, needs, variants, rules)
         if not any(one.missing for one in whole.values()):
-            return whole
+            return {stage: msgspec.structs.replace(one, is_proven=is_proven) for stage, one in whole.items()}
     low, high = 0.0, 1.0
     found = _in_turn(list(needs), dict.fromkeys(needs, 0.0), variants, rules)
     for _ in range(_HALVINGS):
@@ -86,7 +90,9 @@ def allocate_stages(
     reasons = dict.fromkeys(text for one in whole.values() for text in one.problems)
     problems = (*reasons, f"limits allow for {low:.0%} of what the stages need")
     return {
-        stage: msgspec.structs.replace(one, problems=problems, missing=max(0.0, needs[stage] - one.capacity))
+        stage: msgspec.structs.replace(
+            one, problems=problems, missing=max(0.0, needs[stage] - one.capacity), is_proven=is_proven
+        )
         for stage, one in found.items()
     }
 
@@ -113,12 +119,12 @@ def _less(rules: Rules, taken: Sequence[tuple[Variant, int]]) -> Rules:
         rules,
         cost_per_hour=cost,
         accelerators={
-            kind: max(0, limit - sum(one.accelerators * n for one, n in taken if one.accelerator == kind))
+            kind: max(0, limit - sum(one.accelerators * n for one, n in taken if one.is_of(kind)))
             for kind, limit in rules.accelerators.items()
         },
         free={
-            kind: max(0, limit - sum(_fresh(one, n) for one, n in taken if one.accelerator == kind))
-            for kind, limit in rules.free.items()
+            pool: max(0, limit - sum(_fresh(one, n) for one, n in taken if one.takes_from(pool)))
+            for pool, limit in rules.free.items()
         },
     )
 
@@ -134,10 +140,10 @@ def _keeps(found: Mapping[str, Allocation], variants: Mapping[str, Sequence[Vari
     if rules.cost_per_hour is not None and sum(one.cost * n for one, n in rows) > rules.cost_per_hour:
         return False
     if any(
-        sum(one.accelerators * n for one, n in rows if one.accelerator == kind) > limit
+        sum(one.accelerators * n for one, n in rows if one.is_of(kind)) > limit
         for kind, limit in rules.accelerators.items()
     ):
         return False
     return all(
-        sum(_fresh(one, n) for one, n in rows if one.accelerator == kind) <= limit for kind, limit in rules.free.items()
+        sum(_fresh(one, n) for one, n in rows if one.takes_from(pool)) <= limit for pool, limit in rules.free.items()
     )

@@ -29,8 +29,8 @@ class BackOff(msgspec.Struct, frozen=True):
 
 
 class Blockage(msgspec.Struct, frozen=True):
-    """What is remembered of a target. ``times``: in a row that it was left out. ``since_s`` and ``until_s``: of the last
-    time. ``reason``: of it, for people.
+    """What is remembered of a target. ``times``: in a row that it was left out. ``since_s`` and ``until_s``: of the
+    last time. ``reason``: of it, for people.
     """
 
     times: int = 0

@@ -73,5 +73,5 @@ def _reason(variant: Variant, replicas: int) -> str:
     if replicas > variant.running:
         return f"{replicas - variant.running} more: the cheapest that carries the work"
     if replicas < variant.running:
-        return f"{variant.running - replicas} fewer: others carry the work for less"
-    return "kept" if replicas else "not needed"
+        return f"{variant.running - replicas} fewer: the rest carries the work for less"
+    return "part of the cheapest that carries the work" if replicas else "not needed"

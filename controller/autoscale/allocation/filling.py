@@ -55,12 +55,13 @@ class _Filling:
             cost = sum(self._variants[name].cost * n for name, n in self.replicas.items())
             if cost + more * one.cost > rules.cost_per_hour + _NOTHING:
                 return "the budget of cost leaves no room for more"
-        kind = one.accelerator
-        if kind is not None and self._taken(kind) + more * one.accelerators > rules.accelerators.get(kind, math.inf):
-            return f"the budget of accelerators of the kind {kind} leaves no room for more"
+        for kind, limit in rules.accelerators.items():
+            if one.is_of(kind) and self._taken(kind) + more * one.accelerators > limit:
+                return f"the budget of accelerators of the kind {kind} leaves no room for more"
         fresh = (max(0, count - one.running) - max(0, count - more - one.running)) * one.accelerators
-        if kind is not None and fresh and self._fresh(kind) + fresh > rules.free.get(kind, math.inf):
-            return f"what nodes have free of the kind {kind} leaves no room for more"
+        for pool, limit in rules.free.items():
+            if fresh and one.takes_from(pool) and self._fresh(pool) + fresh > limit:
+                return f"what nodes have free of the kind {pool} leaves no room for more"
         if one.spot and rules.min_on_demand:
             spot = sum(
                 self._variants[name].capacity * n for name, n in self.replicas.items() if self._variants[name].spot
@@ -73,15 +74,13 @@ class _Filling:
         return ""
 
     def _taken(self, kind: str) -> int:
-        return sum(
-            one.accelerators * self.replicas[one.name] for one in self._variants.values() if one.accelerator == kind
-        )
+        return sum(one.accelerators * self.replicas[one.name] for one in self._variants.values() if one.is_of(kind))
 
-    def _fresh(self, kind: str) -> int:
+    def _fresh(self, pool: str) -> int:
         return sum(
             one.accelerators * max(0, self.replicas[one.name] - one.running)
             for one in self._variants.values()
-            if one.accelerator == kind
+            if one.takes_from(pool)
         )
 
     def result(self, need: float, why: str) -> Allocation:
@@ -147,7 +146,9 @@ def _give_all(filling: _Filling, shares: Mapping[str, int], refused: set[str]) -
 
 
 def largest_remainders(total: int, weights: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """``total`` in the ratio of the weights: whole parts, then one each to the largest remainders, the first name first."""
+    """``total`` in the ratio of the weights: whole parts, then one each to the largest remainders, the first name
+    first.
+    """
     whole = sum(weight for _, weight in weights)
     found = {name: total * weight // whole for name, weight in weights}
     order = sorted(weights, key=lambda one: (-(total * one[1] % whole), one[0]))
@@ -177,8 +178,8 @@ def expansion_sequence(variants: Iterable[Variant], rate_percent: int) -> list[s
     """Which target gets the next replica, from the lower bounds to the upper ones.
 
     Each target's replicas above its lower bound are cut into batches: the first has one replica, each further one as
-    many as the rate makes of the one before (rounded down, the rate applied to the exact size), the last what is left. Batches are sorted by what the whole batch
-    costs; between equals the order of the targets decides.
+    many as the rate makes of the one before (rounded down, the rate applied to the exact size), the last what is left.
+    Batches are sorted by what the whole batch costs; between equals the order of the targets decides.
     """
     return [name for name, count in _batches(variants, rate_percent) for _ in range(count)]
 

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from controller.resources.accelerators import is_of_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 # Where providers and device plugins write the kind of a node's accelerators.
 _KIND_LABELS: Final = (
@@ -38,14 +40,34 @@ class FreeNode(Protocol):
         ...
 
 
-def free_accelerators(nodes: Iterable[FreeNode], kinds: Iterable[str]) -> dict[str, int]:
-    """Of each kind, over all nodes."""
-    nodes = list(nodes)
-    return {kind: sum(_free(one) for one in nodes if has_kind(one, kind)) for kind in kinds}
+class Place(NamedTuple):
+    """Where accelerators are: the index of a node, and one of its resources."""
+
+    node: int
+    resource: str
 
 
-def room_for(nodes: Iterable[FreeNode], kind: str, accelerators: int, pods: int = 1) -> int:
-    """Further replicas that fit, each of ``pods`` pods with an equal part of its accelerators.
+def places_of(nodes: Sequence[FreeNode], kind: str) -> frozenset[Place]:
+    """Where accelerators of a kind are, free or not. A kind is the name of a resource, or what a label of the node
+    says.
+
+    The latter by ``is_of_kind``: spelling matters little. All accelerators of a node are of the kind of its label.
+    """
+    return frozenset(
+        Place(index, resource)
+        for index, node in enumerate(nodes)
+        for resource in _resources(node)
+        if resource == kind or any(is_of_kind(label, kind) for label in _labels(node))
+    )
+
+
+def free_at(nodes: Sequence[FreeNode], places: Iterable[Place]) -> int:
+    """Accelerators that are free there."""
+    return sum(max(0, int(nodes[one.node].free[one.resource])) for one in places)
+
+
+def room_at(nodes: Sequence[FreeNode], places: Collection[Place], accelerators: int, pods: int = 1) -> int:
+    """Further replicas that fit there, each of ``pods`` pods with an equal part of its accelerators.
 
     A pod fits only where one node has all that it asks for: four nodes with two free each have no room for a pod of
     eight.
@@ -53,22 +75,25 @@ def room_for(nodes: Iterable[FreeNode], kind: str, accelerators: int, pods: int 
     share = -(-accelerators // max(1, pods))
     if share == 0:
         raise ValueError("a replica without accelerators is not limited by them")
-    places = sum(_free(one) // share for one in nodes if has_kind(one, kind))
-    return places // max(1, pods)
+    by_node: dict[int, int] = {}
+    for one in places:
+        by_node[one.node] = by_node.get(one.node, 0) + free_at(nodes, (one,))
+    return sum(free // share for free in by_node.values()) // max(1, pods)
 
 
-def _free(node: FreeNode) -> int:
-    return sum(max(0, int(amount)) for name, amount in node.free.items() if _RESOURCES.match(name))
+def kinds_at(nodes: Iterable[FreeNode]) -> list[str]:
+    """What nodes with accelerators call them: their labels, or where they have none, their resources."""
+    found: set[str] = set()
+    for node in nodes:
+        resources = list(_resources(node))
+        if resources:
+            found.update(list(_labels(node)) or resources)
+    return sorted(found)
 
 
-def has_kind(node: FreeNode, kind: str) -> bool:
-    """Whether a node has accelerators of a kind: the whole value of a label, or one of its words.
+def _resources(node: FreeNode) -> Iterator[str]:
+    return (name for name in node.free if _RESOURCES.match(name))
 
-    H100 is NVIDIA-H100-80GB-HBM3, too.
-    """
-    wanted = kind.lower()
-    for label in _KIND_LABELS:
-        value = node.labels.get(label, "").lower()
-        if value and (value == wanted or wanted in re.split(r"[-_ ]", value)):
-            return True
-    return False
+
+def _labels(node: FreeNode) -> Iterator[str]:
+    return (value for label in _KIND_LABELS if (value := node.labels.get(label)))

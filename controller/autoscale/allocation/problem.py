@@ -121,15 +121,13 @@ def _pools(variants: Sequence[Variant], rules: Rules, lows: Sequence[int]) -> li
         found.append(_pool("the budget of cost", round(rules.cost_per_hour * _PRICE), prices, never, lows))
     for kind, limit in sorted(rules.accelerators.items()):
         what = f"the budget of accelerators of the kind {kind}"
-        found.append(_pool(what, limit, _of_kind(variants, kind), never, lows))
-    for kind, limit in sorted(rules.free.items()):
-        what = f"what nodes have free of the kind {kind}"
-        found.append(_pool(what, limit, _of_kind(variants, kind), running, lows))
+        units = [one.accelerators if one.is_of(kind) else 0 for one in variants]
+        found.append(_pool(what, limit, units, never, lows))
+    for pool, limit in sorted(rules.free.items()):
+        what = f"what nodes have free of the kind {pool}"
+        units = [one.accelerators if one.takes_from(pool) else 0 for one in variants]
+        found.append(_pool(what, limit, units, running, lows))
     return found
-
-
-def _of_kind(variants: Sequence[Variant], kind: str) -> list[int]:
-    return [one.accelerators if one.accelerator == kind else 0 for one in variants]
 
 
 def _pool(what: str, limit: int, units: list[int], free_until: list[int], lows: Sequence[int]) -> Pool:

@@ -35,8 +35,8 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Prices(msgspec.Struct, frozen=True):
-    """Scaled: of a unit of each pool, and of a unit of capacity on demand that is missing. They turn limits into weights:
-    whatever they are, bounds hold; the better they are, the tighter.
+    """Scaled: of a unit of each pool, and of a unit of capacity on demand that is missing. They turn limits into
+    weights: whatever they are, bounds hold; the better they are, the tighter.
     """
 
     pools: tuple[int, ...]

@@ -201,7 +201,9 @@ class _Search:
         return self.best is None or total <= (self._best_weight - 1) * SCALE
 
     def _most(self, depth: int, state: tuple[int, ...]) -> int:
-        """Replicas beyond the lower bound that pools and the share on demand leave room for; less than 0: not even that."""
+        """Replicas beyond the lower bound that pools and the share on demand leave room for; less than 0: not even
+        that.
+        """
         index = self._order[depth]
         low = self._problem.lows[index]
         most = self._problem.highs[index] - low
@@ -234,8 +236,8 @@ class _Search:
 
 
 def _descended(bounds: Callable[[int], int], at: int, value: int, end: int) -> tuple[int, int, int]:
-    """From ``at``, whose bound is ``value``, towards ``end`` for as long as bounds fall: where that leads, the bound there,
-    and that of the place before it. The way may be a million places long.
+    """From ``at``, whose bound is ``value``, towards ``end`` for as long as bounds fall: where that leads, the bound
+    there, and that of the place before it. The way may be a million places long.
     """
     step, before = (1 if end > at else -1), value
     for _ in range(_STEPS):

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from controller.autoscale.situation import EngineState, Target
+from controller.resources.accelerators import is_of_kind
 
 Mode = Literal["Cheapest", "Priority", "Weights", "Expansion"]
 
@@ -16,8 +17,9 @@ Mode = Literal["Cheapest", "Priority", "Weights", "Expansion"]
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """One way to run the model. ``capacity``: work that a replica does, in units. ``cost``: of a replica and hour.
     ``least`` and ``most``: bounds of its replicas. ``running``: replicas that serve or will soon. ``start_s``: how long
-    one takes to start. ``room``: further replicas for which nodes have accelerators; None if unknown. ``blocked``: why no
-    more can be had; empty if they can. ``accelerators``: of a replica, of the kind ``accelerator``.
+    one takes to start. ``room``: further replicas for which nodes have accelerators; None if unknown. ``blocked``: why
+    no more can be had; empty if they can. ``accelerators``: of a replica, of the kind ``accelerator``. ``pools``: those
+    of ``Rules.free`` that they are taken from; None: the one that is named as their kind.
     """
 
     name: str
@@ -34,6 +36,15 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     spot: bool = False
     accelerator: str | None = None
     accelerators: int = 1
+    pools: tuple[str, ...] | None = None
+
+    def is_of(self, kind: str) -> bool:
+        """Whether a budget for this kind is for it, however it is spelled."""
+        return self.accelerator is not None and is_of_kind(self.accelerator, kind)
+
+    def takes_from(self, pool: str) -> bool:
+        """Whether replicas that do not run yet need accelerators of this pool."""
+        return pool == self.accelerator if self.pools is None else pool in self.pools
 
     @property
     def attainable(self) -> int:
@@ -44,9 +55,9 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """How work is shared out. ``expansion_rate_percent``: of the mode Expansion. ``min_on_demand``: the share of capacity
-    that must not be spot. ``cost_per_hour``: of all replicas together; None: any. ``accelerators``: how many there may
-    be, by kind. ``free``: how many nodes have left, by kind; kinds that are not named are not limited.
+    """How work is shared out. ``expansion_rate_percent``: of the mode Expansion. ``min_on_demand``: the share of
+    capacity that must not be spot. ``cost_per_hour``: of all replicas together; None: any. ``accelerators``: how many
+    there may be, by kind. ``free``: how many nodes have left, by pool; kinds without one are not limited.
     ``payback_s``: a running replica is replaced only if what that saves in so long is more than what the start of
     another costs.
     """
@@ -63,7 +74,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     """``replicas`` and ``reasons``: by the variant's name. ``capacity``: units that they carry, as far as they can be
     had. ``missing``: units that nothing carries. ``problems``: what stood in the way, for people. ``is_proven``: False
-    if the search ended early, so that a slightly cheaper answer may exist.
+    if a slightly cheaper answer may exist: the search ended early, or stages with a common limit were served in turn.
     """
 
     replicas: Mapping[str, int]
@@ -75,7 +86,9 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def variant_of(target: Target) -> Variant:
-    """The target of a binding. Replicas of a blocked one that find no node, or do not start, do not count as running."""
+    """The target of a binding. Replicas of a blocked one that find no node, or do not start, do not count as
+    running.
+    """
     spec, running = target.spec, target.current or 0
     if target.blocked:
         running = max(0, running - len(target.having(EngineState.UNSCHEDULABLE, EngineState.FAILING)))
@@ -94,4 +107,5 @@ def variant_of(target: Target) -> Variant:
         spot=spec.spot,
         accelerator=spec.accelerator,
         accelerators=spec.accelerators,
+        pools=target.pools,
     )

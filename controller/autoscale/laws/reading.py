@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What laws read from a situation: engines and their loads, counted in replicas of the first target ("units").
 
-With one target, a unit is a replica and answers are whole numbers. With several that differ in capacity, an engine counts
-as many units as it does work, and answers are fractions: the allocation over targets rounds, not the law.
+With one target, a unit is a replica and answers are whole numbers. With several that differ in capacity, an engine
+counts as many units as it does work, and answers are fractions: the allocation over targets rounds, not the law.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def ready_units(situation: Situation) -> float:
 
 
 def pending_units(situation: Situation) -> float:
-    """Replicas that were asked for and do not serve yet, without those of targets that are blocked: these may not come."""
+    """Replicas that were asked for and do not serve yet, without those of targets that are blocked: these may not
+    come.
+    """
     return sum(
         max((target.current or 0) - len(target.having(EngineState.READY)), 0) * target.capacity
         for target in situation.targets

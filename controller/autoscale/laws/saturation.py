@@ -2,12 +2,12 @@
 """Mean saturation of engines between two thresholds.
 
 Source: the design of llm-d's workload-variant-autoscaler. An engine's saturation is
-``max(kv_usage, min(waiting / max_queue, 1))``; one of which nothing is known is saturated, 1. The mean over ready engines
-above ``scale_up_threshold`` asks for ``scale_up_increment`` more, below ``scale_down_threshold`` for
+``max(kv_usage, min(waiting / max_queue, 1))``; one of which nothing is known is saturated, 1. The mean over ready
+engines above ``scale_up_threshold`` asks for ``scale_up_increment`` more, below ``scale_down_threshold`` for
 ``scale_down_increment`` fewer; on a threshold and between them nothing changes.
 
-Beyond that design: replicas that were asked for and do not serve yet count as idle in the mean that scales out. Otherwise
-each decision until they serve would add another increment. The mean that scales in is of ready engines alone.
+Beyond that design: replicas that were asked for and do not serve yet count as idle in the mean that scales out.
+Otherwise each decision until they serve would add another increment. The mean that scales in is of ready engines alone.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ Source: llm-d, ``docs/architecture/autoscaling/slo-aware-keda.md``. With ``n`` r
 
     s = max(TTFT / its objective, TPOT / its objective), each the objective's percentile of the last minute, at most 2,
         mean of the ``smoothing`` window
-    s > scale_up_threshold:   n + ceil(n * (s * c / scale_up_threshold - 1)),   c = r / n while some are starting, else 1
+    s > scale_up_threshold:   n + ceil(n * (s * c / scale_up_threshold - 1)), c = r / n while some start, else 1
     s < scale_down_threshold: n - floor(n * (1 - s / scale_down_threshold))
 
-The credit ``c`` keeps replicas that are starting from being ordered again; it never scales in. What is different from the
-original: a latency that is not known is unknown, not 0. It is 0 only if nobody has come and nothing is on its way: that is
-known. And the last replica stays.
+The credit ``c`` keeps replicas that are starting from being ordered again; it never scales in. What is different from
+the original: a latency that is not known is unknown, not 0. It is 0 only if nobody has come and nothing is on its way:
+that is known. And the last replica stays.
 """
 
 from __future__ import annotations

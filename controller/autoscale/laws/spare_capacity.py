@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Room in caches and queues: one more when it runs short, one fewer when the rest keeps enough.
 
-Source: llm-d's workload-variant-autoscaler, ``internal/saturation/analyzer.go`` (first form). Over N ready engines, with
-the cache usage ``kv`` and the queue ``q`` of each::
+Source: llm-d's workload-variant-autoscaler, ``internal/saturation/analyzer.go`` (first form). Over N ready engines,
+with the cache usage ``kv`` and the queue ``q`` of each::
 
-    scale out if  kv_cache_threshold - mean(kv) < kv_spare_trigger  or  queue_length_threshold - mean(q) < queue_spare_trigger
-    scale in if   N >= 2, and with mean(kv) * N/(N-1) and mean(q) * N/(N-1) there is still that much room
+    scale out if  kv_cache_threshold - mean(kv) < kv_spare_trigger  or  queue_length_threshold - mean(q) <
+    queue_spare_trigger scale in if   N >= 2, and with mean(kv) * N/(N-1) and mean(q) * N/(N-1) there is still that much
+    room
 
 What is different from the original, each for a fault that its users met:
 

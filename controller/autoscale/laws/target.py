@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep metrics at their targets, as Kubernetes' HorizontalPodAutoscaler v2 does.
 
-Source: kubernetes, ``pkg/controller/podautoscaler/replica_calculator.go`` and ``horizontal.go`` (1.36). As there, values
-are whole thousandths, so that a rounding error never costs a replica.
+Source: kubernetes, ``pkg/controller/podautoscaler/replica_calculator.go`` and ``horizontal.go`` (1.36). As there,
+values are whole thousandths, so that a rounding error never costs a replica.
 
 | metric | usage ratio | replicas asked for |
 |---|---|---|
@@ -12,12 +12,12 @@ are whole thousandths, so that a rounding error never costs a replica.
 
 A ratio within the tolerance changes nothing. Of metrics by engine: a ready engine without a value counts as at the
 target when the others would shrink, as idle when they would grow; an engine that is not ready counts as idle when they
-would grow; if that turns the direction, nothing changes. Of several metrics the largest answer counts; if one is unknown,
-only growth is allowed.
+would grow; if that turns the direction, nothing changes. Of several metrics the largest answer counts; if one is
+unknown, only growth is allowed.
 
 Beyond Kubernetes: an engine that drains counts nowhere (there, it is still ready for a target of all). And if
-``careful``: with a value missing, only growth is allowed, and a replica that was asked for and has no pod yet counts as an
-engine that is not ready (there, pods are made before the next look).
+``careful``: with a value missing, only growth is allowed, and a replica that was asked for and has no pod yet counts as
+an engine that is not ready (there, pods are made before the next look).
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Pool(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """What one metric asks for; ``replicas`` is None, with ``reason``, if that is unknown. ``is_sure``: it may ask for less."""
+    """What one metric asks for; ``replicas`` is None, with ``reason``, if that is unknown. ``is_sure``: it may ask for
+    less.
+    """
 
     replicas: float | None
     reason: str
@@ -118,7 +120,9 @@ class TargetLaw(msgspec.Struct, frozen=True):
 
 
 def pool_of(situation: Situation, *, with_ordered: bool = False) -> Pool:
-    """The engines of all targets. Those that drain are left out. ``with_ordered``: replicas without a pod are unready."""
+    """The engines of all targets. Those that drain are left out. ``with_ordered``: replicas without a pod are
+    unready.
+    """
     gone = (EngineState.READY, EngineState.DRAINING)
     ready: dict[str, float] = {}
     unready: dict[str, float] = {}

@@ -15,9 +15,9 @@ engine, with the mean prompt ``I`` and answer ``O`` of the last five minutes::
     capacity of ready replicas - demand / scale_down_utilization > 0: as many whole replicas fewer
 
 What is different from the original: the gateways' waiting tokens are counted, not guessed from bytes; an engine that
-does not say how full its cache is has what gateways have sent to it; one of which nothing is known counts as at the upper
-utilisation, and forbids scaling in; a target without ready engines has what it had when it last had any, else what another
-target has, in proportion to ``capacity``.
+does not say how full its cache is has what gateways have sent to it; one of which nothing is known counts as at the
+upper utilisation, and forbids scaling in; a target without ready engines has what it had when it last had any, else
+what another target has, in proportion to ``capacity``.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Lengths(msgspec.Struct, frozen=True):
 
 
 class TokensMemory(msgspec.Struct, frozen=True):
-    """``observed``: tokens in use of engines with full queues, by target and length class. ``capacities``: of a replica,
-    by target. ``lengths``: the last that were known.
+    """``observed``: tokens in use of engines with full queues, by target and length class. ``capacities``: of a
+    replica, by target. ``lengths``: the last that were known.
     """
 
     observed: Mapping[str, tuple[float, ...]] = {}

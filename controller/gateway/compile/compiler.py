@@ -42,8 +42,8 @@ GATEWAY_FILE: Final = "gateway.json"
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """``files``: the whole directory, by name. ``statuses``: of all objects, by kind and key. ``refused``: why nothing of
-    this must be served, empty if it may be: what is served already stays. ``pointers``: Secrets and ConfigMaps that
+    """``files``: the whole directory, by name. ``statuses``: of all objects, by kind and key. ``refused``: why nothing
+    of this must be served, empty if it may be: what is served already stays. ``pointers``: Secrets and ConfigMaps that
     must be known for this to be complete.
     """
 
@@ -140,7 +140,8 @@ class Compiler:
         for objective in self._sources["InferenceObjective"].values():
             if not objective.mistakes:
                 yield file_name(objective.kind, objective.key), objective.document()
-        # before what they protect, which must not be served without them: until it is there, readers use nothing of this
+        # before what they protect, which must not be served without them: until it is there, readers use nothing of
+        # this
         for key, policy in self._policies.items():
             if policy.document is not None:
                 yield file_name("ModelAccessPolicy", key), policy.document

@@ -31,7 +31,9 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class WantedEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """An item of a list in a status. ``identity``: the fields that tell it from the others. ``fields``: beside those."""
+    """An item of a list in a status. ``identity``: the fields that tell it from the others. ``fields``: beside
+    those.
+    """
 
     identity: Mapping[str, Any]
     conditions: tuple[Wanted, ...]
@@ -41,8 +43,8 @@ class WantedEntry(msgspec.Struct, frozen=True, kw_only=True):
 class WantedList(msgspec.Struct, frozen=True, kw_only=True):
     """A list of a status whose items have conditions of their own: ``listeners`` of a Gateway, ``parents`` of a route.
 
-    ``controller``: items with another ``controllerName`` are somebody else's and stay; empty: all are ours. ``gateway``:
-    of ours, only those about this Gateway are this role's; empty: all.
+    ``controller``: items with another ``controllerName`` are somebody else's and stay; empty: all are ours.
+    ``gateway``: of ours, only those about this Gateway are this role's; empty: all.
     """
 
     name: str

@@ -30,7 +30,8 @@ _KEY: Final = re.compile(patterns.KEY)
 _TEXT: Final = re.compile(patterns.NO_CONTROL)
 _SHORTEST_KEY: Final = 8
 _LONGEST_KEY: Final = 512
-# Stands for no key at all: nobody knows a text of this digest. So a gateway whose Secrets are all missing still asks for keys.
+# Stands for no key at all: nobody knows a text of this digest. So a gateway whose Secrets are all missing still asks
+# for keys.
 _NO_KEY: Final = {"name": "none", "tenant": "none", "keySHA256": "0" * 64}
 
 

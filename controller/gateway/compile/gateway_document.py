@@ -37,7 +37,9 @@ class GatewayDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatewayDocuments:
-    """Makes the document anew only when something of it has changed. ``pointed``: what a pointer points to, if known."""
+    """Makes the document anew only when something of it has changed. ``pointed``: what a pointer points to, if
+    known.
+    """
 
     def __init__(self, pointed: Callable[[Pointer], Pointed | None]) -> None:
         self._pointed = pointed

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One InferencePool and its pods as the directory of an extproc behind any gateway.
 
-What cannot be used, or is gone, changes nothing: the last pool and the last EndpointPickerConfig that could be used stay, and
-pods are followed by them, because the gateway goes on sending requests.
+What cannot be used, or is gone, changes nothing: the last pool and the last EndpointPickerConfig that could be used
+stay, and pods are followed by them, because the gateway goes on sending requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 OBJECTIVES: Final = "InferenceObjective"
 # Objectives of the group llm-d.ai, which have precedence over those of the older group.
 LLM_D_OBJECTIVES: Final = "InferenceObjective.llm-d.ai"
-# Asking for usage adds a chunk to streams, which our own bundle keeps from clients that did not ask; other gateways do not.
+# Asking for usage adds a chunk to streams, which our own bundle keeps from clients that did not ask; other gateways do
+# not.
 _FIELDS: Final = MappingProxyType({"streamUsage": "AsRequested"})
 
 
@@ -40,7 +41,9 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class PickerOutcome(msgspec.Struct, frozen=True):
-    """``files``: the whole directory; None while there is nothing to serve. ``problems``: what somebody should look at."""
+    """``files``: the whole directory; None while there is nothing to serve. ``problems``: what somebody should look
+    at.
+    """
 
     files: Mapping[str, bytes] | None
     problems: tuple[Problem, ...]
@@ -52,7 +55,8 @@ class PickerCompiler:
     """``put`` takes what changed, ``compile`` gives the outcome.
 
     ``pool`` and ``picker_config`` (of a ConfigMap; None: the pool's annotation may name one): as ``namespace/name``.
-    ``fields``: of the ModelServer's spec, unless the pool's annotation has them. The ModelServer has the name of the pool.
+    ``fields``: of the ModelServer's spec, unless the pool's annotation has them. The ModelServer has the name of the
+    pool.
     ``check_picker``: that of the extproc that reads the directory.
     """
 

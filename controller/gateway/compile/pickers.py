@@ -23,8 +23,8 @@ LABEL: Final = "attache.dev/picker-config"
 
 
 class Picker(msgspec.Struct, frozen=True, kw_only=True):
-    """One ConfigMap. ``file`` and ``content``: what the directory has of it, if it can be used. ``problem``: why it cannot
-    be; empty if it can. ``notes``: what of it has no effect.
+    """One ConfigMap. ``file`` and ``content``: what the directory has of it, if it can be used. ``problem``: why it
+    cannot be; empty if it can. ``notes``: what of it has no effect.
     """
 
     file: str

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class PodIndex:
-    """All pods, and those that each owner selects. Owners are named ``namespace/name``, and select in their namespace."""
+    """All pods, and those that each owner selects. Owners are named ``namespace/name``, and select in their
+    namespace.
+    """
 
     def __init__(self) -> None:
         self._pods: dict[str, dict[str, Pod]] = {}

@@ -24,11 +24,14 @@ _MOST_SHOWN: Final = 40
 _OURS: Final = "attache.dev/"
 # On endpoints: which pod it is, for people who look at a decision.
 POD_LABEL: Final = "attache.dev/pod"
+# On endpoints: the node, for pairs that should be on one; a pod's own label goes first.
+HOST_LABEL: Final = "kubernetes.io/hostname"
 
 
 class Pod(msgspec.Struct, frozen=True, kw_only=True):
     """What counts of a pod. ``ip``: empty until it has one. ``is_leaving``: it is being deleted, its annotation
-    ``attache.dev/drain`` says ``true``, or it has the annotation ``attache.dev/draining``. ``price``: that of its annotation ``attache.dev/price``, if it is one.
+    ``attache.dev/drain`` says ``true``, or it has the annotation ``attache.dev/draining``. ``price``: that of its
+    annotation ``attache.dev/price``, if it is one.
     ``wrong_price``: what that annotation says instead; empty if nothing is wrong.
     """
 
@@ -69,7 +72,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
 
 def pod_of(thing: Mapping[str, Any]) -> Pod:
     """A pod as the API server has it."""
-    metadata, status = thing["metadata"], thing.get("status") or {}
+    metadata, status, node = thing["metadata"], thing.get("status") or {}, (thing.get("spec") or {}).get("nodeName")
     annotations = metadata.get("annotations") or {}
     ready = any(one.get("type") == "Ready" and one.get("status") == "True" for one in status.get("conditions") or ())
     price = _price(annotations.get(PRICE))
@@ -77,7 +80,7 @@ def pod_of(thing: Mapping[str, Any]) -> Pod:
     return Pod(
         namespace=metadata.get("namespace", "default"),
         name=metadata["name"],
-        labels=metadata.get("labels") or {},
+        labels={**({HOST_LABEL: node} if node else {}), **(metadata.get("labels") or {})},
         ip=_ip(status.get("podIP")),
         is_ready=ready and status.get("phase") == "Running",
         is_leaving="deletionTimestamp" in metadata or annotations.get(DRAIN) == "true" or DRAINING in annotations,
@@ -87,7 +90,9 @@ def pod_of(thing: Mapping[str, Any]) -> Pod:
 
 
 def pod_endpoints(ports: Sequence[int], pods: Iterable[Pod]) -> list[Mapping[str, Any]]:
-    """Sorted, so that equal pods give equal files. Pods in a node's own network may share an address: one of them counts."""
+    """Sorted, so that equal pods give equal files. Pods in a node's own network may share an address: one of them
+    counts.
+    """
     found = {
         one["address"]: one
         for pod in sorted(pods, key=lambda pod: pod.name, reverse=True)
@@ -109,6 +114,7 @@ def slim_pod(thing: Mapping[str, Any]) -> dict[str, Any]:
         "apiVersion": thing.get("apiVersion", "v1"),
         "kind": thing.get("kind", "Pod"),
         "metadata": slim,
+        "spec": {"nodeName": (thing.get("spec") or {}).get("nodeName")},
         "status": {"podIP": status.get("podIP"), "phase": status.get("phase"), "conditions": conditions},
     }
 

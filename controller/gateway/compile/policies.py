@@ -32,8 +32,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
     ``model_routes``, ``model_servers``, ``http_routes``: by ``namespace/name``. ``listeners``: of each Gateway by
     ``namespace/name``, the directory's names of its listeners by ``sectionName``. ``config``: the GatewayConfig in
-    effect; None: the defaults. ``config_listeners``: names of the listeners that it has itself. ``without_models``: those
-    of ``http_routes`` that go to no ModelServer and no pool.
+    effect; None: the defaults. ``config_listeners``: names of the listeners that it has itself. ``without_models``:
+    those of ``http_routes`` that go to no ModelServer and no pool.
     """
 
     model_routes: Collection[str] = ()

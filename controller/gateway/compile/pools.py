@@ -53,8 +53,9 @@ def server_of(
     """The ModelServer whose endpoints are the ports of the pool's pods.
 
     ``pool``: an InferencePool, ``inference.networking.k8s.io/v1`` or ``inference.networking.x-k8s.io/v1alpha2``.
-    ``prefix``: of the ModelServer's name; empty where pools alone are served. ``picker_config``: the name of a ConfigMap
-    of its namespace; it has precedence over the pool's annotation. ``fields``: of the spec, unless the annotation has them.
+    ``prefix``: of the ModelServer's name; empty where pools alone are served. ``picker_config``: the name of a
+    ConfigMap of its namespace; it has precedence over the pool's annotation. ``fields``: of the spec, unless the
+    annotation has them.
     """
     metadata, spec = pool["metadata"], pool.get("spec") or {}
     settings = _settings((metadata.get("annotations") or {}).get(SETTINGS, ""))

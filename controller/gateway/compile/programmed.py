@@ -20,7 +20,8 @@ _IN_GATEWAY_FILE: Final = ("GatewayConfig", "Gateway")
 
 
 class Follower(msgspec.Struct, frozen=True):
-    """Somebody who uses the directory. ``name``: for people. ``report``: None if there is none, since it does not answer.
+    """Somebody who uses the directory. ``name``: for people. ``report``: None if there is none, since it does not
+    answer.
     ``is_writer``: it is the one who writes the directory.
     """
 
@@ -51,8 +52,8 @@ def with_use(
     digests: Mapping[str, str],
     followers: Sequence[Follower],
 ) -> WantedStatus:
-    """``wanted`` with what the followers say. ``observed``: the status of the object as it is. ``digests``: of the files
-    that the directory should have.
+    """``wanted`` with what the followers say. ``observed``: the status of the object as it is. ``digests``: of the
+    files that the directory should have.
 
     Endpoints come and go, and each time a file is new. An object that was in use stays so until its generation changes,
     so that pods do not turn its condition this way and that.

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 class RouteResult(msgspec.Struct, frozen=True):
     """``document``: None if the route is not served. ``missing``: servers, by key, that a rule has no substitute for:
-    requests of that rule are answered 503. ``servers``: all that it names. ``attached``: names of listeners. ``served``:
-    those of them that serve it; the empty name where there is no Gateway.
+    requests of that rule are answered 503. ``servers``: all that it names. ``attached``: names of listeners.
+    ``served``: those of them that serve it; the empty name where there is no Gateway.
     """
 
     document: bytes | None
@@ -50,8 +50,8 @@ def compile_routes(
     """Every route by its key. ``servers``: keys of the ModelServers that can be used. ``listeners``: of Gateways; None
     if there is no Gateway of ours, and then ``parentRefs`` have no effect.
 
-    Of two routes with one model name on one listener, the older one has it, as in the Gateway API. The other is not served
-    at all: it would be served in part otherwise. A route that no listener serves takes no name from others.
+    Of two routes with one model name on one listener, the older one has it, as in the Gateway API. The other is not
+    served at all: it would be served in part otherwise. A route that no listener serves takes no name from others.
     """
     # by listener and name
     owners: dict[tuple[str, str], str] = {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Secrets and ConfigMaps that other objects point to, as files of the directory.
 
-Only what is pointed to is read from the cluster. A compiler says what that is (``Outcome.pointers``), gets it by ``put``
-under the pointer's ``watched_as``, and makes files of it with ``file_of``.
+Only what is pointed to is read from the cluster. A compiler says what that is (``Outcome.pointers``), gets it by
+``put`` under the pointer's ``watched_as``, and makes files of it with ``file_of``.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from controller.gateway.compile.pods import Pod
 
 _PORT_FIELDS = ("workloadSelector", "workloadPort")
-# Whoever may write a ModelServer could have the gateway's own keys sent to an engine of theirs, and a file that is not there
-# would keep the whole configuration from use.
+# Whoever may write a ModelServer could have the gateway's own keys sent to an engine of theirs, and a file that is not
+# there would keep the whole configuration from use.
 _FILES: Final = (
     "connection names files or variables of the gateway, which objects of a cluster may not; write caCertificateRef, "
     "clientCertificateRef and apiKeyRef in place of caFile, clientCertificate, apiKeyFile and apiKeyEnv"
@@ -54,7 +54,8 @@ class ServerResult(msgspec.Struct, frozen=True):
 
 
 def compile_server(source: Source, pods: Iterable[Pod], pickers: Mapping[str, Picker], read: Read) -> ServerResult:
-    """``pods``: those that the server's selector selects. ``pickers``: EndpointPickerConfigs by the key of their ConfigMap.
+    """``pods``: those that the server's selector selects. ``pickers``: EndpointPickerConfigs by the key of their
+    ConfigMap.
     ``read``: what Secrets and ConfigMaps hold.
 
     A server whose EndpointPickerConfig cannot be used is served all the same, by the default picker: a slower pick

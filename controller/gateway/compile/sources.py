@@ -53,7 +53,9 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     def document(
         self, spec: Mapping[str, Any] | None = None, annotations: Mapping[str, str] = MappingProxyType({})
     ) -> bytes:
-        """The object as a document of the directory, with another ``spec`` if given. ``annotations``: its own are left out."""
+        """The object as a document of the directory, with another ``spec`` if given. ``annotations``: its own are left
+        out.
+        """
         metadata: dict[str, Any] = {"name": self.name, "namespace": self.namespace}
         if self.labels:
             metadata["labels"] = dict(self.labels)

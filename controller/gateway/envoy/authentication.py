@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """API keys, signed tokens or client certificates, checked by Envoy before any other filter.
 
-These filters lie in files of their own, which Envoy follows: a change holds from the next request on. A change of the listener
-would leave connections that are open with the old filters for minutes.
+These filters lie in files of their own, which Envoy follows: a change holds from the next request on. A change of the
+listener would leave connections that are open with the old filters for minutes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ _JWT_FILTER: Final = TOKENS_NAMESPACE
 
 
 def authentication_filters(authentication: Authentication | None, directory: str) -> list[HttpFilter]:
-    """The first filters of the chain. Without a valid key, token or certificate: 401; if that does not say whose: 403."""
+    """The first filters of the chain. Without a valid key, token or certificate: 401; if that does not say whose:
+    403.
+    """
     if authentication is None:
         return []
     followed = [

@@ -71,7 +71,9 @@ def bootstrap(gateway: GatewayConfigSpec, directory: str) -> Bootstrap:
 
 
 def _runtime() -> LayeredRuntime:
-    """Settings of Envoy that are no fields of its configuration, and below them what an operator sets by /runtime_modify."""
+    """Settings of Envoy that are no fields of its configuration, and below them what an operator sets by
+    /runtime_modify.
+    """
     largest = Struct(fields={"re2.max_program_size.error_level": Value(number_value=MAX_PROGRAM_SIZE)})
     return LayeredRuntime(
         layers=[

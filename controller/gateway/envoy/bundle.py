@@ -176,7 +176,9 @@ def longest_wait_s(snapshot: Snapshot) -> float:
 
 
 def with_clusters_of(snapshot: Snapshot, before: Snapshot) -> Snapshot:
-    """``snapshot`` plus the ModelServers and Backends of ``before`` that it lacks; no rule sends new requests to them."""
+    """``snapshot`` plus the ModelServers and Backends of ``before`` that it lacks; no rule sends new requests to
+    them.
+    """
     return msgspec.structs.replace(
         with_servers(snapshot, before.servers), backends=_with(snapshot.backends, before.backends)
     )

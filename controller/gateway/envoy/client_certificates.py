@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Callers by client certificate: a filter that writes the tenant and user of a certificate into headers.
 
-Envoy has checked the certificate in the handshake. The script reads its names from the connection, never from a request, and
-first removes what a request says of tenant and user. Envoy lets a request go on whose script has failed, so a second filter
-asks for metadata that the script alone writes.
+Envoy has checked the certificate in the handshake. The script reads its names from the connection, never from a
+request, and first removes what a request says of tenant and user. Envoy lets a request go on whose script has failed,
+so a second filter asks for metadata that the script alone writes.
 """
 
 from __future__ import annotations

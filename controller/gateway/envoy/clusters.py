@@ -142,7 +142,8 @@ def server_cluster(server: ModelServer, directory: str) -> Cluster:
 def server_endpoints(server: ModelServer) -> dict[str, object]:
     """The engines of a ModelServer, as a resource of xDS.
 
-    The classes of Envoy's schema need some 60 µs for an endpoint, and there may be thousands: they make the frame alone.
+    The classes of Envoy's schema need some 60 µs for an endpoint, and there may be thousands: they make the frame
+    alone.
     """
     resource = to_resource(assignment(server_cluster_name(server.metadata.key), []))
     if server.spec.endpoints:
@@ -268,7 +269,9 @@ def plain_endpoint(text: str, server_name: str | None = None) -> dict[str, objec
 
 
 def _writes_key(connection: EngineConnection, directory: str) -> list[HttpFilter]:
-    """The engines' key takes the place of what the client sent; without one, nothing is changed and no filter needed."""
+    """The engines' key takes the place of what the client sent; without one, nothing is changed and no filter
+    needed.
+    """
     if not connection.has_key:
         return []
     credential = Generic(credential=secret_reference(engine_key(connection), directory), header="authorization")

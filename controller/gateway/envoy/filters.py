@@ -65,14 +65,18 @@ from extproc.protocol import (
     CHAT_PATH,
     COMPLETION_TOKENS,
     COMPLETIONS_PATH,
+    CREATED_TOKENS,
     EMBEDDINGS_PATH,
+    GENERATE_PATH,
     LB_NAMESPACE,
     LONGEST_MESSAGE_TIMEOUT_S,
+    MESSAGES_PATH,
     NAMESPACE,
     PROMPT_TOKENS,
     RESPONSES_PATH,
     SERVER_HEADER,
     TOKENS_NAMESPACE,
+    UNCACHED_TOKENS,
     USAGE_NAMESPACE,
 )
 
@@ -97,9 +101,10 @@ USAGE_FILTERS: Final = (_USAGE_FILTER, _RESPONSES_FILTER, _STREAMED_RESPONSES_FI
 # The last event of the responses API repeats the whole answer beside its usage.
 _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 
-# The responses API and the others: its answers repeat what clients sent, and have other names for usage.
-_RESPONSES_PATHS: Final = f"{RESPONSES_PATH}(\\?.*)?"
-_OTHER_PATHS: Final = f"({CHAT_PATH}|{COMPLETIONS_PATH}|{EMBEDDINGS_PATH})(\\?.*)?"
+# The responses API, the Messages API, and the others: answers of the first two have JSON in them that a client or a
+# model has written, where anybody may write ``usage``, and they have other names for it.
+_NESTED_PATHS: Final = f"({RESPONSES_PATH}|{MESSAGES_PATH}(/[^?]*)?)(\\?.*)?"
+_OTHER_PATHS: Final = f"({CHAT_PATH}|{COMPLETIONS_PATH}|{EMBEDDINGS_PATH}|{GENERATE_PATH})(\\?.*)?"
 # Where an HTTPRoute may cut a prefix off.
 _ANY_PREFIX: Final = "[^?]*"
 
@@ -107,12 +112,25 @@ _USAGE_PATHS: Final = (
     (PROMPT_TOKENS, ("response", "usage", "input_tokens")),
     (COMPLETION_TOKENS, ("response", "usage", "output_tokens")),
     (CACHED_TOKENS, ("response", "usage", "input_tokens_details", "cached_tokens")),
+    # the Messages API: message_start has usage in its message, message_delta beside it. Nothing is written at the
+    # start: whoever hangs up after it would pay for nothing.
+    *(
+        (key, (*place, "usage", name))
+        for place in (("message",), ())
+        for key, name in (
+            (UNCACHED_TOKENS, "input_tokens"),
+            (COMPLETION_TOKENS, "output_tokens"),
+            (CACHED_TOKENS, "cache_read_input_tokens"),
+            (CREATED_TOKENS, "cache_creation_input_tokens"),
+        )
+        if not (place and key == COMPLETION_TOKENS)
+    ),
 )
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """What routes need of the filters. ``cors``: some have policies for other origins. ``prefixes``: paths of inference may
-    have something in front of them, which a route cuts off.
+    """What routes need of the filters. ``cors``: some have policies for other origins. ``prefixes``: paths of inference
+    may have something in front of them, which a route cuts off.
     """
 
     cors: bool = False
@@ -139,7 +157,7 @@ def http_filters(gateway: GatewayConfigSpec, directory: str, needs: Needs = NO_N
         chain.append(http_filter(_BODY_FILTER, read))
         chain.append(http_filter(CHANGES_FILTER, changes_body()))
     hides = gateway.cached_tokens == "Hidden"
-    chain.append(_read_usage(_USAGE_FILTER, prefix + _RESPONSES_PATHS, stream_usage(hides_counts=hides)))
+    chain.append(_read_usage(_USAGE_FILTER, prefix + _NESTED_PATHS, stream_usage(hides_counts=hides)))
     # answers come the other way: what is hidden here has been read below
     chain.append(_read_usage(_RESPONSES_FILTER, prefix + _OTHER_PATHS, responses_usage(hides_counts=hides)))
     chain.append(http_filter(_STREAMED_RESPONSES_FILTER, _read_usage_of_streamed_responses(prefix)))
@@ -188,7 +206,9 @@ def _read_usage(name: str, other_paths: str, script: Lua) -> HttpFilter:
 
 
 def _read_usage_of_streamed_responses(prefix: str) -> ExtensionWithMatcher:
-    """Usage of streams of the responses API, whose last event repeats what the client sent: only a parser finds it there."""
+    """Usage of streams of the responses and the Messages API: only a parser finds it where others may write the same
+    name.
+    """
     parser = JsonContentParser(rules=[JsonContentParserRuleConfig(rule=rule) for rule in _usage_rules()])
     reads = SseToMetadata(
         response_rules=SseToMetadataProcessingRules(

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps from clients how many tokens of their prompts were cached, in the filters that read answers.
 
-A count becomes 0. Engines leave ``prompt_tokens_details`` out, or write null, where nothing was cached: so it goes altogether. No
-byte of an answer, nor their number, depends on what was cached; so answers come without ``content-length``.
+A count becomes 0. In the Messages API what was cached is no part of ``input_tokens``: it is added there, and the counts
+of caches go. Engines leave ``prompt_tokens_details`` out, or write null, where nothing was cached: so it goes
+altogether. No byte of an answer, nor their number, depends on what was cached; so answers come without
+``content-length``.
 
-What is hidden may be cut in two by the pieces of an answer: the beginning of it is held back until the next piece has come, at
-most 512 bytes.
+What is hidden may be cut in two by the pieces of an answer: the beginning of it is held back until the next piece has
+come, at most 512 bytes.
 
 In text of a model the names stand behind escaped quotes, and do not match.
 """
@@ -20,7 +22,25 @@ _NAMES: Final = ("cached_tokens", "cache_read_input_tokens", "cache_creation_inp
 _SCRIPT: Final = """
 local HIDES_COUNTS, HIDDEN, DETAILS = @HIDES@, {@NAMES@}, '"prompt_tokens_details"'
 -- The end of a piece that may be the beginning of what is hidden.
-local BEGINNINGS = {',%s*$', ',?%s*"[%w_]*"?%s*:?%s*[%w.+-]*$', ',?%s*' .. DETAILS .. '%s*:%s*{[^{}]*$'}
+local USAGE = '("usage"%s*:%s*{)([^{}]*)'
+local BEGINNINGS = {
+  '"usage"%s*:%s*{[^{}]*$', ',%s*$', ',?%s*"[%w_]*"?%s*:?%s*[%w.+-]*$', ',?%s*' .. DETAILS .. '%s*:%s*{[^{}]*$'
+}
+
+-- The inside of a usage object of the Messages API, with all of the prompt as its input.
+local function whole_input(opening, usage)
+  if not string.find(usage, '"input_tokens"', 1, true) then return nil end
+  local sum = 0
+  for _, name in ipairs({"cache_read_input_tokens", "cache_creation_input_tokens"}) do
+    local key = '"' .. name .. '"%s*:%s*'
+    sum = sum + (tonumber(string.match(usage, key .. "([%d.eE+-]+)")) or 0)
+    usage = string.gsub(usage, ",%s*" .. key .. "[%w.+-]+", "")
+    usage = string.gsub(usage, key .. "[%w.+-]+%s*,%s*", "")
+  end
+  return opening .. string.gsub(usage, '("input_tokens"%s*:%s*)(%d+)', function(name, number)
+    return name .. string.format("%d", tonumber(number) + sum)
+  end)
+end
 
 -- Text for the client; tail: the end of what came before.
 local function without_counts(tail, text, is_end)
@@ -38,6 +58,7 @@ local function without_counts(tail, text, is_end)
     text = string.gsub(text, ',%s*' .. DETAILS .. '%s*:%s*null', "")
   end
   if string.find(text, '"cache', 1, true) then
+    text = string.gsub(text, USAGE, whole_input)
     for _, name in ipairs(HIDDEN) do
       text = string.gsub(text, '("' .. name .. '"%s*:%s*)[%d.eE+-]+', "%10")
     end

@@ -68,8 +68,8 @@ Configs = Mapping[str, object]
 
 class Place(msgspec.Struct, frozen=True):
     """Where a rule is served. ``domain``: of the virtual host. ``listener``: its name, None if there is only one.
-    ``port``, ``is_tls``: of the listener, as clients see it. ``is_open``: Envoy goes on without extproc. ``engines_read_no``: headers that no
-    engine is to get.
+    ``port``, ``is_tls``: of the listener, as clients see it. ``is_open``: Envoy goes on without extproc.
+    ``engines_read_no``: headers that no engine is to get.
     """
 
     domain: str
@@ -142,8 +142,8 @@ def _refs(rule: HTTPRouteRule) -> list[BackendRef]:
 def _route(
     where: str, off: Configs, route: HTTPRoute, rule_number: int, number: int, *named: Named
 ) -> dict[str, object]:
-    """One match of one rule. ``where``: its Place as JSON. ``off``: for requests in which extproc has no part. ``named``:
-    what the rule refers to, as ``_refs`` lists it.
+    """One match of one rule. ``where``: its Place as JSON. ``off``: for requests in which extproc has no part.
+    ``named``: what the rule refers to, as ``_refs`` lists it.
     """
     place = msgspec.json.decode(where, type=Place)
     rule = route.spec.rules[rule_number]

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lua for Envoy's filters that reads the top level of a JSON object, and no more of it.
 
-It finds the members as any JSON reader finds them, or raises: for text that readers may understand differently (names that occur
-twice or are written with escapes, text that is no object in UTF-8, anything after it) and for text that would take long. What is
-nested is passed over, and not checked beyond its ends: that is the engine's to do.
+It finds the members as any JSON reader finds them, or raises: for text that readers may understand differently (names
+that occur twice or are written with escapes, text that is no object in UTF-8, anything after it) and for text that
+would take long. What is nested is passed over, and not checked beyond its ends: that is the engine's to do.
 
-Text is passed over with plain searches, which run at the speed of memory. Every position only grows, and the number of marks
-that are looked at is bounded, so that no body stops Envoy for long.
+Text is passed over with plain searches, which run at the speed of memory. Every position only grows, and the number of
+marks that are looked at is bounded, so that no body stops Envoy for long.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# Quotation marks, brackets and braces outside of text, and what is escaped before quotation marks: several times what extproc lets
-# through. A body of 16 MiB that comes to this many is refused within 0.2 s.
+# Quotation marks, brackets and braces outside of text, and what is escaped before quotation marks: several times what
+# extproc lets through. A body of 16 MiB that comes to this many is refused within 0.2 s.
 MOST_STEPS: Final = 1_000_000
 # Fields of the whole object; APIs have about 50.
 MOST_MEMBERS: Final = 1_000
@@ -154,7 +154,9 @@ end
 
 
 def json_members() -> str:
-    """Lua that defines ``members_of(json)`` and ``unescaped(text)``; both raise tables with a ``message``, see ``bad``."""
+    """Lua that defines ``members_of(json)`` and ``unescaped(text)``; both raise tables with a ``message``, see
+    ``bad``.
+    """
     script = _SCRIPT
     for mark, number in {
         "@MOST_STEPS@": MOST_STEPS,

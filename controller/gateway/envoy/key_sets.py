@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Key sets of token issuers that Envoy fetches by itself: each has a cluster of its own.
 
-They are fetched beside the requests, and none waits for one but the first after a start. A set that was fetched so holds
-until the next one is here, however long that takes: an issuer that is away logs nobody out. A set that a request has
-waited for holds for ``cacheDuration``, in which the next one is fetched. A change of this part of the configuration
+They are fetched beside the requests, and none waits for one but the first after a start. A set that was fetched so
+holds until the next one is here, however long that takes: an issuer that is away logs nobody out. A set that a request
+has waited for holds for ``cacheDuration``, in which the next one is fetched. A change of this part of the configuration
 begins anew, without a set.
 
 Envoy could hold the listener back until the first set is here, but not where the filter is followed in a file: a change

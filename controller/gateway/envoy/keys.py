@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """API keys in Envoy: a filter that tells callers apart by the SHA-256 of their keys.
 
-Envoy's own filter for API keys compares them in plain text, so every bundle, and every page of Envoy that shows its configuration,
-would hold them all. Here the bundle holds digests alone, however a key was given.
+Envoy's own filter for API keys compares them in plain text, so every bundle, and every page of Envoy that shows its
+configuration, would hold them all. Here the bundle holds digests alone, however a key was given.
 
-Envoy lets a request go on whose script has failed. So a second filter asks for the header that the script writes, and that no
-client can send.
+Envoy lets a request go on whose script has failed. So a second filter asks for the header that the script writes, and
+that no client can send.
 """
 
 from __future__ import annotations

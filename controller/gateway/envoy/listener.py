@@ -84,7 +84,8 @@ _MANAGER: Final = "envoy.filters.network.http_connection_manager"
 def listener_resources(
     gateway: GatewayConfigSpec, directory: str, *, longest_wait_s: float = 0.0, needs: Needs = NO_NEEDS
 ) -> list[dict[str, object]]:
-    """Where clients connect, as resources of xDS: one for each address. ``longest_wait_s``: how long extproc may hold a request.
+    """Where clients connect, as resources of xDS: one for each address. ``longest_wait_s``: how long extproc may hold a
+    request.
     ``needs``: of its routes.
 
     All connection managers are alike but for their routes. The classes of Envoy's schema turn it into JSON once.
@@ -124,7 +125,9 @@ def _listener(
 
 
 def _filter_chain(group: ListenerGroup, directory: str) -> FilterChain:
-    """Without its connection manager. An HTTPS listener without a host name takes what no other one of its address does."""
+    """Without its connection manager. An HTTPS listener without a host name takes what no other one of its address
+    does.
+    """
     if group.tls is None:
         return FilterChain(filters=[Filter(name=_MANAGER)])
     hostname = group.listeners[0].hostname

@@ -25,8 +25,8 @@ DEFAULT_LISTENER: Final = "default"
 class ListenerGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Listeners that share one HTTP connection manager and one route configuration.
 
-    ``address``: ``ip:port``, spelled as Envoy spells it. ``listeners``: all plain HTTP listeners of that address, or one
-    HTTPS listener. ``tls``: of the HTTPS listener.
+    ``address``: ``ip:port``, spelled as Envoy spells it. ``listeners``: all plain HTTP listeners of that address, or
+    one HTTPS listener. ``tls``: of the HTTPS listener.
     """
 
     route_config_name: str

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filter that reads usage from plain answers of the responses API, on their way.
+"""The filter that reads usage from plain answers of the responses and the Messages API, on their way.
 
-Such an answer repeats what its client sent, tools and their schemas included, where a client may write ``usage`` as well. Only the
-object of that name in the outermost object counts. So the filter follows strings and brackets through the pieces of the answer, and
-keeps that object alone: nothing is held back, and no buffer bounds the answer.
+Such an answer repeats what its client sent, tools and their schemas included, or has the input of tools as the model
+wrote it: there may be a ``usage`` as well. Only the object of that name in the outermost object counts. So the filter
+follows strings and brackets through the pieces of the answer, and keeps that object alone: nothing is held back, and no
+buffer bounds the answer.
 """
 
 from __future__ import annotations
@@ -21,9 +22,23 @@ _MOST_KEPT: Final = 64 * 1024
 
 # Wrappers such as dynamicMetadata() are valid within one piece only.
 _SCRIPT: Final = """
-local COUNTS = {@PROMPT_TOKENS@ = "input_tokens", @COMPLETION_TOKENS@ = "output_tokens", @CACHED_TOKENS@ = "cached_tokens"}
+-- the first of several that is there; of the Messages API, input_tokens are those that were not cached
+local COUNTS = {
+  @PROMPT_TOKENS@ = {"input_tokens"},
+  @COMPLETION_TOKENS@ = {"output_tokens"},
+  @CACHED_TOKENS@ = {"cached_tokens", "cache_read_input_tokens"},
+}
+local CACHED_INPUT = {"cache_read_input_tokens", "cache_creation_input_tokens"}
 
--- word: the last string in the outermost object, as far as it may be "usage"; kept: of the object with usage, while in it
+local function count_of(usage, names)
+  for _, name in ipairs(names) do
+    local number = tonumber(string.match(usage, '"' .. name .. '"%s*:%s*([%d.eE+-]+)'))
+    if number then return number end
+  end
+end
+
+-- word: the last string in the outermost object, as far as it may be "usage"
+-- kept: of the object with usage, while in it
 local function new_reader()
   return {depth = 0, in_string = false, is_escaped = false, word = "", kept = nil}
 end
@@ -118,8 +133,13 @@ function envoy_on_response(handle)
     tail = show(chunk, came, came, tail, is_end)
     if usage then
       local metadata = handle:streamInfo():dynamicMetadata()
-      for key, name in pairs(COUNTS) do
-        local number = tonumber(string.match(usage, '"' .. name .. '"%s*:%s*([%d.eE+-]+)'))
+      for key, names in pairs(COUNTS) do
+        local number = count_of(usage, names)
+        if number and key == "@PROMPT_TOKENS@" then
+          for _, name in ipairs(CACHED_INPUT) do
+            number = number + (count_of(usage, {name}) or 0)
+          end
+        end
         if number then
           metadata:set("@USAGE_NAMESPACE@", key, number)
         end

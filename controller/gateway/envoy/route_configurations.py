@@ -29,6 +29,7 @@ from controller.gateway.envoy.plain import Packed
 from controller.gateway.envoy.routes import routes_without_extproc, server_routes
 from extproc.config.attachment import is_attached
 from extproc.config.host_patterns import ANY_HOST, covers
+from extproc.config.session_affinity import session_headers
 from extproc.config.validation import parse_address
 from extproc.protocol import (
     BODY_HEADERS,
@@ -175,7 +176,9 @@ def _refusal(status: int, message: str, code: str) -> dict[str, object]:
 
 
 def _no_model() -> dict[str, object]:
-    """The same refusal by a route that leads nowhere: for one that answers by itself, Envoy has no policy of other origins."""
+    """The same refusal by a route that leads nowhere: for one that answers by itself, Envoy has no policy of other
+    origins.
+    """
     nowhere = RouteAction(
         cluster=_NOWHERE, cluster_not_found_response_code=RouteActionClusterNotFoundResponseCode.NOT_FOUND
     )
@@ -198,7 +201,7 @@ def _virtual_host(snapshot: Snapshot, name: str, domain: str, *, removed: Sequen
             domains=[domain],
             routes=[Route(name="placeholder")],
             request_headers_to_remove=list(removed),
-            response_headers_to_add=[*_rate_limit_headers(snapshot), *_served_header(snapshot.gateway)],
+            response_headers_to_add=[*_own_headers(snapshot), *_served_header(snapshot.gateway)],
             request_body_buffer_limit=snapshot.gateway.max_body_size,
             typed_per_filter_config=_cors(snapshot.gateway),
         )
@@ -221,16 +224,15 @@ def _configuration(name: str, hosts: list[dict[str, object]]) -> dict[str, objec
     return resource
 
 
-def _rate_limit_headers(snapshot: Snapshot) -> list[HeaderValueOption]:
-    """The state of the caller's limits, which extproc writes into metadata."""
-    if not any(route.spec.rate_limits for route in snapshot.routes):
-        return []
+def _own_headers(snapshot: Snapshot) -> list[HeaderValueOption]:
+    """The state of the caller's limits and where its session is, which extproc writes into metadata."""
+    has_limits = any(route.spec.rate_limits for route in snapshot.routes)
     return [
         HeaderValueOption(
             header=HeaderValue(key=name, value=f"%DYNAMIC_METADATA({NAMESPACE}:{name})%"),
             append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
         )
-        for name in RATE_LIMIT_HEADERS
+        for name in (*(RATE_LIMIT_HEADERS if has_limits else ()), *session_headers(snapshot))
     ]
 
 

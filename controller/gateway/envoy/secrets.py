@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Certificates, authorities and keys of Envoy, each a secret in a file of its own that Envoy follows.
 
-Their content lies in no other file of the bundle, so a new certificate changes neither listeners nor clusters: connections
-stay, and the next handshake shows it.
+Their content lies in no other file of the bundle, so a new certificate changes neither listeners nor clusters:
+connections stay, and the next handshake shows it.
 """
 
 from __future__ import annotations

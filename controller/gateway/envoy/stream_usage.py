@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filter for answers of all APIs but that of responses: reads usage, and drops its chunk of a stream if we asked for it.
+"""The filter for answers of all APIs but that of responses: reads usage, and drops its chunk of a stream if we asked
+for it.
 
-Engines send usage in a chunk of its own, without choices, and only if ``stream_options.include_usage`` asks for it. extproc asks
-where the client did not, and says so in metadata; a client that did not ask must not meet a chunk without choices.
+Engines send usage in a chunk of its own, without choices, and only if ``stream_options.include_usage`` asks for it.
+extproc asks where the client did not, and says so in metadata; a client that did not ask must not meet a chunk without
+choices.
 
-A piece of an answer may end anywhere. What follows its last whole event is held back until the rest of that event has come: no
-client acts on half an event. What is held back is bounded; a longer event passes in pieces, and nothing is read from it.
+A piece of an answer may end anywhere. What follows its last whole event is held back until the rest of that event has
+come: no client acts on half an event. What is held back is bounded; a longer event passes in pieces, and nothing is
+read from it.
 
 Plain answers are read on their way as well: nothing is held, so no buffer bounds them.
 """

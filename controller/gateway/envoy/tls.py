@@ -44,7 +44,9 @@ def listener_socket(tls: ListenerTls, directory: str) -> TransportSocket:
 
 
 def engine_socket(tls: EngineTls, directory: str) -> TransportSocket:
-    """TLS towards engines. The name that is asked for, and that their certificate must have, stands beside each endpoint."""
+    """TLS towards engines. The name that is asked for, and that their certificate must have, stands beside each
+    endpoint.
+    """
     common = CommonTlsContext(
         tls_params=TlsParameters(
             tls_minimum_protocol_version=_VERSIONS["1.2"], tls_maximum_protocol_version=_VERSIONS["1.3"]

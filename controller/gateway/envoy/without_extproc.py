@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The filters for requests that extproc did not decide: one reads bodies, one changes them.
 
-Without extproc Envoy routes by the ``model`` of the body. What it reads must be what an engine reads, so the first filter finds
-the members by itself and refuses what two readers may understand differently (``json_members.py``). It leaves the model's name
-in metadata, on which routes match, and where each member stands.
+Without extproc Envoy routes by the ``model`` of the body. What it reads must be what an engine reads, so the first
+filter finds the members by itself and refuses what two readers may understand differently (``json_members.py``). It
+leaves the model's name in metadata, on which routes match, and where each member stands.
 
-The second filter runs on the route that was found. It writes the name that the engines know, and removes or refuses the fields by
-which gateways steer engines, as extproc does. All other values are copied byte for byte, so numbers keep their digits.
+The second filter runs on the route that was found. It writes the name that the engines know, and removes or refuses the
+fields by which gateways steer engines, as extproc does. All other values are copied byte for byte, so numbers keep
+their digits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ from envoy_data_plane.google.protobuf import Struct, Value
 
 from controller.gateway.envoy.json_members import json_members
 from extproc.config.client_fields import InternalField, SteeringField
-from extproc.protocol import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, MODELS_PATH, RESPONSES_PATH
+from extproc.protocol import (
+    ANTHROPIC_VERSION,
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    COUNT_TOKENS_PATH,
+    EMBEDDINGS_PATH,
+    GENERATE_PATH,
+    MESSAGES_PATH,
+    MODELS_PATH,
+    RESPONSES_PATH,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -35,15 +46,29 @@ _CHANGES_SCRIPT: Final = "changes"
 
 _STEERING_FIELDS: Final[tuple[str, ...]] = get_args(SteeringField)
 _INTERNAL_FIELDS: Final[tuple[str, ...]] = get_args(InternalField)
-INFERENCE_PATHS: Final = (CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH)
+INFERENCE_PATHS: Final = (
+    *(CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH),
+    *(MESSAGES_PATH, COUNT_TOKENS_PATH, GENERATE_PATH),
+)
 
 _MOST_MODEL_BYTES: Final = 4096
 # After such a body its text is collected at once: collections come by the number of objects, not by their size.
 _LARGE_BYTES: Final = 256 * 1024
 
 _REFUSE: Final = r"""
+local ANTHROPIC_TYPES = {["400"] = "invalid_request_error", ["500"] = "api_error", ["503"] = "overloaded_error"}
+
+local function asks_anthropic(headers)
+  return headers:get("@ANTHROPIC_VERSION@") or string.find(headers:get(":path") or "", "@MESSAGES_PATH@", 1, true)
+end
+
 local function refuse(handle, status, kind, code, param, message)
-  local error = '{"error":{"message":"' .. message .. '","type":"' .. kind .. '","param":' .. param .. ',"code":' .. code .. '}}'
+  if asks_anthropic(handle:headers()) then
+    local error = '{"error":{"type":"' .. ANTHROPIC_TYPES[status] .. '","message":"' .. message .. '"},"type":"error"}'
+    return handle:respond({[":status"] = status, ["content-type"] = "application/json"}, error)
+  end
+  local error = '{"error":{"message":"' .. message .. '","type":"' .. kind .. '","param":' .. param
+  error = error .. ',"code":' .. code .. '}}'
   handle:respond({[":status"] = status, ["content-type"] = "application/json"}, error)
 end
 
@@ -56,10 +81,20 @@ _READ: Final = r"""
 local PATHS = {@PATHS@}
 local KNOWN = {@KNOWN@}
 
+-- vLLM's connectors obey what stands in extra_args, too. It is looked for as text, so escapes are refused as well.
+local function check_sampling(json, sampling)
+  local text = sampling and sub(json, sampling.value, sampling.stop) or ""
+  if find(text, "extra_args", 1, true) or find(text, "\\u", 1, true) then
+    local message = "Only requests without extra_args can be served at the moment; try again soon."
+    error({message = message, is_too_much = true})
+  end
+end
+
 -- The name of the model, and the members as "START STOP NAME;" for each, NAME only where it matters.
 local function read(json)
   local found, seen = members_of(json)
   local model, parts = seen.model, {}
+  check_sampling(json, seen.sampling_params)
   if not model then bad("The field 'model' is missing; it is required.", "model") end
   if byte(json, model.value) ~= 34 or model.stop == model.value + 1 then
     bad("The field 'model' must be a name; GET @MODELS_PATH@ lists them.", "model")
@@ -96,12 +131,14 @@ function envoy_on_request(handle)
     -- what Lua itself raises, as when it has no more memory
     handle:logErr("a body could not be read: " .. tostring(problem))
   end
-  refuse(handle, "503", "service_unavailable_error", '"no_picker"', "null", TOO_MUCH)
+  local message = type(problem) == "table" and problem.message or TOO_MUCH
+  refuse(handle, "503", "service_unavailable_error", '"no_picker"', "null", message)
 end
 """
 
 _CHANGE: Final = r"""
--- The object without some members and with another model; nil if nothing changes; or the name of a field that is refused.
+-- The object without some members and with another model; nil if nothing changes; or the name of a field that is
+-- refused.
 local function changes(members, context)
   local model, fields = context:get("model"), context:get("fields") or {}
   local kept, is_changed = {}, false
@@ -125,7 +162,8 @@ local function change(handle)
   if not read then return end
   local kept, refused = changes(read["@MEMBERS@"], handle:filterContext())
   if refused then
-    return refuse_request(handle, refused, "The field '" .. refused .. "' is for gateways, not for clients; leave it out.")
+    local message = "The field '" .. refused .. "' is for gateways, not for clients; leave it out."
+    return refuse_request(handle, refused, message)
   end
   if not kept then return end
   local body = handle:body()
@@ -160,7 +198,9 @@ def reads_body(*, with_prefixes: bool = False) -> Lua:
 
     ``with_prefixes``: the paths of inference may have something in front of them.
     """
-    is_inference = 'PATHS[match(path, "^.*(/v1/.*)$")]' if with_prefixes else "PATHS[path]"
+    is_inference = "PATHS[path]"
+    if with_prefixes:
+        is_inference = '(PATHS[match(path, "^.*(/v1/.*)$")] or PATHS[match(path, "^.*(/inference/v1/.*)$")])'
     marks = {
         "@PATHS@": ", ".join(f'["{path}"] = true' for path in INFERENCE_PATHS),
         "@IS_INFERENCE@": is_inference,
@@ -194,6 +234,8 @@ def _script(script: str, marks: Mapping[str, str]) -> DataSource:
         "@MODEL@": FALLBACK_MODEL,
         "@MEMBERS@": _MEMBERS,
         "@MODELS_PATH@": MODELS_PATH,
+        "@MESSAGES_PATH@": MESSAGES_PATH,
+        "@ANTHROPIC_VERSION@": ANTHROPIC_VERSION,
         "@LARGE@": str(_LARGE_BYTES),
     }
     for mark, text in {**common, **marks}.items():

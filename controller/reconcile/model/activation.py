@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from controller.reconcile.model.resolved import Resolved, ResolvedBackend
 
 _SPANS: Final = ("schedulingSeconds", "downloadSeconds", "loadSeconds")
-# Measured starts are told in such steps, up to so many seconds: a ModelServer that changed with each would be written often.
+# Measured starts are told in such steps, up to so many seconds: a ModelServer that changed with each would be written
+# often.
 _STEPS: Final = ((120.0, 15.0), (600.0, 30.0), (math.inf, 60.0))
 # What is told stays while the measured start differs by no more than this share.
 _TOLERATED: Final = 0.25

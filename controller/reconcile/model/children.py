@@ -48,7 +48,9 @@ class Child(msgspec.Struct, frozen=True):
 def children(
     model: Resolved, settings: Settings, ready: Mapping[str, int], start_times: Mapping[str, str] = _UNKNOWN
 ) -> list[Child]:
-    """In the order in which they are applied. ``ready``: replicas that serve, by backend; ``start_times``: what starts take."""
+    """In the order in which they are applied. ``ready``: replicas that serve, by backend; ``start_times``: what starts
+    take.
+    """
     found = [*_of_backends(model, settings, start_times), *_of_model(model, settings, ready)]
     return sorted(found, key=lambda one: CHILDREN.index(one.resource))
 

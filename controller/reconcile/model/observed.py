@@ -41,8 +41,9 @@ PURPOSE: Final = "attache.dev/purpose"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the manager decides for all Models. ``image``: ours, for downloads and the sidecar. ``file_paths``: directories of nodes that
-    ``file://`` may name."""
+    """What the manager decides for all Models. ``image``: ours, for downloads and the sidecar. ``file_paths``:
+    directories of nodes that ``file://`` may name.
+    """
 
     image: str = "attache"
     file_paths: tuple[str, ...] = FILE_PATHS

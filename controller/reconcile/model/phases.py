@@ -24,9 +24,9 @@ _LOADING_FAILED: Final = frozenset(
 
 
 class BackendState(msgspec.Struct, frozen=True, kw_only=True):
-    """``wanted``, ``there``, ``ready`` and ``updated``: replicas. ``is_current``: its ModelInfer has what the Model says,
-    and says itself that it has done it. ``is_blocked``: the new revision does not become ready. ``is_scheduled``: a pod
-    has a node. ``failure``: a reason and a message, of a pod or of the ModelInfer.
+    """``wanted``, ``there``, ``ready`` and ``updated``: replicas. ``is_current``: its ModelInfer has what the Model
+    says, and says itself that it has done it. ``is_blocked``: the new revision does not become ready. ``is_scheduled``:
+    a pod has a node. ``failure``: a reason and a message, of a pod or of the ModelInfer.
     """
 
     name: str

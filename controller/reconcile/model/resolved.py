@@ -29,7 +29,9 @@ RoleName = Literal["engine", "prefill", "decode"]
 
 
 class ResolvedRole(msgspec.Struct, frozen=True):
-    """Engines of one kind in a group. ``replicas``: in each group. ``pods``: layers of their PodSpec, the lowest first."""
+    """Engines of one kind in a group. ``replicas``: in each group. ``pods``: layers of their PodSpec, the lowest
+    first.
+    """
 
     name: RoleName
     replicas: int
@@ -47,8 +49,8 @@ class ResolvedBackend(msgspec.Struct, frozen=True):
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """``spec``: over its base references. ``served_name``: what engines call the model. ``to_zero``: what the policy says
-    that it names, if it may have no engines; None otherwise.
+    """``spec``: over its base references. ``served_name``: what engines call the model. ``to_zero``: what the policy
+    says that it names, if it may have no engines; None otherwise.
     """
 
     name: str

@@ -27,8 +27,8 @@ _ASK_EACH_S: Final = 2.0
 
 
 class Drained(msgspec.Struct, frozen=True, kw_only=True):
-    """``marked``: annotations to write. ``deleted``: pods that may go now. ``asks_loads_of`` and ``look_again_at_s``: as
-    in a plan.
+    """``marked``: annotations to write. ``deleted``: pods that may go now. ``asks_loads_of`` and ``look_again_at_s``:
+    as in a plan.
     """
 
     marked: tuple[Annotate, ...] = ()

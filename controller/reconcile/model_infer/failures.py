@@ -20,7 +20,8 @@ LOST_AFTER_S: Final = 30.0
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """``at_s``: when it began. ``due_s``: how long after that it is for us to act, beside the grace that the user gives.
+    """``at_s``: when it began. ``due_s``: how long after that it is for us to act, beside the grace that the user
+    gives.
     ``is_restarted``: the kubelet starts the container again by itself. ``is_final``: it cannot recover by itself.
     """
 
@@ -34,8 +35,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def failure_of(pod: Pod, observed: Observed, unresponsive_s: float) -> Failure | None:
-    """None of a pod that runs, starts, or goes. ``unresponsive_s``: how long an engine that has been ready may not be; 0
-    for ever.
+    """None of a pod that runs, starts, or goes. ``unresponsive_s``: how long an engine that has been ready may not be;
+    0 for ever.
     """
     if pod.is_going:
         return None

@@ -83,8 +83,8 @@ def _new(made: Step, target: Target) -> list[Changes]:
 
 
 def _turns(groups: Sequence[Group], target: Target, observed: Observed, *, is_moving: bool) -> list[Changes]:
-    """With ``unit: Role``: groups that have begun go on, others begin as far as groups may be unavailable. Where none may
-    be, one after the other changes, each role by a surplus replica.
+    """With ``unit: Role``: groups that have begun go on, others begin as far as groups may be unavailable. Where none
+    may be, one after the other changes, each role by a surplus replica.
     """
     rollout, wanted = target.spec.rollout, target.spec.replicas
     unavailable = down(rollout.max_unavailable, wanted) or (0 if up(rollout.max_surge, wanted) else 1)

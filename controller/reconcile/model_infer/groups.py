@@ -63,8 +63,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """``revision``: what it is made of, and what of it is missing is made of. ``is_whole_revision``: all of its pods are
-    of it. ``is_ready``: all of its roles serve with as many replicas as they should have.
+    """``revision``: what it is made of, and what of it is missing is made of. ``is_whole_revision``: all of its pods
+    are of it. ``is_ready``: all of its roles serve with as many replicas as they should have.
     """
 
     ordinal: int

@@ -11,15 +11,17 @@ from controller.cluster.resources import Object
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What gateways say of an engine. ``in_flight``: requests that it has. ``cached_tokens``: of prompts that it remembers."""
+    """What gateways say of an engine. ``in_flight``: requests that it has. ``cached_tokens``: of prompts that it
+    remembers.
+    """
 
     in_flight: int
     cached_tokens: int
 
 
 class NodeRoom(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that takes pods. ``free``: allocatable less what its pods ask for, by resource, in base units (cores, bytes,
-    pieces; ``pods`` too). ``labels`` and ``taints``: as the node has them.
+    """A node that takes pods. ``free``: allocatable less what its pods ask for, by resource, in base units (cores,
+    bytes, pieces; ``pods`` too). ``labels`` and ``taints``: as the node has them.
     """
 
     name: str

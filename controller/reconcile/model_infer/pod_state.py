@@ -21,8 +21,8 @@ _ENDED: Final = ("Failed", "Succeeded")
 
 class Pod(msgspec.Struct, frozen=True, kw_only=True):
     """``thing``: the object. ``revision`` and ``role_revision``: hashes of what it was made of. ``is_ready``: its Ready
-    condition holds, and it is not going. ``is_going``: it is being deleted. ``draining_at_s``: since when it gets no new
-    requests, None if it does. ``is_waiting``: no node has been found for it. ``deletion_cost``: as the annotation
+    condition holds, and it is not going. ``is_going``: it is being deleted. ``draining_at_s``: since when it gets no
+    new requests, None if it does. ``is_waiting``: no node has been found for it. ``deletion_cost``: as the annotation
     ``controller.kubernetes.io/pod-deletion-cost`` says; 0 without one.
     """
 

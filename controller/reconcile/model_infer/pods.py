@@ -103,8 +103,8 @@ def environment(place: Place, role: RoleRevision, owner: str, namespace: str) ->
     """What tells a container where it stands in its group.
 
     The names beginning with ``LWS_`` are those of LeaderWorkerSet, which published start scripts of vLLM and SGLang
-    read. The entry pod's address is a name that DNS resolves as soon as the pod is there, ready or not. A replica of one
-    pod has no Service, and its entry is itself.
+    read. The entry pod's address is a name that DNS resolves as soon as the pod is there, ready or not. A replica of
+    one pod has no Service, and its entry is itself.
     """
     entry = msgspec.structs.replace(place, index=0)
     host = f"{names.pod_name(owner, entry)}.{names.service_name(owner, place)}.{namespace}.svc"
@@ -124,9 +124,9 @@ def environment(place: Place, role: RoleRevision, owner: str, namespace: str) ->
 
 
 def _with_env(container: object, env: Mapping[str, str]) -> object:
-    """Ours stand first, so that the template's own variables may refer to them by ``$(NAME)``, and win over equal names:
-    a copied value would send a worker to another group's entry pod. What is no list of variables stays as it is: the API
-    server says what is wrong with it.
+    """Ours stand first, so that the template's own variables may refer to them by ``$(NAME)``, and win over equal
+    names: a copied value would send a worker to another group's entry pod. What is no list of variables stays as it is:
+    the API server says what is wrong with it.
     """
     if not isinstance(container, Mapping):
         return container

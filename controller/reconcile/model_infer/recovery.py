@@ -36,8 +36,8 @@ NO_ROOM: Final = "NoRoom"
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """``name``: group, role, replica and pod, as far as it was made anew at once. ``count``: times in a row. ``at_s``: the
-    last one.
+    """``name``: group, role, replica and pod, as far as it was made anew at once. ``count``: times in a row. ``at_s``:
+    the last one.
     """
 
     name: str

@@ -74,8 +74,8 @@ def turning_group(
 
 
 def bounds(role: Role | None, wanted: int) -> tuple[int, int]:
-    """How many replicas of a role may be missing, and how many too many. One may be missing if nothing is written, or if
-    shares leave nothing to move with; none if only a surplus is.
+    """How many replicas of a role may be missing, and how many too many. One may be missing if nothing is written, or
+    if shares leave nothing to move with; none if only a surplus is.
     """
     surge = up(role.max_surge, wanted) if role is not None and role.max_surge is not None else 0
     unavailable = down(role.max_unavailable, wanted) if role is not None and role.max_unavailable is not None else 0

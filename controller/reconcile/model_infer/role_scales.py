@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 def role_scales(groups: Sequence[Group], target: Target, observed: Observed) -> Iterator[Action]:
-    """What is missing is made; what the template newly asks for is written, if no autoscaler owns it; the rest is told."""
+    """What is missing is made; what the template newly asks for is written, if no autoscaler owns it; the rest is
+    told.
+    """
     known = {one["metadata"]["name"]: one for one in observed.role_scales if is_owned(one, target.uid)}
     wanted = {names.role_scale_name(target.name, one.name): one for one in target.spec.template.roles if one.scalable}
     for name, role in wanted.items():

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """``is_ready``: it serves, and nothing of it is draining or going. ``is_outdated``: it is to become another revision.
+    """``is_ready``: it serves, and nothing of it is draining or going. ``is_outdated``: it is to become another
+    revision.
     ``is_draining``: it gets no more requests. ``is_going``: all of its pods are being deleted. ``is_protected``: goes
     last of its like. ``cost``: what the user says of deleting it. ``in_flight`` and ``cached_tokens``: infinite where
     unknown.
@@ -42,7 +43,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
-    """``wanted``: members. ``max_unavailable`` and ``max_surge``: as numbers. ``is_moving``: outdated members become new.
+    """``wanted``: members. ``max_unavailable`` and ``max_surge``: as numbers. ``is_moving``: outdated members become
+    new.
     ``keeps_old_below``: new members with a lower ordinal are of the old revision.
     """
 
@@ -71,8 +73,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step(members: Sequence[Member], size: Size) -> Step:
-    """Never more members than ``wanted`` and the surge, never fewer ready ones than ``wanted - max_unavailable`` by what
-    is done here: members that are not ready go first, and count as unavailable.
+    """Never more members than ``wanted`` and the surge, never fewer ready ones than ``wanted - max_unavailable`` by
+    what is done here: members that are not ready go first, and count as unavailable.
     """
     total = size.wanted + _extra(members, size)
     victims = _victims(members, len(members) - total)
@@ -120,7 +122,9 @@ def _victims(members: Sequence[Member], count: int) -> list[Member]:
 
 
 def _chosen(members: Sequence[Member], victims: Sequence[Member]) -> frozenset[int]:
-    """The ready ones between which the load decides: empty where all of them go, or none, or others were told before."""
+    """The ready ones between which the load decides: empty where all of them go, or none, or others were told
+    before.
+    """
     fresh = [one for one in victims if one.is_ready]
     equals = [one for one in members if one.is_ready]
     return frozenset(one.ordinal for one in equals) if fresh and len(fresh) < len(equals) else frozenset()
@@ -147,8 +151,8 @@ def _replaced(members: Sequence[Member], size: Size, total: int) -> tuple[frozen
 
 
 def _made(members: Sequence[Member], total: int, slots: int, size: Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The lowest free ordinals. Beside old members, no more new ones than may be under way: a revision that never becomes
-    ready must not take the place of all that fails meanwhile.
+    """The lowest free ordinals. Beside old members, no more new ones than may be under way: a revision that never
+    becomes ready must not take the place of all that fails meanwhile.
     """
     taken = {one.ordinal for one in members}
     is_mixed = any(one.is_outdated for one in members)

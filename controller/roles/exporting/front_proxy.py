@@ -21,8 +21,8 @@ _NAMES = msgspec.json.Decoder(tuple[str, ...])
 
 
 class FrontProxy(msgspec.Struct, frozen=True):
-    """``authority``: PEM; empty: the cluster has no such proxy. ``names``: common names that certificates may have; none:
-    any. The headers: in small letters.
+    """``authority``: PEM; empty: the cluster has no such proxy. ``names``: common names that certificates may have;
+    none: any. The headers: in small letters.
     """
 
     authority: str = ""

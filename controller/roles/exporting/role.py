@@ -10,8 +10,10 @@ import msgspec
 
 from controller.cluster.informer import Informer, InformerTiming, Selection
 from controller.cluster.resources import AUTOSCALING_POLICY_BINDINGS, Object
+from controller.keda.access import Readers
 from controller.keda.decisions import Decisions, Wanted
 from controller.keda.scaler import KedaScaler
+from controller.keda.streams import MOST_STREAMS
 from controller.keda.tls import TlsFiles, server_credentials
 from controller.roles.exporting.exported import Exported, Exports
 from controller.roles.exporting.server import MetricsServer
@@ -25,13 +27,17 @@ _METADATA: Final = ("name", "namespace", "uid", "resourceVersion")
 
 
 class ExportSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """``external_metrics`` and ``keda``: addresses to listen on; empty: not served. ``keda_tls``: files for KEDA's port;
-    None: without TLS. ``namespace``: whose bindings; None: all.
+    """``external_metrics`` and ``keda``: addresses to listen on; empty: not served. ``keda_tls``: files for KEDA's
+    port; None: without TLS. ``keda_readers``: who may read what there. ``keda_streams``: that may be open there at a
+    time.
+    ``namespace``: whose bindings; None: all.
     """
 
     external_metrics: str = ""
     keda: str = ""
     keda_tls: TlsFiles | None = None
+    keda_readers: Readers = Readers()
+    keda_streams: int = MOST_STREAMS
     namespace: str | None = None
     informers: InformerTiming = InformerTiming()
 
@@ -76,8 +82,8 @@ class ExportRole:
             self._is_ready = True
 
     async def _keda(self) -> None:
-        tls = self._settings.keda_tls
-        scaler = KedaScaler(self._decisions)
+        settings, tls = self._settings, self._settings.keda_tls
+        scaler = KedaScaler(self._decisions, readers=settings.keda_readers, most_streams=settings.keda_streams)
         try:
             credentials = None if tls is None else server_credentials(tls)
         except ValueError as error:

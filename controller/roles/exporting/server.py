@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves the external metrics API with HTTPS, to the API server that passes requests on and to whoever has the right."""
+"""Serves the external metrics API with HTTPS, to the API server that passes requests on and to whoever has the
+right.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ _OPEN: Final = ("/healthz", "/readyz", "/livez")
 
 
 class MetricsServer:
-    """``run`` listens on ``address``. The API server's authority is read now and then: with a new one it listens anew."""
+    """``run`` listens on ``address``. The API server's authority is read now and then: with a new one it listens
+    anew.
+    """
 
     def __init__(
         self, client: Client, address: str, exports: Exports, callers: Callers, look_s: float = _LOOK_S

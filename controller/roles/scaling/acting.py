@@ -37,8 +37,8 @@ def _nobody(_: Place) -> None:
 
 
 class Actor:
-    """``client``: under our own manager's name. ``counted``: called with kind and verb of each write. ``changed``: called
-    with a target that is not as it was heard of any more.
+    """``client``: under our own manager's name. ``counted``: called with kind and verb of each write. ``changed``:
+    called with a target that is not as it was heard of any more.
     """
 
     def __init__(

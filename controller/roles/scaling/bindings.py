@@ -30,8 +30,8 @@ class PolicyView(msgspec.Struct, frozen=True):
 
 
 class BindingView(msgspec.Struct, frozen=True):
-    """``thing``: the object without its spec. ``binding``: None if it has a mistake; ``problem`` says which. ``claim``: its
-    right to targets. ``places``: of its targets, in their order. ``learned``: what was kept of an earlier life.
+    """``thing``: the object without its spec. ``binding``: None if it has a mistake; ``problem`` says which. ``claim``:
+    its right to targets. ``places``: of its targets, in their order. ``learned``: what was kept of an earlier life.
     """
 
     thing: Object

@@ -23,7 +23,7 @@ Memory = Any
 
 
 class Decide(Protocol):
-    """``free``: accelerators for which a binding may ask, by kind."""
+    """``free``: accelerators for which a binding may ask, by pool."""
 
     def __call__(
         self,
@@ -40,6 +40,24 @@ class Decide(Protocol):
         ...
 
 
+class Still(Protocol):
+    """Whether the last decision stands where nothing but time has changed, without looking at it again."""
+
+    def __call__(
+        self,
+        memory: Memory,
+        policy: AutoscalingPolicySpec,
+        binding: AutoscalingPolicyBinding,
+        now_s: float,
+        told_at_s: float,
+        /,
+    ) -> tuple[Decision, Memory] | None:
+        """It, and what to remember until the next; None if it has to be looked whether it stands. ``told_at_s``: no
+        data are older.
+        """
+        ...
+
+
 class Deciding(NamedTuple):
     """``decide``: the decision. ``kept``: what of a memory survives a restart, as JSON of bounded length; empty if
     nothing. ``restored``: a memory from that and the time; raises ValueError for what is none.
@@ -48,11 +66,12 @@ class Deciding(NamedTuple):
     decide: Decide
     kept: Callable[[Memory], bytes] = lambda _: b""
     restored: Callable[[bytes, float], Memory] = lambda _, __: None
+    still: Still = lambda *_: None
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do about one target. ``replicas``: that it should have; None: nothing is to be done. ``held``: why that is
-    not written; empty if it is. ``hold``: whose change is honoured, if that is why.
+    """What to do about one target. ``replicas``: that it should have; None: nothing is to be done. ``held``: why that
+    is not written; empty if it is. ``hold``: whose change is honoured, if that is why.
     """
 
     target: Resolved
@@ -70,6 +89,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     def is_ordered(self) -> bool:
         """Whether it will be so: by us, or by who heeds what we export."""
         return self.replicas is not None and self.held in ("", _TOLD_ONLY["Export"])
+
+    @property
+    def is_told_only(self) -> bool:
+        """Whether the mode alone keeps it from being written."""
+        return self.held in _TOLD_ONLY.values()
 
     @property
     def is_as_decided(self) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -12,13 +12,16 @@ from controller.autoscale.situation import EngineReport, Freshness, Waiting
 from controller.autoscale.traffic import Traffic
 from extproc.config.demand import EngineDemand
 
+if TYPE_CHECKING:
+    from controller.autoscale.signals import Calm
+
 Urgent = Callable[[str], None]
 """Gets the key of a ModelServer about which something should be decided at once."""
 
 
 class DemandView(msgspec.Struct, frozen=True):
-    """Of some ModelServers together. ``reports``: of engines, by the IP address of their pod; those of several ports of it
-    as one. ``learned``: the speeds of these engines.
+    """Of some ModelServers together. ``reports``: of engines, by the IP address of their pod; those of several ports of
+    it as one. ``learned``: the speeds of these engines.
     """
 
     traffic: Traffic = Traffic()
@@ -43,6 +46,10 @@ class DemandSource(Protocol):
 
     def follow(self, servers: Collection[str]) -> None:
         """From now on these ModelServers, by key, are asked about."""
+        ...
+
+    def calm(self, servers: Sequence[str], now_s: float) -> Calm | None:
+        """By what it is known, without a view, that nothing goes on at these ModelServers; None if it is not."""
         ...
 
     def view(self, servers: Sequence[str], now_s: float) -> DemandView:

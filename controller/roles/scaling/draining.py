@@ -54,8 +54,8 @@ def drain(
     now_s: float,
     drain_s: float,
 ) -> Draining:
-    """``excess``: how many replicas go. ``is_ordered``: those with the highest ordinals go. ``drain_s``: the longest that
-    anything is waited for. ``reports``: by IP address; one of before the mark was heard says nothing.
+    """``excess``: how many replicas go. ``is_ordered``: those with the highest ordinals go. ``drain_s``: the longest
+    that anything is waited for. ``reports``: by IP address; one of before the mark was heard says nothing.
     """
     leaving = victims(pods, excess, reports, is_ordered=is_ordered)
     names = {one.key for one in leaving}

@@ -29,11 +29,13 @@ def engines_of(kind: ScalableKind, pods: Iterable[PodView], reports: Mapping[str
 
     ``reports``: by the IP address of a pod.
     """
+    living = [one for one in pods if not one.is_ended]
+    if len(living) == 1:
+        return (_engine(living, reports),)
     units: dict[str, list[PodView]] = defaultdict(list)
-    for pod in pods:
-        if not pod.is_ended:
-            units[kind.unit_of(pod)].append(pod)
-    return tuple(_engine(units[one], reports) for one in sorted(units))
+    for pod in living:
+        units[kind.unit_of(pod)].append(pod)
+    return tuple([_engine(units[one], reports) for one in sorted(units)])
 
 
 def _engine(pods: Sequence[PodView], reports: Mapping[str, EngineReport]) -> Engine:

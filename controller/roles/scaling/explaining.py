@@ -39,10 +39,12 @@ def _stage(stage: StageDecision) -> Iterator[str]:
     yield from _table(rows)
     for step in stage.steps:
         yield f"  then {step.rule}: {_number(step.before)} -> {_number(step.after)}, {step.reason}"
+    if not stage.is_proven:
+        yield "  targets: not proven the cheapest; a slightly cheaper set may exist"
     waiting, freshness = stage.waiting, stage.freshness
     yield (
-        f"  waiting: {waiting.requests} requests with {waiting.tokens:.0f} tokens, the first for {waiting.oldest_s:.1f} s; "
-        f"{waiting.at_zero} without any engine"
+        f"  waiting: {waiting.requests} requests with {waiting.tokens:.0f} tokens, the first for {waiting.oldest_s:.1f}"
+        f" s; {waiting.at_zero} without any engine"
     )
     yield (
         f"  data: {freshness.age_s:.1f} s old, of {freshness.gateways} gateways; silent: {_names(freshness.silent)}; "

@@ -64,7 +64,8 @@ class Followed:
         # what ModelServers say, by key, and those with a selector by its namespace and first label
         self._served: dict[str, tuple[object, ...]] = {}
         self._selectors: dict[tuple[str, str, str], list[tuple[str, Mapping[str, str]]]] | None = None
-        # grows with each change of what a ModelServer says, of what a binding asks for, and of what other autoscalers scale
+        # grows with each change of what a ModelServer says, of what a binding asks for, and of what other autoscalers
+        # scale
         self.servers_version = 0
         self.owners_version = 0
         self._scalables_version = 0
@@ -91,10 +92,7 @@ class Followed:
 
     def knows(self, view: BindingView) -> bool:
         """Whether all that a binding is about has been heard of."""
-        others = self.other_kinds
-        return self.pods.knows(view.namespace) and all(
-            others.is_read(place) for place in view.places if is_foreign(place)
-        )
+        return self.pods.knows(view.namespace) and self.other_kinds.are_read(view.key)
 
     def cut_off_s(self, namespace: str) -> float | None:
         """How long nothing can have been heard of pods of a namespace or of what is scaled; None if it can."""
@@ -155,6 +153,10 @@ class Followed:
     def misused_by(self, place: Place) -> str:
         """The HorizontalPodAutoscaler that scales it by our metric, but takes that for a ratio; empty if none does."""
         return misused_by(self._others[0].objects.values()).get(place, "") if self.scaler_of(place) else ""
+
+    def has_server(self, key: str) -> bool:
+        """Whether this ModelServer is there."""
+        return key in self._servers.objects
 
     def servers_selecting(self, namespace: str, labels: Mapping[str, str]) -> list[tuple[str, Mapping[str, str]]]:
         """Keys and selectors of ModelServers that select pods with these labels."""

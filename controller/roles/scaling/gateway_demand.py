@@ -17,29 +17,25 @@ from controller.cluster.resources import PODS
 from controller.roles.scaling.demand import DemandView
 from controller.roles.scaling.engines import together
 from controller.roles.work.slimming import slim_pod
-from extproc.config.demand import EngineDemand, ServerDemand
+from extproc.config.demand import EngineDemand, ServerDemand, is_news_at
 from extproc.config.loads import LOADS_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from controller.autoscale.engine_signals import EngineSignal
+    from controller.autoscale.signals import Calm
     from controller.autoscale.situation import EngineReport
     from controller.cluster.client import Client
     from controller.roles.scaling.demand import Urgent
     from extproc.config.demand import Demand
 
 _TICK_S: Final = 1.0
-# So many more requests here or at engines than at the last jump, or than at their fewest since then, and twice as many,
-# are a jump. Where nothing queues here, because flow control is off, they are all at engines. A burst takes gateways
-# seconds to read, so one message is not compared with the one before it alone.
-_JUMP: Final = 8
-_TWICE: Final = 2
 
 
 class _Said(msgspec.Struct):
-    """Of one process. ``servers``: what it said last. ``unfinished``: requests at zero, and all, at the last jump or fewest
-    since then, by server.
+    """Of one process. ``servers``: what it said last. ``unfinished``: requests at zero, and all, at the last jump or
+    fewest since then, by server.
     """
 
     instance: str
@@ -86,6 +82,11 @@ class GatewayDemand:
         """See ``DemandSource``."""
         self._wanted = servers
 
+    def calm(self, servers: Sequence[str], now_s: float) -> Calm | None:
+        """See ``DemandSource``."""
+        self._follow(now_s)
+        return self._signals.calm(servers, now_s)
+
     def view(self, servers: Sequence[str], now_s: float) -> DemandView:
         """See ``DemandSource``. Asked for again at the same instant, it is the same."""
         asked = tuple(servers)
@@ -129,11 +130,14 @@ class GatewayDemand:
 def _jump(before: tuple[int, int], server: ServerDemand) -> tuple[bool, tuple[int, int]]:
     """Whether more wait at zero than the last time, or many more wait or are in flight at all; and what to compare with
     the next time.
+
+    Where nothing queues here, because flow control is off, all are in flight. A burst takes gateways seconds to read:
+    a message is compared with the last jump, or with the fewest since then, and not with the one before it alone.
     """
     at_zero, unfinished = server.at_zero, server.queued + sum(one.in_flight for one in server.engines.values())
     if (at_zero, unfinished) == (0, 0):
         return False, (0, 0)
-    is_more = unfinished >= max(before[1] + _JUMP, before[1] * _TWICE)
+    is_more = unfinished >= is_news_at(before[1])
     return at_zero > before[0] or is_more, (at_zero, unfinished if is_more else min(unfinished, before[1]))
 
 

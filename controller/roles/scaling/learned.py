@@ -40,11 +40,12 @@ def unpacked(text: str) -> bytes:
 
 
 class Keeping:
-    """Writes it where it is new: a binding at most a minute after the last time, then two, four, and so on up to an hour.
+    """Writes it where it is new: a binding at most a minute after the last time, then two, four, and so on up to an
+    hour.
 
-    Speeds change a little all the time, and early changes are the largest. What a leader before has kept is good enough for
-    the first minutes, in which a new one has enough to write. Times are drawn at random, so that bindings that began
-    together do not write together.
+    Speeds change a little all the time, and early changes are the largest. What a leader before has kept is good enough
+    for the first minutes, in which a new one has enough to write. Times are drawn at random, so that bindings that
+    began together do not write together.
     """
 
     def __init__(self, client: Client, rng: Random) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from controller.autoscale.decide import decide
 from controller.autoscale.memory import decoded, encoded
+from controller.autoscale.resting import still
 from controller.roles.scaling.deciding import Deciding
 from controller.roles.scaling.gateway_demand import GatewayDemand
 from controller.roles.scaling.running import Scaling, ScalingSettings, wall_s
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from controller.roles.scaling.metrics import ScalingMetrics
     from controller.roles.scaling.records import Records
 
-DECIDING: Final = Deciding(decide, encoded, decoded)
+DECIDING: Final = Deciding(decide, encoded, decoded, still)
 
 
 def scaling_of(

@@ -4,42 +4,41 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from operator import is_
+from collections.abc import Callable, Sequence
+from random import Random
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from controller.cluster.backoff import Backoff
 from controller.cluster.resources import AUTOSCALING_POLICY_BINDINGS
-from controller.roles.scaling.acting import Actor, DecideAgain
+from controller.roles.scaling.acting import Actor
 from controller.roles.scaling.blockages import Blockages
-from controller.roles.scaling.deciding import Deciding, Memory, Step, steps_of
+from controller.roles.scaling.deciding import Deciding, Memory, steps_of
 from controller.roles.scaling.demand import DemandSource
-from controller.roles.scaling.draining import drain, undone
+from controller.roles.scaling.doing import SOON_S, Doer
 from controller.roles.scaling.followed import Followed
+from controller.roles.scaling.holding import Holds
 from controller.roles.scaling.learned import Keeping, unpacked
-from controller.roles.scaling.owning import Hold, hold_of, is_changed
 from controller.roles.scaling.records import Record, Records
 from controller.roles.scaling.resolving import Resolver
-from controller.roles.scaling.rooms import Rooms
+from controller.roles.scaling.rooms import Allowed, Rooms
 from controller.roles.scaling.series import Series
+from controller.roles.scaling.settling import Settled, version_of
 from controller.roles.scaling.situations import situations_of, with_rooms
 from controller.roles.scaling.sources.gathering import Sources
 from controller.roles.scaling.telling import Looked, Scaled, acts_of, digest_of, events_of, status_of
+from controller.roles.scaling.unwritten import Unwritten
 from controller.roles.work.telling import Recorder, write_status
 
 if TYPE_CHECKING:
-    from controller.autoscale.decision import Decision
-    from controller.autoscale.situation import EngineReport, Situation
     from controller.resources.autoscaling import AutoscalingPolicySpec
     from controller.roles.scaling.bindings import BindingView
     from controller.roles.scaling.resolving import Resolved
 
 log = logging.getLogger(__name__)
 
-_SOON_S: Final = 0.2
 _LATER_S: Final = 5.0
-_SCALING: Final = ("Auto", "ScaleUpOnly")
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -66,13 +65,18 @@ class Looker:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._memories: dict[str, tuple[str, Memory]] = {}
-        self._noticed: dict[tuple[str, str], float] = {}
+        self._holds = Holds()
         self._said: dict[str, tuple[str, tuple[object, ...]]] = {}
         self._blockages = Blockages()
         # what was written, until it is told, too
         self._untold: dict[str, tuple[Scaled, ...]] = {}
+        self._doer = Doer(parts.actor, parts.demand)
+        self._rng = Random()
+        self._unsaid, self._unkept = Unwritten(self._rng), Unwritten(self._rng)
+        # bindings with a target that others write all the time
+        self._again: dict[str, Backoff] = {}
         # of which all is done and said
-        self._settled: dict[str, tuple[Decision, Sequence[Resolved]]] = {}
+        self._settled: dict[str, Settled] = {}
 
     async def look(self, key: str) -> tuple[str, float | None]:
         """What came of it, and in how many seconds to look again. Raises ClusterError."""
@@ -81,40 +85,56 @@ class Looker:
             self._forget(key)
             return "gone", None
         if not self._parts.followed.knows(view):
-            return "waiting", _SOON_S
+            return "waiting", SOON_S
         looked = self._read(view)
         if looked.problem is not None or looked.policy is None or view.binding is None:
             await self._tell(view, looked)
             return "invalid", _LATER_S
-        if looked.policy.mode == "Paused":
+        policy = looked.policy
+        if self._is_still(view, looked):
+            return "unchanged", float(policy.period)
+        looked = self._situated(view, looked, policy)
+        if policy.mode == "Paused":
             await self._tell(view, looked)
-            return "paused", float(looked.policy.period)
-        situations = await self._parts.sources.measured(
-            view.namespace, looked.policy, looked.resolved, looked.situations
-        )
-        period_s = float(looked.policy.period)
-        looked = msgspec.structs.replace(looked, situations=situations)
+            return "paused", float(policy.period)
+        measured = await self._parts.sources.measured(view.namespace, policy, looked.resolved, looked.situations)
+        looked = msgspec.structs.replace(looked, situations=measured)
         try:
-            decided = self._decided(view, looked)
+            # nothing may come in between, or two bindings would count the same room
+            allowed = self._parts.rooms.of(view, looked.resolved)
+            decided = self._decided(view, looked, allowed)
         except Exception as error:  # its owner reads the status, not our log
             await self._tell(view, msgspec.structs.replace(looked, problem=("DecisionFailed", repr(error))))
             raise
-        return await self._carried_out(view, decided, period_s)
+        return await self._carried_out(view, decided, allowed, float(policy.period))
 
-    async def _carried_out(self, view: BindingView, looked: Looked, period_s: float) -> tuple[str, float]:
+    async def _carried_out(
+        self, view: BindingView, decided: Looked, allowed: Allowed, period_s: float
+    ) -> tuple[str, float]:
         """As ``look``, after the decision."""
-        if self._is_settled(view, looked):
+        settled = self._settled.pop(view.key, None)
+        if settled is not None and settled.decision is decided.decision and settled.is_told(view, decided):
+            self._settled[view.key] = msgspec.structs.replace(settled, calm=decided.calm, allowed=allowed)
             return "unchanged", period_s
-        self._settled.pop(view.key, None)
-        try:
-            looked, again_s = await self._act(view, looked)
-        except DecideAgain:
-            return "again", _SOON_S
+        done = await self._doer.do(view, decided)
+        for one in done.scaled:
+            self._parts.series.scaled(view.key, one.name)
+        if done.scaled:
+            self._untold[view.key] = (*self._untold.get(view.key, ()), *done.scaled)
+        if done.is_stale and done.error is None:
+            # others write it all the time: each try costs the server some calls
+            return "again", self._again.setdefault(view.key, Backoff(SOON_S, _LATER_S, self._rng)).failed()
+        self._again.pop(view.key, None)
+        looked = done.looked
         await self._tell(view, looked)
+        if done.error is not None:
+            raise done.error
         await self._keep(view, looked.now_s)
-        if looked.decision is not None and again_s > period_s and all(one.is_done for one in looked.steps):
-            self._settled[view.key] = looked.decision, looked.resolved
-        return "decided", min(period_s, again_s)
+        is_done = done.again_s > period_s and all(one.is_done for one in looked.steps)
+        is_told = self._said.get(view.key, ("",))[0] == version_of(view)
+        if looked.decision is not None and is_done and is_told:
+            self._settled[view.key] = Settled(looked.decision, looked.resolved, version_of(view), looked.calm, allowed)
+        return "decided", min(period_s, done.again_s)
 
     def _read(self, view: BindingView) -> Looked:
         parts, now_s = self._parts, self._parts.clock()
@@ -122,24 +142,31 @@ class Looker:
         if view.binding is None:
             return Looked(now_s=now_s, problem=("Invalid", view.problem))
         resolved = tuple(self._latest(one) for one in parts.resolver.resolve(view))
-        parts.concerns(view.key, [one.server for one in resolved if one.server])
+        servers = sorted({one.server for one in resolved if one.server})
+        parts.concerns(view.key, servers)
         if policy is None:
             said = f"there is no AutoscalingPolicy {view.policy_key}"
             return Looked(now_s=now_s, resolved=resolved, problem=("PolicyNotFound", said))
         if policy.policy is None:
             return Looked(now_s=now_s, resolved=resolved, problem=("PolicyInvalid", policy.problem))
         spec = policy.policy.spec
-        holds = self._holds(view, resolved, spec, now_s)
+        calm = parts.demand.calm(servers, now_s)
+        return Looked(now_s=now_s, policy=spec, resolved=resolved, calm=calm)
+
+    def _situated(self, view: BindingView, looked: Looked, policy: AutoscalingPolicySpec) -> Looked:
+        """With situations."""
+        parts, now_s = self._parts, looked.now_s
+        holds = self._holds.of(view, looked.resolved, policy.manual_hold, now_s)
         cut_off_s = parts.followed.cut_off_s(view.namespace)
         situations = situations_of(
-            resolved,
-            spec,
+            looked.resolved,
+            policy,
             lambda servers: parts.demand.view(servers, now_s).cut_off(cut_off_s),
             now_s,
             holds=holds,
             blocked=lambda target: self._blockages.of(view.key, target, now_s),
         )
-        return Looked(now_s=now_s, policy=spec, resolved=resolved, situations=situations, holds=holds)
+        return msgspec.structs.replace(looked, situations=situations, holds=holds)
 
     def _latest(self, target: Resolved) -> Resolved:
         if target.found is None:
@@ -147,30 +174,37 @@ class Looker:
         found = self._parts.actor.latest(target.place, target.found)
         return target if found is target.found else msgspec.structs.replace(target, found=found)
 
-    def _decided(self, view: BindingView, looked: Looked) -> Looked:
+    def _decided(self, view: BindingView, looked: Looked, allowed: Allowed) -> Looked:
         assert looked.policy is not None  # noqa: S101 - the caller has asked
         assert view.binding is not None  # noqa: S101
-        # nothing may come in between, or two bindings would count the same room
-        allowed = self._parts.rooms.of(view, looked.resolved)
-        situations = with_rooms(looked.situations, allowed.rooms)
+        situations = with_rooms(looked.situations, allowed.rooms, allowed.pools)
         decision, memory = self._parts.deciding.decide(
             looked.policy, view.binding, situations, self._memory(view, looked.now_s), looked.now_s, free=allowed.free
         )
         self._memories[view.key] = view.claim.uid, memory
-        looked = msgspec.structs.replace(looked, situations=situations, decision=decision)
-        if self._is_settled(view, looked):
+        looked = msgspec.structs.replace(looked, situations=situations, decision=decision, homeless=allowed.homeless)
+        settled = self._settled.get(view.key)
+        if settled is not None and settled.decision is decision and settled.is_told(view, looked):
             return looked
         steps = tuple(steps_of(decision, looked.resolved, looked.holds))
         self._parts.rooms.order(view, looked.resolved, steps, decision.lacks)
         return msgspec.structs.replace(looked, steps=steps)
 
-    def _is_settled(self, view: BindingView, looked: Looked) -> bool:
-        """Whether the last decision stands, and everything is as it was when it was carried out and told."""
-        decision, resolved = self._settled.get(view.key, (None, ()))
-        if decision is None or decision is not looked.decision or looked.holds:
+    def _is_still(self, view: BindingView, looked: Looked) -> bool:
+        """Whether the last decision stands, because nothing but time has changed since it last did."""
+        settled, known = self._settled.get(view.key), self._memories.get(view.key)
+        if settled is None or known is None or looked.calm is None or looked.policy is None or view.binding is None:
             return False
-        is_told = self._said.get(view.key, ("",))[0] == view.thing["metadata"].get("resourceVersion", "")
-        return is_told and len(resolved) == len(looked.resolved) and all(map(is_, resolved, looked.resolved))
+        is_same = settled.is_calm(looked) and settled.is_told(view, looked)
+        if not is_same or self._parts.followed.cut_off_s(view.namespace) is not None:
+            return False
+        found = self._parts.deciding.still(known[1], looked.policy, view.binding, looked.now_s, looked.calm.told_at_s)
+        if found is None or found[0] is not settled.decision:
+            return False
+        if self._parts.rooms.of(view, looked.resolved) != settled.allowed:
+            return False
+        self._memories[view.key] = known[0], found[1]
+        return True
 
     def _memory(self, view: BindingView, now_s: float) -> Memory:
         known = self._memories.get(view.key)
@@ -183,89 +217,24 @@ class Looker:
             log.warning("what was learned of %s cannot be read, and is learned anew: %s", view.key, error)
             return None
 
-    def _holds(
-        self, view: BindingView, resolved: Sequence[Resolved], policy: AutoscalingPolicySpec, now_s: float
-    ) -> Mapping[str, Hold]:
-        """Targets whose replicas stay as somebody else has set them."""
-        found: dict[str, Hold] = {}
-        for one in resolved:
-            place = (view.key, one.spec.name)
-            if one.found is None or not is_changed(one.found, view.claim):
-                self._noticed.pop(place, None)
-                continue
-            noticed_at_s = self._noticed.setdefault(place, now_s)
-            hold = hold_of(one.found, view.claim, noticed_at_s, policy.manual_hold, now_s)
-            if hold is not None:
-                found[one.spec.name] = hold
-        return found
-
-    async def _act(self, view: BindingView, looked: Looked) -> tuple[Looked, float]:
-        """What was done, and in how many seconds more is to be done."""
-        again_s, waits_for = float("inf"), dict[str, Sequence[str]]()
-        reports = _reports(looked.situations, self._parts.demand, looked)
-        for step in looked.steps:
-            if not step.target.may_write or looked.policy is None or looked.policy.mode not in _SCALING:
-                continue
-            if step.target.found is not None and step.target.found.scaled_by != view.claim.text:
-                await self._parts.actor.claim(step.target.place, step.target.found, view.claim)
-                # what it is from now on comes by the informer
-                again_s = min(again_s, _SOON_S)
-            if not step.writes or step.is_as_decided:
-                continue
-            may_go, look_s, waits = await self._drained(step, reports, looked)
-            again_s = min(again_s, look_s)
-            if waits:
-                waits_for[step.target.spec.name] = waits
-            if may_go and (one := await self._scale(step)) is not None:
-                self._parts.series.scaled(view.key, one.name)
-                self._untold[view.key] = (*self._untold.get(view.key, ()), one)
-        return msgspec.structs.replace(looked, waits_for=waits_for), again_s
-
-    async def _drained(
-        self, step: Step, reports: Mapping[str, EngineReport], looked: Looked
-    ) -> tuple[bool, float, Sequence[str]]:
-        """Whether the replicas may be written, when to look again, and which pods are waited for."""
-        target = step.target
-        if target.kind is None or target.found is None or step.replicas is None or looked.policy is None:
-            return False, float("inf"), ()
-        if target.kind.drains_itself:
-            return True, float("inf"), ()
-        excess = target.found.replicas - step.replicas
-        if excess <= 0:
-            await self._parts.actor.mark(undone(target.pods))
-            return True, float("inf"), ()
-        plan = drain(
-            [one for one in target.pods if target.kind.serves(one)],
-            excess,
-            reports,
-            is_ordered=target.kind.is_ordered,
-            now_s=looked.now_s,
-            drain_s=float(looked.policy.drain),
-        )
-        await self._parts.actor.mark(plan.marks)
-        again_s = float("inf") if plan.look_again_at_s is None else plan.look_again_at_s - looked.now_s
-        return plan.may_go, max(_SOON_S, again_s), plan.waits_for
-
-    async def _scale(self, step: Step) -> Scaled | None:
-        target = step.target
-        if target.found is None or step.replicas is None or step.replicas == target.found.replicas:
-            return None
-        await self._parts.actor.scale(target.place, target.found, step.replicas)
-        what = f"{target.place[2]} {target.place[3]}"
-        return Scaled(target.spec.name, what, target.found.replicas, step.replicas, step.decided.reason)
-
     async def _tell(self, view: BindingView, looked: Looked) -> None:
         parts = self._parts
         looked = msgspec.structs.replace(looked, scaled=self._untold.get(view.key, ()))
         parts.series.put(view, looked)
         if looked.decision is not None:
             parts.records.add(Record(decision=looked.decision, acts=acts_of(looked)))
-        version, digest = view.thing["metadata"].get("resourceVersion", ""), digest_of(looked)
+        version, digest = version_of(view), digest_of(looked)
         if self._said.get(view.key) == (version, digest):
             return
         before = view.thing["status"]
         status = status_of(looked, before)
-        await write_status(parts.actor.client, AUTOSCALING_POLICY_BINDINGS, view.thing, status, parts.series.wrote)
+        if not await self._unsaid.tried(
+            view.key,
+            lambda: write_status(
+                parts.actor.client, AUTOSCALING_POLICY_BINDINGS, view.thing, status, parts.series.wrote
+            ),
+        ):
+            return
         self._said[view.key] = version, digest
         self._untold.pop(view.key, None)
         await parts.recorder.tell(view.thing, events_of(looked, status, before))
@@ -273,26 +242,25 @@ class Looker:
     async def _keep(self, view: BindingView, now_s: float) -> None:
         if self._parts.keeping.is_due(view, now_s):
             memory = self._memories[view.key][1]
-            await self._parts.keeping.keep(view, self._parts.deciding.kept(memory), now_s)
+
+            async def keep() -> None:
+                await self._parts.keeping.keep(view, self._parts.deciding.kept(memory), now_s)
+
+            await self._unkept.tried(view.key, keep)
 
     def _forget(self, key: str) -> None:
         self._memories.pop(key, None)
         self._said.pop(key, None)
         self._untold.pop(key, None)
         self._settled.pop(key, None)
+        self._again.pop(key, None)
+        self._unsaid.forget(key)
+        self._unkept.forget(key)
         self._blockages.forget(key)
-        self._noticed = {place: at_s for place, at_s in self._noticed.items() if place[0] != key}
+        self._holds.forget(key)
         self._parts.keeping.forget(key)
         self._parts.records.forget(key)
         self._parts.resolver.forget(key)
         self._parts.rooms.forget(key)
         self._parts.series.forget(key)
         self._parts.concerns(key, ())
-
-
-def _reports(situations: Sequence[Situation], demand: DemandSource, looked: Looked) -> Mapping[str, EngineReport]:
-    """By IP address of a pod. Only where something may drain: what each engine does."""
-    if not situations or all(one.target.kind is None or one.target.kind.drains_itself for one in looked.steps):
-        return {}
-    servers = sorted({one.server for one in looked.resolved if one.server})
-    return demand.view(servers, looked.now_s).reports

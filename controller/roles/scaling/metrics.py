@@ -52,8 +52,8 @@ class BindingSeries(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalingMetrics(Collector):
-    """In a manager's registry. Series of targets and bindings come from what ``follow`` was given at the scrape, so they end
-    with their object.
+    """In a manager's registry. Series of targets and bindings come from what ``follow`` was given at the scrape, so
+    they end with their object.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -66,11 +66,12 @@ class ScalingMetrics(Collector):
         )
         self._looks = Counter(
             "attache_scaling_looks_total",
-            "Looks at bindings: decided, unchanged (the last decision stands), waiting (not all is known yet), invalid, "
-            "paused, again (a target had changed meanwhile), gone, error",
+            "Looks at bindings: decided, unchanged (the last decision stands), waiting (not all is known yet), invalid,"
+            " paused, again (a target had changed meanwhile), gone, error",
             ("outcome",),
             registry=registry,
         )
+        self._of_outcome: dict[str, Counter] = {}
         self._writes = Counter(
             "attache_scaling_writes_total", "Writes to the API server", ("kind", "verb"), registry=registry
         )
@@ -82,7 +83,10 @@ class ScalingMetrics(Collector):
 
     def looked(self, outcome: str, seconds: float) -> None:
         """One look has ended."""
-        self._looks.labels(outcome).inc()
+        counter = self._of_outcome.get(outcome)
+        if counter is None:
+            counter = self._of_outcome[outcome] = self._looks.labels(outcome)
+        counter.inc()
         self._seconds.observe(seconds)
 
     def wrote(self, kind: str, verb: str) -> None:
@@ -143,12 +147,15 @@ def _of_bindings(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
         for values, stage, _ in stages
         for rule, change in _changes(stage).items()
     ]
+    unproven = [(labels, not stage.is_proven) for _, stage, labels in stages]
     age = [(labels_of(_BINDING, (one.namespace, one.name)), one.age_s) for one in bindings]
     said = "What a law asks for, in replicas of the first target"
     yield Family("attache_scaling_law_replicas", said, "gauge", by_law)
     yield Family("attache_scaling_need_replicas", "What the laws ask for together", "gauge", need)
     said = "By how much a rule has changed what the laws ask for"
     yield Family("attache_scaling_kept_replicas", said, "gauge", kept)
+    said = "1 while a slightly cheaper set of targets may exist"
+    yield Family("attache_scaling_unproven", said, "gauge", unproven)
     yield Family("attache_scaling_data_age_seconds", "Age of the oldest data", "gauge", age)
 
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-import msgspec
-
-from controller.cluster.errors import ClusterError, Forbidden, NotFound
+from controller.cluster.errors import ClusterError, Forbidden, NotFound, Unreachable
 from controller.cluster.resources import Object, Resource
-from controller.cluster.selectors import required_labels
-from controller.roles.scaling.scalables import Scalable, ScalableKind, foreign_kind, scalable_of
+from controller.roles.scaling.other_kinds_read import Lacks, Read, misnamed, place_name, read_of
+from controller.roles.scaling.scalables import ScalableKind, foreign_kind
+from controller.roles.scaling.shares import FairShares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,38 +26,37 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _EACH_S: Final = 5.0
-# However many targets there are, at most fifty are read in a second.
+# However many targets there are, at most fifty reads begin in a second.
 _GAP_S: Final = 0.02
+# So many are read side by side, and each group of kinds has a share: behind it may be a server of its own that is slow.
+_SIDE_BY_SIDE: Final = 16
+# What has not been read by then cannot be read.
+_DEADLINE_S: Final = 10.0
 # How a kind is served, and what we may do, is asked again after so long; what we may not do at each read.
 _KNOWN_S: Final = 300.0
-_VERSION: Final = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[a-z]([-a-z0-9]*[a-z0-9])?")
 _REVIEWS: Final = Resource(
     "authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview", namespaced=False
 )
 
 
-class Lacks(NamedTuple):
-    """Why a target cannot be scaled. ``reason``: of a condition. ``message``: for people."""
-
-    reason: str
-    message: str
-
-
-class Read(msgspec.Struct, frozen=True):
-    """A target as read last. ``found``: None if ``lacks`` says why."""
-
-    kind: ScalableKind | None = None
-    found: Scalable | None = None
-    lacks: Lacks | None = None
-
-
 class OtherKinds:
     """``run`` does the work. ``changed``: called with each target of which something new was read."""
 
-    def __init__(self, client: Client, changed: Callable[[Place], None], each_s: float = _EACH_S) -> None:
+    def __init__(
+        self,
+        client: Client,
+        changed: Callable[[Place], None],
+        *,
+        each_s: float = _EACH_S,
+        deadline_s: float = _DEADLINE_S,
+    ) -> None:
         self._client = client
         self._changed = changed
         self._each_s = each_s
+        self._deadline_s = deadline_s
+        self._shares = FairShares(_SIDE_BY_SIDE)
+        # being read, or waiting for it
+        self._reading: set[Place] = set()
         self._asked: dict[str, Mapping[Place, str]] = {}
         self._wanted: dict[Place, str] = {}
         self._read: dict[Place, Read] = {}
@@ -89,6 +86,10 @@ class OtherKinds:
         """As read last; empty before that."""
         return self._read.get(place, Read())
 
+    def are_read(self, key: str) -> bool:
+        """Whether all that the binding ``key`` asks for have been tried."""
+        return all(map(self.is_read, self._asked.get(key, ())))
+
     def is_read(self, place: Place) -> bool:
         """Whether it has been tried."""
         return place in self._read
@@ -106,21 +107,40 @@ class OtherKinds:
 
     async def run(self) -> None:
         """Until cancelled."""
-        while True:
-            self._wake.clear()
-            now_s = _loop_s()
-            for place in [one for one, at_s in self._due_at_s.items() if at_s <= now_s]:
-                try:
-                    await self._look(place)
-                except Exception as error:  # whatever is wrong with one object, the others are read
-                    log.exception("%s cannot be read", _name(place))
-                    self._take(place, Read(lacks=Lacks("TargetNotFound", f"{_name(place)} cannot be read: {error!r}")))
-                await asyncio.sleep(_GAP_S)
-                if self._wake.is_set():
-                    break
-            if not self._wake.is_set():
-                next_s = min(self._due_at_s.values(), default=float("inf")) - _loop_s()
-                await _until(self._wake, next_s)
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                self._wake.clear()
+                for place in self._due():
+                    self._reading.add(place)
+                    tasks.create_task(self._one(place), name=f"read {place_name(place)}")
+                    await asyncio.sleep(_GAP_S)
+                    if self._wake.is_set():
+                        break
+                if not self._wake.is_set():
+                    await _until(self._wake, self._next_s())
+
+    def _due(self) -> list[Place]:
+        now_s = _loop_s()
+        return [one for one, at_s in self._due_at_s.items() if at_s <= now_s and one not in self._reading]
+
+    def _next_s(self) -> float:
+        """In how many seconds to look again for what is due. What is overdue is being read, and tells when it has
+        been.
+        """
+        now_s = _loop_s()
+        return min((at_s - now_s for at_s in self._due_at_s.values() if at_s > now_s), default=float("inf"))
+
+    async def _one(self, place: Place) -> None:
+        try:
+            async with self._shares.turn(place[1]):
+                await self._look(place)
+        except Exception as error:  # whatever is wrong with one object, the others are read
+            log.exception("%s cannot be read", place_name(place))
+            self._take(place, Read(lacks=Lacks("TargetNotFound", f"{place_name(place)} cannot be read: {error!r}")))
+        finally:
+            self._reading.discard(place)
+            if self._due_at_s.get(place, float("inf")) <= _loop_s():
+                self._wake.set()
 
     async def _look(self, place: Place) -> None:
         if place not in self._wanted:
@@ -128,14 +148,22 @@ class OtherKinds:
         self._due_at_s[place] = _loop_s() + self._each_s
         before = self.of(place)
         try:
-            now = await self._now(place, self._wanted[place], before)
+            now = await self._in_time(place, before)
             self._failing_since_s.pop(place, None)
         except ClusterError as error:
             self._failing_since_s.setdefault(place, _loop_s())
-            log.warning("%s cannot be read, and is as it was: %s", _name(place), error)
-            unread = Read(lacks=Lacks("TargetNotFound", f"{_name(place)} cannot be read: {error}"))
+            log.warning("%s cannot be read, and is as it was: %s", place_name(place), error)
+            unread = Read(lacks=Lacks("TargetNotFound", f"{place_name(place)} cannot be read: {error}"))
             now = before if place in self._read else unread
         self._take(place, now)
+
+    async def _in_time(self, place: Place, before: Read) -> Read:
+        """Raises ClusterError."""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._now(place, self._wanted[place], before)
+        except TimeoutError:
+            raise Unreachable(f"the API server has not answered within {self._deadline_s:g} s") from None
 
     def _take(self, place: Place, now: Read) -> None:
         if place in self._wanted and (place not in self._read or now != self._read[place]):
@@ -145,7 +173,7 @@ class OtherKinds:
 
     async def _now(self, place: Place, version: str, before: Read) -> Read:
         """Raises ClusterError where nothing is known."""
-        wrong = _misnamed(place, version)
+        wrong = misnamed(place, version)
         if wrong is not None:
             return Read(lacks=wrong)
         try:
@@ -157,10 +185,10 @@ class OtherKinds:
                 return Read(kind, lacks=lacks)
             return await self._target(kind, place, before)
         except NotFound:
-            return Read(lacks=Lacks("TargetNotFound", f"there is no {_name(place)}"))
+            return Read(lacks=Lacks("TargetNotFound", f"there is no {place_name(place)}"))
         except Forbidden as error:
             self._allowed_at_s.clear()
-            return Read(lacks=Lacks("TargetForbidden", f"{_name(place)} cannot be read: {error.message}"))
+            return Read(lacks=Lacks("TargetForbidden", f"{place_name(place)} cannot be read: {error.message}"))
 
     async def _kind(self, place: Place, version: str) -> ScalableKind | Lacks:
         """How the API server serves it."""
@@ -223,41 +251,7 @@ class OtherKinds:
             # written in between: once more, and the next look sees what comes after that
             scale = await self._client.get(kind.resource, name, namespace, subresource="scale")
             thing["metadata"]["resourceVersion"] = scale["metadata"].get("resourceVersion", "")
-        return _read_of(kind, place, thing, scale)
-
-
-def _read_of(kind: ScalableKind, place: Place, thing: Object, scale: Mapping[str, Any]) -> Read:
-    text = str((scale.get("status") or {}).get("selector") or "")
-    try:
-        required = required_labels(text)
-    except ValueError as error:
-        return Read(kind, lacks=Lacks("SelectorUnknown", f"the pods of {_name(place)} are not known: {error}"))
-    if not required:
-        said = (
-            "its scale's status.selector names no label with one value" if text else "its scale has no status.selector"
-        )
-        return Read(kind, lacks=Lacks("SelectorUnknown", f"the pods of {_name(place)} are not known: {said}"))
-    spec = thing.get("spec")
-    plain = scalable_of(kind, {**thing, "spec": {**spec, "replicas": None} if isinstance(spec, dict) else {}})
-    replicas = int((scale.get("spec") or {}).get("replicas") or 0)
-    made = msgspec.structs.replace(
-        plain, replicas=replicas, selector=required, selects=text, template={**required, **plain.template}
-    )
-    return Read(kind, made)
-
-
-def _misnamed(place: Place, version: str) -> Lacks | None:
-    """What would lead to another path of the API server: servers resolve dots, and some read an escaped slash as one."""
-    if _VERSION.fullmatch(version) is None:
-        said = f"{version} {place[2]} cannot be scaled here: {version!r} is no apiVersion, such as apps/v1"
-        return Lacks("UnknownKind", said)
-    if place[3] in {".", ".."} or set("/%") & set(place[3]):
-        return Lacks("TargetNotFound", f"{place[3]!r} is no name of an object")
-    return None
-
-
-def _name(place: Place) -> str:
-    return f"{place[2]} {place[0]}/{place[3]}"
+        return read_of(kind, place, thing, scale)
 
 
 def _loop_s() -> float:

@@ -36,9 +36,9 @@ _NO_NODE: Final = frozenset({"Unschedulable", "SchedulingGated"})
 
 class PodView(msgspec.Struct, frozen=True, kw_only=True):
     """``key``: ``namespace/name``. ``ip``: empty until it has one. ``state``: of the engine in it. ``created_at_s`` and
-    ``ready_at_s``: since the epoch. ``draining_at_s``: since when our mark is on it; None without. ``deletion_cost``: as
-    its annotation says; None without one. ``cpu`` and ``memory``: that its containers request, in cores and bytes; 0 if any
-    of them requests none.
+    ``ready_at_s``: since the epoch. ``draining_at_s``: since when our mark is on it; None without. ``deletion_cost``:
+    as its annotation says; None without one. ``cpu`` and ``memory``: that its containers request, in cores and bytes; 0
+    if any of them requests none.
     """
 
     key: str

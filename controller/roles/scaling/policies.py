@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from controller.cluster.errors import ClusterError
 from controller.cluster.resources import AUTOSCALING_POLICIES
+from controller.resources.autoscaling_mistakes import schedule_mistakes
 from controller.roles.work.telling import write_status
 
 if TYPE_CHECKING:
@@ -61,4 +62,7 @@ def policy_status(policy: PolicyView, bindings: int) -> dict[str, Any]:
     accepted = {"type": "Accepted", "status": "True", "reason": "Accepted", "message": "it has no mistake"}
     if policy.problem:
         accepted |= {"status": "False", "reason": "Invalid", "message": policy.problem[:1000]}
+    elif policy.policy is not None and (found := list(schedule_mistakes(policy.policy.spec.schedules))):
+        said = f"{'; '.join(found)}; all else of the policy holds"
+        accepted |= {"status": "False", "reason": "ScheduleInvalid", "message": said[:1000]}
     return {"bindings": bindings, "conditions": [accepted]}

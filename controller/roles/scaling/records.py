@@ -53,8 +53,8 @@ class _Packed(NamedTuple):
 
 
 class Records:
-    """The last hundred of each binding, packed, for there are many: all in which something was new, and of the others one
-    a minute for the last twenty minutes.
+    """The last hundred of each binding, packed, for there are many: all in which something was new, and of the others
+    one a minute for the last twenty minutes.
     """
 
     def __init__(self) -> None:

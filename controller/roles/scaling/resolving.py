@@ -41,8 +41,8 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """One target. ``found`` and ``kind``: None if it is not there, or not known. ``server``: the key of its ModelServer;
-    empty if none is known.
+    """One target. ``found`` and ``kind``: None if it is not there, or not known. ``server``: the key of its
+    ModelServer; empty if none is known.
     """
 
     spec: ScaleTarget
@@ -110,6 +110,8 @@ class Resolver:
         found = self._followed.scalable(kind, place)
         if found is None or found.is_going:
             said = f"there is no {place[2]} {place[3]}"
+            if spec.role is not None:
+                said += f": the ModelInfer {spec.ref.name} needs a role {spec.role} with scalable: true"
             return Resolved(spec=spec, place=place, kind=kind, problem=Problem("TargetNotFound", said))
         return self._found(view, spec, place, kind, found)
 
@@ -156,6 +158,9 @@ class Resolver:
         other = self._followed.scaler_of(place)
         if other:
             return Problem("OtherAutoscaler", f"{name} is scaled by the {other}; delete one, or use the mode Export")
+        if server and not self._followed.has_server(server):
+            said = f"there is no ModelServer {server.partition('/')[2]}, which the field server of the target names"
+            return Problem("ServerNotFound", said, forbids=False)
         if not server:
             said = f"no ModelServer selects the pods of {name}; name one in the target's field server"
             return Problem("ServerNotFound", said, forbids=False)

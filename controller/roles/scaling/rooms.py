@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from controller.autoscale.allocation.promises import Claim, Nodes, Share, left_for, room_of
+from controller.autoscale.allocation.promises import Claim, Kinds, Nodes, Share, left_for, room_of
 from controller.cluster.informer import Informer, InformerTiming, Selection
 from controller.cluster.resources import NODES, PODS
 from controller.roles.work.node_room import room, slim_to_requests
 from controller.roles.work.slimming import slim_node
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from controller.cluster.client import Client
     from controller.roles.scaling.bindings import BindingView
@@ -26,22 +26,29 @@ if TYPE_CHECKING:
 
 # All pods of a cluster are added up at most so often.
 _EACH_S: Final = 2.0
-# Replicas without pods are promised room for so long after they were ordered: a quota may refuse their pods, and somebody
-# who only exports numbers may never have any. Nobody else is kept from nodes by them.
+# Replicas without pods are promised room for so long after they were ordered: a quota may refuse their pods, and
+# somebody who only exports numbers may never have any. Nobody else is kept from nodes by them.
 _PROMISED_S: Final = 60.0
+# Kinds of accelerators that are told of.
+_MOST_KINDS: Final = 8
 
 
 class Allowed(msgspec.Struct, frozen=True):
-    """``rooms``: replicas beyond those that were asked for, by target. ``free``: accelerators for them, by kind. What is
-    not named is not limited.
+    """``rooms``: replicas beyond those that were asked for, by target. ``free``: accelerators for them, by pool. What
+    is not named is not limited. ``pools``: of which of these each target takes its own. ``homeless``: why no node
+    counts for a target that is limited.
     """
 
     rooms: Mapping[str, int] = {}
     free: Mapping[str, int] = {}
+    pools: Mapping[str, tuple[str, ...]] = {}
+    homeless: Mapping[str, str] = {}
 
 
 class _Ordered(NamedTuple):
-    """What a binding decided last. ``replicas`` and ``lacks``: by target. ``grown_at_s``: when it last asked for more."""
+    """What a binding decided last. ``replicas`` and ``lacks``: by target. ``grown_at_s``: when it last asked for
+    more.
+    """
 
     view: BindingView
     resolved: Sequence[Resolved]
@@ -83,14 +90,12 @@ class Rooms:
         mine = self._claim(_Ordered(view, resolved, {}, {}, -math.inf if before is None else before.grown_at_s))
         others = [self._claim(one) for key, one in self._ordered.items() if key != view.key]
         shares = {one.spec.name: share for one in resolved if (share := self._share(one)) is not None}
-        left = {one.kind: left_for(mine, one.kind, self._nodes, others) for one in shares.values()}
-        rooms = {
-            one.spec.name: room_of(shares[one.spec.name], left[shares[one.spec.name].kind], self._nodes)
+        names = [
+            one.spec.name
             for one in limited
             if one.spec.name in shares and _is_possible(one, resolved, shares, self._nodes)
-        }
-        open_ = {share.kind for name, share in shares.items() if name not in rooms}
-        return Allowed(rooms, {kind: count for kind, count in left.items() if kind not in open_})
+        ]
+        return _allowed(names, shares, self._nodes, lambda kinds: left_for(mine, kinds, self._nodes, others))
 
     def order(
         self, view: BindingView, resolved: Sequence[Resolved], steps: Sequence[Step], lacks: Mapping[str, int]
@@ -190,6 +195,30 @@ class Rooms:
             promised=len(units) - placed + (without_pods if is_new else 0),
             lacks=lacks,
         )
+
+
+def _allowed(names: Sequence[str], shares: Mapping[str, Share], nodes: Nodes, left: Callable[[Kinds], int]) -> Allowed:
+    """``names``: of the targets that are limited. ``shares``: of all, by target. ``left``: of some kinds together."""
+    open_ = {share.kind for name, share in shares.items() if name not in names}
+    counts: dict[str, int] = {}
+    of_kind: dict[str, set[str]] = {}
+    for kinds in nodes.pools(tuple(sorted({share.kind for share in shares.values()}))):
+        limited = [one for one in kinds if one not in open_]
+        if limited:
+            pool, count = " or ".join(limited), left(kinds)
+            counts[pool] = min(count, counts.get(pool, count))
+            for one in limited:
+                of_kind.setdefault(one, set()).add(pool)
+    return Allowed(
+        {name: room_of(shares[name], left((shares[name].kind,)), nodes) for name in names},
+        counts,
+        {name: tuple(sorted(of_kind.get(share.kind, ()))) for name, share in shares.items()},
+        {name: _homeless(shares[name].kind, nodes) for name in names if not nodes.has(shares[name].kind)},
+    )
+
+
+def _homeless(kind: str, nodes: Nodes) -> str:
+    return f"no node has accelerators of the kind {kind}; nodes have {', '.join(nodes.kinds()[:_MOST_KINDS])}"
 
 
 def _now_s() -> float:

@@ -50,7 +50,7 @@ class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True):
     urgent_s: float = 0.02
     gateway_namespaces: tuple[str, ...] = ()
     informers: InformerTiming = InformerTiming()
-    queue: QueueTiming = QueueTiming()
+    queue: QueueTiming = QueueTiming(slot_s=0.05)
     sources: SourceSettings = SourceSettings()
 
 

@@ -22,12 +22,13 @@ _LWS: Final = "leaderworkerset.sigs.k8s.io/"
 
 
 class Scalable(msgspec.Struct, frozen=True, kw_only=True):
-    """``replicas``: that were asked for. ``selector``: labels of its pods; empty if they cannot be told by labels alone.
+    """``replicas``: that were asked for. ``selector``: labels of its pods; empty if they cannot be told by labels
+    alone.
     ``template``: labels that the pods get which requests are sent to; ``roles``: the same by role of a ModelInfer.
     ``scaled_by`` and ``scaled_to``: our annotations; ``scaled_to`` has two numbers while we change one into the other.
-    ``selects``: the whole selector, where ``selector`` has only those labels of which it allows one value; empty if that
-    is all. ``is_ours``: the replicas were last written by us. ``writer`` and ``written_at_s``: who else wrote them last, and when; empty and 0 if nobody is
-    known. ``is_going``: it is being deleted.
+    ``selects``: the whole selector, where ``selector`` has only those labels of which it allows one value; empty if
+    that is all. ``is_ours``: the replicas were last written by us. ``writer`` and ``written_at_s``: who else wrote them
+    last, and when; empty and 0 if nobody is known. ``is_going``: it is being deleted.
     """
 
     resource: Resource
@@ -58,9 +59,9 @@ def _always(_: PodView) -> bool:
 
 
 class ScalableKind(msgspec.Struct, frozen=True, kw_only=True):
-    """``shape``: see there. ``unit_of``: see there. ``serves``: whether requests are sent to a pod at all. ``drains_itself``: its controller lets engines finish before it
-    deletes them. ``is_ordered``: its controller deletes the pod with the highest ordinal first. ``optional``: the cluster
-    may lack it.
+    """``shape``: see there. ``unit_of``: see there. ``serves``: whether requests are sent to a pod at all.
+    ``drains_itself``: its controller lets engines finish before it deletes them. ``is_ordered``: its controller deletes
+    the pod with the highest ordinal first. ``optional``: the cluster may lack it.
     """
 
     resource: Resource

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of each binding out of its last look; what is not known now stays as it was, so that no series has gaps."""
+"""The metrics of each binding out of its last look; what is not known now stays as it was, so that no series has
+gaps.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _NOT_KEPT: Final = Traffic()
 
 
 class Series:
-    """Makes the series at the scrape: looks are more frequent. ``model_of``: the model that a ModelServer, by key, serves."""
+    """Makes the series at the scrape: looks are more frequent. ``model_of``: the model that a ModelServer, by key,
+    serves.
+    """
 
     def __init__(self, metrics: ScalingMetrics, model_of: Callable[[str], str]) -> None:
         self._model_of = model_of

@@ -62,18 +62,24 @@ def situations_of(
     return tuple(found)
 
 
-def with_rooms(situations: Sequence[Situation], rooms: Mapping[str, int]) -> tuple[Situation, ...]:
-    """``rooms``: for how many more replicas nodes have accelerators, by target, where that limits it."""
+def with_rooms(
+    situations: Sequence[Situation], rooms: Mapping[str, int], pools: Mapping[str, tuple[str, ...]]
+) -> tuple[Situation, ...]:
+    """``rooms``: for how many more replicas nodes have accelerators, by target, where that limits it. ``pools``: what
+    these accelerators are counted in, by target.
+    """
     if not rooms:
         return tuple(situations)
     return tuple(
-        msgspec.structs.replace(each, targets=tuple(_with_room(one, rooms.get(one.name)) for one in each.targets))
+        msgspec.structs.replace(
+            each, targets=tuple(_with_room(one, rooms.get(one.name), pools.get(one.name)) for one in each.targets)
+        )
         for each in situations
     )
 
 
-def _with_room(target: Target, room: int | None) -> Target:
-    return target if room is None else msgspec.structs.replace(target, room=room)
+def _with_room(target: Target, room: int | None, pools: tuple[str, ...] | None) -> Target:
+    return target if room is None else msgspec.structs.replace(target, room=room, pools=pools)
 
 
 def _with(freshness: Freshness, unreported: tuple[str, ...]) -> Freshness:
@@ -110,7 +116,7 @@ def _speed(one: Resolved, demand: DemandView) -> Speed | None:
     if not known and one.spec.capacity == _UNDECLARED:
         return None
     speed = speed_of(one.spec.capacity, [learned for _, learned in known])
-    if speed is None or one.kind is None or not known:
+    if speed is None or one.kind is None or len(known) <= 1:
         return speed
     number = len(known) / len({one.kind.unit_of(pod) for pod, _ in known})
     if number == 1:

@@ -3,26 +3,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
 
-from controller.autoscale.decision import Decision
+from controller.autoscale.decision import Decision, Rule, StageDecision
+from controller.autoscale.signals import Calm
 from controller.autoscale.situation import Situation
 from controller.reconcile.model_infer.times import text_of
 from controller.reconcile.plan import Happened
 from controller.resources.autoscaling import AutoscalingPolicySpec
+from controller.resources.autoscaling_mistakes import schedule_mistakes
 from controller.roles.scaling.deciding import Step
 from controller.roles.scaling.owning import Hold
 from controller.roles.scaling.resolving import PROBLEMS, Problem, Resolved
 
 # Rules of a decision's steps that kept it from what the laws asked for.
-LIMITING: Final = frozenset({"Limited", "ScalingLimited", "Schedule", "Budget"})
+LIMITING: Final[frozenset[Rule]] = frozenset({"Limited", "ScalingLimited", "Schedule", "Budget"})
 _LONGEST: Final = 1000
 # Messages of these conditions have numbers that change all the time: they stay while status and reason do.
 _STEADY: Final = frozenset({"MetricsAvailable", "ScalingLimited", "CapacityBlocked"})
+_NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
 
 
 class Scaled(msgspec.Struct, frozen=True):
@@ -37,7 +41,9 @@ class Scaled(msgspec.Struct, frozen=True):
 
 class Looked(msgspec.Struct, frozen=True, kw_only=True):
     """What a look at a binding came to. ``policy``: None if there is none; ``problem``: why nothing can be decided, as
-    reason and message. ``holds``: whose changes are honoured, and ``waits_for``: pods that drain, by target.
+    reason and message. ``holds``: whose changes are honoured, ``waits_for``: pods that drain, ``homeless``: why no node
+    counts, and ``refused``: why the API server does not let us write, by target. ``calm``: where nothing goes on; None
+    where it does, or nobody knows.
     """
 
     now_s: float
@@ -50,6 +56,9 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True):
     scaled: Sequence[Scaled] = ()
     holds: Mapping[str, Hold] = {}
     waits_for: Mapping[str, Sequence[str]] = {}
+    homeless: Mapping[str, str] = {}
+    refused: Mapping[str, str] = {}
+    calm: Calm | None = None
 
 
 def status_of(looked: Looked, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,12 +86,14 @@ def digest_of(looked: Looked) -> tuple[object, ...]:
     targets = [target for one in looked.situations for target in one.targets]
     return (
         looked.problem,
-        None if looked.policy is None else looked.policy.mode,
+        None if looked.policy is None else (looked.policy.mode, looked.policy.schedules),
         [(one.replicas, one.held, one.hold) for one in looked.steps],
         [(None if one.found is None else one.found.replicas, one.problem) for one in looked.resolved],
         [(_ready(one.engines), one.blocked) for one in targets],
-        [(one.combined is None, [step.rule for step in one.steps if step.rule in LIMITING]) for one in stages],
+        [(_unknown(one), [step.rule for step in one.steps if step.rule in LIMITING]) for one in stages],
         sorted(looked.waits_for),
+        looked.homeless,
+        sorted(looked.refused.items()),
         looked.scaled,
     )
 
@@ -94,7 +105,8 @@ def events_of(looked: Looked, status: Mapping[str, Any], before: Mapping[str, An
     known = {one.get("type"): (one.get("status"), one.get("reason")) for one in before.get("conditions") or ()}
     for condition in status["conditions"]:
         type_, said = condition["type"], (condition["status"], condition["reason"])
-        if known.get(type_) == said:
+        # TargetsResolved tells of these already
+        if known.get(type_) == said or (type_ == "ScalingActive" and condition["reason"] in PROBLEMS):
             continue
         event = _event(type_, *said)
         if event is not None:
@@ -112,6 +124,8 @@ def acts_of(looked: Looked) -> Mapping[str, str]:
             said[name] = scaled[name]
         elif step.held:
             said[name] = f"not written: {step.held}"
+        elif name in looked.refused:
+            said[name] = f"not written: {looked.refused[name]}"
         elif waits:
             said[name] = f"waits for {', '.join(waits[:5])}"
         elif step.replicas is None:
@@ -148,7 +162,8 @@ def _targets(looked: Looked, before: Mapping[Any, Mapping[str, Any]]) -> Iterato
             said["ready"] = ready.get(name, 0)
         if step is not None and step.replicas is not None:
             said["desired"] = step.replicas
-        reason = _reason(_problem(target, looked), step, looked.waits_for.get(name, ()))
+        reason = looked.refused.get(name, "")[:_LONGEST]
+        reason = reason or _reason(_problem(target, looked), step, looked.waits_for.get(name, ()))
         old = before.get(name) or {}
         # reasons have numbers that change all the time
         if old.get("reason") and all(old.get(one) == said.get(one) for one in ("current", "desired", "ready")):
@@ -172,7 +187,7 @@ def _reason(problem: Problem | None, step: Step | None, waits_for: Sequence[str]
         return problem.message[:_LONGEST]
     if step is None:
         return ""
-    if step.held:
+    if step.held and not step.is_told_only:
         return step.held[:_LONGEST]
     if waits_for:
         return "engines finish what they have before they go"
@@ -185,8 +200,8 @@ def _conditions(looked: Looked) -> Iterator[dict[str, Any]]:
         yield _available(looked.decision, looked.situations)
     yield _active(looked)
     if looked.decision is not None:
-        yield _limited(looked.decision)
-        yield _blocked(looked.situations)
+        yield _limited(looked.decision, looked.resolved)
+        yield _blocked(looked)
 
 
 def _resolved(looked: Looked) -> dict[str, Any]:
@@ -203,11 +218,25 @@ def _available(decision: Decision, situations: Sequence[Situation]) -> dict[str,
     if not unknown and decision.stages:
         return _condition("MetricsAvailable", truth=True, reason="DataFound", message="demand is known")
     silent = sorted({name for one in situations for name in one.freshness.silent})
-    said = "; ".join(each.reason for one in unknown for each in one.recommendations if each.replicas is None)
+    said = "; ".join(dict.fromkeys(reason for one in unknown for reason in _reasons(one)))
     also = f"; silent gateways: {', '.join(silent)}" if silent else ""
     return _condition(
         "MetricsAvailable", truth=False, reason="DataMissing", message=(said or "no law knows the demand") + also
     )
+
+
+def _reasons(stage: StageDecision) -> list[str]:
+    """Why its laws cannot tell."""
+    return [one.reason for one in stage.recommendations if one.replicas is None]
+
+
+def _unknown(stage: StageDecision) -> list[str] | None:
+    """What nobody can tell of a stage, without numbers that change all the time; None if enough is known."""
+    return None if stage.combined is not None else [_without_numbers(one) for one in _reasons(stage)]
+
+
+def _without_numbers(text: str) -> str:
+    return _NUMBERS.sub("#", text)
 
 
 def _active(looked: Looked) -> dict[str, Any]:
@@ -215,6 +244,10 @@ def _active(looked: Looked) -> dict[str, Any]:
         return _condition("ScalingActive", truth=False, reason=looked.problem[0], message=looked.problem[1])
     mode = "Auto" if looked.policy is None else looked.policy.mode
     holds = [one for one in looked.steps if one.hold is not None]
+    barred = [one.problem for one in looked.resolved if not one.may_write and one.problem is not None]
+    if mode in ("Auto", "ScaleUpOnly") and barred and len(barred) == len(looked.resolved):
+        said = "; ".join(dict.fromkeys(one.message for one in barred))
+        return _condition("ScalingActive", truth=False, reason=barred[0].reason, message=said)
     if mode == "Paused":
         return _condition("ScalingActive", truth=False, reason="Paused", message="the mode of the policy is Paused")
     if holds and mode in ("Auto", "ScaleUpOnly"):
@@ -225,22 +258,30 @@ def _active(looked: Looked) -> dict[str, Any]:
             if one.hold is not None
         )
         return _condition("ScalingActive", truth=False, reason="ManualHold", message=said)
+    if looked.refused:
+        said = "; ".join(f"{name}: {why}" for name, why in looked.refused.items())
+        return _condition("ScalingActive", truth=False, reason="WriteRefused", message=said)
     reason = {"Recommend": "Recommending", "Export": "Exporting"}.get(mode, "Scaling")
-    return _condition("ScalingActive", truth=True, reason=reason, message=f"the mode of the policy is {mode}")
+    left_out = schedule_mistakes(() if looked.policy is None else looked.policy.schedules)
+    message = "; ".join((f"the mode of the policy is {mode}", *left_out))
+    return _condition("ScalingActive", truth=True, reason=reason, message=message)
 
 
-def _limited(decision: Decision) -> dict[str, Any]:
-    for stage in decision.stages:
+def _limited(decision: Decision, resolved: Sequence[Resolved]) -> dict[str, Any]:
+    """Bounds of what is not there limit nothing."""
+    for stage in decision.stages if any(one.found is not None for one in resolved) else ():
         for step in stage.steps:
             if step.rule in LIMITING and step.after != step.before:
                 return _condition("ScalingLimited", truth=True, reason=step.rule, message=step.reason)
     return _condition("ScalingLimited", truth=False, reason="NotLimited", message="the laws get what they ask for")
 
 
-def _blocked(situations: Sequence[Situation]) -> dict[str, Any]:
-    blocked = [f"{one.name}: {one.blocked}" for each in situations for one in each.targets if one.blocked]
-    if blocked:
-        return _condition("CapacityBlocked", truth=True, reason="NoCapacity", message="; ".join(blocked))
+def _blocked(looked: Looked) -> dict[str, Any]:
+    blocked = [f"{one.name}: {one.blocked}" for each in looked.situations for one in each.targets if one.blocked]
+    said = "; ".join([*blocked, *(f"{name}: {why}" for name, why in looked.homeless.items())])
+    if said:
+        reason = "NoCapacity" if blocked else "NoSuchAccelerator"
+        return _condition("CapacityBlocked", truth=True, reason=reason, message=said)
     return _condition("CapacityBlocked", truth=False, reason="NotBlocked", message="engines find nodes")
 
 
@@ -250,6 +291,10 @@ def _condition(type_: str, *, truth: bool, reason: str, message: str) -> dict[st
 
 def _steady(condition: dict[str, Any], known: Mapping[str, Any] | None) -> dict[str, Any]:
     same = known is not None and all(known.get(one) == condition[one] for one in ("status", "reason"))
-    if known is not None and same and condition["type"] in _STEADY:
-        return {**condition, "message": known.get("message", "")}
-    return condition
+    if known is None or not same or condition["type"] not in _STEADY:
+        return condition
+    message = known.get("message", "")
+    # another cause is news
+    if condition["type"] == "MetricsAvailable" and _without_numbers(message) != _without_numbers(condition["message"]):
+        return condition
+    return {**condition, "message": message}

@@ -93,7 +93,8 @@ class Executor:
         if owner_uid(found) != owner_uid(wanted):
             raise Refused(
                 "NameTaken",
-                f"there is a {resource.kind} {key_of(found)} that this object does not own; delete it, or rename this one",
+                f"there is a {resource.kind} {key_of(found)} that this object does not own; delete it, or rename"
+                " this one",
             )
         labels = wanted["metadata"].get("labels") or {}
         has = found["metadata"].get("labels") or {}

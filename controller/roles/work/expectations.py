@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our own writes that our copies of objects do not show yet. No network, no clock.
 
-A decision from a copy that lacks our last write would do it again, or count wrongly. So nothing is decided for an object
-until the informers have told of all that was written for it; after a while (an event may have been lost) a fresh list
-decides instead.
+A decision from a copy that lacks our last write would do it again, or count wrongly. So nothing is decided for an
+object until the informers have told of all that was written for it; after a while (an event may have been lost) a fresh
+list decides instead.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class Expectations:
 
 
 def _has_reached(known: Object, version: str) -> bool:
-    """Kubernetes compares versions of a kind as numbers since 1.35; a server whose versions are none is compared exactly."""
+    """Kubernetes compares versions of a kind as numbers since 1.35; a server whose versions are none is compared
+    exactly.
+    """
     seen = str(known["metadata"]["resourceVersion"])
     if seen.isdecimal() and version.isdecimal():
         return int(seen) >= int(version)

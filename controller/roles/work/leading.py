@@ -52,9 +52,10 @@ class Decisions(NamedTuple):
 
 class WorkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``namespace``: whose objects are looked after; None: all. ``workers``: objects looked at side by side.
-    ``most_actions``: of one look; what is left comes after all others had their turn. ``together_s``: changes of what an object owns that come within this time cause one look. ``patience_s``: how long the
-    informers may take to tell of our own writes before a list is asked for. ``shared_namespace``: whose ModelTemplates
-    all Models may name. ``gateway_namespaces``: whose gateways speak for engines of all namespaces. ``models``: what holds for all Models.
+    ``most_actions``: of one look; what is left comes after all others had their turn. ``together_s``: changes of what
+    an object owns that come within this time cause one look. ``patience_s``: how long the informers may take to tell of
+    our own writes before a list is asked for. ``shared_namespace``: whose ModelTemplates all Models may name.
+    ``gateway_namespaces``: whose gateways speak for engines of all namespaces. ``models``: what holds for all Models.
     """
 
     namespace: str | None = None

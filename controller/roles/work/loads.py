@@ -35,7 +35,9 @@ class Loads(Protocol):
     """Who knows loads."""
 
     async def ask(self, pods: Collection[str]) -> Mapping[str, Load]:
-        """Loads by pod's key; a pod of which nobody knows is left out. Answers within a few seconds, and never raises."""
+        """Loads by pod's key; a pod of which nobody knows is left out. Answers within a few seconds, and never
+        raises.
+        """
 
 
 class GatewayLoads:

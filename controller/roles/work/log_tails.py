@@ -28,7 +28,9 @@ _READERS: Final = 4
 
 
 class Crash(msgspec.Struct, frozen=True):
-    """A container that has ended badly. ``is_over``: it has been started again since, so the log is the previous one's."""
+    """A container that has ended badly. ``is_over``: it has been started again since, so the log is the previous
+    one's.
+    """
 
     pod: str
     uid: str
@@ -38,7 +40,9 @@ class Crash(msgspec.Struct, frozen=True):
 
 
 class LogTails:
-    """``of`` answers with what is known and has the rest read by ``run``, which calls ``read`` with the pod when it has."""
+    """``of`` answers with what is known and has the rest read by ``run``, which calls ``read`` with the pod when it
+    has.
+    """
 
     def __init__(self, client: Client, read: Callable[[Object], None]) -> None:
         self._client = client

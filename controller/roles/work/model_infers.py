@@ -49,7 +49,9 @@ _SOON_S: Final = 0.5
 
 
 class ModelInferKeeper:
-    """See ``Keeper``. ``changed``: called for a ModelInfer when something that it owns, or a node of its pods, changes."""
+    """See ``Keeper``. ``changed``: called for a ModelInfer when something that it owns, or a node of its pods,
+    changes.
+    """
 
     resource = MODEL_INFERS
     trouble = Trouble("Degraded", "True")

@@ -54,8 +54,8 @@ class Shared(NamedTuple):
 
 
 class ModelKeeper:
-    """See ``Keeper``. ``infers`` and ``infer_pods`` follow ModelInfers and their pods. ``changed``: called for a Model when
-    something that it is decided from changes.
+    """See ``Keeper``. ``infers`` and ``infer_pods`` follow ModelInfers and their pods. ``changed``: called for a Model
+    when something that it is decided from changes.
     """
 
     resource = MODELS

@@ -64,7 +64,9 @@ async def write_status(
 def with_trouble(
     status: Mapping[str, Any] | None, before: Mapping[str, Any], type_: str, truth: str, *, reason: str, message: str
 ) -> dict[str, Any]:
-    """A status that says what is wrong in its condition ``type_``. Without a planned one, what the object says stays."""
+    """A status that says what is wrong in its condition ``type_``. Without a planned one, what the object says
+    stays.
+    """
     said = dict(before if status is None else status)
     trouble = {"type": type_, "status": truth, "reason": reason, "message": message}
     said["conditions"] = [*(one for one in said.get("conditions") or () if one["type"] != type_), trouble]

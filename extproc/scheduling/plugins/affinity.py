@@ -3,16 +3,29 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 
+from extproc.config.session_affinity import SessionAffinityParameters, SessionIdConfig
+from extproc.scheduling.sessions import SessionNote, address_in
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from extproc.endpoints.table import Bools, Floats
     from extproc.scheduling.picker import View
+
+# Headers in which agents name their sessions; llm-d's producers publish them as these attributes.
+ATTRIBUTE_HEADERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "agent-identity": ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id"),
+        "session-id": ("x-session-id",),
+    }
+)
+_DEFAULT_SOURCES: Final = SessionIdConfig().sources
 
 
 class LoraAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -38,47 +51,78 @@ class LoraAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
         return scores
 
 
-class SessionAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``session-affinity-scorer``: 1 for the endpoint that the session token names, 0 for the others.
+class _SessionKeeper(SessionAffinityParameters, frozen=True):
+    """What the filter and the scorer have in common: where the session is, and what it is to keep of a pick."""
 
-    The token is the base64 of an endpoint's address. Responses carry it in the same header, for the next request.
+    def bound_row(self, view: View) -> int | None:
+        """The row of the session's endpoint; None without a session, or if its endpoint has left."""
+        if self.strategy == "encoded_endpoint_header":
+            address = address_in(view.request.headers.get(self.token_header, ""))
+        else:
+            key = self._key(view)
+            address = (
+                None if key is None or view.sessions is None else view.sessions.bindings.address_of(key, view.now_s)
+            )
+        return None if address is None else view.table.row_of(address)
+
+    def note(self, view: View, row: int) -> SessionNote | None:
+        """What the session keeps of a pick of ``row``.
+
+        A session with an id moves only if its endpoint has left or fails: one that a scorer passed over once stays.
+        """
+        address = view.table.addresses[row]
+        if self.strategy == "encoded_endpoint_header":
+            return SessionNote(address, header=self.token_header)
+        key, bound = self._key(view), self.bound_row(view)
+        if key is None:
+            return None
+        if bound is not None and bound != row and view.table.is_active[bound]:
+            is_well = not view.table.has_failures or view.table.retry_at_s[bound] <= view.now_s
+            if is_well:
+                return None
+        return SessionNote(address, key=key, ttl_s=self.ttl_s)
+
+    def _key(self, view: View) -> str | None:
+        if view.sessions is None:
+            return None
+        headers = view.request.headers
+        for source in self.session_id_config.sources or _DEFAULT_SOURCES:
+            names = (source.header.lower(),) if source.header else ATTRIBUTE_HEADERS.get(source.attribute, ())
+            session = next((found for name in names if (found := headers.get(name, "").strip())), "")
+            if session:
+                return view.sessions.key(self.profile_name, session)
+        return None
+
+
+class SessionAffinity(_SessionKeeper, frozen=True):
+    """llm-d's ``session-affinity-scorer``: 1 for the endpoint of the request's session, 0 for the others.
+
+    ``encoded_endpoint_header``: answers carry a token that names the endpoint, and requests bring it back in the same
+    header. ``session_id``: the client names its session, and its endpoint is kept here, apart for each tenant. With
+    ``profileName`` the endpoint of that profile is meant, such as ``prefill``; without it, the one that answers.
+    A token that cannot be read, or that names no endpoint of the pool, counts as none.
     """
 
-    header: str = "x-session-token"
-
     def score(self, view: View, candidates: Bools) -> Floats:
-        """0 for all endpoints without a token, or with one that names no endpoint."""
+        """0 for all endpoints without a session, or if its endpoint has left."""
         scores = np.zeros(candidates.size)
-        row = _bound_row(view, self.header)
+        row = self.bound_row(view)
         if row is not None:
             scores[row] = 1.0
         return scores
 
 
-class SessionAffinityFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``session-affinity-filter``: keeps only the endpoint that the session token names."""
+class SessionAffinityFilter(_SessionKeeper, frozen=True):
+    """llm-d's ``session-affinity-filter``: keeps only the endpoint of the request's session.
 
-    header: str = "x-session-token"
+    The parameters are those of ``session-affinity-scorer``.
+    """
 
     def keep(self, view: View, candidates: Bools) -> Bools:
-        """Keep all endpoints if the token names none of them."""
-        row = _bound_row(view, self.header)
+        """Keep all endpoints without a session, or if its endpoint is no candidate."""
+        row = self.bound_row(view)
         if row is None or not candidates[row]:
             return candidates
         only = np.zeros(candidates.size, np.bool_)
         only[row] = True
         return only
-
-
-def session_token(address: str) -> str:
-    """The session token of the endpoint at ``address``."""
-    return base64.b64encode(address.encode()).decode()
-
-
-def _bound_row(view: View, header: str) -> int | None:
-    token = view.request.headers.get(header.lower(), "")
-    try:
-        address = base64.b64decode(token, validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
-        return None  # not a token of ours
-    return view.table.row_of(address)

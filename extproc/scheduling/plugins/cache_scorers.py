@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 import numpy as np
 
 from extproc.endpoints.engine_reports import estimated_kv_usage
+from extproc.scheduling.plugins.reasons import INDEX_PARAMETERS, KV_EVENTS, NEVER_USED, ONE_INDEX
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
@@ -35,32 +37,25 @@ class PrefixCacheScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unkn
     - w) * ratio``, so that a long match counts more than a short one of the same fraction.
     """
 
+    WITHOUT_EFFECT: ClassVar = INDEX_PARAMETERS
+
     match_length_weight: Share = 0.0
     match_length_scale_tokens: Positive = 8192
-    # The rest configures the index of llm-d and Kthena. It is accepted without effect, so that their files run
-    # unchanged: here the index belongs to the pool and takes its size from what engines report.
+    # the names of these two in older releases of llm-d
+    prefix_length_weight: Share | None = None
+    max_model_len: Positive | None = None
+    # a tier of its own if it names a producer with a capacity of its own, else the pool's index
     prefix_match_info_producer_name: str = ""
-    auto_tune: Any = None
-    block_size: Any = None
-    block_size_tokens: Any = None
-    hash_block_size: Any = None
-    lru_capacity_per_server: Any = None
-    max_prefix_blocks_to_match: Any = None
-    max_prefix_tokens_to_match: Any = None
-    block_size_to_hash: Any = None
-    max_blocks_to_match: Any = None
-    max_hash_cache_size: Any = None
-    top_k_matches: Any = msgspec.field(default=None, name="topKMatches")
 
     def score(self, view: View, candidates: Bools) -> Floats:
         """The fraction by row; 0 where nothing of the prompt is cached."""
         del candidates
-        matched = view.demand.cached_tokens
+        matched = view.demand.cached_by(self.prefix_match_info_producer_name)
         ratio: Floats = matched / max(view.request.input_tokens, 1.0)
-        weight = self.match_length_weight
+        weight = self.match_length_weight if self.prefix_length_weight is None else self.prefix_length_weight
         if not weight:
             return ratio
-        length = np.minimum(1.0, matched / self.match_length_scale_tokens) ** 2
+        length = np.minimum(1.0, matched / (self.max_model_len or self.match_length_scale_tokens)) ** 2
         scores: Floats = weight * length + (1 - weight) * ratio
         return scores
 
@@ -71,6 +66,14 @@ class PrecisePrefixCache(msgspec.Struct, frozen=True, rename="camel"):
     The pool follows KV events if its ModelServer sets ``kvEvents``. Without a feed or a tokenizer, it falls back to
     its approximate index. The index is configured in the ModelServer; parameters are accepted without effect.
     """
+
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(
+        dict.fromkeys(
+            ("tokenProcessorConfig", "indexerConfig", "kvEventsConfig", "speculativeIndexing", "speculativeTTL"),
+            KV_EVENTS,
+        )
+    )
+    TOLD: ClassVar = "by KV events if the ModelServer sets kvEvents; otherwise the same as prefix-cache-scorer"
 
     def score(self, view: View, candidates: Bools) -> Floats:
         """The fraction by row; 0 where nothing of the prompt is cached."""
@@ -84,7 +87,14 @@ class NoHitLru(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     received a prompt without a hit, then those whose last one is longest ago.
     """
 
-    lru_size: Annotated[int, msgspec.Meta(ge=1)] = 1024
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(
+        {
+            "lruSize": "every endpoint is remembered",
+            "prefixPluginName": NEVER_USED,
+            "prefixPluginType": NEVER_USED,
+            "prefixMatchInfoProducerName": ONE_INDEX,
+        }
+    )
 
     def score(self, view: View, candidates: Bools) -> Floats:
         """Rank the endpoints by the time of their last prompt without a hit."""

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from extproc.endpoints.engine_reports import estimated_kv_usage, estimated_running, estimated_waiting
 from extproc.endpoints.ledger import backlogs
 from extproc.scheduling.labels import has_no_model_list, runs_adapter, serves_adapter
+from extproc.scheduling.plugins.reasons import LEARNED_LATENCY, ONE_LEDGER
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
@@ -81,43 +83,67 @@ class PrefixCacheAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_un
     """llm-d's ``prefix-cache-affinity-filter``: endpoints with the prompt cached, unless they are much slower.
 
     An endpoint is sticky if its match ratio is at least ``affinityThreshold``. Only sticky endpoints are kept, unless
-    there are none, or the best sticky TTFT exceeds the best TTFT of the others by more than ``maxTTFTPenaltyMs``.
-    TTFT is the waiting work over the learned prefill rate, or over ``peakPrefillThroughput`` (tokens a second) if
-    that is set.
+    there are none, or the best sticky TTFT exceeds the best TTFT of the others by more than ``maxTTFTPenaltyMs``; 0
+    keeps them always. TTFT is the waiting work over the learned prefill rate, or over ``peakPrefillThroughput``
+    (tokens a second) if that is set and ``ttftSource`` is not ``latencyPredictor``. ``maxTokensInFlightPenalty``, of
+    older releases, does the same with the waiting tokens themselves; 0 turns it off.
     """
+
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(
+        {
+            "explorationProbability": "random tie-breaking explores enough",
+            "inFlightLoadProducerName": ONE_LEDGER,
+            "latencyPredictionInfoProducerName": LEARNED_LATENCY,
+            "penaltySource": "the penalty is always the constant maxTTFTPenaltyMs",
+            "prefillCalibrationFile": "without peakPrefillThroughput the learned prefill rate of each endpoint is used",
+            "prefillCalibrationFingerprint": "no calibration is read",
+            "prefillCalibrationRequired": "no calibration is read",
+        }
+    )
 
     affinity_threshold: Share = 0.80
     max_ttft_penalty_ms: NonNegative = msgspec.field(default=18_000.0, name="maxTTFTPenaltyMs")
-    peak_prefill_throughput: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    # accepted without effect: random tie-breaking explores enough
-    exploration_probability: Any = None
-    prefix_match_info_producer_name: Any = None
-    in_flight_load_producer_name: Any = None
+    max_tokens_in_flight_penalty: NonNegative = 0.0
+    ttft_source: Literal["prefillThroughput", "latencyPredictor"] = "prefillThroughput"
+    peak_prefill_throughput: NonNegative | None = None
+    prefix_match_info_producer_name: str = ""
 
     def keep(self, view: View, candidates: Bools) -> Bools:
         """Keeps the sticky endpoints or all."""
-        ratio = view.demand.cached_tokens / max(view.request.input_tokens, 1.0)
-        sticky = candidates & (ratio >= self.affinity_threshold)
+        cached = view.demand.cached_by(self.prefix_match_info_producer_name)
+        sticky = candidates & (cached / max(view.request.input_tokens, 1.0) >= self.affinity_threshold)
         others = candidates & ~sticky
         if not sticky.any():
             return candidates
-        if not others.any():
+        if not others.any() or not self._is_too_slow(view, sticky, others):
             return sticky
+        return candidates
+
+    def _is_too_slow(self, view: View, sticky: Bools, others: Bools) -> bool:
+        """Whether the best of the sticky endpoints is further behind the best of the others than is allowed."""
+        if self.max_tokens_in_flight_penalty:
+            waiting = backlogs(view.table, view.now_s)
+            if float(waiting[sticky].min() - waiting[others].min()) > self.max_tokens_in_flight_penalty:
+                return True
+        if not self.max_ttft_penalty_ms:
+            return False
         ttft_s = view.ttft_s()
-        if self.peak_prefill_throughput is not None:
+        if self.peak_prefill_throughput and self.ttft_source == "prefillThroughput":
             ttft_s = ttft_s * view.table.prefill_rate / self.peak_prefill_throughput
-        is_late = float(ttft_s[sticky].min()) - float(ttft_s[others].min()) > self.max_ttft_penalty_ms / 1000
-        return candidates if is_late else sticky
+        behind_s = float(ttft_s[sticky].min() - ttft_s[others].min())
+        return 1000 * behind_s > self.max_ttft_penalty_ms
 
 
 class SaturationFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``utilization-detector`` as a filter: ``max(waiting / queueDepth, kv / kvCacheUtil) < 1 + headroom``."""
 
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(
+        {"metricsStalenessThreshold": "trust in a report fades with its age, and a stale one never stops a request"}
+    )
+
     queue_depth_threshold: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     kv_cache_util_threshold: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
     headroom: NonNegative = 0.0
-    # accepted without effect: trust in a report fades with its age, and a stale one never stops a request
-    metrics_staleness_threshold: Any = None
 
     def keep(self, view: View, candidates: Bools) -> Bools:
         """Keeps all endpoints if all are saturated: holding requests back is the task of flow control."""
@@ -134,11 +160,12 @@ class Concurrency(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     both.
     """
 
+    WITHOUT_EFFECT: ClassVar = MappingProxyType({"inFlightLoadProducerName": ONE_LEDGER})
+
     concurrency_mode: Literal["requests", "tokens", "hybrid"] = "requests"
     max_concurrency: Annotated[int, msgspec.Meta(ge=1)] = 100
     max_token_concurrency: Annotated[int, msgspec.Meta(ge=1)] = 1_000_000
     headroom: NonNegative = 0.0
-    in_flight_load_producer_name: Any = None
 
     def keep(self, view: View, candidates: Bools) -> Bools:
         """Keeps all endpoints if all are full."""
@@ -174,9 +201,10 @@ class Condition(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fiel
 class Utilization(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``utilization-filter``: endpoints for which all ``conditions`` hold."""
 
+    WITHOUT_EFFECT: ClassVar = MappingProxyType({"inFlightLoadProducerName": ONE_LEDGER})
+
     conditions: tuple[Condition, ...] = ()
     fallback_on_empty: bool = False
-    in_flight_load_producer_name: Any = None
 
     def keep(self, view: View, candidates: Bools) -> Bools:
         """Keeps no endpoint if none satisfies all conditions; with ``fallbackOnEmpty``, all of them."""

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 
 from extproc.errors import BadRequest, NoEndpoint
 from extproc.scheduling.labels import label_groups
 from extproc.scheduling.picker import Pick
+from extproc.scheduling.plugins.reasons import INDEX_SIZE, NEVER_USED, ONE_INDEX
 
 if TYPE_CHECKING:
     import random
@@ -72,12 +74,20 @@ class HeaderProfile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
         return profiles[name].pick(view, rng=rng)
 
 
+class HeaderPhase(HeaderProfile, frozen=True):
+    """``header-profile-handler`` as it was called first, with the header ``EPP-Phase``."""
+
+    header_name: str = "EPP-Phase"
+
+
 class PrefixBasedDecider(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``prefix-based-pd-decider``: remote prefill if the decode endpoint lacks enough of the prompt.
 
     The condition is ``prompt >= max(n, m)`` and ``prompt - cached >= n`` with n = ``nonCachedTokens`` (0: never) and
     m = ``promptTokens`` (0: no minimum).
     """
+
+    WITHOUT_EFFECT: ClassVar = MappingProxyType({"prefixMatchInfoProducerName": ONE_INDEX})
 
     non_cached_tokens: Tokens = 0
     prompt_tokens: Tokens = 0
@@ -99,6 +109,21 @@ class AlwaysDecider(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
         return True
 
 
+class DataParallel(SingleProfile, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``data-parallel-profile-handler``: runs the only profile.
+
+    Each port of a pod is an endpoint of its own, so a data-parallel rank is picked like any other endpoint and is
+    itself the destination. llm-d sends to the pod's primary port and names the rank in ``x-data-parallel-host-port``.
+    """
+
+    TOLD: ClassVar = (
+        "each rank is an endpoint of its own and gets its requests itself; x-data-parallel-host-port is not set"
+    )
+
+    # accepted without effect
+    primary_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+
+
 class StageNames(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """The name of the plugin or profile for each stage."""
 
@@ -116,14 +141,28 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
     encode stage is accepted and never run.
     """
 
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(
+        {
+            "primaryPort": "each port of a pod is an endpoint of its own",
+            "prefixPluginName": NEVER_USED,
+            "prefixPluginType": NEVER_USED,
+            "prefixMatchInfoProducerName": ONE_INDEX,
+            "hashBlockSize": INDEX_SIZE,
+            "threshold": "a prefix-based-pd-decider says from how many tokens prefill is sent on",
+        }
+    )
+
     profiles: StageNames = StageNames()
     deciders: StageNames = StageNames()
     stage_order: Literal["decode-first", "prefill-first"] = "decode-first"
     group_key: str = ""
     decode_profile: str = "decode"
     prefill_profile: str = "prefill"
+    encode_profile: str = "encode"
     decider_plugin_name: str | None = None
-    primary_port: Any = None
+    # as decider_plugin_name, by its name in other releases
+    prefill_decider_plugin_name: str | None = None
+    encode_decider_plugin_name: str | None = None
 
     @property
     def _decode(self) -> str:
@@ -134,9 +173,14 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
         return self.profiles.prefill or self.prefill_profile
 
     @property
+    def prefill_name(self) -> str:
+        """The name of the profile that picks prefill endpoints."""
+        return self._prefill
+
+    @property
     def decider(self) -> str | None:
         """The name of the decider for remote prefill; None: prefill is never remote."""
-        return self.deciders.prefill or self.decider_plugin_name
+        return self.deciders.prefill or self.prefill_decider_plugin_name or self.decider_plugin_name
 
     def needs(self, profiles: Mapping[str, Profile]) -> str | None:
         """An error message if the decode profile is missing, or, with a decider, the prefill profile."""
@@ -160,13 +204,15 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
             first = decode.pick(view, rng=rng)
             if not decider.wants_prefill(view, first.rows[0]):
                 return msgspec.structs.replace(first, stage="the decider keeps prefill with decode")
-            found = _try(prefill, view.narrowed(groups == groups[first.rows[0]], choices=1), rng)
+            found = _try(
+                prefill, view.narrowed(groups == groups[first.rows[0]], choices=1, peer_row=first.rows[0]), rng
+            )
             return self._join(first, found, groups)
         can_decode = self._groups_of(decode, view, groups, rng)
         found = _try(prefill, view.narrowed(can_decode, choices=1), rng)
         if found is None:
             return msgspec.structs.replace(decode.pick(view, rng=rng), stage="the prefill profile found no endpoint")
-        first = decode.pick(view.narrowed(groups == groups[found.rows[0]]), rng=rng)
+        first = decode.pick(view.narrowed(groups == groups[found.rows[0]], peer_row=found.rows[0]), rng=rng)
         if not decider.wants_prefill(view, first.rows[0]):
             return msgspec.structs.replace(first, stage="the decider keeps prefill with decode")
         return self._join(first, found, groups)

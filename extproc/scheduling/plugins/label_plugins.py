@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from extproc.scheduling.picker import View
 
 ROLE_LABEL: Final = "llm-d.ai/role"
-_RANGE_LABEL: Final = "llm-d.ai/context-length-range"
+RANGE_LABEL: Final = "llm-d.ai/context-length-range"
 
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -96,10 +97,13 @@ class EncodeRole(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
 class HeaderLabelAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``header-label-affinity-scorer``: 1 if the label has the header's value, else 0."""
 
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(
+        {"stampResponseHeader": "answers do not carry the label; a client that is to return it must know it"}
+    )
+    TOLD: ClassVar = "answers do not carry the chosen engine's label in the header, as they do in llm-d"
+
     header_name: NonEmpty
     label_key: NonEmpty
-    # accepted without effect: in bundle mode extproc sees no responses
-    stamp_response_header: bool = True
 
     def score(self, view: View, candidates: Bools) -> Floats:
         """0 for all endpoints without the header."""
@@ -114,10 +118,15 @@ class ContextLength(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
     """llm-d's ``context-length-aware``: endpoints labelled with a range of prompt lengths, ``min-max`` in tokens.
 
     Inside the range: ``0.3 + 0.7 * (0.7 / (1 + width / 10000) + 0.3 * headroom / width)`` with the headroom to its
-    upper end; a range of one length scores 1. Outside: ``0.3 / (1 + distance / 1000)``. Without the label: 0.5.
+    upper end; a range of one length scores 1. Outside: ``0.3 / (1 + distance / 1000)``. Without the label: 0.5. A label
+    that cannot be read: 0, as a range that includes no length.
     """
 
-    label: NonEmpty = _RANGE_LABEL
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(
+        {"reusableTokensProducerName": "KV caches are not pulled from peers, so the whole prompt counts"}
+    )
+
+    label: NonEmpty = RANGE_LABEL
     enable_filtering: bool = False
 
     def keep(self, view: View, candidates: Bools) -> Bools:
@@ -148,15 +157,23 @@ class ContextLength(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
         table = view.table
 
         def read() -> Floats:
-            return np.array([_range(one.labels.get(self.label, "")) for one in table.configs]).T
+            return np.array([_ends(one.labels.get(self.label)) for one in table.configs]).T
 
         least, most = table.cached_column(("range", self.label), read)
         return least, most
 
 
-def _range(text: str) -> tuple[float, float]:
-    """The lower and upper end; both NaN if the label is missing or malformed: such an endpoint takes any length."""
-    low, separator, high = text.partition("-")
-    if separator and low.strip().isdigit() and high.strip().isdigit():
-        return float(low), float(high)
-    return np.nan, np.nan
+def context_range(text: str | None) -> tuple[float, float] | None:
+    """The ends of a range of prompt lengths, written ``min-max`` in tokens; None if it cannot be read."""
+    low, separator, high = (text or "").partition("-")
+    ends = low.strip(), high.strip()
+    if not separator or not all(end.isascii() and end.isdigit() for end in ends) or int(ends[0]) > int(ends[1]):
+        return None
+    return float(ends[0]), float(ends[1])
+
+
+def _ends(text: str | None) -> tuple[float, float]:
+    """NaN without a label: such an endpoint takes any length. With one that cannot be read it takes none."""
+    if text is None:
+        return np.nan, np.nan
+    return context_range(text) or (np.inf, -np.inf)

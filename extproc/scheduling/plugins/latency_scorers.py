@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 import numpy as np
 
 from extproc.scheduling.plugins.load_scorers import less_is_better
+from extproc.scheduling.plugins.noise import uniforms
+from extproc.scheduling.plugins.objectives import objective_ms
+from extproc.scheduling.plugins.reasons import LEARNED_LATENCY, ONE_INDEX
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
@@ -51,31 +55,31 @@ class LatencyScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
     learned prefill rate, TPOT the recent mean; llm-d predicts both with a trained model.
     """
 
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(
+        {
+            **dict.fromkeys(
+                ("compositeKVWeight", "compositeQueueWeight", "compositePrefixWeight"),
+                "there always is an expected latency, so there is nothing to fall back to",
+            ),
+            "latencyPredictionInfoProducerName": LEARNED_LATENCY,
+            "prefixMatchInfoProducerName": ONE_INDEX,
+        }
+    )
+
     ttft_weight: NonNegative = 0.8
     tpot_weight: NonNegative = 0.2
     headroom_selection_strategy: Literal["least", "most"] = "least"
 
     def score(self, view: View, candidates: Bools) -> Floats:
         """Endpoints that meet the objectives score from 0.5 to 1, the others from 0 to 0.4."""
-        ttft = _objective_ms(view, "ttft") - 1000 * view.ttft_s()
-        tpot = _objective_ms(view, "tpot") - 1000 * view.table.tpot_s
+        ttft = objective_ms(view, "ttft") - 1000 * view.ttft_s()
+        tpot = objective_ms(view, "tpot") - 1000 * view.table.tpot_s
         headroom = self.ttft_weight * ttft + self.tpot_weight * tpot
         meets, misses = candidates & (headroom >= 0), candidates & (headroom < 0)
         close = less_is_better(headroom, meets)
         rank = close if self.headroom_selection_strategy == "least" else less_is_better(-headroom, meets)
         scores: Floats = np.where(meets, 0.5 + 0.5 * rank, 0.4 * less_is_better(-headroom, misses))
         return scores
-
-
-def _objective_ms(view: View, what: str) -> float:
-    if not view.request.is_trusted:
-        return 0.0  # clients may not set objectives by themselves
-    headers = view.request.headers
-    text = headers.get(f"x-llm-d-slo-{what}-ms") or headers.get(f"x-slo-{what}-ms") or "0"
-    try:
-        return max(0.0, float(text))
-    except ValueError:
-        return 0.0  # an unreadable objective counts as missing
 
 
 class CostScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -94,10 +98,4 @@ class RandomScore(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
 
     def score(self, view: View, candidates: Bools) -> Floats:
         """Uniform in [0, 1)."""
-        bits = np.frombuffer(np.float64(view.now_s).tobytes(), np.uint64)[0]
-        mixed = (np.arange(candidates.size, dtype=np.uint64) + bits) * np.uint64(0x9E3779B97F4A7C15)
-        # the finisher of SplitMix64
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        scores: Floats = ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
-        return scores
+        return uniforms(view.now_s, candidates.size)

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 import numpy as np
 
 from extproc.endpoints.engine_reports import estimated_running, estimated_waiting
 from extproc.endpoints.ledger import backlogs
+from extproc.scheduling.plugins.reasons import ONE_LEDGER
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
@@ -51,6 +53,13 @@ class ActiveRequests(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
     ``count <= idleThreshold``: 1; else ``(max - count) / max * maxBusyScore``.
     """
 
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(
+        {
+            "requestTimeout": "a request counts until it has ended, which its stream tells",
+            "inFlightLoadProducerName": ONE_LEDGER,
+        }
+    )
+
     idle_threshold: Count = 0
     max_busy_score: Share = 1.0
 
@@ -85,6 +94,13 @@ class TokenLoad(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fiel
     T is the prefill work that waits at the endpoint plus this prompt's own, in tokens, attention included.
     """
 
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(
+        {
+            "inFlightLoadProducerName": ONE_LEDGER,
+            "nonTextTokenWeight": "images count by the tokens that engines report for them",
+        }
+    )
+
     queue_threshold_tokens: Annotated[float, msgspec.Meta(gt=0)] = 4_194_304
 
     def score(self, view: View, candidates: Bools) -> Floats:
@@ -93,6 +109,23 @@ class TokenLoad(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fiel
         tokens = backlogs(view.table, view.now_s) + view.demand.work
         scores: Floats = 1 - np.minimum(tokens, self.queue_threshold_tokens) / self.queue_threshold_tokens
         return scores
+
+
+class LMetric(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``lmetric-scorer`` (arXiv 2603.15202): ``uncached * (in flight + 1)``, ``(max - x) / (max - min)``.
+
+    ``uncached``: tokens of the prompt that the endpoint would have to compute.
+    """
+
+    WITHOUT_EFFECT: ClassVar = MappingProxyType({"inFlightLoadProducerName": ONE_LEDGER})
+
+    prefix_match_info_producer_name: str = ""
+
+    def score(self, view: View, candidates: Bools) -> Floats:
+        """1 for the least product, and for all if they are equal."""
+        cached = view.demand.cached_by(self.prefix_match_info_producer_name)
+        uncached = np.maximum(view.request.input_tokens - cached, 0.0)
+        return less_is_better(uncached * (view.table.in_flight + 1.0), candidates)
 
 
 class LeastRequestScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

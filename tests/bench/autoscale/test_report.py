@@ -61,7 +61,7 @@ def result(
 
 def cells() -> list[CellResult]:
     """Ours at 96% for 8; the peer needs 10 for as much; the other peer never has as much; the oracle was not tuned."""
-    ours = [("attache", 0.75, 96.0, 8.0), ("attache", 0.9, 90.0, 7.0)]
+    ours = [("attache", 1.5, 96.0, 8.0), ("attache", 1.25, 90.0, 7.0)]
     peers = [("kpa", 10.0, 98.0, 12.0), ("kpa", 16.0, 94.0, 8.0), ("wva-v1", 0.4, 60.0, 4.0)]
     found = [result(*one, half=half) for half in Half for one in ours + peers]
     return [*found, result("oracle", 0.8, 97.0, 6.0), result("oracle", 1.1, 92.0, 5.0)]
@@ -155,7 +155,7 @@ def test_settings_that_were_tuned_on_fewer_loads_are_not_compared() -> None:
 
 
 def test_the_interval_holds_the_estimate_and_reaches_beyond_a_peer_that_may_not_attain_as_much() -> None:
-    ours = [result("attache", 0.75, 96.0, 8.0)]
+    ours = [result("attache", 1.5, 96.0, 8.0)]
     peer = [[result("kpa", 16.0, 94.0, 8.0)], [result("kpa", 10.0, 98.0, 12.0)]]
     low, high = extra_interval(ours, peer)
     assert low <= -0.2 <= high
@@ -187,7 +187,7 @@ def test_the_fingerprint_follows_what_decides_and_not_what_reports(tmp_path: Pat
 
 def test_a_report_is_written_from_kept_cells_without_running_any(tmp_path: Path) -> None:
     file, out = tmp_path / "cells.jsonl", tmp_path / "out"
-    other = result("attache", 0.75, 10.0, 99.0, period_s=0.0)
+    other = result("attache", 1.5, 10.0, 99.0, period_s=0.0)
     file.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in [*cells(), other]))
     kept = file.read_bytes()
     assert main(["autoscale", "--report", str(file), "--out", str(out)]) == 0

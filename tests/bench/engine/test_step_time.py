@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from bench.engine.hardware import PRESETS, Gpu, Hardware, ModelShape
+from bench.engine.hardware import GPUS, MODELS, PRESETS, Gpu, Hardware, ModelShape
+from bench.engine.links import LINKS, Link
 from bench.engine.step_time import Roofline, StepBatch, Work, prefill_s, step_seconds
 
 # Round numbers: 1e9 parameters, 2e9 bytes; 10 layers; 2 * 10 * 1 * 50 * 2 = 2,000 bytes of KV a token.
 SHAPE = ModelShape(parameters=1e9, layers=10, hidden=100, heads=2, kv_heads=1, head_dim=50)
-ONE = Hardware(SHAPE, Gpu(flops=100e12, bandwidth=1e12, memory=10e9))
+LINK = Link(bandwidth=100e9, latency_s=10e-6)
+ONE = Hardware(SHAPE, Gpu(flops=100e12, bandwidth=1e12, memory=10e9, link=LINK))
 OVERHEAD = 10 * 32e-6 + 126e-6
 
 
@@ -29,9 +32,32 @@ def test_a_large_prefill_is_computation() -> None:
 def test_history_makes_a_chunk_slower_and_several_gpus_make_it_faster_less_what_they_exchange() -> None:
     assert step_seconds(ONE, [Work(1000, 50_000)]) > step_seconds(ONE, [Work(1000, 0)])
     two = Hardware(SHAPE, ONE.gpu, gpus=2)
-    exchange = 2 * 10 * 8000 * 100 * 2 * (2 * 1 / 2) / 600e9
+    # twice in each of 10 layers: 10 us, and 8,000 tokens of 200 bytes, of which each GPU sends and gets a half twice
+    exchange = 2 * 10 * (10e-6 + 2 * 1 / 2 * 8000 * 100 * 2 / 100e9)
     alone = step_seconds(ONE, [Work(8000, 0)]) - OVERHEAD - 4.4e-6
     assert step_seconds(two, [Work(8000, 0)]) == pytest.approx(alone / 2 + exchange + OVERHEAD + 4.4e-6)
+
+
+def test_a_decode_on_two_gpus_waits_twice_a_layer_for_the_latency_of_the_link() -> None:
+    slow = msgspec.structs.replace(ONE.gpu, link=Link(bandwidth=100e9, latency_s=110e-6))
+    longer = step_seconds(Hardware(SHAPE, slow, 2), [Work(1, 0)]) - step_seconds(
+        Hardware(SHAPE, ONE.gpu, 2), [Work(1, 0)]
+    )
+    assert longer == pytest.approx(2 * 10 * 100e-6)
+    # one GPU sums nothing up
+    assert step_seconds(Hardware(SHAPE, slow, 1), [Work(1, 0)]) == step_seconds(ONE, [Work(1, 0)])
+
+
+def test_gpus_without_nvlink_are_linked_by_pcie() -> None:
+    assert {name for name, gpu in GPUS.items() if gpu.link in (LINKS["pcie4"], LINKS["pcie5"])} == {
+        "l40s",
+        "a10g",
+        "rtx4090",
+        "rtxpro6000",
+    }
+    # 128 all-reduces of 2,048 tokens of 10,240 bytes: 17 us and 0.7 ms each
+    of_32b = Hardware(MODELS["32b"], GPUS["rtxpro6000"], 2)
+    assert of_32b.exchange_s(2048) == pytest.approx(128 * (17e-6 + 2048 * 10_240 / 30e9))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line as people use it: a replay, a comparison, what goes on after a stop, and what is said of nonsense."""
+"""The command line as people use it: a replay, a comparison, what goes on after a stop, and what is said of
+nonsense.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from bench.__main__ import main
-from bench.lab import html, runner
+from bench.lab import html, inputs, lab_command
 from bench.policies import registry
 from bench.validation import check
 
@@ -56,8 +59,10 @@ def test_a_replay_writes_what_is_asked_for_under_the_names_that_are_promised(tmp
     assert {(line["policy"], line["seed"], line["rate_scale"]) for line in table} == {
         (policy, seed, "2.0") for policy in ("attache", "dynamo") for seed in "01"
     }
-    # a section with its plots for each workload: each seed makes one
-    assert page.read_text().count("<img") == page.read_text().count("<h2>") == 2
+    # a section with its plots for each set of conditions, both seeds together; and how it was made
+    assert page.read_text().count("<img") == 1
+    assert page.read_text().count("<h2>") == 2
+    assert "2 seeds together" in page.read_text()
     assert all(f"<td>{policy}</td>" in page.read_text() for policy in ("attache", "dynamo"))
 
 
@@ -132,7 +137,7 @@ def test_what_was_run_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert [file.stat().st_mtime_ns for file in kept] == times
     assert len(list((tmp_path / "bench/out/lab").iterdir())) == 2 * len(kept)
     # other code may come to other results
-    monkeypatch.setattr(runner, "_fingerprint", lambda: 1)
+    monkeypatch.setattr(inputs, "code_digest", lambda: "other")
     assert replay("--policies", "attache") == 0
     assert len(list((tmp_path / "bench/out/lab").iterdir())) == 3 * len(kept)
 
@@ -215,7 +220,40 @@ def test_the_table_of_the_lab_has_a_line_for_each_policy_and_load(
     page = (tmp_path / "out" / "lab.md").read_text()
     assert page.count("\n## ") == 6
     assert page.count("\n| attache |") == page.count("\n| random |") == 6
+    assert "Made by `attache lab --traces " in page
     assert json.loads((tmp_path / "out" / "lab.json").read_text())["policies"]["attache"]["requests"] == 3 * 30 + 3 * 30
+
+
+def test_in_a_clone_without_traces_the_lab_plays_generators_and_says_how_to_give_traces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(html, "_plots", lambda *_: "")
+    small = {"chat": "chat:sessions=4,turns=2", "shared-prefix": "shared-prefix:groups=2,prompts=2,prefix=600,output=5"}
+    generated = [msgspec.structs.replace(one, name=small[one.name]) for one in lab_command._GENERATED]
+    monkeypatch.setattr(lab_command, "_GENERATED", generated)
+    flags = ["--policies", "attache", "--jobs", "1", "--hardware", "h100", "--model", "8b"]
+    assert main(["lab", *flags]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "There is no directory of traces" in said
+    assert "kvcache-ai/Mooncake" in said
+    assert "--traces" in said
+    assert (tmp_path / "bench/out/lab/lab.md").read_text().count("\n## ") == 6
+
+
+def test_a_grid_over_rates_has_a_table_for_each_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--policies", "attache", "--rate-scale", "1", "--rate-scale", "2", "--seed", "0", "--seed", "1"]
+    assert replay(*flags, "--json", "out.json", "--html", "out.html") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("rate x1,") == said.count("rate x2,") == 1
+    assert said.count("2 seeds together") == 2
+    page = (tmp_path / "out.html").read_text()
+    assert page.count("<img") == 2
+    # a report says what made it
+    assert "<code>attache replay --trace chat:" in page
+    assert "numpy " in page
+    assert json.loads((tmp_path / "out.json").read_text())["made_by"]["versions"]["code"]
+    assert main(["compare", "out.json", "out.json"]) == 0
+    assert "2 sets of conditions together, rates x1, x2" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_lab_says_where_its_traces_are_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,6 +269,13 @@ def test_without_recorded_runs_the_check_of_the_engine_model_says_loudly_what_is
     assert "NOT COMPARED WITH REAL RUNS" in said
     assert "LLMServingSim" in said
     assert "70B, 8 x A100" in said
+    # what was never compared is named, and what was is not
+    never = said.replace("\n", " ").partition("never held against a measurement:")[2]
+    assert "h200" in never
+    assert "pcie4" in never
+    assert "hardware from files" in never
+    assert "h100," not in never
+    assert "pcie5" not in never
 
 
 def test_an_engine_model_out_of_its_band_fails_the_check(

@@ -37,6 +37,8 @@ def test_what_is_measured_of_good_answers_and_of_errors() -> None:
     # one is late, one writes too slowly, one is an error
     assert (found.goodput, found.attainment) == (0.2, 0.4)
     assert found.imbalance == 1.5
+    # a third engine that serves nothing lowers the mean
+    assert measure(rows, 10.0, LatencyObjective(), engines=3).imbalance == 2.25
     assert found.requests_per_s == 0.4
 
 

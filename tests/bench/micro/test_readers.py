@@ -19,7 +19,10 @@ def test_a_counter_that_the_machine_does_not_have_is_no_count() -> None:
 
 
 def test_shares_by_library_are_read_from_perf_report() -> None:
-    said = "# comment\n\n   37.50%;python       ;libpython3.11.so.1.0\n    6.25%;event_engine;cygrpc.cpython-311-x86_64.so\n"
+    said = (
+        "# comment\n\n   37.50%;python       ;libpython3.11.so.1.0\n   "
+        " 6.25%;event_engine;cygrpc.cpython-311-x86_64.so\n"
+    )
     assert read_libraries(said) == {"python, libpython3.11.so.1.0": 0.375, "event_engine, cygrpc": 0.0625}
 
 

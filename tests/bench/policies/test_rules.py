@@ -19,7 +19,8 @@ from bench.policies.lmetric import LMetric
 from bench.policies.preble import ExploitExplore
 from bench.policies.prefix_memory import MemoryRule, WithPrefixMemory
 from bench.policies.ray_serve import PrefixAffinity
-from bench.policies.registry import POLICIES, EngineCalibration, policy_named
+from bench.policies.registry import POLICIES, policy_named
+from bench.policies.setup import EngineCalibration
 from bench.policies.sglang import CacheAware
 from bench.policies.simple import LeastRequest, PowerOfTwo, RandomPick
 from bench.virtual.observers import REQUEST_KEY

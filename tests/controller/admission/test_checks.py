@@ -27,6 +27,11 @@ def metrics(*listed: Object, strategy: str = "Target") -> Object:
     return resource("AutoscalingPolicy", "p", {"strategies": [{"name": strategy}], "metrics": list(listed)})
 
 
+def scheduled(start: str, zone: str) -> Object:
+    window = {"start": start, "duration": "10h", "timeZone": zone, "minReplicas": 2}
+    return resource("AutoscalingPolicy", "p", {"schedules": [window]})
+
+
 def by_query(address: str, name: str = "queue", **more: str) -> Object:
     source = {"address": address, "query": "sum(queue)", **more}
     return {"name": name, "value": 5, "source": "Prometheus", "prometheus": source}
@@ -39,6 +44,11 @@ def binding(name: str, *targets: dict[str, Any], policy: str = "default") -> Obj
 
 def target(name: str, **more: object) -> dict[str, Any]:
     return {"ref": {"kind": "ModelInfer", "name": name}, **more}
+
+
+def budgeted(limited: str, *accelerators: str) -> Object:
+    made = binding("b", *(target(f"e{at}", accelerator=one) for at, one in enumerate(accelerators)))
+    return {**made, "spec": {**made["spec"], "budget": {"accelerators": {limited: 8}}}}
 
 
 def judged(thing: Object, *others: Object, old: Object | None = None, deleted: bool = False) -> Verdict:
@@ -82,6 +92,8 @@ def matching(regex: str) -> dict[str, Any]:
         (resource("GatewayConfig", "g", {"authentication": {"apiKeys": [], "jwt": []}}), "authentication"),
         (binding("b", target("a"), target("a")), "another target of this object"),
         (resource("AutoscalingPolicy", "p", {"behavior": {"scaleUp": {"stabilization": "soon"}}}), "mistake"),
+        (scheduled("0 8 * * 1-5", "Europe/Berln"), "there is no time zone Europe/Berln"),
+        (scheduled("0 8 * * mon-fry", "UTC"), "schedule '0 8 * * mon-fry' in UTC: "),
         ({**route(), "spec": {**route()["spec"], "loraAdapters": ["llama"]}}, "'llama' is there twice"),
     ],
 )
@@ -107,11 +119,22 @@ def test_mistakes_are_refused(thing: Object, said: str) -> None:
         ),
         (binding("b", target("a"), policy="none"), [], "no AutoscalingPolicy 'none'"),
         (
+            budgeted("A100", "H100"),
+            [],
+            "the budget for 'A100' limits nothing: no target is of that kind (they name 'H100')",
+        ),
+        (
+            budgeted("nvidia-h100-80gb", "H100", "NVIDIA-H100-80GB-HBM3"),
+            [],
+            "the budget for 'nvidia-h100-80gb' does not count target 't0', whose accelerator is 'H100'",
+        ),
+        (
             resource("ModelAccessPolicy", "p", {"targetRefs": [{"kind": "ModelRoute", "name": "gone"}], "rules": []}),
             [],
             "no ModelRoute 'gone'",
         ),
         (metrics({"name": "memory", "value": 0.7, "source": "Resource"}), [], "the metric memory scales nothing well"),
+        (metrics({"name": "request_in_flight", "value": 5}), [], "no metric request_in_flight; it has requests_in_fl"),
         (metrics({"name": "gpu", "value": 0.7, "source": "Resource"}), [], "there are cpu and memory"),
         (metrics(by_query("http://prometheus:9090", secretRef="keys")), [], "with https alone"),
         (metrics({"name": "requests_queued", "value": 5}, strategy="Work"), [], "metrics are for the strategy Target"),
@@ -138,6 +161,7 @@ def test_what_another_object_may_mend_is_a_warning(thing: Object, others: Sequen
         (rules(route(), matching("/a"), matching("/b"), TO_LLAMA), [server()]),
         (resource("GatewayConfig", "g", {}), []),
         (binding("b", target("a"), target("a", role="prefill")), [resource("AutoscalingPolicy", "default", {})]),
+        (budgeted("H100", "nvidia-h100", "NVIDIA-H100-80GB-HBM3"), [resource("AutoscalingPolicy", "default", {})]),
         (resource("Model", "m", {"uri": "hf://a/b"}), []),
         (metrics(by_query("https://prometheus:9090", secretRef="keys"), by_query("http://prometheus", "other")), []),
         (resource("AutoscalingPolicy", "p", {}), []),

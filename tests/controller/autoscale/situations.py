@@ -89,8 +89,8 @@ def traffic_of(
     ttft_s: float | None = None,
     tpot_s: float | None = None,
 ) -> Traffic:
-    """``rate``: requests a second, also as a function of the seconds before now (negative). ``before``: requests that had
-    come before. Latencies: of all requests.
+    """``rate``: requests a second, also as a function of the seconds before now (negative). ``before``: requests that
+    had come before. Latencies: of all requests.
     """
     arrivals, points = before, []
     for second in range(-seconds, 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from controller.autoscale.load import Load, load_of
@@ -48,8 +49,17 @@ def test_a_steady_rise_is_continued_from_the_middle_of_its_window() -> None:
     found = load(traffic_of(lambda second: 40.0 + second * 0.05))
     # a rise of 0.05 a second, less what noise of such counts could be
     assert found.slope == pytest.approx(0.05, rel=0.05)
-    assert found.arrivals_in(60.0) == pytest.approx(found.mean_per_s + found.slope * (60 + found.window_s / 2))
+    # from the middle of the window to now as it is, and from now on damped
+    ahead = found.mean_per_s + found.slope * (found.window_s / 2 + 0.7 * 60)
+    assert found.arrivals_in(60.0) == pytest.approx(ahead)
     assert found.mean_per_s < found.arrivals_per_s < found.arrivals_in(60.0)
+
+
+def test_a_trend_begins_no_higher_than_the_newest_arrivals() -> None:
+    found = load(traffic_of(lambda second: 40.0 + second * 0.05))
+    flat = msgspec.structs.replace(found, newest_per_s=30.0, newest_error=1.0)
+    assert flat.arrivals_in(0.0) == flat.arrivals_per_s
+    assert flat.arrivals_in(600.0) == pytest.approx(31.0 + 0.7 * 600 * found.slope)
 
 
 def test_a_rise_that_has_ended_is_not_continued() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from controller.autoscale.metrics import gateway_metric, kv_usage_of, running_of
 from controller.autoscale.situation import EngineState, Situation, Waiting
+from controller.resources.autoscaling_mistakes import GATEWAY_METRICS
 from tests.scaling_scenes import engine, pool, report, situation, steady, target
 
 BUSY = report(kv=0.5, waiting=2, running=7, in_flight=10, tokens=9_000.0)
@@ -70,3 +71,10 @@ def test_an_engine_whose_queue_is_unknown_makes_the_queue_a_lower_bound_and_noth
 def test_unknown_metrics_say_why() -> None:
     assert "no metric speed" in gateway_metric("speed", scene()).problem
     assert "long enough" in gateway_metric("requests_per_second", pool(BUSY)).problem
+
+
+def test_each_metric_that_a_policy_may_name_is_known() -> None:
+    assert [name for name in GATEWAY_METRICS if gateway_metric(name, scene()).problem] == []
+    assert gateway_metric("request_in_flight", scene()).problem.startswith(
+        "the gateway has no metric request_in_flight; it has requests_in_flight, "
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decision that stands while nothing changes says the same as one made anew each time, whatever happens in between."""
+"""A decision that stands while nothing changes says the same as one made anew each time, whatever happens in
+between.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import msgspec
 import pytest
 
 from controller.autoscale.decide import decide
+from controller.autoscale.resting import still
 from controller.autoscale.situation import EngineReport, Freshness, Waiting
 from controller.autoscale.traffic import Traffic
 from controller.resources.autoscaling import (
@@ -48,9 +51,11 @@ HISTORY_S = 5400.0
 
 
 class Scene(Fluid):
-    """Bursts, long calm, silent gateways, and replicas that somebody sets; the same with and without rests."""
+    """Bursts, long calm, silent gateways, and replicas that somebody sets; the same with and without rests. ``skips``:
+    where nothing but time has changed, no situation is made.
+    """
 
-    def __init__(self, policy: AutoscalingPolicySpec, seed: int, *, rests: bool) -> None:
+    def __init__(self, policy: AutoscalingPolicySpec, seed: int, *, rests: bool, skips: bool = False) -> None:
         rng = random.Random(seed)
         self._bursts = sorted(
             (rng.uniform(0, HISTORY_S), rng.choice((20.0, 200.0)), rng.choice((0.2, 5.0, 30.0))) for _ in range(3)
@@ -59,7 +64,9 @@ class Scene(Fluid):
         spec = target_spec(least=0 if policy.scale_to_zero is not None else 1)
         super().__init__(policy, self._rate, noise=0.0, seed=seed, start_s=rng.choice((20.0, 90.0)), spec=spec)
         self._silent_at_s, self._set_at_s = rng.uniform(0, HISTORY_S), rng.uniform(0, HISTORY_S)
-        self._rests = rests
+        self._rests, self._skips = rests, skips
+        self.skipped = 0
+        self._seen: tuple[object, ...] = ()
 
     def _rate(self, at_s: float) -> float:
         return sum(rate for begun_s, length_s, rate in self._bursts if begun_s <= at_s < begun_s + length_s)
@@ -73,20 +80,34 @@ class Scene(Fluid):
             self.set(4)
         if not self._rests and self.memory is not None:
             self.memory = msgspec.structs.replace(self.memory, rest=None)
+        before, self._seen = self._seen, self._state()
+        if self._skips and self.memory is not None and before == self._seen:
+            found = still(self.memory, self.policy, self.binding, self.now_s, self.now_s)
+            if found is not None:
+                self.skipped += 1
+                decision, self.memory = found
+                self.decisions.append(decision)
+                return decision
         return super().look()
+
+    def _state(self) -> tuple[object, ...]:
+        """All but time."""
+        found = self.situation()
+        engines = [(one.name, one.state, one.report and one.report.in_flight) for one in found.engines]
+        return found.traffic.points[-1].totals, found.waiting, found.freshness, engines
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", POLICIES)
 def test_histories_with_and_without_rests_are_the_same(name: str, seed: int) -> None:
     with_rests, without = (Scene(POLICIES[name], seed, rests=rests) for rests in (True, False))
-    number = 0
-    while number < HISTORY_S:
-        with_rests.run(300)
-        without.run(300)
-        number += 300
-    assert [one.targets for one in with_rests.decisions] == [one.targets for one in without.decisions]
-    assert with_rests.history == without.history
+    with_skips = Scene(POLICIES[name], seed, rests=True, skips=True)
+    for scene in (with_rests, without, with_skips):
+        scene.run(HISTORY_S)
+    for scene in (with_rests, with_skips):
+        assert [one.targets for one in scene.decisions] == [one.targets for one in without.decisions]
+        assert scene.history == without.history
+    assert with_skips.skipped > 0.05 * len(without.decisions)
     made = len({id(one) for one in with_rests.decisions})
     assert len({id(one) for one in without.decisions}) == len(without.decisions)
     assert made < 0.9 * len(with_rests.decisions)
@@ -174,6 +195,43 @@ def test_another_spec_or_more_room_ends_the_rest() -> None:
     changed = msgspec.structs.replace(policy, period=Duration("4s"))
     after, _ = decide(changed, binding_of(spec_of()), [situation(NOW_S + 5)], memory, NOW_S + 5)
     assert after is not before
+
+
+def stands(told_s: float = 5.0, after_s: float = 5.0, **changes: Any) -> bool:  # noqa: ANN401 - of any field
+    """Whether a decision stands so long after it, with data that were told so long after it. ``changes``: of the
+    policy.
+    """
+    policy = POLICIES["default"]
+    decision, memory = resting(policy)
+    assert memory.rest is not None
+    found = still(
+        memory,
+        msgspec.structs.replace(policy, **changes) if changes else policy,
+        memory.rest.binding,
+        NOW_S + after_s,
+        NOW_S + told_s,
+    )
+    assert found is None or found[0] is decision
+    return found is not None
+
+
+def test_where_only_time_has_changed_it_stands_as_long_as_the_rest_with_data_that_are_not_old() -> None:
+    assert stands()
+    assert stands(told_s=-10.0)
+    assert not stands(told_s=-10.1)
+    assert stands(told_s=22.0, after_s=22.0)
+    assert not stands(told_s=23.0, after_s=23.0)
+    assert not stands(after_s=-30.0)
+    assert not stands(period=Duration("4s"))
+
+
+def test_what_did_not_rest_does_not_stand_without_a_look() -> None:
+    policy = POLICIES["default"]
+    _, memory = resting(policy)
+    assert memory.rest is not None
+    binding = memory.rest.binding
+    assert still(msgspec.structs.replace(memory, rest=None), policy, binding, NOW_S + 5, NOW_S + 5) is None
+    assert still(memory, policy, binding_of(spec_of(least=2)), NOW_S + 5, NOW_S + 5) is None
 
 
 def test_a_rest_ends_with_the_bounds_of_schedules() -> None:

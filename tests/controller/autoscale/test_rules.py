@@ -23,10 +23,12 @@ from controller.resources.autoscaling import (
     Schedule,
     Strategy,
 )
+from controller.resources.scaling_laws import WorkParameters
 from extproc.config.quantities import Duration
 from tests.controller.autoscale.situations import NOW_S, SPEED, binding_of, situation_of, spec_of, target_of, traffic_of
 
-POLICY = AutoscalingPolicySpec()
+# numbers are worked out for load as it is
+POLICY = AutoscalingPolicySpec(strategies=(Strategy(name="Work", work=WorkParameters(headroom=1.0)),))
 
 
 class Stage:
@@ -142,7 +144,8 @@ def test_a_schedule_raises_and_lowers() -> None:
 
 def test_a_panic_keeps_the_largest_answer() -> None:
     stage = Stage(AutoscalingPolicySpec(panic=Panic()), target=target_of(ready=2), traffic=20.0)
-    # 20 * 0.21 s, and what the two that are ready leave for others in a minute, done in half of one: 4.2 + 2 * (4.2 - 2 * 0.9)
+    # 20 * 0.21 s, and what the two that are ready leave for others in a minute, done in half of one: 4.2 + 2 * (4.2 - 2
+    # * 0.9)
     assert stage.look()[0] == 9
     assert stage.look(5.0, traffic=2.0, target=target_of(ready=2, starting=7))[0] == 9
 
@@ -160,7 +163,8 @@ def test_what_somebody_else_has_set_stays_for_a_while() -> None:
     held = msgspec.structs.replace(target_of(ready=2), set_by="kubectl-scale", set_at_s=NOW_S)
     stage = Stage(target=held, traffic=40.0)
     assert stage.look(599.0)[0] == 2
-    # 40 * 0.21 s, and what the two that are ready leave for others in a minute, done in half of one: 8.4 + 2 * (8.4 - 2 * 0.9)
+    # 40 * 0.21 s, and what the two that are ready leave for others in a minute, done in half of one: 8.4 + 2 * (8.4 - 2
+    # * 0.9)
     assert stage.look(1.0)[0] == 22
 
 
@@ -171,7 +175,7 @@ def test_an_object_that_is_not_there_gets_no_replicas() -> None:
 
 def test_a_law_that_cannot_tell_keeps_replicas() -> None:
     policy = AutoscalingPolicySpec(
-        strategies=(Strategy(name="Work"), Strategy(name="Target")), metrics=(MetricTarget(name="cpu", value=1.0),)
+        strategies=(*POLICY.strategies, Strategy(name="Target")), metrics=(MetricTarget(name="cpu", value=1.0),)
     )
     broken = {"cpu": Metric(NOW_S, problem="the server is down")}
     assert Stage(policy, target=target_of(ready=9)).settled(metrics=broken)[0] == 9

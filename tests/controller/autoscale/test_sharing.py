@@ -6,18 +6,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+import pytest
 
 from controller.autoscale.decide import decide
 from controller.autoscale.situation import Engine, EngineState, Freshness, Situation, Target
-from controller.resources.autoscaling import AutoscalingPolicySpec
+from controller.resources.autoscaling import AutoscalingPolicySpec, Strategy
 from controller.resources.autoscaling_binding import AutoscalingPolicyBinding, Budget, RatioConstraint
+from controller.resources.scaling_laws import WorkParameters
 from tests.controller.autoscale.situations import NOW_S, SPEED, binding_of, situation_of, spec_of, target_of, traffic_of
 
 if TYPE_CHECKING:
     from controller.autoscale.decision import Decision
     from controller.autoscale.memory import Memory
 
-POLICY = AutoscalingPolicySpec()
+# numbers are worked out for load as it is
+POLICY = AutoscalingPolicySpec(strategies=(Strategy(name="Work", work=WorkParameters(headroom=1.0)),))
 # Half as fast as SPEED, and a quarter of its cost.
 HALF = msgspec.structs.replace(
     SPEED, prefill_tokens_per_s=SPEED.prefill_tokens_per_s / 2, step_s_per_token=SPEED.step_s_per_token * 2
@@ -57,6 +60,17 @@ def after_minutes(
 def test_the_cheapest_kind_carries_the_work() -> None:
     # 12 * 0.21 s at 0.8: 3.15 large ones, or twice as many small ones at half the price in all
     assert after_minutes(pair(small=7), 12.0) == {"large": 0, "small": 7}
+
+
+@pytest.mark.parametrize(("price", "expected"), [(2.1, {"large": 4, "small": 0}), (4.0, {"large": 0, "small": 8})])
+def test_replicas_move_to_another_target_for_a_tenth_of_the_cost_not_for_less(
+    price: float, expected: dict[str, int]
+) -> None:
+    # 15% of room: 3.62 large ones carry it, so one of five goes, or eight small ones carry it, for 8 instead of 4 *
+    # price
+    large, small = pair(large=5)
+    large = msgspec.structs.replace(large, spec=msgspec.structs.replace(large.spec, cost=price))
+    assert after_minutes((large, small), 12.0, binding=binding_of(large.spec, small.spec)) == expected
 
 
 def test_in_doubt_no_target_loses_a_replica_to_another() -> None:
@@ -135,6 +149,30 @@ def test_free_accelerators_limit_what_is_started() -> None:
     found = {one.name: one.desired or 0 for one in decision.targets}
     assert found["large"] - 1 + found["small"] == 2
     assert sum(decision.lacks.values()) > 0
+
+
+def test_a_set_that_is_not_proven_the_cheapest_is_told() -> None:
+    # stages that share a limit are served in turn
+    large, small = (msgspec.structs.replace(one, stage="Prefill", accelerator="h100") for one in (LARGE, SMALL))
+    decode = msgspec.structs.replace(spec_of("decode", stage="Decode"), accelerator="h100")
+    made = binding_of(large, small, decode)
+    binding = msgspec.structs.replace(
+        made, spec=msgspec.structs.replace(made.spec, budget=Budget(accelerators={"h100": 5}))
+    )
+    stages = [
+        (target_of(ready=1, spec=large), target_of(ready=1, spec=small, speed=HALF)),
+        (target_of(ready=1, spec=decode),),
+    ]
+    memory: Memory | None = None
+    for look in range(40):
+        now_s = NOW_S + 5 * look
+        situations = [situation_of(one, traffic=traffic_of(40.0, now_s=now_s), now_s=now_s) for one in stages]
+        decision, memory = decide(POLICY, binding, situations, memory, now_s)
+    assert not any(one.is_proven for one in decision.stages)
+    assert all(one.reason.endswith("; not proven the cheapest") for one in decision.targets[:2])
+    few = decided_once(pair(small=7), 12.0, BINDING)
+    assert few.stages[0].is_proven
+    assert not any("not proven" in one.reason for one in few.targets)
 
 
 def decided_once(

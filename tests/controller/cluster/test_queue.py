@@ -112,6 +112,33 @@ async def test_a_key_that_changes_all_the_time_starves_nobody() -> None:
     assert seen == ["hot", "a", "b", "c", "hot", "hot"]
 
 
+async def test_looks_that_come_again_by_themselves_begin_together_and_changes_wait_for_no_slot() -> None:
+    looks = Looks(5.0, 5.0, 5.0, 5.0)
+    async with looking(looks, timing=QueueTiming(slot_s=0.5)) as queue:
+        queue.add_in("a", 0.1)
+        queue.add_in("b", 0.2)
+        await asyncio.sleep(6.0)
+        queue.add_in("c", 0.1)
+        await asyncio.sleep(4.4)
+    assert looks.at == [(0.1, "a"), (0.2, "b"), (5.0, "a"), (5.0, "b"), (6.1, "c"), (10.0, "a"), (10.0, "b")]
+
+
+async def test_workers_that_wait_are_woken_for_each_key_whoever_ends_meanwhile() -> None:
+    looks = Looks(lasts_s=1.0)
+    queue = WorkQueue[str](Random(1), TIMING)
+    tasks = [asyncio.create_task(queue.run(looks, 1)) for _ in range(3)]
+    await asyncio.sleep(0.1)
+    queue.add("a")
+    # the one that was woken first ends before it takes the key
+    tasks[0].cancel()
+    queue.add("b")
+    await asyncio.sleep(0.5)
+    for one in tasks:
+        one.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert looks.at == [(0.1, "a"), (0.1, "b")]
+
+
 async def test_of_several_times_to_look_again_the_earliest_counts() -> None:
     looks = Looks(100.0)
     async with looking(looks) as queue:

@@ -19,10 +19,12 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from controller.autoscale.decision import Decision, TargetDecision
+from controller.keda.access import Readers
 from controller.keda.decisions import Decisions, Wanted, wanted_of
 from controller.keda.scaler import KedaScaler
 from controller.keda.tls import TlsFiles, server_credentials
 from tests.certificates import Authority
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -269,3 +271,123 @@ async def test_an_address_that_is_taken_is_told(decisions: Decisions) -> None:
         await second.start(f"127.0.0.1:{port}")
     await first.stop(0)
     await second.stop(0)
+
+
+async def test_one_caller_cannot_take_all_streams(decisions: Decisions) -> None:
+    scaler = KedaScaler(decisions, most_streams=16)
+    port = await scaler.start("127.0.0.1:0")
+    decisions.tell("shop/llama", {"h100": Wanted(3, is_active=True)})
+    async with asyncio.timeout(30), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        open_stream = channel.unary_stream(PATH + "StreamIsActive")
+        kept = [open_stream(reference("shop", binding="llama")) for _ in range(2)]
+        assert [fields(await one.read()) for one in kept] == [{1: 1}] * 2
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await open_stream(reference("shop", binding="llama")).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "2 streams are open about the namespace shop" in (caught.value.details() or "")
+        assert "--keda-streams" in (caught.value.details() or "")
+        # what is asked without a stream is answered all the same, and a stream that ends makes room
+        assert await call(channel, "IsActive", reference("shop", binding="llama")) == {1: 1}
+        kept[0].cancel()
+
+        async def has_room() -> bool:
+            kept[0] = open_stream(reference("shop", binding="llama"))
+            try:
+                return fields(await kept[0].read()) == {1: 1}
+            except grpc.aio.AioRpcError:
+                return False
+
+        await eventually(has_room)
+        # one caller gets half, whatever namespaces it makes up
+        for number in range(6):
+            decisions.tell(f"made-up-{number}/llama", {"h100": Wanted(3, is_active=True)})
+            kept.append(open_stream(reference(f"made-up-{number}", binding="llama")))
+            await kept[-1].read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await open_stream(reference("one-more", binding="llama")).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "8 streams of ipv4:127.0.0.1 are open" in (caught.value.details() or "")
+    await scaler.stop(0)
+
+
+async def test_news_of_a_binding_wake_only_those_who_ask_about_it(decisions: Decisions) -> None:
+    decisions.tell("shop/llama", {"h100": Wanted(3, is_active=True)})
+    last = decisions.wanted("shop/llama", "")
+    asked: list[str] = []
+    known = decisions.wanted
+
+    def counted(binding: str, target: str) -> Wanted:
+        asked.append(binding)
+        return known(binding, target)
+
+    decisions.wanted = counted  # type: ignore[method-assign]
+    waits = [asyncio.create_task(decisions.other_than(last, "shop/llama", "")) for _ in range(100)]
+    await asyncio.sleep(0)
+    asked.clear()
+    for number in range(100):
+        decisions.tell("shop/other", {"h100": Wanted(number, is_active=True)})
+        await asyncio.sleep(0)
+    assert asked == []
+    decisions.tell("shop/llama", {"h100": Wanted(4, is_active=True)})
+    assert await asyncio.gather(*waits) == [Wanted(4, is_active=True)] * 100
+
+
+async def test_only_listed_namespaces_are_told(decisions: Decisions) -> None:
+    scaler = KedaScaler(decisions, readers=Readers(namespaces=frozenset({"shop"})))
+    port = await scaler.start("127.0.0.1:0")
+    for namespace in ("shop", "bank"):
+        decisions.tell(f"{namespace}/llama", {"h100": Wanted(3, is_active=True)})
+    async with asyncio.timeout(30), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        assert await call(channel, "IsActive", reference("shop", binding="llama")) == {1: 1}
+        for method in ("IsActive", "GetMetricSpec"):
+            code, text = await refusal(channel, method, reference("bank", binding="llama"))
+            assert code is grpc.StatusCode.PERMISSION_DENIED
+            assert "--keda-namespace bank" in text
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_stream(PATH + "StreamIsActive")(reference("bank", binding="llama")).read()
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    await scaler.stop(0)
+
+
+async def test_a_clients_certificate_says_what_it_may_read(decisions: Decisions, tmp_path: Path) -> None:
+    authority = Authority()
+    files = authority.issue(dns=["keda.test"]).write(tmp_path, "server")
+    (tmp_path / "clients.crt").write_bytes(authority.cert)
+    follow = TlsFiles(Path(files["certFile"]), Path(files["keyFile"]), tmp_path / "clients.crt")
+    readers = Readers(clients={"keda-operator": frozenset(), "scaler.shop": frozenset({"shop"})})
+    scaler = KedaScaler(decisions, readers=readers)
+    port = await scaler.start("127.0.0.1:0", server_credentials(follow))
+    for namespace in ("shop", "bank"):
+        decisions.tell(f"{namespace}/llama", {"h100": Wanted(3, is_active=True)})
+
+    async def ask(name: str, namespace: str, *dns: str) -> tuple[grpc.StatusCode, str]:
+        pair = authority.issue(name, dns=dns)
+        trusted = grpc.ssl_channel_credentials(authority.cert, pair.key, pair.cert)
+        options = (("grpc.ssl_target_name_override", "keda.test"), ("grpc.use_local_subchannel_pool", 1))
+        async with grpc.aio.secure_channel(f"127.0.0.1:{port}", trusted, options=options) as channel:
+            try:
+                await call(channel, "IsActive", reference(namespace, binding="llama"))
+            except grpc.aio.AioRpcError as error:
+                return error.code(), error.details() or ""
+            return grpc.StatusCode.OK, ""
+
+    async with asyncio.timeout(30):
+        assert (await ask("keda-operator", "bank"))[0] is grpc.StatusCode.OK
+        assert (await ask("tenant", "shop", "scaler.shop"))[0] is grpc.StatusCode.OK
+        code, text = await ask("tenant", "bank", "scaler.shop")
+        assert code is grpc.StatusCode.PERMISSION_DENIED
+        assert "not for the namespace bank" in text
+        code, text = await ask("tenant", "shop", "elsewhere")
+        assert code is grpc.StatusCode.PERMISSION_DENIED
+        assert "elsewhere" in text
+    await scaler.stop(0)
+
+
+async def test_what_is_no_name_is_refused_without_an_echo(channel: grpc.aio.Channel) -> None:
+    for wrong in (reference("shop", binding="x" * 254), reference("x" * 60_000, binding="a")):
+        code, text = await refusal(channel, "IsActive", wrong)
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert len(text) < 100
+    # no reference is that long: it is not even read
+    code, _ = await refusal(channel, "IsActive", reference("shop", binding="x" * 70_000))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -9,7 +9,7 @@ from extproc.admission.cache_isolation import CacheIsolation
 from extproc.admission.identity import Caller
 from extproc.config.load import load
 from extproc.request.model import Api
-from extproc.request.openai import parse
+from extproc.request.parsing import parse
 
 KEYS = """
   authentication:

@@ -101,6 +101,17 @@ def test_requests_and_tokens_in_flight(table: EndpointTable) -> None:
     assert Capacity(table, limits, NOW).rows_for(WANTED) is None
 
 
+def test_tokens_in_flight_fill_an_engine_little_by_little(table: EndpointTable) -> None:
+    limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=None, max_tokens=1000).limits()
+    begin_request(table, 0, work=0, tokens=500, now=NOW)
+    capacity = Capacity(table, limits, NOW)
+    assert capacity.pressure[0] == pytest.approx(0.5)
+    # one of two engines is half full
+    assert capacity.saturation == pytest.approx(0.25)
+    begin_request(table, 0, work=0, tokens=700, now=NOW)
+    assert Capacity(table, limits, NOW).saturation == pytest.approx(0.5)
+
+
 def test_the_expected_wait_fills_an_engine_until_it_is_short_again(table: EndpointTable) -> None:
     limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=Duration("500ms")).limits()
     for row, tokens in ((0, 7_000), (1, 9_000)):

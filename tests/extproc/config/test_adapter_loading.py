@@ -47,7 +47,10 @@ def test_adapters_have_names_and_sources_and_a_request_waits_a_minute() -> None:
         ),
         (
             f"engine: SGLang, adapterLoading: {{adapters: [{ONE}]}}",
-            "spec.adapterLoading: SGLang is asked to load nothing; write port, of the runtime agents beside the engines",
+            (
+                "spec.adapterLoading: SGLang is asked to load nothing; write port, of the runtime agents beside the"
+                " engines"
+            ),
         ),
         (
             f"pdGroup: {{prefillLabels: {{a: p}}, decodeLabels: {{a: d}}}}, adapterLoading: {{adapters: [{ONE}]}}",

@@ -51,11 +51,13 @@ KILLERS: Final = {
     "huge": ("#" * 50_000_000, "bad.yaml: has 50000000 bytes"),
     "infinite": (PICKER + "plugins:\n- {type: queue-scorer, parameters: {a: .inf}}", "bad.yaml:4:"),
     "expression": (
-        "apiVersion: attache.dev/v1alpha1\nkind: ModelRoute\nmetadata: {name: r}\nspec:\n  modelName: m\n  rules:\n"
-        f"  - modelMatch: {{uri: {{regex: '{'(' * 5000}'}}}}\n    targetModels: [{{modelServerName: s}}]\n",
+        (
+            "apiVersion: attache.dev/v1alpha1\nkind: ModelRoute\nmetadata: {name: r}\nspec:\n  modelName: m\n "
+            f" rules:\n  - modelMatch: {{uri: {{regex: '{'(' * 5000}'}}}}\n    targetModels: [{{modelServerName: s}}]\n"
+        ),
         "bad.yaml:7: spec.rules[0].modelMatch.uri.regex: not a regular expression",
     ),
-    "size": (PICKER + "featureGates: [flowControl]\nflowControl: {maxRequests: 10G}", "bad.yaml:4: flowControl.maxReq"),
+    "size": (PICKER + "featureGates: [flowControl]\nflowControl: {maxRequests: 10X}", "bad.yaml:4: flowControl.maxReq"),
     "parameter": (PICKER + "plugins:\n- {type: random-picker, parameters: {maxNumOfEndpoints: 10G}}", "bad.yaml:4:"),
 }
 
@@ -93,7 +95,10 @@ def test_a_key_is_in_no_message() -> None:
 
 @pytest.mark.parametrize("written", ["sk-top", "[sk-top]", "{sk: sk-top}", "!!int sk-top"])
 def test_the_secret_of_caches_is_in_no_message(written: str) -> None:
-    text = f"apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {{name: g}}\nspec: {{cacheSecret: {written}}}\n"
+    text = (
+        "apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\nspec: {cacheSecret:"
+        f" {written}}}\n"
+    )
     with pytest.raises(ConfigInvalid) as caught:
         load({"g.yaml": text.encode()})
     assert "sk-top" not in str(caught.value)

@@ -230,7 +230,10 @@ def test_a_key_is_given_in_one_way(key: str, said: str) -> None:
 
 
 def test_global_limits_without_a_redis_are_warned_of() -> None:
-    limits = b"  rateLimits: [{requests: 1, scope: Global}, {requests: 1}, {requests: 1, scope: Global, withoutRedis: Refuse}]\n"
+    limits = (
+        b"  rateLimits: [{requests: 1, scope: Global}, {requests: 1}, {requests: 1, scope: Global, withoutRedis:"
+        b" Refuse}]\n"
+    )
     found = load({"server.yaml": SERVER, "route.yaml": ROUTE + limits})
     first, second = limits_without_redis(found)
     assert first.startswith("ModelRoute default/chat: rateLimits[0] is Global")

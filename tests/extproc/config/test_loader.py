@@ -136,7 +136,7 @@ def test_a_picker_file_keeps_its_decoded_form_and_tells_mistakes_where_it_now_st
     ("old", "new", "mistake"),
     [
         ("20s", "soon", "epp.yaml:5: flowControl.defaultRequestTTL: 'soon' is not a duration"),
-        ("20s,", "20s, maxBytes: lots,", "epp.yaml:5: flowControl.maxBytes: 'lots' is not a size"),
+        ("20s,", "20s, maxBytes: lots,", "epp.yaml:5: flowControl.maxBytes: 'lots' is not a quantity"),
         ("20s,", "20s, maxByte: 1,", "epp.yaml:5: flowControl.maxByte: there is no such field"),
         (
             "{type: queue-scorer}]",

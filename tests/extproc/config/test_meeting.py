@@ -62,7 +62,8 @@ def test_as_many_workers_must_listen_as_are_called() -> None:
 
 def test_check_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.yaml").write_text(
-        "apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\nspec: {extproc: '127.0.0.1:9002'}\n"
+        "apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\nspec: {extproc:"
+        " '127.0.0.1:9002'}\n"
     )
     assert main([str(tmp_path), "--listen", "0.0.0.0:9002"]) == 0
     assert main([str(tmp_path), "--listen", "127.0.0.1:9012"]) == 2

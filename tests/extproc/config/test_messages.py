@@ -45,7 +45,7 @@ spec:
         ("model: llama-8b", "model: @llama", "must not begin with @"),
         ("model: llama-8b", 'model: "llama', "a.yaml:6: not YAML: a quote is opened here and never closed"),
         ("modelName: llama-8b", "modelName: *", "must not begin with *"),
-        ("  - address", "    address", "write a list, each item in a line that begins with '- '"),
+        ("  - address", "    address", "write a list, each item on a line that begins with '- '"),
         ("- address: ", "- ", "is text; write fields, indented, such as address:"),
         ("address", "adress", "did you mean 'address'?"),
         ("engine: vLLM", "engine: vllm", "did you mean 'vLLM'?"),

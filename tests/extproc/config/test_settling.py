@@ -36,8 +36,8 @@ def snapshot(**servers: str) -> Snapshot:
 def used(
     settling: Settling, now: float, *known: str, in_envoy: Mapping[str, Collection[str]] | None = None, **servers: str
 ) -> dict[str, list[str]]:
-    """The last numbers of the engines' addresses, by server. ``known``: servers that have engines. ``in_envoy``: numbers
-    that Envoy knows, if it can be asked.
+    """The last numbers of the engines' addresses, by server. ``known``: servers that have engines. ``in_envoy``:
+    numbers that Envoy knows, if it can be asked.
     """
     told = {f"default/{name}": [(f"10.0.0.{one}", 80) for one in numbers] for name, numbers in (in_envoy or {}).items()}
     settling.hear(told, now)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What may happen to the requests of a core, and what must hold after each event.
 
-``Life`` is the core's shell, the gateway, the store of global limits and two other workers in one. It knows which streams are
-open and what each request was granted, and holds the core's records, loads, queues and accounts against that.
+``Life`` is the core's shell, the gateway, the store of global limits and two other workers in one. It knows which
+streams are open and what each request was granted, and holds the core's records, loads, queues and accounts against
+that.
 """
 
 from __future__ import annotations
@@ -383,11 +384,16 @@ class Life:
         }
         waiting = {name for group in self.core._awaiting._groups.values() for name in group.records}
         assert waiting == {one.ticket for one in records if one.state is State.AWAITING_ENGINE}
-        sizes = [
-            (g.bytes, sum(len(one.arrived.body) for one in g.records.values()))
-            for g in self.core._awaiting._groups.values()
-        ]
-        assert all(counted == held for counted, held in sizes)
+        groups = self.core._awaiting._groups.values()
+        everybody = [one for group in groups for one in group.records.values()]
+        for held, theirs in [
+            (self.core._awaiting._held, everybody),
+            *((g.held, [*g.records.values()]) for g in groups),
+        ]:
+            tenants = Counter(one.arrived.caller.tenant for one in theirs)
+            assert (held.requests, dict(held._requests)) == (len(theirs), dict(tenants))
+            assert held.bytes == held._bytes.total() == sum(len(one.arrived.body) for one in theirs)
+            assert held._bytes.keys() == tenants.keys()
         assert {*self.decided, *self.elsewhere} == {one.ticket for one in records if one.state in IN_FLIGHT}
         # beside those that have ended and wait for their outcomes, there is nothing else
         assert len(records) == len(self.pending) + len(self.decided) + len(self.elsewhere) + self.core.count(

@@ -143,6 +143,93 @@ def test_an_engine_that_came_much_later_was_not_started_for_the_request() -> Non
     assert zero.refusal(ticket).retry_after_s == 10
 
 
+def test_clients_that_hung_up_long_ago_have_begun_no_start() -> None:
+    """Else one that asks and leaves at once would make all later ones come back much too late."""
+    zero = Zero(more="activation: {holdTimeout: 20s, startTime: 30s}")
+    (first,) = zero.ask()
+    zero.leave(first)
+    zero.passes(3000.0)
+    (ticket,) = zero.ask()
+    zero.passes(20.1)
+    assert zero.refusal(ticket).retry_after_s == 10
+    zero.passes(9.9)
+    zero.have(SMALL, engine(1))
+    assert zero.starts() == [pytest.approx(30.0)]
+
+
+def test_a_start_that_takes_longer_than_any_before_is_measured_although_clients_give_up() -> None:
+    zero = Zero(more="activation: {holdTimeout: 20s, startTime: 30s}")
+    for _ in range(10):
+        zero.ask()
+        zero.passes(60.0)
+    zero.have(SMALL, engine(1))
+    assert zero.starts() == [600.0]
+
+
+def test_one_tenant_that_fills_the_places_makes_room_for_the_others() -> None:
+    zero = Zero(more="activation: {maxRequests: 10, startTime: 30s}")
+    greedy = zero.ask(12, tenant="greedy")
+    assert [isinstance(zero.refusal(one), QueueFull) for one in greedy[10:]] == [True, True]
+    modest = zero.ask(3, tenant="modest")
+    assert not any(one in zero.ends for one in modest)
+    # the newest ones have given way
+    assert [one for one in greedy if one in zero.ends] == greedy[7:]
+    assert "most of them are of your tenant" in zero.refusal(greedy[7]).message
+    assert (zero.refusal(greedy[7]).status, zero.refusal(greedy[7]).retry_after_s) == (429, 30)
+    # and with equal shares nobody gives way
+    more = zero.ask(4, tenant="modest")
+    assert [one in zero.ends for one in more] == [False, False, True, True]
+    (refused,) = zero.ask(tenant="greedy")
+    assert refused in zero.ends
+    assert zero.waiting() == {SMALL: 10}
+    zero.have(SMALL, engine(1))
+    went = [one for one in zero.order if one in zero.ends and not hasattr(zero.ends[one], "refusal")]
+    assert went == [*greedy[:5], *modest, *more[:2]]
+
+
+def test_of_the_tenant_with_most_what_matters_least_gives_way() -> None:
+    zero = Zero(more="activation: {maxRequests: 4}")
+    plain = zero.ask(2, tenant="greedy")
+    urgent = zero.ask(2, tenant="greedy", urgency="high")
+    zero.ask(tenant="modest")
+    assert [one in zero.ends for one in (*plain, *urgent)] == [False, True, False, False]
+
+
+def test_large_bodies_of_one_tenant_make_room_too() -> None:
+    zero = Zero(more="activation: {maxBytes: 8Ki}")
+    greedy = zero.ask(4, tenant="greedy", size=1900)
+    (modest,) = zero.ask(tenant="modest", size=1900)
+    assert modest not in zero.ends
+    assert [one in zero.ends for one in greedy] == [False, False, False, True]
+    # what is larger than all places together makes nobody leave
+    (huge,) = zero.ask(tenant="other", size=9000)
+    assert huge in zero.ends
+    # nor does what would leave its tenant with more than the one that gives way
+    (large,) = zero.ask(tenant="other", size=5000)
+    assert large in zero.ends
+    assert zero.waiting() == {SMALL: 4}
+
+
+def test_one_tenant_cannot_fill_a_process_with_requests_for_many_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awaiting, "MOST_REQUESTS", 6)
+    zero = Zero(weights=BOTH)
+    greedy = zero.ask(8, tenant="greedy")
+    modest = zero.ask(2, tenant="modest")
+    assert not any(one in zero.ends for one in modest)
+    assert len([one for one in greedy if one not in zero.ends]) == 4
+    assert sum(zero.waiting().values()) == 6
+
+
+def test_a_flood_of_clients_that_leave_at_once_leaves_nothing_behind() -> None:
+    zero = Zero(weights=BOTH)
+    for number in range(300):
+        for ticket in zero.ask(3, tenant=f"tenant-{number % 7}"):
+            zero.leave(ticket)
+    assert zero.waiting() == {}
+    held = zero.core._awaiting._held
+    assert (held.requests, held.bytes, dict(held._requests), dict(held._bytes)) == (0, 0, {}, {})
+
+
 def test_a_client_that_leaves_costs_nothing() -> None:
     zero = Zero()
     first, second = zero.ask(2)
@@ -418,7 +505,9 @@ STEPS = ["ask", "ask", "ask", "engines", "engines", "leave", "finish", "finish",
 @pytest.mark.parametrize("gate", ["", GATE])
 @pytest.mark.parametrize("seed", range(25))
 def test_whatever_comes_and_goes_each_request_gets_one_answer_and_none_is_lost(seed: int, gate: str) -> None:
-    """Arrivals, engines that come, drain and leave, clients that leave, deadlines and new configurations, in any order."""
+    """Arrivals, engines that come, drain and leave, clients that leave, deadlines and new configurations, in any
+    order.
+    """
     pick = random.Random(seed)
     zero = Zero(more=f"{ACTIVATION}\n{gate}", weights=BOTH)
     asked: list[str] = []

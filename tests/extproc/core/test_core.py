@@ -308,7 +308,7 @@ def test_siblings_of_a_burst_go_where_the_first_one_went(core: Core) -> None:
 
 def chain_of(text: str) -> list[int]:
     from extproc.prefix.hashing import hash_blocks  # noqa: PLC0415
-    from extproc.request.openai import parse  # noqa: PLC0415
+    from extproc.request.parsing import parse  # noqa: PLC0415
 
     return hash_blocks(parse(Api.CHAT, chat(text)).prompt, "llama-3.1-8b")
 

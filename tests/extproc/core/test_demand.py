@@ -9,7 +9,16 @@ import random
 import msgspec
 import pytest
 
-from extproc.config.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S, Counted, Demand, EngineDemand, ServerDemand, bucket_of
+from extproc.config.demand import (
+    TPOT_BOUNDS_S,
+    TTFT_BOUNDS_S,
+    Counted,
+    Demand,
+    EngineDemand,
+    ServerDemand,
+    bucket_of,
+    is_news_at,
+)
 from extproc.config.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Refused, Tell
@@ -179,26 +188,43 @@ def test_who_waits_for_engines_that_are_not_there_is_missed_once() -> None:
     assert core.meter.alarms == before + 2
 
 
-def test_far_more_requests_than_were_told_of_are_an_alarm() -> None:
+def test_far_more_requests_than_a_follower_knows_of_are_told_once() -> None:
     core = core_of()
-    tickets = [arrive(core) for _ in range(5)]
-    assert (server(core).engines[FIRST].in_flight, core.meter.alarms) == (5, 0)
-    # eight more than were told of, and twice as many
-    tickets += [arrive(core) for _ in range(8)]
-    assert core.meter.alarms == 0
+    tickets = [arrive(core) for _ in range(8)]
+    assert (core.meter.unfinished(SERVER), core.meter.crowded) == (8, set())
+    # eight more than the none that somebody knew of
     tickets.append(arrive(core))
-    assert core.meter.alarms == 1
+    assert core.meter.crowded == {SERVER}
+    core.meter.crowded.clear()
     tickets += [arrive(core) for _ in range(12)]
-    assert core.meter.alarms == 1
-    for one in tickets[2:]:
+    assert core.meter.crowded == set()
+    for one in tickets[3:]:
         core.finish(one, 1.0)
     # nobody was told that they have ended
-    tickets = [arrive(core) for _ in range(10)]
-    assert core.meter.alarms == 1
-    assert server(core).engines[FIRST].in_flight == 12
-    for _ in range(13):
+    tickets = [arrive(core) for _ in range(9)]
+    assert (core.meter.unfinished(SERVER), core.meter.crowded) == (12, set())
+    # one who knows of these twelve, and one who knows of sixteen
+    for known in (12, 16):
+        core.meter.tell_at(SERVER, is_news_at(known))
+    tickets += [arrive(core) for _ in range(12)]
+    assert core.meter.crowded == set()
+    arrive(core)
+    assert core.meter.crowded == {SERVER}
+
+
+def test_news_are_eight_more_and_twice_as_many() -> None:
+    assert [is_news_at(known) for known in (0, 1, 8, 9, 100)] == [8, 9, 16, 18, 200]
+
+
+def test_looking_at_the_page_changes_nothing_of_what_is_news() -> None:
+    core = core_of()
+    for _ in range(7):
         arrive(core)
-    assert core.meter.alarms == 2
+        server(core)
+    arrive(core)
+    server(core)
+    arrive(core)
+    assert core.meter.crowded == {SERVER}
 
 
 def test_a_request_that_no_engine_can_take_is_refused_and_its_work_was_asked_for() -> None:

@@ -22,6 +22,7 @@ from extproc.metrics.registry import Metrics
 from extproc.request.model import Api
 from extproc.runtime.explain_page import ExplainPage
 from extproc.scheduling.cache_estimator import Prompt
+from extproc.streams.context import GatewayOptions
 from tests.extproc.conftest import CONFIG, settle
 
 if TYPE_CHECKING:
@@ -43,7 +44,10 @@ plugins:
   - type: prefix-cache-scorer
 schedulingProfiles:
   - name: default
-    plugins: [{pluginRef: least-request-filter}, {pluginRef: queue-scorer, weight: 2}, {pluginRef: prefix-cache-scorer, weight: 3}]
+    plugins:
+      - {pluginRef: least-request-filter}
+      - {pluginRef: queue-scorer, weight: 2}
+      - {pluginRef: prefix-cache-scorer, weight: 3}
 """
 
 
@@ -111,7 +115,7 @@ async def test_the_page_explains_or_refuses_as_the_client_would_be() -> None:
         return None
 
     app = web.Application()
-    page = ExplainPage(core_of(configured=True), no_tokens, lambda: 0.0)
+    page = ExplainPage(core_of(configured=True), no_tokens, lambda: 0.0, GatewayOptions())
     app.add_routes([web.post("/debug/explain/{path:.*}", page.show)])
     async with TestClient(TestServer(app)) as client:
         shown = await client.post("/debug/explain/v1/chat/completions", data=BODY)
@@ -125,6 +129,36 @@ async def test_the_page_explains_or_refuses_as_the_client_would_be() -> None:
         assert (await chosen.json())["server"] == "default/llama"
         nowhere = await client.post("/debug/explain/v1/chat/completions?listener=gone", data=BODY)
         assert nowhere.status == 404
+
+
+async def test_the_page_of_a_picker_explains_as_its_gateway_asks() -> None:
+    async def no_tokens(_: Arrival) -> None:
+        return None
+
+    app = web.Application()
+    options = GatewayOptions(pool="default/llama", duplex_choices=2)
+    page = ExplainPage(core_of(configured=True), no_tokens, lambda: 0.0, options)
+    app.add_routes([web.post("/debug/explain/{path:.*}", page.show)])
+    async with TestClient(TestServer(app)) as client:
+        for path, body in (("v1/chat/completions", BODY.replace(b'"chat"', b'"of-no-route"')), ("any/path", b"any")):
+            shown = await (await client.post(f"/debug/explain/{path}", data=body)).json()
+            assert (shown["server"], len(shown["addresses"])) == ("default/llama", 2)
+        other = await client.post("/debug/explain/any?pool=default/gone", data=BODY)
+        assert other.status == 503
+
+
+def test_the_command_asks_as_a_gateway_with_a_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "all.yaml").write_bytes(CONFIG)
+    body = tmp_path / "body.txt"
+    for content, path in ((BODY.replace(b'"chat"', b'"of-no-route"'), "/v1/chat/completions"), (b"any", "/any")):
+        body.write_bytes(content)
+        words = ["explain", "--config", str(tmp_path), "--path", path, str(body)]
+        assert main(words) == 1, "no route"
+        assert main([*words, "--pool", "llama", "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert (shown["server"], len(shown["addresses"])) == ("default/llama", 1)
+    assert main([*words, "--pool", "gone"]) == 1
+    assert "'default/gone' is not configured" in capsys.readouterr().err
 
 
 def test_the_command_decides_by_a_configuration_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,11 @@ spec:
   adapterLoading:
     slots: %d
     timeout: 10s
-    adapters: [{name: sql, source: /sql}, {name: law, source: /law}, {name: art, source: /art}, {name: bio, source: /bio}]
+    adapters:
+      - {name: sql, source: /sql}
+      - {name: law, source: /law}
+      - {name: art, source: /art}
+      - {name: bio, source: /bio}
   %s
 ---
 apiVersion: attache.dev/v1alpha1

@@ -13,7 +13,7 @@ from extproc.config.model_server import ModelServerSpec
 from extproc.core.rewriting import asks_for_usage
 from extproc.core.types import BUNDLE, Arrival, Attachment, Head
 from extproc.request.model import Api
-from extproc.request.openai import parse
+from extproc.request.parsing import parse
 from extproc.routing.resolve import Destination
 
 ELSEWHERE = Attachment(passes_usage=True)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shared store goes away and comes back, with its buckets or without: no window sees more than was promised.
 
-One process grants exactly what the store would have granted. Several cannot hear of each other meanwhile: each grants its part of
-what it last knew, so that all together grant at most the burst once more, and a request that is larger than a part.
+One process grants exactly what the store would have granted. Several cannot hear of each other meanwhile: each grants
+its part of what it last knew, so that all together grant at most the burst once more, and a request that is larger than
+a part.
 """
 
 from __future__ import annotations

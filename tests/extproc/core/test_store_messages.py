@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages to the shared store arrive in any order, late or never, and it comes back empty: one process grants nothing twice."""
+"""Messages to the shared store arrive in any order, late or never, and it comes back empty: one process grants nothing
+twice.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Taken(msgspec.Struct):
 
 
 class World:
-    """One process, the store, and the messages between them; the process waits for nothing but its requests' answers."""
+    """One process, the store, and the messages between them; the process waits for nothing but its requests'
+    answers.
+    """
 
     def __init__(self, limit: Limit) -> None:
         self.limit = limit
@@ -254,8 +258,8 @@ def test_requests_are_granted_as_often_as_the_limit_says_and_not_less(events: li
     drain(world, amount=2.0)
     granted = sum(one.used for one in world.taken)
     assert granted <= CAPACITY
-    # What the store granted, and could not tell before the connection broke, is gone if the store was not; and if it was,
-    # where a later answer overtook the one that was lost: its level was without that grant already.
+    # What the store granted, and could not tell before the connection broke, is gone if the store was not; and if it
+    # was, where a later answer overtook the one that was lost: its level was without that grant already.
     if "crash" not in {event for event, *_ in events}:
         assert granted >= CAPACITY - 2.0 * world.untold
 

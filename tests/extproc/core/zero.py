@@ -145,12 +145,20 @@ class Zero:
                     self.wake_at_s = effect.at_s if self.wake_at_s is None else min(effect.at_s, self.wake_at_s)
 
     def ask(
-        self, count: int = 1, *, model: str = "chat", urgency: str = "", attachment: Attachment = BUNDLE, size: int = 2
+        self,
+        count: int = 1,
+        *,
+        model: str = "chat",
+        urgency: str = "",
+        attachment: Attachment = BUNDLE,
+        size: int = 2,
+        tenant: str = "",
     ) -> list[str]:
         """So many requests arrive."""
         tickets = []
         body = json.dumps({"model": model, "messages": [{"role": "user", "content": "x" * size}]}).encode()
-        head = Head("POST", "/v1/chat/completions", {"x-urgency": urgency}, has_body=True)
+        headers = {"x-urgency": urgency} | ({"x-attache-tenant": tenant} if tenant else {})
+        head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=bool(tenant))
         for _ in range(count):
             own, effects = self.core.arrive(
                 self.core.intake.receive(Api.CHAT, head, body), self.now, attachment, wants_reasons=self.explains

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
@@ -40,11 +40,13 @@ class Engine:
 
     def __init__(self, token: int, status: int = 200) -> None:
         self.asked = 0
+        self.body: dict[str, Any] = {}
         self._token = token
         self._status = status
 
-    async def tokenize(self, _: web.Request) -> web.Response:
+    async def tokenize(self, request: web.Request) -> web.Response:
         self.asked += 1
+        self.body = await request.json()
         return web.json_response({"tokens": [self._token]}, status=self._status)
 
 
@@ -116,3 +118,20 @@ async def test_a_pool_without_an_engine_that_is_there() -> None:
     core = core_with(f"127.0.0.1:{unused_port()}")
     with pytest.raises(ConnectionError, match="Cannot connect"):
         await tokens(core)
+
+
+async def test_a_body_of_the_messages_api_is_tokenized_as_the_chat_that_engines_make_of_it(
+    servers: list[TestServer],
+) -> None:
+    engine = Engine(7)
+    core = core_with(await start(servers, engine))
+    asked = {"model": "llama", "max_tokens": 1, "system": "be short", "messages": [{"role": "user", "content": "hi"}]}
+    head = Head("POST", "/v1/messages", {}, has_body=True)
+    arrival = core.intake.receive(Api.MESSAGES, head, json.dumps(asked).encode())
+    tokenizers = EngineTokenizers(EngineAccess({}, lambda: 0.0))
+    try:
+        assert list(await tokenizers.of(arrival.pool).tokens(arrival) or []) == [7]
+    finally:
+        await tokenizers.close()
+    said = [{"role": "system", "content": "be short"}, {"role": "user", "content": "hi"}]
+    assert engine.body == {"model": "base", "messages": said}

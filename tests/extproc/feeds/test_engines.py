@@ -8,10 +8,13 @@ import random
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import pytest
 from aiohttp import web
 
+from extproc.config.errors import ConfigInvalid
 from extproc.config.load import load
 from extproc.core.core import Core
+from extproc.endpoints.table import LoraState
 from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.engines import EngineScraper
 from extproc.metrics.registry import Metrics
@@ -19,8 +22,6 @@ from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-    import pytest
 
     from extproc.scheduling.pool import Pool
 
@@ -54,6 +55,7 @@ class Engine:
         self.asked = 0
         # the whole page, if not empty
         self.text = ""
+        self.path = "/metrics"
 
     def page(self) -> str:
         return self.text or (
@@ -73,16 +75,16 @@ class Engine:
 
 
 @asynccontextmanager
-async def scraped(engine: Engine, *more: str) -> AsyncIterator[tuple[Pool, Metrics, Core, str]]:
+async def scraped(engine: Engine, *more: str, config: str = CONFIG) -> AsyncIterator[tuple[Pool, Metrics, Core, str]]:
     app = web.Application()
-    app.add_routes([web.get("/metrics", engine.metrics), web.get("/v1/models", engine.list)])
+    app.add_routes([web.get(engine.path, engine.metrics), web.get("/v1/models", engine.list)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     address = f"127.0.0.1:{runner.addresses[0][1]}"
     endpoints = ", ".join(f'{{address: "{one}"}}' for one in (address, *more))
-    core = Core(load({"a.yaml": CONFIG.format(endpoints=endpoints).encode()}), rng=random.Random(0), ticket_prefix="t")
+    core = Core(load({"a.yaml": config.format(endpoints=endpoints).encode()}), rng=random.Random(0), ticket_prefix="t")
     clock = asyncio.get_running_loop().time
     metrics = Metrics(core.pools.values, lambda: 0.0, clock)
     scraper = EngineScraper(
@@ -188,3 +190,56 @@ async def test_another_failure_is_another_warning(caplog: pytest.LogCaptureFixtu
         engine.status = 500
         await eventually(lambda: len(warnings()) == 2)
         assert "500" in warnings()[1]
+
+
+TRTLLM = """trtllm_num_requests_running{model_name="m"} 6
+trtllm_num_requests_waiting{model_name="m"} 3
+trtllm_kv_cache_utilization{model_name="m"} 0.9
+"""
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ("engine: TensorRT-LLM", "/prometheus/metrics"),
+        ("engine: TensorRT-LLM\n  metricsPath: /metrics", "/metrics"),
+        ("engine: TensorRT-LLM\n  metricsPath: /engines/7/metrics?format=text", "/engines/7/metrics"),
+    ],
+)
+async def test_metrics_are_where_the_engine_shows_them_or_where_the_server_says(fields: str, path: str) -> None:
+    engine = Engine()
+    engine.path, engine.text = path, TRTLLM
+    config = CONFIG.replace("  model: llama\n", f"  model: llama\n  {fields}\n")
+    async with scraped(engine, config=config) as (pool, _, _, _):
+        await eventually(lambda: pool.table.waiting[0] == 3)
+        assert pool.table.running[0] == 6
+        assert pool.table.kv_usage[0] == 0.9
+
+
+@pytest.mark.parametrize("path", ["metrics", "", "/a b", "/a\\r\\nx-evil: 1", "/é"])
+def test_a_path_that_cannot_stand_in_a_request_is_refused(path: str) -> None:
+    config = CONFIG.replace("  model: llama\n", f'  model: llama\n  metricsPath: "{path}"\n')
+    with pytest.raises(ConfigInvalid, match="metricsPath"):
+        load({"a.yaml": config.format(endpoints='{address: "127.0.0.1:1"}').encode()})
+
+
+async def test_adapters_are_read_though_no_route_names_them() -> None:
+    """Behind a gateway with one pool there are no routes, and plugins ask for the state of adapters all the same."""
+    engine = Engine()
+    engine.models = ["llama", "poet"]
+    engine.text = engine.page() + (
+        'vllm:lora_requests_info{max_lora="4",running_lora_adapters="poet",waiting_lora_adapters="sql"} 7\n'
+    )
+    config = CONFIG.partition("---")[0]
+    async with scraped(engine, config=config) as (pool, _, _, _):
+        await eventually(lambda: pool.table.loras[0].served is not None and bool(pool.table.loras[0].active))
+        assert pool.table.loras[0] == LoraState(
+            active=frozenset({"poet"}), waiting=frozenset({"sql"}), max_active=4, served=frozenset({"llama", "poet"})
+        )
+        assert pool.adapters == frozenset()
+        eligible = pool.eligible("poet", None)
+        assert eligible is not None
+        assert eligible[0]
+        # one that is loaded later is seen, too
+        engine.models.append("new")
+        await eventually(lambda: "new" in (pool.table.loras[0].served or ()))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Envoy's admin interface says of engines, and what is made of an interface that says something else or nothing."""
+"""What Envoy's admin interface says of engines, and what is made of an interface that says something else or
+nothing.
+"""
 
 from __future__ import annotations
 

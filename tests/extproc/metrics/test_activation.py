@@ -19,15 +19,15 @@ def test_who_waits_how_long_and_what_a_start_took() -> None:
     def sample(name: str) -> float | None:
         return metrics.registry.get_sample_value(name, {"server": SMALL})
 
-    assert sample("attache_engine_waiting") is None
+    assert sample("attache_activation_waiting") is None
     zero.ask(2)
-    assert sample("attache_engine_waiting") == 2
+    assert sample("attache_activation_waiting") == 2
     assert sample("attache_wanted_engines") == 2
     zero.passes(12.0)
     zero.have(SMALL, engine(1))
     for effect in zero.effects:
         metrics.count(effect)
-    assert sample("attache_engine_waiting") is None
+    assert sample("attache_activation_waiting") is None
     assert sample("attache_engine_wait_seconds_sum") == 24.0
     assert sample("attache_engine_start_seconds_sum") == 12.0
 

@@ -129,3 +129,14 @@ def test_a_stream_joined_late_is_replayed_from_its_start() -> None:
     assert stream.is_whole is False, "the replay's memory is too short"
     stream.replayed(0, [])
     assert stream.is_whole is True, "an engine that has said nothing"
+
+
+def test_media_are_the_same_in_any_case() -> None:
+    stored = {**MAPS["events"][0], "medium": "cpu"}  # type: ignore[index]
+    removed = {"type": "BlockRemoved", "block_hashes": [11], "medium": "Gpu"}
+    batch = decode_batch(msgspec.msgpack.encode({"ts": 1.0, "events": [stored, removed]}))
+    assert [one.medium for one in batch.events if isinstance(one, (Stored, Removed))] == ["CPU", "GPU"]
+    index = KvIndex()
+    index.apply(Source(0), [Stored((1,), None, (1, 2), 2, "CPU")])
+    index.apply(Source(0), decode_batch(msgspec.msgpack.encode([1.0, [["BlockRemoved", [1], "cpu"]], 0])).events)
+    assert index.blocks_held(0) == 0

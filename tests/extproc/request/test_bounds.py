@@ -22,7 +22,7 @@ from extproc.request.bounds import (
     count_outside_strings,
 )
 from extproc.request.model import Api
-from extproc.request.openai import parse
+from extproc.request.parsing import parse
 
 
 def chat(messages: int) -> bytes:

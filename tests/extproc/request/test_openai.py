@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from extproc.errors import BadRequest, Refusal
 from extproc.request.model import Api, InferenceRequest
-from extproc.request.openai import INFERENCE_PATHS, parse
+from extproc.request.parsing import INFERENCE_PATHS, parse
 
 HELLO = {"role": "user", "content": "hello"}
 

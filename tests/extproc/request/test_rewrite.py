@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from extproc.request.model import Api
-from extproc.request.openai import parse
+from extproc.request.parsing import parse
 from extproc.request.rewrite import is_plain, span_of, with_changes
 
 CHANGES: dict[str, object] = {"model": "b", "stream_options": {"include_usage": True}}

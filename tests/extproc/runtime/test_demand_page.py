@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import msgspec
+import pytest
 from prometheus_client import CollectorRegistry
 
 from bench.processes import free_ports
@@ -21,6 +22,7 @@ from extproc.config.report import ConfigReport
 from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.request.model import Api
+from extproc.runtime import demand_watch
 from extproc.runtime.demand_watch import MOST_WATCHERS, DemandWatch
 from extproc.runtime.pages import serve_pages
 from tests.waiting import eventually
@@ -125,6 +127,67 @@ async def test_a_burst_is_told_at_once() -> None:
         second = await next_line(answer)
     assert second.servers[SERVER].engines["10.0.0.1:8000"].in_flight == 20
     assert second.age_s - first.age_s < 0.9
+
+
+@pytest.fixture
+def unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first one, lines come for news alone."""
+    monkeypatch.setattr(demand_watch, "_EVERY_S", 1000.0)
+
+
+@pytest.mark.usefixtures("unasked")
+async def test_a_burst_is_told_at_once_whoever_else_looks_meanwhile() -> None:
+    one = "{address: '10.0.0.1:8000'}"
+    async with page(one) as stand, aiohttp.ClientSession() as http, http.get(f"{stand.url}?watch=changes") as answer:
+        await next_line(answer)
+        # a stranger asks for the page while the burst comes, and another one follows it
+        for _ in range(2):
+            for _ in range(7):
+                stand.arrive()
+            async with http.get(stand.url) as asked:
+                await asked.read()
+            async with http.get(f"{stand.url}?watch") as other:
+                await next_line(other)
+        second = await next_line(answer)
+    assert second.servers[SERVER].engines["10.0.0.1:8000"].in_flight in (9, 14)
+
+
+@pytest.mark.usefixtures("unasked")
+async def test_each_follower_is_woken_by_what_is_news_to_it_alone() -> None:
+    async with page("{address: '10.0.0.1:8000'}") as stand:
+        early = stand.watch.lines()
+        await anext(early)
+        for _ in range(7):
+            stand.arrive()
+        late = stand.watch.lines()
+        await anext(late)
+        before = asyncio.create_task(anext(early))
+        after = asyncio.create_task(anext(late))
+        # both wait for their next line
+        await asyncio.sleep(0.2)
+        for _ in range(2):
+            stand.arrive()
+        async with asyncio.timeout(5.0):
+            line = msgspec.json.decode(await before, type=Demand)
+        assert line.servers[SERVER].engines["10.0.0.1:8000"].in_flight == 9
+        assert not after.done()
+        # these two were no news to the late one, and what is news to it is not forgotten
+        for _ in range(7):
+            stand.arrive()
+        async with asyncio.timeout(5.0):
+            line = msgspec.json.decode(await after, type=Demand)
+        assert line.servers[SERVER].engines["10.0.0.1:8000"].in_flight == 16
+        for one in (early, late):
+            await one.aclose()
+
+
+async def test_a_page_asked_for_once_changes_nothing_for_those_who_follow() -> None:
+    async with page() as stand, aiohttp.ClientSession() as http, http.get(f"{stand.url}?watch=changes") as answer:
+        await next_line(answer)
+        async with http.get(stand.url) as asked:
+            await asked.read()
+        # nothing has changed, so nothing is told
+        assert list((await next_line(answer)).servers) == []
 
 
 async def test_a_burst_is_told_before_all_of_it_has_been_read() -> None:

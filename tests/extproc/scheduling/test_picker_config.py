@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import random
 import re
+from typing import Final
 
 import msgspec
 import pytest
 
 from extproc.config.errors import ConfigInvalid
-from extproc.scheduling.framework import NamedScorer, Profile
+from extproc.scheduling.framework import NamedScorer, NeedsPlugins, Profile
 from extproc.scheduling.picker_config import picker_from_text
+from extproc.scheduling.plugins.accepted import REFUSED
 from extproc.scheduling.plugins.cache_scorers import PrefixCacheScorer
 from extproc.scheduling.plugins.filters import PrefixCacheAffinity
 from extproc.scheduling.plugins.load_scorers import Queue, TokenLoad
@@ -46,6 +48,10 @@ schedulingProfiles:
 def profile_of(text: str) -> Profile:
     (profile,) = picker_from_text("epp.yaml", text, BUILT_IN).picker.profiles.values()
     return profile
+
+
+def notes_of(text: str) -> tuple[str, ...]:
+    return picker_from_text("epp.yaml", text, BUILT_IN).notes
 
 
 def test_a_file_of_llm_ds_is_read_with_its_weights_and_parameters() -> None:
@@ -94,11 +100,6 @@ plugins:
         ("weight: 3", "wait: 3", "epp.yaml:19: schedulingProfiles[0].plugins[2].wait: there is no such field"),
         ("weight: 3", "weight: -3", "epp.yaml:19:"),
         ("name: prefix\n", "name: token-load-scorer\n", "a second plugin called 'token-load-scorer'"),
-        (
-            "pluginRef: weighted-random-picker",
-            "pluginRef: prefix-cache-affinity-filter\n        weight: 2",
-            "only scorers",
-        ),
         ("kind: Endpoint", "kind: Entpoint", "epp.yaml:2: kind"),
         ("plugins:\n  - type", "plugins:\n  - [", "not YAML"),
     ],
@@ -108,6 +109,40 @@ def test_a_mistake_is_placed_and_comes_with_advice(old: str, new: str, mistake: 
     assert text != CONFIG
     with pytest.raises(ConfigInvalid, match=re.escape(mistake)):
         picker_from_text("epp.yaml", text, BUILT_IN)
+
+
+def test_a_weight_of_a_plugin_that_is_no_scorer_is_told() -> None:
+    text = CONFIG.replace("pluginRef: weighted-random-picker", "pluginRef: weighted-random-picker\n        weight: 2")
+    assert any("'weighted-random-picker' has no effect: it is no scorer" in note for note in notes_of(text))
+
+
+def test_a_declared_picker_serves_a_profile_that_names_none() -> None:
+    text = CONFIG.replace("      - pluginRef: weighted-random-picker\n", "")
+    assert profile_of(text).selector == WeightedRandom(max_num_of_endpoints=2)
+    assert profile_of(
+        text.replace("  - type: weighted-random-picker\n    parameters: {maxNumOfEndpoints: 2}\n", "")
+    ) == (msgspec.structs.replace(profile_of(text), selector=MaxScore()))
+
+
+def test_parameters_without_effect_are_taken_and_told_with_the_reason() -> None:
+    text = CONFIG.replace("{affinityThreshold: 0.9}", "{affinityThreshold: 0.9, explorationProbability: 0.01}")
+    assert profile_of(text) == profile_of(CONFIG)
+    reason = PrefixCacheAffinity.WITHOUT_EFFECT["explorationProbability"]
+    assert f"prefix-cache-affinity-filter: explorationProbability has no effect: {reason}" in notes_of(text)
+
+
+def test_the_older_names_of_a_prefix_scorers_parameters_count() -> None:
+    (older,) = profile_of(
+        CONFIG.replace("matchLengthWeight: 0.5", "prefixLengthWeight: 0.5, maxModelLen: 2000")
+    ).scorers[1:]
+    view = view_of(2, cached=[1000, 500])
+    # half of it by length, a quarter of the scale squared, and half by the ratio
+    assert older.plugin.score(view, view.table.is_active)[1] == pytest.approx(0.5 * 0.0625 + 0.5 * 0.5)
+
+
+def test_a_type_of_llm_ds_that_is_not_built_is_refused_with_what_takes_its_place() -> None:
+    with pytest.raises(ConfigInvalid, match="in its place, queue-scorer, kv-cache-utilization-scorer and lora"):
+        picker_from_text("epp.yaml", CONFIG.replace("type: token-load-scorer", "type: decision-tree-filter"), BUILT_IN)
 
 
 def test_a_second_picker_and_a_second_document_are_refused() -> None:
@@ -134,19 +169,64 @@ def test_a_plugin_of_another_package_is_found_but_takes_no_name_of_ours(monkeypa
     assert installed()["queue-scorer"].kind == "scorer"
 
 
+# Types that llm-d-router registers, without those for tests, by its sources of September 2026.
+LLM_DS: Final = """
+active-request-scorer agent-identity always-disagg-multimodal-decider always-disagg-pd-decider anthropic-parser
+approx-prefix-cache-producer burst-prefix-cache-producer by-label by-label-selector concurrency-detector
+context-length-aware core-metrics-extractor data-parallel-profile-handler dcgm-data-source dcgm-extractor decode-filter
+disagg-headers-handler disagg-profile-handler disaggregatedset-rollout-screener edf-ordering-policy encode-filter
+endpoint-attribute-filter endpoint-attribute-scorer endpoint-notification-source eviction-priority-then-time-ordering
+eviction-sheddable-filter fcfs-ordering-policy file-discovery global-strict-fairness-policy
+header-label-affinity-scorer header-profile-handler inflight-load-producer k8s-notification-source
+kv-cache-utilization-scorer label-selector-filter latency-scorer latency-slo-admitter load-aware-scorer
+lora-affinity-scorer max-score-picker metrics-data-source mm-embeddings-cache-producer mm-embeddings-cache-scorer
+models-data-extractor models-data-source models-responder multicluster-file-discovery
+multicluster-kv-cache-utilization-scorer multicluster-metrics-data-source multicluster-metrics-extractor
+multicluster-prefix-cache-scorer multicluster-queue-scorer multicluster-session-affinity-filter
+multicluster-topology-scorer no-hit-lru-scorer openai-parser outlen-bucket p2p-source-producer passthrough-parser
+pd-profile-handler precise-prefix-cache-producer precise-prefix-cache-scorer predicted-latency-producer
+prefill-filter prefill-header-handler prefix-based-pd-decider prefix-cache-affinity-filter prefix-cache-scorer
+priority-holdback-policy probabilistic-admitter queue-scorer random-picker request-attribute-reporter
+round-robin-fairness-policy running-requests-size-scorer session-affinity-filter session-affinity-scorer
+session-id-producer sglanghttp-parser single-profile-handler slo-deadline-ordering-policy slo-headroom-tier-filter
+soft-reflective-ceiling-policy static-usage-limit-policy token-load-scorer token-producer topology-affinity-filter
+topology-affinity-scorer topology-extractor topology-stamp-handler utilization-detector utilization-filter
+vertexai-parser vllmgrpc-parser vllmhttp-parser weighted-random-picker
+"""
+
+
+def test_every_type_of_llm_ds_is_taken_told_or_refused_with_advice() -> None:
+    assert [name for name in LLM_DS.split() if name not in BUILT_IN and name not in REFUSED] == []
+    assert not REFUSED.keys() & BUILT_IN.keys()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_type_that_cannot_be_left_out_is_refused_with_what_takes_its_place(name: str) -> None:
+    text = CONFIG.replace("type: token-load-scorer", f"type: {name}\n    name: token-load-scorer")
+    with pytest.raises(ConfigInvalid, match=re.escape(REFUSED[name])):
+        picker_from_text("epp.yaml", text, BUILT_IN)
+
+
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_every_plugin_works_with_its_defaults(name: str) -> None:
     kind = BUILT_IN[name].kind
-    needed = {
+    needed: dict[str, dict[str, object]] = {
+        "request-attribute-reporter": {"attributes": [{"key": {"name": "cost"}, "expression": "usage.total_tokens"}]},
         "header-label-affinity-scorer": {"headerName": "x-zone", "labelKey": "zone"},
         "by-label": {"label": "zone"},
+        "priority-holdback-policy": {"minCeiling": 0.5},
+        "endpoint-attribute-filter": {"attribute": "a", "algorithm": {"type": "topK", "topK": {"k": 1}}},
+        "endpoint-attribute-scorer": {"attributeKey": "a", "algorithm": {"type": "linear_lower_is_better"}},
     }
     plugin = msgspec.convert(needed.get(name, {}), BUILT_IN[name].cls)
+    plugin = plugin.with_plugins({}) if isinstance(plugin, NeedsPlugins) else plugin
     view = view_of(4)
     needs_a_label = {"prefill-filter", "encode-filter", "by-label"}
     if kind == "filter":
         assert plugin.keep(view, view.table.is_active).sum() == (0 if name in needs_a_label else 4)
     elif kind == "scorer":
         assert plugin.score(view, view.table.is_active).shape == view.table.is_active.shape
+    elif kind == "reporter":
+        assert plugin.reporter().value({"total_tokens": 7}) == 7
     elif kind == "picker":
         assert len(plugin.order(view.demand.work[:4], random.Random(0))) == 4

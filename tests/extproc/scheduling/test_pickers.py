@@ -54,9 +54,9 @@ def test_cost_is_uncached_and_waiting_tokens_over_the_rate_plus_requests() -> No
     begin_request(table, 1, work=5_000, now=0.0)
     costs = PICKER.costs(table, demand(2_000, cached(table, e2=1_500)), 0.1)
 
-    # the work of 2000 tokens is 2000 * (1 + 1000/20000) = 2100, that of 500 after 1500 is 500 * (1 + 1750/20000) = 543.75
-    # so the first costs 1.5 * 2100 / 10000, the last 1.5 * 543.75 / 10000; at the other 5000 - 0.1 s * 10000 = 4000 tokens
-    # wait, 0.8 of its one request, which makes (2100 * (1.5 + 0.7 * 0.8 + 0.05) + 4000) / 10000 + 0.02
+    # the work of 2000 tokens is 2000 * (1 + 1000/20000) = 2100, that of 500 after 1500 is 500 * (1 + 1750/20000) =
+    # 543.75 so the first costs 1.5 * 2100 / 10000, the last 1.5 * 543.75 / 10000; at the other 5000 - 0.1 s * 10000 =
+    # 4000 tokens wait, 0.8 of its one request, which makes (2100 * (1.5 + 0.7 * 0.8 + 0.05) + 4000) / 10000 + 0.02
     assert costs[:3].tolist() == pytest.approx([0.315, 0.8631, 0.0815625])
     assert np.isinf(costs[3:]).all()
 

@@ -8,7 +8,7 @@ import pytest
 from extproc.config.errors import ConfigInvalid
 from extproc.config.load import Loader, load
 from extproc.scheduling.framework import ConfiguredPicker
-from extproc.scheduling.pickers import pickers_for
+from extproc.scheduling.pickers import picker_notes, pickers_for
 from extproc.scheduling.round_robin import RoundRobin
 
 SERVERS = """apiVersion: attache.dev/v1alpha1
@@ -77,3 +77,23 @@ def test_the_mistakes_of_all_pickers_are_told_once_each_and_nothing_is_made() ->
         pickers_for(load(files(more, EPP.replace("queue-scorer", "queue-scorr"))), before)
     assert [one.path for one in caught.value.mistakes] == ["plugins[0].type"]
     assert before == kept
+
+
+def test_a_precise_scorer_says_what_it_is_without_events() -> None:
+    epp = EPP.replace("random-picker", "precise-prefix-cache-scorer")
+    without = "ModelServer default/llm-d: precise-prefix-cache-scorer: it has no kvEvents"
+    assert any(without in note for note in picker_notes(load(files(epp=epp))))
+    with_events = SERVERS.replace("pickerConfig: epp.yaml", "pickerConfig: epp.yaml, kvEvents: {port: 5557}")
+    assert not any("it has no kvEvents" in note for note in picker_notes(load(files(with_events, epp))))
+
+
+def test_a_context_length_label_that_cannot_be_read_is_told() -> None:
+    epp = EPP.replace("random-picker", "context-length-aware")
+    endpoints = """endpoints: [
+      {address: "10.0.0.1:1", labels: {llm-d.ai/context-length-range: 0-8k}},
+      {address: "10.0.0.2:1", labels: {llm-d.ai/context-length-range: 0-8192}}, {address: "10.0.0.3:1"}]"""
+    servers = SERVERS.replace("endpoints: [], pickerConfig", f"{endpoints}, pickerConfig")
+    told = [note for note in picker_notes(load(files(servers, epp))) if "is no range" in note]
+    assert len(told) == 1
+    assert "10.0.0.1:1" in told[0]
+    assert "'0-8k'" in told[0]

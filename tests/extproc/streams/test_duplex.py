@@ -354,3 +354,31 @@ def test_only_an_answer_that_ended_without_usage_counts_against_its_engine(core:
     gateway.send(message)
     gateway.exchange.close()
     assert sum(health.failed for health in pool.table.healths) == (1 if is_whole else 0)
+
+
+REWRITES = CONFIG.replace(b"modelName: chat", b"modelName: routed")
+
+
+@pytest.mark.parametrize("header", ["x_llm_d_model_name_rewrite", "x_gateway_model_name_rewrite"])
+def test_a_trusted_gateway_names_the_engines_model(header: str) -> None:
+    core = Core(load({"a.yaml": REWRITES}), rng=random.Random(0), ticket_prefix="t")
+
+    def asked(model: str, *, trusts: bool) -> str:
+        gateway = Gateway(core, pool="default/llama", trusts_headers=trusts)
+        gateway.headers(**{header: "llama-canary"})
+        _, *rest = gateway.body(CHAT.replace(b'"chat"', json.dumps(model).encode()))
+        sent: str = json.loads(sent_on(rest)[0])["model"]
+        return sent
+
+    assert asked("chat", trusts=True) == "llama-canary"
+    assert asked("chat", trusts=False) == "chat", "a client's word"
+    # a rule overrides it
+    assert asked("routed", trusts=True) == "llama-3.1-8b"
+
+
+def test_what_a_trusted_gateway_leaves_out_changes_nothing() -> None:
+    core = Core(load({"a.yaml": REWRITES}), rng=random.Random(0), ticket_prefix="t")
+    gateway = Gateway(core, pool="default/llama", trusts_headers=True)
+    gateway.headers(x_llm_d_model_name_rewrite="")
+    _, *rest = gateway.body(CHAT)
+    assert sent_on(rest)[0] == CHAT

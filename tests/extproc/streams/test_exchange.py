@@ -88,9 +88,10 @@ def test_a_body_that_need_not_change_is_not_sent_back(conversation: Conversation
 
 def refusal_of(answer: ProcessingResponse) -> tuple[int, dict[str, object]]:
     immediate: ImmediateResponse = answer.immediate_response
-    assert [(o.header.key, o.header.raw_value) for o in immediate.headers.set_headers] == [
-        ("content-type", b"application/json")
-    ]
+    headers = {o.header.key: o.header.raw_value for o in immediate.headers.set_headers}
+    # only some are told llm-d's reason
+    assert headers.pop("x-llm-d-request-dropped-reason", b"rejected-internal") == b"rejected-internal"
+    assert headers == {"content-type": b"application/json"}
     return immediate.status.code, json.loads(immediate.body)["error"]
 
 
@@ -316,7 +317,9 @@ def test_an_answer_for_a_stream_that_has_asked_nothing_goes_nowhere(conversation
 def test_a_gateway_with_one_pool_gets_a_pick_for_models_of_no_route(core: Core, model: str, status: str) -> None:
     metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0)
     one = Conversation(core)
-    one.exchange = Exchange(shell(core, metrics, pool="default/llama"), Duplex, is_trusted=lambda: False)
+    # it sends whole bodies, and does not say so
+    context = shell(core, metrics, pool="default/llama", whole_bodies=True)
+    one.exchange = Exchange(context, Duplex, is_trusted=lambda: False)
     one.send_headers()
     assert one.send_body(CHAT.replace(b'"chat"', f'"{model}"'.encode())).WhichOneof("response") == status
     assert core.pools["default/llama"].table.in_flight.sum() == 1

@@ -11,12 +11,24 @@ from extproc.admission.buckets import Claim, Limit
 from extproc.admission.limits import Charge, Grant
 from extproc.core.effects import Decision
 from extproc.endpoints.table import EndpointRef
-from extproc.scheduling.pool import Assignment
+from extproc.errors import (
+    BadRequest,
+    EngineStarting,
+    InternalError,
+    NoEndpoint,
+    QueueFull,
+    QueueTimeout,
+    Refusal,
+    Shed,
+    UnknownModel,
+)
+from extproc.scheduling.assignment import Assignment
 from extproc.streams.messages import CommonResponse, ProcessingResponse
 from extproc.streams.responses import (
     MOST_BODY_BYTES,
     decision_answer,
     duplex_decision_answer,
+    refusal_answer,
     request_body_answers,
     response_body_answers,
 )
@@ -142,3 +154,27 @@ def test_bodies_pass_in_pieces_whose_last_says_so(size: int, is_end: bool) -> No
         assert b"".join(one.body for one in streamed) == body
         assert all(len(one.body) <= MOST_BODY_BYTES for one in streamed)
         assert [one.end_of_stream for one in streamed] == [False] * (len(streamed) - 1) + [is_end]
+
+
+LLM_DS_WORDS = {
+    QueueFull: "rejected-saturated",
+    Shed: "rejected-saturated",
+    QueueTimeout: "rejected-ttl-expired",
+    NoEndpoint: "rejected-no-endpoints",
+    EngineStarting: "rejected-no-endpoints",
+    BadRequest: None,
+    UnknownModel: None,
+}
+
+
+@pytest.mark.parametrize("kind", LLM_DS_WORDS)
+def test_a_refusal_says_in_llm_ds_words_why_the_request_was_dropped(kind: type[Refusal]) -> None:
+    answer = ProcessingResponse.FromString(refusal_answer(kind("x")))
+    headers = {one.header.key: one.header.raw_value.decode() for one in answer.immediate_response.headers.set_headers}
+    assert headers.get("x-llm-d-request-dropped-reason") == LLM_DS_WORDS[kind]
+
+
+def test_a_failure_of_ours_is_an_internal_reason() -> None:
+    answer = ProcessingResponse.FromString(refusal_answer(InternalError()))
+    headers = {one.header.key: one.header.raw_value.decode() for one in answer.immediate_response.headers.set_headers}
+    assert headers["x-llm-d-request-dropped-reason"] == "rejected-internal"

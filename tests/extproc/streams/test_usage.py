@@ -28,8 +28,8 @@ STREAM = (
     + b"data: [DONE]\n\n"
 )
 RESPONSES = (
-    b'data: {"type": "response.completed", "response": {"output": "%s", "usage": {"input_tokens": 5, "input_tokens_details": {"cached_tokens": 2}, "output_tokens": 7, "total_tokens": 12}}}\n\n'
-    % (b"y" * 100_000)
+    b'data: {"type": "response.completed", "response": {"output": "%s", "usage": {"input_tokens": 5,'
+    b' "input_tokens_details": {"cached_tokens": 2}, "output_tokens": 7, "total_tokens": 12}}}\n\n' % (b"y" * 100_000)
 )
 
 
@@ -85,3 +85,22 @@ def test_usage_that_is_no_count_is_ignored(number: str) -> None:
     reader = UsageReader()
     reader.feed(f'{{"usage": {{"prompt_tokens": {number}}}}}'.encode())
     assert reader.finish().prompt_tokens is None
+
+
+def test_a_stream_of_the_messages_api_tells_usage_at_both_ends() -> None:
+    reader = UsageReader()
+    reader.feed(
+        b'event: message_start\ndata: {"type": "message_start", "message": {"usage": {"input_tokens": 31,'
+        b' "output_tokens": 0}}}\n\n'
+    )
+    # who leaves now has written something, nobody knows how much
+    assert reader.finish() == ReportedUsage(31, None, None)
+    reader.feed(b'event: message_delta\ndata: {"usage": {"output_tokens": 7}}\n\n')
+    assert reader.finish() == ReportedUsage(31, 7, None)
+
+
+def test_input_of_the_messages_api_is_what_was_not_cached() -> None:
+    reader = UsageReader()
+    reader.feed(b'{"content": [], "usage": {"input_tokens": 10, "output_tokens": 7, ')
+    reader.feed(b'"cache_creation_input_tokens": 5, "cache_read_input_tokens": 16}}')
+    assert reader.finish() == ReportedUsage(31, 7, 16)

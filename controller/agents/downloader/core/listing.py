@@ -85,7 +85,9 @@ def archive_of(path: str) -> Archive:
 
 
 def is_wanted(path: str, allow: Sequence[str], ignore: Sequence[str]) -> bool:
-    """Some pattern of ``allow`` fits (or there is none), and none of ``ignore``. ``*`` also fits ``/``; ``dir/``: all in it."""
+    """Some pattern of ``allow`` fits (or there is none), and none of ``ignore``. ``*`` also fits ``/``; ``dir/``: all
+    in it.
+    """
     return (not allow or _fits(path, allow)) and not _fits(path, ignore)
 
 

@@ -47,7 +47,8 @@ class GoogleSource:
     """Objects pinned to their generations.
 
     google-auth finds credentials as everywhere: ``GOOGLE_APPLICATION_CREDENTIALS`` names a mounted key, else workload
-    identity. ``GOOGLE_ANONYMOUS=true``: none, for public buckets. ``STORAGE_EMULATOR_HOST``: another server, without any.
+    identity. ``GOOGLE_ANONYMOUS=true``: none, for public buckets. ``STORAGE_EMULATOR_HOST``: another server, without
+    any.
     """
 
     def __init__(self, place: BucketPlace, transfer: Transfer, environment: Environment) -> None:

@@ -129,8 +129,8 @@ class S3Source:
             raise Unavailable(f"{where}: {code or status}", is_temporary=status >= 500 or status == 429) from error
         except (errors.NoCredentialsError, errors.PartialCredentialsError, errors.CredentialRetrievalError) as error:
             raise AccessRefused(
-                f"{where}: there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a service account "
-                "with a role, or AWS_NO_SIGN_REQUEST=true for a public bucket"
+                f"{where}: there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a service account"
+                " with a role, or AWS_NO_SIGN_REQUEST=true for a public bucket"
             ) from error
         except errors.NoRegionError as error:
             raise UriInvalid(f"{where}: set AWS_REGION") from error

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class WebSource:
-    """Headers with credentials come from ``ATTACHE_HTTP_HEADERS``, a JSON object, and go to the URL's own host alone."""
+    """Headers with credentials come from ``ATTACHE_HTTP_HEADERS``, a JSON object, and go to the URL's own host
+    alone.
+    """
 
     def __init__(self, place: WebPlace, transfer: Transfer, environment: Environment) -> None:
         self._place = place

@@ -22,8 +22,8 @@ _HOSTNAME: Final = "Hostname"
 
 
 class Assigned(msgspec.Struct, frozen=True, kw_only=True):
-    """``bind``: where Envoy listens for the Gateway. ``published``: type and value of what its status says. ``refused``:
-    a condition Accepted or Programmed that is False because of addresses; then nothing is bound.
+    """``bind``: where Envoy listens for the Gateway. ``published``: type and value of what its status says.
+    ``refused``: a condition Accepted or Programmed that is False because of addresses; then nothing is bound.
     """
 
     bind: str = ""

@@ -75,8 +75,8 @@ class GatewayApi:
         self._stale.gateways = True
 
     def compile(self, servers: frozenset[str], pool_problems: Mapping[str, str]) -> bool:
-        """Gateways and routes. ``servers``: keys of usable ModelServers, those of pools included. ``pool_problems``: why
-        other pools cannot be used, by their keys. Whether listeners may take other routes now.
+        """Gateways and routes. ``servers``: keys of usable ModelServers, those of pools included. ``pool_problems``:
+        why other pools cannot be used, by their keys. Whether listeners may take other routes now.
         """
         stale, self._stale = self._stale, Stale(gateways=False)
         stale.changed |= {("ModelServer", key) for key in servers ^ self._servers}
@@ -134,7 +134,9 @@ class GatewayApi:
                 yield key, found.document
 
     def routes_without_models(self) -> frozenset[str]:
-        """Keys of the HTTPRoutes that go to no ModelServer and no pool, so that extproc has no part in their requests."""
+        """Keys of the HTTPRoutes that go to no ModelServer and no pool, so that extproc has no part in their
+        requests.
+        """
         return frozenset(
             key for key, found in self._routes.items() if all(one.kind != "ModelServer" for one in found.resolutions)
         )

@@ -38,7 +38,9 @@ _WITHOUT_EFFECT: Final = ("sessionPersistence",)
 
 
 class HttpRouteResult(msgspec.Struct, frozen=True, kw_only=True):
-    """``document``: None if it is not served. ``attached``: names of listeners. ``resolutions``: of all its references."""
+    """``document``: None if it is not served. ``attached``: names of listeners. ``resolutions``: of all its
+    references.
+    """
 
     document: bytes | None
     attached: frozenset[str]

@@ -87,8 +87,8 @@ class _RouteSpec(Read, frozen=True):
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
-    """An InferencePool, beyond its pods. ``picker``: the Service of its own endpoint picker, as ``namespace/name``; empty if
-    it names something else. ``fails_open``: it is used without its picker, too.
+    """An InferencePool, beyond its pods. ``picker``: the Service of its own endpoint picker, as ``namespace/name``;
+    empty if it names something else. ``fails_open``: it is used without its picker, too.
     """
 
     identity: Identity

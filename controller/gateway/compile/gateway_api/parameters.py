@@ -30,8 +30,8 @@ class Configs(Protocol):
 
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True):
-    """``config``: of the GatewayConfig in effect, None for the defaults. ``problems``: why Gateways, by key, cannot have
-    what they refer to. ``named``: every GatewayConfig that is referred to.
+    """``config``: of the GatewayConfig in effect, None for the defaults. ``problems``: why Gateways, by key, cannot
+    have what they refer to. ``named``: every GatewayConfig that is referred to.
     """
 
     config: str | None = None

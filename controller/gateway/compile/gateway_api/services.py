@@ -27,7 +27,9 @@ _PROTOCOLS: Final[Mapping[str, str]] = {
 
 
 class ServicePort(msgspec.Struct, frozen=True):
-    """A port. ``protocol``: of a Backend document; empty if it is not supported, and then ``said`` is what was asked."""
+    """A port. ``protocol``: of a Backend document; empty if it is not supported, and then ``said`` is what was
+    asked.
+    """
 
     name: str
     protocol: str
@@ -35,8 +37,8 @@ class ServicePort(msgspec.Struct, frozen=True):
 
 
 class Service(msgspec.Struct, frozen=True):
-    """A Service. ``is_alias``: it only stands for a host name, and such Services are not supported. ``addresses``: of its
-    load balancer, or else its own.
+    """A Service. ``is_alias``: it only stands for a host name, and such Services are not supported. ``addresses``: of
+    its load balancer, or else its own.
     """
 
     key: str

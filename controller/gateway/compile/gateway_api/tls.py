@@ -32,8 +32,8 @@ CLIENT_AUTHORITIES: Final = "clientca."
 
 
 class TlsResult(msgspec.Struct, frozen=True, kw_only=True):
-    """``document``: the listener's ``tls``; None if it cannot be had. ``accepted`` and ``resolved``: conditions that are
-    not as they should be. ``pointers``: all that was looked at or would be.
+    """``document``: the listener's ``tls``; None if it cannot be had. ``accepted`` and ``resolved``: conditions that
+    are not as they should be. ``pointers``: all that was looked at or would be.
     """
 
     document: Mapping[str, Any] | None = None

@@ -92,7 +92,9 @@ def _is_below(url: URL, prefix: URL) -> bool:
 
 
 class CheckedResolver(AbstractResolver):
-    """Leaves out IP addresses that must not be asked, after the name was looked up: a name may stand for another one later."""
+    """Leaves out IP addresses that must not be asked, after the name was looked up: a name may stand for another one
+    later.
+    """
 
     def __init__(self) -> None:
         self._resolver = ThreadedResolver()

@@ -26,8 +26,8 @@ _SHARES: Final = ("_perc", "_percent", "_ratio", "_usage", "_utilization")
 
 
 class Value(msgspec.Struct, frozen=True):
-    """``number``: None if there is none; ``problem`` says why. ``age_s``: of the sample. ``is_partial``: the server says that
-    it did not reach all of its data.
+    """``number``: None if there is none; ``problem`` says why. ``age_s``: of the sample. ``is_partial``: the server
+    says that it did not reach all of its data.
     """
 
     number: float | None = None
@@ -58,8 +58,8 @@ _ANSWERS: Final = msgspec.json.Decoder(_Answer)
 
 
 def asked(query: str) -> str:
-    """What is sent for a query. Prometheus gives no sample's own time, only that of the evaluation, unless it is asked for;
-    of a plain selector it is.
+    """What is sent for a query. Prometheus gives no sample's own time, only that of the evaluation, unless it is asked
+    for; of a plain selector it is.
     """
     stripped = query.strip()
     if _SELECTOR.fullmatch(stripped) is None:
@@ -107,8 +107,8 @@ def _finite(text: str, age_s: float, *, is_partial: bool) -> Value:
 
 
 def page_values(page: bytes, names: Iterable[str]) -> dict[str, float]:
-    """The metrics of these names on a page in Prometheus' text format; those that are not there, have very many series, or
-    are no finite number, are left out.
+    """The metrics of these names on a page in Prometheus' text format; those that are not there, have very many series,
+    or are no finite number, are left out.
     """
     found: dict[str, float] = {}
     for name in names:

@@ -12,6 +12,7 @@ import msgspec
 from controller.autoscale.situation import Metric
 from controller.cluster.errors import ClusterError, NotFound
 from controller.cluster.resources import Resource
+from controller.roles.scaling.shares import FairShares
 from controller.roles.scaling.sources.allowed import Allowed, CheckedResolver, NotAllowed
 from controller.roles.scaling.sources.answers import (
     PodUsage,
@@ -42,7 +43,8 @@ _LONGEST: Final = 300
 
 class SourceSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``timeout_s``: of one question. ``secrets_s``: how often a Secret in use is read. ``most_bytes``: of an answer of
-    Prometheus, and of an engine's page. ``side_by_side``: pages of engines that are read at once.
+    Prometheus, and of an engine's page. ``side_by_side``: pages of engines that are read at once, of which each
+    namespace has a share.
     """
 
     prometheus_allow: tuple[str, ...] = ()
@@ -82,7 +84,7 @@ class Sources:
         self._answers = Latest[tuple[str, str, str], Taken]()
         self._pages = Latest[tuple[str, tuple[str, ...]], _Page | None]()
         self._usages = Latest[str, _Usages]()
-        self._limit = asyncio.Semaphore(settings.side_by_side)
+        self._shares = FairShares(settings.side_by_side)
         self._sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession] | None = None
 
     async def close(self) -> None:
@@ -123,7 +125,7 @@ class Sources:
             taken = await self._asked(namespace, one.prometheus, max_age_s)
             return total_of(taken, self._clock(), policy)
         if one.source == "Engine":
-            return await self._of_engines(one, resolved, max_age_s, policy)
+            return await self._of_engines(namespace, one, resolved, max_age_s, policy)
         return await self._of_pods(namespace, one, resolved, max_age_s, policy)
 
     async def _asked(self, namespace: str, source: PrometheusSource, max_age_s: float) -> Taken:
@@ -163,7 +165,12 @@ class Sources:
         return found or Taken(Value(problem="no answer yet"), now_s)
 
     async def _of_engines(
-        self, one: MetricTarget, resolved: Sequence[Resolved], max_age_s: float, policy: AutoscalingPolicySpec
+        self,
+        namespace: str,
+        one: MetricTarget,
+        resolved: Sequence[Resolved],
+        max_age_s: float,
+        policy: AutoscalingPolicySpec,
     ) -> Metric:
         """Of each ready engine, by its name. Those without a page, or without the metric on it, are missing."""
         path = one.engine.path if one.engine is not None else "/metrics"
@@ -176,7 +183,7 @@ class Sources:
                 host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
                 asking[name] = f"http://{host}:{port}/{path.lstrip('/')}"
         names = tuple(sorted({each.name for each in policy.metrics if each.source == "Engine"}))
-        pages = await asyncio.gather(*(self._page(url, names, max_age_s) for url in asking.values()))
+        pages = await asyncio.gather(*(self._page(namespace, url, names, max_age_s) for url in asking.values()))
         since_s = self._clock() - policy.staleness.soft
         read = {name: page for name, page in zip(asking, pages, strict=True) if page is not None}
         values = {
@@ -188,11 +195,11 @@ class Sources:
             return Metric(at_s=self._clock(), problem=f"no engine's page has a recent {one.name}")
         return Metric(at_s=min(read[name].at_s for name in values), by_engine=values)
 
-    async def _page(self, url: str, names: tuple[str, ...], max_age_s: float) -> _Page | None:
+    async def _page(self, namespace: str, url: str, names: tuple[str, ...], max_age_s: float) -> _Page | None:
         async def read() -> _Page | None:
             at_s = self._clock()
             try:
-                async with self._limit:
+                async with self._shares.turn(namespace):
                     body = await page_of(
                         self._session(is_checked=False),
                         url,

@@ -24,8 +24,8 @@ class _Entry(Generic[Found]):
 
 
 class Latest(Generic[Key, Found]):
-    """``patience_s``: how long who asks waits for a fetch. One that took longer than that is waited for no more, until it
-    has been quick again: what it brings is used the next time.
+    """``patience_s``: how long who asks waits for a fetch. One that took longer than that is waited for no more, until
+    it has been quick again: what it brings is used the next time.
     """
 
     def __init__(self, patience_s: float = 0.3) -> None:
@@ -34,8 +34,8 @@ class Latest(Generic[Key, Found]):
         self._pruned_at_s = 0.0
 
     async def get(self, key: Key, fetch: Callable[[], Awaitable[Found]], max_age_s: float) -> Found | None:
-        """What was fetched at most ``max_age_s`` ago, or else is fetched now; meanwhile what was fetched before; None if
-        nothing was yet. ``fetch`` must not raise.
+        """What was fetched at most ``max_age_s`` ago, or else is fetched now; meanwhile what was fetched before; None
+        if nothing was yet. ``fetch`` must not raise.
         """
         now_s = asyncio.get_running_loop().time()
         entry = self._entries.setdefault(key, _Entry())

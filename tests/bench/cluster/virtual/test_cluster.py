@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The virtual cluster itself: pods live, fail and end as on a real one, and a manager sees late and dies at any call."""
+"""The virtual cluster itself: pods live, fail and end as on a real one, and a manager sees late and dies at any
+call.
+"""
 
 from __future__ import annotations
 

@@ -378,4 +378,7 @@ class AzureBlobs:
             if name.startswith(prefix)
         )
         head = '<?xml version="1.0" encoding="utf-8"?>'
-        return f'{head}<EnumerationResults ContainerName="container"><Blobs>{blobs}</Blobs><NextMarker/></EnumerationResults>'
+        return (
+            f"{head}<EnumerationResults"
+            f' ContainerName="container"><Blobs>{blobs}</Blobs><NextMarker/></EnumerationResults>'
+        )

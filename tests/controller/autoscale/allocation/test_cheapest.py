@@ -10,11 +10,12 @@ import itertools
 import os
 import random
 
+import msgspec
 import pytest
 
 from controller.autoscale.allocation.allocate import allocate, allocate_stages
 from controller.autoscale.allocation.cheapest import cheapest
-from controller.autoscale.allocation.variants import Allocation, Rules, Variant
+from controller.autoscale.allocation.variants import Allocation, Mode, Rules, Variant
 
 CASES = int(os.environ.get("ALLOCATION_CASES", "10000"))
 CHUNKS = 4
@@ -281,3 +282,34 @@ def test_a_stage_takes_another_kind_where_the_shared_one_is_short() -> None:
     turned = allocate_stages({"Decode": 8.0, "Prefill": 4.0}, variants, Rules(accelerators={"h100": 6}))
     assert turned["Prefill"].replicas == {"p-h100": 4}
     assert sum(turned["Decode"].replicas.values()) == 8
+
+
+def test_stages_that_share_a_limit_are_not_proven_the_cheapest_if_there_was_a_choice() -> None:
+    cheap, dear = Variant(name="a", most=8, cost=1.0, accelerators=4), Variant(name="b", most=8, cost=3.0)
+    cheap, dear = (msgspec.structs.replace(one, accelerator="h100") for one in (cheap, dear))
+    decode = Variant(name="d", most=8, accelerator="h100")
+    needs, limits = {"Prefill": 2.0, "Decode": 4.0}, Rules(accelerators={"h100": 9})
+    found = allocate_stages(needs, {"Prefill": [cheap, dear], "Decode": [decode]}, limits)
+    assert not any(one.is_proven for one in found.values())
+    # enough for both, or nothing to choose
+    for prefill, rules in (([cheap, dear], Rules()), ([dear], Rules(accelerators={"h100": 5}))):
+        found = allocate_stages(needs, {"Prefill": prefill, "Decode": [decode]}, rules)
+        assert all(one.is_proven for one in found.values())
+
+
+@pytest.mark.parametrize("mode", ["Cheapest", "Priority", "Weights", "Expansion"])
+def test_spellings_of_one_kind_share_its_budget_and_its_nodes(mode: Mode) -> None:
+    one = Variant(name="one", most=8, cost=1.0, accelerator="nvidia-h100", pools=("h100s",))
+    two = Variant(name="two", most=8, cost=1.0, accelerator="NVIDIA-H100-80GB-HBM3", pools=("h100s", "others"))
+    for rules in (Rules(mode=mode, accelerators={"H100": 5}), Rules(mode=mode, free={"h100s": 5, "others": 4})):
+        assert sum(allocate(9.0, [one, two], rules).replicas.values()) == 5
+
+
+def test_stages_share_budgets_and_nodes_whatever_they_call_them() -> None:
+    variants = {
+        "Prefill": [Variant(name="p", most=8, accelerator="H100", pools=("H100 or h100",))],
+        "Decode": [Variant(name="d", most=8, accelerator="h100", pools=("H100 or h100",))],
+    }
+    for rules in (Rules(accelerators={"nvidia-h100": 6}), Rules(free={"H100 or h100": 6})):
+        found = allocate_stages({"Prefill": 4.0, "Decode": 4.0}, variants, rules)
+        assert {stage: dict(one.replicas) for stage, one in found.items()} == {"Prefill": {"p": 3}, "Decode": {"d": 3}}

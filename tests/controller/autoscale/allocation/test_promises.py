@@ -27,28 +27,52 @@ def test_two_targets_of_one_binding_and_another_binding_share_what_is_there() ->
     nodes = Nodes([node("a", 8), node("b", 4)])
     mine = Claim((0, "1", "x"), (share(2), share(1, accelerators=4)))
     other = Claim((0, "2", "y"), (share(3),))
-    assert left_for(mine, "h100", nodes, [mine, other]) == 12 - 2 - 4 - 3
+    assert left_for(mine, ("h100",), nodes, [mine, other]) == 12 - 2 - 4 - 3
 
 
 def test_names_of_one_kind_are_one_kind() -> None:
     nodes = Nodes([node("a", 8)])
     other = Claim((0, "2", "y"), (share(3, kind="H100"),))
-    assert left_for(Claim((0, "1", "x")), "h100", nodes, [other]) == 5
+    assert left_for(Claim((0, "1", "x")), ("h100",), nodes, [other]) == 5
+
+
+HBM3 = "NVIDIA-H100-80GB-HBM3"
+PCIE = "NVIDIA-H100-PCIe"
+
+
+def test_kinds_share_what_both_may_have() -> None:
+    nodes = Nodes([node("a", 8), node("b", 4, PCIE), node("c", 2, NAMES["a100"])])
+    # two spellings of one kind are one pool
+    assert nodes.pools((HBM3, "nvidia-h100-80gb")) == {(HBM3, "nvidia-h100-80gb")}
+    # one kind that is part of another one is limited by itself, and together with it
+    assert nodes.pools(("H100", PCIE)) == {("H100", PCIE), (PCIE,)}
+    assert (nodes.free(("H100", PCIE)), nodes.free((PCIE,))) == (12, 4)
+    assert nodes.pools(("A100", "B200", "H100")) == {("A100",), ("B200",), ("H100",)}
+    # 80GB are on both kinds of nodes, so it has to share with each of them
+    wide = Nodes([node("a", 8), node("c", 2, "NVIDIA-A100-SXM4-80GB"), node("d", 1, PCIE)])
+    assert wide.pools(("80gb", "h100")) == {("80gb",), ("h100",), ("80gb", "h100")}
+    assert wide.free(("80gb", "h100")) == 11
+
+
+def test_a_resource_is_a_kind_beside_what_labels_say() -> None:
+    nodes = Nodes([node("a", 8), node("c", 2, NAMES["a100"])])
+    assert nodes.pools(("h100", "nvidia.com/gpu")) == {("h100",), ("h100", "nvidia.com/gpu")}
+    assert nodes.free(("h100", "nvidia.com/gpu")) == 10
 
 
 def test_what_an_earlier_one_lacks_is_left_to_it() -> None:
     nodes = Nodes([node("a", 8)])
     first, second = Claim((0, "1", "x"), (share(lacks=6),)), Claim((0, "2", "y"), (share(lacks=6),))
-    assert left_for(first, "h100", nodes, [first, second]) == 8
-    assert left_for(second, "h100", nodes, [first, second]) == 2
+    assert left_for(first, ("h100",), nodes, [first, second]) == 8
+    assert left_for(second, ("h100",), nodes, [first, second]) == 2
     urgent = msgspec.structs.replace(second, order=(-1, "2", "y"))
-    assert left_for(first, "h100", nodes, [first, urgent]) == 2
+    assert left_for(first, ("h100",), nodes, [first, urgent]) == 2
 
 
 def test_what_fits_nowhere_is_not_kept_from_others() -> None:
     nodes = Nodes([node(name, 2) for name in "abcd"])
     large = Claim((-5, "1", "x"), (share(promised=1, lacks=3, accelerators=8),))
-    assert left_for(Claim((0, "2", "y")), "h100", nodes, [large]) == 8
+    assert left_for(Claim((0, "2", "y")), ("h100",), nodes, [large]) == 8
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -73,7 +97,7 @@ def test_all_together_are_never_allowed_more_than_there_is(seed: int) -> None:
         shares = list(mine.shares)
         for i, one in enumerate(shares):
             mine = Claim(mine.order, tuple(shares))
-            allowed = room_of(one, left_for(mine, one.kind, nodes, claims), nodes)
+            allowed = room_of(one, left_for(mine, (one.kind,), nodes, claims), nodes)
             wish = rng.randint(0, 6)
             taken = min(wish, allowed)
             shares[i] = msgspec.structs.replace(one, promised=one.promised + taken, lacks=wish - taken)
@@ -111,7 +135,7 @@ def _place_some(rng: random.Random, free: dict[str, tuple[int, str]], claims: li
 def test_the_first_in_order_gets_what_becomes_free() -> None:
     first, second = Claim((0, "1", "x"), (share(lacks=2),)), Claim((0, "2", "y"), (share(lacks=5),))
     full = Nodes([node("a", 0)])
-    assert left_for(second, "h100", full, [first, second]) == 0
+    assert left_for(second, ("h100",), full, [first, second]) == 0
     freed = Nodes([node("a", 3)])
-    assert room_of(second.shares[0], left_for(second, "h100", freed, [first, second]), freed) == 1
-    assert room_of(first.shares[0], left_for(first, "h100", freed, [first, second]), freed) == 3
+    assert room_of(second.shares[0], left_for(second, ("h100",), freed, [first, second]), freed) == 1
+    assert room_of(first.shares[0], left_for(first, ("h100",), freed, [first, second]), freed) == 3

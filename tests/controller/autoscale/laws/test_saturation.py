@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saturation between two thresholds: numbers worked out by hand, another way to write the rule, and what always holds."""
+"""Saturation between two thresholds: numbers worked out by hand, another way to write the rule, and what always
+holds.
+"""
 
 from __future__ import annotations
 

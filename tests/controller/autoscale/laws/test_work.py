@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from controller.autoscale.laws.work import WorkLaw, WorkMemory
+from controller.autoscale.correction import Correction
+from controller.autoscale.laws.work import WorkLaw
 from controller.autoscale.situation import EngineReport, Situation, Waiting
+from controller.autoscale.work_memory import WorkMemory
 from controller.resources.autoscaling import LatencyObjective
 from controller.resources.scaling_laws import WorkParameters
 from extproc.config.quantities import Duration
@@ -24,14 +26,21 @@ TPOT = LatencyObjective(tpot=Duration("40ms"), percentile=50.0)
 
 
 def asked(situation: Situation, **parameters: object) -> Recommendation:
-    """What the law asks for at first."""
-    return WorkLaw(WorkParameters(**parameters)).recommend(situation, None)[0]  # type: ignore[arg-type]  # fields
+    """What the law asks for at first, with no room unless it is said."""
+    fields = {"headroom": 1.0} | parameters
+    return WorkLaw(WorkParameters(**fields)).recommend(situation, None)[0]  # type: ignore[arg-type]
+
+
+def factor(memory: WorkMemory) -> float:
+    """Of the correction."""
+    assert memory.correction is not None
+    return memory.correction.factor
 
 
 def test_without_an_objective_engines_are_four_fifths_busy() -> None:
     found = asked(situation_of(target_of(ready=4), traffic=traffic_of(12.0)))
-    # 12 * 0.21 / 0.8 = 3.15, and a tenth more as that is fewer than there are
-    assert found.replicas == pytest.approx(3.15 * 1.1)
+    # 12 * 0.21 / 0.8 = 3.15, and 15% more as that is fewer than there are
+    assert found.replicas == pytest.approx(3.15 * 1.15)
     assert "engines at most 80% busy" in found.reason
 
 
@@ -39,6 +48,14 @@ def test_the_objective_of_tpot_says_how_busy_engines_may_be() -> None:
     # a step of 10 ms within 40 ms: 0.75; at the median no room for noise
     found = asked(situation_of(target_of(ready=1), traffic=traffic_of(4.0), objective=TPOT))
     assert found.replicas == pytest.approx(4 * 0.21 / 0.75)
+    assert "TPOT within 40ms" in found.reason
+
+
+def test_steps_that_do_not_grow_with_context_have_an_objective_all_the_same() -> None:
+    flat = msgspec.structs.replace(SPEED, step_s_per_token=0.0)
+    found = asked(situation_of(target_of(ready=1, speed=flat), traffic=traffic_of(4.0), objective=TPOT))
+    # 0.1 s of prefill each, a step of 10 ms within 40 ms, and 15% more as that is fewer than there are
+    assert found.replicas == pytest.approx(4 * 0.1 / 0.75 * 1.15)
     assert "TPOT within 40ms" in found.reason
 
 
@@ -64,8 +81,8 @@ def test_small_caches_bind() -> None:
 def test_each_stage_counts_its_own_work() -> None:
     prefill = target_of(ready=9, spec=spec_of(stage="Prefill"))
     decode = target_of(ready=9, spec=spec_of(stage="Decode"))
-    assert asked(situation_of(prefill, traffic=traffic_of(40.0))).replicas == pytest.approx(40 * 0.1 / 0.8 * 1.1)
-    assert asked(situation_of(decode, traffic=traffic_of(40.0))).replicas == pytest.approx(40 * 0.11 / 0.8 * 1.1)
+    assert asked(situation_of(prefill, traffic=traffic_of(40.0))).replicas == pytest.approx(40 * 0.1 / 0.8 * 1.15)
+    assert asked(situation_of(decode, traffic=traffic_of(40.0))).replicas == pytest.approx(40 * 0.11 / 0.8 * 1.15)
 
 
 def test_a_rise_is_continued_over_the_start_time() -> None:
@@ -73,8 +90,8 @@ def test_a_rise_is_continued_over_the_start_time() -> None:
     target = target_of(ready=20)
     with_trend = asked(situation_of(target, traffic=rising))
     without = asked(situation_of(target, traffic=rising), trend=False)
-    # at the end of the start time of 60 s there are 43 a second
-    assert with_trend.inputs["arrivals_per_s_ahead"] == pytest.approx(43.0, rel=0.02)
+    # at the end of the start time of 60 s there are 43 a second; of the rise to come 0.7 are believed
+    assert with_trend.inputs["arrivals_per_s_ahead"] == pytest.approx(40 + 0.7 * 3, rel=0.01)
     assert without.inputs["arrivals_per_s_ahead"] < 40
 
 
@@ -141,22 +158,22 @@ class TestCorrection:
 
     def test_late_answers_that_the_model_cannot_explain_raise_it(self) -> None:
         # enough for more than three minutes first: 37 looks; then 12 at the full rate of 1 / 240 s
-        assert self.followed(5.0, looks=49).correction == pytest.approx((1 + 5 / 240) ** 12)
+        assert factor(self.followed(5.0, looks=49)) == pytest.approx((1 + 5 / 240) ** 12)
 
     def test_it_is_bounded(self) -> None:
-        assert self.followed(5.0, looks=120).correction == 2.0
+        assert factor(self.followed(5.0, looks=120)) == 2.0
 
     def test_answers_in_time_leave_it(self) -> None:
-        assert self.followed(0.2).correction == 1.0
+        assert factor(self.followed(0.2)) == 1.0
 
     def test_what_starts_is_waited_for(self) -> None:
-        assert self.followed(5.0, starting=1).correction == 1.0
+        assert factor(self.followed(5.0, starting=1)) == 1.0
 
     @pytest.mark.parametrize(("tpot_s", "correction"), [(0.0125, 0.5), (0.0155, 0.707), (0.022, 1.0), (0.035, 1.714)])
     def test_in_a_steady_minute_it_follows_measured_tpot(self, tpot_s: float, correction: float) -> None:
-        # The median of values in one bucket is its middle: 11.3, 14.22, 22.54 and 35.72 ms. Where an idle step takes 10 ms,
-        # they show an engine that is 0.115, 0.297, 0.556 and 0.72 busy; 2 * 0.21 s are expected. Half of that is the least
-        # that is believed, and more only near the objective.
+        # The median of values in one bucket is its middle: 11.3, 14.22, 22.54 and 35.72 ms. Where an idle step takes 10
+        # ms, they show an engine that is 0.115, 0.297, 0.556 and 0.72 busy; 2 * 0.21 s are expected. Half of that is
+        # the least that is believed, and more only near the objective.
         law, memory = WorkLaw(), None
         for look in range(240):
             now_s = NOW_S + 5 * look
@@ -168,10 +185,27 @@ class TestCorrection:
             )
             _, memory = law.recommend(situation, memory)
         assert memory is not None
-        assert memory.correction == pytest.approx(correction, abs=0.02)
+        assert factor(memory) == pytest.approx(correction, abs=0.02)
+
+    @pytest.mark.parametrize("more", [0, 2])
+    def test_late_tokens_raise_it_at_once_by_the_fewest_replicas_of_their_time(self, more: int) -> None:
+        # Values in the bucket of 0.05 s are 44.9 ms in the middle: an engine that is 0.777 busy, where 2 * 0.21 s were
+        # expected of it. Replicas that came half a minute ago have not written these tokens.
+        law, memory = WorkLaw(), None
+        for look in range(18):
+            now_s = NOW_S + 5 * look
+            situation = situation_of(
+                target_of(ready=1 if look < 12 else 1 + more),
+                traffic=traffic_of(2.0, now_s=now_s, seconds=120, ttft_s=0.2, tpot_s=0.05),
+                objective=TPOT,
+                now_s=now_s,
+            )
+            _, memory = law.recommend(situation, memory)
+        assert memory is not None
+        assert factor(memory) == pytest.approx(1 + 0.851 * (1 - (11 / 12) ** 17), abs=0.01)
 
     def test_it_fades(self) -> None:
         situation = situation_of(target_of(ready=9), traffic=traffic_of(2.0), now_s=NOW_S)
-        _, memory = WorkLaw().recommend(situation, WorkMemory(at_s=NOW_S - 60, correction=2.0))
+        _, memory = WorkLaw().recommend(situation, WorkMemory(NOW_S - 60, Correction(at_s=NOW_S - 60, factor=2.0)))
         assert memory is not None
-        assert memory.correction == pytest.approx(1 + math.pow(0.5, 60 / 3600))
+        assert factor(memory) == pytest.approx(1 + math.pow(0.5, 60 / 3600))

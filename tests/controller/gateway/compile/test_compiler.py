@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from controller.cluster.resources import key_of
 from controller.gateway.compile.compiler import Compiler, Outcome, file_name
+from controller.gateway.compile.pods import pod_of, slim_pod
 from controller.gateway.directory import DirectoryWriter
 from extproc.config.directory import load_directory
 from extproc.config.failure_mode import failure_mode_of
@@ -164,6 +165,15 @@ def test_a_pods_price_is_its_annotation_if_that_is_one(price: str, expected: flo
     assert found.spec.endpoints[0].price == expected
 
 
+def test_an_endpoint_is_labelled_with_the_node_of_its_pod_unless_the_pod_says_otherwise() -> None:
+    on_a_node = {**pod("a"), "spec": {"nodeName": "gpu-7"}}
+    found = pod_of(slim_pod(on_a_node))
+    assert found.labels["kubernetes.io/hostname"] == "gpu-7"
+    own = {**on_a_node, "metadata": {**on_a_node["metadata"], "labels": {"kubernetes.io/hostname": "rack-3"}}}
+    assert pod_of(slim_pod(own)).labels == {"kubernetes.io/hostname": "rack-3"}
+    assert "kubernetes.io/hostname" not in pod_of(slim_pod(pod("a"))).labels
+
+
 @pytest.mark.parametrize("ip", ["", "localhost", "10.0.0.1; rm", "10.0.0.1/8"])
 def test_what_is_no_address_is_no_endpoint(ip: str) -> None:
     assert addresses(compiled(server(), pod("a", ip))) == []
@@ -286,7 +296,8 @@ def test_a_server_whose_picker_has_not_come_yet_is_served_by_the_default_one() -
 def test_what_has_no_effect_in_a_picker_is_said() -> None:
     outcome = compiled(server(pickerConfig="epp"), picker_config("epp", PICKER + "dataLayer: {sources: []}\n"))
     status, _, message = condition(outcome, "ModelServer", "default/llama", "ResolvedRefs")
-    assert (status, message) == ("True", "dataLayer: read, and not used")
+    assert status == "True"
+    assert message.startswith("dataLayer: read, and not used; in its place, the scraper")
 
 
 def test_a_plugin_that_fails_unforeseen_concerns_its_server_alone() -> None:

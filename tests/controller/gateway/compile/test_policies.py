@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelAccessPolicies of a cluster: what the directory gets, what the conditions say, and that nothing is ever opened."""
+"""ModelAccessPolicies of a cluster: what the directory gets, what the conditions say, and that nothing is ever
+opened.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ def test_a_scalable_role_has_an_object_with_a_scale() -> None:
         "replicas": 2,
         "readyReplicas": 2,
         # as many pods as one group has, whatever the number of groups
-        "labelSelector": "attache.dev/model-infer=llama,attache.dev/group=0,attache.dev/role=decode,attache.dev/entry=true",
+        "labelSelector": (
+            "attache.dev/model-infer=llama,attache.dev/group=0,attache.dev/role=decode,attache.dev/entry=true"
+        ),
     }
 
 

@@ -19,7 +19,9 @@ def settled(*roles: dict[str, Any], **spec: Any) -> Cluster:  # noqa: ANN401 - a
 
 
 def short(cluster: Cluster) -> list[str]:
-    """Groups of one pod by ordinal: the version of the image, with a minus if it is going, a question mark if unready."""
+    """Groups of one pod by ordinal: the version of the image, with a minus if it is going, a question mark if
+    unready.
+    """
     found = []
     for name, image in cluster.images().items():
         pod = cluster.pod(name)

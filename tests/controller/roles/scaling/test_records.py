@@ -70,6 +70,11 @@ def test_a_decision_reads_like_its_way() -> None:
     assert "then Stabilized: 2.25 -> 3, the largest of 120 s" in text
     assert "silent: gateway-1" in text
     assert "scaled from 2 to 3" in text
+    assert "not proven" not in text
+    decision = record(0.0).decision
+    stages = (msgspec.structs.replace(decision.stages[0], is_proven=False),)
+    text = explained(Record(decision=msgspec.structs.replace(decision, stages=stages)))
+    assert "targets: not proven the cheapest; a slightly cheaper set may exist" in text
 
 
 def test_what_was_learned_survives_packing_and_what_is_too_long_is_left_out() -> None:

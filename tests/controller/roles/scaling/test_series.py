@@ -10,6 +10,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from controller.autoscale.decision import Decision, StageDecision
 from controller.autoscale.history import History, Sums
 from controller.autoscale.situation import Situation
 from controller.autoscale.traffic import Traffic
@@ -28,3 +29,18 @@ def test_the_points_of_a_look_are_not_kept() -> None:
     gc.collect()
     assert held() is None
     assert [one.at_s for one in series.made()] == [1.0]
+
+
+def test_a_stage_whose_targets_are_not_proven_the_cheapest_is_told() -> None:
+    registry = CollectorRegistry()
+    series = Series(ScalingMetrics(registry), lambda _: "m")
+    view: Any = SimpleNamespace(key="default/b", namespace="default")
+    stages = (StageDecision("Prefill", (), 1.0, is_proven=False), StageDecision("Decode", (), 1.0))
+    decision = Decision(binding=view.key, at_s=1.0, mode="Auto", targets=(), stages=stages)
+    series.put(view, Looked(now_s=1.0, decision=decision))
+    labels = {"namespace": "default", "binding": "b"}
+    found = [
+        registry.get_sample_value("attache_scaling_unproven", {**labels, "stage": stage})
+        for stage in ("Prefill", "Decode")
+    ]
+    assert found == [1.0, 0.0]

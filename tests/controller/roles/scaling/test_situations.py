@@ -30,5 +30,6 @@ def test_before_any_start_the_target_says_how_long_one_takes() -> None:
         targets, AutoscalingPolicySpec(), lambda _: DemandView(), NOW_S, holds={}, blocked=lambda _: ""
     )
     assert [one.start_s for one in found.targets] == [240.0, 60.0]
-    (limited,) = with_rooms([found], {"a": 3})
+    (limited,) = with_rooms([found], {"a": 3}, {"a": ("H100 or h100",)})
     assert [one.room for one in limited.targets] == [3, None]
+    assert [one.pools for one in limited.targets] == [("H100 or h100",), None]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of sources become numbers or reasons, never made-up zeros; only allowed addresses are asked; fetches are shared."""
+"""Answers of sources become numbers or reasons, never made-up zeros; only allowed addresses are asked; fetches are
+shared.
+"""
 
 from __future__ import annotations
 

@@ -10,13 +10,17 @@ import msgspec
 from controller.autoscale.decision import Decision, StageDecision, Step, TargetDecision
 from controller.autoscale.law import Recommendation
 from controller.autoscale.situation import Engine, EngineState, Freshness, Situation, Target
-from controller.resources.autoscaling import AutoscalingPolicySpec
+from controller.resources.autoscaling import AutoscalingPolicy, AutoscalingPolicySpec, Schedule
 from controller.resources.autoscaling_binding import ScaleTarget
 from controller.roles.scaling import deciding
+from controller.roles.scaling.bindings import PolicyView
 from controller.roles.scaling.owning import Hold
+from controller.roles.scaling.policies import policy_status
 from controller.roles.scaling.resolving import Problem, Resolved
 from controller.roles.scaling.scalables import KINDS, Scalable
 from controller.roles.scaling.telling import Looked, Scaled, digest_of, events_of, status_of
+from extproc.config.quantities import Duration
+from extproc.config.spec import Metadata
 
 SPEC = msgspec.convert({"name": "main", "ref": {"kind": "ModelInfer", "name": "llama"}, "maxReplicas": 9}, ScaleTarget)
 PLACE = ("default", "attache.dev", "ModelInfer", "llama")
@@ -117,6 +121,14 @@ def test_a_change_by_hand_is_told_with_its_end() -> None:
     assert not held.steps[0].writes
 
 
+def test_a_target_whose_accelerator_no_node_has_is_told() -> None:
+    homeless = msgspec.structs.replace(looked(), homeless={"main": "no node has accelerators of the kind H1000"})
+    status = status_of(homeless, {})
+    assert conditions(status)["CapacityBlocked"] == ("True", "NoSuchAccelerator")
+    assert [one.reason for one in events_of(homeless, status, {})] == ["CapacityBlocked"]
+    assert digest_of(homeless) != digest_of(looked())
+
+
 def test_modes_and_problems_keep_from_writing() -> None:
     assert looked().steps[0].writes
     for mode in ("Recommend", "Export", "Paused"):
@@ -126,3 +138,52 @@ def test_modes_and_problems_keep_from_writing() -> None:
     assert not conflict.steps[0].writes
     assert conditions(status_of(conflict, {}))["TargetsResolved"] == ("False", "Conflict")
     assert looked(problem=Problem("ServerNotFound", "none", forbids=False)).steps[0].writes
+
+
+def messages(status: dict[str, Any]) -> dict[str, str]:
+    return {one["type"]: one["message"] for one in status["conditions"]}
+
+
+def test_another_cause_of_missing_data_is_news_and_another_number_is_not() -> None:
+    denied = looked("queue: may not read the Secret, 3 times", desired=None)
+    again = looked("queue: may not read the Secret, 4 times", desired=None)
+    wrong = looked("queue: the certificate is not trusted", desired=None)
+    before = status_of(denied, {})
+    assert status_of(again, before) == before
+    assert digest_of(denied) == digest_of(again) != digest_of(wrong)
+    assert messages(status_of(wrong, before))["MetricsAvailable"] == "queue: the certificate is not trusted"
+
+
+def test_scaling_is_not_active_while_no_target_may_be_written() -> None:
+    conflict = looked(problem=Problem("Conflict", "llama is scaled by another"))
+    status = status_of(conflict, {})
+    assert conditions(status)["ScalingActive"] == ("False", "Conflict")
+    assert [one.reason for one in events_of(conflict, status, {})] == ["Conflict"]
+    unknown = looked(problem=Problem("ServerNotFound", "none", forbids=False))
+    assert conditions(status_of(unknown, {}))["ScalingActive"] == ("True", "Scaling")
+
+
+def test_a_recommendation_says_why() -> None:
+    for mode in ("Recommend", "Export"):
+        assert status_of(looked("3 are needed", mode=mode), {})["targets"][0]["reason"] == "3 are needed"
+
+
+def test_a_schedule_that_cannot_be_read_is_told() -> None:
+    window = Schedule(start="0 8 * * 1-5", duration=Duration("10h"), time_zone="Europe/Berln", min_replicas=2)
+    spec = AutoscalingPolicySpec(schedules=(window,))
+    said = "schedule '0 8 * * 1-5' in Europe/Berln: there is no time zone Europe/Berln"
+    bad = msgspec.structs.replace(looked(), policy=spec)
+    assert messages(status_of(bad, {}))["ScalingActive"] == f"the mode of the policy is Auto; {said}"
+    assert digest_of(bad) != digest_of(looked())
+    policy = AutoscalingPolicy(metadata=Metadata(name="p"), spec=spec)
+    (accepted,) = policy_status(PolicyView({}, policy), 1)["conditions"]
+    assert (accepted["status"], accepted["reason"]) == ("False", "ScheduleInvalid")
+    assert accepted["message"] == f"{said}; all else of the policy holds"
+
+
+def test_bounds_of_a_target_that_is_not_there_limit_nothing() -> None:
+    bounded = looked(steps=(Step("ScalingLimited", 0.0, 1.0, "minReplicas want 1"),))
+    assert conditions(status_of(bounded, {}))["ScalingLimited"] == ("True", "ScalingLimited")
+    missing = Resolved(spec=SPEC, place=PLACE, problem=Problem("TargetNotFound", "there is no ModelInfer llama"))
+    nothing = msgspec.structs.replace(bounded, resolved=(missing,))
+    assert conditions(status_of(nothing, {}))["ScalingLimited"] == ("False", "NotLimited")

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from extproc.endpoints.table import LoraState
-from extproc.scheduling.plugins.affinity import SessionAffinityFilter, session_token
+from extproc.scheduling.plugins.affinity import SessionAffinityFilter
 from extproc.scheduling.plugins.filters import (
     Concurrency,
     Condition,
@@ -22,6 +22,7 @@ from extproc.scheduling.plugins.filters import (
     SubsetHint,
     Utilization,
 )
+from extproc.scheduling.sessions import session_token
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:
@@ -115,6 +116,26 @@ def test_a_cached_prompt_stays_until_the_wait_is_too_long() -> None:
     assert kept(calibrated, view_of(2, cached=[900, 0], backlog_tokens=[100_000, 0])) == [0, 1], "20 s at 5,000/s"
     eager = PrefixCacheAffinity(max_ttft_penalty_ms=5000)
     assert kept(eager, view_of(2, cached=[900, 0], backlog_tokens=[100_000, 0])) == [0, 1]
+
+
+def test_no_penalty_keeps_a_cached_prompt_however_long_it_waits() -> None:
+    always = PrefixCacheAffinity(max_ttft_penalty_ms=0)
+    assert kept(always, view_of(2, cached=[900, 0], backlog_tokens=[9_000_000, 0])) == [0]
+
+
+def test_a_penalty_in_tokens_of_older_releases() -> None:
+    # what llm-d's optimized baseline once had: no penalty in time, one in waiting tokens
+    tokens = PrefixCacheAffinity(max_ttft_penalty_ms=0, max_tokens_in_flight_penalty=1000)
+    assert kept(tokens, view_of(2, cached=[900, 0], backlog_tokens=[5_900, 5_000])) == [0]
+    assert kept(tokens, view_of(2, cached=[900, 0], backlog_tokens=[6_100, 5_000])) == [0, 1]
+
+
+def test_expected_latency_is_taken_by_the_learned_rate_though_a_throughput_is_given() -> None:
+    # 10 s at the learned 10,000/s, 20 s at 5,000/s
+    view = view_of(2, cached=[900, 0], backlog_tokens=[100_000, 0])
+    learned = PrefixCacheAffinity(peak_prefill_throughput=5_000, ttft_source="latencyPredictor")
+    assert kept(learned, view) == [0]
+    assert kept(PrefixCacheAffinity(peak_prefill_throughput=0), view) == [0]
 
 
 def test_parameters_are_read_under_llm_ds_names() -> None:

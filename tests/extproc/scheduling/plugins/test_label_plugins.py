@@ -18,6 +18,7 @@ from extproc.scheduling.plugins.label_plugins import (
     HeaderLabelAffinity,
     LabelSelector,
     PrefillRole,
+    context_range,
 )
 from tests.extproc.scheduling.plugins.views import view_of
 
@@ -94,9 +95,18 @@ def test_prompts_go_to_engines_made_for_their_length() -> None:
     key = "llm-d.ai/context-length-range"
     view = labelled({key: "0-2000"}, {key: "0-10000"}, {key: "2000-3000"}, {key: "1000-1000"}, {}, {key: "long"})
     found = ContextLength().score(view, view.table.is_active)[:6]
-    # 1000 tokens. Width 2000, headroom 1000: 0.3 + 0.7 (0.7 / 1.2 + 0.3 / 2); width 10000, headroom 9000: 0.3 + 0.7 (0.35 + 0.27);
-    # 1000 too short: 0.3 / 2; a range of exactly that: 1; no range: 0.5
-    expected = [0.3 + 0.7 * (0.7 / 1.2 + 0.15), 0.3 + 0.7 * (0.35 + 0.27), 0.15, 1.0, 0.5, 0.5]
+    # 1000 tokens. Width 2000, headroom 1000: 0.3 + 0.7 (0.7 / 1.2 + 0.3 / 2); width 10000, headroom 9000: 0.3 + 0.7
+    # (0.35 + 0.27); 1000 too short: 0.3 / 2; a range of exactly that: 1; no label: 0.5; one that cannot be read: 0
+    expected = [0.3 + 0.7 * (0.7 / 1.2 + 0.15), 0.3 + 0.7 * (0.35 + 0.27), 0.15, 1.0, 0.5, 0.0]
     assert found.tolist() == pytest.approx(expected)
     assert kept(ContextLength(), view) == [0, 1, 2, 3, 4, 5]
-    assert kept(ContextLength(enable_filtering=True), view) == [0, 1, 3, 4, 5]
+    assert kept(ContextLength(enable_filtering=True), view) == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("text", ["long", "", "2000", "2000-1000", "-5-10", "1.5-2", "²-3", "0-8k", "0-1-2"])
+def test_a_range_that_cannot_be_read_matches_no_prompt(text: str) -> None:
+    assert context_range(text) is None
+    key = "llm-d.ai/context-length-range"
+    view = labelled({key: text}, {key: " 0 - 8192 "})
+    assert ContextLength().score(view, view.table.is_active)[0] == 0
+    assert kept(ContextLength(enable_filtering=True), view) == [1]

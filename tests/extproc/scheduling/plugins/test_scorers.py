@@ -13,17 +13,19 @@ from hypothesis import strategies as st
 
 from extproc.endpoints.prompt_cost import PromptCost
 from extproc.endpoints.table import LoraState
-from extproc.scheduling.plugins.affinity import LoraAffinity, SessionAffinity, session_token
+from extproc.scheduling.plugins.affinity import LoraAffinity, SessionAffinity
 from extproc.scheduling.plugins.cache_scorers import KvCacheUtilization, NoHitLru, PrefixCacheScorer
 from extproc.scheduling.plugins.latency_scorers import CostScorer, LatencyScorer, LeastLatency, RandomScore
 from extproc.scheduling.plugins.load_scorers import (
     ActiveRequests,
     LeastRequestScorer,
+    LMetric,
     LoadAware,
     Queue,
     RunningRequests,
     TokenLoad,
 )
+from extproc.scheduling.sessions import session_token
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:
@@ -75,6 +77,12 @@ def test_token_load_counts_what_waits_and_what_this_prompt_adds() -> None:
     assert scores(TokenLoad(queue_threshold_tokens=4100), view) == pytest.approx(
         [1 - 1025 / 4100, 1 - 416 / 4100, 1 - 4025 / 4100]
     )
+
+
+def test_lmetric_is_the_least_product_of_uncached_tokens_and_requests() -> None:
+    # 1000 * 1, 500 * 3, 200 * 2
+    view = view_of(3, cached=[0, 500, 800], in_flight=[0, 2, 1])
+    assert scores(LMetric(), view) == pytest.approx([500 / 1100, 0.0, 1.0])
 
 
 def test_prefix_cache_is_the_share_and_if_asked_the_length() -> None:
@@ -145,7 +153,8 @@ def view_from(endpoints: list[dict[str, float]]) -> View:
 
 
 def test_a_latency_objective_is_met_closely_or_missed_least() -> None:
-    # TTFT: (backlog + 1025) / 10000 s = 102.5, 602.5, 1602.5 ms; objective 1000: headroom 0.8 times 897.5, 397.5, -602.5
+    # TTFT: (backlog + 1025) / 10000 s = 102.5, 602.5, 1602.5 ms; objective 1000: headroom 0.8 times 897.5, 397.5,
+    # -602.5
     backlogs = [0, 5000, 15000]
     headers = {"x-llm-d-slo-ttft-ms": "1000", "x-llm-d-slo-tpot-ms": "0"}
     assert scores(LatencyScorer(), view_of(3, backlog_tokens=backlogs, headers=headers)) == pytest.approx(

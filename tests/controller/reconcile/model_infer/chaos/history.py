@@ -85,7 +85,9 @@ class History:
         return self.cluster.server.all(resource)
 
     def make_peace(self, *, good: bool = True) -> None:
-        """Faults stop, whoever hangs answers again, there is room, and unless not ``good`` the user wants what works."""
+        """Faults stop, whoever hangs answers again, there is room, and unless not ``good`` the user wants what
+        works.
+        """
         self.oracle.note("peace")
         cluster = self.cluster
         cluster.faults.heal()

@@ -52,7 +52,9 @@ def size_of(pod: Object) -> int:
 def replicas_ready(
     pods: Iterable[Object], withdrawn: Collection[str], lost_nodes: Collection[str]
 ) -> dict[int, dict[str, int]]:
-    """How many replicas serve, by group and role: all their pods are ready, none is leaving, nor one of ``withdrawn``."""
+    """How many replicas serve, by group and role: all their pods are ready, none is leaving, nor one of
+    ``withdrawn``.
+    """
     replicas: defaultdict[tuple[int, str, int], list[Object]] = defaultdict(list)
     for pod in pods:
         seat = seat_of(pod)

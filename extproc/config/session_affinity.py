@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of llm-d's session affinity plugins, and the headers that carry their tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import msgspec
+
+from extproc.config.patterns import HEADER_OR_EMPTY
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from extproc.config.snapshot import Snapshot
+
+SESSION_PLUGINS: Final = frozenset({"session-affinity-filter", "session-affinity-scorer"})
+
+_HeaderName = Annotated[str, msgspec.Meta(pattern=HEADER_OR_EMPTY)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+_TOKEN_HEADER: Final = "x-session-token"  # noqa: S105 - a header's name
+_DEFAULT_TTL_S: Final = 300.0
+
+
+class _Section(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """camelCase, unknown fields refused."""
+
+
+class SessionSource(_Section, frozen=True):
+    """Where a session's id is read: a request header, or what another plugin knows of the request."""
+
+    header: _HeaderName = ""
+    attribute: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless exactly one is set."""
+        if bool(self.header) == bool(self.attribute):
+            raise ValueError("a source of session ids has either 'header' or 'attribute'")
+
+
+class SessionIdConfig(_Section, frozen=True):
+    """Of the strategy ``session_id``: the first source with an id counts."""
+
+    sources: tuple[SessionSource, ...] = (SessionSource(header="x-session-id"),)
+    eviction_ttl_seconds: _Seconds = _DEFAULT_TTL_S
+    eviction_sweep_seconds: _Seconds = 10.0
+
+
+class EncodedEndpointHeader(_Section, frozen=True):
+    """Of the strategy ``encoded_endpoint_header``."""
+
+    header: _HeaderName = _TOKEN_HEADER
+
+
+class SessionAffinityParameters(_Section, frozen=True):
+    """What both plugins take. ``headerName`` and ``header``: older names of ``encodedEndpointHeaderConfig.header``."""
+
+    strategy: Literal["encoded_endpoint_header", "session_id"] = "encoded_endpoint_header"
+    profile_name: str = ""
+    encoded_endpoint_header_config: EncodedEndpointHeader = EncodedEndpointHeader()
+    session_id_config: SessionIdConfig = SessionIdConfig()
+    header: _HeaderName = ""
+    header_name: _HeaderName = ""
+    session_id_producer_name: str = msgspec.field(default="", name="sessionIDProducerName")
+
+    @property
+    def token_header(self) -> str:
+        """The header with the token, in lower case."""
+        name = self.header or self.header_name or self.encoded_endpoint_header_config.header
+        return name.lower() or _TOKEN_HEADER
+
+    @property
+    def ttl_s(self) -> float:
+        """How long a session is kept that is not used; 0 means the default, as in llm-d."""
+        return self.session_id_config.eviction_ttl_seconds or _DEFAULT_TTL_S
+
+
+def session_headers(snapshot: Snapshot) -> tuple[str, ...]:
+    """The answers' headers that carry tokens, over all ModelServers, sorted."""
+    used = {server.spec.picker_config for server in snapshot.servers}
+    names = set[str | None]()
+    for name, file in snapshot.picker_files.items():
+        for plugin in file.config.plugins if name in used else ():
+            if plugin.type in SESSION_PLUGINS:
+                names.add(_token_header(plugin.parameters or {}))
+    return tuple(sorted(name for name in names if name is not None))
+
+
+def _token_header(given: Mapping[str, Any]) -> str | None:
+    try:
+        parameters = msgspec.convert(given, SessionAffinityParameters)
+    except msgspec.ValidationError:
+        # extproc refuses the file, and says why
+        return None
+    return parameters.token_header if parameters.strategy == "encoded_endpoint_header" else None

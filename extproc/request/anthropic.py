@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of Anthropic's Messages API to an InferenceRequest.
+
+Engines turn such a request into a chat and render that (vLLM's ``entrypoints/anthropic``). The prompt is written in the
+same order and with the same omissions: tools, system, messages, a user's tool results before the text beside them. What
+clients move from turn to turn without a change of the prompt is left out: ``cache_control``, and the line by which
+Claude Code marks each request. Text looks as in ``openai.py``, so that a conversation is found in the caches whichever
+API it comes by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from extproc.request.amounts import MEDIA_TOKENS, Media, OutputTokens
+from extproc.request.fields import ABSENT, LARGE_BYTES, Common, request_of
+from extproc.request.model import Api, InferenceRequest
+from extproc.request.rewrite import span_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# vLLM leaves system blocks out that begin so: they have a hash of each request.
+_BILLING: Final = b"x-anthropic-billing-header"
+_QUOTE: Final = ord('"')
+_MEDIA: Final = frozenset({"image", "document"})
+_RESULT: Final = "tool_result"
+
+
+class _Message(msgspec.Struct, gc=False):
+    role: str
+    content: msgspec.Raw = ABSENT
+
+
+class _Messages(Common, kw_only=True, gc=False):
+    messages: list[_Message]
+    system: msgspec.Raw = ABSENT
+    tools: msgspec.Raw = ABSENT
+    max_tokens: OutputTokens = None
+
+
+class _Block(msgspec.Struct, gc=False):
+    """A block of a message's content."""
+
+    type: str = ""
+    text: msgspec.Raw = ABSENT
+    thinking: msgspec.Raw = ABSENT
+    source: msgspec.Raw = ABSENT
+    id: msgspec.Raw = ABSENT
+    name: msgspec.Raw = ABSENT
+    input: msgspec.Raw = ABSENT
+    tool_use_id: msgspec.Raw = ABSENT
+    content: msgspec.Raw = ABSENT
+
+
+def messages(body: bytes) -> InferenceRequest:
+    """POST /v1/messages."""
+    asked = _decoder.decode(body)
+    prompt = _Prompt()
+    prompt.add_tools(asked.tools)
+    prompt.add_system(asked.system)
+    for message in asked.messages:
+        prompt.add_message(message)
+    contents = None
+    if len(body) >= LARGE_BYTES:
+        said = [message.content for message in asked.messages if message.content]
+        contents = span_of(body, said[0], said[-1]) if said else None
+    return request_of(Api.MESSAGES, asked, prompt.text(), asked.max_tokens, contents, media=prompt.media())
+
+
+def count_tokens(body: bytes) -> InferenceRequest:
+    """POST /v1/messages/count_tokens: the engine computes nothing, so there is no prompt to cache and no answer."""
+    asked = _decoder.decode(body)
+    return request_of(Api.COUNT_TOKENS, asked, b"", None, None, answers=0)
+
+
+class _Prompt:
+    """The prompt as it is written, part by part."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes | memoryview] = []
+        self._media_tokens = self._media_bytes = 0
+
+    def text(self) -> bytes:
+        return b"".join(self._parts)
+
+    def media(self) -> Media:
+        return Media(self._media_tokens, self._media_bytes)
+
+    def add_tools(self, tools: msgspec.Raw) -> None:
+        view = memoryview(tools)
+        if _CACHE_CONTROL in bytes(view):
+            # what is no list of tools stays: the engine says what is wrong
+            with contextlib.suppress(msgspec.DecodeError):
+                view = memoryview(msgspec.json.encode([_without_cache_control(one) for one in _tools.decode(view)]))
+        self._parts.append(view)
+
+    def add_system(self, system: msgspec.Raw) -> None:
+        if not system or bytes(memoryview(system)) == b"null":
+            return
+        blocks = _blocks_of(system)
+        if blocks is None:
+            self._say(b"\nsystem\n", [system])
+        else:
+            self._say(b"\nsystem\n", (block.text for block in blocks if not _is_billing(block.text)))
+
+    def add_message(self, message: _Message) -> None:
+        heading = _HEADINGS.get(message.role) or f"\n{message.role}\n".encode()
+        blocks = _blocks_of(message.content)
+        if blocks is None:
+            self._say(heading, [message.content])
+            return
+        results = [block for block in blocks if block.type == _RESULT]
+        for result in results:
+            self._add_result(result)
+        if len(results) == len(blocks) and results:
+            return
+        texts = [block.text for block in blocks if block.text]
+        thoughts = [block.thinking for block in blocks if block.thinking]
+        if thoughts:
+            self._say(b"\nthinking\n", thoughts)
+        self._say(heading, texts)
+        for block in blocks:
+            self._add_media(block)
+            if block.type == "tool_use":
+                self._parts += (memoryview(block.name), memoryview(block.input), memoryview(block.id))
+
+    def _add_result(self, result: _Block) -> None:
+        blocks = _blocks_of(result.content)
+        if blocks is None:
+            self._say(b"\ntool\n", [result.content])
+        else:
+            self._say(b"\ntool\n", (block.text for block in blocks if block.text))
+            for block in blocks:
+                self._add_media(block)
+        self._parts.append(memoryview(result.tool_use_id))
+
+    def _say(self, heading: bytes, texts: Iterable[msgspec.Raw]) -> None:
+        """Texts under a heading, as one JSON string."""
+        self._parts += (heading, b'"')
+        for text in texts:
+            view = memoryview(text)
+            is_string = len(view) > 1 and view[0] == _QUOTE
+            self._parts.append(view[1:-1] if is_string else view)
+        self._parts.append(b'"')
+
+    def _add_media(self, block: _Block) -> None:
+        if block.type in _MEDIA and block.source:
+            view = memoryview(block.source)
+            self._parts.append(view)
+            self._media_tokens += MEDIA_TOKENS["image"]
+            self._media_bytes += view.nbytes
+
+
+def _blocks_of(content: msgspec.Raw) -> list[_Block] | None:
+    """None for text, and for what is no list of blocks: the engine says what is wrong."""
+    view = memoryview(content)
+    if not view or view[0] != _LIST:
+        return None
+    try:
+        return _blocks.decode(view)
+    except msgspec.DecodeError:
+        return None
+
+
+def _is_billing(text: msgspec.Raw) -> bool:
+    return bytes(memoryview(text)[1 : 1 + len(_BILLING)]) == _BILLING
+
+
+def _without_cache_control(tool: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+    return {name: value for name, value in tool.items() if name != "cache_control"}
+
+
+_LIST: Final = ord("[")
+_CACHE_CONTROL: Final = b'"cache_control"'
+_HEADINGS: Final = {role: f"\n{role}\n".encode() for role in ("user", "assistant", "system")}
+_decoder: Final = msgspec.json.Decoder(_Messages)
+_blocks: Final = msgspec.json.Decoder(list[_Block])
+_tools: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of vLLM's token-in token-out API, ``/inference/v1/generate``, to an InferenceRequest."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from extproc.errors import BadRequest
+from extproc.request.amounts import Answers, OutputTokens, prompts_in
+from extproc.request.fields import ABSENT, Common, large_contents, opened, request_of
+from extproc.request.model import STEERING_FIELDS, Api, InferenceRequest
+
+
+class _Sampling(msgspec.Struct, gc=False):
+    """``extra_args``: where vLLM's connectors look for ``kv_transfer_params``, too."""
+
+    max_tokens: OutputTokens = None
+    n: Answers = None
+    extra_args: dict[str, msgspec.Raw] | None = None
+
+
+class _Generate(Common, kw_only=True, gc=False):
+    token_ids: msgspec.Raw
+    sampling_params: _Sampling
+    # engines serve one model, so they do not insist on its name; behind a single pool we do not either
+    model: str = ""
+    # of media, whose places in ``token_ids`` all look alike
+    features: msgspec.Raw = ABSENT
+
+
+class _Tokens(msgspec.Struct, gc=False):
+    token_ids: list[int]
+    features: msgspec.Raw = ABSENT
+
+
+def generate(body: bytes) -> InferenceRequest:
+    """Its prompt is the list of tokens as the client writes it."""
+    asked = _decoder.decode(body)
+    view = memoryview(asked.token_ids)
+    if bytes(view[:1]) != b"[" or not bytes(view[1:-1]).strip():
+        raise BadRequest("'token_ids' must be a list of at least one token; send the prompt's.", param="token_ids")
+    sampling = asked.sampling_params
+    request = request_of(
+        Api.GENERATE,
+        asked,
+        b"".join((_media(asked.features), opened(asked.token_ids))),
+        sampling.max_tokens,
+        large_contents(asked.token_ids, body),
+        answers=sampling.n or 1,
+        prompts=prompts_in(asked.token_ids),
+    )
+    hidden = tuple([name for name in STEERING_FIELDS if name in (sampling.extra_args or {})])
+    return msgspec.structs.replace(request, internal_fields=request.internal_fields + hidden) if hidden else request
+
+
+def tokens_in(body: bytes) -> list[int] | None:
+    """The prompt's tokens; None if some stand for media, whose content is not in them, or if there are none."""
+    try:
+        found = _tokens.decode(body)
+    except msgspec.DecodeError:
+        return None
+    return None if _media(found.features) else found.token_ids
+
+
+def _media(features: msgspec.Raw) -> memoryview:
+    view = memoryview(features)
+    return memoryview(b"") if bytes(view[:4]) == b"null" else view
+
+
+_decoder: Final = msgspec.json.Decoder(_Generate)
+_tokens: Final = msgspec.json.Decoder(_Tokens)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why parameters of llm-d's and Kthena's plugins have no effect: what does their work here.
+
+A plugin lists such parameters in ``WITHOUT_EFFECT``. They are accepted, so that files run unchanged; notes tell them.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ONE_INDEX: Final = "there is one estimate of cached prefixes, whichever producer is named"
+ONE_LEDGER: Final = "load in flight is counted in one ledger, whichever producer is named"
+LEARNED_LATENCY: Final = "latency is expected by learned prefill rates, whichever producer is named"
+NEVER_USED: Final = "llm-d does not use it either"
+INDEX_SIZE: Final = "the index belongs to the pool and takes its size from what engines report"
+KV_EVENTS: Final = "the ModelServer's kvEvents configure the precise index"
+
+# Of prefix scorers, in all the releases of llm-d and Kthena that had them.
+INDEX_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                "autoTune",
+                "blockSize",
+                "blockSizeTokens",
+                "hashBlockSize",
+                "lruCapacityPerServer",
+                "maxPrefixBlocksToMatch",
+                "maxPrefixTokensToMatch",
+                "blockSizeToHash",
+                "maxBlocksToMatch",
+                "maxHashCacheSize",
+                "topKMatches",
+            ),
+            INDEX_SIZE,
+        ),
+        **dict.fromkeys(("mode", "indexerConfig", "kvEventsConfig", "tokenProcessorConfig"), KV_EVENTS),
+    }
+)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small files with what llm-d's, KServe's and the Inference Extension's own have: loaded, and told what has no
+effect.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.config.load import load
+from extproc.scheduling.pickers import picker_notes, pickers_for
+
+SERVER = b"""
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec: {model: m, endpoints: [{address: "10.0.0.1:8000"}], pickerConfig: epp.yaml}
+"""
+QUEUE = "schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer}]}]"
+
+# what the file has, what of it is told
+FILES = {
+    "affinity with load in tokens": (
+        """
+plugins:
+  - {type: token-load-scorer, parameters: {nonTextTokenWeight: 1.5}}
+  - {type: inflight-load-producer, name: load}
+  - {type: approx-prefix-cache-producer, parameters: {maxPrefixTokensToMatch: 4096}}
+  - {type: prefix-cache-affinity-filter, name: sticky, parameters: {
+      maxTokensInFlightPenalty: 1000, maxTTFTPenaltyMs: 0, inFlightLoadProducerName: load}}
+schedulingProfiles: [{name: default, plugins: [{pluginRef: sticky}, {pluginRef: token-load-scorer}]}]
+""",
+        ["nonTextTokenWeight has no effect", "inFlightLoadProducerName has no effect", "the in-flight ledger"],
+    ),
+    "expected latency, strict and loose": (
+        """
+plugins:
+  - {type: predicted-latency-producer, parameters: {streamingMode: true}}
+  - type: prefix-cache-affinity-filter
+    name: strict
+    parameters: {affinityThreshold: 0.99, ttftSource: latencyPredictor}
+  - {type: prefix-cache-affinity-filter, name: loose, parameters: {explorationProbability: 0.01}}
+  - {type: latency-scorer, parameters: {ttftWeight: 1, tpotWeight: 0, compositeKVWeight: 2}}
+  - {type: weighted-random-picker}
+schedulingProfiles:
+  - {name: default, plugins: [{pluginRef: predicted-latency-producer}, {pluginRef: strict}, {pluginRef: loose},
+      {pluginRef: latency-scorer}, {pluginRef: weighted-random-picker}]}
+""",
+        ["learned prefill rates", "explorationProbability has no effect", "compositeKVWeight has no effect"],
+    ),
+    "prefill and decode with older names": (
+        """
+plugins:
+  - {type: disagg-headers-handler, parameters: {encodeProfile: encode}}
+  - {type: always-disagg-pd-decider}
+  - {type: pd-profile-handler, parameters: {deciderPluginName: always-disagg-pd-decider, encodeProfile: encode,
+      prefixPluginType: prefix-cache-scorer, prefixPluginName: prefix-cache-scorer, primaryPort: 8000}}
+  - {type: kv-cache-scorer}
+schedulingProfiles:
+  - {name: prefill, plugins: [{pluginRef: kv-cache-scorer}]}
+  - {name: decode, plugins: [{pluginRef: kv-cache-scorer}]}
+""",
+        ["prefixPluginName has no effect", "primaryPort has no effect"],
+    ),
+    "precise prefixes with sources and extractors": (
+        """
+plugins:
+  - {type: token-producer, parameters: {modelName: m, vllm: {url: "http://render:8000"}}}
+  - {type: endpoint-notification-source}
+  - {type: metrics-data-source, parameters: {scheme: http, interval: 1s}}
+  - {type: core-metrics-extractor, parameters: {defaultEngine: sglang}}
+  - {type: precise-prefix-cache-producer, parameters: {speculativeIndexing: true, kvEventsConfig: {engineType: sglang}}}
+  - {type: prefix-cache-scorer, name: precise, parameters: {prefixMatchInfoProducerName: precise-prefix-cache-producer}}
+  - {type: no-hit-lru-scorer, parameters: {lruSize: 2048, prefixMatchInfoProducerName: precise-prefix-cache-producer}}
+dataLayer:
+  injectDefaults: true
+  sources:
+    - {pluginRef: metrics-data-source, extractors: [{pluginRef: core-metrics-extractor}]}
+    - {pluginRef: endpoint-notification-source, extractors: [{pluginRef: precise-prefix-cache-producer}]}
+schedulingProfiles: [{name: default, plugins: [{pluginRef: precise, weight: 2}, {pluginRef: no-hit-lru-scorer}]}]
+""",
+        ["it has no kvEvents", "lruSize has no effect", "dataLayer: read, and not used", "the ModelServer's tokenizer"],
+    ),
+    "the precise scorer of old": (
+        """
+plugins:
+  - {type: precise-prefix-cache-scorer, parameters: {tokenProcessorConfig: {blockSize: 64}, indexerConfig: {}}}
+  - {type: active-request-scorer, parameters: {requestTimeout: 2m, idleThreshold: 0, maxBusyScore: 0}}
+  - {type: prefix-cache-scorer, parameters: {mode: cache_tracking, hashBlockSize: 5}}
+schedulingProfiles:
+  - {name: default, plugins: [{pluginRef: precise-prefix-cache-scorer, weight: 3},
+      {pluginRef: active-request-scorer}, {pluginRef: prefix-cache-scorer}]}
+""",
+        [
+            "requestTimeout has no effect",
+            "tokenProcessorConfig has no effect",
+            "score by one estimate",
+            "hashBlockSize",
+        ],
+    ),
+    "flow control of this year": (
+        f"""
+featureGates: [flowControl]
+plugins:
+  - {{type: queue-scorer}}
+  - {{type: program-aware-fairness, parameters: {{strategy: turn-priority}}}}
+  - {{type: concurrency-detector, parameters: {{maxConcurrency: 132, headroom: 0.0}}}}
+flowControl:
+  maxBytes: 10Gi
+  maxRequests: 1k
+  defaultRequestTTL: 0s
+  enableEviction: true
+  saturationDetector: {{pluginRef: concurrency-detector}}
+  priorityBands:
+    - {{priority: -1, defaultRequestTTL: 9000s, maxRequests: "50", fairnessPolicyRef: program-aware-fairness}}
+    - {{priority: 0}}
+{QUEUE}
+""",
+        [
+            "enableEviction",
+            "band -1: defaultRequestTTL has no effect",
+            "by every strategy",
+            "requests wait 59m at most",
+        ],
+    ),
+    "flow control of the Inference Extension": (
+        f"""
+featureGates: [flowControl, prepareDataPlugins]
+plugins: [{{type: queue-scorer}}, {{type: slo-deadline-ordering-policy}}]
+saturationDetector: {{queueDepthThreshold: 3, kvCacheUtilThreshold: 0.8}}
+flowControl: {{maxBytes: 1073741824, priorityBands: [{{priority: 1, orderingPolicyRef: slo-deadline-ordering-policy}}]}}
+{QUEUE}
+""",
+        ["featureGates: prepareDataPlugins"],
+    ),
+    "flow control that is off": (
+        f"""
+plugins: [{{type: queue-scorer}}, {{type: utilization-detector}}]
+saturationDetector: {{pluginRef: utilization-detector}}
+{QUEUE}
+""",
+        ["saturationDetector: not used without the feature gate flowControl"],
+    ),
+    "lengths, labels and parsers": (
+        """
+plugins:
+  - {type: openai-parser, parameters: {propagatePriority: true}}
+  - {type: context-length-aware, parameters: {label: range, enableFiltering: true, reusableTokensProducerName: p2p}}
+  - {type: p2p-source-producer, name: p2p, parameters: {prefillProfileName: default}}
+  - {type: header-label-affinity-scorer, parameters: {headerName: x-zone, labelKey: zone, stampResponseHeader: false}}
+requestHandler: {parsers: [{pluginRef: openai-parser}]}
+schedulingProfiles:
+  - {name: default, plugins: [{pluginRef: context-length-aware}, {pluginRef: header-label-affinity-scorer}]}
+""",
+        ["reusableTokensProducerName has no effect", "stampResponseHeader has no effect", "requestHandler: read"],
+    ),
+    "a profile without plugins, and a phase in a header": (
+        """
+plugins: [{type: header-phase-profile-handler}, {type: decode-filter}, {type: random-picker}]
+schedulingProfiles: [{name: prefill, plugins: []}, {name: decode, plugins: [{pluginRef: decode-filter, weight: 2}]}]
+""",
+        ["a weight for 'decode-filter' has no effect"],
+    ),
+}
+
+
+@pytest.mark.parametrize("version", ["llm-d.ai/v1", "llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1"])
+@pytest.mark.parametrize("what", sorted(FILES))
+def test_a_file_is_loaded_and_what_has_no_effect_is_told(what: str, version: str) -> None:
+    text, told = FILES[what]
+    files = {"server.yaml": SERVER, "epp.yaml": f"apiVersion: {version}\nkind: EndpointPickerConfig{text}".encode()}
+    snapshot = load(files)
+    assert set(pickers_for(snapshot, {})) == {"default/llama"}
+    notes = "\n".join(picker_notes(snapshot))
+    assert [one for one in told if one not in notes] == []

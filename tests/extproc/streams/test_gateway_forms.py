@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages that each kind of gateway sends, over gRPC to our server, and what it reads of each answer.
+
+Taken from the gateways' code: Envoy's ext_proc filter as Istio, kgateway and Envoy Gateway set it up, agentgateway's
+client, and the shim of NGINX Gateway Fabric (``cmd/gateway/endpoint_picker.go``). A real Envoy plays the first ones in
+``tests/with_envoy``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from extproc.config.load import load
+from extproc.core.core import Core
+from extproc.metrics.registry import Metrics
+from extproc.scheduling.sessions import session_token
+from extproc.streams.duplex import Duplex
+from extproc.streams.exchange import Exchange
+from extproc.streams.messages import ProcessingRequest, ProcessingResponse
+from extproc.streams.server import GrpcServer
+from tests.extproc.conftest import shell
+from tests.extproc.runtime.test_app import PROCESS, free_port
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    Stream = grpc.aio.StreamStreamCall[ProcessingRequest, ProcessingResponse]
+
+ENGINES = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
+POOL = f"""
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {{name: pool}}
+spec:
+  model: base
+  scrapeInterval: 0s
+  pickerConfig: epp.yaml
+  endpoints: [{", ".join(f'{{address: "{one}"}}' for one in ENGINES)}]
+""".encode()
+EPP = b"""
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: prefix-cache-scorer
+- type: session-affinity-filter
+- type: max-score-picker
+  parameters: {maxNumOfEndpoints: 4}
+"""
+CHAT = json.dumps({"model": "base", "messages": [{"role": "user", "content": "hello " * 500}]}).encode()
+ANSWER = b'{"choices": [], "usage": {"prompt_tokens": 500, "completion_tokens": 7}}'
+ENVOYS = {
+    ":authority": "llm.example",
+    ":path": "/v1/chat/completions",
+    ":method": "POST",
+    ":scheme": "http",
+    "content-type": "application/json",
+    "x-request-id": "17",
+}
+BUFFERED, FULL_DUPLEX = 2, 4
+
+
+class Server:
+    """Our server in this process, and a gateway's connection to it."""
+
+    def __init__(self, core: Core, metrics: Metrics, channel: grpc.aio.Channel) -> None:
+        self.core, self.metrics, self._channel = core, metrics, channel
+        self.table = core.pools["default/pool"].table
+
+    def stream(self) -> Stream:
+        return self._channel.stream_stream(
+            PROCESS,
+            request_serializer=ProcessingRequest.SerializeToString,
+            response_deserializer=ProcessingResponse.FromString,
+        )()
+
+    def count(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(name, labels)
+
+
+@asynccontextmanager
+async def served(**options: object) -> AsyncIterator[Server]:
+    core = Core(load({"pool.yaml": POOL, "epp.yaml": EPP}), rng=random.Random(0), ticket_prefix="t")
+    metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0)
+    context = shell(core, metrics, pool="default/pool", **options)
+
+    async def never(*_: object) -> Any:  # noqa: ANN401 - nothing is waited for here
+        raise AssertionError("no request of these has to wait")
+
+    server = GrpcServer(
+        context,
+        new_exchange=lambda trusts, origin: Exchange(context, Duplex, is_trusted=trusts, origin=origin),
+        answer_to=never,
+    )
+    address = f"127.0.0.1:{free_port()}"
+    await server.start(address)
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            yield Server(core, metrics, channel)
+    finally:
+        # without a grace, grpc frees calls that still end
+        await server.stop(1.0, asyncio.Event())
+
+
+def headers(given: Mapping[str, str], *, body_mode: int | None = None, raw: bool = True) -> ProcessingRequest:
+    """``body_mode``: None where the gateway does not say. ``raw``: Envoy's way, else Go's."""
+    message = ProcessingRequest()
+    message.request_headers.SetInParent()
+    for key, value in given.items():
+        header = message.request_headers.headers.headers.add(key=key)
+        if raw:
+            header.raw_value = value.encode()
+        else:
+            header.value = value
+    if body_mode is not None:
+        message.protocol_config.request_body_mode = body_mode
+        message.protocol_config.response_body_mode = FULL_DUPLEX if body_mode == FULL_DUPLEX else 0
+    return message
+
+
+def body(piece: bytes, *, end: bool) -> ProcessingRequest:
+    message = ProcessingRequest()
+    message.request_body.body, message.request_body.end_of_stream = piece, end
+    return message
+
+
+def answer_headers(status: int = 200, served_by: str = "") -> ProcessingRequest:
+    message = ProcessingRequest()
+    message.response_headers.headers.headers.add(key=":status", raw_value=str(status).encode())
+    if served_by:
+        fields = message.metadata_context.filter_metadata["envoy.lb"].fields
+        fields["x-gateway-destination-endpoint-served"].string_value = served_by
+    return message
+
+
+def answer_body(piece: bytes, *, end: bool) -> ProcessingRequest:
+    message = ProcessingRequest()
+    message.response_body.body, message.response_body.end_of_stream = piece, end
+    return message
+
+
+def written(answer: ProcessingResponse) -> dict[str, str]:
+    """The headers that an answer sets, of whatever kind."""
+    kind = answer.WhichOneof("response")
+    assert kind in {"request_headers", "request_body", "response_headers"}
+    options = getattr(answer, kind).response.header_mutation.set_headers
+    return {one.header.key: one.header.raw_value.decode() for one in options}
+
+
+def in_metadata(answer: ProcessingResponse) -> str:
+    fields = answer.dynamic_metadata.fields["envoy.lb"].struct_value.fields
+    return fields["x-gateway-destination-endpoint"].string_value
+
+
+async def next_of(stream: Stream) -> ProcessingResponse:
+    answer = await stream.read()
+    assert isinstance(answer, ProcessingResponse), answer
+    return answer
+
+
+async def ask(
+    stream: Stream, *, mode: int | None, more: Mapping[str, str] | None = None
+) -> tuple[ProcessingResponse, bytes]:
+    """An Envoy that streams: the headers, then the body in pieces without waiting. The headers' answer, and the
+    body.
+    """
+    await stream.write(headers({**ENVOYS, **(more or {})}, body_mode=mode))
+    for start in range(0, len(CHAT), 1000):
+        await stream.write(body(CHAT[start : start + 1000], end=start + 1000 >= len(CHAT)))
+    first, on = await next_of(stream), b""
+    while True:
+        piece = (await next_of(stream)).request_body.response.body_mutation.streamed_response
+        on += piece.body
+        if piece.end_of_stream:
+            return first, on
+
+
+async def tell(stream: Stream, *, served_by: str = "", status: int = 200) -> ProcessingResponse:
+    """The answer of an engine on its way back: the answer to its headers."""
+    await stream.write(answer_headers(status, served_by))
+    first = await next_of(stream)
+    assert first.WhichOneof("response") == "response_headers"
+    for piece, end in ((ANSWER[:20], False), (ANSWER[20:], True)):
+        await stream.write(answer_body(piece, end=end))
+        passed = (await next_of(stream)).response_body.response.body_mutation.streamed_response
+        assert (passed.body, passed.end_of_stream) == (piece, end)
+    await stream.done_writing()
+    assert await stream.read() is grpc.aio.EOF
+    return first
+
+
+# Envoys say how bodies come since the first message has a protocol_config; older ones, and older agentgateways, do not.
+@pytest.mark.parametrize("mode", [FULL_DUPLEX, None])
+async def test_envoy_with_original_dst_reads_one_address_in_the_header(mode: int | None) -> None:
+    async with served() as server:
+        stream = server.stream()
+        first, sent_on = await ask(stream, mode=mode)
+        address = written(first)["x-gateway-destination-endpoint"]
+        assert address in ENGINES
+        assert in_metadata(first) == address
+        assert sent_on == CHAT
+        assert server.table.in_flight.sum() == 1
+        assert written(await tell(stream)) == {"x-session-token": session_token(address)}
+        assert server.table.in_flight.sum() == 0
+        assert server.count("attache_prompt_tokens_total", server="default/pool", endpoint=address) == 500
+
+
+@pytest.mark.parametrize("mode", [FULL_DUPLEX, None])
+async def test_istio_goes_down_a_list_in_metadata_and_says_who_served(mode: int | None) -> None:
+    async with served(duplex_choices=3) as server:
+        stream = server.stream()
+        first, _ = await ask(stream, mode=mode)
+        listed = in_metadata(first).split(",")
+        assert sorted(listed) == ENGINES
+        assert written(first)["x-gateway-destination-endpoint"] == in_metadata(first)
+        # the first did not answer; the session is where the second did
+        answered = await tell(stream, served_by=listed[1])
+        token = written(answered)["x-session-token"]
+        assert token == session_token(listed[1])
+        again = server.stream()
+        first, _ = await ask(again, mode=mode, more={"x-session-token": token})
+        assert in_metadata(first) == listed[1]
+        await tell(again, served_by=listed[1])
+
+
+async def test_who_served_is_believed_only_if_we_have_named_it() -> None:
+    async with served(duplex_choices=3) as server:
+        stream = server.stream()
+        first, _ = await ask(stream, mode=FULL_DUPLEX)
+        answered = await tell(stream, served_by="10.9.9.9:1")
+        assert written(answered)["x-session-token"] == session_token(in_metadata(first).split(",")[0])
+
+
+async def test_envoy_that_allows_a_mode_override_sends_the_answers_headers_alone() -> None:
+    async with served(overrides_mode=True) as server:
+        stream = server.stream()
+        first, _ = await ask(stream, mode=FULL_DUPLEX)
+        assert first.mode_override.response_body_mode == 0
+        await stream.write(answer_headers())
+        assert set(written(await next_of(stream))) == {"x-session-token"}
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+        assert server.table.in_flight.sum() == 0
+
+
+# kgateway's Envoy sends whole bodies and skips answers; an older one does not say so, and extproc is told by a flag
+@pytest.mark.parametrize(("mode", "options"), [(BUFFERED, {}), (None, {"whole_bodies": True})])
+async def test_kgateway_waits_for_the_headers_answer_then_sends_a_whole_body(
+    mode: int | None, options: dict[str, object]
+) -> None:
+    async with served(buffered_choices=1, **options) as server:
+        stream = server.stream()
+        await stream.write(headers(ENVOYS, body_mode=mode))
+        passed = await next_of(stream)
+        assert passed.WhichOneof("response") == "request_headers"
+        assert not passed.request_headers.response.HasField("header_mutation")
+        await stream.write(body(CHAT, end=True))
+        decided = await next_of(stream)
+        assert decided.WhichOneof("response") == "request_body"
+        address = written(decided)["x-gateway-destination-endpoint"]
+        assert address in ENGINES
+        assert in_metadata(decided) == address
+        # it picks the cluster anew, and sends the body that it has
+        assert decided.request_body.response.clear_route_cache
+        assert not decided.request_body.response.HasField("body_mutation")
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+
+
+@pytest.mark.parametrize(("method", "path", "content"), [("GET", "/v1/models", None), ("POST", "/other", b"\x00")])
+async def test_kgateway_gets_an_endpoint_for_whatever_it_asks(method: str, path: str, content: bytes | None) -> None:
+    async with served(buffered_choices=1) as server:
+        stream = server.stream()
+        asked = headers({**ENVOYS, ":method": method, ":path": path}, body_mode=BUFFERED)
+        asked.request_headers.end_of_stream = content is None
+        await stream.write(asked)
+        answer = await next_of(stream)
+        if content is not None:
+            await stream.write(body(content, end=True))
+            answer = await next_of(stream)
+        assert answer.WhichOneof("response") == ("request_headers" if content is None else "request_body")
+        assert written(answer)["x-gateway-destination-endpoint"] in ENGINES
+
+
+GOS = {
+    "Content-Type": "application/json",
+    "User-Agent": "OpenAI/Python 2",
+    "Content-Length": str(len(CHAT)),
+    "X-Epp-Host": "attache-picker",
+    "X-Epp-Port": "9002",
+    "Accept-Encoding": "gzip",
+}
+
+
+async def nginx(server: Server, given: Mapping[str, str], content: bytes) -> tuple[str, ProcessingResponse | None]:
+    """NGINX Gateway Fabric: names as Go writes them, no path and no method, one body message, the end. What it then
+    reads: the endpoint in the headers' answer, or an immediate response.
+    """
+    stream = server.stream()
+    await stream.write(headers({**GOS, **given}, raw=False))
+    await stream.write(body(content, end=True))
+    await stream.done_writing()
+    endpoint, refused = "", None
+    while (answer := await stream.read()) is not grpc.aio.EOF:
+        assert isinstance(answer, ProcessingResponse)
+        if answer.HasField("immediate_response"):
+            refused = answer
+        for one in answer.request_headers.response.header_mutation.set_headers:
+            if one.header.key == "x-gateway-destination-endpoint":
+                endpoint = one.header.raw_value.decode()
+    assert await stream.code() == grpc.StatusCode.OK
+    return endpoint, refused
+
+
+@pytest.mark.parametrize("field", ["messages", "prompt", "input"])
+async def test_nginx_gateway_fabric_gets_the_destination_by_the_prompt(field: str) -> None:
+    async with served() as server:
+
+        def asking(text: str) -> bytes:
+            content = [{"role": "user", "content": text * 500}] if field == "messages" else text * 500
+            return json.dumps({"model": "base", field: content}).encode()
+
+        places = {}
+        for text in ("one ", "two ", "three "):
+            places[text], refused = await nginx(server, {}, asking(text))
+            assert refused is None
+        assert set(places.values()) <= set(ENGINES)
+        for text, place in places.items():
+            assert await nginx(server, {}, asking(text)) == (place, None), "where the prompt is cached"
+        assert server.table.in_flight.sum() == 0
+        # nothing is known of its answers, which is nobody's fault
+        assert not server.table.has_failures
+
+
+async def test_nginx_gateway_fabrics_headers_are_read_whatever_their_case() -> None:
+    async with served() as server:
+        for address in ENGINES:
+            assert await nginx(server, {"X-Session-Token": session_token(address)}, CHAT) == (address, None)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x00\x01", b"{}", b"[]", b'{"model": "base"}', b'{"model": "base", "input": [1, 2]}']
+)
+async def test_nginx_gateway_fabric_gets_a_destination_for_bodies_of_other_apis(content: bytes) -> None:
+    async with served() as server:
+        endpoint, refused = await nginx(server, {}, content)
+        assert (endpoint in ENGINES, refused) == (True, None)
+
+
+async def test_nginx_gateway_fabric_reads_a_refusal() -> None:
+    async with served() as server:
+        nobody = POOL.replace(b"endpoints: [", b"endpoints: []  # [")
+        server.core.apply(load({"pool.yaml": nobody, "epp.yaml": EPP}), 0.0)
+        endpoint, refused = await nginx(server, {}, CHAT)
+        assert endpoint == ""
+        assert refused is not None
+        immediate = refused.immediate_response
+        assert immediate.status.code == 503
+        told = {one.header.key: one.header.raw_value.decode() for one in immediate.headers.set_headers}
+        assert told["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
+
+
+REPORTER = b"""
+- type: request-attribute-reporter
+  parameters:
+    attributes:
+    - key: {name: x-gateway-inference-request-cost}
+      expression: usage.prompt_tokens + 3 * usage.completion_tokens
+      condition: has(usage.completion_tokens)
+"""
+
+
+@pytest.mark.parametrize("has_trailers", [False, True])
+async def test_the_last_message_of_an_answer_tells_its_cost(*, has_trailers: bool) -> None:
+    async with served() as server:
+        server.core.apply(load({"pool.yaml": POOL, "epp.yaml": EPP + REPORTER}), 0.0)
+        stream = server.stream()
+        await ask(stream, mode=FULL_DUPLEX)
+        await stream.write(answer_headers())
+        await next_of(stream)
+        costs = []
+        for piece, end in ((ANSWER[:20], False), (ANSWER[20:], not has_trailers)):
+            await stream.write(answer_body(piece, end=end))
+            costs.append((await next_of(stream)).dynamic_metadata)
+        if has_trailers:
+            trailers = ProcessingRequest()
+            trailers.response_trailers.SetInParent()
+            await stream.write(trailers)
+            costs.append((await next_of(stream)).dynamic_metadata)
+        assert [len(one.fields) for one in costs[:-1]] == [0] * (len(costs) - 1)
+        told = costs[-1].fields["envoy.lb"].struct_value.fields["x-gateway-inference-request-cost"]
+        assert told.number_value == 500 + 3 * 7
+
+
+async def test_an_answer_without_usage_tells_no_cost() -> None:
+    async with served() as server:
+        server.core.apply(load({"pool.yaml": POOL, "epp.yaml": EPP + REPORTER}), 0.0)
+        stream = server.stream()
+        await ask(stream, mode=FULL_DUPLEX)
+        await stream.write(answer_headers())
+        await next_of(stream)
+        await stream.write(answer_body(b"{}", end=True))
+        assert not (await next_of(stream)).HasField("dynamic_metadata")

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference page of llm-d's plugins: what becomes of each of their parameters here.
+
+The parameters are those of llm-d-router's plugins after its release 0.10 and, where files in public repositories still
+have them, of releases before.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from msgspec import inspect
+
+from extproc.scheduling.picker_notes import without_effect
+from extproc.scheduling.plugins.accepted import ACCEPTED, REFUSED
+from extproc.scheduling.plugins.not_built import NOT_BUILT
+from extproc.scheduling.registry import BUILT_IN
+from tools.reference.kinds import MARK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_NONE: Final = ""
+LLM_D: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        # filters
+        "context-length-aware": "label enableFiltering reusableTokensProducerName",
+        "by-label": "label validValues allowsNoLabel",
+        "by-label-selector": "matchLabels matchExpressions",
+        "decode-filter": _NONE,
+        "encode-filter": _NONE,
+        "endpoint-attribute-filter": "attribute producer onMissing fallbackOnEmpty algorithm",
+        "label-selector-filter": "matchLabels matchExpressions",
+        "prefill-filter": _NONE,
+        "prefix-cache-affinity-filter": (
+            "affinityThreshold explorationProbability maxTTFTPenaltyMs ttftSource"
+            " peakPrefillThroughput penaltySource maxTokensInFlightPenalty prefixMatchInfoProducerName"
+            " latencyPredictionInfoProducerName inFlightLoadProducerName prefillCalibrationFile"
+            " prefillCalibrationFingerprint prefillCalibrationRequired"
+        ),
+        "session-affinity-filter": "strategy profileName encodedEndpointHeaderConfig sessionIdConfig headerName",
+        "slo-headroom-tier-filter": "epsilonExploreNeg latencyPredictionInfoProducerName",
+        "topology-affinity-filter": "minAffinity topologyProducerName peerTopologyHeader",
+        "utilization-filter": "conditions fallbackOnEmpty inFlightLoadProducerName",
+        # scorers
+        "active-request-scorer": "idleThreshold maxBusyScore inFlightLoadProducerName requestTimeout",
+        "endpoint-attribute-scorer": "attributeKey algorithm source metadataNamespace metadataField",
+        "header-label-affinity-scorer": "headerName labelKey stampResponseHeader",
+        "kv-cache-utilization-scorer": _NONE,
+        "latency-scorer": (
+            "ttftWeight tpotWeight headroomSelectionStrategy compositeKVWeight compositeQueueWeight"
+            " compositePrefixWeight latencyPredictionInfoProducerName prefixMatchInfoProducerName"
+        ),
+        "lmetric-scorer": "prefixMatchInfoProducerName inFlightLoadProducerName",
+        "load-aware-scorer": "threshold",
+        "lora-affinity-scorer": _NONE,
+        "mm-embeddings-cache-scorer": _NONE,
+        "no-hit-lru-scorer": "lruSize prefixPluginType prefixPluginName prefixMatchInfoProducerName",
+        "precise-prefix-cache-scorer": (
+            "tokenProcessorConfig indexerConfig kvEventsConfig speculativeIndexing speculativeTTL"
+        ),
+        "prefix-cache-scorer": (
+            "matchLengthWeight matchLengthScaleTokens prefixLengthWeight maxModelLen"
+            " prefixMatchInfoProducerName hashBlockSize blockSize blockSizeTokens autoTune maxPrefixBlocksToMatch"
+            " maxPrefixTokensToMatch lruCapacityPerServer mode indexerConfig kvEventsConfig"
+        ),
+        "queue-scorer": _NONE,
+        "running-requests-size-scorer": _NONE,
+        "session-affinity-scorer": "strategy profileName encodedEndpointHeaderConfig sessionIdConfig headerName",
+        "token-load-scorer": "queueThresholdTokens nonTextTokenWeight inFlightLoadProducerName",
+        "topology-affinity-scorer": "topologyProducerName",
+        # pickers
+        "max-score-picker": "maxNumOfEndpoints",
+        "random-picker": "maxNumOfEndpoints",
+        "weighted-random-picker": "maxNumOfEndpoints",
+        # profile handlers and deciders
+        "always-disagg-multimodal-decider": _NONE,
+        "always-disagg-pd-decider": _NONE,
+        "data-parallel-profile-handler": "primaryPort",
+        "disagg-headers-handler": "prefillProfile encodeProfile",
+        "disagg-profile-handler": (
+            "profiles deciders stageOrder decodeProfile prefillProfile encodeProfile"
+            " deciderPluginName prefillDeciderPluginName encodeDeciderPluginName primaryPort prefixPluginType"
+            " prefixPluginName prefixMatchInfoProducerName"
+        ),
+        "header-profile-handler": "headerName defaultProfile",
+        "prefix-based-pd-decider": "nonCachedTokens promptTokens prefixMatchInfoProducerName",
+        "single-profile-handler": _NONE,
+        # flow control
+        "agent-identity": "additionalSessionHeaders",
+        "concurrency-detector": "concurrencyMode maxConcurrency maxTokenConcurrency headroom inFlightLoadProducerName",
+        "edf-ordering-policy": _NONE,
+        "fcfs-ordering-policy": _NONE,
+        "global-strict-fairness-policy": _NONE,
+        "priority-holdback-policy": "shape domain minCeiling maxCeiling ceilings",
+        "program-aware-fairness": (
+            "strategy lasWeightService lasWeightHeadWait lasDecayFactor lasHalfLifeSeconds"
+            " evictionTtlSeconds evictionSweepSeconds"
+        ),
+        "round-robin-fairness-policy": _NONE,
+        "slo-deadline-ordering-policy": _NONE,
+        "soft-reflective-ceiling-policy": _NONE,
+        "static-usage-limit-policy": "threshold",
+        "utilization-detector": "queueDepthThreshold kvCacheUtilThreshold metricsStalenessThreshold headroom",
+        # admitters and screeners
+        "disaggregatedset-rollout-screener": "scope headerSelectors revisionGating",
+        "latency-slo-admitter": "latencyPredictionInfoProducerName",
+        "probabilistic-admitter": "queueDepthThreshold kvCacheUtilThreshold power k",
+        # producers
+        "approx-prefix-cache-producer": (
+            "autoTune blockSizeTokens blockSize maxPrefixBlocksToMatch"
+            " maxPrefixTokensToMatch lruCapacityPerServer prefixHashSource"
+        ),
+        "burst-prefix-cache-producer": "windowDurationMs maxPerReplica minColocateBlocks",
+        "inflight-load-producer": "addEstimatedOutputTokens maxEstimatedOutputTokens prefixMatchInfoProducerName",
+        "mm-embeddings-cache-producer": "cacheSizeInMBPerServer",
+        "p2p-source-producer": "prefixMatchInfoProducerName minCachedTokenDelta prefillProfileName",
+        "precise-prefix-cache-producer": (
+            "sessionManager tokenProcessorConfig indexerConfig kvEventsConfig speculativeIndexing speculativeTTL"
+        ),
+        "predicted-latency-producer": (
+            "samplingMean maxDecodeTokenSamplesForPrediction sloBufferFactor contextTTL"
+            " streamingMode endpointRoleLabel predictInProduce prefixMatchInfoProducerName inFlightLoadProducerName"
+        ),
+        "session-id-producer": "headerName cookieName lruSize ttl",
+        "token-producer": "backend modelName vllm estimate",
+        "tokenizer": "modelName udsTokenizerConfig",
+        # sources, extractors, discovery
+        "core-metrics-extractor": "defaultEngine engineConfigs",
+        "dcgm-data-source": "scheme path port insecureSkipVerify useNodeAddress",
+        "dcgm-extractor": _NONE,
+        "endpoint-notification-source": _NONE,
+        "file-discovery": "path watchFile",
+        "metrics-data-source": (
+            "scheme path insecureSkipVerify caCertPath clientCertPath clientKeyPath interval families"
+        ),
+        "models-data-extractor": _NONE,
+        "models-data-source": "scheme path insecureSkipVerify caCertPath clientCertPath clientKeyPath",
+        "models-responder": _NONE,
+        "topology-extractor": "host rack zone region",
+        # parsers and reports
+        "anthropic-parser": _NONE,
+        "openai-parser": "propagatePriority",
+        "passthrough-parser": _NONE,
+        "request-attribute-reporter": "attributes",
+        "sglanghttp-parser": _NONE,
+        "vertexai-parser": _NONE,
+        "vllmgrpc-parser": _NONE,
+        "vllmhttp-parser": _NONE,
+    }
+)
+_TIER: Final = (
+    "taken if a scorer names the producer and autoTune is false: a tier of its own; else the pool's own index"
+)
+_BY_HAND: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
+    {("approx-prefix-cache-producer", one): _TIER for one in ("autoTune", "blockSizeTokens", "lruCapacityPerServer")}
+)
+_HEAD: Final = """\
+# llm-d's plugins, parameter by parameter
+
+Every plugin type of llm-d, with each of its parameters: taken, without effect because something else does its work, or
+not built. A file that names a type that is not built is refused with a message, and so is a parameter that is not in
+this table. `attache check` tells for a file what of it has no effect. [The plugins page](../plugins.md) has formulas
+and defaults.
+
+| type | parameter | here |
+|---|---|---|
+"""
+
+
+def page() -> str:
+    """The Markdown page."""
+    rows = [f"| `{name}` | {parameter and f'`{parameter}`'} | {here} |" for name, parameter, here in verdicts()]
+    return f"{MARK}\n\n{_HEAD}" + "\n".join(rows) + "\n"
+
+
+def verdicts() -> Iterator[tuple[str, str, str]]:
+    """Type, parameter (empty for a type without any), and what becomes of it."""
+    for name, parameters in sorted(LLM_D.items()):
+        for parameter in parameters.split() or [""]:
+            yield name, parameter, _verdict(name, parameter)
+
+
+def unknown_parameters() -> list[tuple[str, str]]:
+    """Parameters that a type that is built here would refuse."""
+    return [(name, parameter) for name, parameter, here in verdicts() if here == _REFUSED]
+
+
+_REFUSED: Final = "refused"
+
+
+def _verdict(name: str, parameter: str) -> str:
+    if (name, parameter) in _BY_HAND:
+        return _BY_HAND[name, parameter]
+    plugin = BUILT_IN.get(name)
+    if name in REFUSED:
+        return f"refused with its type: {REFUSED[name]}"
+    if plugin is None:
+        return f"not built; in its place, {NOT_BUILT[name]}"
+    if plugin.kind == "accepted":
+        return f"without effect; in its place, {ACCEPTED[name]}"
+    reasons = without_effect(plugin.cls)
+    if parameter in reasons:
+        return f"without effect: {reasons[parameter]}"
+    return "taken" if is_taken(name, parameter) else _REFUSED
+
+
+def is_taken(name: str, parameter: str) -> bool:
+    """Whether a plugin of this type, which is built, can have the parameter, with or without effect."""
+    plugin = BUILT_IN[name]
+    if not parameter or plugin.kind == "accepted" or parameter in without_effect(plugin.cls):
+        return True
+    kind = inspect.type_info(plugin.cls)
+    assert isinstance(kind, inspect.StructType)  # noqa: S101 - a plugin is a struct
+    return parameter in {field.encode_name for field in kind.fields}
