@@ -143,7 +143,7 @@ def test_a_named_band_is_of_its_own_priority_only() -> None:
         ("{maxBytes: 10GB}", "'10GB' is not a quantity; write a whole number"),
         ("{priorityBands: [{priority: 1}, {priority: 1}]}", "priorityBands[1].priority: a second band of priority 1"),
         ("{defaultRequestTTL: -5s}", "'-5s' is not a duration"),
-        ("{defaultRequestTTL: 60}", "'60' is not a duration"),
+        ("{defaultRequestTTL: 60}", "60 has no unit"),
         ("{noEndpointRequestTTL: soon}", "'soon' is not a duration"),
         ("{priorityBands: [{priority: 1, defaultRequestTTL: soon}]}", "'soon' is not a duration"),
         ("{priorityBands: [{priority: 1.5}]}", "priorityBands[0].priority"),
