@@ -4,7 +4,7 @@
 Eight engines, each a 70B model on four H100s. Nothing was tuned on the rows that are played: conversations from row
 2,501 on, synthetic requests from row 1,201 on. Loads are shares of the engines' capacity. That was measured under
 llm-d's token load policy with far too many requests, as the rate at which requests end between the first and the last
-tenth of the run: 1.79 times the pace of the conversation trace, 1.72 times that of the synthetic one.
+tenth of the run: 1.72 times the pace of the conversation trace, 1.71 times that of the synthetic one.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ _TRACES: Final = (
         files=("mooncake_conversation_a.jsonl.gz", "conversation_trace.jsonl"),
         skip=2500,
         limit=4500,
-        rates={"moderate (56%)": 1.0, "high (98%)": 1.75, "overload (120%)": 2.15},
+        rates={"moderate (56%)": 0.97, "high (98%)": 1.69, "overload (120%)": 2.07},
     ),
     TraceLoads(
         name="synthetic",
         files=("mooncake_synthetic_a.jsonl.gz", "synthetic_trace.jsonl"),
         skip=1200,
         limit=1200,
-        rates={"moderate (55%)": 0.95, "high (98%)": 1.68, "overload (120%)": 2.05},
+        rates={"moderate (56%)": 0.95, "high (98%)": 1.68, "overload (120%)": 2.05},
     ),
 )
 
