@@ -17,10 +17,10 @@ import msgspec
 
 from bench.lab.export import pooled, results_of, ttft_blocks, write_csv, write_json
 from bench.lab.html import write_html
-from bench.lab.intervals import Interval, mean_interval, ratio_interval
 from bench.lab.measures import LatencyObjective, Measures
 from bench.lab.runner import run_all
 from bench.lab.trial import Conditions, Trial, check_trials
+from bench.reporting.intervals import Interval, mean_interval, ratio_interval
 from bench.reporting.tables import Table
 from bench.workload.traces import TraceInvalid
 
@@ -179,8 +179,7 @@ def lab(options: argparse.Namespace, console: Console) -> int:
     write_csv(results, options.out / "lab.csv")
     write_html(reports, results, options.out / "lab.html")
     if results.made_by is not None:
-        versions = ", ".join(f"{name} {one}" for name, one in results.made_by.versions.items())
-        page += [f"Made by `{results.made_by.command}`; {versions}.", ""]
+        page += [f"Made by `{results.made_by.command}`; {results.made_by.versions_line}.", ""]
     (options.out / "lab.md").write_text("\n".join(page))
     console.print(f"written: {options.out}/lab.md, .html, .csv, .json", highlight=False)
     return 0
@@ -199,12 +198,13 @@ def _name(trial: Trial) -> bytes:
 
 
 def _preface(options: argparse.Namespace) -> list[str]:
+    seeds = "1 seed" if options.seeds == 1 else f"{options.seeds} seeds"
     return [
         (
-            f"8 engines of {options.model} on {options.hardware}; {options.seeds} seeds; seconds, unless a heading has"
-            " a unit. Intervals: 95%, bootstrap over windows of the trace and seeds. Against: the policy's mean TTFT"
-            " over attache's, minus 1, paired by request. Goodput: requests per second with the first token within 5 s"
-            " and each further one within 100 ms."
+            f"8 engines of {options.model} on {options.hardware}; {seeds}; seconds, unless a heading has a unit."
+            " Intervals: 95%, bootstrap over windows of the trace and seeds. Against: the policy's mean TTFT over"
+            " attache's, minus 1, paired by request. Goodput: requests per second with the first token within 5 s and"
+            " each further one within 100 ms."
         ),
     ]
 
