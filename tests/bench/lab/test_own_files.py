@@ -51,7 +51,7 @@ def imbalances(*policies: str) -> list[float]:
     """The busiest engine over the mean, of two engines: 2 if one has everything."""
     assert replay("--policies", ",".join(policies), "--json", "out.json") == 0
     found: dict[str, Any] = json.loads(Path("out.json").read_text())
-    return [found["policies"][one]["imbalance"] for one in policies]
+    return [found["groups"][0]["policies"][one]["imbalance"] for one in policies]
 
 
 def kept() -> int:
@@ -272,7 +272,7 @@ def test_an_edited_rig_is_run_again_and_not_compared_with_what_it_was(capsys: py
             main(["replay", "--trace", "chat:sessions=4,turns=2", *hardware, "--policies", "attache", "--json", out])
             == 0
         )
-        mean: float = json.loads(Path(out).read_text())["policies"]["attache"]["ttft_s"]["mean"]
+        mean: float = json.loads(Path(out).read_text())["groups"][0]["policies"]["attache"]["ttft_s"]["mean"]
         return mean
 
     Path("rig.yaml").write_text(GPU)
