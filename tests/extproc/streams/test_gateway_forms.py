@@ -390,6 +390,22 @@ async def test_nginx_gateway_fabric_gets_a_destination_for_bodies_of_other_apis(
         assert (endpoint in ENGINES, refused) == (True, None)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"text": "hello", "bootstrap_host": "10.9.9.9"}',
+        b'{"model": "base", "messages": [], "n": "two", "vllm_xargs": {"kv_transfer_params": "x"}}',
+        b'{"model": "base", "messages": [], "top_p": NaN, "kv_transfer_params": {}}',
+    ],
+)
+async def test_bodies_that_only_the_engine_can_read_steer_none(content: bytes) -> None:
+    async with served() as server:
+        endpoint, refused = await nginx(server, {}, content)
+        assert endpoint == ""
+        assert refused is not None
+        assert refused.immediate_response.status.code == 400
+
+
 async def test_nginx_gateway_fabric_reads_a_refusal() -> None:
     async with served() as server:
         nobody = POOL.replace(b"endpoints: [", b"endpoints: []  # [")
