@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Beside an address and a total, in a terminal of 80 columns.
 _WIDEST_HEADS: Final = 48
+# Engines are read several times a second.
+_SILENT_AFTER_S: Final = 5.0
 
 
 class FilterStep(msgspec.Struct, frozen=True):
@@ -49,7 +51,8 @@ class ProfileExplanation(msgspec.Struct, frozen=True):
 class Explanation(msgspec.Struct, frozen=True):
     """Where a request goes, and why. ``addresses``: first choice, then fallbacks. ``adapter``: where its adapter is, or
     would be loaded, if it is one on demand. ``waits``: for an engine, in words, if its ModelServer has none; empty
-    else. ``avoided``: endpoints that are avoided, and why.
+    else. ``avoided``: endpoints that are avoided, and why. ``silent``: those that do not say how they are, as others
+    do, so that only our own counts are known of them.
     """
 
     server: str
@@ -64,6 +67,7 @@ class Explanation(msgspec.Struct, frozen=True):
     adapter: str = ""
     waits: str = ""
     avoided: dict[str, str] = {}
+    silent: tuple[str, ...] = ()
 
 
 def explain(considered: Consideration, pool: Pool) -> Explanation:
@@ -120,6 +124,16 @@ def avoided_now(pool: Pool, now: float) -> dict[str, str]:
     return found
 
 
+def silent_now(pool: Pool, now: float) -> tuple[str, ...]:
+    """Endpoints without a recent report, if any endpoint of the pool has ever had one."""
+    table = pool.table
+    heard = {row: table.has_reported(row) for row in table.active_rows}
+    if not any(heard.values()):
+        return ()
+    late = now - _SILENT_AFTER_S
+    return tuple(table.addresses[row] for row, has in heard.items() if not has or table.reported_at_s[row] < late)
+
+
 def where_adapter_goes(
     pool: Pool, adapter: str | None, subset: Collection[str] | None, now: float
 ) -> tuple[str, int | None]:
@@ -154,6 +168,7 @@ def to_text(one: Explanation) -> str:
         f"  expected cost {one.cost_s * 1000:.1f} ms",
     ]
     lines += [f"  {address} is avoided: {why}" for address, why in one.avoided.items()]
+    lines += [f"  {address} does not say how it is: only our own counts are known of it" for address in one.silent]
     if one.adapter:
         lines.append(f"  {one.adapter}")
     if one.stage:

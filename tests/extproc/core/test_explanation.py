@@ -20,6 +20,7 @@ from extproc.core.effects import Decision
 from extproc.core.explanation import to_text
 from extproc.core.types import Head, Outcome
 from extproc.endpoints.backoff import record_failure
+from extproc.endpoints.engine_reports import EngineReport, apply_report
 from extproc.endpoints.health import Failure
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics
@@ -113,6 +114,17 @@ def test_an_engine_that_is_avoided_is_named_with_why() -> None:
     }
     text = to_text(shown)
     assert "  10.0.0.1:8000 is avoided: it cannot be reached, or answers nothing; not tried for 1 s more" in text
+
+
+def test_an_engine_that_reports_nothing_is_named_where_others_report() -> None:
+    core = core_of(configured=False)
+    table = core.pools["default/llama"].table
+    assert core.explain(arrival_of(core), 100.0).silent == ()
+    apply_report(table, 0, EngineReport(waiting=1.0), 100.0)
+    apply_report(table, 1, EngineReport(waiting=1.0), 90.0)
+    shown = core.explain(arrival_of(core), 100.1)
+    assert shown.silent == ("10.0.0.2:8000", "10.0.0.3:8000")
+    assert "  10.0.0.3:8000 does not say how it is: only our own counts are known of it" in to_text(shown)
 
 
 def test_a_picture_fits_a_terminal_and_says_what_its_columns_are() -> None:
