@@ -115,7 +115,8 @@ class Exchange:
         if conversation is None:
             if self._comes_in_pieces(message):
                 conversation = self._new_duplex(self._context, self._is_trusted)
-            elif self._is_whole_both_ways(message):
+            elif self._context.options.pool is not None and message.protocol_config.response_body_mode:
+                # whole both ways
                 conversation = self._new_duplex(self._context, self._is_trusted, is_whole=True)
             else:
                 conversation = Buffered(self._context, self._is_trusted, self._origin)
@@ -132,9 +133,6 @@ class Exchange:
         # older Envoys and gateways that are none do not say; those with a pool keep to the endpoint picker protocol
         options = self._context.options
         return options.pool is not None and not options.whole_bodies
-
-    def _is_whole_both_ways(self, first: ProcessingRequest) -> bool:
-        return self._context.options.pool is not None and bool(first.protocol_config.response_body_mode)
 
     def resume(self, answer: Answer | Decision | Refused) -> list[bytes]:
         """Go on with what was pending."""
