@@ -97,12 +97,17 @@ def large_contents(value: msgspec.Raw, body: bytes) -> Span | None:
 
 
 def steering_in(arguments: msgspec.Raw) -> tuple[str, ...]:
-    """The steering fields among the members of an object; none if it is no object, which engines refuse."""
+    """The steering fields among the members of an object; none if it is no object, which engines refuse.
+
+    Raises DecodeError for what is no JSON. Other members are skipped, so nobody's millions of them take memory.
+    """
+    if not arguments:
+        return ()
     try:
-        members = _members.decode(arguments) if arguments else {}
+        values = _steering_values(_steering.decode(arguments))
     except msgspec.ValidationError:
         return ()
-    return tuple([name for name in STEERING_FIELDS if name in members])
+    return tuple([name for name, value in zip(STEERING_FIELDS, values, strict=True) if value])
 
 
 def _internal_fields(fields: Common) -> tuple[str, ...]:
@@ -115,6 +120,9 @@ def _internal_fields(fields: Common) -> tuple[str, ...]:
     return found + steering_in(arguments)
 
 
-_members: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_steering: Final = msgspec.json.Decoder(
+    msgspec.defstruct("_Steering", [(name, msgspec.Raw, ABSENT) for name in STEERING_FIELDS], gc=False)
+)
+_steering_values: Final = attrgetter(*STEERING_FIELDS)
 _internal_values: Final = attrgetter(*INTERNAL_FIELDS, "vllm_xargs")
 _NO_INTERNAL: Final = _internal_values(Common(model=""))

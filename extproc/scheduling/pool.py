@@ -137,12 +137,14 @@ class Pool:
         facts = RequestFacts(prompt.model, expectation.input_tokens, prompt.adapter, headers, trusted, priority)
         eligible, room = self.eligible(prompt.adapter, constraints.subset), constraints.candidates
         choices, wants = constraints.choices, constraints.wants_reasons
-        view = View(self.table, expectation.demand, facts, now, eligible, choices, wants)
+        sessions = TenantSessions(self.sessions, constraints.tenant) if self.keeps_sessions else None
+        if room is not None and self.admits is None:
+            # one view is enough: only admitters look at endpoints that are full
+            eligible, room = room if eligible is None else eligible & room, None
+        view = View(self.table, expectation.demand, facts, now, eligible, choices, wants, sessions)
         if self.admits is not None:
             self.admits(view, rng=rng)
         view = view if room is None else view.narrowed(room)
-        if self.keeps_sessions:
-            view = msgspec.structs.replace(view, sessions=TenantSessions(self.sessions, constraints.tenant))
         return Consideration(expectation, view, self.picker.pick(view, rng=rng))
 
     def expected_output(self, max_tokens: int | None, answers: int = 1) -> float:

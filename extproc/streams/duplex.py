@@ -4,6 +4,9 @@
 GIE is the Gateway API Inference Extension. Request headers and body are collected. The end of the body brings the
 decision, which answers the headers; then the body is sent on in pieces. Answers pass through piece by piece, and their
 token counts are read. There is no access log here: the outcome is what was seen.
+
+Gateways that buffer both ways (Envoy AI Gateway, where the pool's annotation asks for it) send the same messages with
+whole bodies, and wait for the answer to each before they send the next.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from extproc.streams.exchange import answers_to
 from extproc.streams.http_headers import read_served, read_status, read_subset
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
+    CONTINUE_HEADERS,
     CONTINUE_REQUEST_TRAILERS,
+    CONTINUE_RESPONSE_BODY,
     CONTINUE_RESPONSE_TRAILERS,
+    decision_answer,
     duplex_decision_answer,
     request_body_answers,
     response_body_answers,
@@ -44,10 +50,11 @@ _ADVICE: Final = "set both body modes FULL_DUPLEX_STREAMED, header and trailer m
 
 
 class Duplex:
-    """One request in pieces, then its answer in pieces."""
+    """One request in pieces, then its answer in pieces. ``is_whole``: both whole."""
 
-    def __init__(self, context: StreamContext, is_trusted: Callable[[], bool]) -> None:
+    def __init__(self, context: StreamContext, is_trusted: Callable[[], bool], *, is_whole: bool = False) -> None:
         self._context = context
+        self._is_whole = is_whole
         self._is_trusted = is_trusted
         self._awaits = _AWAITS_HEADERS
         self.head: Head | None = None
@@ -71,15 +78,13 @@ class Duplex:
             self._read_metadata(message)
         match kind:
             case "request_headers":
-                head = self.head = self._context.read_head(message, self._is_trusted)
-                self._awaits = _AWAITS_BODY if head.has_body else _ANSWER
-                return [] if head.has_body else self._decide_without_body(head)
+                return self._receive_headers(message)
             case "request_body":
                 self._pieces.append(message.request_body.body)
-                return self._decide() if message.request_body.end_of_stream else []
+                # a whole body that trailers follow does not say that it is the end
+                return self._decide() if self._is_whole or message.request_body.end_of_stream else []
             case "request_trailers":
-                self._has_trailers = True
-                return self._decide()
+                return self._receive_trailers()
             case "response_headers":
                 headers = message.response_headers
                 self._answer.began(read_status(headers))
@@ -93,6 +98,9 @@ class Duplex:
         """The answer to the headers, and the body in pieces behind it."""
         # outcomes count from the arrival, as an access log does
         self._began_s = self._context.clock() - decision.held_s
+        if self._is_whole:
+            has_body, self._body = self._body is not None, None
+            return [decision_answer(decision, on_headers=not has_body, removes_forged=True)]
         answers = [duplex_decision_answer(decision, overrides_mode=self._context.options.overrides_mode)]
         if self._body is not None:
             body = decision.body if decision.body is not None else self._body
@@ -126,9 +134,26 @@ class Duplex:
         first = sent.endpoint.address
         return {note.header: note.token(first=first, served=served) for note in sent.sessions if note.header}
 
+    def _receive_headers(self, message: ProcessingRequest) -> list[bytes]:
+        head = self.head = self._context.read_head(message, self._is_trusted)
+        if not head.has_body:
+            self._awaits = _ANSWER
+            return self._decide_without_body(head)
+        self._awaits = _AWAITS_BODY
+        return [CONTINUE_HEADERS] if self._is_whole else []
+
+    def _receive_trailers(self) -> list[bytes]:
+        if self._is_whole:
+            self._awaits = _ANSWER
+            return [CONTINUE_REQUEST_TRAILERS]
+        self._has_trailers = True
+        return self._decide()
+
     def _pass_answer(self, body: HttpBody) -> list[bytes]:
         self._answer.came(body.body, self._context.clock())
-        return self._ended(list(response_body_answers(body.body, is_end=body.end_of_stream)), is_end=body.end_of_stream)
+        is_end = body.end_of_stream
+        passed = [CONTINUE_RESPONSE_BODY] if self._is_whole else list(response_body_answers(body.body, is_end=is_end))
+        return self._ended(passed, is_end=is_end)
 
     def _decide_without_body(self, head: Head) -> list[bytes]:
         pool, intake = self._context.options.pool, self._context.core.intake
@@ -141,7 +166,7 @@ class Duplex:
         return []
 
     def _decide(self) -> list[bytes]:
-        self._awaits = _ANSWER
+        self._awaits = _ANSWER | {"request_trailers"} if self._is_whole else _ANSWER
         if self.head is None:
             return []
         body = self._body = b"".join(self._pieces)
@@ -150,7 +175,9 @@ class Duplex:
 
     def _enter(self, arrival: Arrival) -> list[bytes]:
         subset = self._context.allowed(arrival.head, self._subset)
-        attachment = Attachment(self._context.options.duplex_choices, subset, passes_usage=True)
+        options = self._context.options
+        choices = options.buffered_choices if self._is_whole else options.duplex_choices
+        attachment = Attachment(choices, subset, passes_usage=True)
         self.request = StreamRequest(self._context)
         self._reporters = arrival.pool.reporters
         return answers_to(self, self.request.begin(arrival, attachment, self._context.clock()))

@@ -63,13 +63,23 @@ class Conversation(Protocol):
         ...
 
 
+class NewDuplex(Protocol):
+    """Makes a conversation whose answers come here, too. ``is_whole``: bodies are not in pieces."""
+
+    def __call__(
+        self, context: StreamContext, is_trusted: Callable[[], bool], /, *, is_whole: bool = False
+    ) -> Conversation:
+        """A new one."""
+        ...
+
+
 class Exchange:
     """One stream, in the mode of its first message. ``is_trusted``: whether a gateway vouches for its headers."""
 
     def __init__(
         self,
         context: StreamContext,
-        new_duplex: Callable[[StreamContext, Callable[[], bool]], Conversation],
+        new_duplex: NewDuplex,
         *,
         is_trusted: Callable[[], bool],
         origin: Callable[[], Origin] = Origin,
@@ -105,6 +115,9 @@ class Exchange:
         if conversation is None:
             if self._comes_in_pieces(message):
                 conversation = self._new_duplex(self._context, self._is_trusted)
+            elif self._context.options.pool is not None and message.protocol_config.response_body_mode:
+                # whole both ways
+                conversation = self._new_duplex(self._context, self._is_trusted, is_whole=True)
             else:
                 conversation = Buffered(self._context, self._is_trusted, self._origin)
             self._conversation = conversation
@@ -194,7 +207,8 @@ class Buffered:
     def decided(self, decision: Decision) -> list[bytes]:
         """The answer to the body, or to the headers of a request without one."""
         if self._chosen is None:
-            return [decision_answer(decision, on_headers=self._decides_headers)]
+            is_foreign = self._pooled is not None
+            return [decision_answer(decision, on_headers=self._decides_headers, removes_forged=is_foreign)]
         return [chosen_decision_answer(decision, on_headers=self._decides_headers)]
 
     def close(self) -> None:

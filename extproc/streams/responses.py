@@ -57,6 +57,7 @@ MOST_BODY_BYTES: Final = 62_000
 CONTINUE_HEADERS: Final = ProcessingResponse(request_headers=HeadersResponse()).SerializeToString()
 CONTINUE_REQUEST_TRAILERS: Final = ProcessingResponse(request_trailers=TrailersResponse()).SerializeToString()
 CONTINUE_RESPONSE_HEADERS: Final = ProcessingResponse(response_headers=HeadersResponse()).SerializeToString()
+CONTINUE_RESPONSE_BODY: Final = ProcessingResponse(response_body=BodyResponse()).SerializeToString()
 CONTINUE_RESPONSE_TRAILERS: Final = ProcessingResponse(response_trailers=TrailersResponse()).SerializeToString()
 
 
@@ -125,15 +126,17 @@ _BODY_MUTATION_TAG: Final = tag(CommonResponse, "body_mutation")
 _BODY_TAG: Final = tag(BodyMutation, "body")
 
 
-def decision_answer(decision: Decision, *, on_headers: bool = False) -> bytes:
+def decision_answer(decision: Decision, *, on_headers: bool = False, removes_forged: bool = False) -> bytes:
     """Answer a whole body: endpoints in order as header and ``envoy.lb`` metadata, server, ticket, and the changed
     body.
 
-    ``on_headers``: the request has no body.
+    ``on_headers``: the request has no body. ``removes_forged``: the gateway does not remove what clients forge, as our
+    bundle does.
     """
+    forged = _REMOVE_FORGED[decision.assignment.prefill is not None] if removes_forged else b""
     if on_headers:
-        return _decision_answer(decision, _CLEAR_ROUTE_CACHE, _REQUEST_HEADERS_TAG, _HEADERS_RESPONSE_TAG)
-    return _decision_answer(decision, _CLEAR_ROUTE_CACHE, _REQUEST_BODY_TAG, _RESPONSE_TAG)
+        return _decision_answer(decision, _CLEAR_ROUTE_CACHE, _REQUEST_HEADERS_TAG, _HEADERS_RESPONSE_TAG, forged)
+    return _decision_answer(decision, _CLEAR_ROUTE_CACHE, _REQUEST_BODY_TAG, _RESPONSE_TAG, forged)
 
 
 def chosen_decision_answer(decision: Decision, *, on_headers: bool) -> bytes:
@@ -143,10 +146,14 @@ def chosen_decision_answer(decision: Decision, *, on_headers: bool) -> bytes:
     return _decision_answer(decision, b"", _REQUEST_BODY_TAG, _RESPONSE_TAG)
 
 
-def _decision_answer(decision: Decision, common: bytes, answer_tag: bytes, response_tag: bytes) -> bytes:
-    """``common``: what the CommonResponse begins with. The tags: of the answer and of its response."""
+def _decision_answer(
+    decision: Decision, common: bytes, answer_tag: bytes, response_tag: bytes, forged: bytes = b""
+) -> bytes:
+    """``common``: what the CommonResponse begins with. The tags: of the answer and of its response. ``forged``: what
+    removes headers.
+    """
     destination, body = ",".join(decision.assignment.addresses).encode(), decision.body
-    headers = b"".join((*_SERVER.filled(decision.server.encode()), *_routing_headers(decision, destination)))
+    headers = b"".join((*_SERVER.filled(decision.server.encode()), *_routing_headers(decision, destination), forged))
     common += field(_HEADER_MUTATION_TAG, headers)
     size = 0
     if body is not None:

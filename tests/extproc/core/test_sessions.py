@@ -15,7 +15,7 @@ from extproc.config.session_affinity import session_headers
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Tell
 from extproc.core.peer_events import EventBatch
-from extproc.core.types import Head
+from extproc.core.types import Attachment, Head
 from extproc.request.model import Api
 from extproc.scheduling.request_started import RequestStarted
 from extproc.scheduling.sessions import session_token
@@ -249,3 +249,78 @@ def test_explaining_binds_no_session() -> None:
     head = Head("POST", "/v1/chat/completions", {"x-session-id": "s"}, has_body=True)
     core.explain(core.intake.receive(Api.CHAT, head, BODY), 0.0)
     assert len(core.pools["default/llama"].sessions) == 0
+
+
+FIRST, SECOND, THIRD = (f"10.0.0.{number}:8000" for number in (1, 2, 3))
+LABELLED = SERVER
+for _number, _owner in ((1, "acme"), (2, "acme"), (3, "other")):
+    LABELLED = LABELLED.replace(
+        f'{{address: "10.0.0.{_number}:8000"}}'.encode(),
+        f'{{address: "10.0.0.{_number}:8000", labels: {{owner: {_owner}}}}}'.encode(),
+    )
+LABELLED_AFTER = """
+- type: session-affinity-filter
+- {type: by-label, parameters: {label: owner, validValues: [acme]}}
+- type: random-picker
+"""
+
+
+def forged(core: Core, address: str, *, subset: tuple[str, ...] | None = None) -> str | None:
+    """Where a request goes whose client wrote the token of ``address`` itself; None if it is refused or held."""
+    head = Head("POST", "/v1/chat/completions", {"x-session-token": session_token(address)}, has_body=True)
+    own, _ = core.arrive(core.intake.receive(Api.CHAT, head, BODY), 0.0, attachment=Attachment(subset=subset))
+    return own.assignment.endpoint.address if isinstance(own, Decision) else None
+
+
+def test_a_forged_token_leads_to_no_endpoint_that_the_gateway_does_not_allow() -> None:
+    core = core_of(TOKENS)
+    assert {forged(core, THIRD, subset=(FIRST, SECOND)) for _ in range(20)} == {FIRST, SECOND}
+
+
+def test_a_forged_token_leads_to_no_endpoint_that_drains() -> None:
+    core = core_of(TOKENS)
+    leaving = SERVER.replace(f'"{THIRD}"'.encode(), f'"{THIRD}", draining: true'.encode())
+    core.apply(snapshot_of(TOKENS, leaving), 0.0)
+    assert {forged(core, THIRD) for _ in range(20)} == {FIRST, SECOND}
+
+
+def test_a_forged_token_leads_to_no_endpoint_that_is_avoided() -> None:
+    core = core_of(TOKENS)
+    table = core.pools["default/llama"].table
+    row = table.row_of(THIRD)
+    assert row is not None
+    table.has_failures, table.retry_at_s[row] = True, 50.0
+    assert {forged(core, THIRD) for _ in range(20)} == {FIRST, SECOND}
+
+
+def test_a_forged_token_leads_to_no_endpoint_of_another_server() -> None:
+    both = (
+        SERVER
+        + b"""
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: secret}
+spec: {model: other, scrapeInterval: 0s, endpoints: [{address: "10.0.7.7:8000"}]}
+"""
+    )
+    core = Core(snapshot_of(TOKENS, both), rng=random.Random(0), ticket_prefix="t")
+    assert {forged(core, "10.0.7.7:8000") for _ in range(40)} == {FIRST, SECOND, THIRD}
+
+
+def test_a_forged_token_leads_past_no_filter_behind_it() -> None:
+    core = Core(snapshot_of(LABELLED_AFTER, LABELLED), rng=random.Random(0), ticket_prefix="t")
+    assert {forged(core, SECOND) for _ in range(20)} == {SECOND}
+    # refused: filters apply in their order, and nothing is left
+    assert {forged(core, THIRD) for _ in range(20)} == {None}
+
+
+def test_a_forged_token_leads_past_no_queue() -> None:
+    full = b"model: llama-3.1-8b\n  flowControl:"
+    full += b" {saturation: {queueDepth: null, kvUsage: null, maxWait: null, maxRequests: 1}}"
+    core = Core(
+        snapshot_of(TOKENS, SERVER.replace(b"model: llama-3.1-8b", full)), rng=random.Random(0), ticket_prefix="t"
+    )
+    assert forged(core, THIRD) == THIRD
+    assert {forged(core, THIRD), forged(core, THIRD)} == {FIRST, SECOND}
+    assert forged(core, THIRD) is None

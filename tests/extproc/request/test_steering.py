@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 
@@ -79,3 +80,14 @@ def test_what_only_engines_read_hides_none(text: str, encoding: str) -> None:
 )
 def test_other_bodies_have_none(body: bytes) -> None:
     assert steering_of_unread(body) == ()
+
+
+def test_millions_of_members_take_no_memory() -> None:
+    many = ",".join(f'"{number}":0' for number in range(300_000))
+    body = f'{{{many}, "vllm_xargs": {{{many}, "lora_path": "/a"}}}}'.encode()
+    tracemalloc.start()
+    try:
+        assert steering_of_unread(body) == ("lora_path",)
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(body)
+    finally:
+        tracemalloc.stop()

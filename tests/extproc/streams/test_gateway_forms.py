@@ -29,7 +29,7 @@ from tests.extproc.conftest import shell
 from tests.extproc.runtime.test_app import PROCESS, free_port
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Iterable, Mapping
 
     Stream = grpc.aio.StreamStreamCall[ProcessingRequest, ProcessingResponse]
 
@@ -142,6 +142,12 @@ def answer_headers(status: int = 200, served_by: str = "") -> ProcessingRequest:
 def answer_body(piece: bytes, *, end: bool) -> ProcessingRequest:
     message = ProcessingRequest()
     message.response_body.body, message.response_body.end_of_stream = piece, end
+    return message
+
+
+def trailers_of(kind: str) -> ProcessingRequest:
+    message = ProcessingRequest()
+    getattr(message, kind).SetInParent()
     return message
 
 
@@ -268,9 +274,45 @@ async def test_kgateway_waits_for_the_headers_answer_then_sends_a_whole_body(
         assert in_metadata(decided) == address
         # it picks the cluster anew, and sends the body that it has
         assert decided.request_body.response.clear_route_cache
+        forged = {"x-prefiller-host-port", "x-kv-transfer-params", "x-data-parallel-rank"}
+        assert forged <= set(decided.request_body.response.header_mutation.remove_headers)
         assert not decided.request_body.response.HasField("body_mutation")
         await stream.done_writing()
         assert await stream.read() is grpc.aio.EOF
+
+
+@pytest.mark.parametrize("has_trailers", [False, True])
+async def test_envoy_ai_gateway_sends_whole_bodies_both_ways_with_trailers(*, has_trailers: bool) -> None:
+    """Where the pool's annotation asks for ``buffered``: each message waits for the answer to the one before."""
+    async with served(buffered_choices=1) as server:
+        stream = server.stream()
+        asked = headers(ENVOYS, body_mode=BUFFERED)
+        asked.protocol_config.response_body_mode = BUFFERED
+        await stream.write(asked)
+        assert (await next_of(stream)).WhichOneof("response") == "request_headers"
+        await stream.write(body(CHAT, end=not has_trailers))
+        decided = await next_of(stream)
+        if has_trailers:
+            await stream.write(trailers_of("request_trailers"))
+            assert (await next_of(stream)).WhichOneof("response") == "request_trailers"
+        address = written(decided)["x-gateway-destination-endpoint"]
+        assert address in ENGINES
+        assert "x-prefiller-host-port" in decided.request_body.response.header_mutation.remove_headers
+        assert server.table.in_flight.sum() == 1
+        await stream.write(answer_headers())
+        assert written(await next_of(stream)) == {"x-session-token": session_token(address)}
+        await stream.write(answer_body(ANSWER, end=not has_trailers))
+        passed = await next_of(stream)
+        assert passed.WhichOneof("response") == "response_body"
+        # Envoy sends the body that it has; a streamed one would be an error in this mode
+        assert not passed.response_body.response.body_mutation.HasField("streamed_response")
+        if has_trailers:
+            await stream.write(trailers_of("response_trailers"))
+            assert (await next_of(stream)).WhichOneof("response") == "response_trailers"
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+        assert server.table.in_flight.sum() == 0
+        assert server.count("attache_prompt_tokens_total", server="default/pool", endpoint=address) == 500
 
 
 @pytest.mark.parametrize(("method", "path", "content"), [("GET", "/v1/models", None), ("POST", "/other", b"\x00")])
@@ -419,6 +461,13 @@ async def test_nginx_gateway_fabric_reads_a_refusal() -> None:
         assert told["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
 
 
+def with_pseudo_headers_as_text(listed: Iterable[Any]) -> None:
+    """In ``value``, as agentgateway has them; the others are in ``raw_value``."""
+    for one in listed:
+        if one.key.startswith(":"):
+            one.value, one.raw_value = one.raw_value.decode(), b""
+
+
 class AgentGateway:
     """agentgateway's endpoint picker client (``http/ext_proc.rs``): full duplex both ways, trailers sent, the body's
     frames without waiting for the headers' answer, and the served address on each message of the answer. It reads
@@ -434,6 +483,7 @@ class AgentGateway:
         """The destination, and the body that goes on to it."""
         asked = headers({**ENVOYS, **more}, body_mode=FULL_DUPLEX)
         asked.request_headers.end_of_stream = not frames
+        with_pseudo_headers_as_text(asked.request_headers.headers.headers)
         await self._stream.write(asked)
         for frame in frames:
             await self._stream.write(body(frame, end=False))
@@ -463,7 +513,9 @@ class AgentGateway:
 
     async def tell(self, frames: list[bytes], served_by: str, *, trailers: bool = False) -> bytes:
         """An engine's answer; what the client gets of it."""
-        sent = [answer_headers(served_by=served_by), *(answer_body(frame, end=False) for frame in frames)]
+        first_sent = answer_headers(served_by=served_by)
+        with_pseudo_headers_as_text(first_sent.response_headers.headers.headers)
+        sent = [first_sent, *(answer_body(frame, end=False) for frame in frames)]
         if trailers:
             message = ProcessingRequest()
             message.response_trailers.SetInParent()
