@@ -102,8 +102,8 @@ def test_a_replay_finds_a_repeated_prompt_in_the_cache(tmp_path: Path, capsys: p
 
 
 def test_what_no_engine_could_hold_fails_instead_of_being_lost(tmp_path: Path) -> None:
-    row = {"timestamp": 0, "output_length": 50, "hash_ids": [1, 2]}
-    rows = [{**row, "input_length": length} for length in (100, 1000)]
+    row = {"timestamp": 0, "output_length": 50}
+    rows = [{**row, "input_length": length, "hash_ids": ids} for length, ids in ((100, [1]), (1000, [1, 2]))]
     found = play_rows(tmp_path, rows, "--kv-blocks", "20", "--policies", "attache,round-robin")
     assert [one["errors"] for one in measures(found).values()] == [1, 1]
     assert all(trial["requests"]["errors"] == ["", "longer than the KV cache"] for trial in found["trials"])

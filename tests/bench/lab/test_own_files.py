@@ -20,6 +20,17 @@ from bench.lab.inputs import condition_files, key_of
 from bench.lab.trial import Conditions, Trial
 from extproc.config.errors import ConfigInvalid
 
+NUMPY = """\
+import numpy as np
+from bench.policies.least_cost import least_cost
+class Mine:
+    def __init__(self):
+        self.picks = 0
+    def pick(self, view, *, rng):
+        self.picks += 1
+        # the cost by row
+        return least_cost(view, {cost}, rng)
+"""
 FIRST = """
 from bench.policies.least_cost import least_cost
 
@@ -201,6 +212,14 @@ def test_installed_plugins_make_the_key_of_what_may_use_them(tmp_path: Path, mon
             "my.py:Leaves",
             ["my.py:Leaves: its pick failed at", "SystemExit: enough"],
         ),
+        (
+            NUMPY.format(cost="np.full(2, np.nan)"),
+            "my.py",
+            ["at 0.", "the cost of row 0 is not a number (nan)"],
+        ),
+        (NUMPY.format(cost="np.zeros(1)"), "my.py", ["the shape (1,)", "each row of view.table, here to row 1"]),
+        # with state: a bug that only a later pick meets
+        (NUMPY.format(cost="np.ones(2) / (self.picks < 5 or 1 // 0)"), "my.py", ["line 9, in pick", "ZeroDivisionError"]),
         (
             "import os\nclass Mine:\n    def pick(self, view, *, rng):\n        os._exit(3)\n",
             "my.py:Mine",
