@@ -235,6 +235,10 @@ def test_the_table_of_the_lab_has_a_line_for_each_policy_and_load(
     assert "Made by `attache lab --traces " in page
     groups = json.loads((tmp_path / "out" / "lab.json").read_text())["groups"]
     assert [one["policies"]["attache"]["requests"] for one in groups] == [30] * 6
+    assert "## conversation, high (98%)" in page
+    # of other engines nobody has measured the capacity
+    assert main(["lab", "--traces", str(tmp_path), *flags, "--rate-factor", "0.8"]) == 0
+    assert "## conversation, high\n" in (tmp_path / "out" / "lab.md").read_text()
 
 
 def test_in_a_clone_without_traces_the_lab_plays_generators_and_says_how_to_give_traces(
