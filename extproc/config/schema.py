@@ -18,6 +18,7 @@ from msgspec import inspect
 
 from extproc.config.patterns import ADVICE
 from extproc.config.quantities import decode_quantity
+from extproc.config.shape_advice import shape_advice, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -36,7 +37,7 @@ def check_shape(value: object, cls: type) -> list[Finding]:
     found = list(islice(_walk(value, inspect.type_info(cls), ()), _MAX_FINDINGS))
     if not found:
         try:
-            msgspec.convert(value, cls, dec_hook=decode_quantity)
+            msgspec.convert(value, cls, dec_hook=decode_quantity, str_keys=True)
         except msgspec.ValidationError as error:
             found.append(((), _lower_first(str(error))))
     return found
@@ -45,12 +46,24 @@ def check_shape(value: object, cls: type) -> list[Finding]:
 def suggest(word: str, known: Iterable[str]) -> str:
     """``did you mean 'x'?`` where one of ``known`` is close, else the list of them."""
     names = sorted(known)
-    # comparing takes time in proportion to both lengths and the number of names
-    close = difflib.get_close_matches(word[:_MAX_COMPARED], names[:_MAX_COMPARED], n=1)
+    close = _nearest(word, names)
     if close:
         return f"did you mean '{close[0]}'?"
     more = f" and {len(names) - _MAX_COMPARED} more" if len(names) > _MAX_COMPARED else ""
     return f"write one of: {', '.join(names[:_MAX_COMPARED]) or '(there is none)'}{more}"
+
+
+def _nearest(word: str, known: Iterable[str]) -> list[str]:
+    """The closest of ``known``, if one is close; capitals, dashes and underscores make no difference."""
+    # comparing takes time in proportion to both lengths and the number of names
+    names = sorted(known)[:_MAX_COMPARED]
+    word = word[:_MAX_COMPARED]
+    same = [name for name in names if _bare(name) == _bare(word)]
+    return same[:1] or difflib.get_close_matches(word, names, n=1)
+
+
+def _bare(word: str) -> str:
+    return word.replace("_", "").replace("-", "").lower()
 
 
 def _walk(value: object, kind: inspect.Type, path: Path) -> Iterator[Finding]:
@@ -67,7 +80,7 @@ def _walk(value: object, kind: inspect.Type, path: Path) -> Iterator[Finding]:
                 yield from _walk(item, kind.item_type, (*path, index))
         case inspect.DictType() if isinstance(value, dict):
             for key, item in value.items():
-                yield from _check_leaf(key, kind.key_type, (*path, str(key)))
+                yield from _check_leaf(_key(key, kind.key_type), kind.key_type, (*path, str(key)))
                 yield from _walk(item, kind.value_type, (*path, str(key)))
         case _:
             yield from _check_leaf(value, kind, path)
@@ -79,6 +92,12 @@ def _walk_optional(value: object, kind: inspect.UnionType, path: Path) -> Iterat
         yield from _walk(value, held, path)
 
 
+def _key(key: object, kind: inspect.Type) -> object:
+    """JSON has only text as keys, also where numbers are meant."""
+    is_number = isinstance(kind, inspect.IntType) and isinstance(key, str) and key.lstrip("-").isdecimal()
+    return int(str(key)) if is_number else key
+
+
 def _walk_struct(value: dict[object, object], kind: inspect.StructType, path: Path) -> Iterator[Finding]:
     fields = {field.encode_name: field for field in kind.fields}
     for key, item in value.items():
@@ -86,8 +105,11 @@ def _walk_struct(value: dict[object, object], kind: inspect.StructType, path: Pa
             yield from _walk(item, fields[key].type, (*path, key))
         elif kind.forbid_unknown_fields:
             yield (*path, str(key)), f"there is no such field; {suggest(str(key), fields)}"
+    unknown = [str(key) for key in value if key not in fields] if kind.forbid_unknown_fields else []
+    # that one of these is misspelt has been said
+    misspelt = {near for key in unknown for near in _nearest(key, fields)}
     for name, field in fields.items():
-        if field.required and name not in value:
+        if field.required and name not in value and name not in misspelt:
             yield path, f"the field '{name}' is missing; it is required"
 
 
@@ -127,7 +149,8 @@ def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Findi
         if advice := _advice(value, kind):
             yield path, f"{_shown(value, path)} {advice}"
         else:
-            yield path, f"{_lower_first(str(error))}{'' if _is_secret(path) else f'; it is {_short(value)}'}"
+            said = shape_advice(value, kind, is_secret=_is_secret(path))
+            yield path, said or f"{_lower_first(str(error))}{'' if _is_secret(path) else f'; it is {shown(value)}'}"
 
 
 _PLAIN: Mapping[type[inspect.Type], type] = {
@@ -181,8 +204,3 @@ def _shown(value: object, path: Path) -> str:
 def _printable(text: str) -> str:
     """One line, and no control character of a terminal."""
     return text if text.isprintable() else text.encode("unicode_escape").decode()
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_COMPARED else f"{text[:_MAX_COMPARED]}..."
