@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from bench.autoscale.cell import Cell, CellResult, run_cell
 from bench.autoscale.fingerprint import code_fingerprint
+from bench.workers import worker_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -47,19 +48,15 @@ def run_cells(
         console.print(f"{others} kept cells of {file} were made by other code; another --out runs all anew")
     if missing:
         console.print(_ahead(len(missing), found.values()), highlight=False)
-        with ProcessPoolExecutor(max(1, min(jobs, len(missing)))) as pool, file.open("ab") as out:
+        with worker_pool(max(1, min(jobs, len(missing)))) as pool, file.open("ab") as out:
             out.write(b"\n")  # a line that was cut short stays alone
             pending = [pool.submit(run_cell, one, traces) for one in missing]
-            try:
-                for number, one in enumerate(as_completed(pending), 1):
-                    result = msgspec.structs.replace(one.result(), code=code)
-                    out.write(msgspec.json.encode(result) + b"\n")
-                    out.flush()
-                    found[result.cell] = result
-                    console.print(f"{number}/{len(missing)} {line_of(result)}", highlight=False)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+            for number, one in enumerate(as_completed(pending), 1):
+                result = msgspec.structs.replace(one.result(), code=code)
+                out.write(msgspec.json.encode(result) + b"\n")
+                out.flush()
+                found[result.cell] = result
+                console.print(f"{number}/{len(missing)} {line_of(result)}", highlight=False)
     return {one: found[one] for one in cells}
 
 

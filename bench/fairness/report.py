@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from bench.fairness.scenarios import FairnessReport
     from bench.reporting.origin import MadeBy
 
+# Both tenants wait for so long.
+_SHOWN_S: Final = 20.0
 # Of tenants, in the order of their names.
 _STYLES: Final = ("-", "--", "-.", ":")
 
@@ -48,10 +50,10 @@ def _plot(report: FairnessReport, file: Path) -> None:
             log_axis(axes)
         for run in report.service_gap:
             for (name, history), style in zip(sorted(run.history.items()), _STYLES, strict=False):
-                instants_s, served = zip(*history, strict=True)
+                instants_s, served = zip(*(one for one in history if one[0] <= _SHOWN_S), strict=True)
                 label = f"{run.policy}, tenant {name}"
                 service.plot(instants_s, served, label=label, color=_color(run.policy), linestyle=style)
-        service.set(title="service given to two tenants that wait", xlim=(0, 20))
+        service.set(title="service given to two tenants that wait", xlim=(0, _SHOWN_S))
         service.set(xlabel="time since the start, s", ylabel="weighted tokens since the start")
 
 

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 TRACES: Final = Path("../shared/traces")
 _OURS: Final = "attache"
+# Shares of capacity were measured with these.
+_HARDWARE: Final = "h100x4"
+_MODEL: Final = "70b"
 _POLICIES: Final = (
     _OURS,
     "llm-d-token-load",
@@ -124,10 +127,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--hardware",
-        default="h100x4",
+        default=_HARDWARE,
         help="GPUs of each engine; mixed: h100*4+l40s*4; a GPU's file: rig.yamlx2 (default: %(default)s)",
     )
-    add("--model", default="70b", help="what engines serve (default: %(default)s)")
+    add("--model", default=_MODEL, help="what engines serve (default: %(default)s)")
     add("--rate-factor", type=float, default=1.0, metavar="X", help="multiply all loads, for other hardware")
     add("--out", type=Path, default=Path("bench/out/lab"), metavar="DIR", help="for reports (default: %(default)s)")
     add("--jobs", type=int, default=0, metavar="N", help="processes (default: one for each processor)")
@@ -143,8 +146,9 @@ def lab(options: argparse.Namespace, console: Console) -> int:
             "directory and give it with --traces; a trace of your own is played by replay --trace FILE.",
             style="yellow",
         )
+    is_measured = (options.hardware, options.model, options.rate_factor) == (_HARDWARE, _MODEL, 1.0)
     cells = {
-        (trace.name, load): [
+        (trace.name, load if is_measured else load.partition(" (")[0]): [
             Conditions(
                 _file(directory, trace) if has_traces else trace.name,
                 trace_format="mooncake" if has_traces else None,

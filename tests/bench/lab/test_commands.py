@@ -102,8 +102,8 @@ def test_a_replay_finds_a_repeated_prompt_in_the_cache(tmp_path: Path, capsys: p
 
 
 def test_what_no_engine_could_hold_fails_instead_of_being_lost(tmp_path: Path) -> None:
-    row = {"timestamp": 0, "output_length": 50, "hash_ids": [1, 2]}
-    rows = [{**row, "input_length": length} for length in (100, 1000)]
+    row = {"timestamp": 0, "output_length": 50}
+    rows = [{**row, "input_length": length, "hash_ids": ids} for length, ids in ((100, [1]), (1000, [1, 2]))]
     found = play_rows(tmp_path, rows, "--kv-blocks", "20", "--policies", "attache,round-robin")
     assert [one["errors"] for one in measures(found).values()] == [1, 1]
     assert all(trial["requests"]["errors"] == ["", "longer than the KV cache"] for trial in found["trials"])
@@ -235,6 +235,10 @@ def test_the_table_of_the_lab_has_a_line_for_each_policy_and_load(
     assert "Made by `attache lab --traces " in page
     groups = json.loads((tmp_path / "out" / "lab.json").read_text())["groups"]
     assert [one["policies"]["attache"]["requests"] for one in groups] == [30] * 6
+    assert "## conversation, high (98%)" in page
+    # of other engines nobody has measured the capacity
+    assert main(["lab", "--traces", str(tmp_path), *flags, "--rate-factor", "0.8"]) == 0
+    assert "## conversation, high\n" in (tmp_path / "out" / "lab.md").read_text()
 
 
 def test_in_a_clone_without_traces_the_lab_plays_generators_and_says_how_to_give_traces(
