@@ -21,6 +21,7 @@ from extproc.scheduling.plugins import (
     filters,
     handlers,
     label_plugins,
+    label_weights,
     latency_scorers,
     older_types,
     reporters,
@@ -117,6 +118,7 @@ _SCORERS: Final = {
     "topology-affinity-scorer": topology.TopologyAffinityScorer,
     "endpoint-attribute-scorer": attributes.EndpointAttributeScorer,
     "latency-scorer": latency_scorers.LatencyScorer,
+    "endpoint-attribute-weight-scorer": label_weights.AttributeWeight,
     "slo-aware-routing": older_types.SloAwareRouting,
     "slo-scorer": older_types.SloAwareRouting,
     "thunder-agent": affinity.ThunderAgent,
@@ -171,10 +173,16 @@ _ADMITTERS: Final = {
     "latency-slo-admitter": admitters.LatencySloAdmitter,
 }
 
+_SCREENERS: Final = {
+    "disaggregatedset-rollout-screener": rollouts.RolloutScreener,
+    "endpoint-pin-screener": rollouts.EndpointPin,
+}
+
 _SOURCES: Final = {
     topology.EXTRACTOR_TYPE: topology.TopologyExtractor,
     "core-metrics-extractor": attributes.MetricsExtractor,
     "model-server-protocol-metrics": attributes.MetricsExtractor,  # its name in the Inference Extension up to 1.3
+    "label-producer": label_weights.LabelProducer,
     "session-id-producer": affinity.SessionIdProducer,
 }
 
@@ -189,7 +197,7 @@ BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
         **_all("decider", _DECIDERS),
         **_all("reporter", {"request-attribute-reporter": reporters.RequestAttributeReporter}),
         **_all("admitter", _ADMITTERS),
-        **_all("screener", {"disaggregatedset-rollout-screener": rollouts.RolloutScreener}),
+        **_all("screener", _SCREENERS),
         **_all("data source", _SOURCES),
         **_all("flow control", {**POLICIES, AGENT_IDENTITY: AgentIdentity}),
     }

@@ -56,6 +56,7 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         "utilization-filter": "conditions fallbackOnEmpty inFlightLoadProducerName",
         # scorers
         "active-request-scorer": "idleThreshold maxBusyScore inFlightLoadProducerName requestTimeout",
+        "endpoint-attribute-weight-scorer": "attributeKey weights producer",
         "endpoint-attribute-scorer": "attributeKey algorithm source metadataNamespace metadataField",
         "header-label-affinity-scorer": "headerName labelKey stampResponseHeader",
         "kv-cache-utilization-scorer": _NONE,
@@ -134,6 +135,8 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         "utilization-detector": "queueDepthThreshold kvCacheUtilThreshold metricsStalenessThreshold headroom",
         # admitters and screeners
         "disaggregatedset-rollout-screener": ("scope headerSelectors revisionGating"),
+        "endpoint-pin-screener": _NONE,
+        "reserve-endpoint": _NONE,
         "latency-slo-admitter": "latencyPredictionInfoProducerName",
         "probabilistic-admitter": "queueDepthThreshold kvCacheUtilThreshold power k",
         # producers
@@ -152,14 +155,18 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
             "samplingMean maxDecodeTokenSamplesForPrediction sloBufferFactor contextTTL"
             " streamingMode endpointRoleLabel predictInProduce prefixMatchInfoProducerName inFlightLoadProducerName"
         ),
+        "session-manager": ("deploymentID hmacKeyFile tokenProducer eventCorrelationEnabled bindingTTL maxBindings"),
         "session-id-producer": "headerName cookieName lruSize ttl",
         "token-producer": "backend modelName vllm estimate",
         "tokenizer": "modelName udsTokenizerConfig",
         # sources, extractors, discovery
         "core-metrics-extractor": "defaultEngine engineConfigs engineLabelKey",
-        "dcgm-data-source": "scheme path port insecureSkipVerify useNodeAddress",
+        "dcgm-data-source": "scheme path port insecureSkipVerify useNodeAddress interval",
         "dcgm-extractor": _NONE,
         "endpoint-notification-source": _NONE,
+        "label-producer": "labels label attributeKey valueType",
+        "local-syncer": _NONE,
+        "redis-syncer": "address passwordEnv passwordFile db stateTTL coordinationTTL",
         "file-discovery": "path watchFile",
         "metrics-data-source": (
             "scheme path insecureSkipVerify caCertPath clientCertPath clientKeyPath interval families"

@@ -49,8 +49,8 @@ unchanged.
 _REFUSED: Final = """\
 ## Refused
 
-A file that names one of these types would mean something else without it. No release of llm-d takes them: they are of
-published drafts, or of its own tests.
+A file that names one of these types would mean something else without it. Most are of published drafts, or of llm-d's
+own tests.
 
 | type | what to write in its place |
 |---|---|

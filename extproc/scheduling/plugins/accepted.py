@@ -69,6 +69,11 @@ ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
         "fcfs-ordering-policy": "flow control: FirstCome",
         "edf-ordering-policy": "flow control: Deadline",
         "slo-deadline-ordering-policy": "flow control: Deadline",
+        **dict.fromkeys(
+            ("local-syncer", "redis-syncer", "redis-state-store"),
+            "each replica decides by what it sees; with --redis, extproc's replicas share limits and sessions",
+        ),
+        "session-manager": "nothing: session plugins read ids in their headers; KV events do not carry them",
         "slo-request-tracker": "latencies, learned of every answer",
         "latency-observer-producer-hub": "TTFT, measured on every answer",
         "multicluster-approx-prefix-cache-producer": "the pool's own prefix index",

@@ -7,20 +7,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
-import numpy as np
 
-from extproc.scheduling.labels import has_labels
 from extproc.scheduling.plugins.affinity import SessionAffinityFilter
 from extproc.scheduling.plugins.cache_scorers import KvCacheUtilization, PrefixCacheScorer
+from extproc.scheduling.plugins.label_weights import LabelWeights
 from extproc.scheduling.plugins.latency_scorers import LeastLatency
 from extproc.scheduling.plugins.load_scorers import ActiveRequests
 from extproc.scheduling.plugins.topology import TopologyExtractor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from extproc.endpoints.table import Bools, Floats
-    from extproc.scheduling.picker import View
 
 _HUB: Final = "write each cluster's gateway as an endpoint of the ModelServer"
 
@@ -81,24 +77,10 @@ class ClusterTopology(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
     weights: dict[str, float] = {}
     topology_producer_name: str = ""
 
-    def with_plugins(self, others: Mapping[str, Any]) -> PlaceWeights:
+    def with_plugins(self, others: Mapping[str, Any]) -> LabelWeights:
         """With the label of the extractor."""
         found = others.get(self.topology_producer_name)
         if not isinstance(found, TopologyExtractor):
             found = next((one for one in others.values() if isinstance(one, TopologyExtractor)), TopologyExtractor())
         level = ("host", "rack", "zone", "region").index(self.field or "region")
-        return PlaceWeights(found.labels[level], tuple(self.weights.items()))
-
-
-class PlaceWeights(msgspec.Struct, frozen=True):
-    """The scorer: each value of the label with its score."""
-
-    label: str
-    weights: tuple[tuple[str, float], ...]
-
-    def score(self, view: View, candidates: Bools) -> Floats:
-        """The weight of each endpoint's place."""
-        scores = np.zeros(candidates.size)
-        for value, weight in self.weights:
-            scores[has_labels(view.table, {self.label: value})] = weight
-        return scores
+        return LabelWeights(found.labels[level], tuple(self.weights.items()))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plugin types of llm-d that are not built here, and what takes their place.
 
-A file that names one is refused: without it the file would do something else than it says. No release of llm-d takes
-these: they are of drafts that were published, or of llm-d's own tests.
+A file that names one is refused: without it the file would do something else than it says. Most are of published drafts
+or of llm-d's own tests, and no release of llm-d takes them. ``reserve-endpoint`` answers a coordinator that only asks;
+without it, the question would be sent to an engine.
 """
 
 from __future__ import annotations
@@ -21,5 +22,6 @@ NOT_BUILT: Final[Mapping[str, str]] = MappingProxyType(
         "pd-slo-optimizer": _PAIRS,
         "pd-slo-pair-optimizer": _PAIRS,
         "pd-slo-profile-handler": "disagg-profile-handler",
+        "reserve-endpoint": "disagg-profile-handler, which picks both endpoints of a pair at once",
     }
 )

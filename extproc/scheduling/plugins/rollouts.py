@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
+import numpy as np
 
 from extproc.scheduling.labels import has_labels
 
@@ -92,4 +93,25 @@ class RolloutScreener(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
         """``handler`` with pairs of one revision, if it makes pairs."""
         if self.group_key and getattr(handler, "group_key", None) == "":
             return msgspec.structs.replace(handler, group_key=self.group_key)
+        return handler
+
+
+class EndpointPin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``endpoint-pin-screener``: only the endpoint that the header ``x-llm-d-pin-host-port`` names."""
+
+    TOLD: ClassVar = "any client that reaches the gateway can pin its request; let the gateway remove the header"
+
+    def keep(self, view: View, candidates: Bools) -> Bools:
+        """Keeps no endpoint if the header names another address."""
+        address = view.request.headers.get("x-llm-d-pin-host-port", "").strip()
+        if not address:
+            return candidates
+        row = view.table.row_of(address)
+        only = np.zeros(candidates.size, np.bool_)
+        if row is not None:
+            only[row] = True
+        return candidates & only
+
+    def paired(self, handler: Any) -> Any:  # noqa: ANN401 - handlers have no type in common
+        """The handler as it is."""
         return handler

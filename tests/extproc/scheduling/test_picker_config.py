@@ -175,6 +175,7 @@ active-request-scorer agent-identity always-disagg-multimodal-decider always-dis
 approx-prefix-cache-producer burst-prefix-cache-producer by-label by-label-selector concurrency-detector
 context-length-aware core-metrics-extractor data-parallel-profile-handler dcgm-data-source dcgm-extractor decode-filter
 disagg-headers-handler disagg-profile-handler disaggregatedset-rollout-screener edf-ordering-policy encode-filter
+label-producer local-syncer redis-syncer endpoint-attribute-weight-scorer
 endpoint-attribute-filter endpoint-attribute-scorer endpoint-notification-source eviction-priority-then-time-ordering
 eviction-sheddable-filter fcfs-ordering-policy file-discovery global-strict-fairness-policy
 header-label-affinity-scorer header-profile-handler inflight-load-producer k8s-notification-source
@@ -215,6 +216,7 @@ def test_every_plugin_works_with_its_defaults(name: str) -> None:
         "request-attribute-reporter": {"attributes": [{"key": {"name": "cost"}, "expression": "usage.total_tokens"}]},
         "header-label-affinity-scorer": {"headerName": "x-zone", "labelKey": "zone"},
         "by-label": {"label": "zone"},
+        "endpoint-attribute-weight-scorer": {"attributeKey": "a", "weights": {"b": 1.0}},
         "decision-tree-filter": {"current": {"pluginRef": "low-queue-filter"}},
         "priority-holdback-policy": {"minCeiling": 0.5},
         "endpoint-attribute-filter": {"attribute": "a", "algorithm": {"type": "topK", "topK": {"k": 1}}},

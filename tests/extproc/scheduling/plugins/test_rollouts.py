@@ -10,6 +10,7 @@ import pytest
 from extproc.endpoints.table import EndpointConfig
 from extproc.errors import NoEndpoint
 from extproc.scheduling.picker_config import picker_from_text
+from extproc.scheduling.plugins.rollouts import EndpointPin
 from extproc.scheduling.registry import BUILT_IN
 from tests.extproc.scheduling.plugins.views import view_of
 
@@ -67,3 +68,12 @@ def test_the_form_of_an_earlier_release_does_the_same() -> None:
     )
     assert pairs(older.replace("scope:", selector), {"x-revision": "a"}) == {(0, 1)}
     assert pairs(older) == {(0, 1), (2, 3)}
+
+
+def test_a_header_pins_the_endpoint_and_another_address_gets_nothing() -> None:
+    pin, view = EndpointPin(), view_of(3, headers={"x-llm-d-pin-host-port": "e1:1"})
+    assert pin.keep(view, view.table.is_active).nonzero()[0].tolist() == [1]
+    other = view_of(3, headers={"x-llm-d-pin-host-port": "e9:1"})
+    assert not pin.keep(other, other.table.is_active).any()
+    pinned = FILE.replace("  - {type: prefill-filter}", "  - {type: endpoint-pin-screener}\n  - {type: prefill-filter}")
+    assert pairs(pinned) == {(0, 1), (2, 3)}
