@@ -86,7 +86,8 @@ def _add_sides(parser: argparse.ArgumentParser) -> None:
 
 def _compare(options: argparse.Namespace, console: Console) -> int:
     first, second = compare.read_side(options.first), compare.read_side(options.second)
-    console.print(compare.table(first, second, compare.compare(first, second)).on_terminal())
+    for table in compare.tables((options.first, options.second), first, second):
+        console.print(table.on_terminal())
     return 0
 
 

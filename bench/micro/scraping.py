@@ -21,7 +21,8 @@ import uvloop
 from bench.stack import documents
 from extproc.config.load import load
 from extproc.core.core import Core
-from extproc.endpoints.metrics_text import NAMES, MetricsReader
+from extproc.endpoints.metric_names import NAMES
+from extproc.endpoints.metrics_text import MetricsReader
 from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.engines import EngineScraper
 from extproc.metrics.registry import Metrics

@@ -7,6 +7,7 @@ has its labels as text, made once for all families that share them. To everybody
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -17,6 +18,10 @@ from prometheus_client.utils import floatToGoString
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+# Series whose text is made at once.
+_AT_ONCE: Final = 1000
+# A window of 15 bits with a head and an end as of a file of gzip.
+_GZIP: Final = 31
 # From there on Go's text of a number differs from Python's.
 _PLAIN_BELOW: Final = 1e6
 
@@ -58,24 +63,38 @@ class Family(Metric):
     def samples(self, _: list[Sample]) -> None:
         """What a metric begins with: none."""
 
-    def text(self) -> str:
-        """With its head, as on the page."""
+    def parts(self) -> Iterator[bytes]:
+        """Its text with its head, as on the page, some thousand series at a time."""
         name = self._series
         said = self.documentation.replace("\\", r"\\").replace("\n", r"\n")
-        lines = [f"{name}{{{labels.text}}} {_number(value)}\n" for labels, value in self._rows]
-        return f"# HELP {name} {said}\n# TYPE {name} {self.type}\n{''.join(lines)}"
+        yield f"# HELP {name} {said}\n# TYPE {name} {self.type}\n".encode()
+        for first in range(0, len(self._rows), _AT_ONCE):
+            rows = self._rows[first : first + _AT_ONCE]
+            yield "".join([f"{name}{{{labels.text}}} {_number(value)}\n" for labels, value in rows]).encode()
 
 
-def page_of(registry: CollectorRegistry) -> bytes:
-    """All metrics in Prometheus' text format."""
-    parts, others = list[bytes](), list[Metric]()
+def page_of(registry: CollectorRegistry, *, gzipped: bool = False) -> bytes:
+    """All metrics in Prometheus' text format.
+
+    A page of thousands of series is some MiB, of which compression leaves a twentieth. It is compressed part by part:
+    the whole text is never in memory.
+    """
+    if not gzipped:
+        return b"".join(_parts(registry))
+    made = zlib.compressobj(zlib.Z_BEST_SPEED, wbits=_GZIP)
+    return b"".join([*[made.compress(part) for part in _parts(registry)], made.flush()])
+
+
+def _parts(registry: CollectorRegistry) -> Iterator[bytes]:
+    others = list[Metric]()
     for metric in registry.collect():
         if isinstance(metric, Family):
-            parts += [_by_client(others), metric.text().encode()]
+            yield _by_client(others)
+            yield from metric.parts()
             others = []
         else:
             others.append(metric)
-    return b"".join([*parts, _by_client(others)])
+    yield _by_client(others)
 
 
 class _Collected(Collector):

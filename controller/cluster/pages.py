@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
+from prometheus_client.exposition import gzip_accepted
 
 from controller.cluster.demand_relay import DemandRelay
 from controller.cluster.exposition import page_of
@@ -47,10 +48,12 @@ async def pages(
     what each of them says. ``more``: further pages. ``tls``: None for plain HTTP. ``guard``: decides who sees what.
     """
 
-    async def metrics(_: web.Request) -> web.Response:
+    async def metrics(request: web.Request) -> web.Response:
+        gzipped = gzip_accepted(request.headers.get("accept-encoding", ""))
         # thousands of series take longer than anybody should wait for the loop
-        text = await asyncio.to_thread(page_of, registry)
-        return web.Response(body=text, headers={"content-type": CONTENT_TYPE_LATEST})
+        body = await asyncio.to_thread(page_of, registry, gzipped=gzipped)
+        encoding = {"content-encoding": "gzip"} if gzipped else {}
+        return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST, **encoding})
 
     async def healthy(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 
 POOL_GROUPS: Final = ("inference.networking.k8s.io", "inference.networking.x-k8s.io")
 _SELECTED: Final = "selected-endpoints"
+# Triton's backend of TensorRT-LLM, whose page is where most engines have it; trtllm-serve has its own under another
+# path.
+_TRITON: Final = "nv_trt_llm_"
 _ENGINES: Final = (
     ("vllm:", "vLLM"),
     ("sglang:", "SGLang"),
     ("trtllm_", "TensorRT-LLM"),
-    ("nv_trt_llm_", "TensorRT-LLM"),
+    (_TRITON, "TensorRT-LLM"),
 )
 _METRIC_FLAGS: Final = (
     "total-queued-requests-metric",
@@ -116,6 +119,8 @@ def _metrics_path(values: Mapping[str, str]) -> dict[str, str]:
     path = values.get("model-server-metrics-path", "")
     if path and re.match(HTTP_PATH, path) is None:
         raise FlagInvalid(f"--model-server-metrics-path={path} {ADVICE[HTTP_PATH]}")
+    if not path and any(values.get(flag, "").startswith(_TRITON) for flag in _METRIC_FLAGS):
+        path = "/metrics"
     return {"metricsPath": path} if path else {}
 
 

@@ -21,6 +21,8 @@ def _advice(text: str, *, takes_names: bool) -> str:
     inner = next((one for one in (host, text) if ":" in one and _is_ip(one)), "")
     if inner:
         return f"write an IPv6 address in brackets and a port after it: [{inner}]:{_EXAMPLE_PORT}"
+    if _is_port(text):
+        return _about_target(text) if takes_names else _about_own("", text)
     if not separator or text.endswith("]"):
         return f"it has no port: write {text or '127.0.0.1'}:{_EXAMPLE_PORT}"
     if not _is_port(port):

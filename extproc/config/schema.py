@@ -37,7 +37,7 @@ def check_shape(value: object, cls: type) -> list[Finding]:
     found = list(islice(_walk(value, inspect.type_info(cls), ()), _MAX_FINDINGS))
     if not found:
         try:
-            msgspec.convert(value, cls, dec_hook=decode_quantity)
+            msgspec.convert(value, cls, dec_hook=decode_quantity, str_keys=True)
         except msgspec.ValidationError as error:
             found.append(((), _lower_first(str(error))))
     return found
@@ -80,7 +80,7 @@ def _walk(value: object, kind: inspect.Type, path: Path) -> Iterator[Finding]:
                 yield from _walk(item, kind.item_type, (*path, index))
         case inspect.DictType() if isinstance(value, dict):
             for key, item in value.items():
-                yield from _check_leaf(key, kind.key_type, (*path, str(key)))
+                yield from _check_leaf(_key(key, kind.key_type), kind.key_type, (*path, str(key)))
                 yield from _walk(item, kind.value_type, (*path, str(key)))
         case _:
             yield from _check_leaf(value, kind, path)
@@ -90,6 +90,12 @@ def _walk_optional(value: object, kind: inspect.UnionType, path: Path) -> Iterat
     if value is not None:
         (held,) = (part for part in kind.types if not isinstance(part, inspect.NoneType))
         yield from _walk(value, held, path)
+
+
+def _key(key: object, kind: inspect.Type) -> object:
+    """JSON has only text as keys, also where numbers are meant."""
+    is_number = isinstance(kind, inspect.IntType) and isinstance(key, str) and key.lstrip("-").isdecimal()
+    return int(str(key)) if is_number else key
 
 
 def _walk_struct(value: dict[object, object], kind: inspect.StructType, path: Path) -> Iterator[Finding]:

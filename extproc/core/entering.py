@@ -26,10 +26,12 @@ from extproc.core.effects import (
 from extproc.core.states import Event, IllegalEvent, State, is_legal
 from extproc.core.waiting import WaitingRequests, no_longer_served
 from extproc.errors import InternalError, Refusal
+from extproc.request.model import Api
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from extproc.admission.gate import Gate
     from extproc.admission.limits import Charge
     from extproc.admission.queued_request import QueuedRequest
     from extproc.core.accounts import Accounts
@@ -121,7 +123,7 @@ class EnteringRequests:
         """
         is_legal(record.state, Event.ENGINE_READY, record.ticket)
         arrival, waited_s = record.arrived, record.engine_wait_s
-        gate, slots = self._admission.gates.get(arrival.pool.name), arrival.pool.slots
+        gate, slots = self._gate_for(arrival), arrival.pool.slots
         record.engine_wait_s += now - record.engine_since_s
         try:
             if slots is None or not self._loading.admit(record, arrival, slots, now, out):
@@ -230,7 +232,7 @@ class EnteringRequests:
     def _pass_gate(
         self, record: Record, arrival: Arrival, now: float, out: list[Effect], *, was_held: bool = False
     ) -> Decision | Refused | Hold:
-        gate, pool, dispatcher = self._admission.gates.get(arrival.pool.name), arrival.pool, self._dispatcher
+        gate, pool, dispatcher = self._gate_for(arrival), arrival.pool, self._dispatcher
         if self._intake().pools.get(pool.name) is not pool:
             # the configuration changed while the request waited for its limits, tokens or adapter
             return dispatcher.refuse(record, no_longer_served(pool.name), now, out, was_held=was_held)
@@ -261,6 +263,12 @@ class EnteringRequests:
             # its engines may leave before it is its turn
             longest_s = self._answered_within_s(record, pool, now)
         return Hold(record.ticket, longest_s)
+
+    def _gate_for(self, arrival: Arrival) -> Gate | None:
+        """None if the request passes by the queue: to count tokens takes nothing that generations wait for."""
+        if arrival.request.api is Api.COUNT_TOKENS and arrival.pool.readiness.can_serve:
+            return None
+        return self._admission.gates.get(arrival.pool.name)
 
     def _queue_entry(self, record: Record, arrival: Arrival, expectation: Expectation, now: float) -> QueuedRequest:
         """How the request stands in its server's queue. If it has waited for something else before, its deadlines

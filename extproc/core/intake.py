@@ -25,6 +25,7 @@ from extproc.request.api_by_body import api_by_body
 from extproc.request.fields import no_model
 from extproc.request.model import Api, InferenceRequest
 from extproc.request.parsing import INFERENCE_PATHS, parse
+from extproc.request.unread import steering_of_unread
 from extproc.routing.resolve import Destination
 
 if TYPE_CHECKING:
@@ -124,8 +125,17 @@ class Intake:
             return None
 
     def receive_unread(self, server: str, head: Head, body: bytes) -> Arrival:
-        """A request of no known API, for a gateway with a single pool: its body is not parsed."""
-        request = InferenceRequest(Api.UNKNOWN, "", b"", is_streamed=False, stream_options={}, max_output_tokens=None)
+        """A request of no known API, for a gateway with a single pool: its body is only searched for steering fields.
+
+        Raises a Refusal.
+        """
+        request = InferenceRequest(
+            *(Api.UNKNOWN, "", b""),
+            is_streamed=False,
+            stream_options={},
+            max_output_tokens=None,
+            internal_fields=steering_of_unread(body),
+        )
         return self._direct(request, server, head, body)
 
     def receive_chosen(self, server: str, head: Head, body: bytes) -> Arrival:
@@ -160,7 +170,7 @@ class Intake:
         """
         if pool is None:
             return self.receive(self.admit(head), head, body)
-        api = INFERENCE_PATHS.get(head.path) if head.path else api_by_body(body)
+        api = INFERENCE_PATHS.get(head.path) if head.path else api_by_body(body, head.headers)
         if api is None:
             return self.receive_unread(pool, head, body)
         try:

@@ -8,7 +8,6 @@ a reading takes microseconds. Series of one name, as of data-parallel ranks, are
 from __future__ import annotations
 
 import math
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -17,7 +16,9 @@ from extproc.endpoints.engine_reports import CacheConfig, EngineReport
 from extproc.endpoints.table import LoraState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
+
+    from extproc.endpoints.metric_names import MetricNames
 
 # Bytes by which a line may move from page to page, as numbers get longer.
 _DRIFT: Final = 1024
@@ -27,65 +28,6 @@ _MOST_DIGITS: Final = 12
 _LARGEST: Final = 1e15
 # Every how many pages to look for what hardly ever changes or was missing.
 _RARE_PAGES: Final = 20
-
-
-class MetricNames(msgspec.Struct, frozen=True):
-    """The names of an engine's metric families, tried in order; histograms without ``_sum`` and ``_count``.
-
-    The cache's size is in the labels ``block_label`` and ``blocks_label`` of ``cache_info``, or in the gauges
-    ``block_size`` and ``blocks``. ``path``: where the engine's own server shows the page.
-    """
-
-    waiting: tuple[str, ...]
-    running: tuple[str, ...]
-    kv_usage: tuple[str, ...]
-    ttft: tuple[str, ...]
-    tpot: tuple[str, ...]
-    cache_info: str = ""
-    block_label: str = ""
-    blocks_label: str = ""
-    block_size: str = ""
-    blocks: str = ""
-    loras: str = ""
-    path: str = "/metrics"
-
-
-NAMES: Final[Mapping[str, MetricNames]] = MappingProxyType(
-    {
-        "vLLM": MetricNames(
-            waiting=("vllm:num_requests_waiting",),
-            running=("vllm:num_requests_running",),
-            kv_usage=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
-            ttft=("vllm:time_to_first_token_seconds",),
-            tpot=("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
-            cache_info="vllm:cache_config_info",
-            block_label="block_size",
-            blocks_label="num_gpu_blocks",
-            loras="vllm:lora_requests_info",
-        ),
-        "SGLang": MetricNames(
-            waiting=("sglang:num_queue_reqs",),
-            running=("sglang:num_running_reqs",),
-            kv_usage=("sglang:token_usage",),
-            ttft=("sglang:time_to_first_token_seconds",),
-            tpot=("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"),
-            cache_info="sglang:cache_config_info",
-            block_label="page_size",
-            blocks_label="num_pages",
-        ),
-        "TensorRT-LLM": MetricNames(
-            waiting=("trtllm_num_requests_waiting",),
-            running=("trtllm_num_requests_running",),
-            kv_usage=("trtllm_kv_cache_utilization",),
-            ttft=("trtllm_time_to_first_token_seconds",),
-            tpot=("trtllm_time_per_output_token_seconds", "trtllm_inter_token_latency_seconds"),
-            block_size="trtllm_kv_cache_tokens_per_block",
-            blocks="trtllm_kv_cache_max_blocks",
-            # /metrics of trtllm-serve is a list of iterations in JSON
-            path="/prometheus/metrics",
-        ),
-    }
-)
 
 
 class EngineMetrics(msgspec.Struct, frozen=True):
@@ -168,9 +110,13 @@ class _Family:
     """The samples of a metric family: the first of several names found on the page. They are adjacent lines."""
 
     def __init__(self, names: tuple[str, ...], suffix: str = "") -> None:
-        # with the preceding line end and the following character, so that only whole names match
-        self._needles = [f"\n{name}{suffix}{end}".encode() for name in names if name for end in "{ "]
-        self._needle = b""
+        # with the preceding line end and the following character, so that only whole names match; and the label
+        self._needles = [
+            (f"\n{name}{suffix}{end}".encode(), label.rstrip("}").encode())
+            for name, _, label in (one.partition("{") for one in names if one)
+            for end in "{ "
+        ]
+        self._needle = self._label = b""
         self._offset = 0
         self._misses = 0
 
@@ -196,7 +142,8 @@ class _Family:
         self._misses = 0
 
     def _values(self, page: bytes) -> list[float]:
-        return [value for line in self.lines(page) if (value := _value(line)) is not None]
+        # every line has the empty label
+        return [value for line in self.lines(page) if self._label in line and (value := _value(line)) is not None]
 
     def _find(self, page: bytes) -> int:
         offset = self._offset
@@ -209,10 +156,10 @@ class _Family:
             # searching a whole page for a missing family costs more than everything else
             self._misses -= 1
             return -1
-        for needle in self._needles:
+        for needle, label in self._needles:
             start = page.find(needle)
             if start >= 0:
-                self._needle, self._offset = needle, start
+                self._needle, self._label, self._offset = needle, label, start
                 return start
         self._needle, self._misses = b"", _RARE_PAGES
         return -1

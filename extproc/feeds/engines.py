@@ -17,7 +17,8 @@ import msgspec
 from extproc.config.validation import parse_address
 from extproc.core.peer_events import EngineSaid
 from extproc.endpoints.engine_reports import EngineReport
-from extproc.endpoints.metrics_text import NAMES, MetricsReader
+from extproc.endpoints.metric_names import NAMES
+from extproc.endpoints.metrics_text import MetricsReader
 from extproc.feeds.http_get import KeptConnection, get_request
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.request.amounts import MEDIA_TOKENS, Media, OutputTokens
+from extproc.request.anthropic_chat import BILLING
 from extproc.request.fields import ABSENT, LARGE_BYTES, Common, request_of
 from extproc.request.model import Api, InferenceRequest
 from extproc.request.rewrite import span_of
@@ -23,8 +24,6 @@ from extproc.request.rewrite import span_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# vLLM leaves system blocks out that begin so: they have a hash of each request.
-_BILLING: Final = b"x-anthropic-billing-header"
 _QUOTE: Final = ord('"')
 _MEDIA: Final = frozenset({"image", "document"})
 _RESULT: Final = "tool_result"
@@ -174,6 +173,7 @@ def _without_cache_control(tool: dict[str, msgspec.Raw]) -> dict[str, msgspec.Ra
     return {name: value for name, value in tool.items() if name != "cache_control"}
 
 
+_BILLING: Final = BILLING.encode()
 _LIST: Final = ord("[")
 _CACHE_CONTROL: Final = b'"cache_control"'
 _HEADINGS: Final = {role: f"\n{role}\n".encode() for role in ("user", "assistant", "system")}

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_BILLING: Final = "x-anthropic-billing-header"
+# vLLM leaves system blocks out that begin so: they have a hash of each request.
+BILLING: Final = "x-anthropic-billing-header"
 
 
 def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def _system(system: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401 - JSON
         text = system
     else:
         texts = [block["text"] for block in system or [] if block.get("text")]
-        text = "".join([one for one in texts if not one.startswith(_BILLING)])
+        text = "".join([one for one in texts if not one.startswith(BILLING)])
     if text:
         yield {"role": "system", "content": text}
 

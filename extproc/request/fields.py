@@ -10,7 +10,7 @@ import msgspec
 
 from extproc.errors import BadRequest
 from extproc.request.amounts import NO_MEDIA, ONE_PROMPT, Media, Priority, Prompts
-from extproc.request.model import INTERNAL_FIELDS, Api, InferenceRequest
+from extproc.request.model import INTERNAL_FIELDS, STEERING_FIELDS, Api, InferenceRequest
 from extproc.request.rewrite import span_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,10 @@ LARGE_BYTES: Final = 32 * 1024
 
 
 class Common(msgspec.Struct, gc=False):
-    """Fields of every API. Those behind ``cache_salt`` are what INTERNAL_FIELDS of the model lists beside it."""
+    """Fields of every API. Those between ``cache_salt`` and ``vllm_xargs`` are what INTERNAL_FIELDS of the model lists.
+
+    ``vllm_xargs``: vLLM passes it on as ``extra_args``, where its connectors look for ``kv_transfer_params``, too.
+    """
 
     model: str
     stream: bool | None = None
@@ -45,6 +48,7 @@ class Common(msgspec.Struct, gc=False):
     request_id: msgspec.Raw = ABSENT
     rid: msgspec.Raw = ABSENT
     extra_key: msgspec.Raw = ABSENT
+    vllm_xargs: msgspec.Raw = ABSENT
 
 
 def request_of(
@@ -92,13 +96,25 @@ def large_contents(value: msgspec.Raw, body: bytes) -> Span | None:
     return span_of(body, value, value) if len(body) >= LARGE_BYTES else None
 
 
+def steering_in(arguments: msgspec.Raw) -> tuple[str, ...]:
+    """The steering fields among the members of an object; none if it is no object, which engines refuse."""
+    try:
+        members = _members.decode(arguments) if arguments else {}
+    except msgspec.ValidationError:
+        return ()
+    return tuple([name for name in STEERING_FIELDS if name in members])
+
+
 def _internal_fields(fields: Common) -> tuple[str, ...]:
     """Nearly always none: that is found out at once."""
     values = _internal_values(fields)
     if values == _NO_INTERNAL:
         return ()
-    return tuple([name for name, value in zip(INTERNAL_FIELDS, values, strict=True) if value])
+    *named, arguments = values
+    found = tuple([name for name, value in zip(INTERNAL_FIELDS, named, strict=True) if value])
+    return found + steering_in(arguments)
 
 
-_internal_values: Final = attrgetter(*INTERNAL_FIELDS)
+_members: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_internal_values: Final = attrgetter(*INTERNAL_FIELDS, "vllm_xargs")
 _NO_INTERNAL: Final = _internal_values(Common(model=""))

@@ -9,8 +9,8 @@ import msgspec
 
 from extproc.errors import BadRequest
 from extproc.request.amounts import Answers, OutputTokens, prompts_in
-from extproc.request.fields import ABSENT, Common, large_contents, opened, request_of
-from extproc.request.model import STEERING_FIELDS, Api, InferenceRequest
+from extproc.request.fields import ABSENT, Common, large_contents, opened, request_of, steering_in
+from extproc.request.model import Api, InferenceRequest
 
 
 class _Sampling(msgspec.Struct, gc=False):
@@ -18,7 +18,7 @@ class _Sampling(msgspec.Struct, gc=False):
 
     max_tokens: OutputTokens = None
     n: Answers = None
-    extra_args: dict[str, msgspec.Raw] | None = None
+    extra_args: msgspec.Raw = ABSENT
 
 
 class _Generate(Common, kw_only=True, gc=False):
@@ -51,7 +51,7 @@ def generate(body: bytes) -> InferenceRequest:
         answers=sampling.n or 1,
         prompts=prompts_in(asked.token_ids),
     )
-    hidden = tuple([name for name in STEERING_FIELDS if name in (sampling.extra_args or {})])
+    hidden = steering_in(sampling.extra_args)
     return msgspec.structs.replace(request, internal_fields=request.internal_fields + hidden) if hidden else request
 
 

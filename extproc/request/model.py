@@ -33,10 +33,6 @@ class Api(enum.Enum):
     UNKNOWN = "unknown"
 
 
-# Streams of these always end with usage, and it cannot be asked for. Counting tokens has none.
-_OWN_USAGE = frozenset({Api.RESPONSES, Api.MESSAGES, Api.COUNT_TOKENS})
-
-
 class InferenceRequest(msgspec.Struct, frozen=True):
     """A parsed request body.
 
@@ -75,8 +71,13 @@ class InferenceRequest(msgspec.Struct, frozen=True):
 
     @property
     def leaves_usage_out(self) -> bool:
-        """Whether a streamed answer will lack token usage because the client did not ask for it."""
-        if not self.is_streamed or self.api in _OWN_USAGE:
+        """Whether a streamed answer will lack token usage because the client did not ask for it.
+
+        Streams of some APIs always end with usage, and it cannot be asked for. Counting tokens has none.
+        """
+        api = self.api
+        # a set of enum members is looked up by Python code
+        if not self.is_streamed or api is Api.RESPONSES or api is Api.MESSAGES or api is Api.COUNT_TOKENS:
             return False
         asked = self.stream_options.get("include_usage")
         return asked is None or bytes(asked) not in _TRUE
@@ -89,4 +90,4 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     @property
     def asks_for_usage(self) -> bool:
         """Whether its answer reports token usage without a change of the request."""
-        return self.api not in {Api.UNKNOWN, Api.COUNT_TOKENS} and (not self.is_streamed or not self.leaves_usage_out)
+        return self.api is not Api.UNKNOWN and self.api is not Api.COUNT_TOKENS and not self.leaves_usage_out

@@ -292,6 +292,15 @@ async def test_what_cannot_be_read_out_of_sampling_parameters_is_refused(gateway
     assert (await gateway.served(asked('"stop": ["\\n"]'), GENERATE)).server == "one"
 
 
+@pytest.mark.parametrize("name", ["kv_transfer_params", "data_parallel_rank", "\\u006bv_transfer_params"])
+async def test_what_steers_engines_in_vllms_own_arguments_is_refused(gateway: Gateway, name: str) -> None:
+    def asked(arguments: str) -> str:
+        return '{"model": "chat", "messages": [], "vllm_xargs": {' + arguments + "}}"
+
+    assert (await gateway.refused(asked(f'"{name}": "a"'), 503))["type"] == "service_unavailable_error"
+    assert (await gateway.served(asked('"ngram_size": 30'))).server == "one"
+
+
 async def test_a_header_decides_between_servers_with_names_of_their_own(gateway: Gateway) -> None:
     told = await gateway.served('{"model": "chat", "n": 1}', **{"x-tester": "yes"})
     assert told.server == "two"

@@ -80,8 +80,20 @@ end
 _READ: Final = r"""
 local PATHS = {@PATHS@}
 local KNOWN = {@KNOWN@}
+local STEERING = {@STEERING@}
 
--- vLLM's connectors obey what stands in extra_args, too. It is looked for as text, so escapes are refused as well.
+-- vLLM's connectors obey what stands in extra_args, too, and vllm_xargs is passed on as such. Both are looked into as
+-- text, so escapes are refused as well.
+local function check_arguments(json, arguments)
+  local text = arguments and sub(json, arguments.value, arguments.stop) or ""
+  local is_steering = find(text, "\\u", 1, true)
+  for name in pairs(STEERING) do is_steering = is_steering or find(text, name, 1, true) end
+  if is_steering then
+    local message = "Only requests without steering fields in vllm_xargs can be served at the moment; try again soon."
+    error({message = message, is_too_much = true})
+  end
+end
+
 local function check_sampling(json, sampling)
   local text = sampling and sub(json, sampling.value, sampling.stop) or ""
   if find(text, "extra_args", 1, true) or find(text, "\\u", 1, true) then
@@ -95,6 +107,7 @@ local function read(json)
   local found, seen = members_of(json)
   local model, parts = seen.model, {}
   check_sampling(json, seen.sampling_params)
+  check_arguments(json, seen.vllm_xargs)
   if not model then bad("The field 'model' is missing; it is required.", "model") end
   if byte(json, model.value) ~= 34 or model.stop == model.value + 1 then
     bad("The field 'model' must be a name; GET @MODELS_PATH@ lists them.", "model")
@@ -205,6 +218,7 @@ def reads_body(*, with_prefixes: bool = False) -> Lua:
         "@PATHS@": ", ".join(f'["{path}"] = true' for path in INFERENCE_PATHS),
         "@IS_INFERENCE@": is_inference,
         "@KNOWN@": ", ".join(f"{name} = true" for name in ("model", *_INTERNAL_FIELDS)),
+        "@STEERING@": ", ".join(f"{name} = true" for name in _STEERING_FIELDS),
         "@MOST_MODEL@": str(_MOST_MODEL_BYTES),
     }
     return Lua(default_source_code=_script(_REFUSE + json_members() + _READ, marks))

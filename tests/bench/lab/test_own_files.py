@@ -51,7 +51,7 @@ def imbalances(*policies: str) -> list[float]:
     """The busiest engine over the mean, of two engines: 2 if one has everything."""
     assert replay("--policies", ",".join(policies), "--json", "out.json") == 0
     found: dict[str, Any] = json.loads(Path("out.json").read_text())
-    return [found["policies"][one]["imbalance"] for one in policies]
+    return [found["groups"][0]["policies"][one]["imbalance"] for one in policies]
 
 
 def kept() -> int:
@@ -249,10 +249,10 @@ def test_a_gpu_and_a_model_from_files() -> None:
     [
         (GPU + "link: nvlink9\n", ["rig.yaml:4: link", "nvlink9", "nvlink5"]),
         (GPU + "bandwith: 1\n", ["rig.yaml:4: bandwith", "did you mean 'bandwidth'?"]),
-        (GPU.replace("32e9", "much"), ["rig.yaml:3: memory", "it is 'much'"]),
+        (GPU.replace("32e9", "much"), ["rig.yaml:3: memory", "'much' is text; write a number"]),
         (GPU.replace("209e12", "-1"), ["rig.yaml:1: flops", "> 0"]),
         ("flops: 1e12\n", ["the field 'memory' is missing", "the field 'bandwidth' is missing"]),
-        (GPU + "perLayer: 32\n", ["rig.yaml:4: perLayer", "write a number with a unit"]),
+        (GPU + "perLayer: 32\n", ["rig.yaml:4: perLayer: 32 has no unit; write 32s"]),
         (GPU + "ownLink: {bandwidth: 1e9}\n", ["rig.yaml:4: ownLink", "'latency' is missing"]),
         ("", ["rig.yaml: has 0 documents"]),
         ("a: [\n", ["rig.yaml:2"]),
@@ -272,7 +272,7 @@ def test_an_edited_rig_is_run_again_and_not_compared_with_what_it_was(capsys: py
             main(["replay", "--trace", "chat:sessions=4,turns=2", *hardware, "--policies", "attache", "--json", out])
             == 0
         )
-        mean: float = json.loads(Path(out).read_text())["policies"]["attache"]["ttft_s"]["mean"]
+        mean: float = json.loads(Path(out).read_text())["groups"][0]["policies"]["attache"]["ttft_s"]["mean"]
         return mean
 
     Path("rig.yaml").write_text(GPU)

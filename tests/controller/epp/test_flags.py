@@ -84,6 +84,19 @@ def test_names_of_metrics_say_which_engine_it_is() -> None:
     assert "engine" not in planned("--pool-name", "llama").server_fields
 
 
+def test_tritons_names_are_those_of_tensorrt_llm_and_its_page_is_tritons() -> None:
+    words = [
+        "--pool-name",
+        "llama",
+        "--total-queued-requests-metric",
+        "nv_trt_llm_request_metrics{request_type=waiting}",
+    ]
+    fields = planned(*words).server_fields
+    assert (fields["engine"], fields["metricsPath"]) == ("TensorRT-LLM", "/metrics")
+    assert planned(*words, "--model-server-metrics-path", "/m").server_fields["metricsPath"] == "/m"
+    assert "metricsPath" not in planned(*words[:3], "trtllm_num_requests_waiting").server_fields
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

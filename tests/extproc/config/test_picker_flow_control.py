@@ -158,7 +158,7 @@ def test_numbers_that_cannot_be_meant_are_refused_even_where_they_are_not_used(
 
 @pytest.mark.parametrize(
     ("gates", "is_on"),
-    [("[flowControl=true]", True), ("[flowControl=False]", False), ("[other, 'flowControl= 1']", True)],
+    [("[flowControl=true]", True), ("[flowControl=False]", False), ("[dataLayer, 'flowControl= 1']", True)],
 )
 def test_a_gate_may_be_written_with_its_value(gates: str, is_on: bool) -> None:
     assert (control(with_section("{}", gates)) is not None) == is_on
@@ -167,6 +167,8 @@ def test_a_gate_may_be_written_with_its_value(gates: str, is_on: bool) -> None:
 def test_a_gate_that_was_meant_and_one_without_a_readable_value_are_refused() -> None:
     assert "did you mean 'flowControl'?" in mistakes_of(with_section("{}", "[flow-control]"))
     assert "write flowControl=true or flowControl=false" in mistakes_of(with_section("{}", "[flowControl=yes]"))
+    assert "write flowControl=true or flowControl=false" in mistakes_of(with_section("{}", "['flowControl=']"))
+    assert "there is no gate 'other'; write one of: dataLayer" in mistakes_of(with_section("{}", "[other]"))
 
 
 @pytest.mark.parametrize(

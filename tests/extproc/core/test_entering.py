@@ -10,11 +10,12 @@ import pytest
 
 from extproc.config.load import load
 from extproc.core.core import Core
-from extproc.core.effects import AskLimits, AskTokens, Decision, Refused, SettleGrant
+from extproc.core.effects import AskLimits, AskTokens, Decision, Hold, Refused, SettleGrant
 from extproc.core.states import IllegalEvent, State
 from extproc.core.types import Head
 from extproc.errors import LimitsUnavailable, RateLimited
 from extproc.request.model import Api
+from tests.extproc.core.setting import GATES, ONE, body, snapshot
 
 CONFIG = """
 apiVersion: attache.dev/v1alpha1
@@ -102,3 +103,29 @@ def test_an_answer_of_the_wrong_kind_is_a_mistake_and_changes_nothing() -> None:
     assert core.state_of(own.ticket) is State.ASKING_TOKENS
     # and the right one goes on
     assert isinstance(core.resume(own.ticket, None, 0.0)[0], Decision)
+
+
+def count(core: Core) -> object:
+    head = Head("POST", "/v1/messages/count_tokens", {}, has_body=True)
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+    own, _ = core.arrive(core.intake.receive(Api.COUNT_TOKENS, head, body), 0.0)
+    return own
+
+
+def test_counting_tokens_passes_by_the_queue_but_not_past_limits() -> None:
+    core = Core(snapshot(ONE, GATES[1], "{unit: hour, requests: 4}"), rng=random.Random(0), ticket_prefix="t")
+    head = Head("POST", "/v1/chat/completions", {}, has_body=True)
+
+    def generate() -> object:
+        return core.arrive(core.intake.receive(Api.CHAT, head, body(1, stream=False)), 0.0)[0]
+
+    assert isinstance(generate(), Decision)
+    assert isinstance(generate(), Hold)
+    assert isinstance(count(core), Decision)
+    assert isinstance(count(core), Decision)
+    assert isinstance(count(core), Refused)
+
+
+def test_counting_tokens_waits_for_an_engine_as_all_do() -> None:
+    core = Core(snapshot("", GATES[1]), rng=random.Random(0), ticket_prefix="t")
+    assert isinstance(count(core), Hold)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.endpoints.engine_reports import CacheConfig
-from extproc.endpoints.metrics_text import NAMES, MetricsReader
+from extproc.endpoints.metric_names import NAMES
+from extproc.endpoints.metrics_text import MetricsReader
 from extproc.endpoints.table import LoraState
 
 VLLM = """\
@@ -95,6 +96,23 @@ trtllm_kv_cache_max_blocks 5000
     reading = reader("TensorRT-LLM").read(text)
     assert (reading.report.waiting, reading.report.running, reading.report.kv_usage) == (3.0, 6.0, 0.9)
     assert reading.cache == CacheConfig(32, 160_000)
+
+
+def test_a_page_of_tritons_backend_of_tensorrt_llm() -> None:
+    text = b"""# TYPE nv_trt_llm_request_metrics gauge
+nv_trt_llm_request_metrics{model="llama",request_type="waiting",version="1"} 2
+nv_trt_llm_request_metrics{model="llama",request_type="context",version="1"} 1
+nv_trt_llm_request_metrics{model="llama",request_type="scheduled",version="1"} 5
+nv_trt_llm_request_metrics{model="llama",request_type="max",version="1"} 512
+# TYPE nv_trt_llm_kv_cache_block_metrics gauge
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction",model="llama",version="1"} 0.5
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per",model="llama",version="1"} 64
+"""
+    reads = reader("TensorRT-LLM")
+    for _ in range(2):
+        reading = reads.read(text)
+        assert (reading.report.waiting, reading.report.running, reading.report.kv_usage) == (2.0, 5.0, 0.5)
+    assert reading.is_report
 
 
 def test_moved_lines_are_found_again() -> None:

@@ -47,6 +47,8 @@ def test_what_steers_an_engine_is_found_where_its_connectors_look() -> None:
     hidden = {"extra_args": {"kv_transfer_params": {"remote_host": "10.0.0.1"}, "other": 1}}
     assert generate(sampling_params=hidden).internal_fields == ("kv_transfer_params",)
     assert generate(kv_transfer_params={}).internal_fields == ("kv_transfer_params",)
+    assert generate(vllm_xargs={"data_parallel_rank": 1}).internal_fields == ("data_parallel_rank",)
+    assert generate(sampling_params={"extra_args": None}).internal_fields == ()
 
 
 def test_its_tokens_are_known_without_a_tokenizer() -> None:

@@ -338,6 +338,43 @@ async def test_nginx_gateway_fabric_gets_the_destination_by_the_prompt(field: st
         assert not server.table.has_failures
 
 
+def claude(prompt: str, **fields: object) -> bytes:
+    """A body of Anthropic's Messages API. Claude Code marks each request in the first block of ``system``."""
+    mark = f"x-anthropic-billing-header: cch={prompt[:3]}"
+    system = [{"type": "text", "text": mark}, {"type": "text", "text": "help " * 500}]
+    content = [{"type": "text", "text": prompt, "cache_control": {"type": "ephemeral"}}]
+    asked = {"model": "base", "system": system, "messages": [{"role": "user", "content": content}]}
+    return json.dumps(asked | fields).encode()
+
+
+@pytest.mark.parametrize("version", [{"Anthropic-Version": "2023-06-01"}, {}])
+async def test_nginx_gateway_fabric_gets_the_destination_of_anthropics_requests_by_the_prompt(
+    version: Mapping[str, str],
+) -> None:
+    async with served() as server:
+        place, refused = await nginx(server, version, claude("one", max_tokens=9))
+        assert (place in ENGINES, refused) == (True, None)
+        # a marking that changes with each request is no part of the prompt; read as chat, it is its beginning
+        for prompt in ("two", "six", "ten", "odd", "old", "new"):
+            assert await nginx(server, version, claude(prompt, max_tokens=9)) == (place, None)
+
+
+async def test_nginx_gateway_fabric_reads_refusals_in_anthropics_form() -> None:
+    async with served() as server:
+        body = claude("one", max_tokens=9, kv_transfer_params={"remote_host": "10.9.9.9"})
+        endpoint, refused = await nginx(server, {"Anthropic-Version": "2023-06-01"}, body)
+        assert endpoint == ""
+        assert refused is not None
+        told = json.loads(refused.immediate_response.body)
+        assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
+
+
+async def test_nginx_gateway_fabric_gets_a_destination_for_a_count_of_tokens() -> None:
+    async with served() as server:
+        endpoint, refused = await nginx(server, {"Anthropic-Version": "2023-06-01"}, claude("one"))
+        assert (endpoint in ENGINES, refused) == (True, None)
+
+
 async def test_nginx_gateway_fabrics_headers_are_read_whatever_their_case() -> None:
     async with served() as server:
         for address in ENGINES:
@@ -353,6 +390,22 @@ async def test_nginx_gateway_fabric_gets_a_destination_for_bodies_of_other_apis(
         assert (endpoint in ENGINES, refused) == (True, None)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"text": "hello", "bootstrap_host": "10.9.9.9"}',
+        b'{"model": "base", "messages": [], "n": "two", "vllm_xargs": {"kv_transfer_params": "x"}}',
+        b'{"model": "base", "messages": [], "top_p": NaN, "kv_transfer_params": {}}',
+    ],
+)
+async def test_bodies_that_only_the_engine_can_read_steer_none(content: bytes) -> None:
+    async with served() as server:
+        endpoint, refused = await nginx(server, {}, content)
+        assert endpoint == ""
+        assert refused is not None
+        assert refused.immediate_response.status.code == 400
+
+
 async def test_nginx_gateway_fabric_reads_a_refusal() -> None:
     async with served() as server:
         nobody = POOL.replace(b"endpoints: [", b"endpoints: []  # [")
@@ -364,6 +417,156 @@ async def test_nginx_gateway_fabric_reads_a_refusal() -> None:
         assert immediate.status.code == 503
         told = {one.header.key: one.header.raw_value.decode() for one in immediate.headers.set_headers}
         assert told["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
+
+
+class AgentGateway:
+    """agentgateway's endpoint picker client (``http/ext_proc.rs``): full duplex both ways, trailers sent, the body's
+    frames without waiting for the headers' answer, and the served address on each message of the answer. It reads
+    the header alone, as one socket address, and fails on anything else; dynamic metadata it only logs.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._stream = server.stream()
+
+    async def ask(
+        self, frames: list[bytes], *, trailers: Mapping[str, str] | None = None, **more: str
+    ) -> tuple[str, bytes]:
+        """The destination, and the body that goes on to it."""
+        asked = headers({**ENVOYS, **more}, body_mode=FULL_DUPLEX)
+        asked.request_headers.end_of_stream = not frames
+        await self._stream.write(asked)
+        for frame in frames:
+            await self._stream.write(body(frame, end=False))
+        if trailers is not None:
+            message = ProcessingRequest()
+            message.request_trailers.SetInParent()
+            for key, value in trailers.items():
+                message.request_trailers.trailers.headers.add(key=key, raw_value=value.encode())
+            await self._stream.write(message)
+        elif frames:
+            # hyper does not know that a frame is the last one: its end is a message of its own
+            await self._stream.write(body(b"", end=True))
+        answer, on = await next_of(self._stream), b""
+        # it takes the request's headers from this answer only
+        assert answer.WhichOneof("response") == "request_headers"
+        destination = written(answer)["x-gateway-destination-endpoint"]
+        is_over = not frames
+        while not is_over:
+            answer = await next_of(self._stream)
+            kind = answer.WhichOneof("response")
+            is_over = kind == "request_trailers"
+            if not is_over:
+                assert kind == "request_body"
+                piece = answer.request_body.response.body_mutation.streamed_response
+                on, is_over = on + piece.body, piece.end_of_stream
+        return destination, on
+
+    async def tell(self, frames: list[bytes], served_by: str, *, trailers: bool = False) -> bytes:
+        """An engine's answer; what the client gets of it."""
+        sent = [answer_headers(served_by=served_by), *(answer_body(frame, end=False) for frame in frames)]
+        if trailers:
+            message = ProcessingRequest()
+            message.response_trailers.SetInParent()
+            sent.append(message)
+        elif frames:
+            sent.append(answer_body(b"", end=True))
+        else:
+            sent[0].response_headers.end_of_stream = True
+        for message in sent:
+            message.metadata_context.CopyFrom(sent[0].metadata_context)
+            await self._stream.write(message)
+        first = await next_of(self._stream)
+        assert first.WhichOneof("response") == "response_headers"
+        on, is_over = b"", not frames
+        while not is_over:
+            answer = await next_of(self._stream)
+            is_over = answer.WhichOneof("response") == "response_trailers"
+            if not is_over:
+                piece = answer.response_body.response.body_mutation.streamed_response
+                on, is_over = on + piece.body, piece.end_of_stream
+        await self.hang_up()
+        return on
+
+    async def hang_up(self) -> None:
+        await self._stream.done_writing()
+        assert await self._stream.read() is grpc.aio.EOF
+
+    async def break_off(self) -> None:
+        """Its client went away: the stream is reset."""
+        self._stream.cancel()
+
+
+FRAMES = [CHAT[:1000], CHAT[1000:]]
+
+
+@pytest.mark.parametrize("trailers", [None, {"x-checksum": "1"}])
+async def test_agentgateway_reads_one_address_and_the_body_to_its_end(trailers: Mapping[str, str] | None) -> None:
+    async with served() as server:
+        gateway = AgentGateway(server)
+        destination, sent_on = await gateway.ask(FRAMES, trailers=trailers)
+        assert destination in ENGINES
+        assert sent_on == CHAT
+        assert await gateway.tell([ANSWER[:20], ANSWER[20:]], destination, trailers=trailers is not None) == ANSWER
+        assert server.table.in_flight.sum() == 0
+        assert server.count("attache_prompt_tokens_total", server="default/pool", endpoint=destination) == 500
+
+
+async def test_agentgateway_gets_an_endpoint_for_what_has_no_body() -> None:
+    async with served() as server:
+        for method, path in (("GET", "/health"), ("HEAD", "/v1/models"), ("DELETE", "/v1/responses/1")):
+            gateway = AgentGateway(server)
+            destination, _ = await gateway.ask([], **{":method": method, ":path": path})
+            assert destination in ENGINES
+            # a HEAD's answer ends with its headers
+            assert await gateway.tell([], destination) == b""
+        assert server.table.in_flight.sum() == 0
+
+
+async def test_agentgateways_second_try_is_a_request_of_its_own() -> None:
+    """Each attempt has a stream with the client's headers, so with the same request id."""
+    async with served() as server:
+        first, second = AgentGateway(server), AgentGateway(server)
+        await first.ask(FRAMES)
+        again, _ = await second.ask(FRAMES)
+        assert server.table.in_flight.sum() == 2
+        await first.hang_up()
+        assert server.table.in_flight.sum() == 1
+        assert await second.tell([ANSWER], again) == ANSWER
+        assert server.table.in_flight.sum() == 0
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+async def test_a_client_that_hangs_up_leaves_nothing_behind(*, is_answered: bool) -> None:
+    async with served() as server:
+        gateway, is_asking = AgentGateway(server), server.stream()
+        if is_answered:
+            await gateway.ask(FRAMES)
+            assert server.table.in_flight.sum() == 1
+        # another has not even sent all of its body
+        await is_asking.write(headers(ENVOYS, body_mode=FULL_DUPLEX))
+        await is_asking.write(body(CHAT[:1000], end=False))
+        await gateway.break_off()
+        is_asking.cancel()
+        for _ in range(500):
+            if not server.table.in_flight.sum():
+                break
+            await asyncio.sleep(0.01)
+        assert server.table.in_flight.sum() == 0
+        assert not server.table.has_failures, "which is no engine's fault"
+
+
+async def test_an_answers_early_headers_are_not_its_outcome() -> None:
+    """Should a gateway send them: Envoy's filter lets 100 and 103 pass by."""
+    async with served() as server:
+        stream = server.stream()
+        first, _ = await ask(stream, mode=FULL_DUPLEX)
+        address = written(first)["x-gateway-destination-endpoint"]
+        await stream.write(answer_headers(103))
+        assert (await next_of(stream)).WhichOneof("response") == "response_headers"
+        assert server.table.in_flight.sum() == 1
+        assert written(await tell(stream)) == {"x-session-token": session_token(address)}
+        assert server.table.in_flight.sum() == 0
+        assert not server.table.has_failures
 
 
 REPORTER = b"""

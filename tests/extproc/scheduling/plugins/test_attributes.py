@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.endpoints.engine_reports import EngineReport, apply_report
-from extproc.endpoints.metrics_text import NAMES, MetricsReader
+from extproc.endpoints.metric_names import NAMES
+from extproc.endpoints.metrics_text import MetricsReader
 from extproc.scheduling.picker_config import picker_from_text
 from extproc.scheduling.plugins.attributes import EndpointAttributeFilter, EndpointAttributeScorer
 from extproc.scheduling.registry import BUILT_IN
