@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are missing, of another kind, empty, binary or huge: every command says so in a line and ends with 2."""
+"""Options that name a file or an address that cannot be used: every command says so in a line and ends with 2."""
 
 from __future__ import annotations
 
@@ -93,3 +93,15 @@ def _is_mistake(command: str, kind: str) -> bool:
     if command == "render" and kind == "directory":
         return False
     return not (command in EMPTY_IS_FINE and kind == "empty")
+
+
+@pytest.mark.parametrize("call", ["agent --model llama --listen {}", "extproc --config config --listen {}"])
+def test_a_process_listens_on_no_name(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "all.yaml").write_text(CONFIG)
+    with pytest.raises(SystemExit):
+        main(call.format("gateway.example:9002").split())
+    assert "not on a name: write 0.0.0.0:9002 for all interfaces" in capsys.readouterr().err
