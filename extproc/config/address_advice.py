@@ -18,8 +18,8 @@ def _advice(text: str, *, takes_names: bool) -> str:
     if "://" in text:
         bare = text.partition("://")[2].partition("/")[0]
         return f"leave out scheme and path: {bare if ':' in bare else f'{bare}:{_EXAMPLE_PORT}'}"
-    if text.count(":") > 1 and "[" not in text:
-        inner = text if _is_ip(text) else host
+    inner = next((one for one in (host, text) if ":" in one and _is_ip(one)), "")
+    if inner:
         return f"write an IPv6 address in brackets and a port after it: [{inner}]:{_EXAMPLE_PORT}"
     if _is_port(text):
         return _about_target(text) if takes_names else _about_own("", text)

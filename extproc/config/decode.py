@@ -151,9 +151,7 @@ def _convert(value: object) -> tuple[_Decoded | None, list[Finding]]:
     findings: list[Finding] = []
     cls = _KINDS.get(kind)
     if cls is None:
-        known = suggest(kind, _KINDS)
-        said = f"'{kind}' is not a kind; {known}" if "kind" in value else f"the field 'kind' is missing; {known}"
-        return None, [(("kind",), said)]
+        return None, [_no_kind(value)]
     versions = _VERSIONS.get(kind, (API_VERSION,))
     if kind != PICKER_KIND and value.get("apiVersion") not in versions:
         findings.append((("apiVersion",), f"write apiVersion: {' or '.join(versions)}"))
@@ -164,6 +162,16 @@ def _convert(value: object) -> tuple[_Decoded | None, list[Finding]]:
     except msgspec.ValidationError:
         return _convert_leniently(value, cls), [*findings, *check_shape(value, cls)]
     return decoded, findings
+
+
+def _no_kind(value: Mapping[Any, object]) -> Finding:
+    if "kind" in value:
+        kind = str(value["kind"])
+        return ("kind",), f"'{kind}' is not a kind; {suggest(kind, _KINDS)}"
+    other = next((str(key) for key in value if str(key).lower() == "kind"), None)
+    if other is not None:
+        return (other,), "there is no such field; did you mean 'kind'?"
+    return ("kind",), f"the field 'kind' is missing; {suggest('', _KINDS)}"
 
 
 def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - plain data of any shape

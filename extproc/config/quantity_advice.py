@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Final
 
@@ -50,4 +51,4 @@ def no_size(given: object) -> str:
 
 
 def _as_written(given: object) -> str:
-    return str(given).lower() if isinstance(given, bool) else str(given)
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)

@@ -18,7 +18,7 @@ from msgspec import inspect
 
 from extproc.config.patterns import ADVICE
 from extproc.config.quantities import decode_quantity
-from extproc.config.shape_advice import shape_advice, shown
+from extproc.config.shape_advice import bounds_advice, shape_advice, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -104,13 +104,38 @@ def _walk_struct(value: dict[object, object], kind: inspect.StructType, path: Pa
         if key in fields:
             yield from _walk(item, fields[key].type, (*path, key))
         elif kind.forbid_unknown_fields:
-            yield (*path, str(key)), f"there is no such field; {suggest(str(key), fields)}"
-    unknown = [str(key) for key in value if key not in fields] if kind.forbid_unknown_fields else []
-    # that one of these is misspelt has been said
-    misspelt = {near for key in unknown for near in _nearest(key, fields)}
+            yield (*path, str(key)), f"there is no such field; {_field_advice(str(key), fields, value)}"
+    misspelt = {near: str(key) for key in value if key not in fields for near in _nearest(str(key), fields)}
     for name, field in fields.items():
-        if field.required and name not in value and name not in misspelt:
+        if not field.required or name in value:
+            continue
+        if name not in misspelt:
             yield path, f"the field '{name}' is missing; it is required"
+        elif not kind.forbid_unknown_fields:
+            yield (*path, misspelt[name]), f"there is no such field; did you mean '{name}'?"
+
+
+def _field_advice(key: str, fields: Mapping[str, inspect.Field], value: Mapping[object, object]) -> str:
+    """What was meant by a field of ``value`` that is not among ``fields``."""
+    if key.startswith("-"):
+        return f"write a space between the dash of a list item and its field: '- {key.lstrip('-')}:'"
+    holders = [name for name, field in fields.items() if key in _fields_of(field.type)]
+    meant = [name for name in holders if name in value] or holders
+    if not _nearest(key, fields) and len(meant) == 1:
+        return f"'{meant[0]}' has one: indent it below that"
+    return suggest(key, fields)
+
+
+def _fields_of(kind: inspect.Type) -> set[str]:
+    match kind:
+        case inspect.Metadata(type=inner):
+            return _fields_of(inner)
+        case inspect.UnionType():
+            return set().union(*(_fields_of(part) for part in kind.types))
+        case inspect.StructType():
+            return {field.encode_name for field in kind.fields}
+        case _:
+            return set()
 
 
 def _check_length(value: list[object], kind: inspect.VarTupleType | inspect.ListType, path: Path) -> Iterator[Finding]:
@@ -135,7 +160,8 @@ def _advice(value: object, kind: inspect.Type) -> str:
 def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Finding]:
     if isinstance(kind, inspect.LiteralType):
         if value not in kind.values:
-            yield path, f"{_shown(value, path)} is not a choice; {suggest(str(value), map(str, kind.values))}"
+            wrong = _shown(value, path) if isinstance(value, str) or _is_secret(path) else shown(value)
+            yield path, f"{wrong} is not a choice; {suggest(str(value), map(str, kind.values))}"
         return
     if isinstance(kind, inspect.CustomType):
         try:
@@ -149,7 +175,7 @@ def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Findi
         if advice := _advice(value, kind):
             yield path, f"{_shown(value, path)} {advice}"
         else:
-            said = shape_advice(value, kind, is_secret=_is_secret(path))
+            said = shape_advice(value, kind, is_secret=_is_secret(path)) or bounds_advice(value, kind)
             yield path, said or f"{_lower_first(str(error))}{'' if _is_secret(path) else f'; it is {shown(value)}'}"
 
 

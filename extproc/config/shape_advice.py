@@ -66,6 +66,19 @@ def _about_quotes(value: object, kind: inspect.Type) -> str:
     return f"write {value.lower()} without quotes" if is_number or is_boolean else ""
 
 
+def bounds_advice(value: object, kind: inspect.Type) -> str:
+    """What to write instead of a number that is too small or too large; empty for another one."""
+    if not isinstance(kind, inspect.IntType | inspect.FloatType) or not isinstance(value, int | float):
+        return ""
+    if kind.ge is not None and value < kind.ge:
+        return f"{value} is too small; write at least {kind.ge}"
+    if kind.gt is not None and value <= kind.gt:
+        return f"{value} is too small; write more than {kind.gt:g}"
+    if kind.le is not None and value > kind.le:
+        return f"{value} is too large; write at most {kind.le}"
+    return f"{value} is too large; write less than {kind.lt:g}" if kind.lt is not None and value >= kind.lt else ""
+
+
 def shown(value: object) -> str:
     """As it could stand in the file, shortened."""
     text = f"'{value}'" if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -15,6 +15,10 @@ _TWO_COLONS: Final = re.compile(r"^\s*(?:- +)?[\w.\"'-]+:\s+[^\"'\s].*:\s")
 _MARKS: Final = ("<<<<<<<", "=======", ">>>>>>>")
 # What YAML keeps for itself, and what begins an alias or an anchor.
 _REFUSED_STARTS: Final = ("@", "`", "%", "*", "&")
+_OTHER_SEPARATOR: Final = re.compile(r"\s+---+\s*|--|----+\s*")
+# "name:value" or "name value", alone on its line.
+_NO_COLON: Final = re.compile(r"\s*(?:- +)?([\w.-]+)(:| +)(?![:\s]).+")
+_AFTER_QUOTE: Final = re.compile(r"""[^"']*: +(?:"[^"]*"|'[^']*') *[^\s#,}\]].*""")
 # Where YAML reads braces; within text they do no harm.
 _TEMPLATE: Final = re.compile(r"(?:.*[:-])?\s*\{\{")
 _RENDER: Final = "holds a template ({{ }}), which is not filled in here; render it first"
@@ -37,6 +41,10 @@ def explained(text: str, error: yaml.MarkedYAMLError) -> tuple[int, str]:
     for number in range(at, max(-1, at - 1 - _LOOKS_BACK), -1):
         if found := _usual_nearby(lines[number]) or (number == at and _usual_here(lines[number], said)):
             return number, found
+    before = lines[at - 1] if at else ""
+    no_colon = _NO_COLON.fullmatch(before)
+    if no_colon and ": " not in before and not before.rstrip().endswith(":") and "mapping values" in said:
+        return at - 1, f"'{no_colon[1]}' is no field without a colon and a space after it; write {no_colon[1]}: VALUE"
     return at, _translated(said)
 
 
@@ -67,6 +75,8 @@ def _usual_nearby(line: str) -> str:
         return _RENDER
     if any(one in line for one in _BLANKS):
         return "a blank that is no space (such as a no-break space); write plain spaces"
+    if _OTHER_SEPARATOR.fullmatch(line):
+        return "dashes that separate no documents; write '---' at the beginning of its line"
     return ""
 
 
@@ -77,6 +87,8 @@ def _usual_here(line: str, said: str) -> str:
     value = line.partition(": ")[2].lstrip() or line.lstrip(" -")
     if value.startswith(_REFUSED_STARTS) and ("cannot start any token" in said or "alphabetic or numeric" in said):
         return f"a value must not begin with {value[0]}; put it in quotes"
+    if "expected key" in said and _AFTER_QUOTE.fullmatch(line):
+        return "text after the closing quote; put the whole value in one pair of quotes"
     if "mapping values" in said and _TWO_COLONS.match(line):
         return "a second ': ' in one line; put the value in quotes"
     return ""

@@ -78,7 +78,7 @@ def test_hidden_files_folders_and_other_suffixes_are_left_out(tmp_path: Path) ->
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigInvalid, match="is not a directory"):
+    with pytest.raises(ConfigInvalid, match="does not exist; name a directory"):
         load_directory(tmp_path / "missing")
 
 

@@ -51,6 +51,23 @@ spec:
         ("engine: vLLM", "engine: vllm", "did you mean 'vLLM'?"),
         ("---\n", "", "a.yaml:12: apiVersion: a second document begins here"),
         ("kind: ModelServer\n", "", "the field 'kind' is missing"),
+        ("kind: ModelServer", "Kind: ModelServer", "a.yaml:2: Kind: there is no such field; did you mean 'kind'?"),
+        ("spec:\n", "specs:\n", "a.yaml:5: specs: there is no such field; did you mean 'spec'?"),
+        ("---\n", " ---\n", "a.yaml:12: not YAML: dashes that separate no documents; write '---'"),
+        ("---\n", "--\n", "a.yaml:12: not YAML: dashes that separate no documents; write '---'"),
+        ("model: llama-8b", "model:llama-8b", "a.yaml:6: not YAML: 'model' is no field without a colon and a space"),
+        ("model: llama-8b", "model llama-8b", "a.yaml:6: not YAML: 'model' is no field without a colon and a space"),
+        ("model: llama-8b", 'model: "llama"-8b', "a.yaml:6: not YAML: text after the closing quote"),
+        ("model: llama-8b", "model: {{ .model }}", "a.yaml:6: holds a template"),
+        ("- address", "-address", "a.yaml:9: spec.-address: there is no such field; write a space between the dash"),
+        ("engine: vLLM", "engine: [vLLM]", '["vLLM"] is not a choice; did you mean'),
+        ("  trafficPolicy:\n    timeout", "  timeout", "spec.timeout: there is no such field; "),
+        ("8000\n", "8000\n    price: -1\n", "price: -1 is too small; write more than 0"),
+        ("8000\n", "8000\n    price: cheap\n", "price: 'cheap' is text; write a number"),
+        ("8000\n", "8000\n    draining: yes please\n", "draining: 'yes please' is text; write true or false"),
+        ("modelServerName: llama", "modelServerName: lama", "did you mean 'llama'?"),
+        ("127.0.0.1:8000", "127.0.0.1", "it has no port: write 127.0.0.1:8000"),
+        ("  model:", "  flowControl: {maxBytes: 10GB}\n  model:", "write 10Gi for powers of 1024"),
     ],
 )
 def test_one_mistake_is_one_message(old: str, new: str, said: str) -> None:
@@ -58,3 +75,11 @@ def test_one_mistake_is_one_message(old: str, new: str, said: str) -> None:
         load({"a.yaml": TEXT.replace(old, new, 1).encode()})
     (mistake,) = caught.value.mistakes
     assert said in str(mistake)
+
+
+def test_a_field_beside_its_parent_is_told_where_it_belongs() -> None:
+    with pytest.raises(ConfigInvalid) as caught:
+        load({"a.yaml": TEXT.replace("    timeout", "  timeout").encode()})
+    first, second = map(str, caught.value.mistakes)
+    assert "spec.trafficPolicy: has no value; write fields, indented, such as timeout:" in first
+    assert "spec.timeout: there is no such field; 'trafficPolicy' has one: indent it below that" in second
