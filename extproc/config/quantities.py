@@ -45,14 +45,30 @@ _UNITS: Final[Mapping[str, Decimal]] = MappingProxyType(
 )
 
 
-class Duration(float):
+class _AsWritten:
+    """A number that remembers the text of which it was made."""
+
+    __slots__ = ()
+    _text: str
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._text!r})"
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str]]:
+        """For copy and pickle: made anew from the text."""
+        return type(self), (self._text,)
+
+
+class Duration(_AsWritten, float):
     """Seconds, made from text as Go writes durations, with ``d`` for days: ``250ms``, ``1h30m``, ``0s``.
 
     Arithmetic gives plain floats. ``str`` gives the text back. Raises ValueError.
     """
 
     __slots__ = ("_text",)
-    _text: str
 
     def __new__(cls, text: object) -> Self:
         """Read ``text``."""
@@ -65,24 +81,12 @@ class Duration(float):
         duration._text = str(text)
         return duration
 
-    def __str__(self) -> str:
-        return self._text
 
-    def __repr__(self) -> str:
-        return f"Duration({self._text!r})"
-
-    def __getnewargs__(self) -> tuple[str]:  # type: ignore[override]  # float's own would pass the seconds
-        """For copy and pickle."""
-        return (self._text,)
-
-
-class ByteSize(int):
+class ByteSize(_AsWritten, int):
     """Bytes, made from a Kubernetes quantity: ``64Mi``, ``1.5Gi``, ``500M``, ``1e6``, or a plain number.
 
     Arithmetic gives plain integers. ``str`` gives the text back. Raises ValueError.
     """
-
-    _text: str
 
     def __new__(cls, given: object) -> Self:
         """Read ``given``; YAML and JSON turn some quantities into numbers by themselves."""
@@ -95,24 +99,12 @@ class ByteSize(int):
         found._text = text
         return found
 
-    def __str__(self) -> str:
-        return self._text
 
-    def __repr__(self) -> str:
-        return f"ByteSize({self._text!r})"
-
-    def __getnewargs__(self) -> tuple[str]:  # type: ignore[override]  # int's own would pass the bytes
-        """For copy and pickle."""
-        return (self._text,)
-
-
-class Quantity(int):
+class Quantity(_AsWritten, int):
     """A whole number as Kubernetes writes quantities: ``"500"``, ``1k``, ``"10Gi"``, ``1e3``; a fraction is rounded up.
 
     For EndpointPickerConfigs, which write numbers of requests and of bytes so. Raises ValueError.
     """
-
-    _text: str
 
     def __new__(cls, given: object) -> Self:
         """Read ``given``; YAML and JSON turn some quantities into numbers by themselves."""
@@ -132,16 +124,6 @@ class Quantity(int):
         found = super().__new__(cls, math.ceil(value))
         found._text = text
         return found
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __repr__(self) -> str:
-        return f"Quantity({self._text!r})"
-
-    def __getnewargs__(self) -> tuple[str]:  # type: ignore[override]  # int's own would pass the number
-        """For copy and pickle."""
-        return (self._text,)
 
 
 def decode_quantity(kind: type, value: object) -> object:

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 
-from extproc.config.quantities import ByteSize, Duration
+from extproc.config.quantities import ByteSize, Duration, Quantity
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,6 @@ def test_what_is_no_whole_number_of_bytes_is_refused(given: object) -> None:
 
 
 def test_copies_keep_the_text() -> None:
-    for one in (Duration("90s"), ByteSize("1Ki")):
+    for one in (Duration("90s"), ByteSize("1Ki"), Quantity("1k")):
         for other in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):  # noqa: S301 - our own bytes
             assert (other, str(other)) == (one, str(one))
