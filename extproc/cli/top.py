@@ -111,7 +111,8 @@ def _cropped(text: str) -> str:
     if len(lines) <= most:
         return text
     kept = most - 1
-    return "\n".join([*lines[:kept], f"... {len(lines) - kept} more lines; a higher terminal shows them, or --once"])
+    rest = f"... {len(lines) - kept} more lines; make the terminal taller, or run with --once"
+    return "\n".join([*lines[:kept], rest])
 
 
 def _read(pages: list[str]) -> Sample:

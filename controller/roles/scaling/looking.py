@@ -73,7 +73,7 @@ class Looker:
         self._untold: dict[str, tuple[Scaled, ...]] = {}
         self._doer = Doer(parts.actor, parts.demand)
         self._rng = Random()
-        self._unsaid, self._unkept = Unwritten(self._rng), Unwritten(self._rng)
+        self._unsaid, self._unkept = Unwritten("the status", self._rng), Unwritten("what was learned", self._rng)
         # bindings with a target that others write all the time
         self._again: dict[str, Backoff] = {}
         # of which all is done and said

@@ -21,9 +21,10 @@ _LONGEST_S: Final = 60.0
 
 
 class Unwritten:
-    """Of each binding: until when nothing is said of it, because the API server has refused that."""
+    """Of each binding: until when it is not tried, because the API server has refused it. ``what``: is written."""
 
-    def __init__(self, rng: Random) -> None:
+    def __init__(self, what: str, rng: Random) -> None:
+        self._what = what
         self._rng = rng
         self._waits: dict[str, tuple[Backoff, float]] = {}
 
@@ -41,7 +42,7 @@ class Unwritten:
             backoff = backoff or Backoff(_FIRST_S, _LONGEST_S, self._rng)
             wait_s = backoff.failed(error)
             self._waits[key] = backoff, now_s + wait_s
-            log.warning("what is to be said of %s is not written: %s; again in %.1f s", key, error, wait_s)
+            log.warning("%s: %s could not be written: %s; trying again in %.1f s", key, self._what, error, wait_s)
             return False
         self._waits.pop(key, None)
         return True
