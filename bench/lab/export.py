@@ -85,9 +85,9 @@ def by_conditions(reports: Sequence[TrialReport]) -> dict[str, list[TrialReport]
     for report in reports:
         grouped[msgspec.structs.replace(report.trial.conditions, seed=0)].append(report)
     counts = Counter(_words(found) for found in grouped.values())
-    # traces of one name in two directories are two
+    # such as traces of one name in two directories, or two parts of what a generator makes
     return {
-        words if counts[words := _words(found)] == 1 else f"{conditions.trace}: {words}": found
+        words if counts[words := _words(found)] == 1 else f"{conditions.trace} after {conditions.skip}: {words}": found
         for conditions, found in grouped.items()
     }
 

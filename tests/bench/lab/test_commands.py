@@ -289,8 +289,14 @@ def test_traces_of_one_name_in_two_directories_have_a_table_each(tmp_path: Path)
         flags += ["--trace", written_trace(Path(directory) / "trace.jsonl", rows)]
     assert main(["replay", *flags, "--jobs", "1"]) == 0
     first, second = json.loads((tmp_path / "out.json").read_text())["groups"]
-    assert first["conditions"].startswith("one/trace.jsonl: ")
-    assert second["conditions"].startswith("other/trace.jsonl: ")
+    assert first["conditions"].startswith("one/trace.jsonl after 0: ")
+    assert second["conditions"].startswith("other/trace.jsonl after 0: ")
+
+
+def test_two_parts_of_what_a_generator_makes_have_a_table_each() -> None:
+    assert replay("--policies", "attache", "--skip", "0", "--skip", "3", "--limit", "3", "--json", "out.json") == 0
+    groups = json.loads(Path("out.json").read_text())["groups"]
+    assert [one["policies"]["attache"]["requests"] for one in groups] == [6, 6]
 
 
 def test_the_lab_says_where_its_traces_are_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
