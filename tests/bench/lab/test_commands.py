@@ -281,6 +281,24 @@ def test_a_grid_over_rates_has_a_table_for_each_rate(tmp_path: Path, capsys: pyt
     assert compared.count("rate x1,") == compared.count("rate x2,") == 1
 
 
+def test_traces_of_one_name_in_two_directories_have_a_table_each(tmp_path: Path) -> None:
+    flags = ["--policies", "attache", "--engines", "2", "--hardware", "h100", "--model", "8b", "--json", "out.json"]
+    for directory in ("one", "other"):
+        (tmp_path / directory).mkdir()
+        rows = [{"timestamp": at, "input_length": 9, "output_length": 2, "hash_ids": [1]} for at in range(3)]
+        flags += ["--trace", written_trace(Path(directory) / "trace.jsonl", rows)]
+    assert main(["replay", *flags, "--jobs", "1"]) == 0
+    first, second = json.loads((tmp_path / "out.json").read_text())["groups"]
+    assert first["conditions"].startswith("one/trace.jsonl after 0: ")
+    assert second["conditions"].startswith("other/trace.jsonl after 0: ")
+
+
+def test_two_parts_of_what_a_generator_makes_have_a_table_each() -> None:
+    assert replay("--policies", "attache", "--skip", "0", "--skip", "3", "--limit", "3", "--json", "out.json") == 0
+    groups = json.loads(Path("out.json").read_text())["groups"]
+    assert [one["policies"]["attache"]["requests"] for one in groups] == [6, 6]
+
+
 def test_the_lab_says_where_its_traces_are_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "--traces", str(tmp_path)]) == 2
     assert "kvcache-ai/Mooncake" in capsys.readouterr().out.replace("\n", "")
