@@ -171,7 +171,7 @@ def test_two_policies_of_one_replay_are_compared_request_by_request(
     ("arguments", "message"),
     [
         (["replay", "--trace", "none.jsonl"], "No such file"),
-        (["replay", "--trace", "none.bin"], "its name does not say what it is"),
+        (["replay", "--trace", "none.bin"], "none.bin: cannot be read: No such file"),
         (["replay", "--trace", "chat:turn=3"], "it takes sessions,"),
         (["replay", "--trace", "chat:turns=many"], "Expected `int`"),
         (["replay", "--trace", "chat", "--skip", "9999"], "skip fewer"),
