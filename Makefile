@@ -91,7 +91,7 @@ sglang-gateway: $(GATEWAY)/ready ## SGLang's gateway for `make bench` to compare
 lab: $(VENV)/ready ## endpoint-picking policies side by side on real traces, in virtual time: one table with intervals, under bench/out/lab/
 	$(RUN) -m bench lab $(ARGS)
 
-lab-autoscale: $(VENV)/ready ## autoscalers side by side on shapes of load and real traces, in virtual time, under bench/out/autoscale/ (ARGS=--quick: a minute)
+lab-autoscale: $(VENV)/ready ## autoscalers side by side on shapes of load and real traces, in virtual time, under bench/out/autoscale/ (ARGS=--quick: some minutes)
 	$(RUN) -m bench autoscale $(ARGS)
 
 manifests: $(VENV)/ready ## write the CustomResourceDefinitions anew, under manifests/crds

@@ -27,6 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"attache {__version__}")
             return 0
         case "--help" | "-h" | "help":
+            if words[1:] and words[1] in COMMANDS:
+                return _run(COMMANDS[words[1]], ["--help"])
             print(usage())
             return 0
         case "":
@@ -61,6 +63,9 @@ def _run(command: Command, words: list[str]) -> int:
 
 def _run_installed(command: Command, prog: str, words: list[str]) -> int:
     program = command.load()
+    if not {"--help", "-h"}.isdisjoint(words):
+        print(f"{program.parser(prog).format_help()}\nexample:\n  {prog} {command.example}")
+        return 0
     if not command.passes_options:
         from attache.misspelt import misspelt_option  # noqa: PLC0415 - not for --help
 

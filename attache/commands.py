@@ -25,11 +25,15 @@ class Program(Protocol):
 
 
 class Command(NamedTuple):
-    """``module`` is imported only when the command is run, because some take half a second."""
+    """``module`` is imported only when the command is run, because some take half a second.
+
+    ``example``: what follows the name in a typical call.
+    """
 
     name: str
     summary: str
     module: str
+    example: str
     extra: str = ""
     needs_envoy: bool = False
     # options that the program does not know are passed on to another one
@@ -46,67 +50,154 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
     {
         "Serve": (
             Command(
-                "extproc", "serve Envoy's ext_proc protocol: choose an engine for every request", "extproc.cli.serve"
+                "extproc",
+                "serve Envoy's ext_proc protocol: choose an engine for every request",
+                "extproc.cli.serve",
+                "--config config --listen 127.0.0.1:9002",
             ),
             Command(
                 "bundle",
                 "write Envoy's configuration, and keep it up to date",
                 "controller.bundle_command",
+                "--config config --out bundle --watch",
                 "controller",
             ),
             Command(
                 "gateway",
                 "follow a cluster's objects, and write them as a configuration directory",
                 "attache.cluster_commands",
+                "--config /run/attache/config",
                 "controller",
             ),
             Command(
                 "epp",
                 "serve an InferencePool as an endpoint picker, with llm-d's flags",
                 "attache.cluster_commands",
+                "--pool-name llama --pool-namespace default",
                 "controller",
                 passes_options=True,
             ),
             Command(
-                "manager", "check objects when they are applied to a cluster", "attache.cluster_commands", "controller"
+                "manager",
+                "check objects when they are applied to a cluster",
+                "attache.cluster_commands",
+                "--metrics 127.0.0.1:9006",
+                "controller",
             ),
-            Command("download", "have a model's weights on this node", "controller.download_command", "weights"),
-            Command("agent", "run beside an engine: readiness, drain, adapters, metrics", "controller.agent_command"),
-            Command("envoy", "run Envoy, or fetch it", "attache.envoy", passes_options=True),
+            Command(
+                "download",
+                "have a model's weights on this node",
+                "controller.download_command",
+                "hf://meta-llama/Llama-3.1-8B --cache /models --link /models/llama",
+                "weights",
+            ),
+            Command(
+                "agent",
+                "run beside an engine: readiness, drain, adapters, metrics",
+                "controller.agent_command",
+                "--engine http://127.0.0.1:8000 --model llama",
+            ),
+            Command(
+                "envoy", "run Envoy, or fetch it", "attache.envoy", "-c bundle/bootstrap.json", passes_options=True
+            ),
         ),
         "Look inside": (
-            Command("check", "report every mistake in a configuration directory", "extproc.cli.check"),
-            Command("render", "print what a cluster's objects compile to", "attache.cluster_commands", "controller"),
+            Command("check", "report every mistake in a configuration directory", "extproc.cli.check", "config"),
             Command(
-                "convert", "print objects of llm-d's and Kthena's autoscalers as ours", "controller.convert_command"
+                "render",
+                "print what a cluster's objects compile to",
+                "attache.cluster_commands",
+                "objects.yaml --out config",
+                "controller",
             ),
-            Command("explain", "explain where a request would go", "extproc.cli.explain"),
-            Command("explain-scaling", "explain why there are so many engines", "controller.explain_scaling_command"),
-            Command("top", "show engines, queues and tenants live", "extproc.cli.top"),
+            Command(
+                "convert",
+                "print objects of llm-d's and Kthena's autoscalers as ours",
+                "controller.convert_command",
+                "policies.yaml > converted.yaml",
+            ),
+            Command(
+                "explain", "explain where a request would go", "extproc.cli.explain", "--config config request.json"
+            ),
+            Command(
+                "explain-scaling",
+                "explain why there are so many engines",
+                "controller.explain_scaling_command",
+                "default/llama --last 5",
+            ),
+            Command("top", "show engines, queues and tenants live", "extproc.cli.top", "127.0.0.1:9003"),
         ),
         "Try without a GPU": (
-            Command("engine", "simulate one vLLM engine, or several", "bench.engine.__main__"),
+            Command(
+                "engine",
+                "simulate one vLLM engine, or several",
+                "bench.engine.__main__",
+                "--port 8001 --model llama",
+            ),
             Command(
                 "up",
                 "start Envoy, extproc and simulated engines on this machine",
                 "bench.up",
+                "--engines 4",
                 "bench",
                 needs_envoy=True,
             ),
             Command(
-                "run", "compare policies under load on such a machine", "bench.live.run", "bench", needs_envoy=True
+                "run",
+                "compare policies under load on such a machine",
+                "bench.live.run",
+                "--engines 4",
+                "bench",
+                needs_envoy=True,
             ),
         ),
         "Compare policies": (
-            Command("replay", "compare policies on a trace, in virtual time", "bench.__main__", "bench"),
-            Command("compare", "compare two replays request by request", "bench.__main__", "bench"),
-            Command("workload", "describe a trace or a generator", "bench.__main__", "bench"),
-            Command("lab", "compare many policies on two traces at three loads", "bench.__main__", "bench"),
-            Command("autoscale", "compare autoscalers on the same loads", "bench.__main__", "bench"),
-            Command("validate", "compare the simulated engine with real ones", "bench.__main__", "bench"),
-            Command("bench", "measure what extproc costs a request", "bench.micro.__main__", "bench", needs_envoy=True),
+            Command(
+                "replay",
+                "compare policies on a trace, in virtual time",
+                "bench.__main__",
+                "--trace conversation_trace.jsonl --policies attache,round-robin",
+                "bench",
+            ),
+            Command(
+                "compare", "compare two replays request by request", "bench.__main__", "before.json after.json", "bench"
+            ),
+            Command(
+                "workload",
+                "describe a trace or a generator",
+                "bench.__main__",
+                "--trace conversation_trace.jsonl",
+                "bench",
+            ),
+            Command(
+                "lab",
+                "compare many policies on two traces at three loads",
+                "bench.__main__",
+                "--traces traces --out lab-out",
+                "bench",
+            ),
+            Command(
+                "autoscale",
+                "compare autoscalers on the same loads",
+                "bench.__main__",
+                "--traces traces --out autoscale-out",
+                "bench",
+            ),
+            Command(
+                "validate", "compare the simulated engine with real ones", "bench.__main__", "--traces traces", "bench"
+            ),
+            Command(
+                "bench",
+                "measure what extproc costs a request",
+                "bench.micro.__main__",
+                "--quick --only 2KB",
+                "bench",
+                needs_envoy=True,
+            ),
         ),
-        "Shell": (Command("completion", "print a completion script for bash, zsh or fish", "attache.completion"),),
+        "Shell": (
+            Command("completion", "print a completion script for bash, zsh or fish", "attache.completion", "bash"),
+        ),
     }
 )
 

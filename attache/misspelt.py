@@ -27,6 +27,8 @@ def misspelt_option(parser: argparse.ArgumentParser, words: Sequence[str]) -> st
         if word == "--":
             break
         name = word.partition("=")[0]
+        if name.startswith("-") and f"-{name}" in known and name not in known:
+            return f"there is no option '{name}'; did you mean '-{name}'?"
         # as argparse does, a beginning of an option's name is taken for the option
         if name.startswith("--") and not any(option.startswith(name) for option in known):
             return f"there is no option '{name}'{suggestion(name, known)}"

@@ -13,20 +13,28 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from rich.console import Console
 
 from bench.autoscale import command as autoscale_command
+from bench.engine.hardware import GPUS
+from bench.engine.links import LINKS
 from bench.lab import compare, lab_command, replay_command, workload_command
-from bench.lab.engine_kinds import HardwareUnknown
+from bench.lab.engine_kinds import HardwareUnknown, gpus_of
+from bench.lab.hardware_file import is_file
 from bench.lab.lab_command import TRACES
 from bench.lab.runner import TrialFailed
 from bench.policies.own_file import PolicyFailed
-from bench.validation.check import validate
+from bench.validation.check import unchecked, validate
 from bench.workload.traces import FORMATS, TraceInvalid
 from extproc.config.errors import ConfigInvalid
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bench.lab.trial import Conditions
 
 
 class Program(msgspec.Struct, frozen=True):
@@ -79,6 +87,31 @@ def _run(program: Program, options: argparse.Namespace, command_line: str) -> in
         return 130
 
 
+def _replay(options: argparse.Namespace, console: Console) -> int:
+    status = replay_command.replay(options, console)
+    if status == 0:
+        _caution({trial.conditions for trial in replay_command.trials_of(options)}, console)
+    return status
+
+
+def _caution(conditions: Iterable[Conditions], console: Console) -> None:
+    """Says for what engines the model has never been held against a measurement."""
+    unknown = unchecked()
+    parts = {part for one in conditions for part in gpus_of(one.hardware)}
+    gpus = {gpu for gpu, _ in parts if is_file(gpu) or gpu in unknown["GPUs"]}
+    unlinked = [LINKS[one] for one in unknown["links"]]
+    linked = {f"{gpu}x{count}" for gpu, count in parts if count > 1 and gpu in GPUS and GPUS[gpu].link in unlinked}
+    models = {one.model for one in conditions if is_file(one.model) or one.model in unknown["models"]}
+    named = [f"GPU {one}" for one in sorted(gpus)] + [f"links of {one}" for one in sorted(linked)]
+    named += [f"model {one}" for one in sorted(models)]
+    if named:
+        console.print(
+            f"never held against a measurement: {', '.join(named)}; attache validate says what was, and its errors",
+            style="yellow",
+            highlight=False,
+        )
+
+
 def _add_sides(parser: argparse.ArgumentParser) -> None:
     for side in ("first", "second"):
         parser.add_argument(side, metavar=side.upper(), help="FILE that replay --json wrote, or FILE:POLICY")
@@ -86,7 +119,8 @@ def _add_sides(parser: argparse.ArgumentParser) -> None:
 
 def _compare(options: argparse.Namespace, console: Console) -> int:
     first, second = compare.read_side(options.first), compare.read_side(options.second)
-    console.print(compare.table(first, second, compare.compare(first, second)).on_terminal())
+    for table in compare.tables((options.first, options.second), first, second):
+        console.print(table.on_terminal())
     return 0
 
 
@@ -129,7 +163,7 @@ _PROGRAMS: Final = (
         "replay",
         "Compare policies on a trace, in virtual time",
         replay_command.add_arguments,
-        replay_command.replay,
+        _replay,
     ),
     Program("compare", "Compare two replays, or two policies of one, request by request", _add_sides, _compare),
     Program(

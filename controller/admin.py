@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from extproc.config.validation import parse_address
+from extproc.config.validation import parse_endpoint
 
 _TIMEOUT_S: Final = 1.0
 _STATS: Final = r"\.(version_text|update_rejected|update_failure)$"
@@ -62,7 +62,7 @@ class _Dump(msgspec.Struct, frozen=True):
 
 def read_state(address: str) -> EnvoyState | None:
     """What the Envoy with this admin address says; None if nothing that answers there is an Envoy."""
-    host, port = parse_address(address)
+    host, port, _ = parse_endpoint(address)
     connection = http.client.HTTPConnection(_ANY.get(host, host), port, timeout=_TIMEOUT_S)
     try:
         info = msgspec.json.decode(_get(connection, "/server_info"), type=_ServerInfo)
@@ -87,7 +87,7 @@ def read_state(address: str) -> EnvoyState | None:
 
 def why_not_ready(address: str) -> str:
     """Why the Envoy with this admin address takes no requests; empty if it does."""
-    host, port = parse_address(address)
+    host, port, _ = parse_endpoint(address)
     connection = http.client.HTTPConnection(_ANY.get(host, host), port, timeout=_TIMEOUT_S)
     try:
         connection.request("GET", "/ready")

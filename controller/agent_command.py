@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from controller.agents.runtime.dialects import DIALECTS
+from extproc.config.address_advice import no_address
 
 if TYPE_CHECKING:
     from controller.agents.runtime.settings import AgentSettings
@@ -232,12 +233,13 @@ def _drain(agent: str) -> int:
 def _listen(text: str) -> tuple[str, int]:
     """As extproc.config.validation does it, whose import costs each pod 2.4 MB."""
     host, _, port = text.rpartition(":")
+    host = "127.0.0.1" if host.lower() == "localhost" else host
     try:
         if not 0 < int(port) <= _HIGHEST_PORT:
             raise ValueError(port)
         return str(ip_address(host.strip("[]"))), int(port)
     except ValueError:
-        raise ValueError(f"--listen: '{text}' is no address; write an IP address and a port") from None
+        raise ValueError(f"--listen: {no_address(text, takes_names=False)}") from None
 
 
 def _seconds(text: str) -> float:

@@ -16,7 +16,7 @@ from extproc.cli.mistakes import report
 from extproc.config.errors import ConfigInvalid
 from extproc.config.host_names import Patience
 from extproc.config.quantities import Duration
-from extproc.config.validation import parse_address
+from extproc.config.validation import parse_address, parse_endpoint
 
 if TYPE_CHECKING:
     from controller.uptake import Uptake
@@ -50,7 +50,7 @@ def parser(prog: str = "controller bundle") -> argparse.ArgumentParser:
         "--admin",
         metavar="ADDRESS",
         help=(
-            "IP:PORT of Envoy's admin interface, to see whether it takes the bundle, or 'off' "
+            "HOST:PORT of Envoy's admin interface, to see whether it takes the bundle, or 'off' "
             "(default: that of the GatewayConfig)"
         ),
     )
@@ -74,7 +74,7 @@ def _looks(
 
     try:
         if options.admin not in {None, "off"}:
-            parse_address(options.admin)
+            parse_endpoint(options.admin)
         metrics = None if options.metrics == "off" else parse_address(options.metrics)
         wait_s = None if options.wait is None else Duration(options.wait)
     except ValueError as error:

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -19,7 +20,7 @@ from extproc.config.quantities import ByteSize, Duration
 from extproc.config.validation import parse_address
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from controller.agents.downloader.procedure import Job
     from controller.agents.downloader.tracking import Listener
@@ -173,7 +174,6 @@ def _job(options: argparse.Namespace) -> Job:
         cache_limit=options.cache_limit,
     )
     patient = Patient(options.connect_timeout, options.stall_timeout, redirects=options.max_redirects)
-    authorities = (*options.ca_file, *([os.environ["AWS_CA_BUNDLE"]] if os.environ.get("AWS_CA_BUNDLE") else ()))
     return Job(
         wanted,
         uri.shown(options.uri),
@@ -185,8 +185,21 @@ def _job(options: argparse.Namespace) -> Job:
         allow_stale=options.stale,
         claims=options.claims,
         files=options.files,
-        ca_files=authorities,
+        ca_files=_authorities(options.ca_file),
     )
+
+
+def _authorities(files: Sequence[str]) -> tuple[str, ...]:
+    """The files and that of the environment; raises ValueError for one that holds no certificates."""
+    bundle = os.environ.get("AWS_CA_BUNDLE")
+    found = (*files, *([bundle] if bundle else ()))
+    for file in found:
+        try:
+            ssl.create_default_context(cafile=file)
+        except OSError as error:
+            why = "no PEM in it" if isinstance(error, ssl.SSLError) else error.strerror
+            raise ValueError(f"'{file}' has no certificates that can be read ({why}); write a PEM file") from None
+    return found
 
 
 async def _run(options: argparse.Namespace, job: Job) -> int:

@@ -8,13 +8,16 @@ import http.client
 import ssl
 import sys
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import quote, urlsplit
 
 import msgspec
 
 from controller.roles.scaling.explaining import explained
 from controller.roles.scaling.records import Record
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _TIMEOUT_S: Final = 10.0
 _MAX_BYTES: Final = 50_000_000
@@ -62,8 +65,14 @@ def main(words: list[str], prog: str) -> int:
     """Exit status: see the epilog."""
     options = parser(prog).parse_args(words)
     try:
+        headers = {} if options.token_file is None else {"authorization": f"Bearer {_token(options.token_file)}"}
+        tls = _trusting(options.ca)
+    except ValueError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    try:
         path = f"/decisions/{quote(options.binding)}?last={options.last}"
-        status, body = _asked(options.manager, path, options.token_file, options.ca)
+        status, body = _asked(options.manager, path, headers, tls)
     except (OSError, http.client.HTTPException, ValueError) as error:
         print(f"{options.manager} does not answer: {error}\n{_REACH}", file=sys.stderr)
         return 2
@@ -79,18 +88,35 @@ def main(words: list[str], prog: str) -> int:
     return 0
 
 
-def _asked(url: str, path: str, token_file: Path | None, ca: Path | None) -> tuple[int, bytes]:
+def _token(file: Path) -> str:
+    try:
+        token = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--token-file: {file} cannot be read: {error}") from None
+    if not token.isprintable() or not token.isascii() or not token:
+        raise ValueError(f"--token-file: {file} holds no token; write the token as its only line")
+    return token
+
+
+def _trusting(ca: Path | None) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        why = "no PEM in it" if isinstance(error, ssl.SSLError) else error.strerror
+        raise ValueError(f"--ca: {ca} has no certificates that can be read ({why}); write a PEM file") from None
+    context.check_hostname = ca is None
+    return context
+
+
+def _asked(url: str, path: str, headers: Mapping[str, str], tls: ssl.SSLContext) -> tuple[int, bytes]:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("write a URL such as http://127.0.0.1:9006")
-    headers = {} if token_file is None else {"authorization": f"Bearer {token_file.read_text().strip()}"}
     connection: http.client.HTTPConnection
     if parts.scheme == "https":
-        context = ssl.create_default_context(cafile=ca)
-        context.check_hostname = ca is None
-        connection = http.client.HTTPSConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S, context=context)
+        connection = http.client.HTTPSConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S, context=tls)
     elif headers:
-        raise ValueError("a token is sent with https alone")
+        raise ValueError("a token is sent with https alone; write https:// in --manager")
     else:
         connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
     try:
@@ -108,7 +134,6 @@ def _key(text: str) -> str:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of decisions; write 1 or more")
+    return int(text)

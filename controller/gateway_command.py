@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from controller.gateway.compile.gateway_api.settings import ANY, GatewayApiSettings, parse_addresses
-from extproc.config.validation import parse_address
+from extproc.config.validation import parse_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -70,9 +70,9 @@ def parser(prog: str = "attache gateway") -> argparse.ArgumentParser:
         metavar="ADDRESS",
         action="append",
         default=[],
-        help="IP:PORT of extproc's --metrics, to see whether it uses what is written; once for each of its processes",
+        help="HOST:PORT of extproc's --metrics, to see whether it uses what is written; once for each of its processes",
     )
-    add("--bundle", metavar="ADDRESS", help="IP:PORT of the --metrics of 'attache bundle', to see whether Envoy does")
+    add("--bundle", metavar="ADDRESS", help="HOST:PORT of the --metrics of 'attache bundle', to see whether Envoy does")
     add("--lease-name", metavar="NAME", help=f"its name; default: {_LEASE}")
     add("--metrics", metavar="ADDRESS", default="127.0.0.1:9004", help="metrics and health; default: %(default)s")
     _add_gateways(made)
@@ -172,7 +172,7 @@ def _mistake(options: argparse.Namespace) -> str:
         if not 0 <= (options.port_offset or 0) < _HIGHEST_PORT:
             raise ValueError(f"--port-offset: write a number from 0 to {_HIGHEST_PORT - 1}")
         for address in _followers(options).values():
-            parse_address(address)
+            parse_endpoint(address)
     except ValueError as error:
         return str(error)
     return ""

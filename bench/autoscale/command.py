@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from bench.autoscale.cell import CellResult
+    from bench.autoscale.cell import Cell, CellResult
 
 # The level doubles 20 s after scalers are first obeyed.
 _QUICK_LOADS: Final = ("quick", "quick-kinds")
@@ -70,20 +70,26 @@ def autoscale(options: argparse.Namespace, console: Console) -> int:
 
 
 def _report(options: argparse.Namespace, loads: list[str], policies: list[str], console: Console) -> int:
-    """Of the cells with this period and start; others in the file are told of and left out."""
+    """Of the cells with this period and start; others in the file are told of and left out.
+
+    A file that ``--quick`` left is taken whole: its cells have a period and a start of their own.
+    """
     kept = kept_results(options.report)
     wanted = {one.removesuffix("-second") for one in policies}
+    is_quick = all(cell.load in _QUICK_LOADS for cell in kept)
     mine = [
         one
         for cell, one in kept.items()
-        if (cell.period_s, cell.start_s, cell.duration_s) == (options.period, options.start, 0.0)
-        and cell.load in loads
-        and cell.policy.removesuffix("-second") in wanted
+        if (is_quick or _is_as_asked(cell, options, loads)) and cell.policy.removesuffix("-second") in wanted
     ]
     if len(mine) < len(kept):
         console.print(f"{len(kept) - len(mine)} of {len(kept)} cells are of other loads, policies, periods or starts")
     _tell(mine, options.out, console)
     return 0
+
+
+def _is_as_asked(cell: Cell, options: argparse.Namespace, loads: list[str]) -> bool:
+    return cell.load in loads and (cell.period_s, cell.start_s, cell.duration_s) == (options.period, options.start, 0.0)
 
 
 def _quick(options: argparse.Namespace, policies: list[str], console: Console) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from bench.lab.intervals import Interval, mean_interval
+from bench.reporting.intervals import Interval, mean_interval
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -75,7 +75,7 @@ def report_of(results: Iterable[CellResult]) -> Report:
     each = sorted(results, key=lambda one: list(LOADS).index(one.cell.load) if one.cell.load in LOADS else -1)
     held = [one for one in each if one.cell.half is Half.HELD]
     if not held:
-        msg = "there is no cell of a held-back half"
+        msg = "there is nothing to report: no cell of a held-back half is among those that were asked for"
         raise NothingToReport(msg)
     settings = tuned(one for one in each if one.cell.half is Half.TUNING)
     found = lines_of(held)

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from bench.autoscale.cell import Cell, CellResult, run_cell
 from bench.autoscale.fingerprint import code_fingerprint
+from bench.workers import worker_pool
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from rich.console import Console
@@ -46,20 +47,24 @@ def run_cells(
     if others := sum(found[one].code != code for one in dict.fromkeys(cells) if one in found):
         console.print(f"{others} kept cells of {file} were made by other code; another --out runs all anew")
     if missing:
-        with ProcessPoolExecutor(max(1, min(jobs, len(missing)))) as pool, file.open("ab") as out:
+        console.print(_ahead(len(missing), found.values()), highlight=False)
+        with worker_pool(max(1, min(jobs, len(missing)))) as pool, file.open("ab") as out:
             out.write(b"\n")  # a line that was cut short stays alone
             pending = [pool.submit(run_cell, one, traces) for one in missing]
-            try:
-                for number, one in enumerate(as_completed(pending), 1):
-                    result = msgspec.structs.replace(one.result(), code=code)
-                    out.write(msgspec.json.encode(result) + b"\n")
-                    out.flush()
-                    found[result.cell] = result
-                    console.print(f"{number}/{len(missing)} {line_of(result)}", highlight=False)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+            for number, one in enumerate(as_completed(pending), 1):
+                result = msgspec.structs.replace(one.result(), code=code)
+                out.write(msgspec.json.encode(result) + b"\n")
+                out.flush()
+                found[result.cell] = result
+                console.print(f"{number}/{len(missing)} {line_of(result)}", highlight=False)
     return {one: found[one] for one in cells}
+
+
+def _ahead(count: int, kept: Iterable[CellResult]) -> str:
+    """For people who wait for the first line."""
+    took_s = [one.cpu_s for one in kept]
+    each = f"{sum(took_s) / len(took_s):.0f} s of processor time, as those before" if took_s else "seconds to minutes"
+    return f"{count} {'cell' if count == 1 else 'cells'} to run, a line for each when it has ended: {each}"
 
 
 def line_of(result: CellResult) -> str:

@@ -24,22 +24,46 @@ _SAME: Final = (
     *("--max-loras", "--max-cpu-loras", "--max-lora-rank"),
 )
 _ALONE: Final = "--enable-lora"
+_MODEL: Final = "--model"
 _NAME: Final = "--served-model-name"
 _EVENTS: Final = "--kv-events-config"
 
 
 def translated(words: Sequence[str]) -> list[str]:
-    """The simulator's options. Flags are ``--name=value``, as presets of engines write them."""
-    return [one for word in words for one in _one(*word.split("=", 1))]
+    """The simulator's options. Flags are ``--name=value``, as presets of engines write them, or two words; the model
+    may also stand alone, as in ``vllm serve MODEL``.
+    """
+    pairs = list(_pairs(words))
+    named = [option for flag, value in pairs for option in _one(flag, value)]
+    # an engine without a name of its own for the model serves it under the model's, as vLLM does
+    known = dict(pairs)
+    name = (known.get(_NAME, "").split() or [known.get(_MODEL, "")])[0]
+    return [*named, f"{_MODEL}={name}"] if name else named
 
 
-def _one(flag: str, value: str = "") -> Iterator[str]:
+def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Flags with their values; of a list of values, the first."""
+    flag = _MODEL
+    for word in words:
+        if word.startswith("--"):
+            if flag not in {"", _MODEL}:
+                yield flag, ""
+            flag, has_value, value = word.partition("=")
+            if has_value:
+                yield flag, value
+                flag = ""
+        elif flag and word != "serve":
+            yield flag, word
+            flag = ""
+    if flag not in {"", _MODEL}:
+        yield flag, ""
+
+
+def _one(flag: str, value: str) -> Iterator[str]:
     if flag in _SAME:
         yield f"{flag}={value}"
     elif flag == _ALONE:
         yield flag
-    elif flag == _NAME:
-        yield f"--model={value}"
     elif flag == _EVENTS:
         config = json.loads(value)
         for name, option in (("endpoint", "--kv-events-port"), ("replay_endpoint", "--kv-replay-port")):

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +13,7 @@ from rich.console import Console
 from bench.fairness.report import write_report
 from bench.fairness.scenarios import FLOOD_POLICIES, FairnessReport, flood, locality, orders, service_gap, shares
 from bench.fairness.tenant_workloads import FCFS, VTC, LengthRanges, TenantLoad
+from bench.reporting.origin import made_by
 
 
 def measure(seed: int) -> FairnessReport:
@@ -38,7 +41,8 @@ def main() -> None:
     console = Console()
     for table in report.tables():
         console.print(table.on_terminal())
-    page = write_report(report, options.out)
+    command = shlex.join(["python", "-m", "bench.fairness", *sys.argv[1:]])
+    page = write_report(report, options.out, made_by(command))
     console.print(f"report: {page}")
 
 

@@ -10,8 +10,8 @@ from bench.reporting.tables import Table
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from bench.lab.intervals import Interval
     from bench.lab.measures import Measures
+    from bench.reporting.intervals import Interval
 
 # Seconds, unless a heading has a unit.
 COLUMNS: Final[Mapping[str, Callable[[Measures], str]]] = {

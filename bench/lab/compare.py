@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from bench.lab.export import Results, TrialResult
-from bench.lab.intervals import Interval, ratio_interval, windows
+from bench.reporting.intervals import Interval, ratio_interval, windows
 from bench.reporting.tables import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from bench.lab.export import RequestColumns
+    from bench.lab.trial import Conditions
 
 OURS: Final = "attache"
 
@@ -55,11 +57,12 @@ def read_side(name: str) -> list[TrialResult]:
     except (OSError, msgspec.DecodeError) as error:
         msg = f"{file}: cannot be read as the JSON of a replay: {error}"
         raise NotComparable(msg) from None
+    policies = list(dict.fromkeys(trial.policy for trial in results.trials))
     if not policy:
-        policy = OURS if OURS in results.policies else next(iter(results.policies), "")
+        policy = OURS if OURS in policies else next(iter(policies), "")
     found = [trial for trial in results.trials if trial.policy == policy]
     if not found:
-        msg = f"{file}: has no policy {policy or 'at all'}; it has {', '.join(results.policies)}"
+        msg = f"{file}: has no policy {policy or 'at all'}; it has {', '.join(policies)}"
         raise NotComparable(msg)
     return found
 
@@ -105,18 +108,42 @@ def _paired(
     return [left for left, _ in both], [right for _, right in both]
 
 
-def table(first: Sequence[TrialResult], second: Sequence[TrialResult], differences: Sequence[Difference]) -> Table:
-    """A row for each measure."""
-    title = f"paired by request; {_together(first)}intervals of 95% over windows of the traces and seeds"
-    headings = ["mean", first[0].policy, second[0].policy, "change", "95% interval"]
-    return Table(title, headings, [_cells(one) for one in differences])
+def tables(names: tuple[str, str], first: Sequence[TrialResult], second: Sequence[TrialResult]) -> list[Table]:
+    """One for each set of conditions, and one of all together, which says so. Raises NotComparable.
+
+    ``names``: what the two sides are called in headings, as ``read_side`` takes them.
+    """
+    conditions = {one.conditions for one in second}
+    both: dict[Conditions, list[TrialResult]] = defaultdict(list)
+    for one in first:
+        if one.conditions in conditions:
+            both[msgspec.structs.replace(one.conditions, seed=0)].append(one)
+    headings = ["mean", *_told_apart(names, first[0].policy, second[0].policy), "change", "95% interval"]
+    paired = "paired by request; intervals of 95% over windows of the traces and seeds"
+    made = [
+        Table(f"{_words(key, found)}; {paired}", headings, [_cells(row) for row in compare(found, second)])
+        for key, found in both.items()
+        if len(both) > 1
+    ]
+    together = f"{len(both)} sets of conditions together, {_rates(both)}; " if len(both) > 1 else ""
+    return [*made, Table(f"{together}{paired}", headings, [_cells(row) for row in compare(first, second)])]
 
 
-def _together(trials: Sequence[TrialResult]) -> str:
-    """What is pooled that a reader may take for one: rates, traces, engines."""
-    count = len({msgspec.json.encode(msgspec.structs.replace(one.conditions, seed=0)) for one in trials})
-    rates = ", ".join(f"x{rate:g}" for rate in sorted({one.conditions.rate_scale for one in trials}))
-    return f"{count} sets of conditions together, rates {rates}; " if count > 1 else ""
+def _words(key: Conditions, trials: Sequence[TrialResult]) -> str:
+    workloads = ", ".join(dict.fromkeys(one.workload for one in trials))
+    return f"{workloads}; rate x{key.rate_scale:g}, {key.engines} engines of {key.hardware}, {key.model}"
+
+
+def _rates(conditions: Iterable[Conditions]) -> str:
+    return "rates " + ", ".join(f"x{rate:g}" for rate in sorted({one.rate_scale for one in conditions}))
+
+
+def _told_apart(names: tuple[str, str], first: str, second: str) -> tuple[str, str]:
+    """The policies' names; those of one name by their files, too."""
+    if first != second or names[0] == names[1]:
+        return first, second
+    one, other = (name if name.endswith(f":{first}") else f"{name}:{first}" for name in names)
+    return one, other
 
 
 def _cells(one: Difference) -> list[str]:

@@ -48,10 +48,15 @@ def _with_blocks(kind: EngineKind, kv_blocks: int) -> EngineKind:
     return EngineKind(kind.speed, msgspec.structs.replace(kind.limits, num_gpu_blocks=kv_blocks))
 
 
+def gpus_of(hardware: str) -> list[tuple[str, int]]:
+    """The GPUs that ``hardware`` names, by name or file, with how many of them make an engine."""
+    found = [one for part in hardware.split("+") if (one := _PART.fullmatch(part))]
+    return [(one["gpu"], int(one["gpus"] or 1)) for one in found]
+
+
 def hardware_files(hardware: str, model: str) -> list[str]:
     """The files that a trial's hardware and model are read from."""
-    parts = [found["gpu"] for part in hardware.split("+") if (found := _PART.fullmatch(part))]
-    return [one for one in (*parts, model) if is_file(one)]
+    return [one for one in (*(gpu for gpu, _ in gpus_of(hardware)), model) if is_file(one)]
 
 
 def _engines_of(hardware: str, model: str, count: int) -> list[Hardware]:

@@ -3,26 +3,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import platform
-import subprocess
-from collections import defaultdict
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from bench.lab.inputs import code_digest, condition_files, digests
-from bench.lab.intervals import windows
 from bench.lab.measures import LatencyObjective, Measures, measure
 from bench.lab.trial import Conditions, RequestRow, TrialReport
 from bench.policies.own_file import policy_file
 from bench.reporting.distribution import Distribution
+from bench.reporting.intervals import windows
+from bench.reporting.origin import MadeBy, made_by
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 
 class RequestColumns(msgspec.Struct, frozen=True):
@@ -49,20 +46,19 @@ class TrialResult(msgspec.Struct, frozen=True):
     files: dict[str, str] = {}
 
 
-class MadeBy(msgspec.Struct, frozen=True):
-    """The command that made results, the versions of what ran it, and the digests of files with policies."""
+class Group(msgspec.Struct, frozen=True):
+    """The policies under one set of conditions, all seeds together. ``conditions``: in words."""
 
-    command: str
-    versions: dict[str, str]
-    files: dict[str, str]
+    conditions: str
+    policies: dict[str, Measures]
 
 
 class Results(msgspec.Struct, frozen=True):
-    """What a replay writes. ``policies``: all trials of each policy together, of all rates and other conditions."""
+    """What a replay writes. ``groups``: one for each set of conditions, as its tables."""
 
     objective: LatencyObjective
-    policies: dict[str, Measures]
     trials: list[TrialResult]
+    groups: list[Group] = []
     made_by: MadeBy | None = None
 
 
@@ -70,29 +66,17 @@ def results_of(reports: Sequence[TrialReport], objective: LatencyObjective, comm
     """All reports of a replay as one value. ``command``: which made them."""
     return Results(
         objective=objective,
-        policies={name: pooled(found, objective) for name, found in by_policy(reports).items()},
         trials=[_trial(report, objective) for report in reports],
-        made_by=made_by(command, list(by_policy(reports))),
+        groups=[
+            Group(words, {policy: pooled(some, objective) for policy, some in by_policy(found).items()})
+            for words, found in by_conditions(reports).items()
+        ],
+        made_by=made_by(
+            command,
+            versions={"code": code_digest()},
+            files=digests(str(policy_file(policy) or policy) for policy in by_policy(reports)),
+        ),
     )
-
-
-def made_by(command: str, policies: Sequence[str]) -> MadeBy:
-    """``command``, what runs it, and the files of ``policies``. The commit is that of the working tree that the code is
-    in, if git knows one.
-    """
-    said = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],  # noqa: S607 - whichever git the user has
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    versions = {"Python": platform.python_version(), "numpy": version("numpy"), "code": code_digest()}
-    with contextlib.suppress(PackageNotFoundError):  # a clone need not be installed
-        versions["attache"] = version("attache")
-    if said.returncode == 0:
-        versions["commit"] = said.stdout.strip()
-    return MadeBy(command, versions, digests(str(policy_file(one) or one) for one in policies))
 
 
 def by_conditions(reports: Sequence[TrialReport]) -> dict[str, list[TrialReport]]:
@@ -100,7 +84,12 @@ def by_conditions(reports: Sequence[TrialReport]) -> dict[str, list[TrialReport]
     grouped: dict[Conditions, list[TrialReport]] = defaultdict(list)
     for report in reports:
         grouped[msgspec.structs.replace(report.trial.conditions, seed=0)].append(report)
-    return {_words(found): found for found in grouped.values()}
+    counts = Counter(_words(found) for found in grouped.values())
+    # such as traces of one name in two directories, or two parts of what a generator makes
+    return {
+        words if counts[words := _words(found)] == 1 else f"{conditions.trace} after {conditions.skip}: {words}": found
+        for conditions, found in grouped.items()
+    }
 
 
 def _words(reports: Sequence[TrialReport]) -> str:

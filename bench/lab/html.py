@@ -13,8 +13,8 @@ import numpy as np
 
 from bench.lab.columns import policy_table
 from bench.lab.export import by_conditions, by_policy, pooled, ttft_blocks
-from bench.lab.intervals import mean_interval
-from bench.reporting.plots import figure, plot_cumulative
+from bench.reporting.intervals import mean_interval
+from bench.reporting.plots import figure, log_axis, plot_cumulative
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from bench.lab.export import Results
-    from bench.lab.intervals import Interval
     from bench.lab.measures import LatencyObjective
     from bench.lab.trial import RequestRow, TrialReport
+    from bench.reporting.intervals import Interval
 
 _STYLE: Final = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:85em;margin:2em auto;padding:0 1em}"
@@ -54,12 +54,11 @@ def write_html(reports: Sequence[TrialReport], results: Results, file: Path) -> 
 def _origin(results: Results) -> str:
     if results.made_by is None:
         return ""
-    versions = ", ".join(f"{name} {one}" for name, one in results.made_by.versions.items())
     files = {file: digest for trial in results.trials for file, digest in trial.files.items()} | results.made_by.files
     read = "; ".join(f"{file} (xxh3 {digest})" for file, digest in files.items())
     return (
         f"<h2>How this was made</h2><p><code>{html.escape(results.made_by.command)}</code></p>"
-        f"<p>{html.escape(versions)}{html.escape(f'. Files: {read}') if read else ''}</p>"
+        f"<p>{html.escape(results.made_by.versions_line)}{html.escape(f'. Files: {read}') if read else ''}</p>"
     )
 
 
@@ -92,7 +91,7 @@ def _plots(
     has_labels = len({row.label for found in rows.values() for row in found}) > 1
     lines = 3 if has_labels else 2
     height = 4.3 * lines + 0.25 * (len(rows) // 6)
-    with figure(image, rows=lines, columns=3, size_inches=(15, height), dpi=90, legend_below=True) as axes:
+    with figure(image, rows=lines, columns=3, size_inches=(15, height), dpi=90) as axes:
         ttft, tpot, within, means, cached, balance, *others = axes
         for policy, found in rows.items():
             color = colors[policy]
@@ -112,23 +111,12 @@ def _plots(
         within.set(title="throughput within a time to first token", ylim=(0, None))
         within.set(xlabel="time to first token, s", ylabel="answers within it, 1/s")
         for one in (ttft, tpot, within):
-            _log_seconds(one)
+            log_axis(one)
         means.set(title="mean time to first token, with 95% intervals", xlabel="mean time to first token, s")
         cached.set(title="prompt tokens from caches", xlabel="share of prompt tokens", xlim=(0, 1))
         balance.set(title="imbalance, until the last arrival", xlabel="time since the start, s")
         balance.set(ylabel="in flight, busiest engine over the mean")
     return f'<img alt="plots" src="data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}">'
-
-
-def _log_seconds(ax: Axes) -> None:
-    """A logarithmic axis with plain numbers: 0.05, 0.1, 0.2."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter  # noqa: PLC0415 - see _twenty
-
-    ax.set_xscale("log")
-    ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    ax.xaxis.set_minor_formatter(NullFormatter())
-    ax.tick_params(axis="x", rotation=45)
 
 
 def _objectives(ax: Axes, policy: str, reports: Sequence[TrialReport], color: str) -> None:

@@ -4,7 +4,7 @@
 Eight engines, each a 70B model on four H100s. Nothing was tuned on the rows that are played: conversations from row
 2,501 on, synthetic requests from row 1,201 on. Loads are shares of the engines' capacity. That was measured under
 llm-d's token load policy with far too many requests, as the rate at which requests end between the first and the last
-tenth of the run: 1.79 times the pace of the conversation trace, 1.72 times that of the synthetic one.
+tenth of the run: 1.72 times the pace of the conversation trace, 1.71 times that of the synthetic one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import msgspec
 
 from bench.lab.export import pooled, results_of, ttft_blocks, write_csv, write_json
 from bench.lab.html import write_html
-from bench.lab.intervals import Interval, mean_interval, ratio_interval
 from bench.lab.measures import LatencyObjective, Measures
 from bench.lab.runner import run_all
 from bench.lab.trial import Conditions, Trial, check_trials
+from bench.reporting.intervals import Interval, mean_interval, ratio_interval
 from bench.reporting.tables import Table
 from bench.workload.traces import TraceInvalid
 
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 TRACES: Final = Path("../shared/traces")
 _OURS: Final = "attache"
+# Shares of capacity were measured with these.
+_HARDWARE: Final = "h100x4"
+_MODEL: Final = "70b"
 _POLICIES: Final = (
     _OURS,
     "llm-d-token-load",
@@ -76,14 +79,14 @@ _TRACES: Final = (
         files=("mooncake_conversation_a.jsonl.gz", "conversation_trace.jsonl"),
         skip=2500,
         limit=4500,
-        rates={"moderate (56%)": 1.0, "high (98%)": 1.75, "overload (120%)": 2.15},
+        rates={"moderate (56%)": 0.97, "high (98%)": 1.69, "overload (120%)": 2.07},
     ),
     TraceLoads(
         name="synthetic",
         files=("mooncake_synthetic_a.jsonl.gz", "synthetic_trace.jsonl"),
         skip=1200,
         limit=1200,
-        rates={"moderate (55%)": 0.95, "high (98%)": 1.68, "overload (120%)": 2.05},
+        rates={"moderate (56%)": 0.95, "high (98%)": 1.68, "overload (120%)": 2.05},
     ),
 )
 
@@ -124,10 +127,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--hardware",
-        default="h100x4",
+        default=_HARDWARE,
         help="GPUs of each engine; mixed: h100*4+l40s*4; a GPU's file: rig.yamlx2 (default: %(default)s)",
     )
-    add("--model", default="70b", help="what engines serve (default: %(default)s)")
+    add("--model", default=_MODEL, help="what engines serve (default: %(default)s)")
     add("--rate-factor", type=float, default=1.0, metavar="X", help="multiply all loads, for other hardware")
     add("--out", type=Path, default=Path("bench/out/lab"), metavar="DIR", help="for reports (default: %(default)s)")
     add("--jobs", type=int, default=0, metavar="N", help="processes (default: one for each processor)")
@@ -143,8 +146,9 @@ def lab(options: argparse.Namespace, console: Console) -> int:
             "directory and give it with --traces; a trace of your own is played by replay --trace FILE.",
             style="yellow",
         )
+    is_measured = (options.hardware, options.model, options.rate_factor) == (_HARDWARE, _MODEL, 1.0)
     cells = {
-        (trace.name, load): [
+        (trace.name, load if is_measured else load.partition(" (")[0]): [
             Conditions(
                 _file(directory, trace) if has_traces else trace.name,
                 trace_format="mooncake" if has_traces else None,
@@ -179,8 +183,7 @@ def lab(options: argparse.Namespace, console: Console) -> int:
     write_csv(results, options.out / "lab.csv")
     write_html(reports, results, options.out / "lab.html")
     if results.made_by is not None:
-        versions = ", ".join(f"{name} {one}" for name, one in results.made_by.versions.items())
-        page += [f"Made by `{results.made_by.command}`; {versions}.", ""]
+        page += [f"Made by `{results.made_by.command}`; {results.made_by.versions_line}.", ""]
     (options.out / "lab.md").write_text("\n".join(page))
     console.print(f"written: {options.out}/lab.md, .html, .csv, .json", highlight=False)
     return 0
@@ -199,12 +202,13 @@ def _name(trial: Trial) -> bytes:
 
 
 def _preface(options: argparse.Namespace) -> list[str]:
+    seeds = "1 seed" if options.seeds == 1 else f"{options.seeds} seeds"
     return [
         (
-            f"8 engines of {options.model} on {options.hardware}; {options.seeds} seeds; seconds, unless a heading has"
-            " a unit. Intervals: 95%, bootstrap over windows of the trace and seeds. Against: the policy's mean TTFT"
-            " over attache's, minus 1, paired by request. Goodput: requests per second with the first token within 5 s"
-            " and each further one within 100 ms."
+            f"8 engines of {options.model} on {options.hardware}; {seeds}; seconds, unless a heading has a unit."
+            " Intervals: 95%, bootstrap over windows of the trace and seeds. Against: the policy's mean TTFT over"
+            " attache's, minus 1, paired by request. Goodput: requests per second with the first token within 5 s and"
+            " each further one within 100 ms."
         ),
     ]
 

@@ -13,11 +13,11 @@ import msgspec
 from bench.lab.columns import NARROW, policy_table
 from bench.lab.export import by_conditions, by_policy, pooled, results_of, ttft_blocks, write_csv, write_json
 from bench.lab.html import write_html
-from bench.lab.intervals import mean_interval
 from bench.lab.measures import LatencyObjective
 from bench.lab.runner import run_all
 from bench.lab.trial import Conditions, Trial, check_trials
 from bench.policies.registry import POLICIES
+from bench.reporting.intervals import mean_interval
 from bench.workload.generators import GENERATORS
 from bench.workload.traces import FORMATS
 from extproc.config.quantities import Duration

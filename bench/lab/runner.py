@@ -7,7 +7,7 @@ import gzip
 import os
 import time
 import traceback
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from typing import TYPE_CHECKING, Final
@@ -19,6 +19,7 @@ from bench.lab.engine_kinds import HardwareUnknown
 from bench.lab.inputs import OpenedFiles, digests, key_of
 from bench.lab.trial import TrialReport, run
 from bench.policies.own_file import PolicyFailed
+from bench.workers import worker_pool
 from bench.workload.traces import TraceInvalid
 from extproc.config.errors import ConfigInvalid
 
@@ -58,10 +59,12 @@ def run_all(
     reports = [None if fresh else _read(file) for file in files]
     missing = [number for number, report in enumerate(reports) if report is None]
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    if missing and not console.is_terminal:  # where the bar is drawn at the end alone
+        console.print(f"{len(missing)} trials to run, {len(trials) - len(missing)} kept from before", highlight=False)
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         bar = progress.add_task("trials", total=len(trials), completed=len(trials) - len(missing))
         workers = min(jobs or os.cpu_count() or 1, max(1, len(missing)))
-        with ProcessPoolExecutor(workers) as pool:
+        with worker_pool(workers) as pool:
             pending = {pool.submit(_run_and_keep, trials[number], files[number]): number for number in missing}
             try:
                 for one in as_completed(pending):
@@ -71,9 +74,6 @@ def run_all(
             except BrokenProcessPool:
                 msg = "a process of the lab ended: for want of memory, or by a policy; try again with --jobs 1"
                 raise TrialFailed(msg) from None
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
             progress.update(bar, description="trials")
     return [report for report in reports if report is not None]
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.reporting.plots import figure, plot_cumulative
+from bench.reporting.intervals import mean_interval, windows
+from bench.reporting.origin import MadeBy
+from bench.reporting.plots import figure, log_axis, plot_cumulative
 from bench.reporting.results import RequestResult
 from bench.reporting.summary import Summary, tpots_s, ttfts_s
 from bench.reporting.tables import Table
@@ -41,6 +43,7 @@ class Comparison(msgspec.Struct, frozen=True):
     engines: str
     speed: float
     runs: tuple[PolicyRun, ...]
+    made_by: MadeBy | None = None
 
 
 def table(comparison: Comparison) -> Table:
@@ -54,6 +57,7 @@ def table(comparison: Comparison) -> Table:
         row("requests", lambda one: str(one.requests)),
         row("failed", lambda one: str(len(one.errors))),
         row("TTFT mean, ms", lambda one: _ms(one.ttft_s.mean)),
+        ["TTFT mean, 95%, ms", *(_interval(run, comparison.speed) for run in comparison.runs)],
         row("TTFT p50 / p90 / p99, ms", lambda one: _percentiles(one.ttft_s)),
         row("TPOT p50 / p90 / p99, ms", lambda one: _percentiles(one.tpot_s)),
         row("cached-token ratio", lambda one: f"{one.cached_token_ratio:.1%}"),
@@ -91,7 +95,11 @@ def _page(comparison: Comparison) -> str:
         "Processor seconds by process:",
         "",
         *(f"- {policy}: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in one) for policy, one in used),
+        "",
+        "95%: interval of the mean by bootstrap over windows of this run; a second run may differ by more.",
     ]
+    if comparison.made_by is not None:
+        lines += ["", f"Made by `{comparison.made_by.command}`; {comparison.made_by.versions_line}."]
     return "\n".join(lines) + "\n"
 
 
@@ -105,17 +113,24 @@ def _caption(comparison: Comparison) -> str:
 
 
 def _plot(comparison: Comparison, file: Path) -> None:
-    with figure(file, columns=3, size_inches=(15, 4.5)) as (ttft, tpot, served):
-        for run in comparison.runs:
-            plot_cumulative(ttft, run.policy, _in_ms(ttfts_s(run.results, speed=comparison.speed)))
-            plot_cumulative(tpot, run.policy, _in_ms(tpots_s(run.results, speed=comparison.speed)))
-        ttft.set(title="time to first token", xlabel="ms", ylabel="share of requests", xscale="log")
-        tpot.set(title="time per output token", xlabel="ms", xscale="log")
+    with figure(file, columns=3, size_inches=(15, 5)) as (ttft, tpot, served):
         width = 0.8 / len(comparison.runs)
         for number, run in enumerate(comparison.runs):
-            places = [index + number * width for index in range(len(run.requests_by_engine))]
-            served.bar(places, run.requests_by_engine, width, label=run.policy)
-        served.set(title="requests per engine", xlabel="engine")
+            color = f"C{number}"
+            plot_cumulative(ttft, run.policy, _in_ms(ttfts_s(run.results, speed=comparison.speed)), color=color)
+            plot_cumulative(tpot, run.policy, _in_ms(tpots_s(run.results, speed=comparison.speed)), color=color)
+            places = [index + (number + 0.5) * width - 0.4 for index in range(len(run.requests_by_engine))]
+            served.bar(places, run.requests_by_engine, width, label=run.policy, color=color)
+        for axes, what in ((ttft, "time to first token"), (tpot, "time per output token")):
+            axes.set(title=f"{what}: answers within it", xlabel=f"{what}, ms", ylabel="share of answers")
+            log_axis(axes)
+        served.set(title="requests served by each engine", xlabel="engine", ylabel="requests")
+        served.set_xticks(range(max((len(run.requests_by_engine) for run in comparison.runs), default=0)))
+
+
+def _interval(run: PolicyRun, speed: float) -> str:
+    found = mean_interval(windows(ttfts_s(run.results, speed=speed)))
+    return f"{_ms(found.low)} to {_ms(found.high)}"
 
 
 def _in_ms(seconds: Sequence[float]) -> list[float]:

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import os
 import re
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -26,6 +27,7 @@ from bench.engine.hardware import PRESETS
 from bench.live.report import Comparison, PolicyRun, table, write_report
 from bench.load.client import LoadClient
 from bench.processes import StartFailed
+from bench.reporting.origin import made_by
 from bench.reporting.summary import summarize, ttfts_s
 from bench.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, running_stack
 from bench.usage import busy_share, cpu_seconds, machine_time
@@ -59,7 +61,9 @@ def main(arguments: list[str] | None = None, prog: str = "python -m bench.live.r
     console = Console()
     try:
         settings = _read(arguments, prog)
+        command = shlex.join([*prog.split(), *(sys.argv[1:] if arguments is None else arguments)])
         comparison = uvloop.run(_compare(settings, console))
+        comparison = msgspec.structs.replace(comparison, made_by=made_by(command))
     except (StartFailed, EnvoyMissing, TraceInvalid, ConfigInvalid) as error:
         console.print(str(error), style="red", markup=False)
         return 2

@@ -19,12 +19,19 @@ if TYPE_CHECKING:
 def least_cost(view: View, cost: Floats, rng: random.Random, among: Bools | None = None) -> Pick:
     """The candidates by cost, the least first. ``cost``: by row of the endpoint table.
 
-    ``among``: the rows to choose from; all candidates if it is None or holds no candidate.
+    ``among``: the rows to choose from; all candidates if it is None or holds no candidate. Raises ValueError if a
+    row has no cost, or one that is not a number.
     """
     may = view.candidates()
     rows = np.flatnonzero(may & among) if among is not None else np.flatnonzero(may)
     if not rows.size:
         rows = np.flatnonzero(may)
+    if cost.ndim != 1 or cost.size <= rows[-1]:
+        msg = f"cost has the shape {cost.shape}; it needs a number for each row of view.table, here to row {rows[-1]}"
+        raise ValueError(msg)
+    if np.isnan(cost[rows]).any():
+        msg = f"the cost of row {rows[np.isnan(cost[rows])][0]} is not a number (nan), as after 0/0"
+        raise ValueError(msg)
     shuffled = rows[rng.sample(range(rows.size), rows.size)]
     ordered: list[int] = shuffled[cost[shuffled].argsort(kind="stable")].tolist()
     return Pick(ordered[: view.choices], float(view.ttft_s()[ordered[0]]))

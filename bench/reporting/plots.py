@@ -22,12 +22,11 @@ def figure(
     columns: int,
     size_inches: tuple[float, float],
     dpi: int = 110,
-    legend_below: bool = False,
 ) -> Iterator[list[Axes]]:
-    """Yields ``rows * columns`` axes, row by row, and writes them to ``target`` as PNG at the end, with legends and
-    grids.
+    """Yields ``rows * columns`` axes, row by row, and writes them to ``target`` as PNG at the end, with grids and one
+    legend below all axes, where it covers nothing.
 
-    ``size_inches``: width and height. ``legend_below``: one legend of all axes below them, where it covers nothing.
+    ``size_inches``: width and height. What has one label in several axes is to have one look in all of them.
     """
     # Importing matplotlib takes a quarter of a second, and most commands end without a plot.
     import matplotlib as mpl  # noqa: PLC0415
@@ -42,10 +41,8 @@ def figure(
     for axes in every:
         axes.grid(alpha=0.3)
         handles, labels = axes.get_legend_handles_labels()
-        if handles and not legend_below:
-            axes.legend(fontsize=8)
         marks = dict(zip(labels, handles, strict=True)) | marks
-    if legend_below and marks:
+    if marks:
         drawn.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=min(6, len(marks)), fontsize=9)
     drawn.savefig(target, format="png", dpi=dpi)
     plt.close(drawn)
@@ -56,3 +53,14 @@ def plot_cumulative(axes: Axes, label: str, values: Sequence[float], *, color: s
     ordered = sorted(values)
     shares = [(index + 1) / len(ordered) for index in range(len(ordered))]
     axes.plot(ordered, shares, label=label, color=color, drawstyle="steps-post")
+
+
+def log_axis(axes: Axes) -> None:
+    """A logarithmic x axis with plain numbers: 0.05, 0.1, 0.2."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter  # noqa: PLC0415 - as figure does
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(axis="x", rotation=45)

@@ -209,26 +209,26 @@ def validate(traces: Path, console: Console) -> int:
             f"NOT COMPARED WITH REAL RUNS: {error}. Put {_WHERE} into a directory and give --traces.", style="bold red"
         )
     console.print(_table(findings).on_terminal())
-    console.print(f"never held against a measurement: {'; '.join(_unchecked())}; and all hardware from files")
+    never = "; ".join(f"{kind} {', '.join(names)}" for kind, names in unchecked().items() if names)
+    console.print(f"never held against a measurement: {never}; and all models and hardware from files")
     out = [finding for finding in findings if not finding.is_good]
     for finding in out:
         console.print(f"{finding.what}: {finding.error:+.1%} is beyond {finding.band:.0%}", style="red")
     return 1 if out else 0
 
 
-def _unchecked() -> list[str]:
-    """What has a name here and is in no measurement: GPUs, models, and links between GPUs."""
+def unchecked() -> dict[str, list[str]]:
+    """What has a name here and is in no measurement: GPUs, links between GPUs, and models."""
     held = [one.hardware for one in (*_PUBLISHED, *_PUBLISHED_RUNS)]
     held += [Hardware(MODELS["8b"], GPUS[one.gpu]) for one in _RUNS]
     linked = [one.gpu.link for one in held if one.gpus > 1]
     # the A100s of some measurements have another link
     peaks = {(one.gpu.flops, one.gpu.bandwidth) for one in held}
-    missing = {
+    return {
         "GPUs": [name for name, gpu in GPUS.items() if (gpu.flops, gpu.bandwidth) not in peaks],
         "links": [name for name, link in LINKS.items() if link not in linked],
         "models": [name for name, model in MODELS.items() if model not in [one.model for one in held]],
     }
-    return [f"{kind} {', '.join(names)}" for kind, names in missing.items() if names]
 
 
 def _steps() -> Iterator[Finding]:

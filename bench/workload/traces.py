@@ -22,6 +22,7 @@ __all__ = ["FORMATS", "Excerpt", "TraceInvalid", "read_trace"]
 FORMATS: Final[Mapping[str, Callable[[Rows], list[Session]]]] = MappingProxyType(
     {
         "mooncake": mooncake.sessions,
+        "bailian": mooncake.bailian_sessions,
         "azure": azure.sessions,
         "burstgpt": burstgpt.sessions,
         "agentic": agentic.sessions,
@@ -29,7 +30,15 @@ FORMATS: Final[Mapping[str, Callable[[Rows], list[Session]]]] = MappingProxyType
     }
 )
 # Words in a file's name that tell its format.
-_GUESSES: Final = {"agentic": "agentic", "trace_": "agentic", "arena": "arena", "vtc": "arena", "burst": "burstgpt"}
+_GUESSES: Final = {
+    "agentic": "agentic",
+    "trace_": "agentic",
+    "arena": "arena",
+    "vtc": "arena",
+    "burst": "burstgpt",
+    "blksz_16": "bailian",
+    "bailian": "bailian",
+}
 
 
 def read_trace(path: Path, excerpt: Excerpt, format_name: str | None = None) -> Workload:
@@ -37,6 +46,10 @@ def read_trace(path: Path, excerpt: Excerpt, format_name: str | None = None) -> 
 
     ``format_name``: a key of FORMATS; None: by the file name.
     """
+    if not path.exists():
+        raise TraceInvalid(f"{path}: does not exist")
+    if path.is_dir():
+        raise TraceInvalid(f"{path}: is a directory; name a file of it")
     name = format_name or _guess(path)
     if name not in FORMATS:
         msg = f"{path}: there is no format {name}; there are {', '.join(FORMATS)}"

@@ -14,7 +14,11 @@ from controller.converters.reading import Invalid, quantity, target_names
 if TYPE_CHECKING:
     from controller.converters.reading import Fields
 
-TARGETS: Final = ("homogeneousTarget", "heterogeneousTarget", "disaggregatedTarget")
+# Each with what the first versions called it; roles came later.
+_ONE: Final = ("homogeneousTarget", "scalingConfiguration")
+_SEVERAL: Final = ("heterogeneousTarget", "optimizerConfiguration")
+_ROLES: Final = "disaggregatedTarget"
+TARGETS: Final = (*_ONE, *_SEVERAL, _ROLES)
 _API_VERSION: Final = "workload.serving.volcano.sh/v1alpha1"
 _KIND: Final = "ModelServing"
 _EXPANSION_PERCENT: Final = 200
@@ -48,9 +52,9 @@ def of_targets(spec: Fields, namespace: str, warnings: list[str]) -> Targets:
     if len(found) != 1:
         raise Invalid(f"{spec.where}: write exactly one of {', '.join(TARGETS)}")
     block = spec.below(found[0])
-    if found[0] == "homogeneousTarget":
+    if found[0] in _ONE:
         return _one(block, namespace, warnings)
-    if found[0] == "heterogeneousTarget":
+    if found[0] in _SEVERAL:
         return _several(block, namespace, warnings)
     return _roles(block, namespace, warnings)
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from extproc.cli.check_notes import limits_of_nobody, literal_stars, unrouted_servers, unsalted_messages
 from extproc.cli.mistakes import counted, report
 from extproc.config.attachment import is_attached
 from extproc.config.directory import load_directory
@@ -58,6 +59,10 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *_unrouted_adapters(snapshot),
             *_unknown_models(snapshot),
             *_unreached(snapshot),
+            *unrouted_servers(snapshot),
+            *literal_stars(snapshot),
+            *limits_of_nobody(snapshot),
+            *unsalted_messages(snapshot),
             *_missing_files(snapshot, directory),
             *_notes(snapshot),
         ]

@@ -78,8 +78,7 @@ def main(words: list[str], prog: str = "extproc explain") -> int:
         print(f"refused with {refusal.status}: {refusal.message}", file=sys.stderr)
         return 1
     except urllib.error.HTTPError as error:
-        print(f"refused with {error.code}: {error.read().decode(errors='replace')}", file=sys.stderr)
-        return 1
+        return _refused(options.url, error)
     except OSError as error:
         print(f"nobody answers at {options.url}: {error}; is extproc running with --debug?", file=sys.stderr)
         return 2
@@ -88,6 +87,28 @@ def main(words: list[str], prog: str = "extproc explain") -> int:
 
     print(msgspec.json.format(msgspec.json.encode(explanation)).decode() if options.json else to_text(explanation))
     return 0
+
+
+def _refused(url: str, error: urllib.error.HTTPError) -> int:
+    """Exit status: 1 for what a client would be told too, 2 if something else answers, or a process without --debug."""
+    try:
+        message = msgspec.json.decode(error.read(), type=_ErrorBody).error.message
+    except msgspec.MsgspecError:
+        advice = "start extproc with --debug, and write the address of its metrics, as http://127.0.0.1:9003"
+        print(f"nobody explains at {url} ({error.code} {error.reason}): {advice}", file=sys.stderr)
+        return 2
+    print(f"refused with {error.code}: {message}", file=sys.stderr)
+    return 1
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _ErrorBody(msgspec.Struct):
+    """What clients get for a refusal."""
+
+    error: _Error
 
 
 def _explain(options: argparse.Namespace, headers: dict[str, str], body: bytes) -> Explanation:

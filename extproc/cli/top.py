@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import http.client
+import shutil
 import sys
 import time
 import urllib.request
@@ -11,9 +13,10 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from extproc.cli.top_view import Sample, render
+from extproc.cli.top_sample import Sample
+from extproc.cli.top_view import UNBOUNDED, render
 from extproc.config.quantities import Duration
-from extproc.config.validation import parse_address
+from extproc.config.validation import parse_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,13 +32,13 @@ def parser(prog: str = "extproc top") -> argparse.ArgumentParser:
         description=(
             "Show engines, queues and tenants of running extproc processes, refreshed in the terminal until Ctrl-C."
         ),
-        epilog="Exit status: 0, or 2 if a process does not answer.",
+        epilog="Exit status: 0, or 2 if a process does not answer at the start.",
     )
     made.add_argument(
         "metrics",
         nargs="*",
         default=["127.0.0.1:9003"],
-        metavar="IP:PORT",
+        metavar="ADDRESS",
         help="metrics address of each process (default: 127.0.0.1:9003)",
     )
     made.add_argument(
@@ -49,45 +52,82 @@ def parser(prog: str = "extproc top") -> argparse.ArgumentParser:
 
 
 def main(words: list[str], prog: str = "extproc top") -> int:
-    """Exit status: 0, 2 if a process does not answer."""
+    """Exit status: 0, 2 if a process does not answer at the start."""
     made = parser(prog)
     options = made.parse_args(words)
     try:
-        for one in options.metrics:
-            parse_address(one)
+        pages = [_address(one) for one in options.metrics]
+        if options.tenants < 0:
+            raise ValueError(f"--tenants {options.tenants}: write 0 or more")
         interval_s = max(0.1, Duration(options.interval))
     except ValueError as error:
         made.error(str(error))
     try:
-        for text in _pictures(options.metrics, interval_s, options.tenants):
-            print(text if options.once else _CLEAR + text, flush=True)
+        for text in _pictures(pages, interval_s, options.tenants, is_live=not options.once):
+            print(_CLEAR + _cropped(text) if not options.once else text, flush=True)
             if options.once:
                 break
-    except OSError as error:
-        print(f"no metrics at {', '.join(options.metrics)}: {error}; is extproc running there?", file=sys.stderr)
+    except _Unread as error:
+        print(f"{error}; is extproc running there?", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 0
     return 0
 
 
-def _pictures(pages: list[str], interval_s: float, tenants: int) -> Iterator[str]:
+def _address(text: str) -> str:
+    """Host and port, which may be written as the URL of the page; raises ValueError."""
+    address = text.removeprefix("http://").removesuffix("/").removesuffix("/metrics")
+    parse_endpoint(address)
+    return address
+
+
+class _Unread(Exception):
+    """A page could not be read."""
+
+
+def _pictures(pages: list[str], interval_s: float, tenants: int, *, is_live: bool) -> Iterator[str]:
+    """Raises _Unread if the first reading fails, or any that is not ``is_live``."""
     clock = time.monotonic  # noqa: TID251 - an edge
+    wall_clock = time.time  # noqa: TID251 - an edge
     before, before_s = _read(pages), clock()
     while True:
         time.sleep(interval_s)
-        now, now_s = _read(pages), clock()
-        yield render(before, now, seconds=now_s - before_s, tenants=tenants)
+        try:
+            now, now_s = _read(pages), clock()
+        except _Unread as error:
+            if not is_live:
+                raise
+            yield f"{error}; trying again every {interval_s:g} s"
+            continue
+        width = shutil.get_terminal_size().columns if is_live else UNBOUNDED
+        yield render(before, now, seconds=now_s - before_s, tenants=tenants, wall_now_s=wall_clock(), width=width)
         before, before_s = now, now_s
 
 
+def _cropped(text: str) -> str:
+    """As many lines as the terminal shows."""
+    lines, most = text.splitlines(), max(2, shutil.get_terminal_size().lines - 1)
+    if len(lines) <= most:
+        return text
+    kept = most - 1
+    return "\n".join([*lines[:kept], f"... {len(lines) - kept} more lines; a higher terminal shows them, or --once"])
+
+
 def _read(pages: list[str]) -> Sample:
-    """The sum over all processes; raises OSError."""
+    """The sum over all processes; raises _Unread."""
     reading = Sample()
     for page in pages:
-        with urllib.request.urlopen(f"http://{page}/metrics", timeout=_TIMEOUT_S) as answer:
-            text = answer.read().decode()
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                reading.add(sample.name, sample.labels, sample.value)
+        one = Sample()
+        try:
+            with urllib.request.urlopen(f"http://{page}/metrics", timeout=_TIMEOUT_S) as answer:
+                text = answer.read().decode()
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    one.add(sample.name, sample.labels, sample.value)
+                    reading.add(sample.name, sample.labels, sample.value)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise _Unread(f"no metrics at {page}: {getattr(error, 'reason', error)}") from error
+        if not one.is_of_extproc:
+            raise _Unread(f"the page at {page} is not of extproc: its metrics are on 127.0.0.1:9003 by default")
     return reading

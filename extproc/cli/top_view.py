@@ -6,74 +6,59 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from extproc.cli.top_engines import ailments, engine_states, engine_table, summary
+from extproc.cli.top_table import table
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable
 
-_Labels = tuple[tuple[str, str], ...]
-# Every process sees the whole of these, and not a part of it.
-_SEEN_BY_ALL: Final = frozenset(
-    {
-        "attache_engine_waiting",
-        "attache_engine_running",
-        "attache_engine_kv_usage",
-        "attache_in_flight",
-        "attache_saturation",
-        "attache_cached_token_ratio",
-    }
-)
+    from extproc.cli.top_sample import Sample
+
 _REFUSED: Final = ("rate_limited", "queue_full", "queue_timeout", "shed", "limits_unavailable", "no_endpoint")
+UNBOUNDED: Final = 10_000
 
 
-class Sample:
-    """Samples of one moment, added up over processes."""
+def render(
+    before: Sample, now: Sample, *, seconds: float, tenants: int, wall_now_s: float = 0.0, width: int = UNBOUNDED
+) -> str:
+    """Counters become rates over the ``seconds`` between the two. ``wall_now_s``: Unix time of the second.
 
-    def __init__(self) -> None:
-        self._values: dict[str, dict[_Labels, float]] = {}
-
-    def add(self, name: str, labels: Mapping[str, str], value: float) -> None:
-        """One sample."""
-        series = self._values.setdefault(name, {})
-        key = tuple(sorted(labels.items()))
-        known = series.get(key, 0.0)
-        series[key] = max(known, value) if name in _SEEN_BY_ALL else known + value
-
-    def sum(self, name: str, **labels: str) -> float:
-        """Over all series that have these labels."""
-        queued = set(labels.items())
-        return sum(value for key, value in self._values.get(name, {}).items() if queued <= set(key))
-
-    def values_of(self, name: str, *labels: str) -> list[tuple[str, ...]]:
-        """All values of some labels, in order."""
-        keys = self._values.get(name, {})
-        return sorted({tuple(dict(key).get(label, "") for label in labels) for key in keys})
-
-
-def render(before: Sample, now: Sample, *, seconds: float, tenants: int) -> str:
-    """Counters become rates over the ``seconds`` between the two."""
-
+    What needs somebody's attention comes first, as a terminal may be too low for all lines.
+    """
     rate = partial(_rate, before, now, seconds)
+    states = engine_states(now)
     lines = [
         f"{rate('attache_picks_total'):.1f} picks/s, {now.sum('attache_open_streams'):.0f} requests open, "
         f"{rate('attache_requests_total', outcome='rate_limited'):.1f} rate-limited/s, "
         f"{now.sum('attache_queue_waiting'):.0f} waiting",
+        summary(states),
         "",
+        *ailments(states, wall_now_s=wall_now_s, width=width),
+        *engine_table(states, now, rate, width=width),
+        *_answers(now, rate, width),
+        *_queues(before, now, rate, width),
+        *_tenants(now, rate, tenants, width),
     ]
-    engines = [
+    return "\n".join(lines)
+
+
+def _answers(now: Sample, rate: Callable[..., float], width: int) -> list[str]:
+    """What clients of each ModelServer got."""
+    name = "attache_answers_total"
+    rows = [
         [
             server,
-            endpoint,
-            f"{now.sum('attache_in_flight', server=server, endpoint=endpoint):.0f}",
-            f"{now.sum('attache_engine_running', server=server, endpoint=endpoint):.0f}",
-            f"{now.sum('attache_engine_waiting', server=server, endpoint=endpoint):.0f}",
-            f"{now.sum('attache_engine_kv_usage', server=server, endpoint=endpoint):.0%}",
-            f"{rate('attache_prompt_tokens_total', server=server, endpoint=endpoint):,.0f}",
-            f"{now.sum('attache_cached_token_ratio', server=server, endpoint=endpoint):.0%}",
+            f"{rate('attache_picks_total', server=server):.1f}",
+            *(f"{rate(name, server=server, status_class=one):.1f}" for one in ("2xx", "4xx", "5xx", "none")),
+            f"{rate(name, server=server, first_choice='no'):.1f}",
         ]
-        for server, endpoint in now.values_of("attache_in_flight", "server", "endpoint")
+        for (server,) in now.values_of("attache_picks_total", "server")
     ]
-    heads = ["SERVER", "ENGINE", "IN FLIGHT", "RUNNING", "WAITING", "KV", "PROMPT TOK/S", "CACHED"]
-    lines += _table(heads, engines)
-    queues = [
+    return table(["SERVER", "PICKS/S", "2XX/S", "4XX/S", "5XX/S", "NO ANSWER/S", "FALLBACKS/S"], rows, width=width)
+
+
+def _queues(before: Sample, now: Sample, rate: Callable[..., float], width: int) -> list[str]:
+    rows = [
         [
             server,
             band,
@@ -86,22 +71,16 @@ def render(before: Sample, now: Sample, *, seconds: float, tenants: int) -> str:
         ]
         for server, band in now.values_of("attache_queue_waiting", "server", "band")
     ]
-    if queues:
-        lines += _table(
-            ["SERVER", "BAND", "WAITING", "SENT/S", "MEAN WAIT", "TIMEOUTS/S", "LEFT/S", "SATURATION"], queues
-        )
-    lines += _tenants(before, now, seconds, tenants)
-    return "\n".join(lines)
+    heads = ["SERVER", "BAND", "WAITING", "SENT/S", "MEAN WAIT", "TIMEOUTS/S", "LEFT/S", "SATURATION"]
+    return table(heads, rows, width=width, expendable=("LEFT/S", "SENT/S", "TIMEOUTS/S"))
 
 
 def _rate(before: Sample, now: Sample, seconds: float, name: str, **labels: str) -> float:
     return max(0.0, now.sum(name, **labels) - before.sum(name, **labels)) / seconds
 
 
-def _tenants(before: Sample, now: Sample, seconds: float, most: int) -> list[str]:
+def _tenants(now: Sample, rate: Callable[..., float], most: int, width: int) -> list[str]:
     names = [name for (name,) in now.values_of("attache_tenant_requests_total", "tenant")]
-
-    rate = partial(_rate, before, now, seconds)
     service = {name: rate("attache_tenant_service_tokens_total", tenant=name) for name in names}
     whole = sum(service.values())
     rows = [
@@ -115,7 +94,8 @@ def _tenants(before: Sample, now: Sample, seconds: float, most: int) -> list[str
         ]
         for name in sorted(names, key=lambda name: -service[name])[:most]
     ]
-    return _table(["TENANT", "SENT/S", "SERVICE TOK/S", "SHARE", "WAITING", "REFUSED/S"], rows) if rows else []
+    heads = ["TENANT", "SENT/S", "SERVICE TOK/S", "SHARE", "WAITING", "REFUSED/S"]
+    return table(heads, rows, width=width, expendable=("SERVICE TOK/S",))
 
 
 def _mean_wait(before: Sample, now: Sample, server: str, band: str) -> str:
@@ -124,18 +104,3 @@ def _mean_wait(before: Sample, now: Sample, server: str, band: str) -> str:
         for name in ("attache_queue_wait_seconds_count", "attache_queue_wait_seconds_sum")
     )
     return f"{total / count:.2f}s" if count > 0 else "-"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns, text to the left and numbers to the right, and an empty line."""
-    widths = [max([len(head), *(len(row[index]) for row in rows)]) for index, head in enumerate(heads)]
-    is_text = [head in {"SERVER", "ENGINE", "BAND", "TENANT"} for head in heads]
-
-    def line(cells: Sequence[str]) -> str:
-        aligned = (
-            cell.ljust(width) if text else cell.rjust(width)
-            for cell, width, text in zip(cells, widths, is_text, strict=True)
-        )
-        return "  ".join(aligned).rstrip()
-
-    return [line(heads), *map(line, rows), ""]

@@ -11,6 +11,7 @@ import msgspec
 from extproc.config.access_policy import TARGET_GROUPS
 from extproc.config.schema import suggest
 from extproc.config.spec import namespace_of, object_key
+from extproc.config.unread import Unread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +31,7 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
     model_servers: Collection[str]
     http_routes: Collection[str]
     listeners: Collection[str]
+    unread: Unread = Unread()
 
 
 def check_access_policy(spec: ModelAccessPolicySpec) -> Iterator[Finding]:
@@ -62,7 +64,7 @@ def check_targets(policy: ModelAccessPolicy, known: Targets) -> Iterator[Finding
             yield from _check_listener(target, known, path)
             continue
         keys = _keys(target, known)
-        if object_key(namespace, target.name) not in keys:
+        if object_key(namespace, target.name) not in keys and not known.unread.may_hold(target.name):
             near = [key.removeprefix(f"{namespace}/") for key in keys if namespace_of(key) == namespace]
             yield (*path, "name"), f"no {target.kind} is called '{target.name}' here; {suggest(target.name, near)}"
 

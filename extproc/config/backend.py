@@ -11,9 +11,9 @@ from extproc.config.spec import Metadata, NonEmpty, Spec
 
 
 class BackendSpec(Spec, frozen=True):
-    """Servers over which Envoy balances by itself. ``endpoints``: ``ip:port``; without any, requests are answered
-    503. ``protocol``: ``H2C`` is HTTP/2 without TLS, ``WebSocket`` lets connections be upgraded. ``unresolved``: the
-    reference to it cannot be resolved; requests are answered 500, as the Gateway API says.
+    """Servers over which Envoy balances by itself. ``endpoints``: ``ip:port`` or ``name:port``; without any, requests
+    are answered 503. ``protocol``: ``H2C`` is HTTP/2 without TLS, ``WebSocket`` lets connections be upgraded.
+    ``unresolved``: the reference to it cannot be resolved; requests are answered 500, as the Gateway API says.
     """
 
     endpoints: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=10_000)] = ()

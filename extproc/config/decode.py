@@ -96,8 +96,12 @@ def decode(document: Document, *, listeners_may_come: bool = False) -> tuple[Obj
             return None, error.mistakes
         if value is None or (document.is_json and _is_foreign(value)):
             return None, []
+        repeats = bool(findings)
         decoded, more = _convert(value)
         findings.extend(more)
+        if decoded is not None and repeats:
+            # which of two values is meant is not known, so nothing is said of either
+            return None, document.mistakes(findings)
     if decoded is None:
         return None, document.mistakes(findings)
     findings.extend(_check(decoded, listeners_may_come=listeners_may_come))
@@ -145,20 +149,29 @@ def _convert(value: object) -> tuple[_Decoded | None, list[Finding]]:
         return None, [((), "is not a mapping; write apiVersion, kind, metadata and spec")]
     kind = str(value.get("kind"))
     findings: list[Finding] = []
+    cls = _KINDS.get(kind)
+    if cls is None:
+        return None, [_no_kind(value)]
     versions = _VERSIONS.get(kind, (API_VERSION,))
     if kind != PICKER_KIND and value.get("apiVersion") not in versions:
         findings.append((("apiVersion",), f"write apiVersion: {' or '.join(versions)}"))
     if kind == PICKER_KIND:
         value = _without_nulls(value)
-    cls = _KINDS.get(kind)
-    if cls is None:
-        findings.append((("kind",), f"'{kind}' is not a kind; {suggest(kind, _KINDS)}"))
-        return None, findings
     try:
         decoded: _Decoded = msgspec.convert(value, cls, dec_hook=decode_quantity)
     except msgspec.ValidationError:
         return _convert_leniently(value, cls), [*findings, *check_shape(value, cls)]
     return decoded, findings
+
+
+def _no_kind(value: Mapping[Any, object]) -> Finding:
+    if "kind" in value:
+        kind = str(value["kind"])
+        return ("kind",), f"'{kind}' is not a kind; {suggest(kind, _KINDS)}"
+    other = next((str(key) for key in value if str(key).lower() == "kind"), None)
+    if other is not None:
+        return (other,), "there is no such field; did you mean 'kind'?"
+    return ("kind",), f"the field 'kind' is missing; {suggest('', _KINDS)}"
 
 
 def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - plain data of any shape

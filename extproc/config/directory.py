@@ -86,11 +86,16 @@ class ConfigDirectory:
             raise found
         return found
 
+    def _why_unseen(self) -> str:
+        if not self.path.exists():
+            return "does not exist"
+        return "is not a directory that can be read" if self.path.is_dir() else "is a file"
+
     def _try(self) -> Snapshot | ConfigInvalid:
         self._seen, self._is_stale = self._scan(), False
         if self._seen is None:
             self._young = set()
-            return self._refusal("is not a directory that can be read; name one that holds YAML or JSON files")
+            return self._refusal(f"{self._why_unseen()}; name a directory that holds YAML or JSON files")
         try:
             _check_sizes(self.path, self._seen)
             snapshot = self._loader.load(self._read_files(self._seen))

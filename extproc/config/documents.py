@@ -14,6 +14,7 @@ import yaml
 
 from extproc.config.compose import Loader, Refused, bounded_events, compose
 from extproc.config.errors import ConfigInvalid, Mistake, to_text
+from extproc.config.yaml_advice import explained, template_advice, unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -169,17 +170,20 @@ def _read_yaml(document: Document) -> tuple[Any, list[Finding]]:
         value = _construct(node)
         return value, repeated + list(islice(_not_finite(value), _MAX_FINDINGS))
     except Refused as error:
-        raise ConfigInvalid([Mistake(document.file, document.line + error.line, "", error.problem)]) from None
+        said = template_advice(document.text, error.line) or error.problem
+        raise ConfigInvalid([Mistake(document.file, document.line + error.line, "", said)]) from None
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = document.line + mark.line if mark else document.line
-        said = error.problem or error.context
+        found, said = explained(document.text, error)
+        line = document.line + found
+    except yaml.reader.ReaderError as error:
+        found, said = unreadable(document.text, error)
+        line = document.line + found
     except yaml.YAMLError as error:
         line, said = document.line, str(error)
     except (ValueError, OverflowError):
         # its text would repeat the value, which may be a secret
         line, said = _first_unread(document), "it looks like a date or a number and is none; put it in quotes"
-    advice = f"not YAML: {said}; mend the syntax, nothing of this document was read"
+    advice = f"not YAML: {said}; nothing of this document was read"
     raise ConfigInvalid([Mistake(document.file, line, "", advice)])
 
 
@@ -227,6 +231,10 @@ def _repeated_keys(node: yaml.Node, path: Path = ()) -> Iterator[Finding]:
     seen: set[str] = set()
     for key, value in node.value:
         name = str(key.value)
+        if name in seen and not path and {"apiVersion", "kind"} <= seen and name in {"apiVersion", "kind"}:
+            # the rest belongs to the second document
+            yield (name,), "a second document begins here; put a line with '---' before it"
+            return
         if name in seen:
             yield (*path, name), "is written twice; remove one, or put '---' between two documents"
         seen.add(name)

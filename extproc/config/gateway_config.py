@@ -19,8 +19,8 @@ from extproc.config.spec import Metadata, Spec, keyed_by
 class GatewayConfigSpec(Spec, frozen=True):
     """How Envoy listens and how it talks to extproc. At most one such document in a directory. ``listen``: where
     clients connect. ``admin``: Envoy's administration, for this machine only. ``extproc``: where extproc listens,
-    ``ip:port`` or ``unix:/path``. ``max_body_size``: the largest request. ``access_log_flush``: how long Envoy may
-    keep outcomes back.
+    ``ip:port``, ``name:port`` or ``unix:/path``. ``max_body_size``: the largest request. ``access_log_flush``: how
+    long Envoy may keep outcomes back.
     """
 
     listen: str = "127.0.0.1:8080"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host names of engines: which addresses stand for them, decided without a network or a clock.
+"""Host names of engines and Backends: which addresses stand for them, decided without a network or a clock.
 
 A name is as many endpoints as it has addresses. Name servers may answer with a few of many addresses at a time, and
 extproc and Envoy's bundle are resolved by two processes. So an address stays for some seconds after it was answered
@@ -17,8 +17,9 @@ from extproc.config.own_addresses import OF_CLUSTER, is_own
 from extproc.config.validation import parse_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
+    from extproc.config.backend import Backend
     from extproc.config.model_server import ModelServer, ModelServerSpec, StaticEndpoint
     from extproc.config.snapshot import Snapshot
 
@@ -73,9 +74,10 @@ class KnownNames:
 
 
 def names_in(snapshot: Snapshot) -> frozenset[str]:
-    """The host names of all engines."""
-    found = (parse_endpoint(one.address) for server in snapshot.servers for one in server.spec.endpoints)
-    return frozenset(one.host for one in found if not one.is_ip)
+    """The host names of all engines, of their KV events, and of Backends."""
+    engines = (text for server in snapshot.servers for one in server.spec.endpoints for text in _places(one))
+    backends = (text for backend in snapshot.backends for text in backend.spec.endpoints)
+    return frozenset(one.host for one in map(parse_endpoint, (*engines, *backends)) if not one.is_ip)
 
 
 def with_addresses(snapshot: Snapshot, addresses: Addresses) -> Snapshot:
@@ -83,13 +85,33 @@ def with_addresses(snapshot: Snapshot, addresses: Addresses) -> Snapshot:
     apart.
     """
     servers = tuple(_resolved(server, addresses) for server in snapshot.servers)
+    backends = tuple(_resolved_backend(backend, addresses) for backend in snapshot.backends)
     shown = ";".join(f"{name}={','.join(ips)}" for name, ips in sorted(addresses.items()))
-    return msgspec.structs.replace(snapshot, servers=servers, version=f"{snapshot.version} {shown}")
+    version = f"{snapshot.version} {shown}"
+    return msgspec.structs.replace(snapshot, servers=servers, backends=backends, version=version)
+
+
+def _places(endpoint: StaticEndpoint) -> Iterator[str]:
+    """Where an engine is called."""
+    yield endpoint.address
+    yield from (one for one in (endpoint.kv_events, endpoint.kv_replay) if one is not None)
+
+
+def _resolved_backend(backend: Backend, addresses: Addresses) -> Backend:
+    if all(parse_endpoint(one).is_ip for one in backend.spec.endpoints):
+        return backend
+    found = dict.fromkeys(ip for one in backend.spec.endpoints for ip in _resolved_text(one, addresses))
+    return msgspec.structs.replace(backend, spec=msgspec.structs.replace(backend.spec, endpoints=tuple(found)))
+
+
+def _resolved_text(text: str, addresses: Addresses) -> list[str]:
+    where = parse_endpoint(text)
+    return [text] if where.is_ip else [_joined(ip, where.port) for ip in addresses.get(where.host, ())]
 
 
 def _resolved(server: ModelServer, addresses: Addresses) -> ModelServer:
     spec = server.spec
-    if all(parse_endpoint(one.address).is_ip for one in spec.endpoints):
+    if all(parse_endpoint(text).is_ip for one in spec.endpoints for text in _places(one)):
         return server
     found: dict[str, StaticEndpoint] = {}
     if OF_CLUSTER in server.metadata.annotations:
@@ -105,14 +127,28 @@ def _resolved(server: ModelServer, addresses: Addresses) -> ModelServer:
 def _endpoints(one: StaticEndpoint, spec: ModelServerSpec, addresses: Addresses) -> list[StaticEndpoint]:
     where = parse_endpoint(one.address)
     if where.is_ip:
-        return [one]
+        return [_with_publishers(one, where.host, addresses)]
     tls = spec.connection.tls
     needs_name = tls is not None and tls.server_name is None and one.server_name is None
     name = where.host if needs_name else one.server_name
     return [
-        msgspec.structs.replace(one, address=_joined(ip, where.port), server_name=name)
+        msgspec.structs.replace(_with_publishers(one, ip, addresses), address=_joined(ip, where.port), server_name=name)
         for ip in addresses.get(where.host, ())
     ]
+
+
+def _with_publishers(one: StaticEndpoint, ip: str, addresses: Addresses) -> StaticEndpoint:
+    events, replay = (_publisher(text, ip, addresses) for text in (one.kv_events, one.kv_replay))
+    return msgspec.structs.replace(one, kv_events=events, kv_replay=replay)
+
+
+def _publisher(text: str | None, ip: str, addresses: Addresses) -> str | None:
+    """Where the engine at ``ip`` publishes. Of several addresses its own, if it is among them. A name without any stays
+    a name: the engine is used without its events.
+    """
+    found = [] if text is None else _resolved_text(text, addresses)
+    own = [one for one in found if parse_endpoint(one).host == ip]
+    return next(iter(own or found), text)
 
 
 def _joined(ip: str, port: int) -> str:

@@ -25,6 +25,7 @@ from extproc.config.picker_config import PickerFile
 from extproc.config.references import Found, check_model_names, check_names, check_policies, check_references
 from extproc.config.report import content_digest
 from extproc.config.snapshot import Snapshot
+from extproc.config.unread import Unread
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -151,7 +152,8 @@ def _assemble(readings: Sequence[_Reading], digests: Mapping[str, str]) -> Snaps
     for document, _ in gateways[1:]:
         second = "a second GatewayConfig; a directory takes one, merge the two"
         mistakes.extend(document.mistakes([(("kind",), second)]))
-    found = Found(routes, servers, gateways, http_routes, backends, policies, pickers)
+    unread = Unread.of(one.document for one in readings if one.object is None and one.mistakes)
+    found = Found(routes, servers, gateways, http_routes, backends, policies, pickers, unread)
     mistakes.extend(check_references(found))
     mistakes.extend(check_policies(found))
     mistakes.extend(check_names(routes, "ModelRoute"))

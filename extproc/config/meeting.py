@@ -7,7 +7,7 @@ import ipaddress
 import posixpath
 from typing import TYPE_CHECKING
 
-from extproc.config.validation import parse_address, worker_addresses
+from extproc.config.validation import parse_address, parse_target, worker_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,10 +37,13 @@ def _reaches(called: str, listener: str) -> bool:
     """Whether a call to one address arrives at the other, on this machine or through the address of another."""
     if called.startswith("unix:") or listener.startswith("unix:"):
         return _path(called) == _path(listener)
-    (host, port), (own, own_port) = parse_address(called), parse_address(listener)
-    if port != own_port:
+    to, (own, own_port) = parse_target(called), parse_address(listener)
+    if to.port != own_port:
         return False
-    target, bound = ipaddress.ip_address(host), ipaddress.ip_address(own)
+    if not to.is_ip:
+        # whose name it is, Envoy's resolver knows
+        return True
+    target, bound = ipaddress.ip_address(to.host), ipaddress.ip_address(own)
     if bound.is_unspecified:
         # :: takes IPv4 too
         return bound.version == 6 or target.version == 4

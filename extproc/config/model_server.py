@@ -20,11 +20,11 @@ from extproc.config.workload import WorkloadPort, WorkloadSelector
 
 
 class StaticEndpoint(Spec, frozen=True):
-    """One engine. ``address``: ``ip:port`` or ``[ip6]:port``. ``labels``: what policies and ``pdGroup`` tell endpoints
-    apart by. ``price``: what a second of it costs, relative to others. ``draining``: it gets nothing new while
-    others are there. ``kv_events`` and ``kv_replay``: where this engine publishes and replays KV events, if not on
-    its ModelServer's ports. ``server_name``: the name of its certificate, if not the ModelServer's
-    ``connection.tls.serverName``.
+    """One engine. ``address``: ``ip:port``, ``[ip6]:port`` or ``name:port``. ``labels``: what policies and ``pdGroup``
+    tell endpoints apart by. ``price``: what a second of it costs, relative to others. ``draining``: it gets nothing
+    new while others are there. ``kv_events`` and ``kv_replay``: where this engine publishes and replays KV events, if
+    not on its ModelServer's ports, written as ``address``. ``server_name``: the name of its certificate, if not the
+    ModelServer's ``connection.tls.serverName``.
     """
 
     address: NonEmpty

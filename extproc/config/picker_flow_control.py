@@ -12,7 +12,7 @@ import msgspec
 from extproc.config.admission import Band, FlowControl, SaturationSpec
 from extproc.config.picker_config import BandSection, EndpointPickerConfig, FlowControlSection
 from extproc.config.quantities import ByteSize, Duration
-from extproc.config.schema import check_shape
+from extproc.config.schema import check_shape, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -34,8 +34,12 @@ _NEVER_SHED: Final = 1.999
 # A band's own limits where the file has none, as in llm-d.
 _BAND_REQUESTS: Final = 5000
 _BAND_BYTES: Final = ByteSize("1G")
+# Gates of releases of llm-d and of the Inference Extension: what they switched is always on here, or has no meaning.
+_OTHER_GATES: Final = frozenset(
+    {"dataLayer", "enableLegacyMetrics", "haPopulateNonLeaderDatastore", "prepareDataPlugins"}
+)
 _GATE_VALUES: Final[Mapping[str, bool]] = MappingProxyType(
-    {"": True, "true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
+    {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 )
 
 # Least service within the last minute stands for llm-d's service with a half-life of one.
@@ -46,6 +50,8 @@ FAIRNESS: Final[Mapping[str, Fairness]] = MappingProxyType(
         "program-aware-fairness": "SlidingWindow",
         # its name before llm-d-router 0.9
         "program-aware-fairness-policy": "SlidingWindow",
+        # which also holds sessions back until there is room for their KV caches
+        "thunder-agent": "SlidingWindow",
     }
 )
 ORDERS: Final[Mapping[str, Order]] = MappingProxyType(
@@ -78,8 +84,8 @@ def gates_of(config: EndpointPickerConfig) -> Mapping[str, bool]:
     """Feature gates by name: ``flowControl`` and ``flowControl=true`` switch one on, ``flowControl=false`` off."""
     found = {}
     for gate in config.feature_gates:
-        name, _, value = gate.partition("=")
-        found[name.strip()] = _GATE_VALUES.get(value.strip().lower(), False)
+        name, has_value, value = gate.partition("=")
+        found[name.strip()] = _GATE_VALUES.get(value.strip().lower(), False) if has_value else True
     return found
 
 
@@ -104,11 +110,13 @@ def check_flow_control_section(config: EndpointPickerConfig) -> Iterator[Finding
 
 def _check_gates(config: EndpointPickerConfig) -> Iterator[Finding]:
     for index, gate in enumerate(config.feature_gates):
-        name, _, value = gate.partition("=")
-        if value.strip().lower() not in _GATE_VALUES:
+        name, has_value, value = gate.partition("=")
+        if has_value and value.strip().lower() not in _GATE_VALUES:
             yield ("featureGates", index), f"'{value}' is neither true nor false; write {name}=true or {name}=false"
-        if name.strip() != FEATURE_GATE and name.strip().lower().replace("-", "") == FEATURE_GATE.lower():
-            yield ("featureGates", index), f"there is no gate '{name}'; did you mean '{FEATURE_GATE}'?"
+        # llm-d refuses it, too
+        if name.strip() not in {FEATURE_GATE, *_OTHER_GATES}:
+            advice = suggest(name.strip(), {FEATURE_GATE, *_OTHER_GATES})
+            yield ("featureGates", index), f"there is no gate '{name}'; {advice}"
 
 
 def detector_name(config: EndpointPickerConfig) -> str:

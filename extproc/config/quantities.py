@@ -9,6 +9,8 @@ from decimal import Decimal
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Self
 
+from extproc.config.quantity_advice import no_duration, no_size
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -58,8 +60,7 @@ class Duration(float):
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
         is_whole = text == "0" or "".join(number + unit for number, unit in parts) == text != ""
         if not is_whole or seconds > _LONGEST_S:
-            msg = f"'{text}' is not a duration; write a number with a unit, such as 250ms, 30s, 5m or 1h30m"
-            raise ValueError(msg)
+            raise ValueError(no_duration(text))
         duration = super().__new__(cls, seconds)
         duration._text = str(text)
         return duration
@@ -89,10 +90,7 @@ class ByteSize(int):
         match = None if isinstance(given, bool) else _SIZE.fullmatch(text)
         size = None if match is None else _bytes_of(match)
         if size is None:
-            msg = (
-                f"'{text}' is not a size; write a whole number of bytes, or one with a unit, such as 512Ki, 64Mi or 1G"
-            )
-            raise ValueError(msg)
+            raise ValueError(no_size(given))
         found = super().__new__(cls, size)
         found._text = text
         return found

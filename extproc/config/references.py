@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -21,6 +22,7 @@ from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
 from extproc.config.schema import suggest
 from extproc.config.spec import namespace_of, object_key
+from extproc.config.unread import Unread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -37,8 +39,8 @@ class _Named(Protocol):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The objects of a directory with their documents, each kind sorted by key. ``pickers``: files of picker
-    configs.
+    """The objects of a directory with their documents, each kind sorted by key. ``pickers``: files of picker configs.
+    ``unread``: the documents that are not among them because they could not be read.
     """
 
     routes: Sequence[tuple[Document, ModelRoute]]
@@ -48,6 +50,7 @@ class Found(msgspec.Struct, frozen=True):
     backends: Sequence[tuple[Document, Backend]]
     policies: Sequence[tuple[Document, ModelAccessPolicy]] = ()
     pickers: Collection[str] = ()
+    unread: Unread = Unread()
 
     @property
     def listeners(self) -> list[str]:
@@ -58,14 +61,14 @@ class Found(msgspec.Struct, frozen=True):
 def check_references(found: Found) -> Iterator[Mistake]:
     """Every ModelServer, Backend, listener and file that is referred to exists."""
     for document, server in found.servers:
-        yield from document.mistakes(_of_server(server, found.pickers))
+        yield from document.mistakes(_of_server(server, found.pickers, found.unread))
     servers = {server.metadata.key for _, server in found.servers}
     backends = {backend.metadata.key for _, backend in found.backends}
     for document, route in found.routes:
-        yield from document.mistakes(_missing_servers(route, servers))
+        yield from document.mistakes(_missing_servers(route, servers, found.unread))
         yield from document.mistakes(_missing_listeners(route.spec.parent_refs, found.listeners))
     for document, http_route in found.http_routes:
-        yield from document.mistakes(_missing_backends(http_route, servers, backends))
+        yield from document.mistakes(_missing_backends(http_route, servers, backends, found.unread))
         yield from document.mistakes(_missing_listeners(http_route.spec.parent_refs, found.listeners))
     for document, gateway in found.gateways:
         yield from document.mistakes(_secrets(gateway))
@@ -78,6 +81,7 @@ def check_policies(found: Found) -> Iterator[Mistake]:
         model_servers={server.metadata.key for _, server in found.servers},
         http_routes={route.metadata.key for _, route in found.http_routes},
         listeners=set(found.listeners),
+        unread=found.unread,
     )
     for document, policy in found.policies:
         yield from document.mistakes(check_targets(policy, known))
@@ -97,11 +101,13 @@ def check_names(found: Sequence[tuple[Document, _Named]], what: str) -> Iterator
 def check_model_names(found: Found) -> Iterator[Mistake]:
     """On each listener, only one ModelRoute serves a model or adapter of a name."""
     listeners: Sequence[str | None] = found.listeners or [None]
+    # of two routes with one name, check_names tells
+    routes = [next(same) for _, same in groupby(found.routes, key=lambda one: one[1].metadata.key)]
     said: set[tuple[str, int, str]] = set()
     for listener in listeners:
         attached = [
             (document, route)
-            for document, route in found.routes
+            for document, route in routes
             if listener is None or is_attached(route.spec.parent_refs, listener)
         ]
         where = "" if listener is None else f" of the listener '{listener}'"
@@ -117,13 +123,13 @@ def check_model_names(found: Found) -> Iterator[Mistake]:
                 yield mistake
 
 
-def _of_server(server: ModelServer, pickers: Collection[str]) -> Iterator[Finding]:
+def _of_server(server: ModelServer, pickers: Collection[str], unread: Unread) -> Iterator[Finding]:
     if server.spec.workload_selector is not None:
         message = "selects pods, which a directory has none of; write endpoints, or apply it to a cluster"
         yield ("spec", "workloadSelector"), message
     yield from check_no_references(server.spec)
     file = server.spec.picker_config
-    if file is not None and file not in pickers:
+    if file is not None and file not in pickers and file not in unread.files:
         yield ("spec", "pickerConfig"), f"no file '{file}' holds an EndpointPickerConfig; {suggest(file, pickers)}"
 
 
@@ -140,10 +146,10 @@ def _secrets(gateway: GatewayConfig) -> Iterator[Finding]:
             yield (*path, "jwt", index, "jwksSecret"), f"{said}; write jwksFile, or apply it to a cluster"
 
 
-def _missing_servers(route: ModelRoute, keys: Collection[str]) -> Iterator[Finding]:
+def _missing_servers(route: ModelRoute, keys: Collection[str], unread: Unread) -> Iterator[Finding]:
     for number, rule in enumerate(route.spec.rules):
         for index, target in enumerate(rule.target_models):
-            if route.server_key(target) not in keys:
+            if route.server_key(target) not in keys and not unread.may_hold(target.model_server_name):
                 path = ("spec", "rules", number, "targetModels", index, "modelServerName")
                 yield path, _none_called("ModelServer", target.model_server_name, route.metadata.namespace, keys)
 
@@ -160,14 +166,16 @@ def _missing_listeners(parent_refs: Iterable[ParentReference], listeners: Collec
             )
 
 
-def _missing_backends(route: HTTPRoute, servers: Collection[str], backends: Collection[str]) -> Iterator[Finding]:
+def _missing_backends(
+    route: HTTPRoute, servers: Collection[str], backends: Collection[str], unread: Unread
+) -> Iterator[Finding]:
     for ref, path in backend_refs(route):
         if ref.group != ATTACHE_GROUP or ref.kind not in ("ModelServer", "Backend"):
             message = f"refers to a {ref.kind} of '{ref.group}', which a directory has none of; "
             yield path, message + f"write kind: ModelServer or kind: Backend, and group: {ATTACHE_GROUP}"
             continue
         keys = servers if ref.kind == "ModelServer" else backends
-        if backend_key(route, ref) not in keys:
+        if backend_key(route, ref) not in keys and not unread.may_hold(ref.name):
             namespace = ref.namespace or route.metadata.namespace
             yield (*path, "name"), _none_called(ref.kind, ref.name, namespace, keys)
 

@@ -135,7 +135,7 @@ class ResolvedDirectory:
             return
         self._said[name] = said
         if found:
-            log.info("the engines' name %s %s", name, said)
+            log.info("the host name %s %s", name, said)
         else:
             kept = ", ".join(self._known.usable(self._clock()).get(name, ())) or "none"
-            log.warning("cannot resolve the engines' name %s: %s; its last addresses stay: %s", name, problem, kept)
+            log.warning("cannot resolve the host name %s: %s; its last addresses stay: %s", name, problem, kept)

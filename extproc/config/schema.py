@@ -18,6 +18,7 @@ from msgspec import inspect
 
 from extproc.config.patterns import ADVICE
 from extproc.config.quantities import decode_quantity
+from extproc.config.shape_advice import bounds_advice, shape_advice, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -36,7 +37,7 @@ def check_shape(value: object, cls: type) -> list[Finding]:
     found = list(islice(_walk(value, inspect.type_info(cls), ()), _MAX_FINDINGS))
     if not found:
         try:
-            msgspec.convert(value, cls, dec_hook=decode_quantity)
+            msgspec.convert(value, cls, dec_hook=decode_quantity, str_keys=True)
         except msgspec.ValidationError as error:
             found.append(((), _lower_first(str(error))))
     return found
@@ -45,12 +46,24 @@ def check_shape(value: object, cls: type) -> list[Finding]:
 def suggest(word: str, known: Iterable[str]) -> str:
     """``did you mean 'x'?`` where one of ``known`` is close, else the list of them."""
     names = sorted(known)
-    # comparing takes time in proportion to both lengths and the number of names
-    close = difflib.get_close_matches(word[:_MAX_COMPARED], names[:_MAX_COMPARED], n=1)
+    close = _nearest(word, names)
     if close:
         return f"did you mean '{close[0]}'?"
     more = f" and {len(names) - _MAX_COMPARED} more" if len(names) > _MAX_COMPARED else ""
     return f"write one of: {', '.join(names[:_MAX_COMPARED]) or '(there is none)'}{more}"
+
+
+def _nearest(word: str, known: Iterable[str]) -> list[str]:
+    """The closest of ``known``, if one is close; capitals, dashes and underscores make no difference."""
+    # comparing takes time in proportion to both lengths and the number of names
+    names = sorted(known)[:_MAX_COMPARED]
+    word = word[:_MAX_COMPARED]
+    same = [name for name in names if _bare(name) == _bare(word)]
+    return same[:1] or difflib.get_close_matches(word, names, n=1)
+
+
+def _bare(word: str) -> str:
+    return word.replace("_", "").replace("-", "").lower()
 
 
 def _walk(value: object, kind: inspect.Type, path: Path) -> Iterator[Finding]:
@@ -67,7 +80,7 @@ def _walk(value: object, kind: inspect.Type, path: Path) -> Iterator[Finding]:
                 yield from _walk(item, kind.item_type, (*path, index))
         case inspect.DictType() if isinstance(value, dict):
             for key, item in value.items():
-                yield from _check_leaf(key, kind.key_type, (*path, str(key)))
+                yield from _check_leaf(_key(key, kind.key_type), kind.key_type, (*path, str(key)))
                 yield from _walk(item, kind.value_type, (*path, str(key)))
         case _:
             yield from _check_leaf(value, kind, path)
@@ -79,16 +92,50 @@ def _walk_optional(value: object, kind: inspect.UnionType, path: Path) -> Iterat
         yield from _walk(value, held, path)
 
 
+def _key(key: object, kind: inspect.Type) -> object:
+    """JSON has only text as keys, also where numbers are meant."""
+    is_number = isinstance(kind, inspect.IntType) and isinstance(key, str) and key.lstrip("-").isdecimal()
+    return int(str(key)) if is_number else key
+
+
 def _walk_struct(value: dict[object, object], kind: inspect.StructType, path: Path) -> Iterator[Finding]:
     fields = {field.encode_name: field for field in kind.fields}
     for key, item in value.items():
         if key in fields:
             yield from _walk(item, fields[key].type, (*path, key))
         elif kind.forbid_unknown_fields:
-            yield (*path, str(key)), f"there is no such field; {suggest(str(key), fields)}"
+            yield (*path, str(key)), f"there is no such field; {_field_advice(str(key), fields, value)}"
+    misspelt = {near: str(key) for key in value if key not in fields for near in _nearest(str(key), fields)}
     for name, field in fields.items():
-        if field.required and name not in value:
+        if not field.required or name in value:
+            continue
+        if name not in misspelt:
             yield path, f"the field '{name}' is missing; it is required"
+        elif not kind.forbid_unknown_fields:
+            yield (*path, misspelt[name]), f"there is no such field; did you mean '{name}'?"
+
+
+def _field_advice(key: str, fields: Mapping[str, inspect.Field], value: Mapping[object, object]) -> str:
+    """What was meant by a field of ``value`` that is not among ``fields``."""
+    if key.startswith("-"):
+        return f"write a space between the dash of a list item and its field: '- {key.lstrip('-')}:'"
+    holders = [name for name, field in fields.items() if key in _fields_of(field.type)]
+    meant = [name for name in holders if name in value] or holders
+    if not _nearest(key, fields) and len(meant) == 1:
+        return f"'{meant[0]}' has one: indent it below that"
+    return suggest(key, fields)
+
+
+def _fields_of(kind: inspect.Type) -> set[str]:
+    match kind:
+        case inspect.Metadata(type=inner):
+            return _fields_of(inner)
+        case inspect.UnionType():
+            return set().union(*(_fields_of(part) for part in kind.types))
+        case inspect.StructType():
+            return {field.encode_name for field in kind.fields}
+        case _:
+            return set()
 
 
 def _check_length(value: list[object], kind: inspect.VarTupleType | inspect.ListType, path: Path) -> Iterator[Finding]:
@@ -113,7 +160,8 @@ def _advice(value: object, kind: inspect.Type) -> str:
 def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Finding]:
     if isinstance(kind, inspect.LiteralType):
         if value not in kind.values:
-            yield path, f"{_shown(value, path)} is not a choice; {suggest(str(value), map(str, kind.values))}"
+            wrong = _shown(value, path) if isinstance(value, str) or _is_secret(path) else shown(value)
+            yield path, f"{wrong} is not a choice; {suggest(str(value), map(str, kind.values))}"
         return
     if isinstance(kind, inspect.CustomType):
         try:
@@ -127,7 +175,8 @@ def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Findi
         if advice := _advice(value, kind):
             yield path, f"{_shown(value, path)} {advice}"
         else:
-            yield path, f"{_lower_first(str(error))}{'' if _is_secret(path) else f'; it is {_short(value)}'}"
+            said = shape_advice(value, kind, is_secret=_is_secret(path)) or bounds_advice(value, kind)
+            yield path, said or f"{_lower_first(str(error))}{'' if _is_secret(path) else f'; it is {shown(value)}'}"
 
 
 _PLAIN: Mapping[type[inspect.Type], type] = {
@@ -181,8 +230,3 @@ def _shown(value: object, path: Path) -> str:
 def _printable(text: str) -> str:
     """One line, and no control character of a terminal."""
     return text if text.isprintable() else text.encode("unicode_escape").decode()
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_COMPARED else f"{text[:_MAX_COMPARED]}..."

@@ -14,13 +14,19 @@ if TYPE_CHECKING:
 
     from extproc.config.snapshot import Snapshot
 
-SESSION_PLUGINS: Final = frozenset({"session-affinity-filter", "session-affinity-scorer"})
+SESSION_PLUGINS: Final = frozenset(
+    {"session-affinity-filter", "session-affinity-scorer", "multicluster-session-affinity-filter"}
+)
 
 _HeaderName = Annotated[str, msgspec.Meta(pattern=HEADER_OR_EMPTY)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 _TOKEN_HEADER: Final = "x-session-token"  # noqa: S105 - a header's name
 _DEFAULT_TTL_S: Final = 300.0
+_OLDER_TTL_S: Final = 600.0
+# Of a published file, as if the token were a cookie.
+NEVER_READ: Final = frozenset({"maxAge", "secure", "sameSite"})
+_AGENT: Final = "agent-identity"
 
 
 class _Section(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -54,7 +60,11 @@ class EncodedEndpointHeader(_Section, frozen=True):
 
 
 class SessionAffinityParameters(_Section, frozen=True):
-    """What both plugins take. ``headerName`` and ``header``: older names of ``encodedEndpointHeaderConfig.header``."""
+    """What both plugins take. ``headerName`` and ``header``: older names of ``encodedEndpointHeaderConfig.header``.
+
+    ``algorithm``, with ``evictionTtlSeconds``, and ``sessionIDProducerName`` are what was before ``strategy:
+    session_id``: the session's id is in the token's header, or what that producer knows.
+    """
 
     strategy: Literal["encoded_endpoint_header", "session_id"] = "encoded_endpoint_header"
     profile_name: str = ""
@@ -63,6 +73,30 @@ class SessionAffinityParameters(_Section, frozen=True):
     header: _HeaderName = ""
     header_name: _HeaderName = ""
     session_id_producer_name: str = msgspec.field(default="", name="sessionIDProducerName")
+    algorithm: Literal["", "encoded_endpoint_header", "session_id_header"] = ""
+    eviction_ttl_seconds: _Seconds = 0.0
+    # accepted without effect: forgotten when looked at
+    eviction_sweep_seconds: _Seconds = 0.0
+    # accepted without effect: an endpoint that has left is missed at once
+    miss_threshold: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether clients name their sessions; otherwise answers carry a token."""
+        return (
+            "session_id" in self.strategy
+            or self.algorithm == "session_id_header"
+            or bool(self.session_id_producer_name)
+        )
+
+    @property
+    def sources(self) -> tuple[SessionSource, ...]:
+        """Where a session's id is read, first to last."""
+        if self.session_id_producer_name:
+            return (SessionSource(attribute=self.session_id_producer_name),)
+        if self.algorithm == "session_id_header":
+            return SessionSource(header=self.token_header), SessionSource(attribute=_AGENT)
+        return self.session_id_config.sources or SessionIdConfig().sources
 
     @property
     def token_header(self) -> str:
@@ -74,6 +108,14 @@ class SessionAffinityParameters(_Section, frozen=True):
     def ttl_s(self) -> float:
         """How long a session is kept that is not used; 0 means the default, as in llm-d."""
         return self.session_id_config.eviction_ttl_seconds or _DEFAULT_TTL_S
+
+    @property
+    def by_id(self) -> SessionIdConfig:
+        """All of ``strategy: session_id``, in whichever form the file has it."""
+        ttl_s = self.ttl_s
+        if self.algorithm == "session_id_header":
+            ttl_s = self.eviction_ttl_seconds or _OLDER_TTL_S
+        return SessionIdConfig(self.sources, ttl_s)
 
 
 def session_headers(snapshot: Snapshot) -> tuple[str, ...]:
@@ -89,8 +131,9 @@ def session_headers(snapshot: Snapshot) -> tuple[str, ...]:
 
 def _token_header(given: Mapping[str, Any]) -> str | None:
     try:
-        parameters = msgspec.convert(given, SessionAffinityParameters)
+        taken = {key: value for key, value in given.items() if key not in NEVER_READ}
+        parameters = msgspec.convert(taken, SessionAffinityParameters)
     except msgspec.ValidationError:
         # extproc refuses the file, and says why
         return None
-    return parameters.token_header if parameters.strategy == "encoded_endpoint_header" else None
+    return None if parameters.has_ids else parameters.token_header

@@ -192,7 +192,12 @@ def with_usage_limits(
         return control
     # a name that no plugin has is a type with its defaults
     type_, parameters = next(((one.type, one.parameters) for one in config.plugins if one.called == name), (name, None))
-    policy: UsageLimitPolicy = msgspec.convert(parameters or {}, POLICIES[type_])
+    policy: UsageLimitPolicy = msgspec.convert(
+        # in JSON, priorities are text
+        parameters or {},
+        POLICIES[type_],
+        str_keys=True,
+    )
     named = () if section is None else (band.priority for band in section.priority_bands)
     return policy.applied(control, {0, *objectives, *named})
 

@@ -7,6 +7,7 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from extproc.config.address_advice import no_address
 from extproc.config.admission_validation import check_authentication, check_flow_control, check_limits, check_tenants
 from extproc.config.header_validation import check_answer_header, check_header_name, check_matches
 
@@ -51,7 +52,7 @@ def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
         seen.add(endpoint.address)
         for name, address in (("kvEvents", endpoint.kv_events), ("kvReplay", endpoint.kv_replay)):
             if address is not None:
-                yield from _check_address(address, ("spec", "endpoints", index, name))
+                yield from _check_endpoint(address, ("spec", "endpoints", index, name))
     if spec.picker_config is not None and spec.pd_group is not None:
         yield ("spec", "pdGroup"), "has no effect beside pickerConfig; set groupKey of its disagg-profile-handler"
     if spec.cache_scope_header is not None:
@@ -111,11 +112,11 @@ def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
 
 
 def check_backend(spec: BackendSpec) -> Iterator[Finding]:
-    """Addresses are ``ip:port`` and differ."""
+    """Addresses are ``ip:port`` or ``name:port`` and differ."""
     seen: set[str] = set()
     for index, endpoint in enumerate(spec.endpoints):
         path: Path = ("spec", "endpoints", index)
-        yield from _check_address(endpoint, path)
+        yield from _check_endpoint(endpoint, path)
         if endpoint in seen:
             yield path, f"'{endpoint}' is listed twice; write each server once"
         seen.add(endpoint)
@@ -141,9 +142,13 @@ def check_gateway(spec: GatewayConfigSpec) -> Iterator[Finding]:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """IP address and port of ``127.0.0.1:8000`` or ``[::1]:8000``."""
+    """IP address and port of ``127.0.0.1:8000``, ``[::1]:8000`` or ``localhost:8000``; raises ValueError.
+
+    For where a process listens, which a host name does not say. ``localhost`` is 127.0.0.1.
+    """
     host, separator, port = text.rpartition(":")
-    advice = f"'{text}' is not an address; write an IP address and a port, such as 127.0.0.1:8000 or [::1]:8000"
+    host = "127.0.0.1" if host.lower() == "localhost" else host
+    advice = no_address(text, takes_names=False)
     if not separator or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(advice)
     is_bracketed = host.startswith("[") and host.endswith("]")
@@ -175,8 +180,13 @@ def parse_endpoint(text: str) -> HostPort:
     try:
         return HostPort(*parse_address(text), is_ip=True)
     except ValueError:
-        advice = "write 'IP:PORT' or 'NAME:PORT', such as 127.0.0.1:8000 or engine-0.example.com:8000"
-        raise ValueError(f"'{text}' is not an address; {advice}") from None
+        raise ValueError(no_address(text, takes_names=True)) from None
+
+
+def parse_target(text: str) -> HostPort:
+    """The same for a server that Envoy connects to by itself, for which ``localhost`` is 127.0.0.1."""
+    found = parse_endpoint(text)
+    return found._replace(host="127.0.0.1", is_ip=True) if found.host == "localhost" else found
 
 
 def is_hostname(text: str) -> bool:
@@ -210,7 +220,7 @@ def _check_endpoint(text: str, path: Path) -> Iterator[Finding]:
 
 def _check_extproc_address(text: str, path: Path) -> Iterator[Finding]:
     if not text.startswith("unix:"):
-        yield from _check_address(text, path)
+        yield from _check_endpoint(text, path)
         return
     file = text.removeprefix("unix:")
     if not file or "\0" in file:

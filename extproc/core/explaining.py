@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from extproc.core.dispatch import constraints_of, prompt_of
-from extproc.core.explanation import Explanation, explain, where_adapter_goes
+from extproc.core.explanation import Explanation, avoided_now, explain, silent_now, where_adapter_goes
 from extproc.core.types import Arrival, Attachment
 
 if TYPE_CHECKING:
@@ -49,4 +49,4 @@ def explain_arrival(asked: Asked, awaiting: AwaitingRequests, *, now: float, rng
     only = None if loader is None else np.arange(len(pool.table.addresses)) == loader
     constraints = constraints_of(arrival, attachment, only, wants_reasons=True)
     found = explain(pool.consider(prompt, constraints, now=now, rng=rng), pool)
-    return msgspec.structs.replace(found, adapter=adapter)
+    return msgspec.structs.replace(found, adapter=adapter, avoided=avoided_now(pool, now), silent=silent_now(pool, now))

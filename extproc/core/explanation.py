@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 
     from extproc.scheduling.picker import Reasons
     from extproc.scheduling.pool import Consideration, Pool
+
+
+# Beside an address and a total, in a terminal of 80 columns.
+_WIDEST_HEADS: Final = 48
+# Engines are read several times a second.
+_SILENT_AFTER_S: Final = 5.0
 
 
 class FilterStep(msgspec.Struct, frozen=True):
@@ -45,7 +51,8 @@ class ProfileExplanation(msgspec.Struct, frozen=True):
 class Explanation(msgspec.Struct, frozen=True):
     """Where a request goes, and why. ``addresses``: first choice, then fallbacks. ``adapter``: where its adapter is, or
     would be loaded, if it is one on demand. ``waits``: for an engine, in words, if its ModelServer has none; empty
-    else.
+    else. ``avoided``: endpoints that are avoided, and why. ``silent``: those that do not say how they are, as others
+    do, so that only our own counts are known of them.
     """
 
     server: str
@@ -59,6 +66,8 @@ class Explanation(msgspec.Struct, frozen=True):
     profiles: tuple[ProfileExplanation, ...]
     adapter: str = ""
     waits: str = ""
+    avoided: dict[str, str] = {}
+    silent: tuple[str, ...] = ()
 
 
 def explain(considered: Consideration, pool: Pool) -> Explanation:
@@ -101,6 +110,30 @@ def _filters(reasons: Reasons, addresses: list[str]) -> Iterator[FilterStep]:
         before = set(rows)
 
 
+def avoided_now(pool: Pool, now: float) -> dict[str, str]:
+    """Endpoints that are avoided, by address: why, and when they are tried."""
+    table, found = pool.table, {}
+    for row in table.active_rows:
+        reasons = sorted(one.value for one in table.healths[row].reasons)
+        if table.failures[row] and not reasons:
+            reasons = ["it cannot be reached, or answers nothing"]
+        if reasons:
+            pause_s = float(table.retry_at_s[row]) - now
+            again = f"not tried for {pause_s:.0f} s more" if pause_s > 0 else "tried by the next request that suits it"
+            found[table.addresses[row]] = f"{'; '.join(reasons)}; {again}"
+    return found
+
+
+def silent_now(pool: Pool, now: float) -> tuple[str, ...]:
+    """Endpoints without a recent report, if any endpoint of the pool has ever had one."""
+    table = pool.table
+    heard = {row: table.has_reported(row) for row in table.active_rows}
+    if not any(heard.values()):
+        return ()
+    late = now - _SILENT_AFTER_S
+    return tuple(table.addresses[row] for row, has in heard.items() if not has or table.reported_at_s[row] < late)
+
+
 def where_adapter_goes(
     pool: Pool, adapter: str | None, subset: Collection[str] | None, now: float
 ) -> tuple[str, int | None]:
@@ -134,6 +167,8 @@ def to_text(one: Explanation) -> str:
         f"  prompt of about {one.input_tokens:.0f} tokens, {one.cached_tokens:.0f} of them expected in the cache",
         f"  expected cost {one.cost_s * 1000:.1f} ms",
     ]
+    lines += [f"  {address} is avoided: {why}" for address, why in one.avoided.items()]
+    lines += [f"  {address} does not say how it is: only our own counts are known of it" for address in one.silent]
     if one.adapter:
         lines.append(f"  {one.adapter}")
     if one.stage:
@@ -144,13 +179,27 @@ def to_text(one: Explanation) -> str:
 
 
 def _profile_lines(profile: ProfileExplanation) -> Iterator[str]:
-    yield f"profile {profile.profile}: {profile.candidates} candidates"
+    yield f"profile {profile.profile}: {profile.candidates} candidates, the highest total first"
     for step in profile.filters:
         yield f"  {step.filter} left {step.left}" + (f"; out: {', '.join(step.removed)}" if step.removed else "")
     names = list(profile.weights)
-    width = max([len(one.address) for one in profile.endpoints], default=8)
     heads = [f"{name} x {profile.weights[name]:g}" if profile.weights[name] else f"({name})" for name in names]
-    yield "  " + "  ".join(["endpoint".ljust(width), *heads, "total"])
-    for one in profile.endpoints:
-        cells = [f"{one.scores[name]:.4g}".rjust(len(head)) for name, head in zip(names, heads, strict=True)]
-        yield "  " + "  ".join([one.address.ljust(width), *cells, f"{one.total:.4g}".rjust(5)])
+    is_wide = sum(map(len, heads)) + 2 * len(heads) > _WIDEST_HEADS
+    yield from _table(profile, [f"[{number}]" for number in range(1, len(heads) + 1)] if is_wide else heads)
+    if is_wide:
+        for number, name in enumerate(names, start=1):
+            weight = profile.weights[name]
+            yield f"  [{number}] {name}: {f'counts {weight:g} times' if weight else 'shown, does not count'}"
+
+
+def _table(profile: ProfileExplanation, heads: list[str]) -> Iterator[str]:
+    """From the best endpoint down."""
+    rows = [
+        [one.address, *(f"{one.scores[name]:.4g}" for name in profile.weights), f"{one.total:.4g}"]
+        for one in profile.endpoints
+    ]
+    heads = ["endpoint", *heads, "total"]
+    widths = [max([len(head), *(len(row[index]) for row in rows)]) for index, head in enumerate(heads)]
+    for first, *others in [heads, *rows]:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        yield "  " + "  ".join([first.ljust(widths[0]), *cells])

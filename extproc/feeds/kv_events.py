@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from extproc.config.validation import parse_address
+from extproc.config.validation import parse_address, parse_endpoint
 from extproc.prefix.kv_events import UnreadableEvents
 from extproc.prefix.kv_index import Source
 from extproc.prefix.kv_stream import KvStream
@@ -83,22 +83,27 @@ class KvEventFeed:
 
 
 def publishers_of(pool: Pool) -> Iterator[Publisher]:
-    """The publishers of KV events of ``pool``."""
+    """The publishers of KV events of ``pool`` whose host names, if they have any, are resolved."""
     events = pool.spec.kv_events
     if events is None:
         return
     for endpoint in pool.spec.endpoints:
+        if _is_unresolved(endpoint.kv_events):
+            continue
+        has_replay = not _is_unresolved(endpoint.kv_replay) and (endpoint.kv_replay or events.replay_port) is not None
         for rank in range(events.data_parallel_size):
             yield Publisher(
                 pool.name,
                 endpoint.address,
                 rank,
                 _at(endpoint, endpoint.kv_events, events.port, rank),
-                None
-                if events.replay_port is None and endpoint.kv_replay is None
-                else _at(endpoint, endpoint.kv_replay, events.replay_port or 0, rank),
+                _at(endpoint, endpoint.kv_replay, events.replay_port or 0, rank) if has_replay else None,
                 events.topic,
             )
+
+
+def _is_unresolved(place: str | None) -> bool:
+    return place is not None and not parse_endpoint(place).is_ip
 
 
 def _at(endpoint: StaticEndpoint, own: str | None, port: int, rank: int) -> str:

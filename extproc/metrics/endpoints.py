@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+    from extproc.endpoints.health import EndpointHealth
     from extproc.scheduling.pool import Pool
 
 
@@ -48,6 +49,14 @@ class EndpointSeries(Collector):
         running = GaugeMetricFamily("attache_engine_running", "Running requests, as the engine says.", labels=labels)
         usage = GaugeMetricFamily("attache_engine_kv_usage", "Share of the KV cache in use, 0 to 1.", labels=labels)
         age = GaugeMetricFamily("attache_engine_report_age_seconds", "Age of what the engine says.", labels=labels)
+        ttft = GaugeMetricFamily(
+            "attache_endpoint_ttft_seconds", "Recent mean time to first token; no series if unknown.", labels=labels
+        )
+        failed = GaugeMetricFamily(
+            "attache_endpoint_failed_ratio",
+            "Failed share of its last 50 answers or so, the latest most.",
+            labels=labels,
+        )
         avoided = GaugeMetricFamily(
             "attache_endpoint_avoided",
             "1 while it is avoided, by how it fails; no series otherwise.",
@@ -76,12 +85,20 @@ class EndpointSeries(Collector):
                     running.add_metric(key, float(table.running[row]))
                     usage.add_metric(key, float(table.kv_usage[row]))
                     age.add_metric(key, now - float(table.reported_at_s[row]))
+                if table.ttft_s[row]:
+                    ttft.add_metric(key, float(table.ttft_s[row]))
                 health = table.healths[row]
-                reasons = sorted(one.name.lower() for one in health.reasons)
-                if table.failures[row] and not reasons:
-                    reasons = [_BACKS_OFF]
+                failed.add_metric(key, health.failed / health.answers if health.answers else 0.0)
+                reasons = _reasons(health, backs_off=bool(table.failures[row]))
                 for reason in reasons:
                     avoided.add_metric([*key, reason], 1)
                 if reasons:
                     since.add_metric(key, wall_now_s - (now - health.avoided_since_s))
-        yield from (in_flight, rate, prompt, cached, ratio, blocks, waiting, running, usage, age, avoided, since)
+        yield from (in_flight, rate, prompt, cached, ratio, blocks, waiting, running, usage, age)
+        yield from (ttft, failed, avoided, since)
+
+
+def _reasons(health: EndpointHealth, *, backs_off: bool) -> list[str]:
+    """How an endpoint that is avoided fails; none if it is not avoided."""
+    reasons = sorted(one.name.lower() for one in health.reasons)
+    return reasons or ([_BACKS_OFF] if backs_off else [])

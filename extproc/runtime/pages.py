@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of a process: /metrics, /readyz, /config, /loads, /demand and, for operators, /debug/explain."""
+"""The pages of a process: /, which lists them, /metrics, /readyz, /config and others."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ if TYPE_CHECKING:
     from extproc.config.report import ConfigReport
     from extproc.runtime.demand_watch import DemandWatch
     from extproc.runtime.explain_page import ExplainPage
+
+_INDEX: Final = {
+    "/metrics": "for Prometheus; attache top shows them",
+    "/readyz": "200 if requests are served, 503 if not",
+    REPORT_PATH: "digests of the configuration files in use, and what is wrong with newer ones",
+    LOADS_PATH: "what each engine has to do",
+    DEMAND_PATH: "what was asked for since the start; ?watch follows it",
+}
+_EXPLAIN: Final = "/debug/explain/PATH"
 
 # Who has not read a line by then is let go.
 _SLOWEST_S: Final = 5.0
@@ -62,9 +71,20 @@ async def serve_pages(
     async def end_streams(_: web.Application) -> None:
         demand.close()
 
+    async def show_index(_: web.Request) -> web.Response:
+        asked = "POST a request's body to know where it would go; attache explain --url does"
+        pages = {**_INDEX, _EXPLAIN: asked if explain is not None else "only with the option --debug of extproc"}
+        return web.Response(text="".join(f"{path:<20} {what}\n" for path, what in pages.items()))
+
     app = web.Application()
     app.on_shutdown.append(end_streams)
-    shown = {"/metrics": show_metrics, "/readyz": show_readiness, REPORT_PATH: show_report, LOADS_PATH: show_loads}
+    shown = {
+        "/": show_index,
+        "/metrics": show_metrics,
+        "/readyz": show_readiness,
+        REPORT_PATH: show_report,
+        LOADS_PATH: show_loads,
+    }
     app.add_routes([web.get(path, handler) for path, handler in shown.items()])
     app.add_routes([web.get(DEMAND_PATH, show_demand)])
     if explain is not None:

@@ -27,18 +27,18 @@ from extproc.scheduling.framework import (
 )
 from extproc.scheduling.picker_notes import notes_of, without_effect
 from extproc.scheduling.picker_references import References
-from extproc.scheduling.plugins.accepted import REFUSED
 from extproc.scheduling.plugins.attributes import MetricsExtractor
 from extproc.scheduling.plugins.handlers import SingleProfile
 from extproc.scheduling.plugins.not_built import NOT_BUILT
 from extproc.scheduling.plugins.selectors import MaxScore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from extproc.config.errors import Finding
     from extproc.config.picker_config import EndpointPickerConfig, PickerFile, PluginSpec
     from extproc.scheduling.framework import Selector
+    from extproc.scheduling.plugins.rollouts import EndpointPin, RolloutScreener
     from extproc.scheduling.registry import Kind, PluginType
 
 
@@ -74,9 +74,6 @@ def _check_plugins(config: EndpointPickerConfig, known: Mapping[str, PluginType]
         if spec.called in names:
             yield path, f"a second plugin called '{spec.called}'; give each a name of its own"
         names.add(spec.called)
-        if spec.type in REFUSED:
-            yield (*path, "type"), REFUSED[spec.type]
-            continue
         if spec.type not in known:
             yield (*path, "type"), _unknown(spec.type, known)
             continue
@@ -125,10 +122,13 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
     # a file without profiles runs all its plugins in one, as llm-d does
     specs = config.scheduling_profiles or (ProfileSpec("default", tuple(PluginRef(name) for name in plugins)),)
     handler = next((plugin for kind, plugin in plugins.values() if kind == "profile handler"), SingleProfile())
+    screeners = [(name, plugin) for name, (kind, plugin) in plugins.items() if kind == "screener"]
+    for _, screener in screeners:
+        handler = screener.paired(handler)
     usual = next((plugin for kind, plugin in plugins.values() if kind == "picker"), MaxScore())
     return ConfiguredPicker(
         handler=handler,
-        profiles={spec.name: _profile(spec, plugins, usual) for spec in specs},
+        profiles={spec.name: _screened(_profile(spec, plugins, usual), screeners) for spec in specs},
         deciders={name: plugin for name, (kind, plugin) in plugins.items() if kind == "decider"},
         sessions=tuple(plugin for _, plugin in plugins.values() if isinstance(plugin, SessionKeeper)),
         reporters=tuple(plugin.reporter() for kind, plugin in plugins.values() if kind == "reporter"),
@@ -146,7 +146,7 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
 
 def _parameters(spec: PluginSpec, cls: type) -> Any:  # noqa: ANN401 - plugins have no type in common
     """Read as ``check_shape`` reads them. A plugin may refuse values that fit its fields one by one."""
-    return msgspec.convert(_taken(spec, cls), cls, dec_hook=decode_quantity)
+    return msgspec.convert(_taken(spec, cls), cls, dec_hook=decode_quantity, str_keys=True)
 
 
 def _taken(spec: PluginSpec, cls: type) -> dict[str, Any]:
@@ -171,6 +171,12 @@ def _profile(spec: ProfileSpec, plugins: Mapping[str, tuple[Kind, Any]], usual: 
         if kind == "picker":
             choice = plugin
     return Profile(tuple(filters), tuple(scorers), choice, spec.name)
+
+
+def _screened(profile: Profile, screeners: Sequence[tuple[str, RolloutScreener | EndpointPin]]) -> Profile:
+    """``profile`` after the screeners, which a file does not name in its profiles."""
+    before = tuple(NamedFilter(name, screener) for name, screener in screeners)
+    return msgspec.structs.replace(profile, filters=(*before, *profile.filters)) if before else profile
 
 
 def _refuse(file: PickerFile, findings: list[Finding]) -> None:

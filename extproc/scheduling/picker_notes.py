@@ -16,15 +16,22 @@ from extproc.config.picker_flow_control import (
     detector_name,
     gates_of,
 )
+from extproc.config.usage_limits import AgentIdentity, PriorityHoldback
 from extproc.scheduling.cache_tiers import tier_capacities
 from extproc.scheduling.plugins.accepted import ACCEPTED
+from extproc.scheduling.plugins.attributes import (
+    EndpointAttributeFilter,
+    EndpointAttributeScorer,
+    EngineConfig,
+    MetricsExtractor,
+)
 from extproc.scheduling.plugins.label_plugins import RANGE_LABEL, context_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from extproc.config.model_server import ModelServerSpec
-    from extproc.config.picker_config import EndpointPickerConfig, FlowControlSection
+    from extproc.config.picker_config import EndpointPickerConfig, FlowControlSection, PluginSpec
     from extproc.scheduling.registry import PluginType
 
 # Sections of the file, and what does their work here.
@@ -41,6 +48,7 @@ _PRECISE: Final = frozenset(
 _PREFIX_SCORERS: Final = frozenset(
     {"prefix-cache-scorer", "prefix-cache", "precise-prefix-cache-scorer", "kvcache-aware"}
 )
+_EXTRACTORS: Final = frozenset({"core-metrics-extractor", "model-server-protocol-metrics"})
 _DECIDERS: Final = frozenset({"deciders", "deciderPluginName", "prefillDeciderPluginName"})
 _DETECTORS: Final = frozenset({"utilization-detector", "concurrency-detector"})
 
@@ -63,6 +71,7 @@ def notes_of(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> I
         if spec.type == "pd-profile-handler" and not _DECIDERS & (spec.parameters or {}).keys():
             yield f"{spec.called}: names no decider, so prefill stays with decode; name one in deciders.prefill"
         yield from _parameter_notes(spec.called, spec.parameters or {}, plugin.cls)
+        yield from _more_notes(spec, plugin.cls, config)
         told = getattr(plugin.cls, "TOLD", "")
         if told:
             yield f"{spec.called}: {told}"
@@ -94,6 +103,43 @@ def _parameter_notes(name: str, parameters: Mapping[str, Any], cls: type) -> Ite
     for key in parameters:
         if key in reasons:
             yield f"{name}: {key} has no effect: {reasons[key]}"
+
+
+def _more_notes(spec: PluginSpec, cls: type, config: EndpointPickerConfig) -> Iterator[str]:
+    """What depends on values of the plugin's parameters, or on other parts of the file."""
+    given = spec.parameters or {}
+    if cls is MetricsExtractor:
+        for engine in msgspec.convert(given.get("engineConfigs") or [], tuple[EngineConfig, ...]):
+            if engine.unread:
+                what = "no effect: the usual metrics are read under the names of the ModelServer's engine"
+                yield f"{spec.called}: engine '{engine.name}': {', '.join(engine.unread)}: {what}"
+    elif cls in {EndpointAttributeFilter, EndpointAttributeScorer}:
+        key = given.get("attribute") or given.get("attributeKey") or ""
+        if given.get("source") == "metadata":
+            yield f"{spec.called}: no endpoint has a value: a request's metadata is not read"
+        elif key not in _attributes(config):
+            fails = given.get("onMissing") == "Fail" and not given.get("fallbackOnEmpty")
+            what = f"no core-metrics-extractor has '{key}' in customMetrics{'; requests fail' if fails else ''}"
+            yield f"{spec.called}: no endpoint has a value: {what}"
+    elif cls is AgentIdentity and not gates_of(config).get(FEATURE_GATE, False):
+        what = f"no flows of agents without the feature gate {FEATURE_GATE}"
+        yield f"{spec.called}: {what}; plugins that name it still read its headers"
+    elif cls is PriorityHoldback and given.get("domain") == "explicit":
+        known = msgspec.convert(given, PriorityHoldback, str_keys=True).ceilings
+        bands = config.flow_control.priority_bands if config.flow_control else ()
+        for priority in sorted({0, *(band.priority for band in bands)} - known.keys()):
+            yield f"{spec.called}: ceilings name no priority {priority}, so its requests are never sent"
+
+
+def _attributes(config: EndpointPickerConfig) -> frozenset[str]:
+    """Those that endpoints can have."""
+    return frozenset(
+        metric.attribute_key
+        for spec in config.plugins
+        if spec.type in _EXTRACTORS
+        for engine in msgspec.convert((spec.parameters or {}).get("engineConfigs") or [], tuple[EngineConfig, ...])
+        for metric in engine.custom_metrics
+    )
 
 
 def _profile_notes(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Iterator[str]:

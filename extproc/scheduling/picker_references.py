@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Plugins that were named, and never used, by these parameters: llm-d does not look them up either.
 _NEVER_READ: Final = frozenset({"prefixPluginName"})
+# Steps of a decision tree.
+_STEPS: Final = frozenset({"current", "nextOnSuccess", "nextOnFailure", "nextOnSuccessOrFailure"})
 _PROFILE_NAMES: Final = frozenset({"profileName", "prefillProfileName"})
 _SCHEDULING: Final = frozenset({"filter", "scorer", "filter and scorer", "picker", "profile handler", "decider"})
 
@@ -53,6 +55,7 @@ _ORDERING: Final = _Use("ordering policy", lambda name, kind: name in ORDERS or 
 _USAGE: Final = _Use("usage limit policy", _has_word("usage-limit", "holdback", "ceiling"))
 _PREFILL_DECIDER: Final = _Use("decider of prefill", lambda _, kind: kind == "decider")
 _DECIDER: Final = _Use("decider", _has_word("decider"))
+_FILTER: Final = _Use("filter", lambda _, kind: kind in {"filter", "filter and scorer"})
 _PRODUCER: Final = _Use("producer", lambda _, kind: kind not in {"picker", "profile handler", "decider"})
 
 
@@ -136,17 +139,25 @@ def _parameters(parameters: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...]
             for stage, name in value.items():
                 if name:
                     yield (key, stage), str(name), _PREFILL_DECIDER if stage == "prefill" else _DECIDER
-        elif not isinstance(value, str) or not value or key in _NEVER_READ:
-            continue
-        elif key in {"deciderPluginName", "prefillDeciderPluginName"}:
-            # of ed-profile-handler, the former asks about the encode stage
-            yield (key,), value, _DECIDER if "encode" in value else _PREFILL_DECIDER
-        elif key == "encodeDeciderPluginName":
-            yield (key,), value, _DECIDER
-        elif key.endswith("ProducerName"):
-            yield (key,), value, _PRODUCER
-        elif key.endswith(("PluginName", "pluginRef", "PluginRef")):
-            yield (key,), value, _ANY
+        elif key in _STEPS:
+            for path, name in _plugin_refs(value, (key,)):
+                yield tuple(str(part) for part in path), name, _FILTER
+        elif isinstance(value, str) and value and key not in _NEVER_READ:
+            use = _use_of(key, value)
+            if use is not None:
+                yield (key,), value, use
+
+
+def _use_of(key: str, name: str) -> _Use | None:
+    """What the parameter ``key`` asks of the plugin called ``name``; None: it names no plugin."""
+    if key in {"deciderPluginName", "prefillDeciderPluginName"}:
+        # of ed-profile-handler, the former asks about the encode stage
+        return _DECIDER if "encode" in name else _PREFILL_DECIDER
+    if key == "encodeDeciderPluginName":
+        return _DECIDER
+    if key.endswith("ProducerName"):
+        return _PRODUCER
+    return _ANY if key.endswith(("PluginName", "pluginRef", "PluginRef")) else None
 
 
 def _plugin_refs(value: object, path: Path) -> Iterator[tuple[Path, str]]:

@@ -17,11 +17,15 @@ from extproc.scheduling.plugins import (
     affinity,
     attributes,
     cache_scorers,
+    clusters,
     filters,
     handlers,
     label_plugins,
+    label_weights,
     latency_scorers,
+    older_types,
     reporters,
+    rollouts,
     selectors,
     slo_filters,
     topology,
@@ -40,6 +44,7 @@ Kind = Literal[
     "decider",
     "profile handler",
     "admitter",
+    "screener",
     "reporter",
     "flow control",
     "data source",
@@ -77,6 +82,13 @@ _FILTERS: Final = {
     "prefill-filter": label_plugins.PrefillRole,
     "decode-filter": label_plugins.DecodeRole,
     "encode-filter": label_plugins.EncodeRole,
+    "multicluster-session-affinity-filter": clusters.ClusterSession,
+    "header-based-testing-filter": older_types.HeaderBasedTesting,
+    "low-queue-filter": older_types.LowQueue,
+    "least-queue-filter": older_types.LeastQueue,
+    "least-kv-cache-filter": older_types.LeastKvCache,
+    "lora-affinity-filter": older_types.LoraSoftAffinity,
+    "decision-tree-filter": older_types.DecisionTree,
     # Kthena's, and ours
     "lora-affinity": filters.LoraLoaded,
     "lora-loaded-filter": filters.LoraLoaded,
@@ -106,6 +118,15 @@ _SCORERS: Final = {
     "topology-affinity-scorer": topology.TopologyAffinityScorer,
     "endpoint-attribute-scorer": attributes.EndpointAttributeScorer,
     "latency-scorer": latency_scorers.LatencyScorer,
+    "endpoint-attribute-weight-scorer": label_weights.AttributeWeight,
+    "slo-aware-routing": older_types.SloAwareRouting,
+    "slo-scorer": older_types.SloAwareRouting,
+    "thunder-agent": affinity.ThunderAgent,
+    "latency-observation-scorer-hub": clusters.ClusterLatency,
+    "multicluster-kv-cache-utilization-scorer": clusters.ClusterKvCache,
+    "multicluster-prefix-cache-scorer": clusters.ClusterPrefixCache,
+    "multicluster-queue-scorer": clusters.ClusterQueue,
+    "multicluster-topology-scorer": clusters.ClusterTopology,
     # Kthena's, and ours
     "least-request": load.LeastRequestScorer,
     "least-request-scorer": load.LeastRequestScorer,
@@ -138,6 +159,8 @@ _HANDLERS: Final = {
     "header-phase-profile-handler": handlers.HeaderPhase,
     "disagg-profile-handler": handlers.Disaggregation,
     "pd-profile-handler": handlers.Disaggregation,
+    "ed-profile-handler": handlers.EncodeDecode,
+    "slo-aware-profile-handler": older_types.SloAwareProfile,
 }
 
 _DECIDERS: Final = {
@@ -150,9 +173,17 @@ _ADMITTERS: Final = {
     "latency-slo-admitter": admitters.LatencySloAdmitter,
 }
 
+_SCREENERS: Final = {
+    "disaggregatedset-rollout-screener": rollouts.RolloutScreener,
+    "endpoint-pin-screener": rollouts.EndpointPin,
+}
+
 _SOURCES: Final = {
     topology.EXTRACTOR_TYPE: topology.TopologyExtractor,
     "core-metrics-extractor": attributes.MetricsExtractor,
+    "model-server-protocol-metrics": attributes.MetricsExtractor,  # its name in the Inference Extension up to 1.3
+    "label-producer": label_weights.LabelProducer,
+    "session-id-producer": affinity.SessionIdProducer,
 }
 
 BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
@@ -166,6 +197,7 @@ BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
         **_all("decider", _DECIDERS),
         **_all("reporter", {"request-attribute-reporter": reporters.RequestAttributeReporter}),
         **_all("admitter", _ADMITTERS),
+        **_all("screener", _SCREENERS),
         **_all("data source", _SOURCES),
         **_all("flow control", {**POLICIES, AGENT_IDENTITY: AgentIdentity}),
     }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -47,12 +48,48 @@ def test_help_lists_every_command_with_its_line(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_options_with_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([name, "--help"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: attache {name}")
+    assert main([name, "--help"]) == main(["help", name]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: attache {name}")
     parser = COMMANDS[name].load().parser("attache")
+    assert parser.description
+    assert parser.description.split()[0] in said
     assert [action.dest for action in parser._actions if not action.help] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_example_of_every_commands_help_is_a_call_that_its_options_take(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([name, "-h"])
+    example = capsys.readouterr().out.rstrip().rpartition("\n")[2].strip()
+    program, command, *words = shlex.split(example.partition(" > ")[0])
+    assert (program, command) == ("attache", name)
+    # ends the process if there is a mistake
+    parser = COMMANDS[name].load().parser("attache")
+    if COMMANDS[name].passes_options:
+        parser.parse_known_args(words)
+    else:
+        parser.parse_args(words)
+
+
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if not command.passes_options])
+def test_a_misspelt_option_of_every_command_is_told_what_was_meant(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = COMMANDS[name].load().parser("attache")
+    known = [option for option in parser._option_string_actions if option.startswith("--") and option != "--help"]
+    for option in known:
+        wrong = f"{option[:4]}{option[3:]}x"
+        assert main([name, wrong]) == 2
+        said = capsys.readouterr().err
+        assert f"there is no option '{wrong}'; did you mean '{option}'?" in said
+        assert f"try: attache {name} --help" in said
+
+
+def test_an_option_with_one_dash_is_told_of_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bundle", "-config", "a", "-out", "b"]) == 2
+    assert "there is no option '-config'; did you mean '--config'?" in capsys.readouterr().err
 
 
 def test_without_a_command_the_list_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +143,7 @@ def test_a_command_whose_extra_is_missing_says_how_to_install_it(
 
 
 def test_a_module_of_ours_that_is_missing_is_no_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attache.__main__.COMMANDS", {"odd": Command("odd", "", "extproc.not_there")})
+    monkeypatch.setattr("attache.__main__.COMMANDS", {"odd": Command("odd", "", "extproc.not_there", "")})
     with pytest.raises(ModuleNotFoundError):
         main(["odd"])
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 from aiohttp import web
 
-from bench.stack import ALIAS, EngineFlags, running_stack
+from attache.__main__ import main
+from bench.stack import ALIAS, EngineFlags, documents, running_stack
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -104,3 +106,17 @@ def getaddrinfo(host, *words, **options):
     return [one for ip in found for one in real(ip, *words, **options)]
 socket.getaddrinfo = getaddrinfo
 """
+
+
+@pytest.mark.parametrize("extproc", ["extproc.example:9002", "localhost:9002"])
+def test_envoy_takes_a_name_of_extproc(envoy: str, tmp_path: Path, extproc: str) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "a.yaml").write_text(documents(["127.0.0.1:8000"], gateway={"extproc": extproc}))
+    bundle = tmp_path / "bundle"
+    assert main(["bundle", "--config", str(tmp_path / "config"), "--out", str(bundle)]) == 0
+    checked = subprocess.run(
+        [envoy, "--mode", "validate", "-c", str(bundle / "bootstrap.json")], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stderr[-2000:]
+    told = next(file.read_text() for file in sorted(bundle.rglob("*.json")) if '"attache-extproc"' in file.read_text())
+    assert ("STRICT_DNS" in told, '"address": "extproc.example"' in told) == (extproc != "localhost:9002",) * 2

@@ -33,8 +33,9 @@ _BY_HAND: Final[Mapping[str, str]] = MappingProxyType(
 _HEAD: Final = """\
 # Published EndpointPickerConfigs
 
-Files of llm-d, of the Gateway API Inference Extension and of KServe, of this year and before, also those inside of Helm
-values and of documentation, that were loaded here. What of them has no effect, `attache check` tells.
+Files of llm-d, of the Gateway API Inference Extension, of KServe and of guides elsewhere, of this year and before, also
+those inside of Helm values and of documentation, that were loaded here. What of them has no effect, `attache check`
+tells.
 """
 
 

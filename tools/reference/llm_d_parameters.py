@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import inspect
 
 from extproc.scheduling.picker_notes import without_effect
-from extproc.scheduling.plugins.accepted import ACCEPTED, REFUSED
+from extproc.scheduling.plugins.accepted import ACCEPTED
 from extproc.scheduling.plugins.not_built import NOT_BUILT
 from extproc.scheduling.registry import BUILT_IN
 from tools.reference.kinds import MARK
@@ -25,6 +25,15 @@ _NONE: Final = ""
 LLM_D: Final[Mapping[str, str]] = MappingProxyType(
     {
         # filters
+        "decision-tree-filter": "current nextOnSuccess nextOnFailure nextOnSuccessOrFailure",
+        "header-based-testing-filter": _NONE,
+        "least-kv-cache-filter": _NONE,
+        "least-queue-filter": _NONE,
+        "lora-affinity-filter": "threshold",
+        "low-queue-filter": "threshold",
+        "multicluster-session-affinity-filter": (
+            "strategy profileName encodedEndpointHeaderConfig sessionIdConfig headerName"
+        ),
         "context-length-aware": "label enableFiltering reusableTokensProducerName",
         "by-label": "label validValues allowsNoLabel",
         "by-label-selector": "matchLabels matchExpressions",
@@ -39,15 +48,25 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
             " latencyPredictionInfoProducerName inFlightLoadProducerName prefillCalibrationFile"
             " prefillCalibrationFingerprint prefillCalibrationRequired"
         ),
-        "session-affinity-filter": "strategy profileName encodedEndpointHeaderConfig sessionIdConfig headerName",
+        "session-affinity-filter": (
+            "strategy profileName encodedEndpointHeaderConfig sessionIdConfig headerName sessionIDProducerName"
+        ),
         "slo-headroom-tier-filter": "epsilonExploreNeg latencyPredictionInfoProducerName",
         "topology-affinity-filter": "minAffinity topologyProducerName peerTopologyHeader",
         "utilization-filter": "conditions fallbackOnEmpty inFlightLoadProducerName",
         # scorers
         "active-request-scorer": "idleThreshold maxBusyScore inFlightLoadProducerName requestTimeout",
+        "endpoint-attribute-weight-scorer": "attributeKey weights producer",
         "endpoint-attribute-scorer": "attributeKey algorithm source metadataNamespace metadataField",
         "header-label-affinity-scorer": "headerName labelKey stampResponseHeader",
         "kv-cache-utilization-scorer": _NONE,
+        "latency-observation-scorer-hub": "explorationRate minInflightGap ttftPercentilesProducerName",
+        "multicluster-kv-cache-utilization-scorer": _NONE,
+        "multicluster-prefix-cache-scorer": ("matchLengthWeight matchLengthScaleTokens prefixMatchInfoProducerName"),
+        "multicluster-queue-scorer": _NONE,
+        "multicluster-topology-scorer": "field weights topologyProducerName",
+        "slo-aware-routing": "headroomSelectionStrategy",
+        "slo-scorer": _NONE,
         "latency-scorer": (
             "ttftWeight tpotWeight headroomSelectionStrategy compositeKVWeight compositeQueueWeight"
             " compositePrefixWeight latencyPredictionInfoProducerName prefixMatchInfoProducerName"
@@ -67,7 +86,10 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         ),
         "queue-scorer": _NONE,
         "running-requests-size-scorer": _NONE,
-        "session-affinity-scorer": "strategy profileName encodedEndpointHeaderConfig sessionIdConfig headerName",
+        "session-affinity-scorer": (
+            "strategy profileName encodedEndpointHeaderConfig sessionIdConfig headerName sessionIDProducerName"
+            " algorithm evictionTtlSeconds evictionSweepSeconds missThreshold maxAge secure sameSite"
+        ),
         "token-load-scorer": "queueThresholdTokens nonTextTokenWeight inFlightLoadProducerName",
         "topology-affinity-scorer": "topologyProducerName",
         # pickers
@@ -77,7 +99,10 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         # profile handlers and deciders
         "always-disagg-multimodal-decider": _NONE,
         "always-disagg-pd-decider": _NONE,
-        "data-parallel-profile-handler": "primaryPort",
+        "always-encode-decider": _NONE,
+        "data-parallel-profile-handler": "primaryPort targetPort",
+        "ed-profile-handler": "decodeProfile encodeProfile deciderPluginName",
+        "slo-aware-profile-handler": _NONE,
         "disagg-headers-handler": "prefillProfile encodeProfile",
         "disagg-profile-handler": (
             "profiles deciders stageOrder decodeProfile prefillProfile encodeProfile"
@@ -101,10 +126,17 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         "round-robin-fairness-policy": _NONE,
         "slo-deadline-ordering-policy": _NONE,
         "soft-reflective-ceiling-policy": _NONE,
+        "thunder-agent": (
+            "capacityTokens utilThreshold idleLeaseSeconds headWaitStarvationMs evictionTtlSeconds"
+            " evictionSweepSeconds actingHalfLifeSeconds bufferTokensPerProgram shedIdleSeconds sessionFinalHeader"
+            " nextTurnPredictor admissionPolicy"
+        ),
         "static-usage-limit-policy": "threshold",
         "utilization-detector": "queueDepthThreshold kvCacheUtilThreshold metricsStalenessThreshold headroom",
         # admitters and screeners
-        "disaggregatedset-rollout-screener": "scope headerSelectors revisionGating",
+        "disaggregatedset-rollout-screener": ("scope headerSelectors revisionGating"),
+        "endpoint-pin-screener": _NONE,
+        "reserve-endpoint": _NONE,
         "latency-slo-admitter": "latencyPredictionInfoProducerName",
         "probabilistic-admitter": "queueDepthThreshold kvCacheUtilThreshold power k",
         # producers
@@ -123,14 +155,18 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
             "samplingMean maxDecodeTokenSamplesForPrediction sloBufferFactor contextTTL"
             " streamingMode endpointRoleLabel predictInProduce prefixMatchInfoProducerName inFlightLoadProducerName"
         ),
+        "session-manager": ("deploymentID hmacKeyFile tokenProducer eventCorrelationEnabled bindingTTL maxBindings"),
         "session-id-producer": "headerName cookieName lruSize ttl",
         "token-producer": "backend modelName vllm estimate",
         "tokenizer": "modelName udsTokenizerConfig",
         # sources, extractors, discovery
-        "core-metrics-extractor": "defaultEngine engineConfigs",
-        "dcgm-data-source": "scheme path port insecureSkipVerify useNodeAddress",
+        "core-metrics-extractor": "defaultEngine engineConfigs engineLabelKey",
+        "dcgm-data-source": "scheme path port insecureSkipVerify useNodeAddress interval",
         "dcgm-extractor": _NONE,
         "endpoint-notification-source": _NONE,
+        "label-producer": "labels label attributeKey valueType",
+        "local-syncer": _NONE,
+        "redis-syncer": "address passwordEnv passwordFile db stateTTL coordinationTTL",
         "file-discovery": "path watchFile",
         "metrics-data-source": (
             "scheme path insecureSkipVerify caCertPath clientCertPath clientKeyPath interval families"
@@ -138,6 +174,20 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         "models-data-extractor": _NONE,
         "models-data-source": "scheme path insecureSkipVerify caCertPath clientCertPath clientKeyPath",
         "models-responder": _NONE,
+        "destination-endpoint-served-verifier": _NONE,
+        "latency-observer-producer-hub": (
+            "intervalDuration windowSize maxObservationAge maxRequests minRequests lowPercentile typicalPercentile"
+            " bucketDuration bucketHistorySize"
+        ),
+        "multicluster-approx-prefix-cache-producer": (
+            "autoTune blockSizeTokens maxPrefixBlocksToMatch maxPrefixTokensToMatch lruCapacityPerServer"
+        ),
+        "multicluster-file-discovery": "path watchFile",
+        "multicluster-metrics-data-source": (
+            "scheme path insecureSkipVerify caCertPath clientCertPath clientKeyPath interval families"
+        ),
+        "multicluster-metrics-extractor": _NONE,
+        "slo-request-tracker": _NONE,
         "topology-extractor": "host rack zone region",
         # parsers and reports
         "anthropic-parser": _NONE,
@@ -194,8 +244,6 @@ def _verdict(name: str, parameter: str) -> str:
     if (name, parameter) in _BY_HAND:
         return _BY_HAND[name, parameter]
     plugin = BUILT_IN.get(name)
-    if name in REFUSED:
-        return f"refused with its type: {REFUSED[name]}"
     if plugin is None:
         return f"not built; in its place, {NOT_BUILT[name]}"
     if plugin.kind == "accepted":

@@ -9,7 +9,8 @@ from msgspec import inspect
 
 from controller.crds import field_docs
 from extproc.scheduling.picker_notes import without_effect
-from extproc.scheduling.plugins.accepted import ACCEPTED, REFUSED
+from extproc.scheduling.plugins.accepted import ACCEPTED
+from extproc.scheduling.plugins.not_built import NOT_BUILT
 from extproc.scheduling.registry import BUILT_IN
 from tools.reference.field_types import structs_in
 from tools.reference.kinds import MARK, field_table
@@ -26,6 +27,7 @@ _TITLES: Final = {
     "decider": "Deciders",
     "reporter": "Reporters",
     "admitter": "Admitters",
+    "screener": "Screeners",
     "flow control": "Flow control",
     "data source": "Sources of data",
 }
@@ -47,9 +49,10 @@ unchanged.
 _REFUSED: Final = """\
 ## Refused
 
-A file that names one of these types of llm-d would mean something else without it.
+A file that names one of these types would mean something else without it. Most are of published drafts, or of llm-d's
+own tests.
 
-| type | why, and what to write |
+| type | what to write in its place |
 |---|---|
 """
 
@@ -66,7 +69,7 @@ def page() -> str:
         for cls, names in classes.items():
             lines += _plugin(cls, names)
     rows = [f"| `{name}` | {place} |" for name, place in sorted(ACCEPTED.items())]
-    refused = [f"| `{name}` | {message} |" for name, message in sorted(REFUSED.items())]
+    refused = [f"| `{name}` | {message} |" for name, message in sorted(NOT_BUILT.items())]
     return "\n".join((*lines, _ACCEPTED + "\n".join(rows), "", _REFUSED + "\n".join(refused), ""))
 
 

@@ -110,7 +110,9 @@ class EngineClient:
         url = path if "://" in path else f"{self._base}{path}"
         headers = {} if body is None else {"Content-Type": "application/json"}
         if self._key_file is not None:
-            with contextlib.suppress(OSError):  # without its key the engine refuses, which says more
+            with contextlib.suppress(
+                OSError, UnicodeDecodeError
+            ):  # without its key the engine refuses, which says more
                 headers["Authorization"] = f"Bearer {self._key_file.read_text().strip()}"
         try:
             # within a pod there is nobody to be deceived by: the certificate is not compared

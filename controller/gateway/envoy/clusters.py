@@ -14,6 +14,7 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
     Cluster,
     ClusterCommonLbConfig,
     ClusterDiscoveryType,
+    ClusterDnsLookupFamily,
     ClusterEdsClusterConfig,
     LoadBalancingPolicy,
     LoadBalancingPolicyPolicy,
@@ -58,7 +59,7 @@ from controller.gateway.envoy.plain import Packed
 from controller.gateway.envoy.secrets import engine_key, secret_reference
 from controller.gateway.envoy.tls import engine_socket
 from extproc.config.connection import EngineConnection
-from extproc.config.validation import parse_address, worker_addresses
+from extproc.config.validation import parse_address, parse_target, worker_addresses
 from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE
 
 if TYPE_CHECKING:
@@ -156,10 +157,15 @@ def server_endpoints(server: ModelServer) -> dict[str, object]:
 
 
 def extproc_cluster(gateway: GatewayConfigSpec) -> Cluster:
-    """extproc over HTTP/2, with a health check every second, so that a hung process is skipped soon."""
+    """extproc over HTTP/2, with a health check every second, so that a hung process is skipped soon.
+
+    Envoy resolves a host name itself, and follows what it resolves to.
+    """
+    is_name = not gateway.extproc.startswith("unix:") and not parse_target(gateway.extproc).is_ip
     return Cluster(
         name=EXTPROC_CLUSTER,
-        type=ClusterDiscoveryType.STATIC,
+        type=ClusterDiscoveryType.STRICT_DNS if is_name else ClusterDiscoveryType.STATIC,
+        dns_lookup_family=ClusterDnsLookupFamily.V4_PREFERRED if is_name else ClusterDnsLookupFamily.AUTO,
         load_assignment=assignment(EXTPROC_CLUSTER, worker_addresses(gateway.extproc, gateway.extproc_workers)),
         connect_timeout=seconds(1),
         circuit_breakers=unlimited(),

@@ -13,7 +13,7 @@ from envoy_data_plane.envoy.config.core.v3 import Address, Pipe, SocketAddress, 
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 
 from controller.gateway.envoy.plain import Packed, plain
-from extproc.config.validation import parse_address
+from extproc.config.validation import parse_target
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,11 +37,11 @@ def seconds(value: float) -> timedelta:
 
 
 def address(text: str) -> Address:
-    """``ip:port`` or ``unix:path``."""
+    """``ip:port``, ``name:port`` or ``unix:path``."""
     if text.startswith("unix:"):
         return Address(pipe=Pipe(path=text.removeprefix("unix:")))
-    ip, port = parse_address(text)
-    return Address(socket_address=SocketAddress(address=ip, port_value=port))
+    target = parse_target(text)
+    return Address(socket_address=SocketAddress(address=target.host, port_value=target.port))
 
 
 def to_json(message: Message) -> str:

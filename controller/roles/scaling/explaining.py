@@ -31,7 +31,8 @@ def explained(record: Record) -> str:
 
 
 def _stage(stage: StageDecision) -> Iterator[str]:
-    yield f"stage {stage.stage}: the laws ask for {_number(stage.combined)}"
+    asked = "the laws do not know" if stage.combined is None else f"the laws ask for {_number(stage.combined)}"
+    yield f"stage {stage.stage}: {asked}"
     rows = [
         (f"  {one.law}", _number(one.replicas), one.reason, f"({_inputs(one.inputs)})" if one.inputs else "")
         for one in stage.recommendations
@@ -43,13 +44,19 @@ def _stage(stage: StageDecision) -> Iterator[str]:
         yield "  targets: not proven the cheapest; a slightly cheaper set may exist"
     waiting, freshness = stage.waiting, stage.freshness
     yield (
-        f"  waiting: {waiting.requests} requests with {waiting.tokens:.0f} tokens, the first for {waiting.oldest_s:.1f}"
-        f" s; {waiting.at_zero} without any engine"
+        f"  waiting: {_counted(waiting.requests, 'request')} with {waiting.tokens:.0f} tokens, the first for"
+        f" {waiting.oldest_s:.1f} s; {waiting.at_zero} without any engine"
+        if waiting.requests or waiting.at_zero
+        else "  waiting: no requests"
     )
     yield (
-        f"  data: {freshness.age_s:.1f} s old, of {freshness.gateways} gateways; silent: {_names(freshness.silent)}; "
-        f"engines that nobody reports: {_names(freshness.unreported)}"
+        f"  data: {freshness.age_s:.1f} s old, of {_counted(freshness.gateways, 'gateway')}; silent gateways:"
+        f" {_names(freshness.silent)}; engines without reports: {_names(freshness.unreported)}"
     )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -13,6 +13,7 @@ import msgspec
 from controller.cluster.backoff import Backoff
 from controller.cluster.resources import AUTOSCALING_POLICY_BINDINGS
 from controller.roles.scaling.acting import Actor
+from controller.roles.scaling.awaiting import Awaiting
 from controller.roles.scaling.blockages import Blockages
 from controller.roles.scaling.deciding import Deciding, Memory, steps_of
 from controller.roles.scaling.demand import DemandSource
@@ -77,6 +78,7 @@ class Looker:
         self._again: dict[str, Backoff] = {}
         # of which all is done and said
         self._settled: dict[str, Settled] = {}
+        self._awaiting = Awaiting()
 
     async def look(self, key: str) -> tuple[str, float | None]:
         """What came of it, and in how many seconds to look again. Raises ClusterError."""
@@ -131,7 +133,7 @@ class Looker:
             raise done.error
         await self._keep(view, looked.now_s)
         is_done = done.again_s > period_s and all(one.is_done for one in looked.steps)
-        is_told = self._said.get(view.key, ("",))[0] == version_of(view)
+        is_told = self._said.get(view.key, ("",))[0] == version_of(view) and not looked.awaits_data
         if looked.decision is not None and is_done and is_told:
             self._settled[view.key] = Settled(looked.decision, looked.resolved, version_of(view), looked.calm, allowed)
         return "decided", min(period_s, done.again_s)
@@ -182,7 +184,12 @@ class Looker:
             looked.policy, view.binding, situations, self._memory(view, looked.now_s), looked.now_s, free=allowed.free
         )
         self._memories[view.key] = view.claim.uid, memory
-        looked = msgspec.structs.replace(looked, situations=situations, decision=decision, homeless=allowed.homeless)
+        is_early = self._awaiting.is_early(
+            view.key, view.claim.uid, decision, period_s=float(looked.policy.period), now_s=looked.now_s
+        )
+        looked = msgspec.structs.replace(
+            looked, situations=situations, decision=decision, homeless=allowed.homeless, awaits_data=is_early
+        )
         settled = self._settled.get(view.key)
         if settled is not None and settled.decision is decision and settled.is_told(view, looked):
             return looked
@@ -254,6 +261,7 @@ class Looker:
         self._untold.pop(key, None)
         self._settled.pop(key, None)
         self._again.pop(key, None)
+        self._awaiting.forget(key)
         self._unsaid.forget(key)
         self._unkept.forget(key)
         self._blockages.forget(key)

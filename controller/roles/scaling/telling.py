@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
 
-from controller.autoscale.decision import Decision, Rule, StageDecision
+from controller.autoscale.decision import Decision, Rule
 from controller.autoscale.signals import Calm
 from controller.autoscale.situation import Situation
 from controller.reconcile.model_infer.times import text_of
 from controller.reconcile.plan import Happened
 from controller.resources.autoscaling import AutoscalingPolicySpec
 from controller.resources.autoscaling_mistakes import schedule_mistakes
+from controller.roles.scaling.awaiting import reasons_of, unknown_of, without_numbers
 from controller.roles.scaling.deciding import Step
 from controller.roles.scaling.owning import Hold
 from controller.roles.scaling.resolving import PROBLEMS, Problem, Resolved
@@ -24,9 +24,10 @@ from controller.roles.scaling.resolving import PROBLEMS, Problem, Resolved
 # Rules of a decision's steps that kept it from what the laws asked for.
 LIMITING: Final[frozenset[Rule]] = frozenset({"Limited", "ScalingLimited", "Schedule", "Budget"})
 _LONGEST: Final = 1000
+_MISSING: Final = "DataMissing"
+_AWAITED: Final = "DataAwaited"
 # Messages of these conditions have numbers that change all the time: they stay while status and reason do.
 _STEADY: Final = frozenset({"MetricsAvailable", "ScalingLimited", "CapacityBlocked"})
-_NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
 
 
 class Scaled(msgspec.Struct, frozen=True):
@@ -43,7 +44,7 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True):
     """What a look at a binding came to. ``policy``: None if there is none; ``problem``: why nothing can be decided, as
     reason and message. ``holds``: whose changes are honoured, ``waits_for``: pods that drain, ``homeless``: why no node
     counts, and ``refused``: why the API server does not let us write, by target. ``calm``: where nothing goes on; None
-    where it does, or nobody knows.
+    where it does, or nobody knows. ``awaits_data``: what is not known may still come by itself.
     """
 
     now_s: float
@@ -59,6 +60,7 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True):
     homeless: Mapping[str, str] = {}
     refused: Mapping[str, str] = {}
     calm: Calm | None = None
+    awaits_data: bool = False
 
 
 def status_of(looked: Looked, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,7 +68,7 @@ def status_of(looked: Looked, before: Mapping[str, Any]) -> dict[str, Any]:
     known = {one.get("type"): one for one in before.get("conditions") or ()}
     status: dict[str, Any] = {
         "targets": list(_targets(looked, {one.get("name"): one for one in before.get("targets") or ()})),
-        "conditions": [_steady(one, known.get(one["type"])) for one in _conditions(looked)],
+        "conditions": [_steady(one, known.get(one["type"])) for one in _conditions(looked, known)],
     }
     for name in ("lastScaledAt", "lastDecision"):
         if before.get(name):
@@ -90,11 +92,12 @@ def digest_of(looked: Looked) -> tuple[object, ...]:
         [(one.replicas, one.held, one.hold) for one in looked.steps],
         [(None if one.found is None else one.found.replicas, one.problem) for one in looked.resolved],
         [(_ready(one.engines), one.blocked) for one in targets],
-        [(_unknown(one), [step.rule for step in one.steps if step.rule in LIMITING]) for one in stages],
+        [(unknown_of(one), [step.rule for step in one.steps if step.rule in LIMITING]) for one in stages],
         sorted(looked.waits_for),
         looked.homeless,
         sorted(looked.refused.items()),
         looked.scaled,
+        looked.awaits_data,
     )
 
 
@@ -140,7 +143,7 @@ def _event(type_: str, truth: str, reason: str) -> Any:  # noqa: ANN401 - a pair
         case "TargetsResolved", "False":
             return "Warning", reason
         case "MetricsAvailable", "False":
-            return "Warning", "FailedGetMetrics"
+            return None if reason == _AWAITED else ("Warning", "FailedGetMetrics")
         case "ScalingActive", "False":
             return ("Normal", "ManualChangeHonoured") if reason == "ManualHold" else ("Warning", reason)
         case "ScalingLimited", "True":
@@ -194,10 +197,14 @@ def _reason(problem: Problem | None, step: Step | None, waits_for: Sequence[str]
     return step.decided.reason[:_LONGEST]
 
 
-def _conditions(looked: Looked) -> Iterator[dict[str, Any]]:
+def _conditions(looked: Looked, before: Mapping[Any, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """``before``: those of the binding, by type."""
     yield _resolved(looked)
     if looked.decision is not None:
-        yield _available(looked.decision, looked.situations)
+        # what was missing before is not awaited anew because a manager has started
+        was_missing = before.get("MetricsAvailable", {}).get("reason") == _MISSING
+        is_awaited = looked.awaits_data and not was_missing
+        yield _available(looked.decision, looked.situations, _AWAITED if is_awaited else _MISSING)
     yield _active(looked)
     if looked.decision is not None:
         yield _limited(looked.decision, looked.resolved)
@@ -213,30 +220,15 @@ def _resolved(looked: Looked) -> dict[str, Any]:
     return _condition("TargetsResolved", truth=True, reason="Resolved", message="all targets are there")
 
 
-def _available(decision: Decision, situations: Sequence[Situation]) -> dict[str, Any]:
+def _available(decision: Decision, situations: Sequence[Situation], otherwise: str) -> dict[str, Any]:
     unknown = [one for one in decision.stages if one.combined is None]
     if not unknown and decision.stages:
         return _condition("MetricsAvailable", truth=True, reason="DataFound", message="demand is known")
     silent = sorted({name for one in situations for name in one.freshness.silent})
-    said = "; ".join(dict.fromkeys(reason for one in unknown for reason in _reasons(one)))
+    said = "; ".join(dict.fromkeys(reason for one in unknown for reason in reasons_of(one)))
     also = f"; silent gateways: {', '.join(silent)}" if silent else ""
-    return _condition(
-        "MetricsAvailable", truth=False, reason="DataMissing", message=(said or "no law knows the demand") + also
-    )
-
-
-def _reasons(stage: StageDecision) -> list[str]:
-    """Why its laws cannot tell."""
-    return [one.reason for one in stage.recommendations if one.replicas is None]
-
-
-def _unknown(stage: StageDecision) -> list[str] | None:
-    """What nobody can tell of a stage, without numbers that change all the time; None if enough is known."""
-    return None if stage.combined is not None else [_without_numbers(one) for one in _reasons(stage)]
-
-
-def _without_numbers(text: str) -> str:
-    return _NUMBERS.sub("#", text)
+    message = (said or "no law knows the demand") + also
+    return _condition("MetricsAvailable", truth=False, reason=otherwise, message=message)
 
 
 def _active(looked: Looked) -> dict[str, Any]:
@@ -295,6 +287,6 @@ def _steady(condition: dict[str, Any], known: Mapping[str, Any] | None) -> dict[
         return condition
     message = known.get("message", "")
     # another cause is news
-    if condition["type"] == "MetricsAvailable" and _without_numbers(message) != _without_numbers(condition["message"]):
+    if condition["type"] == "MetricsAvailable" and without_numbers(message) != without_numbers(condition["message"]):
         return condition
     return {**condition, "message": message}

@@ -20,32 +20,8 @@ class Accepted(msgspec.Struct, frozen=True):
     """Accepts any parameters and ignores them."""
 
 
-_CLUSTERS: Final = (
-    "it picks among whole clusters, which is not done here; let routes send to each cluster's own picker, by weights,"
-    " and remove the multicluster plugins"
-)
-# Types that a file cannot do without if it names them, and what to write in their place.
-REFUSED: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "disaggregatedset-rollout-screener": (
-            "pairs of different revisions are kept apart by a label here; set groupKey: "
-            "disaggregatedset.x-k8s.io/revision of disagg-profile-handler, and remove it"
-        ),
-        **dict.fromkeys(
-            (
-                "multicluster-file-discovery",
-                "multicluster-kv-cache-utilization-scorer",
-                "multicluster-metrics-data-source",
-                "multicluster-metrics-extractor",
-                "multicluster-prefix-cache-scorer",
-                "multicluster-queue-scorer",
-                "multicluster-session-affinity-filter",
-                "multicluster-topology-scorer",
-            ),
-            _CLUSTERS,
-        ),
-    }
-)
+_NO_ENCODE_STAGE: Final = "nothing: there is no encode stage; engines of the other stages encode media themselves"
+
 # What does the work of each type here.
 ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -54,7 +30,6 @@ ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
         "inflight-load-producer": "the in-flight ledger",
         "predicted-latency-producer": "learned prefill rates",
         "burst-prefix-cache-producer": "the index is written at the pick",
-        "session-id-producer": "the session plugins read their header themselves",
         "token-producer": "the ModelServer's tokenizer",
         "tokenizer": "the ModelServer's tokenizer",
         "p2p-source-producer": "nothing: pulling KV caches from peers is not done",
@@ -74,9 +49,8 @@ ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
         "vllmhttp-parser": "extproc's own parser",
         "sglanghttp-parser": "extproc's own parser",
         "passthrough-parser": "extproc's own parser",
-        "always-disagg-multimodal-decider": (
-            "nothing: there is no encode stage; engines of the other stages encode media themselves"
-        ),
+        "always-disagg-multimodal-decider": _NO_ENCODE_STAGE,
+        "always-encode-decider": _NO_ENCODE_STAGE,
         "vllmgrpc-parser": "nothing: gRPC requests of --pool go by load, without a look at their prompts",
         "vertexai-parser": "nothing: gRPC requests of --pool go by load, without a look at their prompts",
         "dcgm-data-source": "nothing: GPU metrics are not read; load is what engines say and what was sent to them",
@@ -95,5 +69,17 @@ ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
         "fcfs-ordering-policy": "flow control: FirstCome",
         "edf-ordering-policy": "flow control: Deadline",
         "slo-deadline-ordering-policy": "flow control: Deadline",
+        **dict.fromkeys(
+            ("local-syncer", "redis-syncer", "redis-state-store"),
+            "each replica decides by what it sees; with --redis, extproc's replicas share limits and sessions",
+        ),
+        "session-manager": "nothing: session plugins read ids in their headers; KV events do not carry them",
+        "slo-request-tracker": "latencies, learned of every answer",
+        "latency-observer-producer-hub": "TTFT, measured on every answer",
+        "multicluster-approx-prefix-cache-producer": "the pool's own prefix index",
+        "multicluster-file-discovery": "the ModelServer's endpoints: write each cluster's gateway as one",
+        "multicluster-metrics-data-source": "what was sent to each cluster: their pickers are not asked for their load",
+        "multicluster-metrics-extractor": "what was sent to each cluster: their pickers are not asked for their load",
+        "destination-endpoint-served-verifier": "nothing: answers are not marked for conformance tests",
     }
 )

@@ -4,12 +4,20 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self
 
 import msgspec
 import numpy as np
 
-from extproc.config.session_affinity import SessionAffinityParameters, SessionIdConfig
+from extproc.config.patterns import HEADER_OR_EMPTY
+from extproc.config.session_affinity import (
+    NEVER_READ,
+    SessionAffinityParameters,
+    SessionIdConfig,
+    SessionSource,
+)
+from extproc.config.usage_limits import AgentIdentity
+from extproc.scheduling.plugins import reasons
 from extproc.scheduling.sessions import SessionNote, address_in
 
 if TYPE_CHECKING:
@@ -25,7 +33,39 @@ ATTRIBUTE_HEADERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "session-id": ("x-session-id",),
     }
 )
-_DEFAULT_SOURCES: Final = SessionIdConfig().sources
+_LEDGER: Final = "there is no ledger of the KV caches of sessions, so none is paused for another"
+
+
+def _headers_of(source: SessionSource, others: Mapping[str, Any]) -> tuple[str, ...]:
+    """The headers that a source of session ids reads, in lower case. ``others``: the file's plugins by name."""
+    if source.header:
+        return (source.header.lower(),)
+    producer = others.get(source.attribute)
+    if not isinstance(producer, SessionIdProducer | AgentIdentity):
+        cls = AgentIdentity if source.attribute == "agent-identity" else SessionIdProducer
+        producer = next((one for one in others.values() if isinstance(one, cls)), None)
+    if producer is not None:
+        return producer.headers
+    return ATTRIBUTE_HEADERS.get(source.attribute, ATTRIBUTE_HEADERS["session-id"])
+
+
+class SessionIdProducer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``session-id-producer``: the header in which clients name their sessions, for the session plugins."""
+
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(
+        {
+            "cookieName": "session ids are read in headers; set headerName",
+            "lruSize": "some 100,000 sessions are kept",
+            "ttl": "evictionTtlSeconds of the session plugin says how long a session is kept",
+        }
+    )
+
+    header_name: Annotated[str, msgspec.Meta(pattern=HEADER_OR_EMPTY)] = ""
+
+    @property
+    def headers(self) -> tuple[str, ...]:
+        """The header, in lower case."""
+        return (self.header_name.lower(),) if self.header_name else ATTRIBUTE_HEADERS["session-id"]
 
 
 class LoraAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -54,9 +94,25 @@ class LoraAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
 class _SessionKeeper(SessionAffinityParameters, frozen=True):
     """What the filter and the scorer have in common: where the session is, and what it is to keep of a pick."""
 
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(dict.fromkeys(sorted(NEVER_READ), reasons.NEVER_READ))
+
+    def with_plugins(self, others: Mapping[str, Any]) -> Self:
+        """With the headers of the producers that its sources name."""
+        if not self.has_ids:
+            return self
+        given = self.by_id
+        sources = tuple(SessionSource(header=name) for one in given.sources for name in _headers_of(one, others))
+        return msgspec.structs.replace(
+            self,
+            strategy="session_id",
+            algorithm="",
+            session_id_producer_name="",
+            session_id_config=msgspec.structs.replace(given, sources=sources or given.sources),
+        )
+
     def bound_row(self, view: View) -> int | None:
         """The row of the session's endpoint; None without a session, or if its endpoint has left."""
-        if self.strategy == "encoded_endpoint_header":
+        if not self.has_ids:
             address = address_in(view.request.headers.get(self.token_header, ""))
         else:
             key = self._key(view)
@@ -71,7 +127,7 @@ class _SessionKeeper(SessionAffinityParameters, frozen=True):
         A session with an id moves only if its endpoint has left or fails: one that a scorer passed over once stays.
         """
         address = view.table.addresses[row]
-        if self.strategy == "encoded_endpoint_header":
+        if not self.has_ids:
             return SessionNote(address, header=self.token_header)
         key, bound = self._key(view), self.bound_row(view)
         if key is None:
@@ -86,9 +142,8 @@ class _SessionKeeper(SessionAffinityParameters, frozen=True):
         if view.sessions is None:
             return None
         headers = view.request.headers
-        for source in self.session_id_config.sources or _DEFAULT_SOURCES:
-            names = (source.header.lower(),) if source.header else ATTRIBUTE_HEADERS.get(source.attribute, ())
-            session = next((found for name in names if (found := headers.get(name, "").strip())), "")
+        for source in self.sources:
+            session = headers.get(source.header.lower(), "").strip() if source.header else ""
             if session:
                 return view.sessions.key(self.profile_name, session)
         return None
@@ -126,3 +181,38 @@ class SessionAffinityFilter(_SessionKeeper, frozen=True):
         only = np.zeros(candidates.size, np.bool_)
         only[row] = True
         return only
+
+
+class ThunderAgent(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``thunder-agent``: sessions of agents stay where they are, as by ``session-affinity-scorer``.
+
+    Named as ``fairnessPolicyRef``, it is ``program-aware-fairness``; as ``saturationDetector``,
+    ``utilization-detector``. llm-d's also holds a session back until its KV cache has room on its endpoint.
+    """
+
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(
+        dict.fromkeys(
+            (
+                "actingHalfLifeSeconds",
+                "admissionPolicy",
+                "bufferTokensPerProgram",
+                "capacityTokens",
+                "evictionSweepSeconds",
+                "headWaitStarvationMs",
+                "idleLeaseSeconds",
+                "nextTurnPredictor",
+                "sessionFinalHeader",
+                "shedIdleSeconds",
+                "utilThreshold",
+            ),
+            _LEDGER,
+        )
+    )
+    TOLD: ClassVar = "keeps sessions on their endpoints, and does not hold them back until their KV caches have room"
+
+    eviction_ttl_seconds: Annotated[float, msgspec.Meta(ge=0)] = 3600.0
+
+    def with_plugins(self, others: Mapping[str, Any]) -> SessionAffinity:
+        """The scorer, with the headers of the file's ``agent-identity``."""
+        ids = SessionIdConfig((SessionSource(attribute="agent-identity"),), self.eviction_ttl_seconds)
+        return SessionAffinity(strategy="session_id", session_id_config=ids).with_plugins(others)

@@ -33,20 +33,44 @@ class CustomMetric(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
     optional: bool = False
 
 
-class EngineConfig(msgspec.Struct, frozen=True, rename="camel"):
-    """What an engine's metrics are called; of these, custom ones are read."""
+class EngineConfig(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """What an engine's metrics are called: ``customMetrics`` are read, of every engine.
 
+    The other fields are accepted without effect: the usual metrics are read under the names of the ModelServer's
+    ``engine``.
+    """
+
+    name: str = ""
+    queued_requests_spec: str = ""
+    running_requests_spec: str = ""
+    kv_usage_spec: str = ""
+    lora_spec: str = msgspec.field(default="", name="loraSpec")
+    cache_info_spec: str = ""
+    cache_block_size_label_name: str = ""
+    cache_num_blocks_label_name: str = ""
+    cache_block_size_spec: str = ""
+    cache_num_blocks_spec: str = ""
     custom_metrics: tuple[CustomMetric, ...] = ()
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The fields that name metrics which are not read."""
+        fields = msgspec.structs.fields(self)
+        return tuple(
+            one.encode_name for one in fields if one.name not in {"name", "custom_metrics"} and getattr(self, one.name)
+        )
 
-class MetricsExtractor(msgspec.Struct, frozen=True, rename="camel"):
+
+class MetricsExtractor(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``core-metrics-extractor``: ``customMetrics`` of ``engineConfigs`` are attributes of endpoints.
 
     They are looked for on the metrics page of every engine. The usual metrics are those of the ModelServer's
     ``engine``.
     """
 
-    WITHOUT_EFFECT: ClassVar = MappingProxyType({"defaultEngine": "engines are of the ModelServer's kind"})
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(
+        dict.fromkeys(("defaultEngine", "engineLabelKey"), "engines are of the ModelServer's kind")
+    )
 
     engine_configs: tuple[EngineConfig, ...] = ()
 

@@ -11,7 +11,7 @@ import msgspec
 from extproc.errors import BadRequest, NoEndpoint
 from extproc.scheduling.labels import label_groups
 from extproc.scheduling.picker import Pick
-from extproc.scheduling.plugins.reasons import INDEX_SIZE, NEVER_USED, ONE_INDEX
+from extproc.scheduling.plugins.reasons import INDEX_SIZE, NEVER_READ, NEVER_USED, ONE_INDEX
 
 if TYPE_CHECKING:
     import random
@@ -120,8 +120,37 @@ class DataParallel(SingleProfile, frozen=True, rename="camel", forbid_unknown_fi
         "each rank is an endpoint of its own and gets its requests itself; x-data-parallel-host-port is not set"
     )
 
+    WITHOUT_EFFECT: ClassVar = MappingProxyType({"targetPort": NEVER_READ})
+
     # accepted without effect
     primary_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+
+
+class EncodeDecode(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``ed-profile-handler``, of releases before ``disagg-profile-handler``: runs the decode profile.
+
+    The encode profile is not run: decode engines encode media themselves.
+    """
+
+    TOLD: ClassVar = "there is no encode stage: only the decode profile runs, and its engines encode media themselves"
+
+    decode_profile: str = "decode"
+    # accepted without effect
+    encode_profile: str = "encode"
+    decider_plugin_name: str = ""
+
+    def needs(self, profiles: Mapping[str, Profile]) -> str | None:
+        """An error message if the decode profile is missing."""
+        if self.decode_profile in profiles:
+            return None
+        return f"there is no profile '{self.decode_profile}'; add it to schedulingProfiles"
+
+    def run(
+        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], rng: random.Random
+    ) -> Pick:
+        """Run the decode profile."""
+        del deciders
+        return profiles[self.decode_profile].pick(view, rng=rng)
 
 
 class StageNames(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

@@ -16,6 +16,7 @@ ONE_INDEX: Final = "there is one estimate of cached prefixes, whichever producer
 ONE_LEDGER: Final = "load in flight is counted in one ledger, whichever producer is named"
 LEARNED_LATENCY: Final = "latency is expected by learned prefill rates, whichever producer is named"
 NEVER_USED: Final = "llm-d does not use it either"
+NEVER_READ: Final = "no release of llm-d reads it"
 INDEX_SIZE: Final = "the index belongs to the pool and takes its size from what engines report"
 KV_EVENTS: Final = "the ModelServer's kvEvents configure the precise index"
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -209,3 +210,27 @@ def test_a_quick_run_plays_every_policy_and_writes_the_report(tmp_path: Path) ->
     assert "compare nothing" in page
     assert all(f"| {one}" in page or f"| **{one}**" in page for one in POLICIES)
     assert (tmp_path / "autoscale.png").read_bytes().startswith(_PNG)
+
+
+def test_the_report_of_a_quick_run_is_written_again_from_its_cells(tmp_path: Path) -> None:
+    kept = [result(policy, 1.5, 96.0, 8.0, load="quick") for policy in ("attache", "kpa")]
+    short = [
+        msgspec.structs.replace(one, cell=msgspec.structs.replace(one.cell, start_s=20.0, duration_s=130.0))
+        for one in kept
+    ]
+    file = tmp_path / "quick.jsonl"
+    file.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in short))
+    assert main(["autoscale", "--report", str(file), "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "autoscale.md").read_text()
+    assert "Nothing can be said: excerpts of 130 s" in page
+    assert "## Load quick" in page
+
+
+def test_who_waits_for_the_first_cell_is_told_how_many_there_are(tmp_path: Path) -> None:
+    said = Console(record=True, file=io.StringIO(), width=160)
+    cells = [Cell("ramps", Half.TUNING, "fixed", 2.0, seed, duration_s=70.0) for seed in range(2)]
+    run_cells(cells[:1], tmp_path / "cells.jsonl", Path(), said, jobs=1)
+    assert said.export_text().startswith("1 cell to run, a line for each when it has ended: seconds to minutes")
+    run_cells(cells, tmp_path / "cells.jsonl", Path(), said, jobs=1)
+    assert "1 cell to run, a line for each when it has ended: " in (told := said.export_text())
+    assert "s of processor time, as those before" in told

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from bench.engine.__main__ import parser
 from bench.engine.as_vllm import translated
 from controller.resources.engine import EngineConfig, LoraLimits, Parallelism
@@ -28,6 +30,28 @@ def test_an_engine_with_adapters_loads_them() -> None:
     options = started(EngineConfig(lora=LoraLimits(max_loaded=4, max_cached=8, max_rank=16)), adapters=True)
     assert options.enable_lora
     assert (options.max_loras, options.max_cpu_loras, options.max_lora_rank) == (4, 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("--model=meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("--model meta-llama/Llama-3.1-8B --port 9000", "meta-llama/Llama-3.1-8B"),
+        ("serve meta-llama/Llama-3.1-8B --enable-lora", "meta-llama/Llama-3.1-8B"),
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("--model=/mnt/models --served-model-name=llama", "llama"),
+        ("--served-model-name llama l2 --model /mnt/models", "llama"),
+        ("--port=9000", "meta-llama/Llama-3.1-8B-Instruct"),
+    ],
+)
+def test_an_engine_serves_under_the_name_that_vllm_would(line: str, name: str) -> None:
+    assert parser().parse_args(translated(line.split())).model == name
+
+
+def test_flags_in_two_words_are_those_in_one() -> None:
+    words = "--model m --port 9000 --enable-lora --gpu-memory-utilization 0.9 --max-loras 4"
+    options = parser().parse_args(translated(words.split()))
+    assert (options.port, options.enable_lora, options.max_loras) == ([9000], True, 4)
 
 
 def started(config: EngineConfig, *, adapters: bool = False) -> Namespace:

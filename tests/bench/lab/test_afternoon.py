@@ -52,10 +52,14 @@ def afternoon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_the_edited_policy_has_other_numbers_and_the_others_the_same(afternoon: Path) -> None:
-    before, after = (json.loads((afternoon / f"{name}.json").read_text())["policies"] for name in ("before", "after"))
-    assert before.keys() == after.keys() == {"attache", "my.py:Mine", "round-robin"}
-    assert before["my.py:Mine"] != after["my.py:Mine"]
-    assert [before[one] for one in ("attache", "round-robin")] == [after[one] for one in ("attache", "round-robin")]
+    before, after = (json.loads((afternoon / f"{name}.json").read_text())["groups"] for name in ("before", "after"))
+    # one for each rate
+    assert len(before) == len(after) == 2
+    assert [one["conditions"] for one in before] == [one["conditions"] for one in after]
+    for old, new in zip((one["policies"] for one in before), (one["policies"] for one in after), strict=True):
+        assert old.keys() == new.keys() == {"attache", "my.py:Mine", "round-robin"}
+        assert [old[one] for one in ("attache", "round-robin")] == [new[one] for one in ("attache", "round-robin")]
+    assert [one["policies"]["my.py:Mine"] for one in before] != [one["policies"]["my.py:Mine"] for one in after]
 
 
 def test_the_report_names_what_made_it(afternoon: Path) -> None:

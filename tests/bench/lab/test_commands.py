@@ -35,6 +35,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def measures(found: dict[str, Any]) -> dict[str, Any]:
+    """By policy, of results with one set of conditions."""
+    (group,) = found["groups"]
+    policies: dict[str, Any] = group["policies"]
+    return policies
+
+
 def replay(*more: str) -> int:
     return main(["replay", *SMALL, "--jobs", "1", *more])
 
@@ -45,8 +52,8 @@ def test_a_replay_writes_what_is_asked_for_under_the_names_that_are_promised(tmp
     assert replay(*flags, "--json", str(out), "--csv", str(lines), "--html", str(page)) == 0
 
     found = json.loads(out.read_text())
-    assert found["policies"].keys() == {"attache", "dynamo"}
-    for one in found["policies"].values():
+    assert measures(found).keys() == {"attache", "dynamo"}
+    for one in measures(found).values():
         assert one["requests"] == 24
         assert one["errors"] == 0
         assert one["ttft_s"].keys() >= {"mean", "p50", "p90", "p99"}
@@ -88,17 +95,17 @@ def test_a_replay_finds_a_repeated_prompt_in_the_cache(tmp_path: Path, capsys: p
     said = capsys.readouterr().out
     assert "attache" in said
     assert found["trials"][0]["workload"] == "trace.jsonl, rows 1 to 30"
-    aware, round_robin = found["policies"]["attache"], found["policies"]["round-robin"]
+    aware, round_robin = measures(found)["attache"], measures(found)["round-robin"]
     assert aware["requests"] == len(found["trials"][0]["requests"]["ttft_s"]) == 30
     # the same prompt 30 times: all but the first find its full blocks, less the one with the last token
     assert aware["cached_token_ratio"] > round_robin["cached_token_ratio"] > 0.8
 
 
 def test_what_no_engine_could_hold_fails_instead_of_being_lost(tmp_path: Path) -> None:
-    row = {"timestamp": 0, "output_length": 50, "hash_ids": [1, 2]}
-    rows = [{**row, "input_length": length} for length in (100, 1000)]
+    row = {"timestamp": 0, "output_length": 50}
+    rows = [{**row, "input_length": length, "hash_ids": ids} for length, ids in ((100, [1]), (1000, [1, 2]))]
     found = play_rows(tmp_path, rows, "--kv-blocks", "20", "--policies", "attache,round-robin")
-    assert [one["errors"] for one in found["policies"].values()] == [1, 1]
+    assert [one["errors"] for one in measures(found).values()] == [1, 1]
     assert all(trial["requests"]["errors"] == ["", "longer than the KV cache"] for trial in found["trials"])
 
 
@@ -117,7 +124,7 @@ def test_a_policy_of_llm_ds_can_be_compared_with_ours(tmp_path: Path, config: Pa
         }
         for number in range(40)
     ]
-    found = play_rows(tmp_path, rows, "--policies", f"{config},round-robin")["policies"]
+    found = measures(play_rows(tmp_path, rows, "--policies", f"{config},round-robin"))
     assert found[str(config)]["cached_token_ratio"] > found["round-robin"]["cached_token_ratio"] > 0
 
 
@@ -126,7 +133,7 @@ def test_the_same_command_gives_the_same_numbers(tmp_path: Path) -> None:
     assert replay("--policies", "attache", "--json", str(first)) == 0
     assert replay("--policies", "attache", "--json", str(second), "--fresh") == 0
     one, other = (json.loads(file.read_text()) for file in (first, second))
-    assert one["policies"] == other["policies"]
+    assert measures(one) == measures(other)
 
 
 def test_what_was_run_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -151,6 +158,11 @@ def test_two_policies_of_one_replay_are_compared_request_by_request(
     said = capsys.readouterr().out
     assert "round-robin" in said
     assert "TTFT" in said
+    (tmp_path / "later.json").write_bytes(out.read_bytes())
+    assert main(["compare", "out.json:round-robin", "later.json:round-robin"]) == 0
+    # one policy before and after a change: its files tell which is which
+    assert "out.json:round-robin" in (said := capsys.readouterr().out)
+    assert "later.json:round-robin" in said
     assert main(["compare", str(out), str(out)]) == 0
     assert "+0.0%" in capsys.readouterr().out
 
@@ -221,7 +233,12 @@ def test_the_table_of_the_lab_has_a_line_for_each_policy_and_load(
     assert page.count("\n## ") == 6
     assert page.count("\n| attache |") == page.count("\n| random |") == 6
     assert "Made by `attache lab --traces " in page
-    assert json.loads((tmp_path / "out" / "lab.json").read_text())["policies"]["attache"]["requests"] == 3 * 30 + 3 * 30
+    groups = json.loads((tmp_path / "out" / "lab.json").read_text())["groups"]
+    assert [one["policies"]["attache"]["requests"] for one in groups] == [30] * 6
+    assert "## conversation, high (98%)" in page
+    # of other engines nobody has measured the capacity
+    assert main(["lab", "--traces", str(tmp_path), *flags, "--rate-factor", "0.8"]) == 0
+    assert "## conversation, high\n" in (tmp_path / "out" / "lab.md").read_text()
 
 
 def test_in_a_clone_without_traces_the_lab_plays_generators_and_says_how_to_give_traces(
@@ -251,9 +268,35 @@ def test_a_grid_over_rates_has_a_table_for_each_rate(tmp_path: Path, capsys: pyt
     # a report says what made it
     assert "<code>attache replay --trace chat:" in page
     assert "numpy " in page
-    assert json.loads((tmp_path / "out.json").read_text())["made_by"]["versions"]["code"]
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["made_by"]["versions"]["code"]
+    # nothing pools rates without a word
+    assert ["rate x1," in one["conditions"] for one in written["groups"]] == [True, False]
+    assert [one["policies"]["attache"]["requests"] for one in written["groups"]] == [24, 24]
     assert main(["compare", "out.json", "out.json"]) == 0
-    assert "2 sets of conditions together, rates x1, x2" in " ".join(capsys.readouterr().out.split())
+    compared = " ".join(capsys.readouterr().out.split())
+    assert "2 sets of conditions together, rates x1, x2" in compared
+    # and each alone
+    assert compared.count("paired by request") == 3
+    assert compared.count("rate x1,") == compared.count("rate x2,") == 1
+
+
+def test_traces_of_one_name_in_two_directories_have_a_table_each(tmp_path: Path) -> None:
+    flags = ["--policies", "attache", "--engines", "2", "--hardware", "h100", "--model", "8b", "--json", "out.json"]
+    for directory in ("one", "other"):
+        (tmp_path / directory).mkdir()
+        rows = [{"timestamp": at, "input_length": 9, "output_length": 2, "hash_ids": [1]} for at in range(3)]
+        flags += ["--trace", written_trace(Path(directory) / "trace.jsonl", rows)]
+    assert main(["replay", *flags, "--jobs", "1"]) == 0
+    first, second = json.loads((tmp_path / "out.json").read_text())["groups"]
+    assert first["conditions"].startswith("one/trace.jsonl after 0: ")
+    assert second["conditions"].startswith("other/trace.jsonl after 0: ")
+
+
+def test_two_parts_of_what_a_generator_makes_have_a_table_each() -> None:
+    assert replay("--policies", "attache", "--skip", "0", "--skip", "3", "--limit", "3", "--json", "out.json") == 0
+    groups = json.loads(Path("out.json").read_text())["groups"]
+    assert [one["policies"]["attache"]["requests"] for one in groups] == [6, 6]
 
 
 def test_the_lab_says_where_its_traces_are_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from bench.lab.intervals import mean_interval, ratio_interval, windows
 from bench.lab.measures import LatencyObjective, measure
 from bench.lab.trial import RequestRow
 from bench.reporting.distribution import distribution
+from bench.reporting.intervals import mean_interval, ratio_interval, windows
 
 
 def row(

@@ -20,6 +20,17 @@ from bench.lab.inputs import condition_files, key_of
 from bench.lab.trial import Conditions, Trial
 from extproc.config.errors import ConfigInvalid
 
+NUMPY = """\
+import numpy as np
+from bench.policies.least_cost import least_cost
+class Mine:
+    def __init__(self):
+        self.picks = 0
+    def pick(self, view, *, rng):
+        self.picks += 1
+        # the cost by row
+        return least_cost(view, {cost}, rng)
+"""
 FIRST = """
 from bench.policies.least_cost import least_cost
 
@@ -51,7 +62,7 @@ def imbalances(*policies: str) -> list[float]:
     """The busiest engine over the mean, of two engines: 2 if one has everything."""
     assert replay("--policies", ",".join(policies), "--json", "out.json") == 0
     found: dict[str, Any] = json.loads(Path("out.json").read_text())
-    return [found["policies"][one]["imbalance"] for one in policies]
+    return [found["groups"][0]["policies"][one]["imbalance"] for one in policies]
 
 
 def kept() -> int:
@@ -202,6 +213,14 @@ def test_installed_plugins_make_the_key_of_what_may_use_them(tmp_path: Path, mon
             ["my.py:Leaves: its pick failed at", "SystemExit: enough"],
         ),
         (
+            NUMPY.format(cost="np.full(2, np.nan)"),
+            "my.py",
+            ["at 0.", "the cost of row 0 is not a number (nan)"],
+        ),
+        (NUMPY.format(cost="np.zeros(1)"), "my.py", ["the shape (1,)", "each row of view.table, here to row 1"]),
+        # with state: a bug that only a later pick meets
+        (NUMPY.format(cost="np.ones(2) / (self.picks < 5 or 1 // 0)"), "my.py", ["line 9, in pick", "ZeroDivision"]),
+        (
             "import os\nclass Mine:\n    def pick(self, view, *, rng):\n        os._exit(3)\n",
             "my.py:Mine",
             ["a process of the lab ended"],
@@ -249,10 +268,10 @@ def test_a_gpu_and_a_model_from_files() -> None:
     [
         (GPU + "link: nvlink9\n", ["rig.yaml:4: link", "nvlink9", "nvlink5"]),
         (GPU + "bandwith: 1\n", ["rig.yaml:4: bandwith", "did you mean 'bandwidth'?"]),
-        (GPU.replace("32e9", "much"), ["rig.yaml:3: memory", "it is 'much'"]),
+        (GPU.replace("32e9", "much"), ["rig.yaml:3: memory", "'much' is text; write a number"]),
         (GPU.replace("209e12", "-1"), ["rig.yaml:1: flops", "> 0"]),
         ("flops: 1e12\n", ["the field 'memory' is missing", "the field 'bandwidth' is missing"]),
-        (GPU + "perLayer: 32\n", ["rig.yaml:4: perLayer", "write a number with a unit"]),
+        (GPU + "perLayer: 32\n", ["rig.yaml:4: perLayer: 32 has no unit; write 32s"]),
         (GPU + "ownLink: {bandwidth: 1e9}\n", ["rig.yaml:4: ownLink", "'latency' is missing"]),
         ("", ["rig.yaml: has 0 documents"]),
         ("a: [\n", ["rig.yaml:2"]),
@@ -272,7 +291,7 @@ def test_an_edited_rig_is_run_again_and_not_compared_with_what_it_was(capsys: py
             main(["replay", "--trace", "chat:sessions=4,turns=2", *hardware, "--policies", "attache", "--json", out])
             == 0
         )
-        mean: float = json.loads(Path(out).read_text())["policies"]["attache"]["ttft_s"]["mean"]
+        mean: float = json.loads(Path(out).read_text())["groups"][0]["policies"]["attache"]["ttft_s"]["mean"]
         return mean
 
     Path("rig.yaml").write_text(GPU)
@@ -282,3 +301,19 @@ def test_an_edited_rig_is_run_again_and_not_compared_with_what_it_was(capsys: py
     capsys.readouterr()
     assert main(["compare", "1.json", "2.json"]) == 2
     assert "rig.yaml was another file" in capsys.readouterr().out
+
+
+def test_a_replay_says_for_what_hardware_the_model_was_never_held_against_anything(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def said(hardware: str, model: str = "8b") -> str:
+        engines = ["--engines", "2", "--hardware", hardware, "--model", model, "--jobs", "1"]
+        assert main(["replay", "--trace", "chat:sessions=2,turns=1", *engines, "--policies", "attache"]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    Path("rig.yaml").write_text(GPU)
+    assert "never held against a measurement: GPU rig.yaml; " in said("rig.yaml")
+    assert "never held against a measurement: GPU l40s; " in said("h100*1+l40s*1")
+    assert "never held against a measurement: GPU h200, model 7b; " in said("h200", "7b")
+    assert "never held against a measurement: links of a100x2; " in said("a100x2")
+    assert "never held" not in said("h100")

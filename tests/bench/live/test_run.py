@@ -10,6 +10,7 @@ import pytest
 
 from bench.live.report import Comparison, PolicyRun, table, write_report
 from bench.live.run import main
+from bench.reporting.origin import MadeBy
 from bench.reporting.results import RequestResult
 from bench.reporting.summary import summarize
 
@@ -40,13 +41,16 @@ def test_what_it_cannot_do_it_says(arguments: list[str], said: str, capsys: pyte
 def test_failed_requests_are_counted_and_kept_out_of_the_times(tmp_path: Path) -> None:
     results = (RequestResult(0, 0.5, 1.0, 10, 5, 3), RequestResult(0, 0, 0, 0, 0, 0, error="503 no"))
     run = PolicyRun("PrefixAware", summarize(results), (1, 0), 0.5, {"envoy": 1.5}, results)
-    comparison = Comparison("w", "2 engines", 1.0, (run,))
+    made = MadeBy("attache run --limit 2", {"Python": "3.11"})
+    comparison = Comparison("w", "2 engines", 1.0, (run,), made)
     rows = {name: values for name, *values in table(comparison).rows}
     assert rows["failed"] == ["1"]
     assert rows["TTFT mean, ms"] == ["500.0"]
+    assert rows["TTFT mean, 95%, ms"] == ["500.0 to 500.0"]
     page = write_report(comparison, tmp_path)
     assert "envoy 1.5" in page.read_text()
     assert "| TTFT mean, ms | 500.0 |" in page.read_text()
+    assert "Made by `attache run --limit 2`; Python 3.11." in page.read_text()
     assert (tmp_path / "latency.png").stat().st_size > 10_000
     written = json.loads((tmp_path / "results.json").read_text())
     assert len(written["runs"][0]["results"]) == written["runs"][0]["summary"]["requests"] == 2

@@ -65,6 +65,29 @@ def test_equal_hash_ids_are_equal_text_and_the_last_block_is_partial(tmp_path: P
     assert workload.name == "trace.jsonl.gz, rows 2 to 3"
 
 
+def test_rows_of_qwens_usage_traces_have_seconds_and_blocks_of_16_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "qwen_traceA_blksz_16.jsonl"
+    chat = {"chat_id": 159, "parent_chat_id": -1, "type": "text", "turn": 1, "output_length": 7}
+    rows = [{**chat, "timestamp": 61.0, "input_length": 40, "hash_ids": [1, 2, 3]}]
+    rows.append({**chat, "timestamp": 62.5, "input_length": 48, "hash_ids": [1, 2, 4]})
+    file.write_text("\n".join(map(json.dumps, rows)))
+    one, other = read_trace(file, Excerpt()).sessions
+    assert (one.begins_at_s, other.begins_at_s) == (0.0, 1.5)
+    first, second = one.turns[0].text, other.turns[0].text
+    assert (len(first), len(second)) == (4 * 40, 4 * 48)
+    assert first[: 4 * 32] == second[: 4 * 32]
+    assert first[4 * 32 :] != second[4 * 32 : 4 * 40]
+
+
+@pytest.mark.parametrize("ids", [(1, 2), range(69), ()])
+def test_blocks_of_another_size_are_not_read_as_if_they_had_512_tokens(tmp_path: Path, ids: tuple[int, ...]) -> None:
+    trace = mooncake(tmp_path, row(0, 1, 9), row(0, 1100, *ids))
+    with pytest.raises(
+        TraceInvalid, match=rf":2: has {len(ids)} hash_ids for 1100 tokens; blocks of 512 tokens make 3"
+    ):
+        read_trace(trace, Excerpt())
+
+
 def test_azure_rows_are_read_with_their_times(tmp_path: Path) -> None:
     file = tmp_path / "azure.csv"
     file.write_text(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
@@ -17,6 +17,9 @@ import yaml
 from controller.convert_command import main
 from controller.converters.convert import check, convert
 from controller.converters.reading import Invalid, quantity, target_names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = sorted(one.stem for one in GOLDEN.glob("*.yaml"))
@@ -127,6 +130,34 @@ def test_bindings_that_read_the_same_share_a_policy() -> None:
         ("AutoscalingPolicyBinding", "chat"),
         ("AutoscalingPolicyBinding", "other"),
     ]
+
+
+def test_the_first_versions_names_of_targets_mean_the_same() -> None:
+    target = {"targetRef": {"kind": "ModelServing", "name": "chat"}, "metricEndpoint": {"uri": "/m", "port": 8000}}
+    one = {"target": target, "minReplicas": 2, "maxReplicas": 6}
+    several = {"params": [{**one, "cost": 3}], "costExpansionRatePercent": 150}
+    for newer, older, block in (
+        ("homogeneousTarget", "scalingConfiguration", one),
+        ("heterogeneousTarget", "optimizerConfiguration", several),
+    ):
+        made = [convert([POLICY, with_target(name, block)]) for name in (newer, older)]
+        assert made[0].objects == made[1].objects
+        policy, binding = made[1].objects
+        assert policy["spec"]["metrics"][0]["engine"] == {"port": 8000, "path": "/m"}
+        assert (binding["spec"]["targets"][0]["minReplicas"], binding["spec"]["targets"][0]["maxReplicas"]) == (2, 6)
+
+
+def test_labels_that_chose_pods_in_the_first_versions_are_told() -> None:
+    labels = {"additionalMatchLabels": {"tier": "gold"}, "targetRef": {"name": "chat"}}
+    made = convert([POLICY, with_target("scalingConfiguration", {"target": labels, "maxReplicas": 6})])
+    assert [one for one in made.warnings if "additionalMatchLabels: not carried over" in one]
+
+
+def with_target(name: str, block: Mapping[str, object]) -> dict[str, Any]:
+    """The binding with another target."""
+    made = copy.deepcopy(BINDING)
+    made["spec"] = {"policyRef": made["spec"]["policyRef"], name: block}
+    return made
 
 
 def test_a_policy_that_nobody_uses_is_converted_too() -> None:

@@ -133,7 +133,7 @@ def test_two_objects_of_one_name_are_refused() -> None:
         ("a: !!python/object/apply:os.system [true]", "a tag"),
         ("&a " + "x" * 10, "no object"),
         ("a: " + "9" * 5000, "number"),
-        ("\ufeff\x00", "unacceptable character"),
+        ("\ufeff\x00", "control character U+0000"),
     ],
 )
 def test_files_that_are_traps_are_refused(

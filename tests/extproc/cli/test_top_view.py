@@ -3,10 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
+import threading
+from typing import TYPE_CHECKING
+
 import pytest
 
 from extproc.__main__ import main
-from extproc.cli.top_view import Sample, render
+from extproc.cli.top_sample import Sample
+from extproc.cli.top_view import render
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def reading(**samples: float) -> Sample:
@@ -30,7 +39,7 @@ def test_what_every_process_sees_whole_is_not_added_up() -> None:
         now.add("attache_in_flight", {"server": "default/llama", "endpoint": "e"}, 5)
         now.add("attache_prompt_tokens_total", {"server": "default/llama", "endpoint": "e"}, 50)
     engine = next(line for line in render(Sample(), now, seconds=1.0, tenants=9).splitlines() if "llama" in line)
-    assert engine.split() == ["default/llama", "e", "5", "0", "0", "0%", "100", "0%"]
+    assert engine.split() == ["default/llama", "e", "serving", "5", "-", "-", "-", "-", "0%", "100", "0%"]
 
 
 def test_queues_show_who_waits_and_how_long() -> None:
@@ -58,6 +67,138 @@ def test_tenants_are_shown_by_their_share_and_the_largest_first() -> None:
         ["acme", "5.0", "50", "25%", "0.00", "0.0"],
     ]
     assert "zero" not in "\n".join(lines)
+
+
+def engine(now: Sample, endpoint: str, **values: float) -> None:
+    where = {"server": "default/llama", "endpoint": endpoint}
+    now.add("attache_in_flight", where, 0)
+    for name, value in values.items():
+        now.add(f"attache_{name}", where, value)
+
+
+def one_of_each(now: Sample) -> None:
+    """An engine that serves, one that is dead, one that hangs, and one that answers with errors."""
+    now.add("attache_engine_reports_total", {"server": "default/llama", "result": "read"}, 50)
+    said = {"engine_running": 7, "engine_waiting": 3, "engine_kv_usage": 0.5, "endpoint_ttft_seconds": 0.05}
+    engine(now, "10.0.0.1:8000", engine_report_age_seconds=0.1, **said)
+    engine(now, "10.0.0.2:8000", engine_report_age_seconds=42, endpoint_failed_ratio=0.5, **said)
+    engine(now, "10.0.0.3:8000")
+    engine(now, "10.0.0.4:8000", engine_report_age_seconds=0.1, **said)
+    for endpoint, reason in (("10.0.0.2:8000", "no_answer"), ("10.0.0.4:8000", "error")):
+        where = {"server": "default/llama", "endpoint": endpoint}
+        now.add("attache_endpoint_avoided", {**where, "reason": reason}, 1)
+        now.add("attache_endpoint_avoided_since_timestamp_seconds", where, 1000)
+
+
+def test_an_engine_that_does_not_serve_is_told_with_why_and_since_when() -> None:
+    now = Sample()
+    one_of_each(now)
+    lines = render(Sample(), now, seconds=1.0, tenants=9, wall_now_s=1041.0).splitlines()
+    assert lines[1] == "engines: 1 serving, 2 avoided, 1 silent"
+    assert lines[3].startswith("10.0.0.2:8000 of default/llama is avoided since 00:16:40 UTC (41 s ago): it cannot be")
+    assert lines[3].endswith("it last said how it is 42 s ago")
+    assert lines[4].startswith("10.0.0.3:8000 of default/llama is silent: it has never said how it is; see that")
+    assert "it answers with errors (429 or 5xx); read its log" in lines[5]
+    assert "last said" not in lines[5]
+    rows = {row[1]: row[2:9] for row in map(str.split, lines) if row[:1] == ["default/llama"]}
+    assert rows == {
+        "10.0.0.1:8000": ["serving", "0", "7", "3", "50%", "50", "ms"],
+        # numbers of another time are not shown as those of now
+        "10.0.0.2:8000": ["AVOIDED", "0", "-", "-", "-", "-", "50%"],
+        "10.0.0.3:8000": ["SILENT", "0", "-", "-", "-", "-", "0%"],
+        "10.0.0.4:8000": ["AVOIDED", "0", "7", "3", "50%", "50", "ms"],
+    }
+
+
+def test_an_engine_that_is_back_and_was_not_tried_yet() -> None:
+    now = Sample()
+    one_of_each(now)
+    now.add("attache_engine_report_age_seconds", {"server": "default/llama", "endpoint": "10.0.0.2:8000"}, 0.2)
+    lines = render(Sample(), now, seconds=1.0, tenants=9, wall_now_s=1041.0).splitlines()
+    assert lines[3].endswith("it says how it is again, and the next request that suits it best tries it")
+
+
+def test_engines_that_nobody_reads_are_not_silent() -> None:
+    now = Sample()
+    engine(now, "10.0.0.1:8000")
+    assert render(Sample(), now, seconds=1.0, tenants=9).splitlines()[1] == "engines: 1 serving"
+
+
+def test_the_process_with_the_freshest_report_counts() -> None:
+    now = Sample()
+    for age_s in (30.0, 0.5):
+        now.add("attache_engine_reports_total", {"server": "default/llama", "result": "read"}, 5)
+        engine(now, "10.0.0.1:8000", engine_report_age_seconds=age_s, endpoint_ttft_seconds=0.2)
+    text = render(Sample(), now, seconds=1.0, tenants=9)
+    assert "engines: 1 serving" in text
+    assert "200 ms" in text
+
+
+def test_what_clients_get_by_server_with_fallbacks() -> None:
+    now = reading(picks_total__server_is_llama=40)
+    for status, first, count in (("2xx", "yes", 20), ("2xx", "no", 6), ("5xx", "yes", 2), ("none", "yes", 4)):
+        labels = {"server": "llama", "status_class": status, "first_choice": first}
+        now.add("attache_answers_total", labels, count)
+    lines = render(Sample(), now, seconds=2.0, tenants=9).splitlines()
+    start = next(index for index, line in enumerate(lines) if "FALLBACKS/S" in line)
+    assert lines[start + 1].split() == ["llama", "20.0", "13.0", "0.0", "1.0", "2.0", "3.0"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_line_is_longer_than_the_terminal(width: int) -> None:
+    now = reading(queue_waiting__server_is_llama__band_is_high=12, picks_total__server_is_llama=150)
+    one_of_each(now)
+    now.add("attache_tenant_requests_total", {"tenant": "acme", "outcome": "picked"}, 10)
+    text = render(Sample(), now, seconds=1.0, tenants=9, wall_now_s=1041.0, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    for needed in ("STATE", "TTFT", "FAILED", "FALLBACKS/S", "SATURATION"):
+        assert needed in text
+    assert ("RUNNING" in text) == (width == 120)
+
+
+def test_a_page_of_something_else(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(b"# TYPE envoy_requests counter\nenvoy_requests_total 5\n") as page:
+        assert main(["top", "--once", "--interval", "100ms", page]) == 2
+    assert f"the page at {page} is not of extproc" in capsys.readouterr().err
+
+
+def test_the_pages_url_is_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(b"# TYPE attache_open_streams gauge\nattache_open_streams 5\n") as page:
+        assert main(["top", "--once", "--interval", "100ms", f"http://{page}/metrics"]) == 0
+    assert "5 requests open" in capsys.readouterr().out
+
+
+def test_fewer_tenants_than_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["top", "--tenants", "-3"])
+    assert "--tenants -3: write 0 or more" in capsys.readouterr().err
+
+
+def test_a_host_name_is_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(b"# TYPE attache_open_streams gauge\nattache_open_streams 5\n") as page:
+        assert main(["top", "--once", "--interval", "100ms", page.replace("127.0.0.1", "localhost")]) == 0
+    assert "5 requests open" in capsys.readouterr().out
+
+
+@contextlib.contextmanager
+def serving(text: bytes) -> Iterator[str]:
+    """The address of a page with this text."""
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
 
 
 def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:

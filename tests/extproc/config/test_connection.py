@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from extproc.config.errors import ConfigInvalid
@@ -106,8 +108,19 @@ def test_engines_are_addresses_or_names(text: str, expected: HostPort) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["10.0.0.300:80", "engine", "engine:0", "engine:x", "-a:80", "a..b:80", "::1:80", ":80", "1.2:3"]
+    ("text", "advice"),
+    [
+        ("10.0.0.300:80", "write IP:PORT or NAME:PORT"),
+        ("-a:80", "write IP:PORT or NAME:PORT"),
+        ("a..b:80", "write IP:PORT or NAME:PORT"),
+        (":80", "write IP:PORT or NAME:PORT"),
+        ("1.2:3", "write IP:PORT or NAME:PORT"),
+        ("engine", "it has no port: write engine:8000"),
+        ("engine:0", "'0' is not a port"),
+        ("engine:x", "'x' is not a port"),
+        ("::1:80", "write an IPv6 address in brackets"),
+    ],
 )
-def test_what_is_neither_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="write 'IP:PORT' or 'NAME:PORT'"):
+def test_what_is_neither_is_refused(text: str, advice: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(repr(text))} is not an address; {advice}"):
         parse_endpoint(text)

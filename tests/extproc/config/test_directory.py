@@ -115,7 +115,7 @@ def test_a_directory_that_is_gone_is_told_once_and_is_a_change_when_it_is_back(p
     directory.read()
     away = path.rename(path.with_name("away"))
     assert directory.has_changed()
-    with pytest.raises(ConfigInvalid, match="is not a directory that can be read"):
+    with pytest.raises(ConfigInvalid, match="does not exist; name a directory that holds YAML"):
         directory.read()
     assert not directory.has_changed()
     away.rename(path)

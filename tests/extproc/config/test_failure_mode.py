@@ -92,7 +92,7 @@ def test_check_says_what_open_gives_away(
     file = tmp_path / "a.yaml"
     file.write_bytes(text)
     assert main(["check", str(tmp_path)]) == 0
-    assert "note:" not in capsys.readouterr().out
+    assert "while extproc is down" not in capsys.readouterr().out
     file.write_bytes(
         text.replace(b"metadata: {name: gateway}\nspec: {", b"metadata: {name: gateway}\nspec: {failureMode: Open, ")
     )

@@ -103,6 +103,50 @@ def test_tls_asks_for_the_name_unless_another_is_configured(tls: str, expected: 
     assert resolved.servers[0].spec.endpoints[0].server_name == expected
 
 
+WITH_EVENTS = """apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec:
+  model: m
+  kvEvents: {port: 5557}
+  endpoints:
+  - {address: "10.0.0.1:8000", kvEvents: "events.example:5557", kvReplay: "localhost:5558"}
+  - {address: "engines.example:8000", kvEvents: "engines.example:6000"}
+---
+apiVersion: attache.dev/v1alpha1
+kind: Backend
+metadata: {name: web}
+spec: {endpoints: ["web.example:80", "localhost:81", "10.0.0.9:80"]}
+"""
+
+
+def test_names_of_kv_events_and_backends_are_resolved_too() -> None:
+    snapshot = load({"a.yaml": WITH_EVENTS.encode()})
+    assert names_in(snapshot) == {"events.example", "localhost", "engines.example", "web.example"}
+    answers = {
+        "events.example": ("10.0.0.5",),
+        "localhost": ("127.0.0.1",),
+        "engines.example": ("10.0.0.2", "10.0.0.3"),
+        "web.example": ("10.0.0.8", "10.0.0.9"),
+    }
+    resolved = with_addresses(snapshot, answers)
+    # an engine publishes from its own address where its name has several
+    assert [(one.address, one.kv_events, one.kv_replay) for one in resolved.servers[0].spec.endpoints] == [
+        ("10.0.0.1:8000", "10.0.0.5:5557", "127.0.0.1:5558"),
+        ("10.0.0.2:8000", "10.0.0.2:6000", None),
+        ("10.0.0.3:8000", "10.0.0.3:6000", None),
+    ]
+    assert resolved.backends[0].spec.endpoints == ("10.0.0.8:80", "10.0.0.9:80", "127.0.0.1:81")
+
+
+def test_an_engine_whose_events_have_a_name_that_does_not_resolve_is_used_without_them() -> None:
+    resolved = with_addresses(load({"a.yaml": WITH_EVENTS.encode()}), {})
+    assert [(one.address, one.kv_events) for one in resolved.servers[0].spec.endpoints] == [
+        ("10.0.0.1:8000", "events.example:5557")
+    ]
+    assert resolved.backends[0].spec.endpoints == ("10.0.0.9:80",)
+
+
 class Names:
     """A name server."""
 

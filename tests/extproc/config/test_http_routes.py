@@ -293,7 +293,7 @@ def test_addresses_of_backends_are_checked() -> None:
 apiVersion: attache.dev/v1alpha1
 kind: Backend
 metadata: {name: copies}
-spec: {endpoints: ["127.0.0.1:8001", "127.0.0.1:8001", "files:80"]}
+spec: {endpoints: ["127.0.0.1:8001", "127.0.0.1:8001", "files"]}
 """)
 
     assert [one.partition(": ")[2][:18] for one in found] == ["spec.endpoints[1]:", "spec.endpoints[2]:"]

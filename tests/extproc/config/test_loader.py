@@ -109,7 +109,7 @@ def test_json_is_held_to_the_same_rules() -> None:
     with pytest.raises(ConfigInvalid) as caught:
         load({"a.json": wrong})
     said = [str(one) for one in caught.value.mistakes]
-    assert said[0].startswith("a.json:1: spec.model: expected `str`, got `int`")
+    assert said[0].startswith("a.json:1: spec.model: 7 is a number; put it in quotes")
     assert said[1].startswith("a.json:1: spec.scrapeInterval: 'soon' is not a duration")
     twice = b'{"apiVersion": "attache.dev/v1alpha1", "kind": "ModelServer",\n "metadata": {"name": "a", "name": "b"},'
     with pytest.raises(ConfigInvalid, match=r"a.json:2: metadata.name: is written twice"):
@@ -141,7 +141,7 @@ def test_a_picker_file_keeps_its_decoded_form_and_tells_mistakes_where_it_now_st
         (
             "{type: queue-scorer}]",
             "{type: concurrency-detector, parameters: {maxConcurrency: many}}]",
-            "epp.yaml:4: plugins[0].parameters.maxConcurrency: expected `int`",
+            "epp.yaml:4: plugins[0].parameters.maxConcurrency: 'many' is text; write a whole number",
         ),
     ],
 )
@@ -155,5 +155,5 @@ def test_mistakes_in_a_picker_file_are_found_when_it_is_read(old: str, new: str,
 def test_labels_that_yaml_makes_something_else_of_are_mistakes_and_no_crash() -> None:
     labelled = server("a").replace('"10.0.0.1:8000"', '"10.0.0.1:8000", labels: {1: x, gpu: 2}')
     found = mistakes_of(Loader(), a=labelled)
-    assert "spec.endpoints[0].labels.1: expected `str`, got `int`" in found
-    assert "spec.endpoints[0].labels.gpu: expected `str`, got `int`" in found
+    assert "spec.endpoints[0].labels.1: 1 is a number; put it in quotes" in found
+    assert "spec.endpoints[0].labels.gpu: 2 is a number; put it in quotes" in found

@@ -143,7 +143,7 @@ def test_a_named_band_is_of_its_own_priority_only() -> None:
         ("{maxBytes: 10GB}", "'10GB' is not a quantity; write a whole number"),
         ("{priorityBands: [{priority: 1}, {priority: 1}]}", "priorityBands[1].priority: a second band of priority 1"),
         ("{defaultRequestTTL: -5s}", "'-5s' is not a duration"),
-        ("{defaultRequestTTL: 60}", "'60' is not a duration"),
+        ("{defaultRequestTTL: 60}", "60 has no unit"),
         ("{noEndpointRequestTTL: soon}", "'soon' is not a duration"),
         ("{priorityBands: [{priority: 1, defaultRequestTTL: soon}]}", "'soon' is not a duration"),
         ("{priorityBands: [{priority: 1.5}]}", "priorityBands[0].priority"),
@@ -158,7 +158,7 @@ def test_numbers_that_cannot_be_meant_are_refused_even_where_they_are_not_used(
 
 @pytest.mark.parametrize(
     ("gates", "is_on"),
-    [("[flowControl=true]", True), ("[flowControl=False]", False), ("[other, 'flowControl= 1']", True)],
+    [("[flowControl=true]", True), ("[flowControl=False]", False), ("[dataLayer, 'flowControl= 1']", True)],
 )
 def test_a_gate_may_be_written_with_its_value(gates: str, is_on: bool) -> None:
     assert (control(with_section("{}", gates)) is not None) == is_on
@@ -167,6 +167,8 @@ def test_a_gate_may_be_written_with_its_value(gates: str, is_on: bool) -> None:
 def test_a_gate_that_was_meant_and_one_without_a_readable_value_are_refused() -> None:
     assert "did you mean 'flowControl'?" in mistakes_of(with_section("{}", "[flow-control]"))
     assert "write flowControl=true or flowControl=false" in mistakes_of(with_section("{}", "[flowControl=yes]"))
+    assert "write flowControl=true or flowControl=false" in mistakes_of(with_section("{}", "['flowControl=']"))
+    assert "there is no gate 'other'; write one of: dataLayer" in mistakes_of(with_section("{}", "[other]"))
 
 
 @pytest.mark.parametrize(

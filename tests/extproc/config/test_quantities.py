@@ -35,7 +35,7 @@ def test_durations(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("given", ["", "30", "soon", "-1s", "1 h", "1h30", "s", "9999999999h", 30, 0, None, True])
 def test_what_is_no_duration_is_refused(given: object) -> None:
-    with pytest.raises(ValueError, match="is not a duration; write a number with a unit"):
+    with pytest.raises(ValueError, match=r"(is not a duration|has no unit|has no value); write "):
         Duration(given)
 
 
@@ -63,7 +63,7 @@ def test_sizes(given: object, size: int) -> None:
 
 @pytest.mark.parametrize("given", ["", "100m", "0.5", "-1", "64MB", "lots", "8Ei", "1_000", "1e99", 0.5, True, None])
 def test_what_is_no_whole_number_of_bytes_is_refused(given: object) -> None:
-    with pytest.raises(ValueError, match="is not a size; write a whole number of bytes"):
+    with pytest.raises(ValueError, match=r"(is not a size|has no value); write "):
         ByteSize(given)
 
 

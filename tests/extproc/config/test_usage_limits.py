@@ -139,3 +139,10 @@ def test_what_contradicts_itself_is_refused(parameters: str, mistake: str) -> No
 def test_a_policy_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigInvalid, match="'random-picker' is no usage limit policy"):
         flow_control("", name="random-picker")
+
+
+def test_priorities_may_be_written_as_text_as_in_json() -> None:
+    policy = "  - {type: priority-holdback-policy, parameters: {domain: explicit, ceilings: %s}}"
+    as_text = flow_control(policy % '{"100": 0.9, "-5": 0.2}', name="priority-holdback-policy")
+    assert as_text == flow_control(policy % "{100: 0.9, -5: 0.2}", name="priority-holdback-policy")
+    assert ceiling_at(as_text, 100) == 0.9

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import random
 from typing import TYPE_CHECKING
 
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
@@ -17,6 +19,9 @@ from extproc.core.core import Core
 from extproc.core.effects import Decision
 from extproc.core.explanation import to_text
 from extproc.core.types import Head, Outcome
+from extproc.endpoints.backoff import record_failure
+from extproc.endpoints.engine_reports import EngineReport, apply_report
+from extproc.endpoints.health import Failure
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics
 from extproc.request.model import Api
@@ -27,8 +32,6 @@ from tests.extproc.conftest import CONFIG, settle
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
     from extproc.core.types import Arrival
 
@@ -98,6 +101,40 @@ def test_the_default_picker_shows_what_its_cost_is_made_of() -> None:
     assert best.scores["cost in seconds"] < worst.scores["cost in seconds"]
 
 
+def test_an_engine_that_is_avoided_is_named_with_why() -> None:
+    core = core_of(configured=False)
+    assert "avoided" not in to_text(core.explain(arrival_of(core), 0.0))
+    table = core.pools["default/llama"].table
+    record_failure(table, 0, 100.0)
+    table.healths[1].reasons.add(Failure.CUT)
+    shown = core.explain(arrival_of(core), 100.2)
+    assert shown.avoided == {
+        "10.0.0.1:8000": "it cannot be reached, or answers nothing; not tried for 1 s more",
+        "10.0.0.2:8000": "its answers end early; tried by the next request that suits it",
+    }
+    text = to_text(shown)
+    assert "  10.0.0.1:8000 is avoided: it cannot be reached, or answers nothing; not tried for 1 s more" in text
+
+
+def test_an_engine_that_reports_nothing_is_named_where_others_report() -> None:
+    core = core_of(configured=False)
+    table = core.pools["default/llama"].table
+    assert core.explain(arrival_of(core), 100.0).silent == ()
+    apply_report(table, 0, EngineReport(waiting=1.0), 100.0)
+    apply_report(table, 1, EngineReport(waiting=1.0), 90.0)
+    shown = core.explain(arrival_of(core), 100.1)
+    assert shown.silent == ("10.0.0.2:8000", "10.0.0.3:8000")
+    assert "  10.0.0.3:8000 does not say how it is: only our own counts are known of it" in to_text(shown)
+
+
+def test_a_picture_fits_a_terminal_and_says_what_its_columns_are() -> None:
+    core = core_of(configured=False)
+    text = to_text(core.explain(arrival_of(core), 0.0))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "[1] seconds until the first token: shown, does not count" in text
+    assert "[6] cost in seconds: counts -1 times" in text
+
+
 def test_explaining_changes_nothing() -> None:
     core = core_of(configured=False)
     core.explain(arrival_of(core), 0.0)
@@ -145,6 +182,28 @@ async def test_the_page_of_a_picker_explains_as_its_gateway_asks() -> None:
             assert (shown["server"], len(shown["addresses"])) == ("default/llama", 2)
         other = await client.post("/debug/explain/any?pool=default/gone", data=BODY)
         assert other.status == 503
+
+
+@pytest.mark.parametrize("has_page", [False, True])
+async def test_a_process_without_the_page_refuses_no_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, has_page: bool
+) -> None:
+    async def no_tokens(_: Arrival) -> None:
+        return None
+
+    app = web.Application()
+    if has_page:
+        page = ExplainPage(core_of(configured=True), no_tokens, lambda: 0.0, GatewayOptions())
+        app.add_routes([web.post("/debug/explain/{path:.*}", page.show)])
+    body = tmp_path / "body.json"
+    body.write_bytes(BODY.replace(b'"chat"', b'"other"'))
+    async with TestServer(app) as server:
+        status = await asyncio.to_thread(main, ["explain", "--url", str(server.make_url("/")), str(body)])
+    said = capsys.readouterr().err
+    if has_page:
+        assert (status, said.startswith("refused with 404: The model 'other' does not exist")) == (1, True)
+    else:
+        assert (status, "start extproc with --debug" in said) == (2, True)
 
 
 def test_the_command_asks_as_a_gateway_with_a_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

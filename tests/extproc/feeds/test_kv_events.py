@@ -14,9 +14,10 @@ from bench.engine.journal import Journal
 from bench.engine.publisher import Form, KvEventPublisher, KvEventsConfig
 from bench.engine.text import tokens_of
 from bench.processes import free_ports
+from extproc.config.host_names import with_addresses
 from extproc.config.load import load
 from extproc.core.core import Core
-from extproc.feeds.kv_events import KvEventFeed
+from extproc.feeds.kv_events import KvEventFeed, publishers_of
 from extproc.metrics.registry import Metrics
 from extproc.scheduling.cache_estimator import Prompt
 from tests.waiting import eventually
@@ -24,6 +25,7 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from extproc.config.snapshot import Snapshot
     from extproc.scheduling.pool import Pool
 
 SIZE = 4
@@ -221,3 +223,28 @@ async def test_an_unreadable_replay_does_not_end_the_subscription() -> None:
         await eventually(lambda: held(pool, block("a")) == 4)
         assert not is_whole(pool)
     await engine.stop()
+
+
+def test_events_at_a_name_wait_until_it_is_resolved() -> None:
+    config = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: s}
+spec:
+  model: m
+  kvEvents: {replayPort: 9}
+  endpoints:
+  - {address: "10.0.0.1:1", kvEvents: "events.example:5557"}
+  - {address: "10.0.0.2:1", kvEvents: "10.0.0.2:5557", kvReplay: "events.example:5558"}
+"""
+    snapshot = load({"a.yaml": config.encode()})
+
+    def known(snapshot: Snapshot) -> list[tuple[str, str | None]]:
+        core = Core(snapshot, rng=random.Random(0), ticket_prefix="t")
+        return [(one.events, one.replay) for one in publishers_of(core.pools["default/s"])]
+
+    assert known(snapshot) == [("tcp://10.0.0.2:5557", None)]
+    assert known(with_addresses(snapshot, {"events.example": ("10.0.0.5",)})) == [
+        ("tcp://10.0.0.5:5557", "tcp://10.0.0.1:9"),
+        ("tcp://10.0.0.2:5557", "tcp://10.0.0.5:5558"),
+    ]

@@ -302,4 +302,4 @@ def test_an_argument_that_does_not_parse_is_explained(
     with pytest.raises(SystemExit) as caught:
         main(["--config", str(tmp_path), *arguments])
     assert caught.value.code == 2
-    assert "; write" in capsys.readouterr().err
+    assert "write " in capsys.readouterr().err

@@ -93,6 +93,19 @@ async def next_line(answer: aiohttp.ClientResponse) -> Demand:
     return msgspec.json.decode(line, type=Demand)
 
 
+async def test_the_first_page_lists_the_others() -> None:
+    async with page() as stand, aiohttp.ClientSession() as http:
+        index = stand.url.removesuffix(DEMAND_PATH)
+        async with http.get(f"{index}/") as answer:
+            lines = (await answer.text()).splitlines()
+        found = {line.split()[0]: line for line in lines}
+        assert "only with the option --debug" in found.pop("/debug/explain/PATH")
+        assert list(found) == ["/metrics", "/readyz", "/config", "/loads", "/demand"]
+        for path in found:
+            async with http.get(index + path) as answer:
+                assert answer.status == 200
+
+
 async def test_the_page_is_one_object_and_followed_it_is_a_line_a_second() -> None:
     async with page() as stand, aiohttp.ClientSession() as http:
         async with http.get(stand.url) as answer:

@@ -158,7 +158,7 @@ def test_a_header_names_the_profile() -> None:
         (
             "{nonCachedTokens: 512}",
             "{nonCachedTokens: many}",
-            "pd.yaml:9: plugins[2].parameters.nonCachedTokens: expected",
+            "pd.yaml:9: plugins[2].parameters.nonCachedTokens: 'many' is text; write a number",
         ),
     ],
 )

@@ -154,6 +154,97 @@ schedulingProfiles:
 """,
         ["reusableTokensProducerName has no effect", "stampResponseHeader has no effect", "requestHandler: read"],
     ),
+    "names of an engine's metrics, and attributes that nobody reports": (
+        """
+plugins:
+  - type: model-server-protocol-metrics
+    parameters:
+      engineLabelKey: engine
+      engineConfigs:
+        - {name: mine, queuedRequestsSpec: q, kvUsageSpec: "", loraSpec: l,
+           customMetrics: [{attributeKey: depth, metricSpec: d}]}
+  - {type: endpoint-attribute-filter, name: here, parameters: {attribute: depth, algorithm: {type: topK, topK: {k: 1}}}}
+  - {type: endpoint-attribute-filter, name: gpu, parameters: {attribute: heat, producer: dcgm-extractor,
+      onMissing: Fail, algorithm: {type: topK, topK: {k: 1}}}}
+schedulingProfiles: [{name: default, plugins: [{pluginRef: here}, {pluginRef: gpu}]}]
+""",
+        [
+            "engine 'mine': queuedRequestsSpec, loraSpec: no effect",
+            "engineLabelKey has no effect",
+            "gpu: no endpoint has a value: no core-metrics-extractor has 'heat' in customMetrics; requests fail",
+        ],
+    ),
+    "ceilings that leave a priority out": (
+        f"""
+featureGates: [flowControl]
+plugins:
+  - {{type: queue-scorer}}
+  - {{type: priority-holdback-policy, parameters: {{domain: explicit, ceilings: {{"10": 0.9}}}}}}
+flowControl: {{priorityBands: [{{priority: 10}}, {{priority: 5}}],
+  usageLimitPolicyPluginRef: priority-holdback-policy}}
+{QUEUE}
+""",
+        ["ceilings name no priority 0, so its requests", "ceilings name no priority 5, so its requests"],
+    ),
+    "agents without flow control": (
+        f"""
+plugins: [{{type: queue-scorer}}, {{type: agent-identity}}]
+{QUEUE}
+""",
+        ["agent-identity: no flows of agents without the feature gate flowControl"],
+    ),
+    "sessions of agents on endpoints with room": (
+        """
+featureGates: [flowControl]
+plugins:
+  - {type: agent-identity}
+  - {type: thunder-agent, name: thunder, parameters: {capacityTokens: 524288, sessionFinalHeader: x-final}}
+  - {type: queue-scorer}
+flowControl: {saturationDetector: {pluginRef: thunder}, defaultPriorityBand: {fairnessPolicyRef: thunder}}
+schedulingProfiles: [{name: default, plugins: [{pluginRef: thunder, weight: 3}, {pluginRef: queue-scorer}]}]
+""",
+        [
+            "capacityTokens has no effect",
+            "does not hold them back",
+            "thunder-agent is not built here; in its place, util",
+        ],
+    ),
+    "clusters": (
+        """
+plugins:
+  - {type: multicluster-file-discovery, name: discovery, parameters: {path: /clusters.yaml}}
+  - {type: latency-observer-producer-hub, name: observer, parameters: {windowSize: 500}}
+  - {type: latency-observation-scorer-hub, parameters: {explorationRate: 0.1, ttftPercentilesProducerName: observer}}
+  - {type: multicluster-queue-scorer}
+  - {type: multicluster-topology-scorer, parameters: {field: zone, weights: {a: 1.0}}}
+dataLayer: {discovery: {endpoints: {pluginRef: discovery}}, sources: [{pluginRef: observer}]}
+""",
+        [
+            "write each cluster's gateway as one",
+            "explorationRate has no effect",
+            "by requests in flight to each cluster",
+        ],
+    ),
+    "an encode stage of an earlier release": (
+        """
+plugins:
+  - {type: always-encode-decider}
+  - {type: ed-profile-handler, parameters: {deciderPluginName: always-encode-decider}}
+  - {type: queue-scorer}
+schedulingProfiles:
+  - {name: encode, plugins: [{pluginRef: queue-scorer}]}
+  - {name: decode, plugins: [{pluginRef: queue-scorer}]}
+""",
+        ["only the decode profile runs"],
+    ),
+    "a token as if it were a cookie, and an older port": (
+        """
+plugins:
+  - {type: session-affinity-scorer, parameters: {maxAge: 86400, secure: true, sameSite: Strict}}
+  - {type: data-parallel-profile-handler, parameters: {targetPort: 8000}}
+""",
+        ["maxAge has no effect: no release of llm-d reads it", "targetPort has no effect"],
+    ),
     "a profile without plugins, and a phase in a header": (
         """
 plugins: [{type: header-phase-profile-handler}, {type: decode-filter}, {type: random-picker}]

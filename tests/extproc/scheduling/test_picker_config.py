@@ -13,10 +13,10 @@ import pytest
 from extproc.config.errors import ConfigInvalid
 from extproc.scheduling.framework import NamedScorer, NeedsPlugins, Profile
 from extproc.scheduling.picker_config import picker_from_text
-from extproc.scheduling.plugins.accepted import REFUSED
 from extproc.scheduling.plugins.cache_scorers import PrefixCacheScorer
 from extproc.scheduling.plugins.filters import PrefixCacheAffinity
 from extproc.scheduling.plugins.load_scorers import Queue, TokenLoad
+from extproc.scheduling.plugins.not_built import NOT_BUILT
 from extproc.scheduling.plugins.selectors import MaxScore, WeightedRandom
 from extproc.scheduling.registry import BUILT_IN, installed
 from tests.extproc.scheduling.plugins.views import view_of
@@ -141,8 +141,8 @@ def test_the_older_names_of_a_prefix_scorers_parameters_count() -> None:
 
 
 def test_a_type_of_llm_ds_that_is_not_built_is_refused_with_what_takes_its_place() -> None:
-    with pytest.raises(ConfigInvalid, match="in its place, queue-scorer, kv-cache-utilization-scorer and lora"):
-        picker_from_text("epp.yaml", CONFIG.replace("type: token-load-scorer", "type: decision-tree-filter"), BUILT_IN)
+    with pytest.raises(ConfigInvalid, match="in its place, latency-scorer in both profiles"):
+        picker_from_text("epp.yaml", CONFIG.replace("type: token-load-scorer", "type: pd-slo-pair-optimizer"), BUILT_IN)
 
 
 def test_a_second_picker_and_a_second_document_are_refused() -> None:
@@ -175,12 +175,14 @@ active-request-scorer agent-identity always-disagg-multimodal-decider always-dis
 approx-prefix-cache-producer burst-prefix-cache-producer by-label by-label-selector concurrency-detector
 context-length-aware core-metrics-extractor data-parallel-profile-handler dcgm-data-source dcgm-extractor decode-filter
 disagg-headers-handler disagg-profile-handler disaggregatedset-rollout-screener edf-ordering-policy encode-filter
+label-producer local-syncer redis-syncer endpoint-attribute-weight-scorer
 endpoint-attribute-filter endpoint-attribute-scorer endpoint-notification-source eviction-priority-then-time-ordering
 eviction-sheddable-filter fcfs-ordering-policy file-discovery global-strict-fairness-policy
 header-label-affinity-scorer header-profile-handler inflight-load-producer k8s-notification-source
 kv-cache-utilization-scorer label-selector-filter latency-scorer latency-slo-admitter load-aware-scorer
 lora-affinity-scorer max-score-picker metrics-data-source mm-embeddings-cache-producer mm-embeddings-cache-scorer
-models-data-extractor models-data-source models-responder multicluster-file-discovery
+models-data-extractor models-data-source models-responder multicluster-approx-prefix-cache-producer
+multicluster-file-discovery
 multicluster-kv-cache-utilization-scorer multicluster-metrics-data-source multicluster-metrics-extractor
 multicluster-prefix-cache-scorer multicluster-queue-scorer multicluster-session-affinity-filter
 multicluster-topology-scorer no-hit-lru-scorer openai-parser outlen-bucket p2p-source-producer passthrough-parser
@@ -190,20 +192,20 @@ priority-holdback-policy probabilistic-admitter queue-scorer random-picker reque
 round-robin-fairness-policy running-requests-size-scorer session-affinity-filter session-affinity-scorer
 session-id-producer sglanghttp-parser single-profile-handler slo-deadline-ordering-policy slo-headroom-tier-filter
 soft-reflective-ceiling-policy static-usage-limit-policy token-load-scorer token-producer topology-affinity-filter
-topology-affinity-scorer topology-extractor topology-stamp-handler utilization-detector utilization-filter
+thunder-agent topology-affinity-scorer topology-extractor topology-stamp-handler utilization-detector utilization-filter
 vertexai-parser vllmgrpc-parser vllmhttp-parser weighted-random-picker
 """
 
 
-def test_every_type_of_llm_ds_is_taken_told_or_refused_with_advice() -> None:
-    assert [name for name in LLM_DS.split() if name not in BUILT_IN and name not in REFUSED] == []
-    assert not REFUSED.keys() & BUILT_IN.keys()
+def test_every_type_of_llm_ds_is_taken() -> None:
+    assert [name for name in LLM_DS.split() if name not in BUILT_IN] == []
+    assert not NOT_BUILT.keys() & BUILT_IN.keys()
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_type_that_cannot_be_left_out_is_refused_with_what_takes_its_place(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(NOT_BUILT))
+def test_a_type_of_no_release_is_refused_with_what_takes_its_place(name: str) -> None:
     text = CONFIG.replace("type: token-load-scorer", f"type: {name}\n    name: token-load-scorer")
-    with pytest.raises(ConfigInvalid, match=re.escape(REFUSED[name])):
+    with pytest.raises(ConfigInvalid, match=re.escape(f"in its place, {NOT_BUILT[name]}")):
         picker_from_text("epp.yaml", text, BUILT_IN)
 
 
@@ -214,6 +216,8 @@ def test_every_plugin_works_with_its_defaults(name: str) -> None:
         "request-attribute-reporter": {"attributes": [{"key": {"name": "cost"}, "expression": "usage.total_tokens"}]},
         "header-label-affinity-scorer": {"headerName": "x-zone", "labelKey": "zone"},
         "by-label": {"label": "zone"},
+        "endpoint-attribute-weight-scorer": {"attributeKey": "a", "weights": {"b": 1.0}},
+        "decision-tree-filter": {"current": {"pluginRef": "low-queue-filter"}},
         "priority-holdback-policy": {"minCeiling": 0.5},
         "endpoint-attribute-filter": {"attribute": "a", "algorithm": {"type": "topK", "topK": {"k": 1}}},
         "endpoint-attribute-scorer": {"attributeKey": "a", "algorithm": {"type": "linear_lower_is_better"}},
@@ -221,9 +225,9 @@ def test_every_plugin_works_with_its_defaults(name: str) -> None:
     plugin = msgspec.convert(needed.get(name, {}), BUILT_IN[name].cls)
     plugin = plugin.with_plugins({}) if isinstance(plugin, NeedsPlugins) else plugin
     view = view_of(4)
-    needs_a_label = {"prefill-filter", "encode-filter", "by-label"}
+    needs_more = {"prefill-filter", "encode-filter", "by-label", "header-based-testing-filter"}
     if kind == "filter":
-        assert plugin.keep(view, view.table.is_active).sum() == (0 if name in needs_a_label else 4)
+        assert plugin.keep(view, view.table.is_active).sum() == (0 if name in needs_more else 4)
     elif kind == "scorer":
         assert plugin.score(view, view.table.is_active).shape == view.table.is_active.shape
     elif kind == "reporter":

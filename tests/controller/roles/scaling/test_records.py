@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from controller.autoscale.decision import Decision, StageDecision, Step, TargetDecision
 from controller.autoscale.law import Recommendation
 from controller.autoscale.situation import Freshness, Waiting
+from controller.explain_scaling_command import main
 from controller.roles.scaling.explaining import explained
 from controller.roles.scaling.learned import packed, unpacked
 from controller.roles.scaling.records import Record, Records
@@ -68,13 +70,34 @@ def test_a_decision_reads_like_its_way() -> None:
     for said in ("default/one at 1970-01-01 00:00:00 UTC, mode Auto", "2.25", "unknown", "no latency yet"):
         assert said in text
     assert "then Stabilized: 2.25 -> 3, the largest of 120 s" in text
-    assert "silent: gateway-1" in text
+    assert "silent gateways: gateway-1" in text
     assert "scaled from 2 to 3" in text
     assert "not proven" not in text
     decision = record(0.0).decision
     stages = (msgspec.structs.replace(decision.stages[0], is_proven=False),)
     text = explained(Record(decision=msgspec.structs.replace(decision, stages=stages)))
     assert "targets: not proven the cheapest; a slightly cheaper set may exist" in text
+
+
+def test_what_no_law_knows_and_nobody_waits_for_reads_so() -> None:
+    decision = record(0.0).decision
+    stage = msgspec.structs.replace(
+        decision.stages[0], combined=None, waiting=Waiting(), freshness=Freshness(gateways=1, unreported=("pod-1",))
+    )
+    text = explained(Record(decision=msgspec.structs.replace(decision, stages=(stage,))))
+    assert ": the laws do not know\n" in text
+    assert "  waiting: no requests\n" in text
+    assert "of 1 gateway; silent gateways: none; engines without reports: pod-1" in text
+    several = msgspec.structs.replace(stage, waiting=Waiting(requests=2, tokens=9.0, oldest_s=1.5, at_zero=1))
+    text = explained(Record(decision=msgspec.structs.replace(decision, stages=(several,))))
+    assert "  waiting: 2 requests with 9 tokens, the first for 1.5 s; 1 without any engine\n" in text
+
+
+@pytest.mark.parametrize("text", ["x", "0", "-1", "1.5"])
+def test_a_number_of_decisions_that_is_none(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["default/one", f"--last={text}"], "explain-scaling")
+    assert f"argument --last: '{text}' is not a number of decisions; write 1 or more" in capsys.readouterr().err
 
 
 def test_what_was_learned_survives_packing_and_what_is_too_long_is_left_out() -> None:

@@ -111,6 +111,30 @@ def test_what_is_not_known_is_told_once() -> None:
     assert list(events_of(unknown, status, status)) == []
 
 
+def test_what_may_still_come_is_no_warning_until_it_is_late() -> None:
+    awaited = msgspec.structs.replace(looked("nobody reports", desired=None), awaits_data=True)
+    first = status_of(awaited, {})
+    assert conditions(first)["MetricsAvailable"] == ("False", "DataAwaited")
+    assert list(events_of(awaited, first, {})) == []
+    late = msgspec.structs.replace(awaited, awaits_data=False)
+    assert digest_of(late) != digest_of(awaited)
+    second = status_of(late, first)
+    assert conditions(second)["MetricsAvailable"] == ("False", "DataMissing")
+    assert [one.reason for one in events_of(late, second, first)] == ["FailedGetMetrics"]
+    # another manager looks for the first time
+    third = status_of(awaited, second)
+    assert conditions(third)["MetricsAvailable"] == ("False", "DataMissing")
+    assert list(events_of(awaited, third, second)) == []
+
+
+def test_what_comes_soon_was_never_missing() -> None:
+    awaited = msgspec.structs.replace(looked("nobody reports", desired=None), awaits_data=True)
+    first = status_of(awaited, {})
+    second = status_of(looked(), first)
+    assert conditions(second)["MetricsAvailable"] == ("True", "DataFound")
+    assert list(events_of(looked(), second, first)) == []
+
+
 def test_a_change_by_hand_is_told_with_its_end() -> None:
     held = looked(hold=Hold("kubectl", 2, 1_800_000_600.0))
     status = status_of(held, {})

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notes of ``check`` on what is valid and does not do what its author may think, each with what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from extproc.config.references import backend_key, backend_refs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from extproc.config.authentication import Authentication
+    from extproc.config.snapshot import Snapshot
+
+# What is counted together where nobody says who asks.
+_ALL_AS_ONE: Final = {"Tenant": "tenant", "User": "user", "ApiKey": "key"}
+
+
+def limits_of_nobody(snapshot: Snapshot) -> Iterator[str]:
+    """Limits for each tenant, user or key where requests do not say whose they are: all share one."""
+    gateway = snapshot.gateway
+    missing = _unknown_callers(gateway.authentication, is_told=gateway.clients == "Trusted")
+    for route in snapshot.routes:
+        for per in dict.fromkeys(one.per for one in route.spec.rate_limits):
+            if per in missing:
+                what = f"ModelRoute {route.metadata.key}: the limit per: {per}"
+                yield f"{what} is one limit for all clients together, as {missing[per]}, or write per: Route"
+
+
+def _unknown_callers(asked: Authentication | None, *, is_told: bool) -> dict[str, str]:
+    """Why nobody has a tenant, user or key, and what to write; by what limits may be for. ``is_told``: by gateways in
+    front, in headers.
+    """
+    if asked is None and is_told:
+        return {"ApiKey": "gateways in front tell tenants and users and no keys; write per: Tenant or per: User"}
+    if asked is None:
+        advice = "write authentication in the GatewayConfig"
+        return {per: f"no client has a {one} without authentication; {advice}" for per, one in _ALL_AS_ONE.items()}
+    if not asked.api_keys and not asked.api_key_secrets:
+        return {"ApiKey": "authentication names no keys; write apiKeys, per: Tenant or per: User"}
+    return {}
+
+
+def unrouted_servers(snapshot: Snapshot) -> Iterator[str]:
+    """ModelServers that no client can reach."""
+    named = {
+        route.server_key(target)
+        for route in snapshot.routes
+        for rule in route.spec.rules
+        for target in rule.target_models
+    }
+    named |= {backend_key(route, ref) for route in snapshot.http_routes for ref, _ in backend_refs(route)}
+    for server in snapshot.servers:
+        if server.metadata.key not in named:
+            yield (
+                f"ModelServer {server.metadata.key}: no ModelRoute or HTTPRoute names it, so no request comes to it;"
+                f" write a ModelRoute with targetModels: [{{modelServerName: {server.metadata.name}}}], remove it, or"
+                f" run extproc with --pool {server.metadata.name} behind a gateway that something else configures"
+            )
+
+
+def literal_stars(snapshot: Snapshot) -> Iterator[str]:
+    """Names of models that look like patterns."""
+    for route in snapshot.routes:
+        names = [
+            ("modelName", route.spec.model_name or ""),
+            *(("loraAdapters", one) for one in route.spec.lora_adapters),
+        ]
+        for field, name in names:
+            if name.startswith("*") or name.endswith("*"):
+                yield (
+                    f"ModelRoute {route.metadata.key}: {field} '{name}' is no pattern: only requests that ask for the"
+                    f" model '{name}', with the star, are taken; write the name that clients ask for, in a ModelRoute"
+                    " for each name, or send requests for any model to a ModelServer by an HTTPRoute"
+                )
+
+
+def unsalted_messages(snapshot: Snapshot) -> Iterator[str]:
+    """Caches that are to be kept apart, and that older engines share for one of the APIs.
+
+    Only where somebody wrote so: that tenants are kept apart wherever there is authentication is nobody's wish.
+    """
+    of_gateway = snapshot.gateway.cache_isolation
+    for server in snapshot.servers:
+        spec = server.spec
+        header = None if spec.cache_scope_header is None else f"Header:{spec.cache_scope_header}"
+        wanted = spec.cache_isolation or header or of_gateway
+        if spec.engine == "vLLM" and wanted not in (None, "Shared"):
+            yield (
+                f"ModelServer {server.metadata.key}: cacheIsolation {wanted} does not hold on /v1/messages with vLLM"
+                " older than June 2026, which ignores cache_salt there; see that the engines are newer, or take the"
+                " other paths only, with modelMatch: {uri: {prefix: ...}} in the rules of its ModelRoutes"
+            )

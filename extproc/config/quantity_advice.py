@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to say of a duration or a size that cannot be read: how it was probably meant."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Final
+
+_BARE_NUMBER: Final = re.compile(r"\d+(\.\d+)?", re.ASCII)
+# How people write a unit that is refused, and how it is written here.
+_SPOKEN: Final = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", re.ASCII)
+_MEANT: Final = {
+    **dict.fromkeys(("ms", "msec", "msecs", "millisecond", "milliseconds", "millis"), "ms"),
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), "s"),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), "m"),
+    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), "h"),
+    **dict.fromkeys(("d", "day", "days"), "d"),
+}
+_SIZE_UNITS: Final = frozenset("kmgtpe")
+
+
+def no_duration(given: object) -> str:
+    """Why ``given`` is no duration, and how it was probably meant."""
+    if given is None:
+        return "has no value; write a duration, such as 30s, or leave the field out"
+    text = _as_written(given)
+    if _BARE_NUMBER.fullmatch(text):
+        return f"{text} has no unit; write {text}s if it is seconds, {text}ms if milliseconds"
+    spoken = _SPOKEN.fullmatch(text)
+    meant = spoken and _MEANT.get(spoken[2].lower())
+    if spoken and meant and f"{spoken[1]}{meant}" != text:
+        return f"'{text}' is not a duration; write {spoken[1]}{meant}"
+    return f"'{text}' is not a duration; write a number with a unit, such as 250ms, 30s, 5m or 1h30m"
+
+
+def no_size(given: object) -> str:
+    """Why ``given`` is no size, and how it was probably meant."""
+    if given is None:
+        return "has no value; write a size, such as 64Mi, or leave the field out"
+    text = _as_written(given)
+    spoken = _SPOKEN.fullmatch(text)
+    unit = spoken[2].lower().removesuffix("b").removesuffix("i") if spoken else ""
+    if spoken and unit in _SIZE_UNITS and not text.endswith(("m", "i")):
+        number, letter = spoken[1], unit.upper()
+        decimal = "k" if unit == "k" else letter
+        return (
+            f"'{text}' is not a size; write {number}{letter}i for powers of 1024, {number}{decimal} for powers of 1000"
+        )
+    return f"'{text}' is not a size; write a whole number of bytes, or one with a unit, such as 512Ki, 64Mi or 1G"
+
+
+def _as_written(given: object) -> str:
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notes on what is valid and does not do what its author may think; and none where all is as it looks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from extproc.cli.check import main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Check = Callable[..., list[str]]
+
+ROOT = Path(__file__).parents[3]
+SERVER = {"model": "m", "endpoints": [{"address": "127.0.0.1:1"}]}
+RULES = [{"targetModels": [{"modelServerName": "llama"}]}]
+KEYS = {"apiKeys": [{"name": "a", "key": "sk-0123456789", "tenant": "acme"}]}
+TOKENS = {"jwt": [{"issuer": "https://issuer.test", "jwksFile": "keys.json", "tenantClaim": "org"}]}
+
+
+@pytest.fixture
+def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
+    """The notes on a directory with these specs, each ``Kind`` or ``Kind_name``."""
+
+    def of(**specs: dict[str, Any]) -> list[str]:
+        whole: dict[str, Any] = {"ModelServer": SERVER, "ModelRoute": {"modelName": "llama", "rules": RULES}, **specs}
+        documents = []
+        for title, spec in whole.items():
+            kind, _, name = title.partition("_")
+            api = "gateway.networking.k8s.io/v1" if kind == "HTTPRoute" else "attache.dev/v1alpha1"
+            documents.append({"apiVersion": api, "kind": kind, "metadata": {"name": name or "llama"}, "spec": spec})
+        (tmp_path / "a.yaml").write_text(yaml.safe_dump_all(documents))
+        assert main([str(tmp_path)]) == 0, capsys.readouterr().err
+        lines = capsys.readouterr().out.splitlines()
+        return [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
+
+    return of
+
+
+def limited(*per: str) -> dict[str, Any]:
+    return {"modelName": "llama", "rules": RULES, "rateLimits": [{"per": one, "requests": 5} for one in per]}
+
+
+@pytest.mark.parametrize("per", ["Tenant", "User", "ApiKey"])
+def test_a_limit_for_each_of_what_nobody_is(check: Check, per: str) -> None:
+    (note,) = check(ModelRoute=limited(per))
+    assert note.startswith(f"ModelRoute default/llama: the limit per: {per} is one limit for all clients together")
+    assert "write authentication in the GatewayConfig, or write per: Route" in note
+
+
+def test_keys_that_gateways_and_tokens_do_not_have(check: Check) -> None:
+    route = limited("Tenant", "User", "ApiKey")
+    (told,) = check(ModelRoute=route, GatewayConfig={"clients": "Trusted"})
+    assert "per: ApiKey is one limit for all clients together, as gateways in front tell tenants and users" in told
+
+
+def test_limits_of_somebody_are_not_noted(check: Check) -> None:
+    assert check(ModelRoute=limited("Tenant", "User", "ApiKey"), GatewayConfig={"authentication": KEYS}) == []
+    assert check(ModelRoute=limited("Tenant", "User"), GatewayConfig={"clients": "Trusted"}) == []
+    assert check(ModelRoute=limited("Route")) == []
+
+
+def test_a_server_that_no_route_names(check: Check) -> None:
+    (note,) = check(ModelServer_spare=SERVER)
+    assert note.startswith("ModelServer default/spare: no ModelRoute or HTTPRoute names it")
+    assert "targetModels: [{modelServerName: spare}]" in note
+    assert "--pool spare" in note
+
+
+def test_servers_that_an_http_route_or_its_mirror_names_are_not_noted(check: Check) -> None:
+    ref = {"group": "attache.dev", "kind": "ModelServer", "name": "spare"}
+    assert check(ModelServer_spare=SERVER, HTTPRoute={"rules": [{"backendRefs": [ref]}]}) == []
+    mirror = {"type": "RequestMirror", "requestMirror": {"backendRef": ref}}
+    rules = [{"filters": [mirror], "backendRefs": [{**ref, "name": "llama"}]}]
+    assert check(ModelServer_spare=SERVER, HTTPRoute={"rules": rules}) == []
+
+
+@pytest.mark.parametrize("name", ["*", "llama-*", "*-instruct"])
+def test_a_model_name_with_a_star_is_a_name(check: Check, name: str) -> None:
+    (note,) = check(ModelRoute={"modelName": name, "rules": RULES})
+    assert note.startswith(f"ModelRoute default/llama: modelName '{name}' is no pattern: only requests that ask for")
+    assert "write the name that clients ask for" in note
+    (note,) = check(ModelRoute={"modelName": "llama", "loraAdapters": [name], "rules": RULES})
+    assert f"loraAdapters '{name}' is no pattern" in note
+
+
+def test_isolation_that_older_engines_do_not_have_on_messages(check: Check) -> None:
+    for where in ({"ModelServer": {**SERVER, "cacheIsolation": "User"}}, {"GatewayConfig": {"cacheIsolation": "User"}}):
+        (note,) = check(**where)
+        assert note.startswith("ModelServer default/llama: cacheIsolation User does not hold on /v1/messages with")
+        assert "see that the engines are newer" in note
+    (note,) = check(ModelServer={**SERVER, "cacheScopeHeader": "x-team"})
+    assert "cacheIsolation Header:x-team" in note
+
+
+def test_isolation_that_holds_or_that_nobody_asked_for_is_not_noted(check: Check) -> None:
+    assert check(ModelServer={**SERVER, "cacheIsolation": "Shared"}, GatewayConfig={"cacheIsolation": "User"}) == []
+    assert check(ModelServer={**SERVER, "cacheIsolation": "User", "engine": "SGLang"}) == []
+    assert check(GatewayConfig={"authentication": KEYS}) == []
+
+
+def test_the_readme_has_nothing_to_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = re.search(
+        r"config/attache.yaml <<'END'\n(.*?)^END$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert found is not None
+    (tmp_path / "attache.yaml").write_text(found[1])
+    assert main([str(tmp_path)]) == 0
+    assert "note:" not in capsys.readouterr().out
