@@ -269,7 +269,7 @@ def test_a_gpu_and_a_model_from_files() -> None:
         (GPU + "link: nvlink9\n", ["rig.yaml:4: link", "nvlink9", "nvlink5"]),
         (GPU + "bandwith: 1\n", ["rig.yaml:4: bandwith", "did you mean 'bandwidth'?"]),
         (GPU.replace("32e9", "much"), ["rig.yaml:3: memory", "'much' is text; write a number"]),
-        (GPU.replace("209e12", "-1"), ["rig.yaml:1: flops", "> 0"]),
+        (GPU.replace("209e12", "-1"), ["rig.yaml:1: flops: -1 is too small; write more than 0"]),
         ("flops: 1e12\n", ["the field 'memory' is missing", "the field 'bandwidth' is missing"]),
         (GPU + "perLayer: 32\n", ["rig.yaml:4: perLayer: 32 has no unit; write 32s"]),
         (GPU + "ownLink: {bandwidth: 1e9}\n", ["rig.yaml:4: ownLink", "'latency' is missing"]),
