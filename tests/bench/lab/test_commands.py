@@ -183,11 +183,13 @@ def test_two_policies_of_one_replay_are_compared_request_by_request(
         (["replay", "--trace", "chat", "--scrape", "soon"], "soon"),
         (["replay", "--trace", "chat", "--flow-control", "{"], "JSON"),
         (["compare", "none.json", "none.json"], "cannot be read as the JSON of a replay"),
+        (["validate", "--traces", "none"], "none is not a directory"),
+        (["autoscale", "--quick", "--traces", "none"], "none is not a directory"),
     ],
 )
 def test_nonsense_is_said_in_a_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
-    assert message in capsys.readouterr().out.replace("\n", " ")
+    assert message in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_results_without_a_common_ground_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +198,7 @@ def test_results_without_a_common_ground_are_not_compared(tmp_path: Path, capsys
     assert replay("--policies", "attache", "--seed", "7", "--json", str(other)) == 0
     assert main(["compare", str(one), str(other)]) == 2
     assert main(["compare", f"{one}:sglang", str(other)]) == 2
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "no trial under the same conditions" in said
     assert "has no policy sglang" in said
 
@@ -301,7 +303,7 @@ def test_two_parts_of_what_a_generator_makes_have_a_table_each() -> None:
 
 def test_the_lab_says_where_its_traces_are_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "--traces", str(tmp_path)]) == 2
-    assert "kvcache-ai/Mooncake" in capsys.readouterr().out.replace("\n", "")
+    assert "kvcache-ai/Mooncake" in capsys.readouterr().err.replace("\n", "")
 
 
 def test_without_recorded_runs_the_check_of_the_engine_model_says_loudly_what_is_missing(

@@ -232,7 +232,7 @@ def test_a_mistake_in_a_policys_file_comes_whole(
 ) -> None:
     Path("my.py").write_text(source)
     assert replay("--policies", f"{name},attache") == 2
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert all(message in said for message in messages), said
     # frames of the lab do not help
     assert "own_file.py" not in said
@@ -300,7 +300,7 @@ def test_an_edited_rig_is_run_again_and_not_compared_with_what_it_was(capsys: py
     assert play("2.json") < slow
     capsys.readouterr()
     assert main(["compare", "1.json", "2.json"]) == 2
-    assert "rig.yaml was another file" in capsys.readouterr().out
+    assert "rig.yaml was another file" in capsys.readouterr().err
 
 
 def test_a_replay_says_for_what_hardware_the_model_was_never_held_against_anything(
