@@ -9,7 +9,7 @@ from decimal import Decimal
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Self
 
-from extproc.config.quantity_advice import no_duration, no_size
+from extproc.config.quantity_advice import no_duration, no_quantity, no_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -119,8 +119,7 @@ class Quantity(int):
         text = str(given)
         match = None if isinstance(given, bool) else _QUANTITY.fullmatch(text)
         if match is None:
-            msg = f"'{text}' is not a quantity; write a whole number, or one with a unit, such as 500, 1k, 10G or 10Gi"
-            raise ValueError(msg)
+            raise ValueError(no_quantity(given))
         sign, number, unit, exponent = match.groups()
         value = Decimal(number) * (_UNITS[unit] if unit else Decimal(10) ** int(exponent or 0))
         if sign == "-" and value:
