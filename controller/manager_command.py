@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``attache manager``: the cluster's side that serves no requests: engines as objects say, and the admission
-webhooks.
+"""``attache manager``: the cluster's side that serves no requests.
+
+It runs engines as objects describe them, and the admission webhooks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors for clients: each knows its HTTP status, its OpenAI error object, and both as Anthropic's clients read
-them.
-"""
+"""Errors for clients: the HTTP status, and the error object of OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree says what the architecture is: every module has its line in ARCHITECTURE.md, none outgrows a screen or
-five.
-"""
+"""The tree in ARCHITECTURE.md is that of the code, and no module outgrows its line there."""
 
 from __future__ import annotations
 
@@ -29,6 +27,7 @@ def test_a_module_says_what_it_is_and_stays_small(module: Path) -> None:
         return
     said = ast.get_docstring(ast.parse(text))
     assert said, "begin with a sentence that says what this module is"
+    assert "\n" not in said.split("\n\n")[0], "say in one line what this module is; the rest after an empty line"
     assert len(text.splitlines()) <= LONGEST, "more than one idea? split it"
 
 

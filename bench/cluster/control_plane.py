@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Kubernetes control plane on loopback: etcd, API server, controllers and scheduler, in a directory of its
-own.
+"""A real Kubernetes control plane on loopback, in a directory of its own.
+
+It has etcd, the API server, controllers and the scheduler.
 """
 
 from __future__ import annotations

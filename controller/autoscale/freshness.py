@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be decided from data of some age: old or missing data never scale in, and very old ones count for
-nothing.
-"""
+"""What may be decided from old data: nothing is scaled in, and very old data do not count."""
 
 from __future__ import annotations
 

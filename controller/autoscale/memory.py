@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is remembered of a binding between two decisions. All of it may be lost: nothing is scaled in because of
-that.
+"""What is remembered of a binding between two decisions.
+
+All of it may be lost: nothing is scaled in because of that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all gateways say of clients' demand and of engines, merged: sums that only grow, whoever restarts or falls
-silent.
+"""What all gateways say of clients' demand and of engines, merged into one.
+
+Sums only grow, whoever restarts or falls silent.
 
 Each process counts since it began. What it has counted more than the last time is added to the sums of its
 ModelServers; so a process that ends takes nothing away, and one that begins anew is no jump. What a process counted

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a target's replicas are: learned by the gateways, else declared, else typical; and relative to each
-other.
-"""
+"""How fast a target's replicas are: learned, else declared, else typical."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients asked for over time: merged counts of all gateways, from which rates and latencies of any window
-come.
+"""What clients asked for over time, by the merged counts of all gateways.
+
+Rates and latencies of any window come from it.
 """
 
 from __future__ import annotations

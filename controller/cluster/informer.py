@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a copy of all objects of a kind up to date: one list, then a watch, and a list anew where the watch cannot go
-on.
+"""Keeps a copy of all objects of a kind up to date: by a list, then by a watch.
+
+Where the watch cannot go on, there is a new list.
 
 A deletion that happens while there is no watch is found by the next list, because a list replaces the whole copy.
 """

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a configuration directory: only what differs, each file whole or not at all, and in an order that readers
-follow.
+"""Writes a configuration directory: only what differs, each file whole or not at all.
+
+Files are written in an order that readers can follow.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gateway role: a cluster's objects to the configuration directory of extproc and to Envoy's files, within a
-second.
+"""The gateway role: a cluster's objects to the files of extproc and Envoy.
+
+A change takes less than a second.
 """
 
 from __future__ import annotations

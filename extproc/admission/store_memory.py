@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process knows of the buckets in the shared store, and what it owes them for grants of its own while the store
-was away.
+"""What a process knows of the buckets in the shared store, and what it owes them.
+
+It owes what it granted by itself while the store was away.
 
 Each answer of the store says how full its buckets are. While it does not answer, they cannot be fuller than that and
 the inflow since: so much is left for all processes together, and each grants its part of it.

@@ -6,9 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 _Labels = tuple[tuple[str, str], ...]
+_Names = tuple[str, ...]
+_Series = tuple[dict[str, str], float]
+_Index = dict[tuple[str, ...], list[_Series]]
 # Every process sees the whole of these, and not a part of it.
 _SEEN_BY_ALL: Final = frozenset(
     {
@@ -28,14 +31,20 @@ _LEAST: Final = frozenset({"attache_engine_report_age_seconds", "attache_endpoin
 
 
 class Sample:
-    """Samples of one moment, added up over processes."""
+    """Samples of one moment, added up over processes.
+
+    A question is answered from an index by the labels that it names, which is built once for each set of label names:
+    a screen of many engines asks of each of them, and must not look through the series of all others each time.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, dict[_Labels, float]] = {}
+        self._indexes: dict[str, dict[_Names, _Index]] = {}
 
     def add(self, name: str, labels: Mapping[str, str], value: float) -> None:
         """One sample."""
         series = self._values.setdefault(name, {})
+        self._indexes.pop(name, None)
         key = tuple(sorted(labels.items()))
         known = series.get(key)
         if known is None:
@@ -49,22 +58,37 @@ class Sample:
 
     def sum(self, name: str, **labels: str) -> float:
         """Over all series that have these labels."""
-        wanted = set(labels.items())
-        return sum(value for key, value in self._values.get(name, {}).items() if wanted <= set(key))
+        return sum(value for _, value in self._having(name, labels))
 
     def get(self, name: str, **labels: str) -> float | None:
         """The sum, or None if no series has these labels."""
-        wanted = set(labels.items())
-        found = [value for key, value in self._values.get(name, {}).items() if wanted <= set(key)]
-        return sum(found) if found else None
+        found = self._having(name, labels)
+        return sum(value for _, value in found) if found else None
 
     def values_of(self, name: str, *labels: str, **where: str) -> list[tuple[str, ...]]:
         """All values of some labels, in order. ``where``: labels that the series have."""
-        wanted = set(where.items())
-        keys = [key for key in self._values.get(name, {}) if wanted <= set(key)]
-        return sorted({tuple(dict(key).get(label, "") for label in labels) for key in keys})
+        return sorted({tuple(series.get(label, "") for label in labels) for series, _ in self._having(name, where)})
 
     @property
     def is_of_extproc(self) -> bool:
         """Whether a page of extproc is among them."""
         return "attache_open_streams" in self._values
+
+    def _having(self, name: str, labels: Mapping[str, str]) -> Sequence[_Series]:
+        """The series that have these labels, and maybe others."""
+        indexes = self._indexes.setdefault(name, {})
+        names = tuple(labels)
+        index = indexes.get(names)
+        if index is None:
+            index = indexes[names] = _index(self._values.get(name, {}), names)
+        return index.get(tuple(labels.values()), ())
+
+
+def _index(values: Mapping[_Labels, float], names: _Names) -> _Index:
+    """Series by their values of these labels; those that lack one of them are left out."""
+    index: _Index = {}
+    for key, value in values.items():
+        labels = dict(key)
+        if all(name in labels for name in names):
+            index.setdefault(tuple(labels[name] for name in names), []).append((labels, value))
+    return index

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
@@ -24,8 +25,15 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _TOKEN_HEADER: Final = "x-session-token"  # noqa: S105 - a header's name
 _DEFAULT_TTL_S: Final = 300.0
 _OLDER_TTL_S: Final = 600.0
-# Of a published file, as if the token were a cookie.
-NEVER_READ: Final = frozenset({"maxAge", "secure", "sameSite"})
+# Parameters that are accepted and not used, each with the reason.
+UNUSED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        # of a published file, as if the token were a cookie
+        **dict.fromkeys(("maxAge", "secure", "sameSite"), "no release of llm-d reads it"),
+        "evictionSweepSeconds": "whether a session has been unused for too long is seen when it is looked up",
+        "missThreshold": "an endpoint that has left the pool is missed at once",
+    }
+)
 _AGENT: Final = "agent-identity"
 
 
@@ -75,10 +83,6 @@ class SessionAffinityParameters(_Section, frozen=True):
     session_id_producer_name: str = msgspec.field(default="", name="sessionIDProducerName")
     algorithm: Literal["", "encoded_endpoint_header", "session_id_header"] = ""
     eviction_ttl_seconds: _Seconds = 0.0
-    # accepted without effect: forgotten when looked at
-    eviction_sweep_seconds: _Seconds = 0.0
-    # accepted without effect: an endpoint that has left is missed at once
-    miss_threshold: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
     def has_ids(self) -> bool:
@@ -131,7 +135,7 @@ def session_headers(snapshot: Snapshot) -> tuple[str, ...]:
 
 def _token_header(given: Mapping[str, Any]) -> str | None:
     try:
-        taken = {key: value for key, value in given.items() if key not in NEVER_READ}
+        taken = {key: value for key, value in given.items() if key not in UNUSED}
         parameters = msgspec.convert(taken, SessionAffinityParameters)
     except msgspec.ValidationError:
         # extproc refuses the file, and says why

@@ -71,7 +71,8 @@ class Holdings:
         held, mine = (self._bytes, len(arrival.body)) if by_bytes else (self._requests, 1)
         largest, most = max(held.items(), key=lambda item: item[1], default=("", 0))
         mine += held[arrival.caller.tenant]
-        if largest == arrival.caller.tenant:
+        # it would have less than the newcomer's tenant then: nothing to look for among thousands that wait
+        if largest == arrival.caller.tenant or most <= mine:
             return None
         # of those, first what matters least, and then what has waited least
         theirs = (one for one in waiting if one.arrived.caller.tenant == largest)

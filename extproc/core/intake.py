@@ -97,7 +97,9 @@ class Intake:
 
     def receive(self, api: Api, head: Head, body: bytes) -> Arrival:
         """Parse and route; raises a Refusal."""
-        request = parse(api, body)
+        return self._by_route(parse(api, body), head, body)
+
+    def _by_route(self, request: InferenceRequest, head: Head, body: bytes) -> Arrival:
         if not request.model:
             raise no_model()
         visit = self._who_may.visit(head)
@@ -160,7 +162,7 @@ class Intake:
         """Parse, and route to ``server`` unless a ModelRoute knows the model; raises a Refusal."""
         request = parse(api, body)
         if self._routing.knows(request.model):
-            return self.receive(api, head, body)
+            return self._by_route(request, head, body)
         return self._direct(request, server, head, body)
 
     def receive_pooled(self, pool: str | None, head: Head, body: bytes) -> Arrival:

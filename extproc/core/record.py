@@ -59,16 +59,23 @@ class Run(msgspec.Struct):
 class Record(msgspec.Struct):
     """One request. ``origin``: the process that decides it, OURS for this one.
 
-    ``arrival``: until it is sent to an engine; ``run``: from then on. ``queued``: how it stands, or stood, in its
-    server's queue.
-    ``loading_since_s``: since when it waits for its adapter, ``loading_s``: how long it did before. ``engine_since_s``
-    and
-    ``engine_wait_s``: the same for an engine. ``engine_by_s``: until when it may wait for that. ``answer_by_s``: until
-    when its gateway waits, once it is held.
-    ``charges``: of the limits that all machines share. ``limited``: the tokens that its limits were asked for, if it
-    has any.
-    ``meter``: where it counts as demand, None if another process decides it; ``is_work_counted``: so does its prefill
-    work.
+    ===================  =======================================================================
+    field                meaning
+    ===================  =======================================================================
+    ``arrival``          the request until it is sent to an engine, then None
+    ``run``              what it has at its engine, from then on
+    ``queued``           how it stands, or stood, in its server's queue
+    ``charges``          of the limits that all machines share
+    ``limited``          the tokens that its limits were asked for, None without limits
+    ``loading_since_s``  since when it waits for its adapter
+    ``loading_s``        how long it has waited for adapters before
+    ``engine_since_s``   since when it waits for an engine
+    ``engine_wait_s``    how long it has waited for engines before
+    ``engine_by_s``      until when it may wait for an engine
+    ``answer_by_s``      until when its gateway waits, once the request is held
+    ``meter``            where it counts as demand, None if another process decides it
+    ``is_work_counted``  whether its prefill work counts there, too
+    ===================  =======================================================================
     """
 
     ticket: str

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of the OpenAI APIs: parsed into what decisions need, and changed where the engine needs other fields."""
+"""Bodies of all inference APIs: read for decisions, and changed where engines need it."""

@@ -17,7 +17,7 @@ import msgspec
 
 from extproc.request.amounts import MEDIA_TOKENS, Media, OutputTokens
 from extproc.request.anthropic_chat import BILLING
-from extproc.request.fields import ABSENT, LARGE_BYTES, Common, request_of
+from extproc.request.fields import ABSENT, LARGE_BYTES, Common, is_given, request_of
 from extproc.request.model import Api, InferenceRequest
 from extproc.request.rewrite import span_of
 
@@ -98,7 +98,7 @@ class _Prompt:
         self._parts.append(view)
 
     def add_system(self, system: msgspec.Raw) -> None:
-        if not system or bytes(memoryview(system)) == b"null":
+        if not is_given(system):
             return
         blocks = _blocks_of(system)
         if blocks is None:

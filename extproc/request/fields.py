@@ -86,6 +86,13 @@ def no_model() -> BadRequest:
     return BadRequest("The field 'model' is empty; name a model (GET /v1/models lists them).", param="model")
 
 
+def is_given(value: msgspec.Raw) -> bool:
+    """Whether a field is there and is not null."""
+    view = memoryview(value)
+    # its beginning alone is copied: it may be most of the body
+    return len(view) > 0 and bytes(view[:5]) != b"null"
+
+
 def opened(value: msgspec.Raw) -> memoryview:
     """A JSON string or list without its closing mark, so that a longer one extends it."""
     return memoryview(value)[:-1]

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.errors import BadRequest
 from extproc.request.amounts import Answers, OutputTokens, prompts_in
-from extproc.request.fields import ABSENT, Common, large_contents, opened, request_of, steering_in
+from extproc.request.fields import ABSENT, Common, is_given, large_contents, opened, request_of, steering_in
 from extproc.request.model import Api, InferenceRequest
 
 
@@ -65,8 +65,7 @@ def tokens_in(body: bytes) -> list[int] | None:
 
 
 def _media(features: msgspec.Raw) -> memoryview:
-    view = memoryview(features)
-    return memoryview(b"") if bytes(view[:4]) == b"null" else view
+    return memoryview(features if is_given(features) else ABSENT)
 
 
 _decoder: Final = msgspec.json.Decoder(_Generate)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--workers N``: N processes, each with an address of its own, that Envoy balances over; one that ends is started
-again.
+"""``--workers N``: N processes, each with an address of its own, behind one Envoy.
+
+Envoy balances over them, and one that ends is started again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plugins by the names under which they are configured: llm-d's, Kthena's and ours, and those that other packages
-bring.
-"""
+"""Plugins by their configured names: llm-d's, Kthena's, ours, and other packages'."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 # By what has come of the request, the kinds of messages that may come next. Envoy may answer by itself at any time.
 _ANSWER: Final = frozenset({"response_headers", "response_body", "response_trailers"})
+_ANSWER_OR_TRAILERS: Final = _ANSWER | {"request_trailers"}
 _AWAITS_HEADERS: Final = frozenset({"request_headers"})
 _AWAITS_BODY: Final = frozenset({"request_body", "request_trailers"}) | _ANSWER
 _ADVICE: Final = "set both body modes FULL_DUPLEX_STREAMED, header and trailer modes SEND"
@@ -166,7 +167,7 @@ class Duplex:
         return []
 
     def _decide(self) -> list[bytes]:
-        self._awaits = _ANSWER | {"request_trailers"} if self._is_whole else _ANSWER
+        self._awaits = _ANSWER_OR_TRAILERS if self._is_whole else _ANSWER
         if self.head is None:
             return []
         body = self._body = b"".join(self._pieces)

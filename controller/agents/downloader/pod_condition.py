@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress as a condition of our own pod: ``attache.dev/WeightsReady``. It helps to look, and never fails a
-download.
+"""Progress as a condition of our own pod: ``attache.dev/WeightsReady``.
+
+It is for people who look at the pod; where it cannot be written, the download goes on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges of files over HTTP: redirects, time-outs, and what each answer means. Every remote scheme goes through
-here.
+"""Ranges of files over HTTP: redirects, time-outs, and what each answer means.
+
+Every remote scheme goes through here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares work out among the targets of a binding, by the mode that it names, and of several stages within one
-budget.
-"""
+"""Shares work out among targets, by the mode of their binding and within its budget."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filter for answers of all APIs but that of responses: reads usage, and drops its chunk of a stream if we asked
-for it.
+"""The filter that reads token usage in answers of all APIs but that of responses.
+
+It drops the chunk of a stream that has the usage where only we asked for it.
 
 Engines send usage in a chunk of its own, without choices, and only if ``stream_options.include_usage`` asks for it.
 extproc asks where the client did not, and says so in metadata; a client that did not ask must not meet a chunk without

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves the external metrics API with HTTPS, to the API server that passes requests on and to whoever has the
-right.
+"""Serves the external metrics API with HTTPS, to those who have the right to read it.
+
+Mostly that is the API server, which passes requests on.
 """
 
 from __future__ import annotations

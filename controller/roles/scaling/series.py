@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of each binding out of its last look; what is not known now stays as it was, so that no series has
-gaps.
+"""The metrics of each binding, from when it was last looked at.
+
+What is not known now keeps its value, so that no series has gaps.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.scheduling.plugins.reasons import NO_ENCODE_STAGE
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -20,7 +22,7 @@ class Accepted(msgspec.Struct, frozen=True):
     """Accepts any parameters and ignores them."""
 
 
-_NO_ENCODE_STAGE: Final = "nothing: there is no encode stage; engines of the other stages encode media themselves"
+_NO_ENCODE_STAGE: Final = f"nothing: {NO_ENCODE_STAGE}"
 
 # What does the work of each type here.
 ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
@@ -43,7 +45,7 @@ ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
         "file-discovery": "the configuration directory",
         "disagg-headers-handler": "pairs always set x-prefiller-host-port",
         "prefill-header-handler": "pairs always set x-prefiller-host-port",
-        "encoder-header-handler": "nothing: there is no encode stage",
+        "encoder-header-handler": _NO_ENCODE_STAGE,
         "openai-parser": "extproc's own parser",
         "anthropic-parser": "extproc's own parser",
         "vllmhttp-parser": "extproc's own parser",

@@ -8,7 +8,8 @@ that may serve it, whether or not they have room. Requests of priority 0 and abo
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from extproc.endpoints.engine_reports import estimated_kv_usage, estimated_running, estimated_waiting
 from extproc.errors import Shed
 from extproc.scheduling.plugins.objectives import meets_objectives
+from extproc.scheduling.plugins.reasons import LEARNED_LATENCY
 
 if TYPE_CHECKING:
     import random
@@ -70,8 +72,7 @@ class LatencySloAdmitter(msgspec.Struct, frozen=True, rename="camel", forbid_unk
     use, or if the prefill rate that TTFT follows from has not been learned yet.
     """
 
-    # accepted without effect: predictions are the pool's own
-    latency_prediction_info_producer_name: str = ""
+    WITHOUT_EFFECT: ClassVar = MappingProxyType({"latencyPredictionInfoProducerName": LEARNED_LATENCY})
 
     def admit(self, view: View, rng: random.Random) -> None:
         """Raises Shed."""

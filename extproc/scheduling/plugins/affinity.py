@@ -11,13 +11,12 @@ import numpy as np
 
 from extproc.config.patterns import HEADER_OR_EMPTY
 from extproc.config.session_affinity import (
-    NEVER_READ,
+    UNUSED,
     SessionAffinityParameters,
     SessionIdConfig,
     SessionSource,
 )
-from extproc.config.usage_limits import AgentIdentity
-from extproc.scheduling.plugins import reasons
+from extproc.config.usage_limits import AGENT_IDENTITY, SESSION_HEADERS, AgentIdentity
 from extproc.scheduling.sessions import SessionNote, address_in
 
 if TYPE_CHECKING:
@@ -26,10 +25,10 @@ if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
     from extproc.scheduling.picker import View
 
-# Headers in which agents name their sessions; llm-d's producers publish them as these attributes.
-ATTRIBUTE_HEADERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+# Headers in which clients name their sessions; llm-d's producers publish them as these attributes.
+_ATTRIBUTE_HEADERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "agent-identity": ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id"),
+        AGENT_IDENTITY: SESSION_HEADERS,
         "session-id": ("x-session-id",),
     }
 )
@@ -42,11 +41,11 @@ def _headers_of(source: SessionSource, others: Mapping[str, Any]) -> tuple[str, 
         return (source.header.lower(),)
     producer = others.get(source.attribute)
     if not isinstance(producer, SessionIdProducer | AgentIdentity):
-        cls = AgentIdentity if source.attribute == "agent-identity" else SessionIdProducer
+        cls = AgentIdentity if source.attribute == AGENT_IDENTITY else SessionIdProducer
         producer = next((one for one in others.values() if isinstance(one, cls)), None)
     if producer is not None:
         return producer.headers
-    return ATTRIBUTE_HEADERS.get(source.attribute, ATTRIBUTE_HEADERS["session-id"])
+    return _ATTRIBUTE_HEADERS.get(source.attribute, _ATTRIBUTE_HEADERS["session-id"])
 
 
 class SessionIdProducer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -65,7 +64,7 @@ class SessionIdProducer(msgspec.Struct, frozen=True, rename="camel", forbid_unkn
     @property
     def headers(self) -> tuple[str, ...]:
         """The header, in lower case."""
-        return (self.header_name.lower(),) if self.header_name else ATTRIBUTE_HEADERS["session-id"]
+        return (self.header_name.lower(),) if self.header_name else _ATTRIBUTE_HEADERS["session-id"]
 
 
 class LoraAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -94,7 +93,7 @@ class LoraAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
 class _SessionKeeper(SessionAffinityParameters, frozen=True):
     """What the filter and the scorer have in common: where the session is, and what it is to keep of a pick."""
 
-    WITHOUT_EFFECT: ClassVar = MappingProxyType(dict.fromkeys(sorted(NEVER_READ), reasons.NEVER_READ))
+    WITHOUT_EFFECT: ClassVar = UNUSED
 
     def with_plugins(self, others: Mapping[str, Any]) -> Self:
         """With the headers of the producers that its sources name."""
@@ -143,7 +142,7 @@ class _SessionKeeper(SessionAffinityParameters, frozen=True):
             return None
         headers = view.request.headers
         for source in self.sources:
-            session = headers.get(source.header.lower(), "").strip() if source.header else ""
+            session = headers.get(source.header, "").strip() if source.header else ""
             if session:
                 return view.sessions.key(self.profile_name, session)
         return None
@@ -214,5 +213,5 @@ class ThunderAgent(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
 
     def with_plugins(self, others: Mapping[str, Any]) -> SessionAffinity:
         """The scorer, with the headers of the file's ``agent-identity``."""
-        ids = SessionIdConfig((SessionSource(attribute="agent-identity"),), self.eviction_ttl_seconds)
+        ids = SessionIdConfig((SessionSource(attribute=AGENT_IDENTITY),), self.eviction_ttl_seconds)
         return SessionAffinity(strategy="session_id", session_id_config=ids).with_plugins(others)

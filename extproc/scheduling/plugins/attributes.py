@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 import msgspec
 import numpy as np
 
+from extproc.scheduling.plugins.reasons import ONE_SOURCE
+
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
     from extproc.scheduling.picker import View
@@ -143,11 +145,12 @@ class EndpointAttributeFilter(msgspec.Struct, frozen=True, rename="camel", forbi
     the ``customMetrics`` of a ``core-metrics-extractor``; other producers have none here.
     """
 
+    WITHOUT_EFFECT: ClassVar = MappingProxyType({"producer": ONE_SOURCE})
+
     attribute: NonEmpty
     algorithm: FilterAlgorithm
     on_missing: Literal["", "Pass", "Fail"] = "Pass"
     fallback_on_empty: bool = False
-    producer: str | None = None
 
     def keep(self, view: View, candidates: Bools) -> Bools:
         """Keeps the endpoints that satisfy the algorithm."""
@@ -223,9 +226,10 @@ class EndpointAttributeScorer(msgspec.Struct, frozen=True, rename="camel", forbi
     ``endpoint-attribute-filter``. With ``source: metadata`` no endpoint has a value: a request's metadata is not read.
     """
 
+    WITHOUT_EFFECT: ClassVar = MappingProxyType({"producer": ONE_SOURCE})
+
     algorithm: ScorerAlgorithm
     attribute_key: str = ""
-    producer: str | None = None
     source: Literal["", "endpoint", "metadata"] = ""
     metadata_namespace: str = ""
     metadata_field: str = ""

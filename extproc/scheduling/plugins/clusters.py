@@ -13,7 +13,7 @@ from extproc.scheduling.plugins.cache_scorers import KvCacheUtilization, PrefixC
 from extproc.scheduling.plugins.label_weights import LabelWeights
 from extproc.scheduling.plugins.latency_scorers import LeastLatency
 from extproc.scheduling.plugins.load_scorers import ActiveRequests
-from extproc.scheduling.plugins.topology import TopologyExtractor
+from extproc.scheduling.plugins.topology import LEVELS, labels_of_levels
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,8 +79,5 @@ class ClusterTopology(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
 
     def with_plugins(self, others: Mapping[str, Any]) -> LabelWeights:
         """With the label of the extractor."""
-        found = others.get(self.topology_producer_name)
-        if not isinstance(found, TopologyExtractor):
-            found = next((one for one in others.values() if isinstance(one, TopologyExtractor)), TopologyExtractor())
-        level = ("host", "rack", "zone", "region").index(self.field or "region")
-        return LabelWeights(found.labels[level], tuple(self.weights.items()))
+        labels = labels_of_levels(others, self.topology_producer_name)
+        return LabelWeights(labels[LEVELS.index(self.field or "region")], tuple(self.weights.items()))

@@ -11,7 +11,14 @@ import msgspec
 from extproc.errors import BadRequest, NoEndpoint
 from extproc.scheduling.labels import label_groups
 from extproc.scheduling.picker import Pick
-from extproc.scheduling.plugins.reasons import INDEX_SIZE, NEVER_READ, NEVER_USED, ONE_INDEX
+from extproc.scheduling.plugins.reasons import (
+    INDEX_SIZE,
+    NEVER_READ,
+    NEVER_USED,
+    NO_ENCODE_STAGE,
+    ONE_INDEX,
+    RANKS_ARE_ENDPOINTS,
+)
 
 if TYPE_CHECKING:
     import random
@@ -120,10 +127,7 @@ class DataParallel(SingleProfile, frozen=True, rename="camel", forbid_unknown_fi
         "each rank is an endpoint of its own and gets its requests itself; x-data-parallel-host-port is not set"
     )
 
-    WITHOUT_EFFECT: ClassVar = MappingProxyType({"targetPort": NEVER_READ})
-
-    # accepted without effect
-    primary_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+    WITHOUT_EFFECT: ClassVar = MappingProxyType({"primaryPort": RANKS_ARE_ENDPOINTS, "targetPort": NEVER_READ})
 
 
 class EncodeDecode(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -134,10 +138,9 @@ class EncodeDecode(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
 
     TOLD: ClassVar = "there is no encode stage: only the decode profile runs, and its engines encode media themselves"
 
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(dict.fromkeys(("encodeProfile", "deciderPluginName"), NO_ENCODE_STAGE))
+
     decode_profile: str = "decode"
-    # accepted without effect
-    encode_profile: str = "encode"
-    decider_plugin_name: str = ""
 
     def needs(self, profiles: Mapping[str, Profile]) -> str | None:
         """An error message if the decode profile is missing."""
@@ -172,7 +175,9 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
 
     WITHOUT_EFFECT: ClassVar = MappingProxyType(
         {
-            "primaryPort": "each port of a pod is an endpoint of its own",
+            "primaryPort": RANKS_ARE_ENDPOINTS,
+            "encodeProfile": NO_ENCODE_STAGE,
+            "encodeDeciderPluginName": NO_ENCODE_STAGE,
             "prefixPluginName": NEVER_USED,
             "prefixPluginType": NEVER_USED,
             "prefixMatchInfoProducerName": ONE_INDEX,
@@ -187,11 +192,9 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
     group_key: str = ""
     decode_profile: str = "decode"
     prefill_profile: str = "prefill"
-    encode_profile: str = "encode"
     decider_plugin_name: str | None = None
     # as decider_plugin_name, by its name in other releases
     prefill_decider_plugin_name: str | None = None
-    encode_decider_plugin_name: str | None = None
 
     @property
     def _decode(self) -> str:

@@ -18,6 +18,9 @@ LEARNED_LATENCY: Final = "latency is expected by learned prefill rates, whicheve
 NEVER_USED: Final = "llm-d does not use it either"
 NEVER_READ: Final = "no release of llm-d reads it"
 INDEX_SIZE: Final = "the index belongs to the pool and takes its size from what engines report"
+NO_ENCODE_STAGE: Final = "there is no encode stage; the engines of the other stages encode media themselves"
+RANKS_ARE_ENDPOINTS: Final = "each port of a pod is an endpoint of its own"
+ONE_SOURCE: Final = "attributes are the customMetrics of a core-metrics-extractor, whichever producer is named"
 KV_EVENTS: Final = "the ModelServer's kvEvents configure the precise index"
 
 # Of prefix scorers, in all the releases of llm-d and Kthena that had them.

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 EXTRACTOR_TYPE: Final = "topology-extractor"
 # From the nearest to the farthest; the last of the scores is for endpoints that share none of them.
-_LEVELS: Final = ("host", "rack", "zone", "region")
+LEVELS: Final = ("host", "rack", "zone", "region")
 _SCORES: Final = (1.0, 0.2, 0.05, 0.02, 0.0)
-_APART: Final = len(_LEVELS)
+_APART: Final = len(LEVELS)
 
 
 class TopologyExtractor(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -60,8 +60,9 @@ class TopologyAffinityFilter(msgspec.Struct, frozen=True, rename="camel", forbid
 
     def with_plugins(self, others: Mapping[str, Any]) -> NearPeer:
         """With the labels of the extractor that it names."""
-        farthest = _LEVELS.index(self.min_affinity or "host")
-        return NearPeer(_labels(others, self.topology_producer_name), farthest, self.peer_topology_header.lower())
+        farthest = LEVELS.index(self.min_affinity or "host")
+        labels = labels_of_levels(others, self.topology_producer_name)
+        return NearPeer(labels, farthest, self.peer_topology_header.lower())
 
 
 class TopologyAffinityScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -76,7 +77,7 @@ class TopologyAffinityScorer(msgspec.Struct, frozen=True, rename="camel", forbid
 
     def with_plugins(self, others: Mapping[str, Any]) -> NearnessToPeer:
         """With the labels of the extractor that it names."""
-        return NearnessToPeer(_labels(others, self.topology_producer_name), self.peer_topology_header.lower())
+        return NearnessToPeer(labels_of_levels(others, self.topology_producer_name), self.peer_topology_header.lower())
 
 
 class NearPeer(msgspec.Struct, frozen=True):
@@ -112,8 +113,10 @@ class NearnessToPeer(msgspec.Struct, frozen=True):
         return scores
 
 
-def _labels(others: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Of the extractor that is called so, else the first one, else an extractor without parameters."""
+def labels_of_levels(others: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """The label of each of LEVELS: by the extractor that is called ``name``, else by the first one of the file, else
+    the usual labels.
+    """
     found = others.get(name)
     if not isinstance(found, TopologyExtractor):
         found = next((one for one in others.values() if isinstance(one, TopologyExtractor)), TopologyExtractor())
@@ -148,4 +151,4 @@ def _peer(view: View, labels: tuple[str, ...], header: str) -> tuple[str, ...]:
     # a client that nobody vouches for does not say where its request goes
     text = view.request.headers.get(header, "") if header and view.request.is_trusted else ""
     said = dict(pair.split("=", 1) for pair in text.split(",") if "=" in pair)
-    return tuple(said.get(level, "") for level in _LEVELS)
+    return tuple(said.get(level, "") for level in LEVELS)

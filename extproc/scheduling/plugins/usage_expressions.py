@@ -13,8 +13,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Final
 
-# What an expression is made of, and may come to.
-Value = float | bool | str | Mapping[str, object] | None
 Evaluate = Callable[[Mapping[str, object]], object]
 
 _TOKEN: Final = re.compile(
@@ -23,16 +21,16 @@ _TOKEN: Final = re.compile(
     re.ASCII,
 )
 _LITERALS: Final = {"true": True, "false": False, "null": None}
-_MOST_BYTES: Final = 4096
+_MOST_CHARACTERS: Final = 4096
 _DEEPEST: Final = 64
 
 
-def _divided(left: float, right: float) -> float:
-    return left / right
-
-
 _SUMS: Final[Mapping[str, Callable[[float, float], float]]] = {"+": operator.add, "-": operator.sub}
-_PRODUCTS: Final[Mapping[str, Callable[[float, float], float]]] = {"*": operator.mul, "/": _divided, "%": operator.mod}
+_PRODUCTS: Final[Mapping[str, Callable[[float, float], float]]] = {
+    "*": operator.mul,
+    "/": operator.truediv,
+    "%": operator.mod,
+}
 _RELATIONS: Final[Mapping[str, Callable[[float, float], bool]]] = {
     "==": operator.eq,
     "!=": operator.ne,
@@ -58,8 +56,8 @@ class _Parser:
     """Recursive descent, one method for each precedence."""
 
     def __init__(self, text: str) -> None:
-        if len(text) > _MOST_BYTES:
-            raise ValueError(f"is longer than {_MOST_BYTES} characters; write less")
+        if len(text) > _MOST_CHARACTERS:
+            raise ValueError(f"is longer than {_MOST_CHARACTERS} characters; write less")
         self._text = text
         self._tokens = list(_tokens_of(text))
         self._at = 0

@@ -60,7 +60,7 @@ schedulingProfiles:
   - {name: prefill, plugins: [{pluginRef: kv-cache-scorer}]}
   - {name: decode, plugins: [{pluginRef: kv-cache-scorer}]}
 """,
-        ["prefixPluginName has no effect", "primaryPort has no effect"],
+        ["prefixPluginName has no effect", "primaryPort has no effect", "encodeProfile has no effect"],
     ),
     "precise prefixes with sources and extractors": (
         """
