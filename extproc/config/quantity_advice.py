@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to say of a duration or a size that cannot be read: how it was probably meant."""
+"""What to say of a duration, a size or a quantity that cannot be read: how it was probably meant."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _MEANT: Final = {
     **dict.fromkeys(("d", "day", "days"), "d"),
 }
 _SIZE_UNITS: Final = frozenset("kmgtpe")
+# Of a value that are shown.
+_MOST_SHOWN: Final = 80
 
 
 def no_duration(given: object) -> str:
@@ -63,4 +65,5 @@ def _by_powers(text: str) -> str:
 
 
 def _as_written(given: object) -> str:
-    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
