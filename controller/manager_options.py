@@ -24,6 +24,14 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
         ),
         epilog="Exit status: 0, 1 if the work has ended by itself, or 2 for a mistake in the options or no cluster.",
     )
+    _add_webhooks(made)
+    _add_work(made)
+    _add_exports(made)
+    return made
+
+
+def _add_webhooks(made: argparse.ArgumentParser) -> None:
+    """And the server beside them."""
     add = made.add_argument
     add("--listen", metavar="ADDRESS", default="0.0.0.0:9443", help="of the webhooks; default: %(default)s")
     add(
@@ -59,18 +67,21 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
         ),
     )
     add("--no-webhooks", action="store_true", help="other processes serve the webhooks")
-    work = made.add_argument_group("Models, ModelInfers and AutoscalingPolicyBindings").add_argument
-    work("--no-work", action="store_true", help="other processes look after all of these")
-    work("--watch-namespace", metavar="NAME", help="whose objects are looked after; default: those of all namespaces")
-    work(
+
+
+def _add_work(made: argparse.ArgumentParser) -> None:
+    add = made.add_argument_group("Models, ModelInfers and AutoscalingPolicyBindings").add_argument
+    add("--no-work", action="store_true", help="other processes look after all of these")
+    add("--watch-namespace", metavar="NAME", help="whose objects are looked after; default: those of all namespaces")
+    add(
         "--workers", metavar="N", type=_positive, default=8, help="objects looked at side by side; default: %(default)s"
     )
-    work(
+    add(
         "--image",
         metavar="IMAGE",
         help="of downloads and sidecars; default: that of the container 'manager' of our pod",
     )
-    work(
+    add(
         "--gateway-namespace",
         metavar="NAME",
         action="append",
@@ -80,8 +91,31 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
             "gateways elsewhere are believed about their own namespace; several times for several; default: ours"
         ),
     )
-    share = made.add_argument_group("other autoscalers, for policies with the mode Export").add_argument
-    share(
+    add("--no-scaling", action="store_true", help="other processes look after AutoscalingPolicyBindings")
+    add(
+        "--prometheus-allow",
+        metavar="URL",
+        action="append",
+        default=[],
+        help=(
+            "AutoscalingPolicies may name this Prometheus, and what is below this URL, and no other; several times for "
+            "several; default: all but this machine itself and link-local addresses"
+        ),
+    )
+    add("--lease", metavar="NAME", default=SERVICE, help="the Lease that elects the leader; default: %(default)s")
+    add("--lease-namespace", metavar="NAME", help="of the Lease; default: ours")
+    add(
+        "--lease-duration",
+        metavar="SECONDS",
+        type=_positive,
+        default=15,
+        help="after which another replica takes over from a leader that is gone; default: %(default)s",
+    )
+
+
+def _add_exports(made: argparse.ArgumentParser) -> None:
+    add = made.add_argument_group("other autoscalers, for policies with the mode Export").add_argument
+    add(
         "--external-metrics",
         metavar="ADDRESS",
         default="",
@@ -90,11 +124,11 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
             " shows; default: not served"
         ),
     )
-    share("--keda", metavar="ADDRESS", default="", help="serve KEDA's external scaler (gRPC); default: not served")
-    share("--keda-certificate", metavar="FILE", help="of KEDA's port, with --keda-key; default: without TLS")
-    share("--keda-key", metavar="FILE", help="of the certificate")
-    share("--keda-clients", metavar="FILE", help="authorities of those who may call KEDA's port; default: anybody may")
-    share(
+    add("--keda", metavar="ADDRESS", default="", help="serve KEDA's external scaler (gRPC); default: not served")
+    add("--keda-certificate", metavar="FILE", help="of KEDA's port, with --keda-key; default: without TLS")
+    add("--keda-key", metavar="FILE", help="of the certificate")
+    add("--keda-clients", metavar="FILE", help="authorities of those who may call KEDA's port; default: anybody may")
+    add(
         "--keda-client-name",
         metavar="NAME[=NAMESPACE,...]",
         action="append",
@@ -105,14 +139,14 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
             " default: any name"
         ),
     )
-    share(
+    add(
         "--keda-namespace",
         metavar="NAME",
         action="append",
         default=[],
         help="whose decisions are told at KEDA's port; several times for several; default: those of all namespaces",
     )
-    share(
+    add(
         "--keda-streams",
         metavar="N",
         type=_positive,
@@ -122,27 +156,6 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
             "%(default)s"
         ),
     )
-    work("--no-scaling", action="store_true", help="other processes look after AutoscalingPolicyBindings")
-    work(
-        "--prometheus-allow",
-        metavar="URL",
-        action="append",
-        default=[],
-        help=(
-            "AutoscalingPolicies may name this Prometheus, and what is below this URL, and no other; several times for "
-            "several; default: all but this machine itself and link-local addresses"
-        ),
-    )
-    work("--lease", metavar="NAME", default=SERVICE, help="the Lease that elects the leader; default: %(default)s")
-    work("--lease-namespace", metavar="NAME", help="of the Lease; default: ours")
-    work(
-        "--lease-duration",
-        metavar="SECONDS",
-        type=_positive,
-        default=15,
-        help="after which another replica takes over from a leader that is gone; default: %(default)s",
-    )
-    return made
 
 
 def parsed(words: list[str], prog: str) -> argparse.Namespace:

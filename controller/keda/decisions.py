@@ -11,8 +11,6 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from controller.autoscale.decision import Decision
-
 
 class Wanted(msgspec.Struct, frozen=True):
     """``desired``: replicas of the target. ``is_active``: whether there should be any at all: with False KEDA goes to
@@ -27,10 +25,9 @@ class Unknown(Exception):
     """There is no such binding or target, or no decision about it yet; the message says which."""
 
 
-def wanted_of(decision: Decision) -> dict[str, Wanted]:
-    """By target, as far as it was decided what each should have."""
-    known = [(one.name, one.desired) for one in decision.targets if one.desired is not None]
-    return {name: Wanted(desired, is_active=desired > 0) for name, desired in known}
+def wanted_of(desired: Mapping[str, int | None]) -> dict[str, Wanted]:
+    """By target, as far as it was decided how many replicas each should have."""
+    return {name: Wanted(one, is_active=one > 0) for name, one in desired.items() if one is not None}
 
 
 class Decisions:

@@ -7,7 +7,7 @@ import argparse
 import logging
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from extproc.cli.lookup import resolved_directory
 from extproc.cli.mistakes import report
@@ -18,6 +18,9 @@ from extproc.config.quantities import Duration
 from extproc.config.snapshot import Snapshot
 from extproc.config.spec import full_key
 from extproc.config.validation import parse_address
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +171,21 @@ def _add_processes(made: argparse.ArgumentParser) -> None:
     add("--redis-channel", default="attache", metavar="NAME", help="of the processes that share (default: %(default)s)")
 
 
+def _add_tls(add: Callable[..., argparse.Action]) -> None:
+    add(
+        "--tls-cert",
+        type=Path,
+        metavar="FILE",
+        help="serve gRPC with TLS and this certificate, PEM; files that change are used for new connections",
+    )
+    add("--tls-key", type=Path, metavar="FILE", help="the certificate's private key, PEM")
+    add(
+        "--tls-self-signed",
+        action="store_true",
+        help="serve gRPC with TLS and a certificate of our own; gateways must not check it",
+    )
+
+
 def _add_gateways(made: argparse.ArgumentParser) -> None:
     add = made.add_argument_group(
         "gateways that Attaché does not configure", "They use the endpoint picker protocol of the Gateway API."
@@ -181,18 +199,7 @@ def _add_gateways(made: argparse.ArgumentParser) -> None:
             " has it"
         ),
     )
-    add(
-        "--tls-cert",
-        type=Path,
-        metavar="FILE",
-        help="serve gRPC with TLS and this certificate, PEM; files that change are used for new connections",
-    )
-    add("--tls-key", type=Path, metavar="FILE", help="the certificate's private key, PEM")
-    add(
-        "--tls-self-signed",
-        action="store_true",
-        help="serve gRPC with TLS and a certificate of our own; gateways must not check it",
-    )
+    _add_tls(add)
     add(
         "--health",
         metavar="ADDRESS",

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.cli.top_table import table
-from extproc.endpoints.health import ADVICE, Failure
+from extproc.endpoints.health import ADVICE, NO_ANSWER, SILENT_AFTER_S, Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from extproc.cli.top_sample import Sample
 
-# Engines are read several times a second; after so long extproc goes by its own counts.
-_SILENT_AFTER_S: Final = 5.0
-_NO_ANSWER: Final = "no_answer"
-_DEAD: Final = frozenset({_NO_ANSWER, Failure.PASSED_OVER.name.lower(), Failure.SILENT.name.lower()})
+_NO_ANSWER_REASON: Final = "no_answer"
+_DEAD: Final = frozenset({_NO_ANSWER_REASON, Failure.PASSED_OVER.name.lower(), Failure.SILENT.name.lower()})
 _EXPENDABLE: Final = ("PROMPT TOK/S", "CACHED", "RUNNING", "KV", "WAITING", "IN FLIGHT")
 
 
@@ -41,7 +39,7 @@ class EngineState(msgspec.Struct, frozen=True):
     @property
     def is_silent(self) -> bool:
         """It should say how it is, and does not."""
-        return self.is_read and (self.report_age_s is None or self.report_age_s >= _SILENT_AFTER_S)
+        return self.is_read and (self.report_age_s is None or self.report_age_s >= SILENT_AFTER_S)
 
     @property
     def word(self) -> str:
@@ -110,8 +108,8 @@ def _ailment(one: EngineState, wall_now_s: float) -> str:
 
 
 def _why(reason: str) -> str:
-    if reason == _NO_ANSWER:
-        return f"it cannot be reached, or answers nothing; {ADVICE[Failure.PASSED_OVER]}"
+    if reason == _NO_ANSWER_REASON:
+        return f"{NO_ANSWER}; {ADVICE[Failure.PASSED_OVER]}"
     known = {one.name.lower(): one for one in Failure}.get(reason)
     return f"{known.value}; {ADVICE[known]}" if known is not None else reason
 

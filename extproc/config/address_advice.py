@@ -18,7 +18,7 @@ def _advice(text: str, *, takes_names: bool) -> str:
     if "://" in text:
         bare = text.partition("://")[2].partition("/")[0]
         return f"leave out scheme and path: {bare if ':' in bare else f'{bare}:{_EXAMPLE_PORT}'}"
-    inner = next((one for one in (host, text) if ":" in one and _is_ip(one)), "")
+    inner = next((one for one in (host, text) if ":" in one and is_ip(one)), "")
     if inner:
         return f"write an IPv6 address in brackets and a port after it: [{inner}]:{_EXAMPLE_PORT}"
     if _is_port(text):
@@ -48,7 +48,8 @@ def _is_port(text: str) -> bool:
     return text.isascii() and text.isdigit() and 0 < int(text) < 65536
 
 
-def _is_ip(text: str) -> bool:
+def is_ip(text: str) -> bool:
+    """Whether ``text`` is an IP address, of either version and without a port."""
     try:
         ipaddress.ip_address(text)
     except ValueError:

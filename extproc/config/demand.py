@@ -146,18 +146,3 @@ def percentile(counts: tuple[int, ...], bounds: tuple[float, ...], percent: floa
             return low + (bounds[index] - low) * max(0.0, rank - seen) / count
         seen += count
     return bounds[-1]
-
-
-def share_within(counts: tuple[int, ...], bounds: tuple[float, ...], limit_s: float) -> float | None:
-    """The share of those counted that are at most ``limit_s``, by interpolation in its bucket; None without any."""
-    total = sum(counts)
-    if not total:
-        return None
-    within, low = 0.0, 0.0
-    for count, high in zip(counts, bounds, strict=False):
-        if high <= limit_s:
-            within += count
-        elif low < limit_s:
-            within += count * (limit_s - low) / (high - low)
-        low = high
-    return within / total

@@ -58,10 +58,6 @@ class AdmissionController:
             elif control is not None:
                 self.gates[name] = self._new_gate(pool, control)
 
-    def has_waiting(self) -> bool:
-        """Whether any request waits at a gate."""
-        return any(len(gate.queue) for gate in self.gates.values())
-
     def wake_at_s(self, now: float) -> float | None:
         """When a held request may go although nothing happens before; None: no request waits."""
         times = [when for gate in self.gates.values() if (when := gate.wake_at_s(now)) is not None]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.endpoints.health import NO_ANSWER, SILENT_AFTER_S
 from extproc.scheduling.adapter_placement import loaders, place, rows_in
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 # Beside an address and a total, in a terminal of 80 columns.
 _WIDEST_HEADS: Final = 48
-# Engines are read several times a second.
-_SILENT_AFTER_S: Final = 5.0
 
 
 class FilterStep(msgspec.Struct, frozen=True):
@@ -116,7 +115,7 @@ def avoided_now(pool: Pool, now: float) -> dict[str, str]:
     for row in table.active_rows:
         reasons = sorted(one.value for one in table.healths[row].reasons)
         if table.failures[row] and not reasons:
-            reasons = ["it cannot be reached, or answers nothing"]
+            reasons = [NO_ANSWER]
         if reasons:
             pause_s = float(table.retry_at_s[row]) - now
             again = f"not tried for {pause_s:.0f} s more" if pause_s > 0 else "tried by the next request that suits it"
@@ -130,7 +129,7 @@ def silent_now(pool: Pool, now: float) -> tuple[str, ...]:
     heard = {row: table.has_reported(row) for row in table.active_rows}
     if not any(heard.values()):
         return ()
-    late = now - _SILENT_AFTER_S
+    late = now - SILENT_AFTER_S
     return tuple(table.addresses[row] for row, has in heard.items() if not has or table.reported_at_s[row] < late)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Health: what the answers of one endpoint were like, and how its failures are called."""
+"""Health: what the answers of one endpoint were like, and what its failures are called."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Final
 
 import msgspec
 
+# Engines are read several times a second. One without a report for so long does not say how it is: what is known of it
+# are our own counts.
+SILENT_AFTER_S: Final = 5.0
 _MEMORY_ANSWERS: Final = 50.0
 _REMEMBERED_REFUSALS: Final = 64
 
@@ -32,6 +35,10 @@ ADVICE: Final = {
     Failure.NO_USAGE: "read its log, and see that an engine of this version listens at this address",
     Failure.SILENT: "it may hang: read its log, and restart it",
 }
+
+
+NO_ANSWER: Final = "it cannot be reached, or answers nothing"
+"""Of an endpoint that backs off without being a suspect: no answer of it was ever judged."""
 
 
 class EndpointHealth(msgspec.Struct):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from extproc.config.errors import Finding
     from extproc.config.picker_config import EndpointPickerConfig, PickerFile, PluginSpec
     from extproc.scheduling.framework import Selector
-    from extproc.scheduling.plugins.rollouts import EndpointPin, RolloutScreener
+    from extproc.scheduling.plugins.rollouts import EndpointPin, Rollout
     from extproc.scheduling.registry import Kind, PluginType
 
 
@@ -173,7 +173,7 @@ def _profile(spec: ProfileSpec, plugins: Mapping[str, tuple[Kind, Any]], usual: 
     return Profile(tuple(filters), tuple(scorers), choice, spec.name)
 
 
-def _screened(profile: Profile, screeners: Sequence[tuple[str, RolloutScreener | EndpointPin]]) -> Profile:
+def _screened(profile: Profile, screeners: Sequence[tuple[str, Rollout | EndpointPin]]) -> Profile:
     """``profile`` after the screeners, which a file does not name in its profiles."""
     before = tuple(NamedFilter(name, screener) for name, screener in screeners)
     return msgspec.structs.replace(profile, filters=(*before, *profile.filters)) if before else profile

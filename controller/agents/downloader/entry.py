@@ -202,12 +202,11 @@ def occupied(directory: Path) -> int:
 
 
 @contextlib.contextmanager
-def disk_errors(what: str, free_bytes: int | None = None) -> Iterator[None]:
+def disk_errors(what: str) -> Iterator[None]:
     """Turn errors of the file system into ours: DiskFull, else CacheUnusable."""
     try:
         yield
     except OSError as error:
         if error.errno in _NO_ROOM:
-            left = "" if free_bytes is None else f" ({free_bytes} bytes were free)"
-            raise DiskFull(f"no room left to write {what}{left}: {error.strerror}") from error
+            raise DiskFull(f"no room left to write {what}: {error.strerror}") from error
         raise CacheUnusable(f"cannot write {what}: {error.strerror or error}") from error

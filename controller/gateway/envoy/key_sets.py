@@ -12,7 +12,6 @@ of it would never fetch.
 
 from __future__ import annotations
 
-import ipaddress
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
@@ -43,6 +42,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 
 from controller.gateway.envoy.envoy_json import seconds, to_resource
 from controller.gateway.envoy.plain import Packed
+from extproc.config.address_advice import is_ip
 
 if TYPE_CHECKING:
     from extproc.config.authentication import Authentication, RemoteJwks
@@ -79,7 +79,7 @@ def _cluster_name(issuer: str) -> str:
 def _cluster(name: str, remote: RemoteJwks) -> Cluster:
     parts = urlsplit(remote.uri)
     host, port = parts.hostname or "", parts.port or _HTTPS_PORT
-    is_address = _is_address(host)
+    is_address = is_ip(host)
     endpoint = Endpoint(address=Address(socket_address=SocketAddress(address=host, port_value=port)))
     return Cluster(
         name=name,
@@ -108,11 +108,3 @@ def _tls(host: str, ca_file: str, *, is_address: bool) -> UpstreamTlsContext:
             )
         ),
     )
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -11,7 +11,7 @@ import msgspec
 from controller.cluster.informer import Informer, InformerTiming, Selection
 from controller.cluster.resources import AUTOSCALING_POLICY_BINDINGS, Object
 from controller.keda.access import Readers
-from controller.keda.decisions import Decisions, Wanted
+from controller.keda.decisions import Decisions, wanted_of
 from controller.keda.scaler import KedaScaler
 from controller.keda.streams import MOST_STREAMS
 from controller.keda.tls import TlsFiles, server_credentials
@@ -98,7 +98,7 @@ class ExportRole:
         if not targets:
             self._decisions.forget(key)
             return
-        self._decisions.tell(key, {one.target: Wanted(one.desired, is_active=one.desired > 0) for one in targets})
+        self._decisions.tell(key, wanted_of({one.target: one.desired for one in targets}))
 
 
 def _slim(binding: Object) -> Object:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -13,9 +13,6 @@ from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
 from controller.roles.scaling.names import LEARNED
 from controller.roles.scaling.owning import Claim, Place, claim_of, place_of
 from extproc.config.quantities import decode_quantity
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _METADATA: Final = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp")
 Decoded = TypeVar("Decoded")
@@ -72,16 +69,6 @@ def slim_binding(thing: Object) -> Object:
     places = () if binding is None else tuple(place_of(namespace, one) for one in binding.spec.targets)
     learned = (thing["metadata"].get("annotations") or {}).get(LEARNED, "")
     return {**small, "view": BindingView(small, binding, claim, places, learned, problem)}
-
-
-def view_getter(get: Callable[[str], Object | None]) -> Callable[[str], Any]:
-    """The ``view`` of an object by its key; None if there is none."""
-
-    def view(key: str) -> Any:  # noqa: ANN401 - each informer has its own
-        found = get(key)
-        return None if found is None else found["view"]
-
-    return view
 
 
 def _small(thing: Object, kind: str) -> Object:

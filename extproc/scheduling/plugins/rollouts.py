@@ -10,9 +10,13 @@ import msgspec
 import numpy as np
 
 from extproc.scheduling.labels import has_labels
+from extproc.scheduling.plugins.handlers import Disaggregation
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from extproc.endpoints.table import Bools
+    from extproc.scheduling.framework import ProfileHandler
     from extproc.scheduling.picker import View
 
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
@@ -71,27 +75,36 @@ class RolloutScreener(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
     revision_gating: RevisionGating = RevisionGating(mode="disabled")
     header_selectors: tuple[HeaderSelector, ...] = ()
 
-    @property
-    def group_key(self) -> str:
-        """The label that both endpoints of a pair share; empty: none."""
-        return "" if self.revision_gating.mode == "disabled" else self.revision_gating.label
+    def with_plugins(self, others: Mapping[str, Any]) -> Rollout:
+        """The screener itself, with what each header must equal."""
+        del others
+        gating = self.revision_gating
+        labels = [(one.header_name, one.label_key) for one in self.header_selectors if one.mode == "strict"]
+        if gating.revision_header_name:
+            labels.insert(0, (gating.revision_header_name, gating.label))
+        return Rollout(
+            tuple((header.lower(), label) for header, label in labels),
+            "" if gating.mode == "disabled" else gating.label,
+        )
+
+
+class Rollout(msgspec.Struct, frozen=True):
+    """The screener. ``labels``: by header in lower case, the label that it must equal. ``group_key``: the label that
+    both endpoints of a pair share; empty: none.
+    """
+
+    labels: tuple[tuple[str, str], ...] = ()
+    group_key: str = ""
 
     def keep(self, view: View, candidates: Bools) -> Bools:
         """Keeps the endpoints whose labels are those that the request's headers name."""
-        required = {
-            label: value for header, label in self._strict if (value := view.request.headers.get(header.lower(), ""))
-        }
+        headers = view.request.headers
+        required = {label: value for header, label in self.labels if (value := headers.get(header, ""))}
         return candidates & has_labels(view.table, required) if required else candidates
 
-    @property
-    def _strict(self) -> list[tuple[str, str]]:
-        gating = self.revision_gating
-        by_revision = [(gating.revision_header_name, gating.label)] if gating.revision_header_name else []
-        return by_revision + [(one.header_name, one.label_key) for one in self.header_selectors if one.mode == "strict"]
-
-    def paired(self, handler: Any) -> Any:  # noqa: ANN401 - handlers have no type in common
-        """``handler`` with pairs of one revision, if it makes pairs."""
-        if self.group_key and getattr(handler, "group_key", None) == "":
+    def paired(self, handler: ProfileHandler) -> ProfileHandler:
+        """``handler`` with pairs of one revision, if it makes pairs and the file does not say how."""
+        if self.group_key and isinstance(handler, Disaggregation) and not handler.group_key:
             return msgspec.structs.replace(handler, group_key=self.group_key)
         return handler
 
@@ -112,6 +125,6 @@ class EndpointPin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
             only[row] = True
         return candidates & only
 
-    def paired(self, handler: Any) -> Any:  # noqa: ANN401 - handlers have no type in common
+    def paired(self, handler: ProfileHandler) -> ProfileHandler:
         """The handler as it is."""
         return handler

@@ -18,7 +18,6 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from controller.autoscale.decision import Decision, TargetDecision
 from controller.keda.access import Readers
 from controller.keda.decisions import Decisions, Wanted, wanted_of
 from controller.keda.scaler import KedaScaler
@@ -232,13 +231,8 @@ def test_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:
 
 
 def test_what_was_decided_by_target() -> None:
-    targets = (
-        TargetDecision(name="h100", current=1, desired=3),
-        TargetDecision(name="l40s", current=1, desired=0),
-        TargetDecision(name="gone", current=None, desired=None),
-    )
-    decision = Decision(binding="shop/llama", at_s=0.0, mode="Export", targets=targets)
-    assert wanted_of(decision) == {"h100": Wanted(3, is_active=True), "l40s": Wanted(0, is_active=False)}
+    desired = {"h100": 3, "l40s": 0, "gone": None}
+    assert wanted_of(desired) == {"h100": Wanted(3, is_active=True), "l40s": Wanted(0, is_active=False)}
 
 
 async def test_it_serves_until_it_is_cancelled(decisions: Decisions) -> None:

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from controller.gateway.compile.sources import to_bytes
+from extproc.config.address_advice import is_ip
 from extproc.config.spec import API_VERSION, namespace_of, object_key
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def slice_of(thing: Mapping[str, Any]) -> Slice | None:
     leaving: list[str] = []
     for one in thing.get("endpoints") or ():
         conditions = one.get("conditions") or {}
-        addresses = [address for address in one.get("addresses") or () if _is_ip(address)]
+        addresses = [address for address in one.get("addresses") or () if is_ip(address)]
         # a slice that says nothing of readiness is one of ready endpoints
         if conditions.get("ready") is not False:
             ready += addresses
@@ -146,11 +146,3 @@ def _addresses(slices: Iterable[Slice], port: str, *, leaving: bool) -> Iterator
             continue
         for address in one.leaving if leaving else one.ready:
             yield f"[{address}]:{number}" if ":" in address else f"{address}:{number}"
-
-
-def _is_ip(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
