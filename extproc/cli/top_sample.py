@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ class Sample:
         self._values: dict[str, dict[_Labels, float]] = {}
 
     def add(self, name: str, labels: Mapping[str, str], value: float) -> None:
-        """One sample."""
+        """One sample; one that is no finite number says nothing."""
+        if not math.isfinite(value):
+            return
         series = self._values.setdefault(name, {})
         key = tuple(sorted(labels.items()))
         known = series.get(key)
