@@ -65,7 +65,10 @@ class SessionBindings:
 
     def address_of(self, key: str, now: float) -> str | None:
         """The address that the session is bound to; None if it is not, or not any more."""
-        address, expires_at_s = self._tenants.get(_tenant_in(key), {}).get(key, ("", 0.0))
+        bound = self._tenants.get(_tenant_in(key))
+        if bound is None or key not in bound:
+            return None
+        address, expires_at_s = bound[key]
         return address if now < expires_at_s else None
 
     def bind(self, key: str, address: str, now: float, ttl_s: float) -> None:
