@@ -80,7 +80,8 @@ def _run(program: Program, options: argparse.Namespace, command_line: str) -> in
     try:
         return program.call(options, console)
     except _SAID as error:
-        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        # standard output may be a file for the table
+        Console(stderr=True, emoji=False).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         console.print("stopped; finished trials are kept, and the same command continues from there")
@@ -138,13 +139,15 @@ def _add_runs(parser: argparse.ArgumentParser) -> None:
         "--traces",
         type=Path,
         metavar="DIR",
-        default=TRACES,
-        help="directory with vllm_run_* and vllm_profile_* (default: %(default)s)",
+        help=f"directory with vllm_run_* and vllm_profile_* (default: {TRACES} if it is there)",
     )
 
 
 def _validate(options: argparse.Namespace, console: Console) -> int:
-    return validate(options.traces, console)
+    if options.traces is not None and not options.traces.is_dir():
+        msg = f"{options.traces} is not a directory; --traces takes one with vllm_run_* and vllm_profile_*"
+        raise ValueError(msg)
+    return validate(options.traces or TRACES, console)
 
 
 # What is told by its message alone.

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds between two decisions, of every policy; 0: each has its own (default: %(default)s)",
     )
     add("--start", type=float, default=0.0, metavar="S", help="how long engines take to start (default: by the load)")
-    add("--traces", type=Path, default=TRACES, metavar="DIR", help="directory of traces (default: %(default)s)")
+    add("--traces", type=Path, metavar="DIR", help=f"directory of traces (default: {TRACES} if it is there)")
     add("--out", type=Path, default=Path("bench/out/autoscale"), metavar="DIR", help="default: %(default)s")
     add("--jobs", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
     add("--quick", action="store_true", help="short cells for each policy, to see that all of them run")
@@ -53,6 +53,9 @@ def autoscale(options: argparse.Namespace, console: Console) -> int:
     policies = options.policies.split(",")
     for name in policies:
         policy_named(name)
+    if options.traces is not None and not options.traces.is_dir():
+        msg = f"{options.traces} is not a directory; --traces takes the one with the traces of --loads"
+        raise ValueError(msg)
     loads = options.loads.split(",")
     unknown = [one for one in loads if one not in LOADS]
     if unknown:
@@ -64,7 +67,7 @@ def autoscale(options: argparse.Namespace, console: Console) -> int:
         return _quick(options, policies, console)
     plan = Plan(loads, policies, options.seeds, options.period, options.start)
     cells = [*plan.cells(Half.TUNING), *plan.cells(Half.HELD)]
-    found = run_cells(cells, options.out / "cells.jsonl", options.traces, console, jobs=options.jobs)
+    found = run_cells(cells, options.out / "cells.jsonl", options.traces or TRACES, console, jobs=options.jobs)
     _tell(found.values(), options.out, console)
     return 0
 
@@ -102,7 +105,7 @@ def _quick(options: argparse.Namespace, policies: list[str], console: Console) -
     ]
     file = options.out / "quick.jsonl"
     file.unlink(missing_ok=True)
-    found = run_cells(cells, file, options.traces, console, jobs=options.jobs)
+    found = run_cells(cells, file, options.traces or TRACES, console, jobs=options.jobs)
     _tell(found.values(), options.out, console)
     return 1 if any(one.lost or one.refused for one in found.values()) else 0
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import csv
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -84,7 +84,12 @@ def by_conditions(reports: Sequence[TrialReport]) -> dict[str, list[TrialReport]
     grouped: dict[Conditions, list[TrialReport]] = defaultdict(list)
     for report in reports:
         grouped[msgspec.structs.replace(report.trial.conditions, seed=0)].append(report)
-    return {_words(found): found for found in grouped.values()}
+    counts = Counter(_words(found) for found in grouped.values())
+    # such as traces of one name in two directories, or two parts of what a generator makes
+    return {
+        words if counts[words := _words(found)] == 1 else f"{conditions.trace} after {conditions.skip}: {words}": found
+        for conditions, found in grouped.items()
+    }
 
 
 def _words(reports: Sequence[TrialReport]) -> str:

@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None, prog: str = "python -m bench.live.r
         comparison = uvloop.run(_compare(settings, console))
         comparison = msgspec.structs.replace(comparison, made_by=made_by(command))
     except (StartFailed, EnvoyMissing, TraceInvalid, ConfigInvalid) as error:
-        console.print(str(error), style="red", markup=False)
+        Console(stderr=True).print(str(error), style="red", markup=False)
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("stopped; all processes are ended")

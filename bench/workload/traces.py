@@ -47,7 +47,7 @@ def read_trace(path: Path, excerpt: Excerpt, format_name: str | None = None) -> 
     ``format_name``: a key of FORMATS; None: by the file name.
     """
     if not path.exists():
-        raise TraceInvalid(f"{path}: does not exist")
+        raise TraceInvalid(f"{path}: cannot be read: No such file or directory")
     if path.is_dir():
         raise TraceInvalid(f"{path}: is a directory; name a file of it")
     name = format_name or _guess(path)

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
 import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
-from prometheus_client.exposition import gzip_accepted
 
 from controller.cluster.demand_relay import DemandRelay
 from controller.cluster.exposition import page_of
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _MOST_WATCHERS: Final = 8
 # Who has not read a line by then is let go.
 _SLOWEST_S: Final = 5.0
+_NO_WEIGHT: Final = re.compile(r"q[ \t]*=[ \t]*0(\.0{0,3})?")
 
 
 @contextlib.asynccontextmanager
@@ -49,7 +50,7 @@ async def pages(
     """
 
     async def metrics(request: web.Request) -> web.Response:
-        gzipped = gzip_accepted(request.headers.get("accept-encoding", ""))
+        gzipped = _takes_gzip(request.headers.get("accept-encoding", ""))
         # thousands of series take longer than anybody should wait for the loop
         body = await asyncio.to_thread(page_of, registry, gzipped=gzipped)
         encoding = {"content-encoding": "gzip"} if gzipped else {}
@@ -81,6 +82,15 @@ async def pages(
         yield
     finally:
         await runner.cleanup()
+
+
+def _takes_gzip(accept_encoding: str) -> bool:
+    """Whether a client takes compressed answers: with a weight of 0 it says that it does not (RFC 9110, 12.5.3)."""
+    for one in accept_encoding.split(","):
+        name, _, weight = one.partition(";")
+        if name.strip().lower() in {"gzip", "x-gzip"}:
+            return _NO_WEIGHT.fullmatch(weight.strip().lower()) is None
+    return False
 
 
 class _DemandPage:

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import sys
 import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from extproc.cli.mistakes import report
+from extproc.cli.web_page import printable, read_page
 from extproc.config.errors import ConfigInvalid
 from extproc.config.spec import full_key
 from extproc.errors import Refusal
@@ -21,6 +23,9 @@ from extproc.protocol import CHAT_PATH
 
 if TYPE_CHECKING:
     from extproc.cli.decide import Explanation
+
+_TIMEOUT_S: Final = 10.0
+_MOST_ERROR_BYTES: Final = 2**20
 
 
 def parser(prog: str = "extproc explain") -> argparse.ArgumentParser:
@@ -80,24 +85,26 @@ def main(words: list[str], prog: str = "extproc explain") -> int:
     except urllib.error.HTTPError as error:
         return _refused(options.url, error)
     except OSError as error:
-        print(f"nobody answers at {options.url}: {error}; is extproc running with --debug?", file=sys.stderr)
+        said = f"nobody answers at {options.url}: {error}; is extproc running with --debug?"
+        print(printable(said), file=sys.stderr)
         return 2
     # loads numpy: not for --help
     from extproc.cli.decide import to_text  # noqa: PLC0415
 
-    print(msgspec.json.format(msgspec.json.encode(explanation)).decode() if options.json else to_text(explanation))
+    text = msgspec.json.format(msgspec.json.encode(explanation)).decode() if options.json else to_text(explanation)
+    print(printable(text))
     return 0
 
 
 def _refused(url: str, error: urllib.error.HTTPError) -> int:
     """Exit status: 1 for what a client would be told too, 2 if something else answers, or a process without --debug."""
     try:
-        message = msgspec.json.decode(error.read(), type=_ErrorBody).error.message
-    except msgspec.MsgspecError:
+        message = msgspec.json.decode(error.read(_MOST_ERROR_BYTES), type=_ErrorBody).error.message
+    except (msgspec.MsgspecError, OSError, http.client.HTTPException):
         advice = "start extproc with --debug, and write the address of its metrics, as http://127.0.0.1:9003"
-        print(f"nobody explains at {url} ({error.code} {error.reason}): {advice}", file=sys.stderr)
+        print(printable(f"nobody explains at {url} ({error.code} {error.reason}): {advice}"), file=sys.stderr)
         return 2
-    print(f"refused with {error.code}: {message}", file=sys.stderr)
+    print(printable(f"refused with {error.code}: {message}"), file=sys.stderr)
     return 1
 
 
@@ -141,5 +148,7 @@ def _ask(options: argparse.Namespace, headers: dict[str, str], body: bytes) -> E
     query = urllib.parse.urlencode(asked)
     where = f"{url.rstrip('/')}/debug/explain{options.path}?{query}"
     request = urllib.request.Request(where, data=body, headers=headers)  # noqa: S310 - checked
-    with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - checked
-        return msgspec.json.decode(answer.read(), type=Explanation)
+    try:
+        return msgspec.json.decode(read_page(request, timeout_s=_TIMEOUT_S), type=Explanation)
+    except msgspec.DecodeError as error:
+        raise OSError(f"the page there explains nothing ({error})") from None

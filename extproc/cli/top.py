@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import shutil
 import sys
 import time
-import urllib.request
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.cli.top_sample import Sample
 from extproc.cli.top_view import UNBOUNDED, render
+from extproc.cli.web_page import printable, read_page
 from extproc.config.quantities import Duration
 from extproc.config.validation import parse_endpoint
 
@@ -64,11 +63,12 @@ def main(words: list[str], prog: str = "extproc top") -> int:
         made.error(str(error))
     try:
         for text in _pictures(pages, interval_s, options.tenants, is_live=not options.once):
-            print(_CLEAR + _cropped(text) if not options.once else text, flush=True)
+            shown = printable(text)
+            print(_CLEAR + _cropped(shown) if not options.once else shown, flush=True)
             if options.once:
                 break
     except _Unread as error:
-        print(f"{error}; is extproc running there?", file=sys.stderr)
+        print(printable(f"{error}; is extproc running there?"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 0
@@ -121,13 +121,12 @@ def _read(pages: list[str]) -> Sample:
     for page in pages:
         one = Sample()
         try:
-            with urllib.request.urlopen(f"http://{page}/metrics", timeout=_TIMEOUT_S) as answer:
-                text = answer.read().decode()
+            text = read_page(f"http://{page}/metrics", timeout_s=_TIMEOUT_S).decode()
             for family in text_string_to_metric_families(text):
                 for sample in family.samples:
                     one.add(sample.name, sample.labels, sample.value)
                     reading.add(sample.name, sample.labels, sample.value)
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except (OSError, ValueError) as error:
             raise _Unread(f"no metrics at {page}: {getattr(error, 'reason', error)}") from error
         if not one.is_of_extproc:
             raise _Unread(f"the page at {page} is not of extproc: its metrics are on 127.0.0.1:9003 by default")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from extproc.cli.top_sample import Sample
 
+_LAST_AT_S: Final = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 _NO_ANSWER_REASON: Final = "no_answer"
 _DEAD: Final = frozenset({_NO_ANSWER_REASON, Failure.PASSED_OVER.name.lower(), Failure.SILENT.name.lower()})
 _EXPENDABLE: Final = ("PROMPT TOK/S", "CACHED", "RUNNING", "KV", "WAITING", "IN FLIGHT")
@@ -97,7 +98,8 @@ def _ailment(one: EngineState, wall_now_s: float) -> str:
     if not one.reasons:
         return f"is silent: {report}; see that it runs, and that its metrics page answers"
     since = ""
-    if one.avoided_since_s is not None:
+    # a page may say what it likes; after that year no clock has a name for it
+    if one.avoided_since_s is not None and 0 <= one.avoided_since_s < _LAST_AT_S:
         at = datetime.fromtimestamp(one.avoided_since_s, UTC)
         since = f" since {at:%H:%M:%S} UTC ({_ago(wall_now_s - one.avoided_since_s)})"
     whys = "; ".join(_why(reason) for reason in one.reasons)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class Sample:
         self._indexes: dict[str, dict[_Names, _Index]] = {}
 
     def add(self, name: str, labels: Mapping[str, str], value: float) -> None:
-        """One sample."""
+        """One sample; one that is no finite number says nothing."""
+        if not math.isfinite(value):
+            return
         series = self._values.setdefault(name, {})
         self._indexes.pop(name, None)
         key = tuple(sorted(labels.items()))

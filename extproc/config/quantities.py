@@ -9,11 +9,13 @@ from decimal import Decimal
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Self
 
-from extproc.config.quantity_advice import no_duration, no_size
+from extproc.config.quantity_advice import no_duration, no_quantity, no_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+# No longer text is read: the patterns below try ever shorter numbers where a unit is missing, and Decimal overflows.
+_MOST_CHARACTERS: Final = 64
 _PART: Final = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h|d)", re.ASCII)
 _SECONDS: Final = {
     "ns": 1e-9,
@@ -72,7 +74,7 @@ class Duration(_AsWritten, float):
 
     def __new__(cls, text: object) -> Self:
         """Read ``text``."""
-        parts = _PART.findall(text) if isinstance(text, str) else []
+        parts = _PART.findall(text) if isinstance(text, str) and len(text) <= _MOST_CHARACTERS else []
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
         is_whole = text == "0" or "".join(number + unit for number, unit in parts) == text != ""
         if not is_whole or seconds > _LONGEST_S:
@@ -91,7 +93,8 @@ class ByteSize(_AsWritten, int):
     def __new__(cls, given: object) -> Self:
         """Read ``given``; YAML and JSON turn some quantities into numbers by themselves."""
         text = str(given)
-        match = None if isinstance(given, bool) else _SIZE.fullmatch(text)
+        is_text = not isinstance(given, bool) and len(text) <= _MOST_CHARACTERS
+        match = _SIZE.fullmatch(text) if is_text else None
         size = None if match is None else _bytes_of(match)
         if size is None:
             raise ValueError(no_size(given))
@@ -109,10 +112,10 @@ class Quantity(_AsWritten, int):
     def __new__(cls, given: object) -> Self:
         """Read ``given``; YAML and JSON turn some quantities into numbers by themselves."""
         text = str(given)
-        match = None if isinstance(given, bool) else _QUANTITY.fullmatch(text)
+        is_text = not isinstance(given, bool) and len(text) <= _MOST_CHARACTERS
+        match = _QUANTITY.fullmatch(text) if is_text else None
         if match is None:
-            msg = f"'{text}' is not a quantity; write a whole number, or one with a unit, such as 500, 1k, 10G or 10Gi"
-            raise ValueError(msg)
+            raise ValueError(no_quantity(given))
         sign, number, unit, exponent = match.groups()
         value = Decimal(number) * (_UNITS[unit] if unit else Decimal(10) ** int(exponent or 0))
         if sign == "-" and value:

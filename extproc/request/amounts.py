@@ -84,8 +84,12 @@ _KINDS: Final = (
 _LIST: Final = ord("[")
 
 
-def media_in(contents: Sequence[msgspec.Raw]) -> Media:
-    """The media among the parts of these contents."""
+def media_in(contents: Sequence[msgspec.Raw], *, deepest: int = 1) -> Media:
+    """The media among the parts of these contents.
+
+    ``deepest``: how many levels of ``content`` within parts count. The responses API has one; looking into each costs
+    as much as reading all that is below it, so a client must not choose how many there are.
+    """
     tokens = size_bytes = 0
     for content in contents:
         # looked at without a copy: most contents are plain strings, and long
@@ -98,7 +102,7 @@ def media_in(contents: Sequence[msgspec.Raw]) -> Media:
             # not parts: the engine says what is wrong
             continue
         for part in parts:
-            inner = media_in([part.content]) if part.content else NO_MEDIA
+            inner = media_in([part.content], deepest=deepest - 1) if part.content and deepest else NO_MEDIA
             tokens += inner.tokens
             size_bytes += inner.size_bytes
             for name, kind in _KINDS:

@@ -13,6 +13,8 @@ import msgspec
 
 # A client can make as many sessions as it likes; each takes some 300 bytes.
 _MOST_SESSIONS: Final = 100_000
+_TENANT_BYTES: Final = 8
+_SESSION_BYTES: Final = 16
 
 
 class SessionNote(msgspec.Struct, frozen=True):
@@ -46,27 +48,55 @@ def address_in(token: str) -> str | None:
 
 
 class SessionBindings:
-    """The endpoints of sessions by their keys; the one that was used longest ago is dropped first."""
+    """The endpoints of sessions by their keys; the one that its tenant used longest ago is dropped first.
 
-    def __init__(self) -> None:
-        # the address, and when it is forgotten
-        self._bound: OrderedDict[str, tuple[str, float]] = OrderedDict()
+    Where there are too many, the tenant that has more than its share loses them, so nobody's many ids cost others
+    their sessions.
+    """
+
+    def __init__(self, most: int = _MOST_SESSIONS) -> None:
+        self._most = most
+        # by tenant, the address and when it is forgotten
+        self._tenants: OrderedDict[str, OrderedDict[str, tuple[str, float]]] = OrderedDict()
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._bound)
+        return self._count
 
     def address_of(self, key: str, now: float) -> str | None:
         """The address that the session is bound to; None if it is not, or not any more."""
-        address, expires_at_s = self._bound.get(key, ("", 0.0))
+        bound = self._tenants.get(_tenant_in(key))
+        if bound is None or key not in bound:
+            return None
+        address, expires_at_s = bound[key]
         return address if now < expires_at_s else None
 
     def bind(self, key: str, address: str, now: float, ttl_s: float) -> None:
         """The session is served there now."""
-        bound = self._bound
-        bound[key] = address, now + ttl_s
-        bound.move_to_end(key)
-        while len(bound) > _MOST_SESSIONS or next(iter(bound.values()))[1] <= now:
-            bound.popitem(last=False)
+        tenant = _tenant_in(key)
+        own = self._tenants.setdefault(tenant, OrderedDict())
+        self._count += key not in own
+        own[key] = address, now + ttl_s
+        own.move_to_end(key)
+        self._tenants.move_to_end(tenant)
+        for name in (next(iter(self._tenants)), tenant):
+            self._forget_expired(name, now)
+        while self._count > self._most:
+            self._forget_oldest(tenant if len(own) * len(self._tenants) > self._most else self._largest())
+
+    def _forget_expired(self, tenant: str, now: float) -> None:
+        while (bound := self._tenants.get(tenant)) and next(iter(bound.values()))[1] <= now:
+            self._forget_oldest(tenant)
+
+    def _largest(self) -> str:
+        return max(self._tenants, key=lambda name: len(self._tenants[name]))
+
+    def _forget_oldest(self, tenant: str) -> None:
+        bound = self._tenants[tenant]
+        bound.popitem(last=False)
+        self._count -= 1
+        if not bound:
+            del self._tenants[tenant]
 
 
 class TenantSessions(msgspec.Struct, frozen=True):
@@ -77,6 +107,13 @@ class TenantSessions(msgspec.Struct, frozen=True):
 
     def key(self, profile: str, session: str) -> str:
         """Of the session called ``session``. ``profile``: whose endpoint is kept, empty for the primary one."""
-        # of one size, however long the client's id is
-        text = f"{profile}\0{self.tenant}\0{session}"
-        return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest()
+        # of one size, however long the client's id is; processes that hear of it know the tenant by the beginning
+        return _digest(self.tenant, _TENANT_BYTES) + _digest(f"{profile}\0{session}", _SESSION_BYTES)
+
+
+def _tenant_in(key: str) -> str:
+    return key[: 2 * _TENANT_BYTES]
+
+
+def _digest(text: str, size_bytes: int) -> str:
+    return hashlib.blake2b(text.encode(errors="replace"), digest_size=size_bytes).hexdigest()

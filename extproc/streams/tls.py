@@ -105,7 +105,7 @@ class FollowedCertificate:
     def _checked(self, pair: Pair) -> grpc.ServerCertificateConfiguration:
         """Raises CertificateInvalid; the same pair is then not looked at again."""
         self._seen = pair
-        first = _leaf(pair)
+        first = _leaf(pair, self._files)
         self._metrics.loaded(first.not_valid_after_utc.timestamp())
         return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)])
 
@@ -138,19 +138,20 @@ def _read(files: TlsFiles) -> Pair:
         raise CertificateInvalid(f"{error.filename}: {error.strerror}") from None
 
 
-def _leaf(pair: Pair) -> Certificate:
-    """The certificate, whose key the other half is; raises CertificateInvalid."""
+def _leaf(pair: Pair, files: TlsFiles | None) -> Certificate:
+    """The certificate, whose key the other half is; raises CertificateInvalid. ``files``: where the pair is from."""
     from cryptography import x509  # noqa: PLC0415 - only with TLS
     from cryptography.hazmat.primitives.serialization import load_pem_private_key  # noqa: PLC0415
 
+    certificate, key_file = ("its own", "its own") if files is None else (files.certificate, files.key)
     try:
         certificates = x509.load_pem_x509_certificates(pair.certificate)
     except ValueError:
-        raise CertificateInvalid("there is no PEM certificate") from None
+        raise CertificateInvalid(f"{certificate} has no PEM certificate") from None
     try:
         key = load_pem_private_key(pair.key, password=None)
     except (ValueError, TypeError):
-        raise CertificateInvalid("there is no PEM private key, or it needs a password") from None
+        raise CertificateInvalid(f"{key_file} has no PEM private key, or one that needs a password") from None
     if key.public_key() != certificates[0].public_key():
-        raise CertificateInvalid("the private key is not that of the certificate")
+        raise CertificateInvalid(f"the private key in {key_file} is not that of the certificate in {certificate}")
     return certificates[0]

@@ -25,9 +25,9 @@ def settings(*words: str) -> AgentSettings:
     [
         (["--engine", "127.0.0.1:8000"], "no URL"),
         (["--engine", "ftp://127.0.0.1"], "no URL"),
-        (["--listen", "9000"], "no address"),
-        (["--listen", "localhost:9000"], "no address"),
-        (["--listen", "0.0.0.0:99999"], "no address"),
+        (["--listen", "9000"], "is not an address"),
+        (["--listen", "agent.example:9000"], "is not an address"),
+        (["--listen", "0.0.0.0:99999"], "is not an address"),
         (["--dialect", "vllm"], "invalid choice"),
         (["--max-adapters", "-1"], "0 or more"),
         (["--probe-failures", "0"], "above 0"),

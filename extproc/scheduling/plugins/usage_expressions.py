@@ -8,6 +8,7 @@ mix freely here. Source: the language definition of the Common Expression Langua
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ _TOKEN: Final = re.compile(
 _LITERALS: Final = {"true": True, "false": False, "null": None}
 _MOST_CHARACTERS: Final = 4096
 _DEEPEST: Final = 64
+# A chain of signs is as deep when it is evaluated as it is long, and Python's stack has an end.
+_MOST_TOKENS: Final = 512
 
 
 _SUMS: Final[Mapping[str, Callable[[float, float], float]]] = {"+": operator.add, "-": operator.sub}
@@ -59,7 +62,9 @@ class _Parser:
         if len(text) > _MOST_CHARACTERS:
             raise ValueError(f"is longer than {_MOST_CHARACTERS} characters; write less")
         self._text = text
-        self._tokens = list(_tokens_of(text))
+        self._tokens = _tokens_of(text)
+        if len(self._tokens) > _MOST_TOKENS:
+            raise ValueError(f"has more than {_MOST_TOKENS} names, numbers and signs; write less")
         self._at = 0
         self._depth = 0
 
@@ -263,7 +268,7 @@ def _is_there(field: Evaluate) -> Evaluate:
 
 def _converted(word: str, inner: Evaluate) -> Evaluate:
     if word == "int":
-        return lambda usage: float(int(_number(inner(usage))))
+        return lambda usage: _whole(_number(inner(usage)))
     return lambda usage: _number(inner(usage))
 
 
@@ -277,3 +282,9 @@ def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError("is no number")
     return float(value)
+
+
+def _whole(value: float) -> float:
+    if not math.isfinite(value):
+        raise ArithmeticError("is no whole number")
+    return float(int(value))

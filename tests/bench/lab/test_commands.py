@@ -171,7 +171,7 @@ def test_two_policies_of_one_replay_are_compared_request_by_request(
     ("arguments", "message"),
     [
         (["replay", "--trace", "none.jsonl"], "No such file"),
-        (["replay", "--trace", "none.bin"], "its name does not say what it is"),
+        (["replay", "--trace", "none.bin"], "none.bin: cannot be read: No such file"),
         (["replay", "--trace", "chat:turn=3"], "it takes sessions,"),
         (["replay", "--trace", "chat:turns=many"], "Expected `int`"),
         (["replay", "--trace", "chat", "--skip", "9999"], "skip fewer"),
@@ -183,11 +183,13 @@ def test_two_policies_of_one_replay_are_compared_request_by_request(
         (["replay", "--trace", "chat", "--scrape", "soon"], "soon"),
         (["replay", "--trace", "chat", "--flow-control", "{"], "JSON"),
         (["compare", "none.json", "none.json"], "cannot be read as the JSON of a replay"),
+        (["validate", "--traces", "none"], "none is not a directory"),
+        (["autoscale", "--quick", "--traces", "none"], "none is not a directory"),
     ],
 )
 def test_nonsense_is_said_in_a_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
-    assert message in capsys.readouterr().out.replace("\n", " ")
+    assert message in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_results_without_a_common_ground_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +198,7 @@ def test_results_without_a_common_ground_are_not_compared(tmp_path: Path, capsys
     assert replay("--policies", "attache", "--seed", "7", "--json", str(other)) == 0
     assert main(["compare", str(one), str(other)]) == 2
     assert main(["compare", f"{one}:sglang", str(other)]) == 2
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "no trial under the same conditions" in said
     assert "has no policy sglang" in said
 
@@ -281,9 +283,27 @@ def test_a_grid_over_rates_has_a_table_for_each_rate(tmp_path: Path, capsys: pyt
     assert compared.count("rate x1,") == compared.count("rate x2,") == 1
 
 
+def test_traces_of_one_name_in_two_directories_have_a_table_each(tmp_path: Path) -> None:
+    flags = ["--policies", "attache", "--engines", "2", "--hardware", "h100", "--model", "8b", "--json", "out.json"]
+    for directory in ("one", "other"):
+        (tmp_path / directory).mkdir()
+        rows = [{"timestamp": at, "input_length": 9, "output_length": 2, "hash_ids": [1]} for at in range(3)]
+        flags += ["--trace", written_trace(Path(directory) / "trace.jsonl", rows)]
+    assert main(["replay", *flags, "--jobs", "1"]) == 0
+    first, second = json.loads((tmp_path / "out.json").read_text())["groups"]
+    assert first["conditions"].startswith("one/trace.jsonl after 0: ")
+    assert second["conditions"].startswith("other/trace.jsonl after 0: ")
+
+
+def test_two_parts_of_what_a_generator_makes_have_a_table_each() -> None:
+    assert replay("--policies", "attache", "--skip", "0", "--skip", "3", "--limit", "3", "--json", "out.json") == 0
+    groups = json.loads(Path("out.json").read_text())["groups"]
+    assert [one["policies"]["attache"]["requests"] for one in groups] == [6, 6]
+
+
 def test_the_lab_says_where_its_traces_are_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "--traces", str(tmp_path)]) == 2
-    assert "kvcache-ai/Mooncake" in capsys.readouterr().out.replace("\n", "")
+    assert "kvcache-ai/Mooncake" in capsys.readouterr().err.replace("\n", "")
 
 
 def test_without_recorded_runs_the_check_of_the_engine_model_says_loudly_what_is_missing(

@@ -232,7 +232,7 @@ def test_a_mistake_in_a_policys_file_comes_whole(
 ) -> None:
     Path("my.py").write_text(source)
     assert replay("--policies", f"{name},attache") == 2
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert all(message in said for message in messages), said
     # frames of the lab do not help
     assert "own_file.py" not in said
@@ -269,7 +269,7 @@ def test_a_gpu_and_a_model_from_files() -> None:
         (GPU + "link: nvlink9\n", ["rig.yaml:4: link", "nvlink9", "nvlink5"]),
         (GPU + "bandwith: 1\n", ["rig.yaml:4: bandwith", "did you mean 'bandwidth'?"]),
         (GPU.replace("32e9", "much"), ["rig.yaml:3: memory", "'much' is text; write a number"]),
-        (GPU.replace("209e12", "-1"), ["rig.yaml:1: flops", "> 0"]),
+        (GPU.replace("209e12", "-1"), ["rig.yaml:1: flops: -1 is too small; write more than 0"]),
         ("flops: 1e12\n", ["the field 'memory' is missing", "the field 'bandwidth' is missing"]),
         (GPU + "perLayer: 32\n", ["rig.yaml:4: perLayer: 32 has no unit; write 32s"]),
         (GPU + "ownLink: {bandwidth: 1e9}\n", ["rig.yaml:4: ownLink", "'latency' is missing"]),
@@ -300,7 +300,7 @@ def test_an_edited_rig_is_run_again_and_not_compared_with_what_it_was(capsys: py
     assert play("2.json") < slow
     capsys.readouterr()
     assert main(["compare", "1.json", "2.json"]) == 2
-    assert "rig.yaml was another file" in capsys.readouterr().out
+    assert "rig.yaml was another file" in capsys.readouterr().err
 
 
 def test_a_replay_says_for_what_hardware_the_model_was_never_held_against_anything(

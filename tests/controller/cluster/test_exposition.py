@@ -104,3 +104,24 @@ async def test_who_accepts_gzip_gets_the_same_page_compressed() -> None:
     ):
         assert [one.headers.get("content-encoding") for one in (compressed, plain)] == ["gzip", None]
         assert await compressed.read() == await plain.read() == generate_latest(registry)
+
+
+@pytest.mark.parametrize(
+    ("accepts", "encoding"),
+    [
+        ("gzip;q=0", None),
+        ("gzip; q=0.000, identity", None),
+        ("GZIP ; Q=0", None),
+        ("deflate, gzip;q=0.001", "gzip"),
+        ("identity;q=0, gzip;q=1.0", "gzip"),
+        ("", None),
+    ],
+)
+async def test_who_declines_gzip_gets_plain_text(accepts: str, encoding: str | None) -> None:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    async with (
+        pages(address, CollectorRegistry(), lambda: True),
+        aiohttp.ClientSession(f"http://{address}") as http,
+        http.get("/metrics", headers={"accept-encoding": accepts}) as page,
+    ):
+        assert page.headers.get("content-encoding") == encoding

@@ -140,7 +140,7 @@ def test_a_named_band_is_of_its_own_priority_only() -> None:
     [
         ("{maxRequests: -1}", "flowControl.maxRequests: '-1' is negative"),
         ('{maxBytes: "-1Gi"}', "flowControl.maxBytes: '-1Gi' is negative"),
-        ("{maxBytes: 10GB}", "'10GB' is not a quantity; write a whole number"),
+        ("{maxBytes: 10GB}", "'10GB' is not a quantity; write 10Gi for powers of 1024, 10G for powers of 1000"),
         ("{priorityBands: [{priority: 1}, {priority: 1}]}", "priorityBands[1].priority: a second band of priority 1"),
         ("{defaultRequestTTL: -5s}", "'-5s' is not a duration"),
         ("{defaultRequestTTL: 60}", "60 has no unit"),

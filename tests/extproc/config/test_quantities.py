@@ -71,3 +71,16 @@ def test_copies_keep_the_text() -> None:
     for one in (Duration("90s"), ByteSize("1Ki"), Quantity("1k")):
         for other in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):  # noqa: S301 - our own bytes
             assert (other, str(other)) == (one, str(one))
+
+
+@pytest.mark.parametrize("kind", [Duration, ByteSize, Quantity])
+@pytest.mark.parametrize(
+    "text",
+    ["1" * 1_100_000, "1" * 1_100_000 + "k", "1.1" * 500_000 + "s", "0" * 100 + "1s"],
+    ids=["without a unit", "beyond decimals", "many points", "zeros"],
+)
+def test_numbers_of_a_hundred_digits_are_refused_unread(kind: type, text: str) -> None:
+    # what is read takes time with the square or cube of its length, while all requests wait
+    with pytest.raises(ValueError, match=r"111|1\.1|000") as refused:
+        kind(text)
+    assert len(str(refused.value)) < 500

@@ -18,7 +18,7 @@ from extproc.core.peer_events import EventBatch
 from extproc.core.types import Attachment, Head
 from extproc.request.model import Api
 from extproc.scheduling.request_started import RequestStarted
-from extproc.scheduling.sessions import session_token
+from extproc.scheduling.sessions import SessionBindings, TenantSessions, session_token
 from tests.extproc.conftest import CONFIG
 
 if TYPE_CHECKING:
@@ -324,3 +324,31 @@ def test_a_forged_token_leads_past_no_queue() -> None:
     assert forged(core, THIRD) == THIRD
     assert {forged(core, THIRD), forged(core, THIRD)} == {FIRST, SECOND}
     assert forged(core, THIRD) is None
+
+
+def test_a_tenant_with_many_ids_drops_its_own_sessions_and_nobody_elses() -> None:
+    bindings = SessionBindings(most=100)
+    many, few = TenantSessions(bindings, "many"), TenantSessions(bindings, "few")
+    kept = [few.key("", f"s{number}") for number in range(10)]
+    for key in kept:
+        bindings.bind(key, "10.0.0.1:8000", 0.0, 60.0)
+    for number in range(1000):
+        bindings.bind(many.key("", f"s{number}"), "10.0.0.2:8000", 1.0, 60.0)
+    assert len(bindings) == 100
+    assert [bindings.address_of(key, 1.0) for key in kept] == ["10.0.0.1:8000"] * 10
+    assert bindings.address_of(many.key("", "s999"), 1.0) == "10.0.0.2:8000"
+    assert bindings.address_of(many.key("", "s0"), 1.0) is None
+    # and whoever has less than its share gets a place of theirs
+    for number in range(10, 30):
+        bindings.bind(few.key("", f"s{number}"), "10.0.0.1:8000", 2.0, 60.0)
+    assert len(bindings) == 100
+    assert bindings.address_of(kept[0], 2.0) == "10.0.0.1:8000"
+
+
+def test_sessions_of_tenants_that_have_gone_are_forgotten() -> None:
+    bindings = SessionBindings()
+    for number in range(50):
+        bindings.bind(TenantSessions(bindings, f"t{number}").key("", "s"), "10.0.0.1:8000", 0.0, 60.0)
+    for _ in range(50):
+        bindings.bind(TenantSessions(bindings, "here").key("", "s"), "10.0.0.1:8000", 60.0, 60.0)
+    assert len(bindings) == 1

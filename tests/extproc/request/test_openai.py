@@ -249,3 +249,11 @@ def test_media_are_found_in_inputs_of_responses_and_behind_escapes() -> None:
     assert parse(Api.RESPONSES, body(input=[{"role": "user", "content": [part]}])).media.tokens == 1_000
     escaped = b'{"model":"m","messages":[{"role":"user","content":[{"image\\u005furl":"x"}]}]}'
     assert parse(Api.CHAT, escaped).media.tokens == 1_000
+
+
+def test_media_are_looked_for_in_messages_and_their_parts_and_not_wherever_a_client_nests_them() -> None:
+    # each level that is looked into is read anew: 400 of them held 4 MB up for a second
+    part = {"type": "input_image", "image_url": "data:image/png;base64,aaaa"}
+    within = [{"content": [{"content": [part]}]}]
+    assert parse(Api.RESPONSES, body(input=within)).media.tokens == 0
+    assert parse(Api.CHAT, body(messages=[{"role": "user", "content": within}])).media.tokens == 0

@@ -116,7 +116,11 @@ def test_files_that_are_gone_leave_the_last(files: TlsFiles, registry: Collector
 
 @pytest.mark.parametrize(
     ("certificate", "key", "said"),
-    [("", "", "no PEM certificate"), (None, "nonsense", "no PEM private key"), (None, None, "not that of")],
+    [
+        ("", "", r"tls\.crt has no PEM certificate"),
+        (None, "nonsense", r"tls\.key has no PEM private key"),
+        (None, None, r"in .*tls\.key is not that of the certificate in .*tls\.crt"),
+    ],
 )
 def test_what_cannot_be_used_from_the_start_says_why(
     files: TlsFiles, registry: CollectorRegistry, certificate: str | None, key: str | None, said: str

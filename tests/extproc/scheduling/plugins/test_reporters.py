@@ -103,3 +103,23 @@ def test_any_text_is_an_expression_or_a_mistake_in_words(text: str) -> None:
     # of errors, only those that are told or mean that there is no value
     with suppress(ValueError, ArithmeticError, KeyError, TypeError):
         compile_usage(text)(USAGE)
+
+
+@pytest.mark.parametrize(
+    "expression", ["int(1e999 - 1e999)", "int(0 * 1e999)", "int(1e999)", "1e999 - 1e999", "-1e999"]
+)
+def test_numbers_without_a_value_are_not_told(expression: str) -> None:
+    assert value(expression) == 0
+
+
+@pytest.mark.parametrize("chained", ["1" + "+1" * 2000, "usage" + ".a" * 2000, "true" + "&&true" * 600])
+def test_expressions_that_no_stack_could_hold_are_refused(chained: str) -> None:
+    # read without recursion, they would fail at every answer
+    with pytest.raises(ValueError, match="write less"):
+        compile_usage(chained)
+
+
+@pytest.mark.parametrize("longest", ["1" + "+1" * 255, "usage" + ".a" * 255, "true" + "&&true" * 255])
+def test_the_longest_expressions_have_a_value(longest: str) -> None:
+    with suppress(KeyError):
+        assert compile_usage(longest)(USAGE) in {256.0, True}
