@@ -83,4 +83,4 @@ class ClusterTopology(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
         if not isinstance(found, TopologyExtractor):
             found = next((one for one in others.values() if isinstance(one, TopologyExtractor)), TopologyExtractor())
         level = ("host", "rack", "zone", "region").index(self.field or "region")
-        return LabelWeights(found.labels[level], tuple(self.weights.items()))
+        return LabelWeights(found.labels[level], self.weights)
