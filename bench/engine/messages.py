@@ -198,7 +198,8 @@ def _text_of(block: Block) -> str:
             return json.dumps({"name": block.name, "arguments": block.input})
         case "image":
             # as many tokens as a small picture has, other ones for another picture
-            return (json.dumps(block.source) * 1024)[:1024]
+            # cut first: a picture of megabytes, a thousand times over, would take all memory
+            return (json.dumps(block.source)[:1024] * 1024)[:1024]
         case _:
             return ""
 

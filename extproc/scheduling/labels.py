@@ -27,6 +27,13 @@ def has_labels(table: EndpointTable, required: Mapping[str, str]) -> Bools:
     return rows_where(table, tuple(sorted(required.items())), lambda labels: required.items() <= labels.items())
 
 
+def label_values(table: EndpointTable, key: str) -> NDArray[np.object_]:
+    """The value of the label ``key`` for each row, None where it is missing."""
+    return table.cached_column(
+        ("values", key), lambda: np.array([one.labels.get(key) for one in table.configs], np.object_)
+    )
+
+
 def label_groups(table: EndpointTable, key: str) -> NDArray[np.intp]:
     """A group number for each row: equal for equal values of the label ``key``; a missing label is a value, too."""
 

@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 _NEVER_READ: Final = frozenset({"prefixPluginName"})
 # Steps of a decision tree.
 _STEPS: Final = frozenset({"current", "nextOnSuccess", "nextOnFailure", "nextOnSuccessOrFailure"})
+# Of one file that are told, and names of each.
+_MOST_CIRCLES: Final = 10
+_MOST_SHOWN: Final = 10
 _PROFILE_NAMES: Final = frozenset({"profileName", "prefillProfileName"})
 _SCHEDULING: Final = frozenset({"filter", "scorer", "filter and scorer", "picker", "profile handler", "decider"})
 
@@ -77,10 +81,11 @@ class References:
                 edges.setdefault(spec.called, []).append(target)
                 yield from self._resolve(("plugins", index, "parameters", *path), target, use)
             yield from self._profile_names(index, spec.parameters or {})
-        for name in edges:
+        for name in islice(_endless(edges), _MOST_CIRCLES):
             circle = _circle(name, edges)
             if circle:
-                yield self._places[name], f"refers to itself: {' -> '.join(circle)}; break the circle"
+                shown = circle if len(circle) <= _MOST_SHOWN else [*circle[:_MOST_SHOWN], "...", name]
+                yield self._places[name], f"refers to itself: {' -> '.join(shown)}; break the circle"
         yield from self._check_sections()
 
     def _check_sections(self) -> Iterator[Finding]:
@@ -172,16 +177,36 @@ def _plugin_refs(value: object, path: Path) -> Iterator[tuple[Path, str]]:
                 yield from _plugin_refs(item, (*path, str(key)))
 
 
+def _endless(edges: Mapping[str, list[str]]) -> list[str]:
+    """The names from which references never come to an end: of circles, and of what leads to them."""
+    referrers: dict[str, list[str]] = {}
+    for name, targets in edges.items():
+        for target in targets:
+            referrers.setdefault(target, []).append(name)
+    left = {name: len(targets) for name, targets in edges.items()}
+    ending = [name for name in referrers if name not in edges]
+    while ending:
+        for name in referrers.get(ending.pop(), ()):
+            left[name] -= 1
+            if not left[name]:
+                ending.append(name)
+    return [name for name in edges if left[name]]
+
+
 def _circle(start: str, edges: Mapping[str, list[str]]) -> list[str]:
     """A way from ``start`` back to it, or nothing."""
-    ways = [[start]]
-    seen = set()
-    while ways:
-        way = ways.pop()
-        for target in edges.get(way[-1], []):
+    came_from = dict[str, str]()
+    pending = [start]
+    while pending:
+        name = pending.pop()
+        for target in edges.get(name, []):
             if target == start:
-                return [*way, target]
-            if target not in seen:
-                seen.add(target)
-                ways.append([*way, target])
+                way = [start]
+                while name != start:
+                    way.append(name)
+                    name = came_from[name]
+                return [start, *reversed(way)]
+            if target not in came_from:
+                came_from[target] = name
+                pending.append(target)
     return []

@@ -80,4 +80,4 @@ class ClusterTopology(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
     def with_plugins(self, others: Mapping[str, Any]) -> LabelWeights:
         """With the label of the extractor."""
         labels = labels_of_levels(others, self.topology_producer_name)
-        return LabelWeights(labels[LEVELS.index(self.field or "region")], tuple(self.weights.items()))
+        return LabelWeights(labels[LEVELS.index(self.field or "region")], self.weights)

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
-from extproc.scheduling.labels import has_labels
+from extproc.scheduling.labels import label_values
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from extproc.endpoints.table import Bools, Floats
     from extproc.scheduling.picker import View
 
@@ -62,20 +61,20 @@ class AttributeWeight(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
         producers = [named] if isinstance(named, LabelProducer) else others.values()
         found = (one.label_of(self.attribute_key) for one in producers if isinstance(one, LabelProducer))
         highest = max(self.weights.values())
-        scores = tuple((value, weight / highest) for value, weight in self.weights.items())
-        return LabelWeights(next(filter(None, found), ""), scores, min(score for _, score in scores))
+        scores = {value: weight / highest for value, weight in self.weights.items()}
+        return LabelWeights(next(filter(None, found), ""), scores, min(scores.values()))
 
 
 class LabelWeights(msgspec.Struct, frozen=True):
     """The scorer: each value of the label with its score, and ``other`` for all other endpoints."""
 
     label: str
-    scores: tuple[tuple[str, float], ...]
+    scores: Mapping[str, float]
     other: float = 0.0
 
     def score(self, view: View, candidates: Bools) -> Floats:
         """The score of each endpoint's value."""
-        scores = np.full(candidates.size, self.other)
-        for value, score in self.scores if self.label else ():
-            scores[has_labels(view.table, {self.label: value})] = score
-        return scores
+        if not self.label:
+            return np.full(candidates.size, self.other)
+        # by endpoints, not by weights: a file may list many values that none has
+        return np.array([self.scores.get(value, self.other) for value in label_values(view.table, self.label)])

@@ -21,10 +21,16 @@ from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping
     from pathlib import Path
 
     from extproc.core.types import Arrival
+
+
+async def no_envoy(admin: str, servers: Collection[str]) -> Mapping[str, Collection[tuple[str, int]]]:
+    """At the usual address there may be one that serves something else."""
+    del admin, servers
+    return {}
 
 
 class Watched:
@@ -43,6 +49,7 @@ class Watched:
             settle_s=0.3,
             apply=lambda new: self.core.apply(new, 0.0),
             clock=lambda: self.now,
+            known_to_envoy=no_envoy,
         )
         self.feed.started_with(snapshot)
 

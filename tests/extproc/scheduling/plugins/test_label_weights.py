@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 import pytest
 
 from extproc.endpoints.table import EndpointConfig
 from extproc.scheduling.plugins.clusters import ClusterTopology
-from extproc.scheduling.plugins.label_weights import AttributeWeight, LabelProducer
+from extproc.scheduling.plugins.label_weights import AttributeWeight, LabelProducer, LabelWeights
 from extproc.scheduling.plugins.topology import TopologyExtractor
 from tests.extproc.scheduling.plugins.views import view_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 GPUS = ["H100", "A100", "L4", ""]
 NOW = {"labels": [{"label": "zone", "attributeKey": "z"}, {"label": "gpu", "attributeKey": "kind"}]}
@@ -41,3 +46,23 @@ def test_an_attribute_that_no_producer_has_prefers_nobody() -> None:
 def test_clusters_score_by_the_weight_of_their_place() -> None:
     scorer = ClusterTopology(field="zone", weights={"H": 0.7, "A": 0.2})
     assert scores(scorer.with_plugins({"e": TopologyExtractor(zone="zone")})) == [0.7, 0.2, 0.0, 0.0]
+
+
+def test_a_pick_takes_time_by_endpoints_and_not_by_weights() -> None:
+    looked_up = []
+
+    class Weights(dict[str, float]):
+        def get(self, key: str, default: float = 0.0) -> float:  # type: ignore[override]  # always with a default
+            looked_up.append(key)
+            return super().get(key, default)
+
+        def __iter__(self) -> Iterator[str]:
+            raise AssertionError("all weights are gone through")
+
+        items = values = keys = __iter__  # type: ignore[assignment]  # none of them is to be called
+
+    assert scores(LabelWeights("gpu", Weights(H100=1.0, **{f"v{n}": 0.5 for n in range(1000)}), 0.25))[:2] == [
+        1.0,
+        0.25,
+    ]
+    assert len(looked_up) < 200
