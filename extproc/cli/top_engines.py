@@ -106,7 +106,15 @@ def _ailment(one: EngineState, wall_now_s: float) -> str:
     if one.is_silent:
         return f"is avoided{since}: {whys}; {report}"
     again = "; it says how it is again, and the next request that suits it best tries it"
-    return f"is avoided{since}: {whys}" + (again if one.is_read and not _DEAD.isdisjoint(one.reasons) else "")
+    is_back = one.is_read and not _reported_before(one, wall_now_s) and not _DEAD.isdisjoint(one.reasons)
+    return f"is avoided{since}: {whys}" + (again if is_back else "")
+
+
+def _reported_before(one: EngineState, wall_now_s: float) -> bool:
+    """Its last report is older than its failure: it does not say that the engine is back."""
+    if one.avoided_since_s is None or one.report_age_s is None:
+        return False
+    return wall_now_s - one.report_age_s <= one.avoided_since_s
 
 
 def _why(reason: str) -> str:

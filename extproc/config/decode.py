@@ -39,6 +39,7 @@ _Ours = ModelRoute | ModelServer | GatewayConfig | HTTPRoute | Backend | ModelAc
 Object = _Ours | PickerFile
 _Decoded = _Ours | EndpointPickerConfig
 
+_CLUSTER_KINDS: Final = frozenset({"Model", "ModelInfer", "AutoscalingPolicy", "AutoscalingPolicyBinding"})
 _KINDS: Final[Mapping[str, type[_Decoded]]] = MappingProxyType(
     {
         "ModelRoute": ModelRoute,
@@ -167,6 +168,9 @@ def _convert(value: object) -> tuple[_Decoded | None, list[Finding]]:
 def _no_kind(value: Mapping[Any, object]) -> Finding:
     if "kind" in value:
         kind = str(value["kind"])
+        if kind in _CLUSTER_KINDS:
+            instead = "here write a ModelServer with endpoints, and a ModelRoute"
+            return ("kind",), f"{kind} is read in a cluster only; {instead}"
         return ("kind",), f"'{kind}' is not a kind; {suggest(kind, _KINDS)}"
     other = next((str(key) for key in value if str(key).lower() == "kind"), None)
     if other is not None:

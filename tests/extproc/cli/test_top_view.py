@@ -118,6 +118,15 @@ def test_an_engine_that_is_back_and_was_not_tried_yet() -> None:
     assert lines[3].endswith("it says how it is again, and the next request that suits it best tries it")
 
 
+def test_a_report_from_before_the_failure_does_not_say_that_an_engine_is_back() -> None:
+    now = Sample()
+    one_of_each(now)
+    now.add("attache_engine_report_age_seconds", {"server": "default/llama", "endpoint": "10.0.0.2:8000"}, 2.0)
+    lines = render(Sample(), now, seconds=1.0, tenants=9, wall_now_s=1001.0).splitlines()
+    assert "10.0.0.2:8000 of default/llama is avoided" in lines[3]
+    assert "says how it is again" not in lines[3]
+
+
 def test_engines_that_nobody_reads_are_not_silent() -> None:
     now = Sample()
     engine(now, "10.0.0.1:8000")

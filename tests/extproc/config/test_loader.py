@@ -123,6 +123,11 @@ def test_json_of_other_programs_is_left_alone() -> None:
         load({"a.json": as_json(server("a").replace("ModelServer", "ModelSrever"))})
 
 
+def test_a_kind_of_the_cluster_is_not_taken_for_a_misspelt_one() -> None:
+    with pytest.raises(ConfigInvalid, match="Model is read in a cluster only; here write a ModelServer"):
+        load({"a.yaml": server("a").replace("kind: ModelServer", "kind: Model").encode()})
+
+
 def test_a_picker_file_keeps_its_decoded_form_and_tells_mistakes_where_it_now_stands() -> None:
     loader = Loader()
     before = loader.load({"epp.yaml": f"---\n{PICKER}".encode()}).picker_files["epp.yaml"]
