@@ -21,9 +21,10 @@ from extproc.config.validation import parse_address, worker_addresses
 from extproc.protocol import LONGEST_MESSAGE_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from extproc.config.model_server import ModelServerSpec
+    from extproc.config.picker_config import PickerFile
     from extproc.config.snapshot import Snapshot
 
 
@@ -52,7 +53,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
     options = made.parse_args(words)
     directory, listens = options.directory, _listens(made, options)
     try:
-        snapshot = load_directory(directory)
+        snapshot = load_directory(directory, _check_picker)
         notes = [
             *_undone_by_open(snapshot),
             *_too_long(snapshot),
@@ -192,6 +193,14 @@ def _missing_files(snapshot: Snapshot, directory: Path) -> list[str]:
         for who, file in dict.fromkeys(named)
         if not (directory / file).is_file()
     ]
+
+
+def _check_picker(file: PickerFile) -> Sequence[str]:
+    """A PickerCheck with the plugins that are installed."""
+    # numpy, which plugins need, takes longer to load than the whole of this command
+    from extproc.scheduling.pickers import InstalledPlugins  # noqa: PLC0415
+
+    return InstalledPlugins()(file)
 
 
 def _notes(snapshot: Snapshot) -> list[str]:

@@ -109,9 +109,8 @@ def decode(document: Document, *, listeners_may_come: bool = False) -> tuple[Obj
     mistakes = document.mistakes(findings)
     if not isinstance(decoded, EndpointPickerConfig):
         return decoded, mistakes
-    return (
-        None if mistakes else PickerFile(document, decoded, with_usage_limits(flow_control_of(decoded), decoded))
-    ), mistakes
+    flow_control = None if mistakes else with_usage_limits(flow_control_of(decoded), decoded)
+    return PickerFile(document, decoded, flow_control), mistakes
 
 
 def read_picker_file(file: str, text: str) -> PickerFile:
@@ -161,7 +160,8 @@ def _convert(value: object) -> tuple[_Decoded | None, list[Finding]]:
     try:
         decoded: _Decoded = msgspec.convert(value, cls, dec_hook=decode_quantity)
     except msgspec.ValidationError:
-        return _convert_leniently(value, cls), [*findings, *check_shape(value, cls)]
+        findings.extend(check_shape(value, cls))
+        return _convert_leniently(value, cls) or _plugins_alone(value, cls, findings), findings
     return decoded, findings
 
 
@@ -194,6 +194,18 @@ def _convert_leniently(value: object, cls: type[_Decoded]) -> _Decoded | None:
     except msgspec.ValidationError:
         return None
     return found
+
+
+def _plugins_alone(
+    value: Any,  # noqa: ANN401 - plain data of any shape
+    cls: type[_Decoded],
+    findings: list[Finding],
+) -> _Decoded | None:
+    """An EndpointPickerConfig without its faulty sections, so that mistakes of plugins are found too."""
+    if cls is not EndpointPickerConfig:
+        return None
+    faulty = {str(path[0]) for path, _ in findings if path}
+    return _convert_leniently({key: one for key, one in value.items() if str(key) not in faulty}, cls)
 
 
 def _check(decoded: _Decoded, *, listeners_may_come: bool) -> Iterator[Finding]:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.config.load import Loader, unforeseen
+from extproc.config.picker_config import check_shape_alone
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from extproc.config.picker_config import PickerCheck
     from extproc.config.snapshot import Snapshot
 
 SUFFIXES: Final = (".yaml", ".yml", ".json")
@@ -47,9 +49,9 @@ class Directory(Protocol):
 class ConfigDirectory:
     """The YAML and JSON files of a directory, without hidden files and folders (Kubernetes has its own there)."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, check_picker: PickerCheck = check_shape_alone) -> None:
         self.path = path
-        self._loader = Loader()
+        self._loader = Loader(check_picker)
         # what was there when it was last read; None: no directory
         self._seen: Mapping[str, _Identity] | None = None
         self._is_stale = True
@@ -151,9 +153,9 @@ class ConfigDirectory:
         return {name: identity for name, identity in sorted(found) if identity is not None}
 
 
-def load_directory(path: Path) -> Snapshot:
+def load_directory(path: Path, check_picker: PickerCheck = check_shape_alone) -> Snapshot:
     """The snapshot of a directory that is read once; raises ConfigInvalid with all mistakes."""
-    return ConfigDirectory(path).read()
+    return ConfigDirectory(path, check_picker).read()
 
 
 def _is_ours(name: str) -> bool:

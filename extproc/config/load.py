@@ -21,7 +21,7 @@ from extproc.config.gateway_config import GatewayConfig, GatewayConfigSpec
 from extproc.config.http_route import HTTPRoute
 from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
-from extproc.config.picker_config import PickerFile
+from extproc.config.picker_config import PickerFile, check_shape_alone
 from extproc.config.references import Found, check_model_names, check_names, check_policies, check_references
 from extproc.config.report import content_digest
 from extproc.config.snapshot import Snapshot
@@ -29,6 +29,8 @@ from extproc.config.unread import Unread
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from extproc.config.picker_config import PickerCheck
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,9 @@ class Loader:
     It may move within its file, or to another: the text alone counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, check_picker: PickerCheck = check_shape_alone) -> None:
+        """``check_picker``: its mistakes are told beside all others."""
+        self._check_picker = check_picker
         self._files: dict[str, _File] = {}
         # good documents of the last call
         self._objects: dict[tuple[str, bool], Object] = {}
@@ -76,7 +80,7 @@ class Loader:
             for one in readings
             if one.object is not None and not one.mistakes
         }
-        return _assemble(readings, {name: file.digest for name, file in self._files.items()})
+        return _assemble(readings, {name: file.digest for name, file in self._files.items()}, self._check_picker)
 
     def _read_file(self, name: str, content: bytes) -> _File:
         known = self._files.get(name)
@@ -135,7 +139,7 @@ def _version(digests: Mapping[str, str]) -> str:
     return version.hexdigest()
 
 
-def _assemble(readings: Sequence[_Reading], digests: Mapping[str, str]) -> Snapshot:
+def _assemble(readings: Sequence[_Reading], digests: Mapping[str, str], check_picker: PickerCheck) -> Snapshot:
     """Raises ConfigInvalid."""
     routes, servers = _of(readings, ModelRoute), _of(readings, ModelServer)
     gateways, objectives = _of(readings, GatewayConfig), _of(readings, InferenceObjective)
@@ -149,6 +153,7 @@ def _assemble(readings: Sequence[_Reading], digests: Mapping[str, str]) -> Snaps
                 second = "a second EndpointPickerConfig in this file; give each its own"
                 mistakes.extend(one.document.mistakes([((), second)]))
             pickers[one.document.file] = one.object
+            mistakes.extend(_of_picker(one.object, check_picker))
     for document, _ in gateways[1:]:
         second = "a second GatewayConfig; a directory takes one, merge the two"
         mistakes.extend(document.mistakes([(("kind",), second)]))
@@ -177,6 +182,14 @@ def _assemble(readings: Sequence[_Reading], digests: Mapping[str, str]) -> Snaps
         access_policies=tuple(policy for _, policy in policies),
         picker_files=pickers,
     )
+
+
+def _of_picker(file: PickerFile, check_picker: PickerCheck) -> Sequence[Mistake]:
+    try:
+        check_picker(file)
+    except ConfigInvalid as error:
+        return error.mistakes
+    return ()
 
 
 def _of(readings: Sequence[_Reading], cls: type[T]) -> list[tuple[Document, T]]:

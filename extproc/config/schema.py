@@ -49,8 +49,10 @@ def suggest(word: str, known: Iterable[str]) -> str:
     close = _nearest(word, names)
     if close:
         return f"did you mean '{close[0]}'?"
+    if not names:
+        return "there is none"
     more = f" and {len(names) - _MAX_COMPARED} more" if len(names) > _MAX_COMPARED else ""
-    return f"write one of: {', '.join(names[:_MAX_COMPARED]) or '(there is none)'}{more}"
+    return f"write one of: {', '.join(names[:_MAX_COMPARED])}{more}"
 
 
 def _nearest(word: str, known: Iterable[str]) -> list[str]:
