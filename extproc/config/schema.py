@@ -103,7 +103,9 @@ def _key(key: object, kind: inspect.Type) -> object:
 def _walk_struct(value: dict[object, object], kind: inspect.StructType, path: Path) -> Iterator[Finding]:
     fields = {field.encode_name: field for field in kind.fields}
     for key, item in value.items():
-        if key in fields:
+        if key in fields and (elsewhere := _choice_of_another(str(key), item, fields)):
+            yield (*path, key), elsewhere
+        elif key in fields:
             yield from _walk(item, fields[key].type, (*path, key))
         elif kind.forbid_unknown_fields:
             yield (*path, str(key)), f"there is no such field; {_field_advice(str(key), fields, value)}"
@@ -115,6 +117,22 @@ def _walk_struct(value: dict[object, object], kind: inspect.StructType, path: Pa
             yield path, f"the field '{name}' is missing; it is required"
         elif not kind.forbid_unknown_fields:
             yield (*path, misspelt[name]), f"there is no such field; did you mean '{name}'?"
+
+
+def _choice_of_another(key: str, value: object, fields: Mapping[str, inspect.Field]) -> str:
+    """What to say of a choice that is no choice of the field ``key`` and is one of another field; else empty."""
+    own = _choices(fields[key])
+    if not own or not isinstance(value, str) or value.lower() in map(str.lower, own):
+        return ""
+    for name, field in fields.items():
+        for choice in _choices(field):
+            if name != key and choice.lower() == value.lower():
+                return f"'{value}' is a choice of '{name}': write {name}: {choice}, and here one of: {', '.join(own)}"
+    return ""
+
+
+def _choices(field: inspect.Field) -> list[str]:
+    return [str(one) for one in field.type.values] if isinstance(field.type, inspect.LiteralType) else []
 
 
 def _field_advice(key: str, fields: Mapping[str, inspect.Field], value: Mapping[object, object]) -> str:

@@ -49,6 +49,11 @@ spec:
         ("- address: ", "- ", "is text; write fields, indented, such as address:"),
         ("address", "adress", "did you mean 'address'?"),
         ("engine: vLLM", "engine: vllm", "did you mean 'vLLM'?"),
+        (
+            "  rules:",
+            "  rateLimits: [{requests: 10, per: minute}]\n  rules:",
+            "'minute' is a choice of 'unit': write unit: minute, and here one of: ApiKey, Header, Route, Tenant, User",
+        ),
         ("---\n", "", "a.yaml:12: apiVersion: a second document begins here"),
         ("kind: ModelServer\n", "", "the field 'kind' is missing"),
         ("kind: ModelServer", "Kind: ModelServer", "a.yaml:2: Kind: there is no such field; did you mean 'kind'?"),
