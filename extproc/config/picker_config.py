@@ -42,7 +42,8 @@ class PluginRef(_Section, frozen=True):
     """A plugin in a profile; the weight is a scorer's."""
 
     plugin_ref: str
-    weight: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    # sums of weighted scores stay finite
+    weight: Annotated[float, msgspec.Meta(ge=0, le=1e12)] | None = None
 
 
 class ProfileSpec(_Section, frozen=True):

@@ -99,6 +99,7 @@ plugins:
         ("pluginRef: prefix\n", "pluginRef: prefx\n", "did you mean 'prefix'?"),
         ("weight: 3", "wait: 3", "epp.yaml:19: schedulingProfiles[0].plugins[2].wait: there is no such field"),
         ("weight: 3", "weight: -3", "epp.yaml:19:"),
+        ("weight: 3", "weight: 1.0e+308", "epp.yaml:19:"),
         ("name: prefix\n", "name: token-load-scorer\n", "a second plugin called 'token-load-scorer'"),
         ("kind: Endpoint", "kind: Entpoint", "epp.yaml:2: kind"),
         ("plugins:\n  - type", "plugins:\n  - [", "not YAML"),
