@@ -323,8 +323,10 @@ async def test_hold_keeps_the_weights_until_a_signal_and_metrics_tell(tmp_path: 
         assert running.stdout is not None
         lines = []
         async with asyncio.timeout(30):
-            while not lines or not lines[-1].startswith("/"):
+            # at its end there is nothing to wait for, so the time would never be over
+            while not running.stdout.at_eof() and not (lines and lines[-1].startswith("/")):
                 lines.append((await running.stdout.readline()).decode())
+        assert lines[-1].startswith("/"), lines
         key = next(one.name for one in (one.parent for one in below(tmp_path, "ready.json")))
         assert not Cache(tmp_path).use(key).acquire()
         async with ClientSession() as http:
