@@ -201,10 +201,13 @@ def _plugins_alone(
     cls: type[_Decoded],
     findings: list[Finding],
 ) -> _Decoded | None:
-    """An EndpointPickerConfig without its faulty sections, so that mistakes of plugins are found too."""
-    if cls is not EndpointPickerConfig:
-        return None
+    """An EndpointPickerConfig without its faulty sections, so that mistakes of plugins are found too.
+
+    None if the plugins or profiles themselves cannot be read: what refers to them would look wrong.
+    """
     faulty = {str(path[0]) for path, _ in findings if path}
+    if cls is not EndpointPickerConfig or not faulty.isdisjoint({"plugins", "schedulingProfiles"}):
+        return None
     return _convert_leniently({key: one for key, one in value.items() if str(key) not in faulty}, cls)
 
 

@@ -69,3 +69,14 @@ def test_mistakes_of_plugins_are_told_where_another_file_has_one(
     said = check(tmp_path, capsys, server=SERVER.replace("epp.yml", "epp.yaml").replace("model:", "modle:"), epp=good)
     assert set(OF_PLUGINS) < set(said)
     assert any("modle" in one for one in said)
+
+
+def test_plugins_that_cannot_be_read_are_not_missed_where_profiles_name_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faulty = "plugins:\n- {type: queue-scorer, parameter: {}}\nschedulingProfiles:\n- {name: default, plugins: ["
+    text = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n" + faulty + "{pluginRef: queue-scorer}]}\n"
+    (said,) = check(tmp_path, capsys, epp=text)
+    assert "there is no such field; did you mean 'parameters'?" in said
+    (said,) = check(tmp_path, capsys, epp=text.replace("parameter:", "parameters:").replace("name: d", "nam: d"))
+    assert "nam: there is no such field; did you mean 'name'?" in said
