@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from extproc.config.model_server import ModelServerSpec
-    from extproc.config.picker_config import PickerFile
+    from extproc.config.picker_config import PickerCheck, PickerFile
     from extproc.config.snapshot import Snapshot
 
 
@@ -53,7 +53,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
     options = made.parse_args(words)
     directory, listens = options.directory, _listens(made, options)
     try:
-        snapshot = load_directory(directory, _check_picker)
+        snapshot = load_directory(directory, _InstalledPlugins())
         notes = [
             *_undone_by_open(snapshot),
             *_too_long(snapshot),
@@ -195,12 +195,20 @@ def _missing_files(snapshot: Snapshot, directory: Path) -> list[str]:
     ]
 
 
-def _check_picker(file: PickerFile) -> Sequence[str]:
-    """A PickerCheck with the plugins that are installed."""
-    # numpy, which plugins need, takes longer to load than the whole of this command
-    from extproc.scheduling.pickers import InstalledPlugins  # noqa: PLC0415
+class _InstalledPlugins:
+    """A PickerCheck with the plugins that are installed, which are looked up once, and only if there is a file."""
 
-    return InstalledPlugins()(file)
+    def __init__(self) -> None:
+        self._check: PickerCheck | None = None
+
+    def __call__(self, file: PickerFile) -> Sequence[str]:
+        """What of the file has no effect here; raises ConfigInvalid with every mistake."""
+        if self._check is None:
+            # numpy, which plugins need, takes longer to load than the whole of this command
+            from extproc.scheduling.pickers import InstalledPlugins  # noqa: PLC0415
+
+            self._check = InstalledPlugins()
+        return self._check(file)
 
 
 def _notes(snapshot: Snapshot) -> list[str]:
