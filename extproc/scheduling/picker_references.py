@@ -90,9 +90,13 @@ class References:
 
     def _check_sections(self) -> Iterator[Finding]:
         config = self._config
-        for field, use in (("data_layer", _ANY), ("data", _ANY), ("request_handler", _PARSER), ("parser", _PARSER)):
-            key = "dataLayer" if field == "data_layer" else "requestHandler" if field == "request_handler" else field
-            for path, target in _plugin_refs(getattr(config, field), (key,)):
+        for key, given, use in (
+            ("dataLayer", config.data_layer, _ANY),
+            ("data", config.data, _ANY),
+            ("requestHandler", config.request_handler, _PARSER),
+            ("parser", config.parser, _PARSER),
+        ):
+            for path, target in _plugin_refs(given, (key,)):
                 yield from self._resolve(path, target, use)
         if config.saturation_detector is not None:
             yield from self._resolve(
