@@ -132,7 +132,9 @@ class Intake:
         Raises a Refusal.
         """
         request = InferenceRequest(
-            *(Api.UNKNOWN, "", b""),
+            Api.UNKNOWN,
+            "",
+            b"",
             is_streamed=False,
             stream_options={},
             max_output_tokens=None,
