@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree in ARCHITECTURE.md is that of the code, and no module outgrows its line there."""
+"""The tree in ARCHITECTURE.md is that of the code, and every module begins with the sentence that stands there."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ MODULES = sorted(
     for package in ("attache", "extproc", "controller", "bench", "tools")
     for path in (ROOT / package).rglob("*.py")
 )
-LONGEST = 300
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
-def test_a_module_says_what_it_is_and_stays_small(module: Path) -> None:
+def test_a_module_says_what_it_is(module: Path) -> None:
     text = (ROOT / module).read_text()
     if not text.strip():
         return
     said = ast.get_docstring(ast.parse(text))
     assert said, "begin with a sentence that says what this module is"
     assert "\n" not in said.split("\n\n")[0], "say in one line what this module is; the rest after an empty line"
-    assert len(text.splitlines()) <= LONGEST, "more than one idea? split it"
 
 
 def test_the_plugin_page_names_every_plugin() -> None:
