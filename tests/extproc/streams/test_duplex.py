@@ -11,11 +11,11 @@ import pytest
 
 from extproc.config.load import load
 from extproc.core.core import Core
-from extproc.core.states import IllegalEvent
 from extproc.metrics.registry import Metrics
 from extproc.streams.duplex import Duplex
 from extproc.streams.exchange import Exchange
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse
+from extproc.streams.order import IllegalMessage
 from extproc.streams.responses import MOST_BODY_BYTES
 from tests.extproc.conftest import CONFIG, shell
 
@@ -330,12 +330,12 @@ def test_answers_are_spared_the_way_where_the_gateway_allows_it(core: Core) -> N
 
 
 def test_messages_out_of_order_are_named_as_the_mistake(core: Core) -> None:
-    with pytest.raises(IllegalEvent, match="request_body is not legal"):
+    with pytest.raises(IllegalMessage, match="request_body is not legal"):
         Gateway(core).body(CHAT)
     gateway = Gateway(core)
     gateway.headers()
     gateway.body(CHAT)
-    with pytest.raises(IllegalEvent, match="request_body is not legal while the stream is in state awaiting response"):
+    with pytest.raises(IllegalMessage, match="request_body is not legal while the stream is in state request END"):
         gateway.body(CHAT)
 
 
