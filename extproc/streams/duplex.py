@@ -19,7 +19,7 @@ from extproc.streams.http_headers import read_served, read_status, read_subset
 from extproc.streams.order import BodyMode
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
-    CONTINUE_HEADERS,
+    CONTINUE_FOREIGN_HEADERS,
     CONTINUE_REQUEST_TRAILERS,
     decision_answer,
     duplex_decision_answer,
@@ -138,7 +138,7 @@ class Duplex:
         head = self.head = self._context.read_head(message, self._is_trusted)
         if not head.has_body:
             return self._decide_without_body(head)
-        return [CONTINUE_HEADERS] if self._is_whole else []
+        return [CONTINUE_FOREIGN_HEADERS] if self._is_whole else []
 
     def _receive_trailers(self) -> list[bytes]:
         if not self._is_whole:

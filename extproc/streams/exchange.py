@@ -22,6 +22,7 @@ from extproc.streams.order import ANSWER_KINDS, BodyMode, IllegalMessage, Messag
 from extproc.streams.origin import UNKNOWN, Origin
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
+    CONTINUE_FOREIGN_HEADERS,
     CONTINUE_HEADERS,
     CONTINUE_REQUEST_TRAILERS,
     chosen_decision_answer,
@@ -326,7 +327,7 @@ class Buffered:
                 self._decides_headers = True
                 return self._begin(self._context.core.intake.receive_unread(pool, head, b""))
             self._awaits_body = True
-            return [CONTINUE_HEADERS]
+            return [CONTINUE_FOREIGN_HEADERS]
         models = self._context.list_models(head)
         if models is not None:
             return [models]

@@ -122,6 +122,18 @@ _REMOVE_FORGED: Final = {
     for has_prefiller in (False, True)
 }
 
+# For gateways that do not remove what clients forge: should trailers follow and no body, Envoy sends the request on and
+# may ask us no more.
+CONTINUE_FOREIGN_HEADERS: Final = ProcessingResponse(
+    request_headers=HeadersResponse(
+        response=CommonResponse(
+            header_mutation=HeaderMutation(
+                remove_headers=[DESTINATION, *SIDECAR_HEADERS, *ENGINE_HEADERS, SUBSET, SERVER_HEADER]
+            )
+        )
+    )
+).SerializeToString()
+
 _REQUEST_HEADERS_TAG: Final = tag(ProcessingResponse, "request_headers")
 _REQUEST_BODY_TAG: Final = tag(ProcessingResponse, "request_body")
 _METADATA_TAG: Final = tag(ProcessingResponse, "dynamic_metadata")
