@@ -11,7 +11,7 @@ whole bodies, and wait for the answer to each before they send the next.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from extproc.core.types import Attachment, Outcome
 from extproc.streams.exchange import answers_to, no_body
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from extproc.streams.context import StreamContext
     from extproc.streams.messages import ProcessingRequest
     from extproc.streams.usage import ReportedUsage
+
+_GATEWAY_TIMEOUT: Final = 504
 
 
 class Duplex:
@@ -233,4 +235,6 @@ class _Answer:
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
             has_left=not self.is_whole,
+            # engines do not answer so, but the gateway at a time limit of its own
+            has_timed_out=self._status == _GATEWAY_TIMEOUT,
         )
