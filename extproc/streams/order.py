@@ -100,6 +100,11 @@ REQUEST: Final[Mapping[BodyMode, Table]] = MappingProxyType(
 )
 ANSWER: Final[Mapping[BodyMode, Table]] = MappingProxyType({mode: _answered(table) for mode, table in REQUEST.items()})
 
+# The same by position, of both sides: the request path looks here at every message.
+_ROWS: Final = tuple(
+    tuple(tuple(tables[mode][stage] for stage in Stage) for mode in BodyMode) for tables in (REQUEST, ANSWER)
+)
+
 ANSWER_KINDS: Final = frozenset({"response_headers", "response_body", "response_trailers"})
 _SIDES: Final = ("request", "response")
 _REQUEST_SIDE, _ANSWER_SIDE = range(len(_SIDES))
@@ -117,7 +122,7 @@ class MessageOrder:
 
     def __init__(self, request: BodyMode, answer: BodyMode, advice: str) -> None:
         """``advice``: how to set up the gateway, for whoever reads of an illegal message."""
-        self._tables = REQUEST[request], ANSWER[answer]
+        self._rows = _ROWS[_REQUEST_SIDE][request], _ROWS[_ANSWER_SIDE][answer]
         self._stages = [Stage.NOTHING, Stage.NOTHING]
         self._advice = advice
 
@@ -131,7 +136,7 @@ class MessageOrder:
         side, part = _PARTS.get(kind, (0, kind))
         is_end = part == "trailers" or (kind in _PARTS and getattr(message, kind).end_of_stream)
         stage = self._stages[side]
-        after = self._tables[side][stage].get((part, is_end))
+        after = self._rows[side][stage].get((part, is_end))
         # an answer that began without a request never gets one
         if after is None or (side == _REQUEST_SIDE and stage is Stage.NOTHING and self.has_answer):
             state = " and ".join(f"{name} {at.name}" for name, at in zip(_SIDES, self._stages, strict=True))
