@@ -86,6 +86,7 @@ def _read(arguments: list[str] | None, prog: str) -> list[EngineSettings]:
             speed=options.speed,
             seed=options.seed + number,
             headers_first=options.stream_headers == "immediate",
+            is_sglang=options.reads_like == "sglang",
             lora=lora,
             events=_publisher(options, ports[number], events[number], replays[number]),
         )
@@ -135,6 +136,12 @@ def parser(prog: str = "bench.engine") -> argparse.ArgumentParser:
     add("--speed", type=float, default=1.0, help="simulated seconds in one second (default: %(default)s)")
     add(
         "--stream-headers", choices=["immediate", "first-token"], default="immediate", help="when a stream's headers go"
+    )
+    add(
+        "--reads-like",
+        choices=["vllm", "sglang"],
+        default="vllm",
+        help="which of max_tokens and max_completion_tokens it takes if a chat has both (default: %(default)s)",
     )
     add("--default-max-tokens", type=int, default=256, help="of requests that set no limit (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the first engine; each further one has one more (default: %(default)s)")

@@ -75,14 +75,18 @@ class Job(msgspec.Struct, frozen=True):
 def chat_job(body: ChatRequest) -> Job:
     """A chat as a job."""
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
-    limit = body.max_completion_tokens or body.max_tokens
     return Job(
         model=body.model,
         prompt=render_chat(body.messages),
-        max_tokens=limit,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
         is_streamed=body.stream,
         wants_usage=wants_usage,
     )
+
+
+def sglang_chat_job(body: ChatRequest) -> Job:
+    """The same as SGLang reads it: given both limits, it takes the other one (``ChatCompletionRequest`` there)."""
+    return msgspec.structs.replace(chat_job(body), max_tokens=body.max_tokens or body.max_completion_tokens)
 
 
 def completion_job(body: CompletionRequest) -> Job:

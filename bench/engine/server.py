@@ -24,6 +24,7 @@ from bench.engine.api import (
     chat_job,
     completion_job,
     responses_job,
+    sglang_chat_job,
 )
 from bench.engine.driver import Driver
 from bench.engine.faults import DropEvents, Fault, FaultPlan, Refuse, Stall
@@ -63,6 +64,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     seed: int
     # vLLM sends a stream's headers at once, SGLang and others with the first token: until then Envoy may retry.
     headers_first: bool
+    # of two limits of a chat's output, SGLang takes the other one
+    is_sglang: bool = False
     events: KvEventsConfig | None = None
     # of adapters that are loaded at run time; None: there are none but ``adapters``
     lora: AdapterLimits | None = None
@@ -95,9 +98,10 @@ class EngineServer:
     async def run(self) -> None:
         """Serve until cancelled."""
         app = web.Application(client_max_size=_MAX_BODY)
+        to_chat = sglang_chat_job if self._settings.is_sglang else chat_job
         app.add_routes(
             [
-                web.post("/v1/chat/completions", self._generating(ChatRequest, chat_job, ChatFormat)),
+                web.post("/v1/chat/completions", self._generating(ChatRequest, to_chat, ChatFormat)),
                 web.post("/v1/completions", self._generating(CompletionRequest, completion_job, CompletionFormat)),
                 web.post("/v1/responses", self._generating(ResponsesRequest, responses_job, ResponsesFormat)),
                 web.post("/v1/messages", in_its_form(self._generating(MessagesRequest, messages_job, MessagesFormat))),

@@ -27,7 +27,7 @@ from extproc.streams.messages import (
     ProcessingResponse,
     StreamAccessLogsMessage,
 )
-from extproc.streams.responses import FULL_DUPLEX
+from extproc.streams.order import BodyMode
 from extproc.streams.server import ACCESS_LOG, OPTIONS, is_end
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ _PASS_BODY: Final = _naming_the_server()
 
 async def _process(_: object, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> None:
     first = await context.read()
-    if not is_end(first) and first.protocol_config.request_body_mode == FULL_DUPLEX:
+    if not is_end(first) and first.protocol_config.request_body_mode == BodyMode.FULL_DUPLEX_STREAMED:
         await _process_pieces(first, context)
         return
     await context.write(PASS_HEADERS)

@@ -29,6 +29,10 @@ _BYTES_PER_TOKEN_BOUNDS: Final = (0.5, 16.0)
 # A prediction may be off by the blocks of both sides: ours grow with the prompt, the engine's are 16 tokens or more.
 _TOLERATED_SHARE: Final = 0.1
 _TOLERATED_TOKENS: Final = 64.0
+# Of one answer. The fastest accelerators write some 3,000 tokens a second; what is measured as no time may be a
+# millisecond, or a clock that was set back.
+_FASTEST_TOKENS_PER_S: Final = 5_000.0
+_AT_ONCE_TOKENS: Final = 1_000.0
 # A prefix is in the cache once its prefill is done, not when it was sent.
 _PREFILL_GRACE_S: Final = 1.0
 
@@ -133,31 +137,50 @@ def _learn_output(run: Run, outcome: Outcome, *, is_ours: bool) -> None:
 def usage_of(run: Run, outcome: Outcome) -> Usage:
     """The tokens that a request used, as reported; none if no engine answered it.
 
-    If the client hung up, output is not reported. It is estimated from the time and the engine's time per token, all
-    answers together, at most the requested maximum: nobody gains by hanging up just before the end. An engine that
-    reports more than the maximum is not believed either.
+    If the client hung up, or the gateway's time limit ended the request, output is not reported. It is estimated from
+    the time and the engine's time per token, all answers together, at most the requested maximum: nobody gains by
+    hanging up just before the end.
     """
-    has_left = outcome.status == 0 and bool(outcome.served)
-    if outcome.prompt_tokens is None and not 200 <= outcome.status < 300 and not has_left:
+    was_given_up = bool(outcome.served) and (outcome.status == 0 or outcome.has_timed_out)
+    if outcome.prompt_tokens is None and not 200 <= outcome.status < 300 and not was_given_up:
         return NO_USAGE
-    reserved = run.reserved if run.limited is None else run.limited
-    written = _may_have_written(run, outcome) if outcome.completion_tokens is None else outcome.completion_tokens
+    reserved = _reserved(run)
+    if outcome.completion_tokens is None:
+        output_tokens = min(run.most_output, _may_have_written(run, outcome))
+    else:
+        output_tokens = min(_most_believed(run, outcome), float(outcome.completion_tokens))
     return Usage(
         input_tokens=reserved.input_tokens if outcome.prompt_tokens is None else outcome.prompt_tokens,
-        output_tokens=min(run.most_output, float(written)),
+        output_tokens=output_tokens,
     )
+
+
+def _reserved(run: Run) -> Usage:
+    return run.reserved if run.limited is None else run.limited
+
+
+def _most_believed(run: Run, outcome: Outcome) -> float:
+    """The most output that an engine may report.
+
+    More than was asked for is believed, as engines may read fields that we do not, and what they wrote was had. But no
+    more than can be written in the time, which the gateway has measured: an engine cannot charge a tenant at will.
+    """
+    writing_s = max(0.0, outcome.duration_s - run.waited_s)
+    in_time = run.answers * (_FASTEST_TOKENS_PER_S * writing_s + _AT_ONCE_TOKENS)
+    return in_time if math.isinf(run.most_output) else max(run.most_output, in_time)
 
 
 def _may_have_written(run: Run, outcome: Outcome) -> float:
     """All answers are written side by side, each in the engine's time per token. Who refuses to say pays what is
-    reserved.
+    reserved; so does a whole plain answer that says nothing, as its tokens may be written afterwards (``background``).
     """
     if outcome.ttfb_s is None and run.is_streamed:
         return 0.0
     row = run.pool.table.row_of(outcome.served)
     tpot_s = float(run.pool.table.tpot_s[row]) if row is not None else 0.0
-    if not tpot_s or run.declines_usage:
-        return run.reserved.output_tokens if run.limited is None else run.limited.output_tokens
+    is_silent = not run.is_streamed and 200 <= outcome.status < 300 and not (outcome.has_left or outcome.was_cut)
+    if not tpot_s or run.declines_usage or is_silent:
+        return _reserved(run).output_tokens
     writing_s = outcome.duration_s - (run.waited_s if outcome.ttfb_s is None else outcome.ttfb_s)
     return run.answers * max(0.0, writing_s) / tpot_s
 

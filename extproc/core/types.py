@@ -128,8 +128,9 @@ class Outcome(msgspec.Struct, frozen=True):
     """What became of a request, from one access log entry or from an answer that passed through here.
 
     What was not seen is None. ``status``: 0 if the client left before there was one. ``served``: the address of the
-    engine that answered. ``has_left``: the client hung up. ``was_cut``: the engine did. ``answer_bytes``: of the body
-    that the client got. Durations count from the request's arrival, time in the queue included.
+    engine that answered. ``has_left``: the client hung up. ``was_cut``: the engine did. ``has_timed_out``: a time limit
+    of the gateway ended it. ``answer_bytes``: of the body that the client got. Durations count from the request's
+    arrival, time in the queue included.
     """
 
     ticket: str
@@ -143,3 +144,4 @@ class Outcome(msgspec.Struct, frozen=True):
     has_left: bool = False
     was_cut: bool = False
     answer_bytes: int | None = None
+    has_timed_out: bool = False

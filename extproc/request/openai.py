@@ -55,7 +55,8 @@ class _Responses(Common, kw_only=True, gc=False):
 def chat(body: bytes) -> InferenceRequest:
     """POST /v1/chat/completions."""
     asked = _chat_decoder.decode(body)
-    limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    # given both, vLLM and TensorRT-LLM take max_completion_tokens, SGLang max_tokens
+    limit = max(filter(None, (asked.max_tokens, asked.max_completion_tokens)), default=None)
     contents = _chat_contents(asked, body) if len(body) >= LARGE_BYTES else None
     media = media_in([message.content for message in asked.messages])
     return request_of(Api.CHAT, asked, _chat_prompt(asked), limit, contents, answers=asked.n or 1, media=media)

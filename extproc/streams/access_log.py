@@ -80,6 +80,7 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         has_left=flags.downstream_connection_termination,
         was_cut=flags.upstream_connection_termination or flags.upstream_remote_reset,
         answer_bytes=response.response_body_bytes,
+        has_timed_out=flags.upstream_request_timeout or flags.stream_idle_timeout or flags.duration_timeout,
     )
 
 

@@ -13,20 +13,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from extproc.core.states import IllegalEvent
 from extproc.core.types import Attachment, Outcome
-from extproc.streams.exchange import answers_to
+from extproc.streams.exchange import answers_to, no_body
 from extproc.streams.http_headers import read_served, read_status, read_subset
+from extproc.streams.order import BodyMode
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
-    CONTINUE_HEADERS,
+    CONTINUE_FOREIGN_HEADERS,
     CONTINUE_REQUEST_TRAILERS,
-    CONTINUE_RESPONSE_BODY,
-    CONTINUE_RESPONSE_TRAILERS,
     decision_answer,
     duplex_decision_answer,
+    passing_answers,
     request_body_answers,
-    response_body_answers,
     response_headers_answer,
 )
 from extproc.streams.usage import UsageReader
@@ -39,25 +37,23 @@ if TYPE_CHECKING:
     from extproc.core.types import Arrival, Head
     from extproc.scheduling.framework import UsageReporter
     from extproc.streams.context import StreamContext
-    from extproc.streams.messages import HttpBody, ProcessingRequest
+    from extproc.streams.messages import ProcessingRequest
     from extproc.streams.usage import ReportedUsage
 
-# By what has come of the request, the kinds of messages that may come next. Envoy may answer by itself at any time.
-_ANSWER: Final = frozenset({"response_headers", "response_body", "response_trailers"})
-_ANSWER_OR_TRAILERS: Final = _ANSWER | {"request_trailers"}
-_AWAITS_HEADERS: Final = frozenset({"request_headers"})
-_AWAITS_BODY: Final = frozenset({"request_body", "request_trailers"}) | _ANSWER
-_ADVICE: Final = "set both body modes FULL_DUPLEX_STREAMED, header and trailer modes SEND"
+_GATEWAY_TIMEOUT: Final = 504
 
 
 class Duplex:
-    """One request in pieces, then its answer in pieces. ``is_whole``: both whole."""
+    """One request in pieces or whole, then its answer, however that comes."""
 
-    def __init__(self, context: StreamContext, is_trusted: Callable[[], bool], *, is_whole: bool = False) -> None:
+    def __init__(
+        self, context: StreamContext, is_trusted: Callable[[], bool], *, request: BodyMode, answer: BodyMode
+    ) -> None:
+        """``request`` and ``answer``: how their bodies come."""
         self._context = context
-        self._is_whole = is_whole
+        self._is_whole = request is not BodyMode.FULL_DUPLEX_STREAMED
+        self._answer_mode = answer
         self._is_trusted = is_trusted
-        self._awaits = _AWAITS_HEADERS
         self.head: Head | None = None
         self._subset: list[str] | None = None
         self._pieces: list[bytes] = []
@@ -72,28 +68,31 @@ class Duplex:
         self.request: StreamRequest | None = None
 
     def receive(self, message: ProcessingRequest, kind: str) -> list[bytes]:
-        """Any of the six kinds of messages."""
-        if kind not in self._awaits:
-            raise IllegalEvent(kind, f"awaiting {' or '.join(sorted(self._awaits))}", "the stream", _ADVICE)
+        """Headers, a body or trailers."""
         if message.HasField("metadata_context"):
             self._read_metadata(message)
-        match kind:
-            case "request_headers":
-                return self._receive_headers(message)
-            case "request_body":
-                self._pieces.append(message.request_body.body)
-                # a whole body that trailers follow does not say that it is the end
-                return self._decide() if self._is_whole or message.request_body.end_of_stream else []
-            case "request_trailers":
-                return self._receive_trailers()
-            case "response_headers":
-                headers = message.response_headers
-                self._answer.began(read_status(headers))
-                return self._ended([response_headers_answer(self._tokens())], is_end=headers.end_of_stream)
-            case "response_body":
-                return self._pass_answer(message.response_body)
-            case _:
-                return self._ended([CONTINUE_RESPONSE_TRAILERS], is_end=True)
+        if kind == "request_headers":
+            return self._receive_headers(message)
+        if kind == "request_trailers":
+            return self._receive_trailers()
+        self._pieces.append(message.request_body.body)
+        # a whole body that trailers follow does not say that it is the end
+        return self._decide() if self._is_whole or message.request_body.end_of_stream else []
+
+    def receive_answer(self, message: ProcessingRequest, kind: str) -> list[bytes]:
+        """It passes, with what the client and the gateway are told in it."""
+        if message.HasField("metadata_context"):
+            self._read_metadata(message)
+        if kind == "response_headers":
+            headers = message.response_headers
+            self._answer.began(read_status(headers))
+            return self._ended([response_headers_answer(self._tokens())], is_end=headers.end_of_stream)
+        passed = passing_answers(message, kind, self._answer_mode)
+        if kind == "response_trailers":
+            return self._ended(passed, is_end=True)
+        body = message.response_body
+        self._answer.came(body.body, self._context.clock())
+        return self._ended(passed, is_end=body.end_of_stream)
 
     def decided(self, decision: Decision) -> list[bytes]:
         """The answer to the headers, and the body in pieces behind it."""
@@ -114,8 +113,10 @@ class Duplex:
     def close(self) -> None:
         """The end of the stream is the end of the request; an answer that was cut off is one all the same."""
         if self.request is not None:
-            self._settle()
-            self.request.close()
+            try:
+                self._settle()
+            finally:
+                self.request.close()
 
     def _read_metadata(self, message: ProcessingRequest) -> None:
         subset = read_subset(message)
@@ -138,23 +139,16 @@ class Duplex:
     def _receive_headers(self, message: ProcessingRequest) -> list[bytes]:
         head = self.head = self._context.read_head(message, self._is_trusted)
         if not head.has_body:
-            self._awaits = _ANSWER
             return self._decide_without_body(head)
-        self._awaits = _AWAITS_BODY
-        return [CONTINUE_HEADERS] if self._is_whole else []
+        return [CONTINUE_FOREIGN_HEADERS] if self._is_whole else []
 
     def _receive_trailers(self) -> list[bytes]:
-        if self._is_whole:
-            self._awaits = _ANSWER
-            return [CONTINUE_REQUEST_TRAILERS]
-        self._has_trailers = True
-        return self._decide()
-
-    def _pass_answer(self, body: HttpBody) -> list[bytes]:
-        self._answer.came(body.body, self._context.clock())
-        is_end = body.end_of_stream
-        passed = [CONTINUE_RESPONSE_BODY] if self._is_whole else list(response_body_answers(body.body, is_end=is_end))
-        return self._ended(passed, is_end=is_end)
+        if not self._is_whole:
+            self._has_trailers = True
+            return self._decide()
+        if self.request is None:
+            raise no_body()
+        return [CONTINUE_REQUEST_TRAILERS] if self.request.sent is not None else []
 
     def _decide_without_body(self, head: Head) -> list[bytes]:
         pool, intake = self._context.options.pool, self._context.core.intake
@@ -167,10 +161,11 @@ class Duplex:
         return []
 
     def _decide(self) -> list[bytes]:
-        self._awaits = _ANSWER_OR_TRAILERS if self._is_whole else _ANSWER
         if self.head is None:
             return []
-        body = self._body = b"".join(self._pieces)
+        body = b"".join(self._pieces)
+        # Envoy takes no body in the answer to a request that has none, not even an empty one
+        self._body = body if self._pieces else None
         self._pieces.clear()
         return self._enter(self._context.core.intake.receive_pooled(self._context.options.pool, self.head, body))
 
@@ -240,4 +235,6 @@ class _Answer:
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
             has_left=not self.is_whole,
+            # engines do not answer so, but the gateway at a time limit of its own
+            has_timed_out=self._status == _GATEWAY_TIMEOUT,
         )

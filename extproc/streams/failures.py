@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs what our own code raises: each kind once with its traceback, then a count."""
+"""Logs what fails: each kind once, with its traceback where our own code failed, then a count."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ class FailureLog:
         self._log = log
         self._counts: dict[tuple[str, str, int], int] = {}
 
-    def note(self, what: str, error: Exception) -> None:
-        """Count ``error``; the first of its kind is logged whole, then each tenfold count in one line."""
+    def note(self, what: str, error: Exception, *, is_ours: bool = True) -> None:
+        """Count ``error``; the first of its kind is logged whole, then each tenfold count in one line. ``is_ours``: our
+        code failed; else its message says enough.
+        """
         kind = _kind_of(error)
         if kind not in self._counts and len(self._counts) >= _MOST_KINDS:
             kind = _OTHERS
         count = self._counts[kind] = self._counts.get(kind, 0) + 1
         if count == 1:
-            self._log.error("%s (only the first of its kind is logged like this)", what, exc_info=error)
+            what = what if is_ours else f"{what}: {error}"
+            self._log.error(
+                "%s (only the first of its kind is logged like this)", what, exc_info=error if is_ours else None
+            )
         elif str(count).strip("0") == "1":
             self._log.error("%s: %d times so far by %s in %s:%d", what, count, *kind)
 

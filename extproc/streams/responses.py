@@ -38,6 +38,7 @@ from extproc.streams.messages import (
     TrailersResponse,
     Value,
 )
+from extproc.streams.order import BodyMode
 from extproc.streams.wire import MARK, Template, field, tag
 
 if TYPE_CHECKING:
@@ -45,12 +46,12 @@ if TYPE_CHECKING:
 
     from extproc.core.effects import Decision
     from extproc.errors import Refusal
+    from extproc.streams.messages import ProcessingRequest
 
 # HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 _OVERWRITE: Final = 2
-# ProcessingMode: header and trailer modes SEND and SKIP, body modes NONE and FULL_DUPLEX_STREAMED.
-_SEND, _SKIP, _NONE = 1, 2, 0
-FULL_DUPLEX: Final = 4
+# ProcessingMode's header and trailer modes.
+_SEND, _SKIP = 1, 2
 # Envoy takes streamed bodies in messages of up to 64 KB.
 MOST_BODY_BYTES: Final = 62_000
 
@@ -59,6 +60,11 @@ CONTINUE_REQUEST_TRAILERS: Final = ProcessingResponse(request_trailers=TrailersR
 CONTINUE_RESPONSE_HEADERS: Final = ProcessingResponse(response_headers=HeadersResponse()).SerializeToString()
 CONTINUE_RESPONSE_BODY: Final = ProcessingResponse(response_body=BodyResponse()).SerializeToString()
 CONTINUE_RESPONSE_TRAILERS: Final = ProcessingResponse(response_trailers=TrailersResponse()).SerializeToString()
+_CONTINUE: Final = {
+    "response_headers": CONTINUE_RESPONSE_HEADERS,
+    "response_body": CONTINUE_RESPONSE_BODY,
+    "response_trailers": CONTINUE_RESPONSE_TRAILERS,
+}
 
 
 def _header(name: str) -> Template:
@@ -98,9 +104,9 @@ _MODE_OVERRIDE: Final = ProcessingResponse(
     mode_override=ProcessingMode(
         request_header_mode=_SEND,
         request_trailer_mode=_SEND,
-        request_body_mode=FULL_DUPLEX,
+        request_body_mode=BodyMode.FULL_DUPLEX_STREAMED,
         response_header_mode=_SEND,
-        response_body_mode=_NONE,
+        response_body_mode=BodyMode.NONE,
         response_trailer_mode=_SKIP,
     )
 ).SerializeToString()
@@ -115,6 +121,18 @@ _REMOVE_FORGED: Final = {
     ).SerializeToString()
     for has_prefiller in (False, True)
 }
+
+# For gateways that do not remove what clients forge: should trailers follow and no body, Envoy sends the request on and
+# may ask us no more.
+CONTINUE_FOREIGN_HEADERS: Final = ProcessingResponse(
+    request_headers=HeadersResponse(
+        response=CommonResponse(
+            header_mutation=HeaderMutation(
+                remove_headers=[DESTINATION, *SIDECAR_HEADERS, *ENGINE_HEADERS, SUBSET, SERVER_HEADER]
+            )
+        )
+    )
+).SerializeToString()
 
 _REQUEST_HEADERS_TAG: Final = tag(ProcessingResponse, "request_headers")
 _REQUEST_BODY_TAG: Final = tag(ProcessingResponse, "request_body")
@@ -185,6 +203,15 @@ def response_headers_answer(headers: Mapping[str, str]) -> bytes:
     ]
     common = CommonResponse(header_mutation=HeaderMutation(set_headers=options))
     return ProcessingResponse(response_headers=HeadersResponse(response=common)).SerializeToString()
+
+
+def passing_answers(message: ProcessingRequest, kind: str, mode: BodyMode) -> list[bytes]:
+    """Let a part of an answer pass unchanged. ``mode``: how the answer's body comes, and so must go on."""
+    if kind == "response_body" and mode is BodyMode.FULL_DUPLEX_STREAMED:
+        # the gateway has kept no copy
+        body = message.response_body
+        return list(response_body_answers(body.body, is_end=body.end_of_stream))
+    return [_CONTINUE[kind]]
 
 
 def request_body_answers(body: bytes, *, is_end: bool) -> Iterator[bytes]:

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Final
 import grpc
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
+from extproc.core.effects import Held
 from extproc.protocol import BUNDLE_MARK
 from extproc.streams.access_log import receive_entries
 from extproc.streams.failures import FailureLog
 from extproc.streams.health import EXTERNAL_PROCESSOR, Health, listen
 from extproc.streams.messages import ProcessingRequest, StreamAccessLogsMessage
+from extproc.streams.order import ANSWER_KINDS, IllegalMessage
 from extproc.streams.origin import read_origin
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from extproc.core.effects import Decision, Pending, Refused
     from extproc.core.entering import Answer
@@ -49,6 +51,33 @@ async def _nothing() -> None:
     """Comes before no message."""
 
 
+class _Messages:
+    """What a gateway sends on one stream."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> None:
+        self.context = context
+        self._ahead: asyncio.Task[ProcessingRequest] | None = None
+
+    async def next(self) -> ProcessingRequest:
+        """The next message, or the end."""
+        if self._ahead is None:
+            # grpc.aio's read and write cost half of its async iterators
+            return await self.context.read()
+        ahead, self._ahead = self._ahead, None
+        return await ahead
+
+    def ahead(self) -> asyncio.Task[ProcessingRequest]:
+        """What ``next`` will return."""
+        if self._ahead is None:
+            self._ahead = asyncio.create_task(self.context.read())
+        return self._ahead
+
+    def stop(self) -> None:
+        """Read no more."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+
+
 class GrpcServer:
     """Owns the listening socket and answers with what ``new_exchange`` decides."""
 
@@ -57,7 +86,9 @@ class GrpcServer:
         context: StreamContext,
         *,
         new_exchange: Callable[[Callable[[], bool], Callable[[], Origin]], Exchange],
-        answer_to: Callable[[Pending, Callable[[], Awaitable[None]]], Awaitable[Answer | Decision | Refused]],
+        answer_to: Callable[
+            [Pending, Callable[[], Awaitable[None]]], Coroutine[None, None, Answer | Decision | Refused]
+        ],
         before_each: Callable[[], Awaitable[None]] = _nothing,
     ) -> None:
         """``new_exchange``: takes two functions, whether headers are trusted, and where the stream comes from.
@@ -125,25 +156,57 @@ class GrpcServer:
         self._is_idle.clear()
         # not at the end of this function: its peer has yet to be told, and when all have ended the server stops
         context.add_done_callback(self._one_less)  # type: ignore[arg-type]  # the stubs want a class that is not there
+        messages = _Messages(context)
         try:
-            # grpc.aio's read and write cost half of its async iterators
-            while not is_end(message := await context.read()):
-                await self._before_each()
-                answers = exchange.receive(message)
-                while (pending := exchange.pending) is not None:
-                    answers = exchange.resume(await self._answer_to(pending, partial(_ask_to_wait, exchange, context)))
+            while not is_end(message := await messages.next()):
+                answers = await self._answers(exchange, message, messages)
                 for answer in answers:
                     await context.write(answer)
                 # bodies are not kept while the answer takes its time
                 answer = b""
                 del message, answers
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is counted, logged once and answered
-            # refused rather than left to the gateway's failure mode: no request gets round its decision by making us
-            # fail
-            self._failures.note("a request could not be decided, and is refused", error)
-            await context.write(exchange.fail())
+        except IllegalMessage as error:
+            self._failures.note("a gateway sends what it may not", error, is_ours=False)
+            if exchange.has_answer:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            await context.write(exchange.refuse())
         finally:
+            messages.stop()
             exchange.close()
+
+    async def _answers(self, exchange: Exchange, message: ProcessingRequest, messages: _Messages) -> list[bytes]:
+        """Whatever fails here, requests are refused rather than left to the gateway's failure mode: no request gets
+        round its decision by making us fail. Answers pass.
+        """
+        try:
+            await self._before_each()
+            answers = exchange.receive(message)
+            while (pending := exchange.pending) is not None:
+                answers = await self._resumed(exchange, pending, messages)
+        except IllegalMessage:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is counted, logged once and answered
+            self._failures.note("a request could not be decided and is refused, or an answer passes unread", error)
+            return exchange.fail(message)
+        return answers
+
+    async def _resumed(self, exchange: Exchange, pending: Pending, messages: _Messages) -> list[bytes]:
+        """Answers once ``pending`` is here; none if the gateway has answered a held request by itself, as at a time
+        limit of its own.
+        """
+        waiting = self._answer_to(pending, partial(_ask_to_wait, exchange, messages.context))
+        if not isinstance(pending, Held):
+            return exchange.resume(await waiting)
+        ended, ahead = asyncio.create_task(waiting), messages.ahead()
+        try:
+            await asyncio.wait({ended, ahead}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done() and _is_answer(ahead.result()):
+                exchange.answered_elsewhere()
+                return []
+            return exchange.resume(await ended)
+        finally:
+            ended.cancel()
+            await asyncio.wait({ended})
 
     def _one_less(self, _: object) -> None:
         self._open -= 1
@@ -168,6 +231,10 @@ async def _ask_to_wait(exchange: Exchange, context: grpc.aio.ServicerContext[Pro
 def _is_bundle(context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> bool:
     """Whether our own bundle asks: the gateway writes gRPC's metadata, and no client can."""
     return any(name == BUNDLE_MARK for name, _ in context.invocation_metadata() or ())
+
+
+def _is_answer(message: ProcessingRequest) -> bool:
+    return not is_end(message) and message.WhichOneof("request") in ANSWER_KINDS
 
 
 def is_end(message: object) -> bool:

@@ -133,7 +133,7 @@ WHOLE_BODIES: Final = {
 }
 
 
-def bootstrap(
+def bootstrap(  # noqa: PLR0913 - what tests want to be different
     *,
     listeners: Sequence[tuple[int, object]],
     admin: int,
@@ -142,14 +142,16 @@ def bootstrap(
     mode_override: bool = False,
     tls: dict[str, Any] | None = None,
     host: str = "127.0.0.1",
-    sends_whole_bodies: bool = False,
+    mode: Mapping[str, str] = IN_PIECES,
+    filters: Sequence[dict[str, Any]] = (),
+    routes: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """An Envoy as the inference extension's gateways set it up. ``listeners``: a port and the subset hint given there.
 
     ``host`` and ``extproc``: where the picker is. ``tls``: the common TLS context towards it; None: plain text.
-    ``sends_whole_bodies``: and no answers, as kgateway 2.0 and 2.1 do.
+    ``mode``: ext_proc's processing mode; WHOLE_BODIES: as kgateway 2.0 and 2.1. ``filters``: in front of ext_proc.
+    ``routes``: before the one to the pool.
     """
-    mode = WHOLE_BODIES if sends_whole_bodies else IN_PIECES
     http2: dict[str, Any] = {
         "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
@@ -172,7 +174,8 @@ def bootstrap(
         "admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": admin}}},
         "static_resources": {
             "listeners": [
-                _listener(port, hint, cluster, mode_override=mode_override, mode=mode) for port, hint in listeners
+                _listener(port, hint, cluster, mode_override=mode_override, mode=mode, filters=filters, routes=routes)
+                for port, hint in listeners
             ],
             "clusters": [picker, cluster],
         },
@@ -180,7 +183,14 @@ def bootstrap(
 
 
 def _listener(
-    port: int, hint: object, cluster: dict[str, Any], *, mode_override: bool, mode: Mapping[str, str]
+    port: int,
+    hint: object,
+    cluster: dict[str, Any],
+    *,
+    mode_override: bool,
+    mode: Mapping[str, str],
+    filters: Sequence[dict[str, Any]],
+    routes: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     ext_proc = {
         "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
@@ -194,7 +204,7 @@ def _listener(
             "receiving_namespaces": {"untyped": ["envoy.lb"]},
         },
     }
-    filters: list[dict[str, Any]] = [{"name": "envoy.filters.http.ext_proc", "typed_config": ext_proc}]
+    filters = [*filters, {"name": "envoy.filters.http.ext_proc", "typed_config": ext_proc}]
     if hint is not NO_HINT:
         value = {"x-gateway-destination-endpoint-subset": hint}
         filters.insert(
@@ -224,7 +234,7 @@ def _listener(
         "stat_prefix": "gateway",
         "http_filters": filters,
         "http_protocol_options": {"enable_trailers": True},
-        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
+        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [*routes, route]}]},
         "access_log": [_access_log()],
     }
     chain = {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}
@@ -281,12 +291,14 @@ async def gateway(  # noqa: PLR0913 - what tests want to be different
     mode_override: bool = False,
     tls: dict[str, Any] | None = None,
     picker: str = "",
-    sends_whole_bodies: bool = False,
+    mode: Mapping[str, str] = IN_PIECES,
+    filters: Sequence[dict[str, Any]] = (),
+    routes: Sequence[dict[str, Any]] = (),
 ) -> AsyncIterator[Gateway]:
     """extproc and an Envoy that listens once for each of ``hints``. ``tls``: see ``bootstrap``; ``flags`` say it to
     extproc.
 
-    ``picker``: an EndpointPickerConfig. ``sends_whole_bodies``: see ``bootstrap``.
+    ``picker``: an EndpointPickerConfig. ``mode``, ``filters``, ``routes``: see ``bootstrap``.
     """
     admin, extproc, metrics, *listen = free_ports(3 + len(hints))
     config = directory / "config"
@@ -303,7 +315,9 @@ async def gateway(  # noqa: PLR0913 - what tests want to be different
         cluster=pool_cluster(kind, addresses),
         mode_override=mode_override,
         tls=tls,
-        sends_whole_bodies=sends_whole_bodies,
+        mode=mode,
+        filters=filters,
+        routes=routes,
     )
     (bundle / "bootstrap.json").write_text(json.dumps(configured))
     command = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", f"127.0.0.1:{extproc}"]

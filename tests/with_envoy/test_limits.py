@@ -291,3 +291,46 @@ async def test_an_extproc_that_is_killed_again_and_again_finds_its_limits_as_the
             await ask()
     assert set(answers) <= {200, 429, 503}
     assert answers.count(200) == 30
+
+
+OUTPUT: dict[str, object] = {"per": "Route", "unit": "month", "outputTokens": 500}
+
+
+def chat(**fields: object) -> dict[str, object]:
+    return {"model": ALIAS, "messages": [{"role": "user", "content": "hello"}], **fields}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+async def test_no_limit_is_got_round_by_the_name_that_the_engine_reads(tmp_path: Path, engine: str) -> None:
+    flags = EngineFlags(count=1, speed=50.0, more=("--reads-like", engine))
+    names = ("max_tokens", "max_completion_tokens")
+    obeyed, other = reversed(names) if engine == "vllm" else names
+    async with (
+        running_stack(tmp_path / "stack", flags, route={"rateLimits": [OUTPUT]}) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=30) as http,
+    ):
+        answers = []
+        for _ in range(4):
+            answers.append(await http.post("/v1/chat/completions", json=chat(**{obeyed: 300, other: 1})))
+            # until what was not used would have come back
+            await asyncio.sleep(1.5)
+    assert [answer.status_code for answer in answers] == [200, 429, 429, 429]
+    assert answers[0].json()["usage"]["completion_tokens"] == 300
+
+
+async def test_what_runs_into_the_time_limit_of_the_gateway_is_not_free(tmp_path: Path) -> None:
+    async with (
+        running_stack(
+            tmp_path / "stack",
+            EngineFlags(count=1),
+            route={"rateLimits": [OUTPUT]},
+            more={"trafficPolicy": {"timeout": "1s"}},
+        ) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=30) as http,
+    ):
+        statuses = []
+        for _ in range(3):
+            statuses.append((await http.post("/v1/chat/completions", json=chat(max_tokens=400))).status_code)
+            await asyncio.sleep(1.5)
+    # the engine had it for a second; how fast it writes is not known yet, so it costs what was reserved
+    assert statuses == [504, 429, 429]

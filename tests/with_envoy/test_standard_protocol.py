@@ -21,7 +21,7 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.waiting import eventually
-from tests.with_envoy.gateways import Gateway, engines, gateway
+from tests.with_envoy.gateways import WHOLE_BODIES, Gateway, engines, gateway
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -276,7 +276,7 @@ async def test_health_services_answer_as_the_protocol_says(standard: Standard) -
 async def test_kgateways_whole_bodies_go_to_the_one_address_in_the_header(tmp_path: Path) -> None:
     async with (
         engines(2) as addresses,
-        gateway(tmp_path, addresses, flags=["--buffered-choices", "1"], sends_whole_bodies=True) as made,
+        gateway(tmp_path, addresses, flags=["--buffered-choices", "1"], mode=WHOLE_BODIES) as made,
         httpx.AsyncClient(timeout=30) as http,
     ):
         for size in (10, 100_000):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 
+import msgspec
 import pytest
 
 from extproc.config.load import load
@@ -172,8 +173,13 @@ def hung_up(scene: Scene, *, after_s: float, ttfb_s: float | None = 0.5, status:
     first = scene.sent()
     scene.core.pools["default/llama"].table.tpot_s[:] = 0.01
     scene.core.finish(first.ticket, 1.0)
-    gone = Outcome(first.ticket, status, "10.0.0.1:8000", after_s, ttfb_s, None, None, None)
+    gone = Outcome(first.ticket, status, "10.0.0.1:8000", after_s, ttfb_s, None, None, None, has_left=status == 200)
     scene.core.settle(gone, 1.0)
+    return spent(scene)
+
+
+def spent(scene: Scene) -> float:
+    """Output tokens that the tenant's limit has been charged."""
     return float(1000 - scene.core.admission.limits._buckets["default/chat/0/output_tokens/acme"].level)
 
 
@@ -206,13 +212,40 @@ def test_who_asks_for_a_stream_without_usage_pays_what_was_reserved() -> None:
     assert hung_up(scene, after_s=0.7) == pytest.approx(200, abs=0.5)
 
 
-def test_an_engine_that_reports_more_than_was_asked_for_is_not_believed() -> None:
+def settled(told: Outcome) -> float:
+    """Output tokens that a plain request of at most 50 costs, on engines that write 100 a second."""
     scene = Scene()
     first = scene.sent()
+    scene.core.pools["default/llama"].table.tpot_s[:] = 0.01
     scene.core.finish(first.ticket, 1.0)
-    scene.core.settle(outcome(first.ticket, completion_tokens=900_000_000), 1.0)
-    output = scene.core.admission.limits._buckets["default/chat/0/output_tokens/acme"]
-    assert output.level == pytest.approx(950, abs=0.5)
+    scene.core.settle(msgspec.structs.replace(told, ticket=first.ticket), 1.0)
+    return spent(scene)
+
+
+def test_what_engines_report_above_the_limit_they_were_given_is_charged_as_far_as_there_was_time() -> None:
+    told = outcome("", completion_tokens=900)
+    # by a field that we do not read: it was written, and had
+    assert settled(told) == pytest.approx(900, abs=0.5)
+    # 5,000 tokens a second and 1,000 more than nobody writes
+    invented = msgspec.structs.replace(told, completion_tokens=900_000_000)
+    assert settled(invented) == pytest.approx(1_000 + 5_000 * told.duration_s, abs=0.5)
+    # what was asked for is always believed
+    assert settled(msgspec.structs.replace(told, completion_tokens=50, duration_s=0.0)) == pytest.approx(50, abs=0.5)
+
+
+def test_what_runs_into_a_time_limit_of_the_gateway_costs_as_if_its_client_had_left() -> None:
+    timed_out = Outcome("", 504, "10.0.0.1:8000", 0.3, None, None, None, None, has_timed_out=True)
+    assert settled(timed_out) == pytest.approx(30, abs=0.5)
+    assert settled(msgspec.structs.replace(timed_out, duration_s=60.0)) == pytest.approx(50, abs=0.5)
+    # nobody had it, or an engine has answered so by itself
+    assert settled(msgspec.structs.replace(timed_out, served="")) == pytest.approx(0, abs=0.5)
+    assert settled(msgspec.structs.replace(timed_out, has_timed_out=False)) == pytest.approx(0, abs=0.5)
+
+
+def test_a_plain_answer_that_says_nothing_of_its_usage_costs_what_was_reserved() -> None:
+    """As to ``background: true``, whose tokens are written when it has ended."""
+    assert settled(Outcome("", 200, "10.0.0.1:8000", 0.01, 0.01, None, None, None)) == pytest.approx(50, abs=0.5)
+    assert settled(Outcome("", 202, "10.0.0.1:8000", 0.01, 0.01, None, None, None)) == pytest.approx(50, abs=0.5)
 
 
 def test_several_answers_teach_the_length_and_the_time_of_one() -> None:

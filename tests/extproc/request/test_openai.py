@@ -28,10 +28,28 @@ def test_a_chat_request_is_read() -> None:
     assert b"hello" in request.prompt
 
 
-def test_the_newer_name_of_the_output_limit_wins() -> None:
-    request = parse(Api.CHAT, body(messages=[HELLO], max_tokens=7, max_completion_tokens=9))
+@pytest.mark.parametrize(
+    ("limits", "most"),
+    [
+        ({"max_tokens": 7, "max_completion_tokens": 9}, 9),
+        # SGLang takes max_tokens where vLLM takes the other
+        ({"max_tokens": 9, "max_completion_tokens": 1}, 9),
+        ({"max_tokens": None, "max_completion_tokens": 9}, 9),
+        ({"max_tokens": 9, "max_completion_tokens": None}, 9),
+        ({"max_tokens": None, "max_completion_tokens": None}, None),
+        # no engine's field
+        ({"max_tokens": 7, "MAX_TOKENS": 9, "max_new_tokens": 9}, 7),
+    ],
+)
+def test_of_the_names_of_the_output_limit_the_largest_value_counts(limits: dict[str, object], most: int | None) -> None:
+    assert parse(Api.CHAT, body(messages=[HELLO], **limits)).max_output_tokens == most
 
-    assert request.max_output_tokens == 9
+
+def test_of_a_field_that_is_given_twice_the_last_counts_as_at_engines_however_its_name_is_written() -> None:
+    twice = body(messages=[HELLO], max_tokens=1).replace(
+        b'"max_tokens"', rb'"max_tokens": 1, "max\u005ftokens": 9, "x"'
+    )
+    assert parse(Api.CHAT, twice).max_output_tokens == 9
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ async def test_a_second_signal_ends_the_drain(extproc: ExtprocProcess) -> None:
 async def test_a_stream_of_a_wrong_mode_is_refused_and_the_next_one_is_served(extproc: ExtprocProcess) -> None:
     odd = extproc.open_stream()
     message = ProcessingRequest()
-    message.response_headers.end_of_stream = True
+    message.request_body.end_of_stream = True
     await odd.write(message)
     refused = await odd.read()
     assert isinstance(refused, ProcessingResponse)

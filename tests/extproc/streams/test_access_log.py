@@ -122,6 +122,12 @@ def test_an_entry_says_who_ended_the_answer(flag: str, *, has_left: bool, was_cu
     assert (outcome.has_left, outcome.was_cut, outcome.answer_bytes) == (has_left, was_cut, 7)
 
 
+@pytest.mark.parametrize("flag", ["upstream_request_timeout", "stream_idle_timeout", "duration_timeout"])
+def test_an_entry_says_that_the_gateways_time_was_over(flag: str) -> None:
+    assert read_outcome(entry(flag, status=504)).has_timed_out
+    assert not read_outcome(entry(status=504)).has_timed_out, "the engine's own"
+
+
 def test_a_whole_answer_was_ended_by_nobody() -> None:
     outcome = read_outcome(entry())
     assert (outcome.status, outcome.has_left, outcome.was_cut) == (200, False, False)

@@ -11,16 +11,18 @@ import pytest
 
 from extproc.config.load import load
 from extproc.core.core import Core
-from extproc.core.states import IllegalEvent
 from extproc.metrics.registry import Metrics
 from extproc.streams.duplex import Duplex
 from extproc.streams.exchange import Exchange
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse
+from extproc.streams.order import IllegalMessage
 from extproc.streams.responses import MOST_BODY_BYTES
 from tests.extproc.conftest import CONFIG, shell
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from extproc.core.types import Outcome
 
 CHAT = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello"}]}).encode()
 ALL = {"10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"}
@@ -330,12 +332,12 @@ def test_answers_are_spared_the_way_where_the_gateway_allows_it(core: Core) -> N
 
 
 def test_messages_out_of_order_are_named_as_the_mistake(core: Core) -> None:
-    with pytest.raises(IllegalEvent, match="request_body is not legal"):
+    with pytest.raises(IllegalMessage, match="request_body is not legal"):
         Gateway(core).body(CHAT)
     gateway = Gateway(core)
     gateway.headers()
     gateway.body(CHAT)
-    with pytest.raises(IllegalEvent, match="request_body is not legal while the stream is in state awaiting response"):
+    with pytest.raises(IllegalMessage, match="request_body is not legal while the stream is in state request END"):
         gateway.body(CHAT)
 
 
@@ -354,6 +356,34 @@ def test_only_an_answer_that_ended_without_usage_counts_against_its_engine(core:
     gateway.send(message)
     gateway.exchange.close()
     assert sum(health.failed for health in pool.table.healths) == (1 if is_whole else 0)
+
+
+@pytest.mark.parametrize(("status", "has_timed_out"), [(504, True), (503, False)])
+def test_a_gateways_own_time_limit_is_known_by_its_status(
+    core: Core, monkeypatch: pytest.MonkeyPatch, status: int, *, has_timed_out: bool
+) -> None:
+    outcomes: list[Outcome] = []
+    settle = core.settle
+    monkeypatch.setattr(core, "settle", lambda told, now: (outcomes.append(told), settle(told, now))[1])
+    gateway = Gateway(core)
+    gateway.headers()
+    gateway.body(CHAT)
+    gateway.answer(status, b"upstream request timeout")
+    gateway.exchange.close()
+    assert [outcome.has_timed_out for outcome in outcomes] == [has_timed_out]
+
+
+def test_a_fault_at_the_end_of_an_answer_keeps_no_engine_busy(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    gateway = Gateway(core)
+    gateway.headers()
+    gateway.body(CHAT)
+    monkeypatch.setattr(core, "settle", broken)
+    with pytest.raises(RuntimeError):
+        gateway.answer(200, b"{}")
+    assert core.pools["default/llama"].table.in_flight.sum() == 0
 
 
 REWRITES = CONFIG.replace(b"modelName: chat", b"modelName: routed")

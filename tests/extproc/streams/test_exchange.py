@@ -10,11 +10,12 @@ import pytest
 
 from extproc.config.load import load
 from extproc.core.effects import Decision, Hold, Refused
-from extproc.core.states import IllegalEvent, State
+from extproc.core.states import State
 from extproc.metrics.registry import Metrics
 from extproc.streams.duplex import Duplex
 from extproc.streams.exchange import Exchange
 from extproc.streams.messages import ImmediateResponse, ProcessingRequest, ProcessingResponse
+from extproc.streams.order import IllegalMessage
 from tests.extproc.conftest import CONFIG, in_some_state, shell
 
 if TYPE_CHECKING:
@@ -140,21 +141,16 @@ def test_models_are_listed_and_shown(conversation: Conversation, core: Core) -> 
     }
 
 
-def test_another_processing_mode_is_named_as_the_mistake(conversation: Conversation) -> None:
-    with pytest.raises(IllegalEvent, match="request_body is not legal while the stream is in state awaiting request_h"):
+def test_a_body_without_headers_is_named_as_the_mistake(conversation: Conversation) -> None:
+    with pytest.raises(IllegalMessage, match=r"request_body is not legal .* request NOTHING .*; set request_header"):
         conversation.send_body(CHAT)
-    conversation.send_headers()
-    message = ProcessingRequest()
-    message.response_headers.end_of_stream = False
-    with pytest.raises(IllegalEvent, match=r"response_headers is not legal .*; set request_header_mode SEND"):
-        conversation.exchange.receive(message)
 
 
 def test_a_second_body_is_no_second_request(conversation: Conversation, core: Core) -> None:
     conversation.send_headers()
     conversation.send_body(CHAT)
     for again in (conversation.send_body, lambda _: conversation.send_headers()):
-        with pytest.raises(IllegalEvent, match="awaiting nothing more"):
+        with pytest.raises(IllegalMessage, match="in state request END"):
             again(CHAT)
     assert core.pools["default/llama"].table.in_flight.sum() == 1
     conversation.exchange.close()
@@ -168,7 +164,10 @@ def test_a_body_that_trailers_follow_is_whole(conversation: Conversation) -> Non
 
 def test_a_failure_of_ours_refuses_the_request(conversation: Conversation, core: Core) -> None:
     conversation.send_headers()
-    status, error = refusal_of(ProcessingResponse.FromString(conversation.exchange.fail()))
+    message = ProcessingRequest()
+    message.request_body.end_of_stream = True
+    (answer,) = conversation.exchange.fail(message)
+    status, error = refusal_of(ProcessingResponse.FromString(answer))
     assert (status, error["code"]) == (500, "internal_error")
     assert conversation.sample("attache_requests_total", outcome="internal_error") == 1
     conversation.exchange.close()

@@ -19,6 +19,7 @@ import pytest
 
 from extproc.config.load import load
 from extproc.core.core import Core
+from extproc.core.states import State
 from extproc.metrics.registry import Metrics
 from extproc.scheduling.sessions import session_token
 from extproc.streams.duplex import Duplex
@@ -29,6 +30,7 @@ from tests.extproc.conftest import shell
 from tests.extproc.runtime.test_app import PROCESS, free_port
 
 if TYPE_CHECKING:
+    import logging
     from collections.abc import AsyncIterator, Iterable, Mapping
 
     Stream = grpc.aio.StreamStreamCall[ProcessingRequest, ProcessingResponse]
@@ -84,19 +86,20 @@ class Server:
         return self.metrics.registry.get_sample_value(name, labels)
 
 
+async def never(*_: object) -> Any:  # noqa: ANN401 - nothing is waited for here
+    raise AssertionError("no request of these has to wait")
+
+
 @asynccontextmanager
-async def served(**options: object) -> AsyncIterator[Server]:
-    core = Core(load({"pool.yaml": POOL, "epp.yaml": EPP}), rng=random.Random(0), ticket_prefix="t")
+async def served(answer_to: Any = never, *, pool: bytes = POOL, **options: object) -> AsyncIterator[Server]:  # noqa: ANN401
+    core = Core(load({"pool.yaml": pool, "epp.yaml": EPP}), rng=random.Random(0), ticket_prefix="t")
     metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0)
     context = shell(core, metrics, pool="default/pool", **options)
-
-    async def never(*_: object) -> Any:  # noqa: ANN401 - nothing is waited for here
-        raise AssertionError("no request of these has to wait")
 
     server = GrpcServer(
         context,
         new_exchange=lambda trusts, origin: Exchange(context, Duplex, is_trusted=trusts, origin=origin),
-        answer_to=never,
+        answer_to=answer_to,
     )
     address = f"127.0.0.1:{free_port()}"
     await server.start(address)
@@ -265,7 +268,8 @@ async def test_kgateway_waits_for_the_headers_answer_then_sends_a_whole_body(
         await stream.write(headers(ENVOYS, body_mode=mode))
         passed = await next_of(stream)
         assert passed.WhichOneof("response") == "request_headers"
-        assert not passed.request_headers.response.HasField("header_mutation")
+        # should no body follow, as before trailers, Envoy asks no more
+        assert "x-gateway-destination-endpoint" in passed.request_headers.response.header_mutation.remove_headers
         await stream.write(body(CHAT, end=True))
         decided = await next_of(stream)
         assert decided.WhichOneof("response") == "request_body"
@@ -662,3 +666,106 @@ async def test_an_answer_without_usage_tells_no_cost() -> None:
         await next_of(stream)
         await stream.write(answer_body(b"{}", end=True))
         assert not (await next_of(stream)).HasField("dynamic_metadata")
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name.startswith("extproc")]
+
+
+async def test_an_answer_to_a_request_that_never_came_passes(caplog: pytest.LogCaptureFixture) -> None:
+    """A filter before ext_proc has refused: the gateway opens the stream with the refusal."""
+    async with served() as server:
+        for mode in (FULL_DUPLEX, BUFFERED):
+            stream, first = server.stream(), answer_headers(403)
+            first.protocol_config.request_body_mode = first.protocol_config.response_body_mode = mode
+            await stream.write(first)
+            assert await next_of(stream) == ProcessingResponse(response_headers={})
+            await stream.write(answer_body(b"RBAC: access denied", end=True))
+            passed = (await next_of(stream)).response_body
+            if mode == FULL_DUPLEX:
+                piece = passed.response.body_mutation.streamed_response
+                assert (piece.body, piece.end_of_stream) == (b"RBAC: access denied", True)
+            else:
+                assert not passed.HasField("response")
+            await stream.done_writing()
+            assert await stream.read() is grpc.aio.EOF
+            assert await stream.code() == grpc.StatusCode.OK
+        assert server.core.count(*State) == 0
+    assert logged(caplog) == []
+
+
+HELD = POOL.replace(b"  scrapeInterval: 0s", b"  scrapeInterval: 0s\n  flowControl: {saturation: {maxRequests: 1}}")
+
+
+async def test_a_held_request_that_the_gateway_answers_by_itself_leaves_the_queue() -> None:
+    """Its own time limit, as of Envoy's stream_idle_timeout, may be shorter than the queue's."""
+    holding = asyncio.Event()
+
+    async def for_ever(*_: object) -> None:
+        holding.set()
+        await asyncio.Event().wait()
+
+    async with served(for_ever, pool=HELD) as server:
+        sent = [server.stream() for _ in ENGINES]
+        for stream in sent:
+            await ask(stream, mode=FULL_DUPLEX)
+        held = server.stream()
+        await held.write(headers(ENVOYS, body_mode=FULL_DUPLEX))
+        await held.write(body(CHAT, end=True))
+        await holding.wait()
+        assert server.core.count(State.QUEUED) == 1
+        await held.write(answer_headers(504))
+        assert (await next_of(held)).WhichOneof("response") == "response_headers"
+        assert server.core.count(State.QUEUED) == 0
+        await held.write(answer_body(b"stream timeout", end=True))
+        piece = (await next_of(held)).response_body.response.body_mutation.streamed_response
+        assert (piece.body, piece.end_of_stream) == (b"stream timeout", True)
+        assert server.table.in_flight.sum() == len(ENGINES)
+        assert not server.table.has_failures
+
+
+async def test_a_good_answer_passes_where_our_own_code_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served() as server:
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("a fault of ours")
+
+        monkeypatch.setattr("extproc.streams.usage.UsageReader.feed", broken)
+        for _ in range(3):
+            stream = server.stream()
+            await ask(stream, mode=FULL_DUPLEX)
+            # each part comes back, and the stream ends well
+            await tell(stream)
+            assert await stream.code() == grpc.StatusCode.OK
+        assert server.table.in_flight.sum() == 0
+        assert server.count("attache_requests_total", outcome="internal_error") is None
+    assert len(logged(caplog)) == 1, "the first of its kind"
+
+
+async def test_a_gateway_that_is_set_up_wrongly_is_told_so_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async with served() as server:
+        for _ in range(3):
+            stream, first = server.stream(), body(CHAT, end=True)
+            first.protocol_config.request_body_mode = BUFFERED
+            await stream.write(first)
+            refused = (await next_of(stream)).immediate_response
+            assert (refused.status.code, json.loads(refused.body)["error"]["code"]) == (500, "internal_error")
+            assert await stream.read() is grpc.aio.EOF
+    (record,) = logged(caplog)
+    assert "request_body is not legal while the stream" in record.getMessage()
+    assert "set request_header_mode SEND" in record.getMessage()
+    assert record.exc_info is None
+
+
+async def test_an_illegal_message_replaces_no_answer_that_has_begun() -> None:
+    async with served() as server:
+        stream = server.stream()
+        await stream.write(answer_headers(200))
+        await next_of(stream)
+        await stream.write(headers(ENVOYS))
+        # no ImmediateResponse: the gateway learns of it as of any broken stream
+        with pytest.raises(grpc.aio.AioRpcError, match="request_headers is not legal") as caught:
+            await stream.read()
+        assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
