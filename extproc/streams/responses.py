@@ -17,7 +17,9 @@ from extproc.protocol import (
     LB_NAMESPACE,
     LONGEST_MESSAGE_TIMEOUT_S,
     NAMESPACE,
+    POLICY_HEADER,
     PREFILLER,
+    SERVER_CLUSTER,
     SERVER_HEADER,
     SIDECAR_HEADERS,
     SUBSET,
@@ -78,6 +80,7 @@ def _streamed(*, is_end: bool) -> BodyResponse:
 
 
 _SERVER: Final = _header(SERVER_HEADER)
+_POLICY: Final = _header(POLICY_HEADER)
 _DESTINATION: Final = _header(DESTINATION)
 _PREFILLER: Final = _header(PREFILLER)
 _CONTENT_LENGTH: Final = _header("content-length")
@@ -109,7 +112,7 @@ _REMOVE_FORGED: Final = {
     has_prefiller: HeaderMutation(
         remove_headers=[
             name
-            for name in (*SIDECAR_HEADERS, *ENGINE_HEADERS, SUBSET, SERVER_HEADER)
+            for name in (*SIDECAR_HEADERS, *ENGINE_HEADERS, SUBSET, SERVER_HEADER, POLICY_HEADER)
             if not (has_prefiller and name == PREFILLER)
         ]
     ).SerializeToString()
@@ -153,7 +156,10 @@ def _decision_answer(
     removes headers.
     """
     destination, body = ",".join(decision.assignment.addresses).encode(), decision.body
-    headers = b"".join((*_SERVER.filled(decision.server.encode()), *_routing_headers(decision, destination), forged))
+    server = (SERVER_CLUSTER + decision.server).encode()
+    headers = b"".join((*_SERVER.filled(server), *_routing_headers(decision, destination), forged))
+    if decision.policy:
+        headers += b"".join(_POLICY.filled(decision.policy.encode()))
     common += field(_HEADER_MUTATION_TAG, headers)
     size = 0
     if body is not None:

@@ -60,7 +60,7 @@ from controller.gateway.envoy.secrets import engine_key, secret_reference
 from controller.gateway.envoy.tls import engine_socket
 from extproc.config.connection import EngineConnection
 from extproc.config.validation import parse_address, parse_target, worker_addresses
-from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE
+from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE, SERVER_CLUSTER
 
 if TYPE_CHECKING:
     from betterproto2 import Message
@@ -85,8 +85,8 @@ _LONGEST_FILE_NAME: Final = 200
 
 
 def server_cluster_name(server: str) -> str:
-    """The cluster of the ModelServer ``namespace/name``; the prefix keeps users' names and ours apart."""
-    return f"server/{server}"
+    """The cluster of the ModelServer ``namespace/name``, as extproc names it."""
+    return SERVER_CLUSTER + server
 
 
 def endpoints_file(server: ModelServer) -> str:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 # Metadata with the model's name, for the routes without extproc.
 FALLBACK_NAMESPACE: Final = "attache.fallback"
 FALLBACK_MODEL: Final = "model"
+# The host that the client asked for, while the request is routed under another one.
+_FALLBACK_HOST: Final = "host"
 _MEMBERS: Final = "members"
 # Does nothing by itself; the routes without extproc say what it changes.
 CHANGES_FILTER: Final = "attache.changes_without_extproc"
@@ -122,10 +124,23 @@ local function read(json)
   return name, table.concat(parts)
 end
 
+-- A route that ends here for want of a better one names the host that has a route for each model.
+local function look_again(handle)
+  local host = handle:filterContext():get("host")
+  local headers = handle:headers()
+  local asked = headers:get(":authority")
+  if host and asked then
+    handle:streamInfo():dynamicMetadata():set("@NAMESPACE@", "@HOST@", asked)
+    headers:replace(":authority", host)
+  end
+  handle:clearRouteCache()
+end
+
 function envoy_on_request(handle)
   local headers = handle:headers()
-  local path = match(headers:get(":path") or "", "^[^?]*")
-  if headers:get(":method") ~= "POST" or not @IS_INFERENCE@ then return end
+  local method, path = headers:get(":method"), match(headers:get(":path") or "", "^[^?]*")
+  if method == "GET" and path == "@MODELS_PATH@" then return look_again(handle) end
+  if method ~= "POST" or not @IS_INFERENCE@ then return end
   local body = handle:body()
   local size = body and body:length() or 0
   local fine, name, members = pcall(read, size > 0 and body:getBytes(0, size) or "")
@@ -134,7 +149,7 @@ function envoy_on_request(handle)
     local metadata = handle:streamInfo():dynamicMetadata()
     metadata:set("@NAMESPACE@", "@MEMBERS@", members)
     metadata:set("@NAMESPACE@", "@MODEL@", name)
-    return handle:clearRouteCache()
+    return look_again(handle)
   end
   local problem = name
   if type(problem) == "table" and not problem.is_too_much then
@@ -173,6 +188,7 @@ local function change(handle)
   local read = handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
   -- an HTTPRoute sends other bodies here, too
   if not read then return end
+  if read["@HOST@"] then handle:headers():replace(":authority", read["@HOST@"]) end
   local kept, refused = changes(read["@MEMBERS@"], handle:filterContext())
   if refused then
     local message = "The field '" .. refused .. "' is for gateways, not for clients; leave it out."
@@ -225,8 +241,13 @@ def reads_body(*, with_prefixes: bool = False) -> Lua:
 
 
 def changes_body() -> Lua:
-    """The filter that changes bodies where ``change_for`` is configured for the route."""
-    return Lua(source_codes={_CHANGES_SCRIPT: _script(_REFUSE + _CHANGE, {})})
+    """The filter that changes bodies where ``change_for`` is configured for the route, which stays as it is."""
+    return Lua(source_codes={_CHANGES_SCRIPT: _script(_REFUSE + _CHANGE, {})}, clear_route_cache=False)
+
+
+def looks_under(host: str) -> LuaPerRoute:
+    """For the route of what no other route takes: requests without extproc are routed again, as if for ``host``."""
+    return LuaPerRoute(filter_context=Struct(fields={"host": Value(string_value=host)}))
 
 
 def change_for(allowed_fields: Collection[str], *, model: str | None = None) -> LuaPerRoute:
@@ -247,6 +268,7 @@ def _script(script: str, marks: Mapping[str, str]) -> DataSource:
         "@NAMESPACE@": FALLBACK_NAMESPACE,
         "@MODEL@": FALLBACK_MODEL,
         "@MEMBERS@": _MEMBERS,
+        "@HOST@": _FALLBACK_HOST,
         "@MODELS_PATH@": MODELS_PATH,
         "@MESSAGES_PATH@": MESSAGES_PATH,
         "@ANTHROPIC_VERSION@": ANTHROPIC_VERSION,
