@@ -101,7 +101,7 @@ class TrafficPolicy(Spec, frozen=True):
         """What Envoy's routes must know of it, as text: the time limit and the retries; empty for the defaults."""
         if (self.timeout, self.retry.attempts) == _DEFAULT_ROUTE:
             return ""
-        return f"{self.timeout:g}s/{self.retry.attempts}"
+        return f"{float(self.timeout)}s/{self.retry.attempts}"
 
 
 _DEFAULT_ROUTE: Final = (TrafficPolicy().timeout, TrafficPolicy().retry.attempts)

@@ -112,7 +112,7 @@ _REMOVE_FORGED: Final = {
     has_prefiller: HeaderMutation(
         remove_headers=[
             name
-            for name in (*SIDECAR_HEADERS, *ENGINE_HEADERS, SUBSET, SERVER_HEADER, POLICY_HEADER)
+            for name in (*SIDECAR_HEADERS, *ENGINE_HEADERS, SUBSET, SERVER_HEADER)
             if not (has_prefiller and name == PREFILLER)
         ]
     ).SerializeToString()

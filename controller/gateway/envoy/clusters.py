@@ -63,6 +63,8 @@ from extproc.config.validation import parse_address, parse_target, worker_addres
 from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE, SERVER_CLUSTER
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from betterproto2 import Message
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 
@@ -154,6 +156,13 @@ def server_endpoints(server: ModelServer) -> dict[str, object]:
         ]
         resource["endpoints"] = [{"lb_endpoints": endpoints}]
     return resource
+
+
+def with_endpoints(cluster: Mapping[str, object], endpoints: Mapping[str, object]) -> dict[str, object]:
+    """``cluster`` with its endpoints in it, in place of the file that has them."""
+    assigned = {name: value for name, value in endpoints.items() if name != "@type"}
+    others = {name: value for name, value in cluster.items() if name != "eds_cluster_config"}
+    return {**others, "type": "STATIC", "load_assignment": assigned}
 
 
 def extproc_cluster(gateway: GatewayConfigSpec) -> Cluster:

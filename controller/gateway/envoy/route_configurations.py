@@ -27,7 +27,7 @@ from controller.gateway.envoy.hosts import domain_of, hosts_of, is_more_specific
 from controller.gateway.envoy.http_routes import Backends, Place, for_extproc, http_routes, without_inference
 from controller.gateway.envoy.listener_groups import DEFAULT_LISTENER, listener_groups
 from controller.gateway.envoy.plain import Packed
-from controller.gateway.envoy.routes import decided_routes, routes_without_extproc
+from controller.gateway.envoy.routes import decided_routes, default_retries, routes_without_extproc
 from controller.gateway.envoy.without_extproc import looks_under
 from extproc.config.attachment import is_attached
 from extproc.config.host_patterns import ANY_HOST, covers
@@ -205,6 +205,7 @@ def _fallback_host(snapshot: Snapshot, listener: str, routes: Sequence[ModelRout
     host = _virtual_host(snapshot, name, name, removed=removed)
     # what none of them takes is answered 404 by Envoy itself
     host["routes"] = routes_without_extproc(snapshot, routes, memo)
+    host["retry_policy"] = memo.get(default_retries)
     return host
 
 

@@ -84,6 +84,11 @@ def _decided(name: str, policy: TrafficPolicy) -> dict[str, object]:
     return to_plain(Route(name=f"decided/{name or 'default'}", match=match, route=action))
 
 
+def default_retries() -> dict[str, object]:
+    """Of the host with ``routes_without_extproc``: thousands of routes, and most have these."""
+    return to_plain(retries(_DEFAULT_POLICY.retry.attempts) or RetryPolicy(num_retries=0))
+
+
 def routes_without_extproc(snapshot: Snapshot, routes: Sequence[ModelRoute], memo: Memo) -> list[dict[str, object]]:
     """Balancing by model name, with the rules and weights that extproc applies, and the same renaming.
 
@@ -145,8 +150,15 @@ def _with_policy(action: RouteAction, policy: TrafficPolicy) -> RouteAction:
 
 
 def _action(targets: list[tuple[ModelServer, int]]) -> RouteAction:
-    """Time limits and retries are the first target's: one request has one policy."""
-    action = _with_policy(RouteAction(), targets[0][0].spec.traffic_policy)
+    """Time limits and retries are the first target's: one request has one policy. The default retries are the
+    host's.
+    """
+    policy = targets[0][0].spec.traffic_policy
+    action = _with_policy(RouteAction(), policy)
+    if policy.retry == _DEFAULT_POLICY.retry:
+        action.retry_policy = None
+    elif action.retry_policy is None:
+        action.retry_policy = RetryPolicy(num_retries=0)
     if len(targets) == 1:
         action.cluster = server_cluster_name(targets[0][0].metadata.key)
     else:

@@ -34,7 +34,7 @@ from extproc.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
 # Metadata with the model's name, for the routes without extproc.
 FALLBACK_NAMESPACE: Final = "attache.fallback"
@@ -165,14 +165,17 @@ end
 """
 
 _CHANGE: Final = r"""
+local REFUSED = {@STEERING@}
+local REMOVED = {@REMOVED@}
+
 -- The object without some members and with another model; nil if nothing changes; or the name of a field that is
 -- refused.
 local function changes(members, context)
-  local model, fields = context:get("model"), context:get("fields") or {}
+  local model, allowed = context:get("model"), context:get("allowed") or {}
   local kept, is_changed = {}, false
   for start, stop, name in string.gmatch(members, "(%d+) (%d+) (%S*);") do
-    if fields[name] == "refuse" then return nil, name end
-    if fields[name] == "remove" then
+    if REFUSED[name] and not allowed[name] then return nil, name end
+    if REMOVED[name] and not allowed[name] then
       is_changed = true
     elseif name == "model" and model then
       is_changed = true
@@ -233,8 +236,8 @@ def reads_body(*, with_prefixes: bool = False) -> Lua:
     marks = {
         "@PATHS@": ", ".join(f'["{path}"] = true' for path in INFERENCE_PATHS),
         "@IS_INFERENCE@": is_inference,
-        "@KNOWN@": ", ".join(f"{name} = true" for name in ("model", *_INTERNAL_FIELDS)),
-        "@STEERING@": ", ".join(f"{name} = true" for name in _STEERING_FIELDS),
+        "@KNOWN@": _lua_set(("model", *_INTERNAL_FIELDS)),
+        "@STEERING@": _lua_set(_STEERING_FIELDS),
         "@MOST_MODEL@": str(_MOST_MODEL_BYTES),
     }
     return Lua(default_source_code=_script(_REFUSE + json_members() + _READ, marks))
@@ -242,7 +245,9 @@ def reads_body(*, with_prefixes: bool = False) -> Lua:
 
 def changes_body() -> Lua:
     """The filter that changes bodies where ``change_for`` is configured for the route, which stays as it is."""
-    return Lua(source_codes={_CHANGES_SCRIPT: _script(_REFUSE + _CHANGE, {})}, clear_route_cache=False)
+    removed = [name for name in _INTERNAL_FIELDS if name not in _STEERING_FIELDS]
+    marks = {"@STEERING@": _lua_set(_STEERING_FIELDS), "@REMOVED@": _lua_set(removed)}
+    return Lua(source_codes={_CHANGES_SCRIPT: _script(_REFUSE + _CHANGE, marks)}, clear_route_cache=False)
 
 
 def looks_under(host: str) -> LuaPerRoute:
@@ -252,15 +257,17 @@ def looks_under(host: str) -> LuaPerRoute:
 
 def change_for(allowed_fields: Collection[str], *, model: str | None = None) -> LuaPerRoute:
     """What a route changes: ``model`` in place of the client's, and no field of gateways but those allowed."""
-    fields = {
-        name: Value(string_value="refuse" if name in _STEERING_FIELDS else "remove")
-        for name in _INTERNAL_FIELDS
-        if name not in allowed_fields
-    }
-    context = {"fields": Value(struct_value=Struct(fields=fields))}
+    context: dict[str, Value] = {}
+    if allowed_fields:
+        allowed = {name: Value(bool_value=True) for name in sorted(allowed_fields)}
+        context["allowed"] = Value(struct_value=Struct(fields=allowed))
     if model is not None:
         context["model"] = Value(string_value=msgspec.json.encode(model).decode())
     return LuaPerRoute(name=_CHANGES_SCRIPT, filter_context=Struct(fields=context))
+
+
+def _lua_set(names: Iterable[str]) -> str:
+    return ", ".join(f"{name} = true" for name in names)
 
 
 def _script(script: str, marks: Mapping[str, str]) -> DataSource:
