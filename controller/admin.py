@@ -12,7 +12,6 @@ import msgspec
 
 from extproc.config.validation import parse_endpoint
 
-_TIMEOUT_S: Final = 1.0
 # While Envoy reads a bundle of thousands of routes it answers nobody for seconds.
 _BUSY_S: Final = 5.0
 _STATS: Final = r"\.(version_text|update_rejected|update_failure)$"
@@ -39,6 +38,11 @@ class EnvoyState(msgspec.Struct, frozen=True):
         """Whether it listens and has no routes yet, or none that it took."""
         routes = [version for name, version in self.versions.items() if name.startswith(_ROUTES)]
         return bool(routes) and not any(routes)
+
+    @property
+    def has_nothing(self) -> bool:
+        """Whether it has refused the only routes that there are: it was started with them."""
+        return self.has_no_routes and any(name.startswith(_ROUTES) for name in self.refused)
 
 
 class _Stat(msgspec.Struct, frozen=True):
@@ -98,7 +102,7 @@ def read_state(address: str) -> EnvoyState | None:
 def why_not_ready(address: str) -> str:
     """Why the Envoy with this admin address takes no requests; empty if it does."""
     host, port, _ = parse_endpoint(address)
-    connection = http.client.HTTPConnection(_ANY.get(host, host), port, timeout=_TIMEOUT_S)
+    connection = http.client.HTTPConnection(_ANY.get(host, host), port, timeout=_BUSY_S)
     try:
         connection.request("GET", "/ready")
         answer = connection.getresponse()

@@ -38,8 +38,8 @@ Status = Literal["Taken", "Refused", "Behind", "OtherBundle", "NoEnvoy"]
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """``files``: those that Envoy refused or does not use yet. ``text``: for people. ``has_nothing``: it uses no routes,
-    neither these nor others.
+    """``files``: those that Envoy refused or does not use yet. ``text``: for people. ``has_nothing``: it uses no routes
+    at all.
     """
 
     status: Status
@@ -117,13 +117,13 @@ def judge(state: EnvoyState | None, expected: Expected, *, address: str) -> Verd
     refused = tuple(name for name in behind if expected.is_refused(name, state))
     if refused:
         why = "; ".join(state.details) or "its log says why, after 'config update rejected'"
-        kept = "serves nothing" if state.has_no_routes else "keeps what it had"
+        kept = "serves nothing" if state.has_nothing else "keeps what it had"
         return Verdict(
             "Refused",
             f"Envoy refused {', '.join(refused)} and {kept}: {why}. Please report this unless it is an"
             " address in use: what `attache check` accepts, Envoy should take",
             refused,
-            state.has_no_routes,
+            state.has_nothing,
         )
     # a path may be written in several ways, so alone it says nothing
     if {CLUSTERS_FILE, LISTENERS_FILE} <= set(behind) and state.bootstrap != expected.bootstrap:
@@ -134,7 +134,7 @@ def judge(state: EnvoyState | None, expected: Expected, *, address: str) -> Verd
         )
     if behind:
         text = f"Envoy does not use the newest {', '.join(behind)} yet; its log may say why"
-        return Verdict("Behind", text, tuple(behind))
+        return Verdict("Behind", text, tuple(behind), state.has_nothing)
     return Verdict("Taken")
 
 
@@ -143,10 +143,11 @@ def reported(verdict: Verdict, expected: Expected, before: ConfigReport) -> Conf
     lacks_endpoints_alone = verdict.status == "Behind" and all(one.startswith(_ENDPOINTS) for one in verdict.files)
     if verdict.status == "Taken" or lacks_endpoints_alone:
         return ConfigReport(files=expected.digests)
+    files = {} if verdict.has_nothing else before.files
+    kept = ConfigReport(files=files, has_nothing=verdict.has_nothing)
     if verdict.status == "Refused":
-        files = {} if verdict.has_nothing else before.files
-        return ConfigReport(files=files, refused=verdict.text, has_nothing=verdict.has_nothing)
-    return ConfigReport(files=before.files, waiting=verdict.text)
+        return msgspec.structs.replace(kept, refused=verdict.text)
+    return msgspec.structs.replace(kept, waiting=verdict.text)
 
 
 class Uptake:
