@@ -12,8 +12,11 @@ import msgspec
 
 from extproc.config.validation import parse_endpoint
 
-_TIMEOUT_S: Final = 1.0
+# While Envoy reads a bundle of thousands of routes it answers nobody for seconds.
+_BUSY_S: Final = 5.0
 _STATS: Final = r"\.(version_text|update_rejected|update_failure)$"
+_ROUTES: Final = "http.attache.rds."
+_ROUTE_STATS: Final = r"^http\.attache\.rds\..*\.version_text$"
 _LISTENER_ERRORS: Final = "/config_dump?resource=dynamic_listeners&mask=name,error_state.details"
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where another process listens
 
@@ -29,6 +32,17 @@ class EnvoyState(msgspec.Struct, frozen=True):
     versions: Mapping[str, str]
     refused: Mapping[str, int]
     details: tuple[str, ...] = ()
+
+    @property
+    def has_no_routes(self) -> bool:
+        """Whether it listens and has no routes yet, or none that it took."""
+        routes = [version for name, version in self.versions.items() if name.startswith(_ROUTES)]
+        return bool(routes) and not any(routes)
+
+    @property
+    def has_nothing(self) -> bool:
+        """Whether it has refused the only routes that there are: it was started with them."""
+        return self.has_no_routes and any(name.startswith(_ROUTES) for name in self.refused)
 
 
 class _Stat(msgspec.Struct, frozen=True):
@@ -63,7 +77,7 @@ class _Dump(msgspec.Struct, frozen=True):
 def read_state(address: str) -> EnvoyState | None:
     """What the Envoy with this admin address says; None if nothing that answers there is an Envoy."""
     host, port, _ = parse_endpoint(address)
-    connection = http.client.HTTPConnection(_ANY.get(host, host), port, timeout=_TIMEOUT_S)
+    connection = http.client.HTTPConnection(_ANY.get(host, host), port, timeout=_BUSY_S)
     try:
         info = msgspec.json.decode(_get(connection, "/server_info"), type=_ServerInfo)
         page = _get(connection, f"/stats?format=json&filter={quote(_STATS)}")
@@ -79,7 +93,7 @@ def read_state(address: str) -> EnvoyState | None:
         connection.close()
     return EnvoyState(
         bootstrap=info.command_line_options.config_path,
-        versions={name: str(one.value) for one in stats if (name := _subscription(one, "version_text"))},
+        versions=_versions(stats),
         refused=refused,
         details=tuple(dict.fromkeys(details)),
     )
@@ -88,16 +102,20 @@ def read_state(address: str) -> EnvoyState | None:
 def why_not_ready(address: str) -> str:
     """Why the Envoy with this admin address takes no requests; empty if it does."""
     host, port, _ = parse_endpoint(address)
-    connection = http.client.HTTPConnection(_ANY.get(host, host), port, timeout=_TIMEOUT_S)
+    connection = http.client.HTTPConnection(_ANY.get(host, host), port, timeout=_BUSY_S)
     try:
         connection.request("GET", "/ready")
         answer = connection.getresponse()
         said = answer.read().decode(errors="replace").strip()
-    except (OSError, http.client.HTTPException) as error:
+        if answer.status != http.HTTPStatus.OK:
+            return f"Envoy says {said or answer.status}"
+        page = _get(connection, f"/stats?format=json&filter={quote(_ROUTE_STATS)}")
+        state = EnvoyState("", _versions(msgspec.json.decode(page, type=_Stats).stats), {})
+    except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
         return f"no Envoy answers at its admin address {address}: {str(error) or type(error).__name__}"
     finally:
         connection.close()
-    return "" if answer.status == http.HTTPStatus.OK else f"Envoy says {said or answer.status}"
+    return "Envoy has no routes; its log says why, after 'config update rejected'" if state.has_no_routes else ""
 
 
 def _get(connection: http.client.HTTPConnection, path: str) -> bytes:
@@ -107,6 +125,10 @@ def _get(connection: http.client.HTTPConnection, path: str) -> bytes:
     if answer.status != http.HTTPStatus.OK:
         raise http.client.HTTPException(answer.status)
     return body
+
+
+def _versions(stats: list[_Stat]) -> dict[str, str]:
+    return {name: str(one.value) for one in stats if (name := _subscription(one, "version_text"))}
 
 
 def _refused(stats: list[_Stat]) -> dict[str, int]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from controller.gateway.envoy.bootstrap import ENDPOINTS_FOLDER
 from controller.gateway.envoy.bundle import BundleWriter
 from controller.gateway.envoy.secrets import secret_sources
 from controller.gateway.publish import (
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from controller.gateway.envoy.secrets import SecretSource
+    from controller.gateway.publish import Step
     from controller.uptake import Uptake
     from extproc.config.directory import Directory
     from extproc.config.errors import Mistake
@@ -43,6 +45,9 @@ log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.2
 _RETRY_S: Final = 10.0
+# A bundle of a thousand models takes Envoy seconds to read. It is waited for so long, or so long without an answer.
+_LONGEST_STEP_S: Final = 30.0
+_SILENCE_S: Final = 5.0
 # extproc follows a change that names a new server within four seconds, and uses the old one until then.
 _LINGER_S: Final = 10.0
 
@@ -128,11 +133,42 @@ class Follower:
         wanted = queued, secrets = self._with_secrets(self._fill(self._lingering.added_to(self._snapshot, clock())))
         if wanted == self._written or (wanted == self._failed and clock() < self._retry_at_s):
             return
-        if _replace(self._written[0], queued, secrets, self._out, self._writer):
+        if self._replace(queued, secrets, clock):
             self._written, self._failed = wanted, None
             self._note_written(clock())
         else:
             self._failed, self._retry_at_s = wanted, clock() + _RETRY_S
+
+    def _replace(self, after: Snapshot, secrets: Mapping[str, str], clock: Callable[[], float]) -> bool:
+        """Whether the bundle was replaced by that of ``after``. A full disk, say, must not end the process.
+
+        Secrets come first and go last. Where they alone have changed, nothing else is written.
+        """
+        before = self._written[0]
+        try:
+            write_secrets(self._out, secrets)
+            if before != after:
+                for step in steps(before, after, self._writer):
+                    time.sleep(step.wait_s)
+                    write(self._out, step)
+                    self._wait_until_used(step, after, clock)
+            remove_unused_secrets(self._out, secrets)
+        except Exception:
+            log.exception("the bundle could not be written, the last one stays; tried again in %g s", _RETRY_S)
+            return False
+        return True
+
+    def _wait_until_used(self, step: Step, after: Snapshot, clock: Callable[[], float]) -> None:
+        """Envoy must have the clusters before the routes that name them, and is not given more than it can read."""
+        files = {name: text for name, text in step.files.items() if not name.startswith(ENDPOINTS_FOLDER)}
+        began_s = heard_s = clock()
+        while self.uptake is not None and heard_s - began_s < _LONGEST_STEP_S and clock() - heard_s < _SILENCE_S:
+            used = self.uptake.uses(files, after)
+            if used or (used is None and not self.uptake.has_met):
+                return
+            if used is not None:
+                heard_s = clock()
+            time.sleep(_POLL_S)
 
     def _with_secrets(self, snapshot: Snapshot) -> tuple[Snapshot, Mapping[str, str]]:
         """What of ``snapshot`` can be served, and its secrets. Raises ConfigInvalid only for what ``_read`` has not
@@ -218,24 +254,6 @@ def _write_first(snapshot: Snapshot, secrets: Mapping[str, str], out: Path, writ
         write(out, step)
     remove_orphans(out, snapshot)
     remove_unused_secrets(out, secrets)
-
-
-def _replace(before: Snapshot, after: Snapshot, secrets: Mapping[str, str], out: Path, writer: BundleWriter) -> bool:
-    """Whether the bundle of ``before`` was replaced by that of ``after``. A full disk, say, must not end the process.
-
-    Secrets come first and go last. Where they alone have changed, nothing else is written.
-    """
-    try:
-        write_secrets(out, secrets)
-        if before != after:
-            for step in steps(before, after, writer):
-                time.sleep(step.wait_s)
-                write(out, step)
-        remove_unused_secrets(out, secrets)
-    except Exception:
-        log.exception("the bundle could not be written, the last one stays; tried again in %g s", _RETRY_S)
-        return False
-    return True
 
 
 def write_golden(folder: Path) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Mapping
@@ -11,9 +10,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from controller.gateway.envoy.backends import backend_cluster_name, backend_endpoints_file
 from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER, LISTENERS_FILE
-from controller.gateway.envoy.clusters import endpoints_file, server_cluster_name
+from controller.gateway.envoy.bundle import endpoint_subscriptions
 from controller.gateway.envoy.listener_groups import listener_groups, routes_files
 from extproc.config.report import ConfigReport
 
@@ -40,33 +38,45 @@ Status = Literal["Taken", "Refused", "Behind", "OtherBundle", "NoEnvoy"]
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """``files``: those that Envoy refused or does not use yet. ``text``: for people."""
+    """``files``: those that Envoy refused or does not use yet. ``text``: for people. ``has_nothing``: it uses no routes
+    at all.
+    """
 
     status: Status
     text: str = ""
     files: tuple[str, ...] = ()
+    has_nothing: bool = False
+
+
+class _Versioned(msgspec.Struct):
+    version_info: str = ""
+
+
+_version: Final = msgspec.json.Decoder(_Versioned)
+
+
+def version_of(text: str | bytes) -> str:
+    """The version of a file of the bundle."""
+    return _version.decode(text).version_info
 
 
 def versions_of(out: Path, snapshot: Snapshot) -> dict[str, str]:
     """The version of each file of the bundle in ``out``."""
     names = [
         CLUSTERS_FILE,
-        *map(endpoints_file, snapshot.servers),
-        *(backend_endpoints_file(one.metadata.key) for one in snapshot.backends),
+        *endpoint_subscriptions(snapshot),
         *routes_files(snapshot.gateway),
         LISTENERS_FILE,
     ]
-    return {name: str(json.loads((out / name).read_text())["version_info"]) for name in names}
+    return {name: version_of((out / name).read_bytes()) for name in names}
 
 
 def subscriptions_of(snapshot: Snapshot) -> dict[str, str]:
     """By file, how Envoy's statistics call who reads it."""
-    backends = [one.metadata.key for one in snapshot.backends]
     groups = listener_groups(snapshot.gateway)
     return {
         CLUSTERS_FILE: "cluster_manager.cds",
-        **{endpoints_file(one): f"cluster.{server_cluster_name(one.metadata.key)}" for one in snapshot.servers},
-        **{backend_endpoints_file(one): f"cluster.{backend_cluster_name(one)}" for one in backends},
+        **{file: f"cluster.{cluster}" for file, cluster in endpoint_subscriptions(snapshot).items()},
         **{one.routes_file: f"http.attache.rds.{_in_statistics(one.route_config_name)}" for one in groups},
         LISTENERS_FILE: "listener_manager.lds",
     }
@@ -107,11 +117,13 @@ def judge(state: EnvoyState | None, expected: Expected, *, address: str) -> Verd
     refused = tuple(name for name in behind if expected.is_refused(name, state))
     if refused:
         why = "; ".join(state.details) or "its log says why, after 'config update rejected'"
+        kept = "serves nothing" if state.has_nothing else "keeps what it had"
         return Verdict(
             "Refused",
-            f"Envoy refused {', '.join(refused)} and keeps what it had: {why}. Please report this unless it is an"
+            f"Envoy refused {', '.join(refused)} and {kept}: {why}. Please report this unless it is an"
             " address in use: what `attache check` accepts, Envoy should take",
             refused,
+            state.has_nothing,
         )
     # a path may be written in several ways, so alone it says nothing
     if {CLUSTERS_FILE, LISTENERS_FILE} <= set(behind) and state.bootstrap != expected.bootstrap:
@@ -122,7 +134,7 @@ def judge(state: EnvoyState | None, expected: Expected, *, address: str) -> Verd
         )
     if behind:
         text = f"Envoy does not use the newest {', '.join(behind)} yet; its log may say why"
-        return Verdict("Behind", text, tuple(behind))
+        return Verdict("Behind", text, tuple(behind), state.has_nothing)
     return Verdict("Taken")
 
 
@@ -131,9 +143,11 @@ def reported(verdict: Verdict, expected: Expected, before: ConfigReport) -> Conf
     lacks_endpoints_alone = verdict.status == "Behind" and all(one.startswith(_ENDPOINTS) for one in verdict.files)
     if verdict.status == "Taken" or lacks_endpoints_alone:
         return ConfigReport(files=expected.digests)
+    files = {} if verdict.has_nothing else before.files
+    kept = ConfigReport(files=files, has_nothing=verdict.has_nothing)
     if verdict.status == "Refused":
-        return ConfigReport(files=before.files, refused=verdict.text)
-    return ConfigReport(files=before.files, waiting=verdict.text)
+        return msgspec.structs.replace(kept, refused=verdict.text)
+    return msgspec.structs.replace(kept, waiting=verdict.text)
 
 
 class Uptake:
@@ -159,6 +173,11 @@ class Uptake:
         self._lock = threading.Lock()
 
     @property
+    def has_met(self) -> bool:
+        """Whether Envoy has ever answered."""
+        return self._has_met
+
+    @property
     def addresses(self) -> tuple[str, ...]:
         """Where Envoy's admin interface may be; empty until a bundle is written."""
         return self._addresses
@@ -176,6 +195,21 @@ class Uptake:
             is_waiting = self._written_at_s < self._look_at_s < now + _SOON_S
             self._look_at_s = self._look_at_s if is_waiting else now + _SOON_S
             self._written_at_s = now
+
+    def uses(self, files: Mapping[str, str], snapshot: Snapshot) -> bool | None:
+        """Whether Envoy uses these files of a bundle of ``snapshot``, or has refused one; None if it does not answer,
+        or never has.
+        """
+        with self._lock:
+            addresses = self._addresses if self._has_met else ()
+        state = next((one for address in addresses if (one := self._read(address)) is not None), None)
+        if state is None:
+            return None
+        subscriptions = subscriptions_of(snapshot)
+        wanted = {subscriptions[name]: version_of(text) for name, text in files.items() if name in subscriptions}
+        is_refused = any(state.refused.get(name, 0) > self._refusals.get(name, 0) for name in wanted)
+        # what Envoy does not subscribe to, for want of its listener, is not waited for
+        return is_refused or all(state.versions.get(name, version) == version for name, version in wanted.items())
 
     def look(self, now: float) -> Verdict:
         """Ask Envoy, if it is time to, and log what has changed."""

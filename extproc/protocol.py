@@ -47,8 +47,11 @@ ENGINE_HEADERS: Final = ("x-data-parallel-rank", "x-session-token", "x-prefiller
 # it expects one.
 BODY_HEADERS: Final = ("content-encoding", "expect")
 
-# The ModelServer that a request goes to; Envoy's routes match on it.
+# Envoy's cluster of the ModelServer that a request goes to. The prefix keeps users' names and ours apart.
 SERVER_HEADER: Final = "x-attache-server"
+SERVER_CLUSTER: Final = "server/"
+# Time limit and retries of that ModelServer, where they are not the defaults: Envoy has a route for each such policy.
+POLICY_HEADER: Final = "x-attache-policy"
 
 # Headers that belong to the gateway: Envoy removes what a client sends under these prefixes before anything reads it.
 RESERVED_PREFIXES: Final = ("x-gateway-", "x-attache-")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import socket
 import sys
 from typing import Final, cast
 
@@ -85,15 +86,20 @@ def content_length(head: bytes) -> int:
     return 0
 
 
-async def serve(ports: list[int]) -> None:
-    """Until cancelled."""
+async def serve(ports: list[int], *, everywhere: bool) -> None:
+    """Until cancelled. ``everywhere``: at all addresses of the loopback interface, which are many, and no other."""
     loop = asyncio.get_running_loop()
     for port in ports:
-        await loop.create_server(_Connection, "127.0.0.1", port)
+        listening = socket.create_server(("0.0.0.0" if everywhere else "127.0.0.1", port), backlog=1024)  # noqa: S104
+        if everywhere:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+        await loop.create_server(_Connection, sock=listening)
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="bench.micro.instant_engine", description=__doc__)
     parser.add_argument("--ports", required=True, help="separated by commas")
-    sys.exit(uvloop.run(serve([int(port) for port in parser.parse_args().ports.split(",")])))
+    parser.add_argument("--everywhere", action="store_true", help="at 127.0.0.0/8 instead of 127.0.0.1")
+    options = parser.parse_args()
+    sys.exit(uvloop.run(serve([int(port) for port in options.ports.split(",")], everywhere=options.everywhere)))

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from extproc.protocol import SERVER_HEADER
+from extproc.protocol import SERVER_CLUSTER, SERVER_HEADER
 from extproc.streams.health import EXTERNAL_PROCESSOR, READINESS
 from extproc.streams.messages import (
     HeadersResponse,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     Process = Callable[[object, grpc.aio.ServicerContext[ProcessingRequest, bytes]], Awaitable[None]]
 
-SERVER: Final = "default/llama"
+SERVER: Final = SERVER_CLUSTER + "default/llama"
 PASS_HEADERS: Final = ProcessingResponse(request_headers=HeadersResponse()).SerializeToString()
 _PASS_ANSWER_HEADERS: Final = ProcessingResponse(response_headers=HeadersResponse()).SerializeToString()
 

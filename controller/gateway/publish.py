@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.gateway.envoy.authentication import AUTHENTICATION_FILES, unused_files
-from controller.gateway.envoy.backends import backend_endpoints_file
 from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
-from controller.gateway.envoy.bundle import with_clusters_of
-from controller.gateway.envoy.clusters import endpoints_file
+from controller.gateway.envoy.bundle import endpoint_subscriptions, with_clusters_of
 from controller.gateway.envoy.listener_groups import ROUTES_FOLDER, routes_files
 from controller.gateway.envoy.secrets import SECRETS_FOLDER
 from controller.gateway.files import replace_file
@@ -52,10 +50,10 @@ def steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> lis
     planned = [Step(0.0, clusters), Step(_TAKEN_UP_S, others)]
     unused = unused_files(after.gateway.authentication) - unused_files(before.gateway.authentication)
     routes = set(routes_files(before.gateway)) - final.keys()
-    # a server with another connection has its endpoints in another file
-    moved = {*map(endpoints_file, before.servers)} - both.keys()
+    # a server with another connection has its endpoints in another file; or, with many servers, in none
+    moved = endpoint_subscriptions(before).keys() - both.keys()
     gone = (*(name for name in both if name not in final), *sorted(unused | routes | moved))
-    if gone:
+    if gone or both[CLUSTERS_FILE] != final[CLUSTERS_FILE]:
         planned.append(Step(_TAKEN_UP_S, {CLUSTERS_FILE: final[CLUSTERS_FILE]}, gone))
     return planned
 
@@ -93,8 +91,7 @@ def remove_orphans(out: Path, snapshot: Snapshot) -> None:
     for name in unused_files(snapshot.gateway.authentication):
         (out / name).unlink(missing_ok=True)
     kept = [
-        *map(endpoints_file, snapshot.servers),
-        *(backend_endpoints_file(backend.metadata.key) for backend in snapshot.backends),
+        *endpoint_subscriptions(snapshot),
         *routes_files(snapshot.gateway),
     ]
     known = {out / name for name in kept}

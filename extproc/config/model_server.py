@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 import msgspec
 
@@ -95,6 +95,16 @@ class TrafficPolicy(Spec, frozen=True):
     connect_timeout: Duration = Duration("1s")
     retry: RetryPolicy = RetryPolicy()
     outlier_detection: OutlierDetection = OutlierDetection()
+
+    @property
+    def route(self) -> str:
+        """What Envoy's routes must know of it, as text: the time limit and the retries; empty for the defaults."""
+        if (self.timeout, self.retry.attempts) == _DEFAULT_ROUTE:
+            return ""
+        return f"{float(self.timeout)}s/{self.retry.attempts}"
+
+
+_DEFAULT_ROUTE: Final = (TrafficPolicy().timeout, TrafficPolicy().retry.attempts)
 
 
 class ModelServerSpec(Spec, frozen=True):

@@ -18,13 +18,15 @@ REPORT_PATH = "/config"
 class ConfigReport(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """``files``: those in use, by name, as ``content_digest`` has their content. ``refused``: why newer ones are not
     used, empty if they are. ``waiting``: what newer ones wait for, if that is known. ``missing_keys``: files and
-    variables with keys that cannot be read, with the reason of each.
+    variables with keys that cannot be read, with the reason of each. ``has_nothing``: it serves nothing at all, as
+    after a restart with files that it refuses.
     """
 
     files: Mapping[str, str] = {}
     refused: str = ""
     waiting: str = ""
     missing_keys: tuple[str, ...] = ()
+    has_nothing: bool = False
 
 
 def content_digest(content: bytes) -> str:

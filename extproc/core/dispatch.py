@@ -163,6 +163,7 @@ class Dispatcher:
             engine_wait_s=record.engine_wait_s,
             grants=record.grants,
             adds_usage=adds_usage,
+            policy=pool.spec.traffic_policy.route,
         )
 
 

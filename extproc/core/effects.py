@@ -23,7 +23,8 @@ class Decision(msgspec.Struct, frozen=True):
     ``body``: what to send instead of the client's body, None to send that. ``queued``: its entry in its server's queue,
     None without flow control, where it waited for ``waited_s``. ``was_held``: it waited there, or for its adapter for
     ``adapter_wait_s``, or for an engine of its server for ``engine_wait_s``. ``adds_usage``: we asked the engine for
-    usage that the client did not ask for, so the client must not see it.
+    usage that the client did not ask for, so the client must not see it. ``policy``: the server's time limit and
+    retries, as ``TrafficPolicy.route`` writes them.
     """
 
     ticket: str
@@ -38,6 +39,7 @@ class Decision(msgspec.Struct, frozen=True):
     engine_wait_s: float = 0.0
     grants: tuple[Grant, ...] = ()
     adds_usage: bool = False
+    policy: str = ""
 
     @property
     def held_s(self) -> float:

@@ -17,7 +17,9 @@ from extproc.protocol import (
     LB_NAMESPACE,
     LONGEST_MESSAGE_TIMEOUT_S,
     NAMESPACE,
+    POLICY_HEADER,
     PREFILLER,
+    SERVER_CLUSTER,
     SERVER_HEADER,
     SIDECAR_HEADERS,
     SUBSET,
@@ -84,6 +86,7 @@ def _streamed(*, is_end: bool) -> BodyResponse:
 
 
 _SERVER: Final = _header(SERVER_HEADER)
+_POLICY: Final = _header(POLICY_HEADER)
 _DESTINATION: Final = _header(DESTINATION)
 _PREFILLER: Final = _header(PREFILLER)
 _CONTENT_LENGTH: Final = _header("content-length")
@@ -171,7 +174,10 @@ def _decision_answer(
     removes headers.
     """
     destination, body = ",".join(decision.assignment.addresses).encode(), decision.body
-    headers = b"".join((*_SERVER.filled(decision.server.encode()), *_routing_headers(decision, destination), forged))
+    server = (SERVER_CLUSTER + decision.server).encode()
+    headers = b"".join((*_SERVER.filled(server), *_routing_headers(decision, destination), forged))
+    if decision.policy:
+        headers += b"".join(_POLICY.filled(decision.policy.encode()))
     common += field(_HEADER_MUTATION_TAG, headers)
     size = 0
     if body is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import pytest
 
+from bench.sizes.configuration import Gateway, Sizes, configuration
 from controller.__main__ import main
 from controller.bundle import GOLDEN_PATH
 from controller.gateway.envoy.backends import backend_cluster, backend_resource
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from bench.guard import Guard
     from extproc.config.snapshot import Snapshot
 
+GATEWAY = Gateway(listen="127.0.0.1:8080", admin="127.0.0.1:9901", extproc="127.0.0.1:9002", engines=8000)
 ENVOY = Path(__file__).parent.parent.parent / "envoy"
 SERVER = """
 apiVersion: attache.dev/v1alpha1
@@ -72,11 +74,10 @@ def resources(files: Mapping[str, str], name: str) -> list[dict[str, Any]]:
 
 
 def routes(files: Mapping[str, str]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = resources(files, "rds.json")[0]["virtual_hosts"][0]["routes"]
-    return found
+    return [route for host in resources(files, "rds.json")[0]["virtual_hosts"] for route in host["routes"]]
 
 
-def test_a_server_is_a_cluster_with_a_file_of_endpoints_and_a_route_by_header() -> None:
+def test_a_server_is_a_cluster_with_a_file_of_endpoints() -> None:
     files = build(snapshot_of("one", "two"), "/x")
     clusters = {cluster["name"]: cluster for cluster in resources(files, "cds.json")}
     assert set(clusters) == {"attache-extproc", "server/default/one", "server/default/two"}
@@ -88,9 +89,40 @@ def test_a_server_is_a_cluster_with_a_file_of_endpoints_and_a_route_by_header() 
         {"address": "10.0.0.1", "port_value": 8000},
         {"address": "fd00::2", "port_value": 8000},
     ]
-    first = routes(files)[0]
-    assert first["match"]["headers"] == [{"name": "x-attache-server", "string_match": {"exact": "default/one"}}]
-    assert first["route"]["cluster"] == "server/default/one"
+
+
+def test_what_extproc_decides_has_a_route_for_each_time_limit_and_number_of_retries() -> None:
+    slow = "  trafficPolicy: {timeout: 2h, retry: {attempts: 0}}\n---"
+    text = SERVER.replace("NAME", "one") + SERVER.replace("NAME", "two").replace("---", slow)
+    text += SERVER.replace("NAME", "three").replace("---", slow) + ROUTE.replace("SECOND", "two")
+    snapshot = load({"all.yaml": text.encode()})
+    special, default, *_ = routes(build(snapshot, "/x"))
+
+    named = {"name": "x-attache-server", "present_match": True}
+    # what extproc writes of the servers is what the route matches
+    (policy,) = {one.spec.traffic_policy.route for one in snapshot.servers[1:]}
+    assert special["match"]["headers"] == [named, {"name": "x-attache-policy", "string_match": {"exact": policy}}]
+    assert (special["route"]["timeout"], "retry_policy" in special["route"]) == ("7200s", False)
+    assert default["match"]["headers"] == [named]
+    assert (default["route"]["timeout"], default["route"]["retry_policy"]["num_retries"]) == ("1800s", 2)
+    assert special["route"]["cluster_header"] == default["route"]["cluster_header"] == "x-attache-server"
+
+
+def test_routes_grow_with_hosts_plus_models_and_not_with_their_product() -> None:
+    def count(models: int, hosts: int, mode: Literal["Open", "Close"]) -> int:
+        made = configuration(Sizes(models, models + hosts, hosts, models, models, 1, 1), GATEWAY, mode)
+        return len(routes(build(load(made), "/x")))
+
+    for mode in ("Open", "Close"):
+        base, more_models, more_hosts = count(10, 10, mode), count(40, 10, mode), count(10, 40, mode)
+        assert count(40, 40, mode) == more_models + more_hosts - base
+
+
+def test_the_list_of_models_without_extproc_may_be_longer_than_envoys_4_kib() -> None:
+    files = build(load(configuration(Sizes(models=60, routes=60, hosts=1, adapters=60), GATEWAY, "Open")), "/x")
+    listed = next(one for one in routes(files) if one["name"] == "models-without-extproc")
+    size = len(listed["direct_response"]["body"]["inline_string"])
+    assert 4096 < size < resources(files, "rds.json")[0]["max_direct_response_body_size_bytes"]
 
 
 def test_no_cluster_keeps_envoys_limit_of_1024_streams() -> None:
@@ -115,9 +147,8 @@ def test_rules_weights_and_names_hold_without_extproc() -> None:
     assert renamed not in json.dumps(adapters)
     for one in [*weighted, *adapters["route"]["weighted_clusters"]["clusters"], testers]:
         (changes,) = one["typed_per_filter_config"].values()
-        fields = changes["filter_context"]["fields"]
-        assert fields["kv_transfer_params"] == "refuse"
-        assert fields["cache_salt"] == "remove"
+        # nothing is allowed; the filter knows what it then refuses and removes
+        assert "allowed" not in changes["filter_context"]
     assert {"law", "sql"} <= set(json.dumps(adapters["match"]["dynamic_metadata"]).replace('"', " ").split())
 
 
@@ -125,8 +156,7 @@ def test_what_a_server_allows_is_left_alone_without_extproc() -> None:
     text = SERVER.replace("NAME", "one").replace("---", "  allowedFields: [priority, data_parallel_rank]\n---", 1)
     found = routes(build(load({"all.yaml": (text + ROUTE.replace("SECOND", "one")).encode()}), "/x"))
     (changes,) = next(one for one in found if one["name"].endswith("/0"))["typed_per_filter_config"].values()
-    assert not {"priority", "data_parallel_rank"} & changes["filter_context"]["fields"].keys()
-    assert "rid" in changes["filter_context"]["fields"]
+    assert changes["filter_context"]["allowed"] == {"priority": True, "data_parallel_rank": True}
 
 
 def test_bodies_are_not_read_where_extproc_has_decided() -> None:
@@ -140,7 +170,7 @@ def test_bodies_are_not_read_where_extproc_has_decided() -> None:
 
 def test_a_closed_gateway_has_no_way_around_extproc() -> None:
     files = build(snapshot_of("one", "two", gateway="{failureMode: Close}"), "/x")
-    assert [route["name"] for route in routes(files)] == ["server/default/one", "server/default/two"]
+    assert [route["name"] for route in routes(files)] == ["decided/default"]
     assert "failure_mode_allow" not in files["lds.json"]
     assert "without_extproc" not in files["lds.json"]
 
@@ -149,7 +179,7 @@ def test_a_route_with_limits_closes_the_gateway_unless_it_is_opened() -> None:
     limits = ROUTE.replace("SECOND", "two").replace("  rules:", "  rateLimits: [{requests: 10}]\n  rules:")
     text = SERVER.replace("NAME", "one") + SERVER.replace("NAME", "two") + limits
     files = build(load({"all.yaml": text.encode()}), "/x")
-    assert [route["name"] for route in routes(files)] == ["server/default/one", "server/default/two"]
+    assert [route["name"] for route in routes(files)] == ["decided/default"]
     assert "failure_mode_allow" not in files["lds.json"]
     opened = "apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\nspec: {failureMode: Open}\n"
     files = build(load({"all.yaml": (text + opened).encode()}), "/x")

@@ -200,6 +200,30 @@ def test_the_report_says_which_files_envoy_uses(snapshot: Snapshot, tmp_path: Pa
     assert "Envoy refused cds.json" in uptake.report.refused
 
 
+def test_an_envoy_that_restarts_and_refuses_its_routes_uses_nothing_of_the_directory(
+    snapshot: Snapshot, tmp_path: Path
+) -> None:
+    envoys = Envoys()
+    uptake = started(envoys, snapshot, tmp_path)
+    routes = "http.attache.rds.attache"
+    taken = envoys.states[ADMIN] = taking(snapshot, tmp_path)
+    uptake.look(101.0)
+    assert uptake.report.files == snapshot.digests
+    # one that runs keeps its routes
+    refusing = msgspec.structs.replace(taken, versions={**taken.versions, routes: "old"}, refused={routes: 1})
+    envoys.states[ADMIN] = refusing
+    uptake.look(200.0)
+    assert (uptake.report.has_nothing, uptake.report.files) == (False, snapshot.digests)
+    # also where another refusal was counted before: counts begin anew with Envoy
+    for time_s, before in ((300.0, {}), (400.0, {routes: 1})):
+        envoys.states[ADMIN] = msgspec.structs.replace(refusing, refused=before)
+        uptake.look(time_s)
+        uptake.wrote(snapshot, tmp_path, time_s)
+        envoys.states[ADMIN] = msgspec.structs.replace(refusing, versions={**taken.versions, routes: ""})
+        uptake.look(time_s + 50)
+        assert (uptake.report.has_nothing, uptake.report.files) == (True, {})
+
+
 def test_endpoints_on_their_way_make_nothing_new(snapshot: Snapshot, tmp_path: Path) -> None:
     envoys, good = Envoys(), taking(snapshot, tmp_path)
     (endpoints,) = (name for file, name in subscriptions_of(snapshot).items() if file.startswith("eds/"))
@@ -238,12 +262,22 @@ def test_the_report_is_a_page_beside_the_metrics(snapshot: Snapshot, tmp_path: P
 
 
 def test_a_probe_is_told_what_envoy_says_of_itself(tmp_path: Path) -> None:
-    answers = [(503, b"PRE_INITIALIZING\n"), (200, b"LIVE\n")]
+    live, version = (200, b"LIVE\n"), "http.attache.rds.attache.version_text"
+    answers = [
+        (503, b"PRE_INITIALIZING\n"),
+        *(live, (200, b'{"stats": [{"name": "%s", "value": ""}]}' % version.encode())),
+        *(live, (200, b'{"stats": [{"name": "%s", "value": "1f"}]}' % version.encode())),
+        # nothing listens yet, so there is nothing to route
+        *(live, (200, b'{"stats": []}')),
+    ]
 
     class Envoy(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
         def do_GET(self) -> None:
-            code, text = answers.pop(0) if self.path == "/ready" else (404, b"")
+            code, text = answers.pop(0)
             self.send_response(code)
+            self.send_header("content-length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
 
@@ -268,6 +302,9 @@ def test_a_probe_is_told_what_envoy_says_of_itself(tmp_path: Path) -> None:
     assert probe() == (503, "no bundle is written yet")
     follower.start(lambda: 0.0)
     assert probe() == (503, "Envoy says PRE_INITIALIZING")
+    status, said = probe()
+    assert (status, said.split(";")[0]) == (503, "Envoy has no routes")
+    assert probe() == (200, "Envoy takes requests")
     assert probe() == (200, "Envoy takes requests")
     envoy.shutdown()
     envoy.server_close()

@@ -39,6 +39,11 @@ class Follower(msgspec.Struct, frozen=True):
         return "" if self.report is None else self.report.refused
 
     @property
+    def has_nothing(self) -> bool:
+        """Whether it serves nothing, not even what it served before."""
+        return self.report is not None and self.report.has_nothing
+
+    @property
     def waiting(self) -> str:
         """What it waits for."""
         if self.report is None:
@@ -111,7 +116,8 @@ def _programmed(file: str, digest: str, followers: Sequence[Follower], *, was_us
     behind = [one for one in followers if not one.uses(file, digest)]
     refusing = next((one for one in behind if one.refused), None)
     why = next((one.refused for one in followers if one.refused), "")
-    if not behind or was_used:
+    # what was used before is used still, unless somebody has lost it
+    if not behind or (was_used and not any(one.has_nothing for one in followers)):
         users = [one.name for one in followers if not one.is_writer]
         said = f"in use by {' and '.join(users)}" if users else "in the directory; nobody is asked whether it is in use"
         return holds(PROGRAMMED, f"{said}; no change is used: {why}" if why else said)

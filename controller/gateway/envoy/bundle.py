@@ -3,19 +3,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import msgspec
 
 from controller.gateway.envoy.authentication import authentication_files
 from controller.gateway.envoy.backends import (
     backend_cluster,
+    backend_cluster_name,
     backend_endpoints,
     backend_endpoints_file,
     backend_resource,
 )
 from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, bootstrap
-from controller.gateway.envoy.clusters import endpoints_file, extproc_cluster, server_cluster, server_endpoints
+from controller.gateway.envoy.clusters import (
+    endpoints_file,
+    extproc_cluster,
+    server_cluster,
+    server_cluster_name,
+    server_endpoints,
+    with_endpoints,
+)
 from controller.gateway.envoy.envoy_json import resources_file, to_json, to_resource
 from controller.gateway.envoy.filters import Needs
 from controller.gateway.envoy.http_routes import needs_of
@@ -38,6 +46,10 @@ if TYPE_CHECKING:
 
 BOOTSTRAP_FILE = "bootstrap.json"
 
+# Envoy takes an inotify instance for each file that it watches and aborts where the machine has no more of them; Linux
+# gives a user 128 by default, for all its processes.
+MOST_ENDPOINT_FILES: Final = 32
+
 T = TypeVar("T", bound="ModelServer | Backend")
 
 
@@ -45,7 +57,8 @@ class BundleWriter:
     """Snapshots to bundles for ``directory``, which is where Envoy will find them.
 
     A route takes the classes of Envoy's schema a millisecond: what belongs to objects that have not changed is kept.
-    Engines come and go all the time, so a change of endpoints alone costs no more than the files of their servers.
+    Engines come and go all the time, so a change of endpoints alone costs no more than the files of their servers; or,
+    with many servers, the file of the clusters, which have their endpoints in them.
     """
 
     def __init__(self, directory: str) -> None:
@@ -55,6 +68,10 @@ class BundleWriter:
         self._without_servers: Mapping[str, Backend] = {}
         # the last snapshot without endpoints, and what it came to
         self._frame: tuple[Snapshot, Mapping[str, str]] | None = None
+        # the gateway's own clusters; those of servers and Backends, in their order
+        self._clusters: tuple[list[dict[str, object]], list[dict[str, object]]] = ([], [])
+        # the last clusters, and their file
+        self._written: tuple[list[dict[str, object]], str] = ([], "")
 
     def build(self, snapshot: Snapshot) -> Mapping[str, str]:
         """File names, relative to the bundle, to JSON.
@@ -62,10 +79,7 @@ class BundleWriter:
         Equal snapshots give equal files. In writing order: what is referred to comes before what refers to it.
         """
         self._endpoints.next_build()
-        files = {endpoints_file(server): self._endpoints.get(_endpoints, server) for server in snapshot.servers}
-        files.update(
-            {backend_endpoints_file(one.metadata.key): self._endpoints.get(_servers, one) for one in snapshot.backends}
-        )
+        files = self._endpoint_files(snapshot) if _has_endpoint_files(snapshot) else {}
         self._without_endpoints = {
             server.metadata.key: _without_endpoints(server, self._without_endpoints.get(server.metadata.key))
             for server in snapshot.servers
@@ -83,10 +97,23 @@ class BundleWriter:
         )
         if self._frame is None or self._frame[0] != frame:
             self._frame = frame, self._files_of(frame)
-        return {**files, **self._frame[1]}
+        own, clusters = self._clusters
+        if not files:
+            endpoints = [self._endpoints.get(_endpoints_of, one) for one in (*snapshot.servers, *snapshot.backends)]
+            pairs = zip(clusters, endpoints, strict=True)
+            clusters = [self._endpoints.get(with_endpoints, *pair) for pair in pairs]
+        if self._written[0] != (resources := [*own, *clusters]):
+            self._written = resources, resources_file(resources)
+        return {**files, CLUSTERS_FILE: self._written[1], **self._frame[1]}
+
+    def _endpoint_files(self, snapshot: Snapshot) -> dict[str, str]:
+        files = {endpoints_file(server): self._endpoints.get(_endpoints, server) for server in snapshot.servers}
+        for one in snapshot.backends:
+            files[backend_endpoints_file(one.metadata.key)] = self._endpoints.get(_servers, one)
+        return files
 
     def _files_of(self, snapshot: Snapshot) -> Mapping[str, str]:
-        """All files but those of endpoints."""
+        """All files but those of clusters and endpoints; the clusters, without endpoints, are kept."""
         memo = self._memo
         memo.next_build()
         if snapshot.gateway.failure_mode is None:
@@ -96,8 +123,8 @@ class BundleWriter:
         gateway = snapshot.gateway
         clusters = [memo.get(self._cluster, server) for server in snapshot.servers]
         clusters.extend(memo.get(self._backend, one) for one in snapshot.backends)
+        self._clusters = [memo.get(_extproc, gateway), *memo.get(_key_sets, gateway)], clusters
         return {
-            CLUSTERS_FILE: resources_file([memo.get(_extproc, gateway), *memo.get(_key_sets, gateway), *clusters]),
             **{
                 group.routes_file: resources_file([route_configuration(group, snapshot, memo)])
                 for group in listener_groups(gateway)
@@ -127,6 +154,25 @@ class BundleWriter:
 
     def _bootstrap(self, gateway: GatewayConfigSpec) -> str:
         return to_json(bootstrap(gateway, self._directory))
+
+
+def endpoint_subscriptions(snapshot: Snapshot) -> dict[str, str]:
+    """The files of endpoints that Envoy watches, each with the cluster that it is for."""
+    if not _has_endpoint_files(snapshot):
+        return {}
+    backends = [one.metadata.key for one in snapshot.backends]
+    return {
+        **{endpoints_file(one): server_cluster_name(one.metadata.key) for one in snapshot.servers},
+        **{backend_endpoints_file(one): backend_cluster_name(one) for one in backends},
+    }
+
+
+def _has_endpoint_files(snapshot: Snapshot) -> bool:
+    return len(snapshot.servers) + len(snapshot.backends) <= MOST_ENDPOINT_FILES
+
+
+def _endpoints_of(one: ModelServer | Backend) -> dict[str, object]:
+    return backend_endpoints(one) if isinstance(one, Backend) else server_endpoints(one)
 
 
 def _without_endpoints(server: ModelServer, before: ModelServer | None) -> ModelServer:

@@ -60,9 +60,11 @@ from controller.gateway.envoy.secrets import engine_key, secret_reference
 from controller.gateway.envoy.tls import engine_socket
 from extproc.config.connection import EngineConnection
 from extproc.config.validation import parse_address, parse_target, worker_addresses
-from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE
+from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE, SERVER_CLUSTER
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from betterproto2 import Message
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 
@@ -85,8 +87,8 @@ _LONGEST_FILE_NAME: Final = 200
 
 
 def server_cluster_name(server: str) -> str:
-    """The cluster of the ModelServer ``namespace/name``; the prefix keeps users' names and ours apart."""
-    return f"server/{server}"
+    """The cluster of the ModelServer ``namespace/name``, as extproc names it."""
+    return SERVER_CLUSTER + server
 
 
 def endpoints_file(server: ModelServer) -> str:
@@ -154,6 +156,13 @@ def server_endpoints(server: ModelServer) -> dict[str, object]:
         ]
         resource["endpoints"] = [{"lb_endpoints": endpoints}]
     return resource
+
+
+def with_endpoints(cluster: Mapping[str, object], endpoints: Mapping[str, object]) -> dict[str, object]:
+    """``cluster`` with its endpoints in it, in place of the file that has them."""
+    assigned = {name: value for name, value in endpoints.items() if name != "@type"}
+    others = {name: value for name, value in cluster.items() if name != "eds_cluster_config"}
+    return {**others, "type": "STATIC", "load_assignment": assigned}
 
 
 def extproc_cluster(gateway: GatewayConfigSpec) -> Cluster:

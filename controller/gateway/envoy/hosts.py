@@ -16,7 +16,7 @@ from extproc.config.http_route import HTTPRoute, HTTPRouteMatch
 from extproc.config.listeners import Listener
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from extproc.config.http_route import HTTPRouteRule, PathMatch, ValueMatch
 
@@ -63,9 +63,10 @@ def hosts_of(listeners: Sequence[Listener], routes: Iterable[HTTPRoute], *, are_
     domains = {domain_of(listener) for listener in listeners}
     for listener, own in attached:
         domains.update(_intersections(listener, own))
+    indexed = [(listener, _by_host_name(own)) for listener, own in attached]
     hosts = []
     for domain in sorted(sorted(domains), key=_specificity, reverse=True):
-        covering = [pair for pair in attached if covers(domain_of(pair[0]), domain)]
+        covering = [pair for pair in indexed if covers(domain_of(pair[0]), domain)]
         listener, own = max(covering, key=lambda pair: _specificity(domain_of(pair[0])))
         hosts.append(Host(domain, listener, _entries(domain, own)))
     return hosts
@@ -113,19 +114,38 @@ def _intersections(listener: Listener, routes: Iterable[HTTPRoute]) -> Iterator[
                 yield own
 
 
-def _entries(domain: str, routes: Iterable[HTTPRoute]) -> tuple[Entry, ...]:
-    found: list[tuple[tuple[bool, int], Entry]] = []
+def _by_host_name(routes: Iterable[HTTPRoute]) -> Mapping[str, list[HTTPRoute]]:
+    """The routes that name each host: nobody goes through all routes for each host. Those without names serve all."""
+    found: dict[str, list[HTTPRoute]] = {}
     for route in routes:
-        fitting = [one.lower() for one in route.spec.hostnames if covers(one.lower(), domain)]
-        if not fitting and route.spec.hostnames:
-            continue
-        specificity = max(map(_specificity, fitting), default=_specificity(ANY_HOST))
-        found.extend(
-            (specificity, Entry(route, number, index))
-            for number, rule in enumerate(route.spec.rules)
-            for index in range(len(matches_of(rule)))
-        )
+        for hostname in dict.fromkeys(one.lower() for one in route.spec.hostnames or (ANY_HOST,)):
+            found.setdefault(hostname, []).append(route)
+    return found
+
+
+def _entries(domain: str, routes: Mapping[str, list[HTTPRoute]]) -> tuple[Entry, ...]:
+    found: list[tuple[tuple[bool, int], Entry]] = []
+    seen: set[str] = set()
+    # a route counts by the most specific of its names
+    for hostname in _covering(domain):
+        for route in routes.get(hostname, ()):
+            if route.metadata.key not in seen:
+                seen.add(route.metadata.key)
+                found.extend(
+                    (_specificity(hostname), Entry(route, number, index))
+                    for number, rule in enumerate(route.spec.rules)
+                    for index in range(len(matches_of(rule)))
+                )
     return tuple(entry for _, entry in sorted(found, key=lambda pair: _precedence(*pair)))
+
+
+def _covering(domain: str) -> list[str]:
+    """Host names whose hosts include all of ``domain``, the most specific first."""
+    if domain == ANY_HOST:
+        return [ANY_HOST]
+    labels = domain.split(".")
+    wildcards = [f"*.{'.'.join(labels[number:])}" for number in range(1, len(labels))]
+    return list(dict.fromkeys([domain, *wildcards, ANY_HOST]))
 
 
 def _specificity(domain: str) -> tuple[bool, int]:

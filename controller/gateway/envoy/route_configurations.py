@@ -22,11 +22,13 @@ from envoy_data_plane.envoy.config.route.v3 import (
 from controller.gateway.envoy.cors import CORS_FILTER, cors_policy
 from controller.gateway.envoy.direct_answers import error_answer
 from controller.gateway.envoy.envoy_json import to_plain, to_resource
+from controller.gateway.envoy.filters import BODY_FILTERS
 from controller.gateway.envoy.hosts import domain_of, hosts_of, is_more_specific
 from controller.gateway.envoy.http_routes import Backends, Place, for_extproc, http_routes, without_inference
-from controller.gateway.envoy.listener_groups import listener_groups
+from controller.gateway.envoy.listener_groups import DEFAULT_LISTENER, listener_groups
 from controller.gateway.envoy.plain import Packed
-from controller.gateway.envoy.routes import routes_without_extproc, server_routes
+from controller.gateway.envoy.routes import decided_routes, default_retries, routes_without_extproc
+from controller.gateway.envoy.without_extproc import looks_under
 from extproc.config.attachment import is_attached
 from extproc.config.host_patterns import ANY_HOST, covers
 from extproc.config.session_affinity import session_headers
@@ -37,6 +39,7 @@ from extproc.protocol import (
     DESTINATION,
     ENGINE_HEADERS,
     NAMESPACE,
+    POLICY_HEADER,
     RATE_LIMIT_HEADERS,
     SERVED_HOST,
     SERVED_NAMESPACE,
@@ -54,13 +57,16 @@ if TYPE_CHECKING:
     from controller.gateway.envoy.listener_groups import ListenerGroup
     from controller.gateway.envoy.memo import Memo
     from extproc.config.gateway_config import GatewayConfigSpec
+    from extproc.config.listeners import Listener
     from extproc.config.model_route import ModelRoute
     from extproc.config.snapshot import Snapshot
 
 # The gateway's own words, which no server is to read.
-_OWN_HEADERS: Final = (DESTINATION, SERVER_HEADER, CLIENT, TENANT, USER)
+_OWN_HEADERS: Final = (DESTINATION, SERVER_HEADER, POLICY_HEADER, CLIENT, TENANT, USER)
 # There is no such cluster.
 _NOWHERE: Final = "attache-nowhere"
+# Some 100 bytes a name.
+_LARGEST_LIST: Final = 64 * 1024 * 1024
 _INVALID: Final = "invalid_request_error"
 _NO_MODEL: Final = "No model, or none that is served, was asked for; GET /v1/models lists those that are."
 _NO_ROUTE: Final = "Nothing is served under this host and path."
@@ -73,9 +79,14 @@ def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) ->
     if snapshot.gateway.listeners or snapshot.http_routes or snapshot.gateway.cors is not None:
         return _Group(group, snapshot, memo).configuration()
     # models alone, for every host: what no route takes is answered 404
-    host = _virtual_host(snapshot, "attache", ANY_HOST, removed=(*_OWN_HEADERS, *_engines_read_no(snapshot.gateway)))
-    host["routes"] = _model_routes(snapshot, snapshot.routes, memo)
-    return _configuration(group.route_config_name, [host])
+    removed = (*_OWN_HEADERS, *_engines_read_no(snapshot.gateway))
+    host = _virtual_host(snapshot, "attache", ANY_HOST, removed=removed)
+    host["routes"] = decided_routes(snapshot, memo)
+    if snapshot.gateway.failure_mode != "Open":
+        return _configuration(group.route_config_name, [host])
+    fallback = _fallback_host(snapshot, DEFAULT_LISTENER, snapshot.routes, memo)
+    host["routes"] = [*host["routes"], memo.get(_no_model, fallback["name"])]
+    return _configuration(group.route_config_name, [host, fallback])
 
 
 class _Group:
@@ -89,6 +100,14 @@ class _Group:
         self._are_named = bool(snapshot.gateway.listeners)
         # hosts differ in their names, domains and routes
         self._frame = _virtual_host(snapshot, "frame", ANY_HOST, removed=_OWN_HEADERS)
+        removed = list(_engines_read_no(snapshot.gateway))
+        self._decided = [{**one, "request_headers_to_remove": removed} for one in decided_routes(snapshot, memo)]
+        self._attached = {
+            one.name: [route for route in snapshot.routes if self._is_attached(route, one)] for one in group.listeners
+        }
+
+    def _is_attached(self, route: ModelRoute, listener: Listener) -> bool:
+        return not self._are_named or is_attached(route.spec.parent_refs, listener.name)
 
     def configuration(self) -> dict[str, object]:
         others = self._other_domains()
@@ -107,6 +126,13 @@ class _Group:
         )
         if ANY_HOST not in {*served, *others}:
             found.append(self._refusing(ANY_HOST, 404, _NO_ROUTE, "not_found"))
+        if self._snapshot.gateway.failure_mode == "Open":
+            served_by = {host.listener.name for host in hosts}
+            found.extend(
+                _fallback_host(self._snapshot, name, routes, self._memo)
+                for name, routes in self._attached.items()
+                if routes and name in served_by
+            )
         # the port is not part of a host's name
         return {**_configuration(self._group.route_config_name, found), "ignore_port_in_host_matching": True}
 
@@ -122,22 +148,27 @@ class _Group:
             is_open=snapshot.gateway.failure_mode == "Open",
             engines_read_no=removed,
         )
-        attached = [one for one in snapshot.routes if name is None or is_attached(one.spec.parent_refs, name)]
         found = self._virtual_host(host.domain)
         routes = list(http_routes(host, place, self._backends, self._memo))
-        if attached:
-            models = _model_routes(snapshot, attached, self._memo)
-            routes.extend({**one, "request_headers_to_remove": list(removed)} for one in models)
+        if self._attached[host.listener.name]:
+            routes.extend(self._decided)
             if name is not None:
                 told = self._memo.get(for_extproc, name)
                 found["typed_per_filter_config"] = {**_cors_config(snapshot.gateway), **told}
-            # extproc is asked before this, and decides otherwise
-            last = self._memo.get(_refusal, 404, _NO_MODEL, "model_not_found")
-            routes.append(last if snapshot.gateway.cors is None else _no_model())
+            routes.append(self._without_decision(host.listener))
         else:
             routes.append(self._refusal(404, _NO_ROUTE, "not_found"))
         found["routes"] = routes
         return found
+
+    def _without_decision(self, listener: Listener) -> dict[str, object]:
+        """The last route where models are served: extproc is asked before it is taken, and decides otherwise."""
+        gateway = self._snapshot.gateway
+        if gateway.failure_mode == "Open":
+            return self._memo.get(_no_model, _fallback_domain(listener.name))
+        if gateway.cors is not None:
+            return self._memo.get(_no_model, "")
+        return self._memo.get(_refusal, 404, _NO_MODEL, "model_not_found")
 
     def _other_domains(self) -> list[str]:
         """What other HTTPS listeners of the address listen for, each with connections of its own."""
@@ -161,12 +192,21 @@ class _Group:
         return {**self._frame, "name": domain, "domains": [domain]}
 
 
-def _model_routes(snapshot: Snapshot, routes: Sequence[ModelRoute], memo: Memo) -> list[dict[str, object]]:
-    """First what extproc decided; the rest is only reached when it did not."""
-    found = server_routes(snapshot, memo)
-    if snapshot.gateway.failure_mode == "Open":
-        found.extend(routes_without_extproc(snapshot, routes, memo))
-    return found
+def _fallback_domain(listener: str) -> str:
+    """A name that no client can ask for: hosts have no slash."""
+    return f"without-extproc/{listener}"
+
+
+def _fallback_host(snapshot: Snapshot, listener: str, routes: Sequence[ModelRoute], memo: Memo) -> dict[str, object]:
+    """The routes of all models of a listener, once for all its hosts; requests that extproc did not decide are routed
+    again, as if for this one.
+    """
+    name, removed = _fallback_domain(listener), (*_OWN_HEADERS, *_engines_read_no(snapshot.gateway))
+    host = _virtual_host(snapshot, name, name, removed=removed)
+    # what none of them takes is answered 404 by Envoy itself
+    host["routes"] = routes_without_extproc(snapshot, routes, memo)
+    host["retry_policy"] = memo.get(default_retries)
+    return host
 
 
 def _refusal(status: int, message: str, code: str) -> dict[str, object]:
@@ -175,14 +215,16 @@ def _refusal(status: int, message: str, code: str) -> dict[str, object]:
     return to_plain(Route(name=code, match=RouteMatch(prefix="/"), direct_response=answer))
 
 
-def _no_model() -> dict[str, object]:
+def _no_model(fallback: str) -> dict[str, object]:
     """The same refusal by a route that leads nowhere: for one that answers by itself, Envoy has no policy of other
-    origins.
+    origins. ``fallback``: the host under which requests without extproc are looked for again, if there is one.
     """
     nowhere = RouteAction(
         cluster=_NOWHERE, cluster_not_found_response_code=RouteActionClusterNotFoundResponseCode.NOT_FOUND
     )
-    return to_plain(Route(name="model_not_found", match=RouteMatch(prefix="/"), route=nowhere))
+    configs: dict[str, Any] = dict.fromkeys(BODY_FILTERS, Packed(looks_under(fallback))) if fallback else {}
+    route = Route(name="model_not_found", match=RouteMatch(prefix="/"), route=nowhere, typed_per_filter_config=configs)
+    return to_plain(route)
 
 
 def _engines_read_no(gateway: GatewayConfigSpec) -> tuple[str, ...]:
@@ -219,7 +261,14 @@ def _cors_config(gateway: GatewayConfigSpec) -> dict[str, object]:
 
 
 def _configuration(name: str, hosts: list[dict[str, object]]) -> dict[str, object]:
-    resource = to_resource(RouteConfiguration(name=name, virtual_hosts=[VirtualHost(name="placeholder")]))
+    """``hosts`` have routes of their own."""
+    made = RouteConfiguration(
+        name=name,
+        virtual_hosts=[VirtualHost(name="placeholder")],
+        # the list of models that Envoy gives by itself has all their names; Envoy's default is 4 KiB
+        max_direct_response_body_size_bytes=_LARGEST_LIST,
+    )
+    resource = to_resource(made)
     resource["virtual_hosts"] = hosts
     return resource
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Final
 
 from envoy_data_plane.envoy.config.core.v3 import (
@@ -41,16 +40,17 @@ from controller.gateway.envoy.without_extproc import (
     CHANGES_FILTER,
     FALLBACK_MODEL,
     FALLBACK_NAMESPACE,
-    INFERENCE_PATHS,
     change_for,
 )
+from extproc.config.model_server import TrafficPolicy
 from extproc.protocol import (
     MODELS_PATH,
+    POLICY_HEADER,
     SERVER_HEADER,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Sequence
 
     from envoy_data_plane.google.protobuf import Any
 
@@ -59,31 +59,47 @@ if TYPE_CHECKING:
     from extproc.config.model_server import ModelServer
     from extproc.config.snapshot import Snapshot
 
+_DEFAULT_POLICY: Final = TrafficPolicy()
 # ``reset`` covers an engine that dies while a request waits for its first byte; after that byte Envoy retries nothing.
 _RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-codes"
 
 
-def server_routes(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
-    """By extproc's decision."""
-    return [memo.get(_to_server, server) for server in snapshot.servers]
+def decided_routes(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
+    """Where extproc has decided: to the cluster that it names, by a route for each time limit and number of retries.
+
+    A route for each ModelServer would be looked through for each request, and stand in each host. The last one takes
+    what extproc knows already and Envoy does not.
+    """
+    policies = {server.spec.traffic_policy.route: server.spec.traffic_policy for server in snapshot.servers}
+    named = [memo.get(_decided, name, policies[name]) for name in sorted(policies) if name]
+    return [*named, memo.get(_decided, "", _DEFAULT_POLICY)]
 
 
-def _to_server(server: ModelServer) -> dict[str, object]:
-    name = server.metadata.key
-    match = RouteMatch(prefix="/", headers=[HeaderMatcher(name=SERVER_HEADER, string_match=StringMatcher(exact=name))])
-    return to_plain(Route(name=f"server/{name}", match=match, route=_action([(server, 1)])))
+def _decided(name: str, policy: TrafficPolicy) -> dict[str, object]:
+    headers = [HeaderMatcher(name=SERVER_HEADER, present_match=True)]
+    if name:
+        headers.append(HeaderMatcher(name=POLICY_HEADER, string_match=StringMatcher(exact=name)))
+    action = _with_policy(RouteAction(cluster_header=SERVER_HEADER), policy)
+    match = RouteMatch(prefix="/", headers=headers)
+    return to_plain(Route(name=f"decided/{name or 'default'}", match=match, route=action))
 
 
-def routes_without_extproc(snapshot: Snapshot, routes: Iterable[ModelRoute], memo: Memo) -> Iterator[dict[str, object]]:
+def default_retries() -> dict[str, object]:
+    """Of the host with ``routes_without_extproc``: thousands of routes, and most have these."""
+    return to_plain(retries(_DEFAULT_POLICY.retry.attempts) or RetryPolicy(num_retries=0))
+
+
+def routes_without_extproc(snapshot: Snapshot, routes: Sequence[ModelRoute], memo: Memo) -> list[dict[str, object]]:
     """Balancing by model name, with the rules and weights that extproc applies, and the same renaming.
 
     ``routes``: those of ``snapshot`` that are served here.
     """
     servers = {server.metadata.key: server for server in snapshot.servers}
-    yield to_plain(_models_list(routes))
+    found = [to_plain(_models_list(routes))]
     for route in routes:
         named = [servers[route.server_key(target)] for rule in route.spec.rules for target in rule.target_models]
-        yield from memo.get(_of_route, route, *named)
+        found.extend(memo.get(_of_route, route, *named))
+    return found
 
 
 def _of_route(route: ModelRoute, *servers: ModelServer) -> list[dict[str, object]]:
@@ -106,7 +122,6 @@ def _of_route(route: ModelRoute, *servers: ModelServer) -> list[dict[str, object
 
 def _match_without_extproc(rule: RouteRule, names: list[str]) -> RouteMatch:
     match = _match(rule.model_match)
-    match.headers = [*match.headers, _is_inference(), _is_method("POST")]
     match.dynamic_metadata = [_asks_for(names)]
     return match
 
@@ -126,15 +141,24 @@ def _changing(route: Route, targets: list[tuple[ModelServer, int]], *, renames: 
     return route
 
 
+def _with_policy(action: RouteAction, policy: TrafficPolicy) -> RouteAction:
+    action.timeout = seconds(policy.timeout)
+    # A prompt may wait long for its first token: only the time limit of the whole ends it.
+    action.idle_timeout = seconds(policy.timeout)
+    action.retry_policy = retries(policy.retry.attempts)
+    return action
+
+
 def _action(targets: list[tuple[ModelServer, int]]) -> RouteAction:
-    """Time limits and retries are the first target's: one request has one policy."""
+    """Time limits and retries are the first target's: one request has one policy. The default retries are the
+    host's.
+    """
     policy = targets[0][0].spec.traffic_policy
-    action = RouteAction(
-        timeout=seconds(policy.timeout),
-        # A prompt may wait long for its first token: only the time limit of the whole ends it.
-        idle_timeout=seconds(policy.timeout),
-        retry_policy=retries(policy.retry.attempts),
-    )
+    action = _with_policy(RouteAction(), policy)
+    if policy.retry == _DEFAULT_POLICY.retry:
+        action.retry_policy = None
+    elif action.retry_policy is None:
+        action.retry_policy = RetryPolicy(num_retries=0)
     if len(targets) == 1:
         action.cluster = server_cluster_name(targets[0][0].metadata.key)
     else:
@@ -193,12 +217,6 @@ def _string_matcher(match: StringMatch) -> StringMatcher:
     if match.prefix is not None:
         return StringMatcher(prefix=match.prefix)
     return StringMatcher(safe_regex=RegexMatcher(regex=match.regex or ""))
-
-
-def _is_inference() -> HeaderMatcher:
-    """Engines serve more than inference (loading adapters, metrics), which clients must not reach."""
-    paths = "|".join(re.escape(path) for path in INFERENCE_PATHS)
-    return HeaderMatcher(name=":path", string_match=StringMatcher(safe_regex=RegexMatcher(regex=f"({paths})(\\?.*)?")))
 
 
 def _is_method(method: str) -> HeaderMatcher:

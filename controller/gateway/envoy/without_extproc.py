@@ -34,11 +34,13 @@ from extproc.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
 # Metadata with the model's name, for the routes without extproc.
 FALLBACK_NAMESPACE: Final = "attache.fallback"
 FALLBACK_MODEL: Final = "model"
+# The host that the client asked for, while the request is routed under another one.
+_FALLBACK_HOST: Final = "host"
 _MEMBERS: Final = "members"
 # Does nothing by itself; the routes without extproc say what it changes.
 CHANGES_FILTER: Final = "attache.changes_without_extproc"
@@ -122,10 +124,23 @@ local function read(json)
   return name, table.concat(parts)
 end
 
+-- A route that ends here for want of a better one names the host that has a route for each model.
+local function look_again(handle)
+  local host = handle:filterContext():get("host")
+  local headers = handle:headers()
+  local asked = headers:get(":authority")
+  if host and asked then
+    handle:streamInfo():dynamicMetadata():set("@NAMESPACE@", "@HOST@", asked)
+    headers:replace(":authority", host)
+  end
+  handle:clearRouteCache()
+end
+
 function envoy_on_request(handle)
   local headers = handle:headers()
-  local path = match(headers:get(":path") or "", "^[^?]*")
-  if headers:get(":method") ~= "POST" or not @IS_INFERENCE@ then return end
+  local method, path = headers:get(":method"), match(headers:get(":path") or "", "^[^?]*")
+  if method == "GET" and path == "@MODELS_PATH@" then return look_again(handle) end
+  if method ~= "POST" or not @IS_INFERENCE@ then return end
   local body = handle:body()
   local size = body and body:length() or 0
   local fine, name, members = pcall(read, size > 0 and body:getBytes(0, size) or "")
@@ -134,7 +149,7 @@ function envoy_on_request(handle)
     local metadata = handle:streamInfo():dynamicMetadata()
     metadata:set("@NAMESPACE@", "@MEMBERS@", members)
     metadata:set("@NAMESPACE@", "@MODEL@", name)
-    return handle:clearRouteCache()
+    return look_again(handle)
   end
   local problem = name
   if type(problem) == "table" and not problem.is_too_much then
@@ -150,14 +165,17 @@ end
 """
 
 _CHANGE: Final = r"""
+local REFUSED = {@STEERING@}
+local REMOVED = {@REMOVED@}
+
 -- The object without some members and with another model; nil if nothing changes; or the name of a field that is
 -- refused.
 local function changes(members, context)
-  local model, fields = context:get("model"), context:get("fields") or {}
+  local model, allowed = context:get("model"), context:get("allowed") or {}
   local kept, is_changed = {}, false
   for start, stop, name in string.gmatch(members, "(%d+) (%d+) (%S*);") do
-    if fields[name] == "refuse" then return nil, name end
-    if fields[name] == "remove" then
+    if REFUSED[name] and not allowed[name] then return nil, name end
+    if REMOVED[name] and not allowed[name] then
       is_changed = true
     elseif name == "model" and model then
       is_changed = true
@@ -173,6 +191,7 @@ local function change(handle)
   local read = handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
   -- an HTTPRoute sends other bodies here, too
   if not read then return end
+  if read["@HOST@"] then handle:headers():replace(":authority", read["@HOST@"]) end
   local kept, refused = changes(read["@MEMBERS@"], handle:filterContext())
   if refused then
     local message = "The field '" .. refused .. "' is for gateways, not for clients; leave it out."
@@ -217,29 +236,38 @@ def reads_body(*, with_prefixes: bool = False) -> Lua:
     marks = {
         "@PATHS@": ", ".join(f'["{path}"] = true' for path in INFERENCE_PATHS),
         "@IS_INFERENCE@": is_inference,
-        "@KNOWN@": ", ".join(f"{name} = true" for name in ("model", *_INTERNAL_FIELDS)),
-        "@STEERING@": ", ".join(f"{name} = true" for name in _STEERING_FIELDS),
+        "@KNOWN@": _lua_set(("model", *_INTERNAL_FIELDS)),
+        "@STEERING@": _lua_set(_STEERING_FIELDS),
         "@MOST_MODEL@": str(_MOST_MODEL_BYTES),
     }
     return Lua(default_source_code=_script(_REFUSE + json_members() + _READ, marks))
 
 
 def changes_body() -> Lua:
-    """The filter that changes bodies where ``change_for`` is configured for the route."""
-    return Lua(source_codes={_CHANGES_SCRIPT: _script(_REFUSE + _CHANGE, {})})
+    """The filter that changes bodies where ``change_for`` is configured for the route, which stays as it is."""
+    removed = [name for name in _INTERNAL_FIELDS if name not in _STEERING_FIELDS]
+    marks = {"@STEERING@": _lua_set(_STEERING_FIELDS), "@REMOVED@": _lua_set(removed)}
+    return Lua(source_codes={_CHANGES_SCRIPT: _script(_REFUSE + _CHANGE, marks)}, clear_route_cache=False)
+
+
+def looks_under(host: str) -> LuaPerRoute:
+    """For the route of what no other route takes: requests without extproc are routed again, as if for ``host``."""
+    return LuaPerRoute(filter_context=Struct(fields={"host": Value(string_value=host)}))
 
 
 def change_for(allowed_fields: Collection[str], *, model: str | None = None) -> LuaPerRoute:
     """What a route changes: ``model`` in place of the client's, and no field of gateways but those allowed."""
-    fields = {
-        name: Value(string_value="refuse" if name in _STEERING_FIELDS else "remove")
-        for name in _INTERNAL_FIELDS
-        if name not in allowed_fields
-    }
-    context = {"fields": Value(struct_value=Struct(fields=fields))}
+    context: dict[str, Value] = {}
+    if allowed_fields:
+        allowed = {name: Value(bool_value=True) for name in sorted(allowed_fields)}
+        context["allowed"] = Value(struct_value=Struct(fields=allowed))
     if model is not None:
         context["model"] = Value(string_value=msgspec.json.encode(model).decode())
     return LuaPerRoute(name=_CHANGES_SCRIPT, filter_context=Struct(fields=context))
+
+
+def _lua_set(names: Iterable[str]) -> str:
+    return ", ".join(f"{name} = true" for name in names)
 
 
 def _script(script: str, marks: Mapping[str, str]) -> DataSource:
@@ -247,6 +275,7 @@ def _script(script: str, marks: Mapping[str, str]) -> DataSource:
         "@NAMESPACE@": FALLBACK_NAMESPACE,
         "@MODEL@": FALLBACK_MODEL,
         "@MEMBERS@": _MEMBERS,
+        "@HOST@": _FALLBACK_HOST,
         "@MODELS_PATH@": MODELS_PATH,
         "@MESSAGES_PATH@": MESSAGES_PATH,
         "@ANTHROPIC_VERSION@": ANTHROPIC_VERSION,

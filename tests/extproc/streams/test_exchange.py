@@ -68,7 +68,7 @@ def test_headers_pass_and_the_body_brings_the_decision(conversation: Conversatio
     destination = metadata["envoy.lb"]["x-gateway-destination-endpoint"].string_value
     length = str(len(common.body_mutation.body))
     assert headers == {
-        "x-attache-server": "default/llama",
+        "x-attache-server": "server/default/llama",
         "x-gateway-destination-endpoint": destination,
         "content-length": length,
     }

@@ -58,6 +58,7 @@ def decided(
     prefill: str | None = None,
     body: bytes | None = None,
     grants: tuple[Grant, ...] = (),
+    policy: str = "",
 ) -> Decision:
     assignment = Assignment(
         endpoint=EndpointRef(addresses[0], 0, 0),
@@ -70,7 +71,7 @@ def decided(
         cost_s=0.0,
         prefill=None if prefill is None else EndpointRef(prefill, 1, 0),
     )
-    return Decision(ticket, server, assignment, body, grants=grants)
+    return Decision(ticket, server, assignment, body, grants=grants, policy=policy)
 
 
 def set_header(common: CommonResponse, name: str, value: str) -> None:
@@ -85,7 +86,7 @@ def expected(decision: Decision, *, is_duplex: bool) -> ProcessingResponse:
     destination = ",".join(decision.assignment.addresses)
     if not is_duplex:
         common.clear_route_cache = True
-        set_header(common, "x-attache-server", decision.server)
+        set_header(common, "x-attache-server", f"server/{decision.server}")
     set_header(common, "x-gateway-destination-endpoint", destination)
     prefill = decision.assignment.prefill
     if prefill is not None:
@@ -94,6 +95,8 @@ def expected(decision: Decision, *, is_duplex: bool) -> ProcessingResponse:
         set_header(common, "content-length", str(len(decision.body)))
         if not is_duplex:
             common.body_mutation.body = decision.body
+    if decision.policy and not is_duplex:
+        set_header(common, "x-attache-policy", decision.policy)
     if is_duplex:
         common.header_mutation.remove_headers.extend(FORGEABLE if prefill is None else FORGEABLE[1:])
     metadata = answer.dynamic_metadata.fields
@@ -108,11 +111,18 @@ def check(answer: bytes, message: ProcessingResponse) -> None:
     assert len(answer) == message.ByteSize()
 
 
-@given(ticket=words, server=words, addresses=addresses, prefill=st.none() | words, body=bodies)
+@given(
+    ticket=words,
+    server=words,
+    addresses=addresses,
+    prefill=st.none() | words,
+    body=bodies,
+    policy=st.just("") | words,
+)
 def test_decisions_are_written_as_protobuf_writes_them(
-    ticket: str, server: str, addresses: tuple[str, ...], prefill: str | None, body: bytes | None
+    ticket: str, server: str, addresses: tuple[str, ...], prefill: str | None, body: bytes | None, policy: str
 ) -> None:
-    decision = decided(ticket=ticket, server=server, addresses=addresses, prefill=prefill, body=body)
+    decision = decided(ticket=ticket, server=server, addresses=addresses, prefill=prefill, body=body, policy=policy)
 
     check(decision_answer(decision), expected(decision, is_duplex=False))
     check(duplex_decision_answer(decision, overrides_mode=False), expected(decision, is_duplex=True))

@@ -59,6 +59,8 @@ def test_pods_that_come_and_go_do_not_turn_it() -> None:
     assert programmed(extproc(files=OLD), observed=served) == ("True", "Programmed", "in use by extproc")
     refused = programmed(extproc(files=OLD, refused="a.json: wrong"), observed=served)
     assert refused == ("True", "Programmed", "in use by extproc; no change is used: a.json: wrong")
+    lost = programmed(extproc(refused="a.json: wrong", has_nothing=True), observed=served)
+    assert lost == ("False", "Refused", "extproc does not use it: a.json: wrong"), "it serves nothing of before either"
     before = merged(status(holds("Programmed"), generation=1), {}, "2026-11-01T00:00:00Z")
     assert programmed(extproc(files=OLD), observed=before)[0] == "Unknown", "another generation"
 
