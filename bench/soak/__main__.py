@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         record = uvloop.run(_until_stopped(settings, options.out))
     except (StartFailed, EnvoyMissing) as error:
-        console.print(str(error), style="red", markup=False)
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
@@ -85,7 +85,9 @@ def parser() -> argparse.ArgumentParser:
     add("--minutes", type=float, default=60.0, help="how long (default: %(default)g)")
     add("--models", type=int, default=1000, help="how many models (default: %(default)s)")
     add("--rate", type=float, default=15.0, help="requests a second to honest models (default: %(default)g)")
-    add("--hostile", default="all", metavar="LIST", help=f"all, none, or some of {', '.join(GROUPS)} and of single ones")
+    add(
+        "--hostile", default="all", metavar="LIST", help=f"all, none, or some of {', '.join(GROUPS)} and of single ones"
+    )
     add("--seed", type=int, default=0, help="of changes and requests (default: %(default)s)")
     add("--out", type=Path, default=_OUT, metavar="DIR", help="emptied first (default: bench/out/soak)")
     return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import aiohttp
@@ -14,12 +15,14 @@ from bench.soak.engines import ENGINE_HEADER
 from bench.workload.text import text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 _TIMEOUT_S: Final = 60.0
 _PREFIX_TOKENS: Final = 700
 _TAIL_TOKENS: Final = 100
 _OUTPUT_TOKENS: Final = 16
+# In which a stream's end must be: the last event of a response repeats all of it.
+_END_BYTES: Final = 4000
 
 # Whom a request is for. ``honest`` must not be lost; ``mixed`` are served by an honest and a hostile engine; ``known``
 # ask for what was just added or deleted, which may be unknown for a while.
@@ -91,31 +94,30 @@ def body_of(question: Question) -> bytes:
 
 def flaw(question: Question, status: int, served: str, raw: bytes) -> str:
     """What is wrong with an answer that has come to its end; ``served``: the engine's address, by its own word."""
-    if status != 200:
-        return f"{status} {raw[:200].decode(errors='replace')}"
     api = APIS[question.api]
-    if question.is_streamed and api.end not in raw[-2000:]:
+    if status != 200:
+        return f"{status} {raw[:200].decode(errors='replace').strip()}"
+    if question.is_streamed and api.end not in raw[-_END_BYTES:]:
         return f"the stream ended early, after {len(raw)} bytes"
-    if not question.echoes:
-        return ""
-    try:
-        echo = _echo(raw, api) if question.is_streamed else str(json.loads(raw)["model"])
-    except (ValueError, LookupError, TypeError) as error:
-        return f"the answer names no model: {error!r}"
-    if echo not in question.echoes:
+    if question.echoes and (echo := _echo(raw, api, is_streamed=question.is_streamed)) not in question.echoes:
         return f"the engine was asked for {echo}, not for {' or '.join(sorted(question.echoes))}"
     if question.hosts and served not in question.hosts:
         return f"an engine at {served} answered, not one at {' or '.join(sorted(question.hosts))}"
     return ""
 
 
-def _echo(raw: bytes, api: Api) -> str:
-    """The model that the first event names."""
-    start = raw.index(b"data: ") + 6
-    found: Any = json.loads(raw[start : raw.index(b"\n", start)])
-    for name in api.model:
-        found = found[name]
-    return str(found)
+def _echo(raw: bytes, api: Api, *, is_streamed: bool) -> str:
+    """The model that an answer or its first event names; if it names none, why."""
+    try:
+        if not is_streamed:
+            return str(json.loads(raw)["model"])
+        start = raw.index(b"data: ") + 6
+        found: Any = json.loads(raw[start : raw.index(b"\n", start)])
+        for name in api.model:
+            found = found[name]
+        return str(found)
+    except (ValueError, LookupError, TypeError) as error:
+        return f"no model ({error!r})"
 
 
 class Client:

@@ -196,7 +196,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.soak.engines", description=__doc__)
     parser.add_argument("--port", type=int, required=True, help="on every address")
     parser.add_argument("--models", type=int, required=True, help="how many models have addresses here")
-    parser.add_argument("--kv-port", type=int, default=0, help="first of four in a row: events and replays of two ranks")
+    parser.add_argument(
+        "--kv-port", type=int, default=0, help="first of four in a row: events and replays of two ranks"
+    )
     options = parser.parse_args()
     uvloop.run(serve(options.port, options.models, options.kv_port))
     return 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -19,7 +20,6 @@ from bench.stack import envoy_binary, envoy_command
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
-    from pathlib import Path
 
 # Those whose memory and logs are judged.
 JUDGED: Final = ("extproc", "bundle", "envoy")
@@ -82,8 +82,8 @@ async def running_gateway(
             hostile_port=hostile_port,
         )
         addresses = {name: f"127.0.0.1:{port}" for name, port in (("listen", listen), ("admin", admin))}
-        spec = {**addresses, "extproc": f"127.0.0.1:{extproc}"}
-        gateway.write("gateway.yaml", text_of([document("GatewayConfig", "gateway", spec)]))
+        listens = {**addresses, "extproc": f"127.0.0.1:{extproc}"}
+        gateway.write("gateway.yaml", text_of([document("GatewayConfig", "gateway", listens)]))
         gateway.write("kv.yaml", _model(KV, KV, _kv_spec(ports, kv_ports)))
         for model in models.values():
             gateway.write(model.file, fleet.content(model, ports))
@@ -105,8 +105,8 @@ async def running_gateway(
             await start("hostile", "bench.soak.hostile", "--port", hostile_port, "--kv-port", hostile_kv, *hostile)
         watched = ("--config", config, "--out", bundle, "--watch", "--metrics", f"127.0.0.1:{bundle_page}")
         await start("bundle", "controller bundle", *watched)
-        listens = ("--listen", f"127.0.0.1:{extproc}", "--metrics", f"127.0.0.1:{extproc_page}")
-        await start("extproc", "extproc", "--config", config, *listens)
+        served = ("--listen", listens["extproc"], "--metrics", f"127.0.0.1:{extproc_page}")
+        await start("extproc", "extproc", "--config", config, *served)
 
         def answers(url: str) -> _Answers:
             return _Answers(http, url)
@@ -146,12 +146,12 @@ def _hostile_spec(name: str, port: int, kv_port: int) -> dict[str, object]:
     hostile = HOSTILE[name]
     endpoint: dict[str, object] = {"address": f"{hostile_host(name)}:{port}"}
     spec: dict[str, object] = {"endpoints": [endpoint], "scrapeInterval": "500ms"}
-    if hostile.has_events:
-        endpoint |= {
-            "kvEvents": f"{hostile_host(name)}:{kv_port}",
-            "kvReplay": f"{hostile_host(name)}:{kv_port + REPLAY_OFFSET}",
-        }
+    if hostile.event is not None:
+        # that also has /tokenize asked
+        endpoint["kvEvents"] = f"{hostile_host(name)}:{kv_port}"
         spec["kvEvents"] = {"topic": "kv"}
+    if hostile.replay:
+        endpoint["kvReplay"] = f"{hostile_host(name)}:{kv_port + REPLAY_OFFSET}"
     if hostile.loads_adapters:
         sources: Any = [{"name": adapter_of(name), "source": "/weights"}]
         spec["adapterLoading"] = {"adapters": sources, "timeout": "5s"}

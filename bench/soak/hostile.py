@@ -45,19 +45,14 @@ class _Reset(Exception):
 
 class Hostile(msgspec.Struct, frozen=True):
     """What one engine does. ``group``: as ``--hostile`` has it. ``answers``: by path, in the place of good ones.
-    ``event``: the payload of a KV message. ``replay``: frames in the place of a replay's end.
+    ``event``: the payload of a KV message. ``replay``: messages in the place of a replay; without any, none is offered.
     """
 
     group: str
     summary: str
     answers: Mapping[str, Answer] = {}
     event: Callable[[], bytes] | None = None
-    replay: tuple[bytes, ...] = (b"", _END, b"")
-
-    @property
-    def has_events(self) -> bool:
-        """Whether its ModelServer follows KV events, which also has /tokenize asked."""
-        return self.group in {"kv", "tokens"}
+    replay: tuple[tuple[bytes, ...], ...] = ()
 
     @property
     def loads_adapters(self) -> bool:
@@ -116,14 +111,14 @@ async def _drip(_: int) -> Pieces:
 
 async def _dies(_: int) -> Pieces:
     yield b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-    yield b"16\r\ndata: {\"choices\":[]}\n\n\r\n"
+    yield b'16\r\ndata: {"choices":[]}\n\n\r\n'
     await asyncio.sleep(0.1)
     raise _Reset
 
 
 async def _resets(_: int) -> Pieces:
-    raise _Reset
     yield b""
+    raise _Reset
 
 
 async def _interim(_: int) -> Pieces:
@@ -139,6 +134,10 @@ def _labels() -> bytes:
 
 def _many_models() -> bytes:
     return json.dumps({"object": "list", "data": [{"id": f"model-{one}" * 4} for one in range(120_000)]}).encode()
+
+
+def _many_tokens() -> bytes:
+    return b'{"tokens":[1' + b",1" * 4_000_000 + b"]}"
 
 
 def _nested() -> bytes:
@@ -175,6 +174,10 @@ def _blocks(number: int, *, size: int = 1, medium: str = "GPU") -> dict[str, Any
     }
 
 
+_LONG_REPLAY: Final = tuple((b"", number.to_bytes(8, "big"), _PIECE) for number in range(512))
+_ODD_REPLAY: Final = ((b"", bytes(8), _stored(token_ids=[-1])()), (b"", _END, b""))
+
+
 def _levels() -> bytes:
     return b"\x91" * 200_000 + b"\x00"
 
@@ -187,14 +190,17 @@ HOSTILE: Final[Mapping[str, Hostile]] = {
     "endless-page": Hostile("pages", "a metrics page without an end", {_METRICS: _endless}),
     "drip-page": Hostile("pages", "a metrics page of a byte a second", {_METRICS: _drip}),
     "redirect-page": Hostile("pages", "a metrics page that is elsewhere", {_METRICS: _redirect("/metrics")}),
-    "redirect-tokenize": Hostile("tokens", "/tokenize is elsewhere", {"/tokenize": _redirect("/tokenize")}),
-    "negative-tokens": Hostile("tokens", "tokens of -1", {"/tokenize": _whole(b'{"tokens":[-1,-1,-1]}')}),
-    "large-tokens": Hostile("tokens", "tokens of 2^32", {"/tokenize": _whole(b'{"tokens":[4294967296]}')}),
-    "many-tokens": Hostile(
-        "tokens", "4,000,000 tokens", {"/tokenize": _made(lambda: b'{"tokens":[1' + b",1" * 4_000_000 + b"]}")}
+    "redirect-tokenize": Hostile(
+        "tokens", "/tokenize is elsewhere", {"/tokenize": _redirect("/tokenize")}, event=_stored()
     ),
-    "redirect-adapter": Hostile(
-        "adapters", "loads of adapters are elsewhere", {_LOAD: _redirect(_LOAD)}    ),
+    "negative-tokens": Hostile(
+        "tokens", "tokens of -1", {"/tokenize": _whole(b'{"tokens":[-1,-1,-1]}')}, event=_stored()
+    ),
+    "large-tokens": Hostile(
+        "tokens", "tokens of 2^32", {"/tokenize": _whole(b'{"tokens":[4294967296]}')}, event=_stored()
+    ),
+    "many-tokens": Hostile("tokens", "4,000,000 tokens", {"/tokenize": _made(_many_tokens)}, event=_stored()),
+    "redirect-adapter": Hostile("adapters", "loads of adapters are elsewhere", {_LOAD: _redirect(_LOAD)}),
     "endless-adapter": Hostile("adapters", "an answer to a load without an end", {_LOAD: _endless}),
     "dies": Hostile("answers", "dies in mid-stream", {_CHAT: _dies}),
     "resets": Hostile("answers", "resets connections", {_CHAT: _resets}),
@@ -209,7 +215,9 @@ HOSTILE: Final[Mapping[str, Hostile]] = {
     "kv-size-zero": Hostile("kv", "a block size of 0", event=_stored(block_size=0)),
     "kv-lora-number": Hostile("kv", "an adapter's name that is a number", event=_stored(lora_name=7)),
     "kv-levels": Hostile("kv", "200,000 levels", event=_levels),
-    "kv-one-frame-replay": Hostile("kv", "a replay of one frame", event=_stored(), replay=(b"x",)),
+    "kv-one-frame-replay": Hostile("kv", "a replay of one frame", event=_stored(), replay=((b"x",),)),
+    "kv-no-end": Hostile("kv", "a replay of 32 MB without an end", event=_stored(), replay=_LONG_REPLAY),
+    "kv-odd-replay": Hostile("kv", "a replay of odd events", event=_stored(), replay=_ODD_REPLAY),
     "kv-media": Hostile(
         "kv", "40,000 media", event=_batch(lambda: [_blocks(one, medium=f"m{one}") for one in range(40_000)])
     ),
@@ -263,12 +271,11 @@ class HostileServer:
                 if hostile.event is not None:
                     at = f"tcp://{hostile_host(name)}"
                     tasks.create_task(_publish(context, f"{at}:{kv_port}", hostile.event))
-                    tasks.create_task(_replay(context, f"{at}:{kv_port + REPLAY_OFFSET}", hostile.replay))
+                    if hostile.replay:
+                        tasks.create_task(_replay(context, f"{at}:{kv_port + REPLAY_OFFSET}", hostile.replay))
             await asyncio.Event().wait()
 
-    def _serving(
-        self, hostile: Hostile
-    ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+    def _serving(self, hostile: Hostile) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
         answers = {**_GOOD, **hostile.answers}
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -328,12 +335,13 @@ async def _publish(context: zmq.asyncio.Context, at: str, event: Callable[[], by
         await asyncio.sleep(_EVENT_S)
 
 
-async def _replay(context: zmq.asyncio.Context, at: str, frames: tuple[bytes, ...]) -> None:
+async def _replay(context: zmq.asyncio.Context, at: str, messages: tuple[tuple[bytes, ...], ...]) -> None:
     router = context.socket(zmq.ROUTER)
     router.bind(at)
     while True:
         client, *_ = await router.recv_multipart()
-        await router.send_multipart([client, *frames])
+        for frames in messages:
+            await router.send_multipart([client, *frames])
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -56,7 +57,7 @@ def _memory(axes: Axes, samples: Sequence[Sample]) -> None:
 
 
 def _cpu(axes: Axes, samples: Sequence[Sample]) -> None:
-    pairs = list(zip(samples, samples[1:], strict=False))
+    pairs = list(itertools.pairwise(samples))
     for name in _names(samples):
         shares = [
             (after.processes[name].cpu_s - before.processes[name].cpu_s) / (after.at_s - before.at_s)

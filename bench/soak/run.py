@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 import statistics
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -34,16 +35,19 @@ _LONGEST_PROBE_PAUSE_S: Final = 5.0
 _REFUSAL_S: Final = 60.0
 # Further requests are not sent while so many are open: a client's memory has bounds, too.
 _MOST_OPEN: Final = 500
+_MOST_RSS_BYTES: Final = 4 * 1024**3
 _MOST_LOSSES: Final = 2_000
 _MOST_LOG_LINES: Final = 100
 _PAGE_TIMEOUT: Final = aiohttp.ClientTimeout(total=10)
-_BAD_LOG: Final = ("Traceback", "please report", "never retrieved", "[critical]", "assert failure")
+_TRACEBACK: Final = "Traceback (most recent call last)"
+_ERROR: Final = re.compile(r"[\s|]*([\w.]+(?:Error|Exception|Events|Invalid)\b.*)")
+_BAD_LOG: Final = ("please report", "never retrieved", "[critical]", "assert failure")
 # Series of extproc's page that are summed up, by the counter that they are recorded as.
 _COUNTERS: Final[Mapping[str, str]] = {
     "feed configuration": 'attache_config_reloads_total{result="applied"',
     "feed engines' reports": "attache_engine_reports_total{",
     "feed KV events": f'attache_kv_events_total{{result="received",server="default/{KV}"',
-    "KV events not read": "attache_kv_events_total{result=\"unreadable\"",
+    "KV events not read": 'attache_kv_events_total{result="unreadable"',
 }
 
 
@@ -75,18 +79,19 @@ def names_of(model: Model, before: Model | None = None) -> dict[str, Target]:
     """The names that clients may ask for. Until a change is used, engines may still get the name of before."""
     echoes = model.echoes | (before.echoes if before is not None else frozenset())
     plain = Target(echoes, model.hosts)
-    return {model.asked: plain} | {
-        name: Target(frozenset({name}), model.hosts) for name in model.adapter_names
-    }
+    return {model.asked: plain} | {name: Target(frozenset({name}), model.hosts) for name in model.adapter_names}
 
 
 async def soak(settings: Settings, directory: Path, stop: asyncio.Event) -> Record:
     """Run until the time is over, something ends, or ``stop``. Raises StartFailed and EnvoyMissing."""
     models = fleet.first_fleet(settings.models, settings.engines)
     size = settings.models + fleet.spare(settings.models)
-    async with running_gateway(
-        directory, models, size=size, engine_count=settings.engines, hostile=settings.hostile
-    ) as gateway, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+    async with (
+        running_gateway(
+            directory, models, size=size, engine_count=settings.engines, hostile=settings.hostile
+        ) as gateway,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
+    ):
         run = _Soak(settings, gateway, http, models, stop)
         await run.run()
     run.record.log_lines = await asyncio.to_thread(bad_lines, directory)
@@ -205,9 +210,7 @@ class _Soak:
         if audience == "honest" and outcome.first_s:
             self._firsts.append(outcome.first_s)
         if result == "lost" and len(self.record.losses) < _MOST_LOSSES:
-            self.record.losses.append(
-                Loss(outcome.at_s, audience, question.model, question.api, outcome.error)
-            )
+            self.record.losses.append(Loss(outcome.at_s, audience, question.model, question.api, outcome.error))
         return outcome
 
     # changes
@@ -223,9 +226,7 @@ class _Soak:
             if number % BROKEN_EVERY == BROKEN_EVERY // 2:
                 await self._break(number // BROKEN_EVERY)
             else:
-                change = fleet.next_change(
-                    self._fleet, self._rng, size=settings.models, engines=settings.engines
-                )
+                change = fleet.next_change(self._fleet, self._rng, size=settings.models, engines=settings.engines)
                 await self._apply(change)
 
     async def _apply(self, change: Change) -> None:
@@ -277,8 +278,10 @@ class _Soak:
 
     async def _probe_gone(self, name: str, uptake: Uptake) -> None:
         """Ask for a deleted name until it is unknown. It may be served, but nothing else."""
-        while (await self._ask(Question("known", name, 0))).status != 404:
+        outcome = await self._ask(Question("known", name, 0))
+        while outcome.status != 404:
             await asyncio.sleep(_PROBE_S)
+            outcome = await self._ask(Question("known", name, 0))
         uptake.client_s = self._now_s - uptake.at_s
 
     async def _break(self, number: int) -> None:
@@ -343,12 +346,15 @@ class _Soak:
         while True:
             await asyncio.sleep(self._settings.sample_s)
             ended = [name for name in JUDGED if not self._gateway.processes.is_running(name)]
+            if not ended:
+                await self._take_sample()
+                held = self.record.samples[-1].processes
+                ended = [name for name, one in held.items() if one.rss_bytes > _MOST_RSS_BYTES]
             if ended:
-                self.record.ended = [f"{name} ended before {self._now_s:.0f} s" for name in ended]
-                self.record.stopped_by = f"{' and '.join(ended)} ended"
+                self.record.ended = [f"{name} ended or took all memory before {self._now_s:.0f} s" for name in ended]
+                self.record.stopped_by = f"{' and '.join(ended)} did not last"
                 self._stop.set()
                 return
-            await self._take_sample()
 
     async def _take_sample(self) -> None:
         processes = {
@@ -409,14 +415,17 @@ def process_of(pid: int) -> Process:
 
 
 def bad_lines(logs: Path) -> list[str]:
-    """Lines of the judged processes' logs that must not be there."""
-    found = []
-    for name in JUDGED:
-        file = logs / f"{name}.log"
-        if not file.is_file():
-            continue
+    """What the judged processes' logs must not have: tracebacks, by their errors, and lines of bugs; with counts."""
+    found: Counter[str] = Counter()
+    for file in (logs / f"{name}.log" for name in JUDGED):
+        is_traced = False
         with file.open(errors="replace") as lines:
-            for number, line in enumerate(lines, 1):
-                if any(word in line for word in _BAD_LOG) and len(found) < _MOST_LOG_LINES:
-                    found.append(f"{file.name}:{number}: {line.strip()[:200]}")
-    return found
+            for line in lines:
+                # a traceback's last line says what it was
+                if is_traced and (error := _ERROR.match(line)) is not None:
+                    is_traced = False
+                    found[f"{file.name}: {error[1][:200]}"] += 1
+                elif any(word in line for word in _BAD_LOG):
+                    found[f"{file.name}: {line.strip()[:200]}"] += 1
+                is_traced = is_traced or _TRACEBACK in line
+    return [f"{text} ({count} times)" for text, count in found.most_common(_MOST_LOG_LINES)]

@@ -11,13 +11,15 @@ above it.
 
 from __future__ import annotations
 
+import itertools
 import statistics
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
 MIB: Final = 1024 * 1024
 _SHOWN: Final = 20
@@ -186,7 +188,7 @@ def _feeds(record: Record, bounds: Bounds) -> Iterator[Check]:
 def longest_silence(points: Sequence[tuple[float, float]]) -> float:
     """Seconds in which a counter stood still; where it fell, its process began anew."""
     longest, since_s = 0.0, points[0][0] if points else 0.0
-    for (_, before), (at_s, value) in zip(points, points[1:], strict=False):
+    for (_, before), (at_s, value) in itertools.pairwise(points):
         if value != before:
             since_s = at_s
         longest = max(longest, at_s - since_s)
@@ -209,12 +211,14 @@ def _uptakes(record: Record, bounds: Bounds) -> Check:
 
 
 def _refusals(record: Record, bounds: Bounds) -> Check:
+    # one at the very end may not be mended any more
+    due = [one for one in record.refusals if one.at_s < record.seconds - bounds.uptake_s]
     missed = [
         f"{one.what} at {one.at_s:.0f} s"
-        for one in record.refusals
+        for one in due
         if one.extproc_s is None or one.bundle_s is None or one.mended_s is None
     ]
-    text = f"{len(record.refusals) - len(missed)} of {len(record.refusals)} refused by both and mended"
+    text = f"{len(due) - len(missed)} of {len(due)} refused by both and mended"
     return Check("broken files", not missed, f"{text}{': not ' if missed else ''}{', '.join(missed[:_SHOWN])}")
 
 
