@@ -88,7 +88,7 @@ bench: $(VENV)/ready $(ENVOY) ## what extproc costs beside baselines, queues in 
 
 sglang-gateway: $(GATEWAY)/ready ## SGLang's gateway for `make bench` to compare with (its own virtual environment, 150 MB)
 
-soak: $(VENV)/ready $(ENVOY) ## an hour of load, changes every second and hostile engines before 1,000 models; memory, losses and a verdict under bench/out/soak/
+soak: $(VENV)/ready $(ENVOY) ## an hour of load, changes every second and hostile engines before 1,000 models, with a verdict, under bench/out/soak/ (ARGS="--minutes 3 --models 40")
 	$(RUN) -m bench.soak $(ARGS)
 
 lab: $(VENV)/ready ## endpoint-picking policies side by side on real traces, in virtual time: one table with intervals, under bench/out/lab/

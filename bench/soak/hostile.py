@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m bench.soak.hostile``: engines that lie, each at an address of its own: a table of what they do.
 
-All is bounded: no answer has more than 64 MiB or lasts longer than a minute, and events come once a second.
+All is bounded: no answer has more than 64 MiB or lasts longer than a minute, and events come once a second at most.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from bench.soak.engines import metrics_page
 
 _MOST_BYTES: Final = 64 * 1024 * 1024
 _LONGEST_S: Final = 60
-_EVENT_S: Final = 1.0
+# Between messages that take a reader long even if it reads them well.
+_RARE_S: Final = 10.0
 _LONGEST_BODY: Final = 16 * 1024 * 1024
 _PIECE: Final = b"x" * 65_536
 _END: Final = (-1).to_bytes(8, "big", signed=True)
@@ -45,13 +46,15 @@ class _Reset(Exception):
 
 class Hostile(msgspec.Struct, frozen=True):
     """What one engine does. ``group``: as ``--hostile`` has it. ``answers``: by path, in the place of good ones.
-    ``event``: the payload of a KV message. ``replay``: messages in the place of a replay; without any, none is offered.
+    ``event``: the payload of a KV message, every ``event_s``. ``replay``: messages in the place of a replay; without
+    any, none is offered.
     """
 
     group: str
     summary: str
     answers: Mapping[str, Answer] = {}
     event: Callable[[], bytes] | None = None
+    event_s: float = 1.0
     replay: tuple[tuple[bytes, ...], ...] = ()
 
     @property
@@ -219,10 +222,16 @@ HOSTILE: Final[Mapping[str, Hostile]] = {
     "kv-no-end": Hostile("kv", "a replay of 32 MB without an end", event=_stored(), replay=_LONG_REPLAY),
     "kv-odd-replay": Hostile("kv", "a replay of odd events", event=_stored(), replay=_ODD_REPLAY),
     "kv-media": Hostile(
-        "kv", "40,000 media", event=_batch(lambda: [_blocks(one, medium=f"m{one}") for one in range(40_000)])
+        "kv",
+        "40,000 media",
+        event=_batch(lambda: [_blocks(one, medium=f"m{one}") for one in range(40_000)]),
+        event_s=_RARE_S,
     ),
     "kv-sizes": Hostile(
-        "kv", "blocks of 2,000 sizes", event=_batch(lambda: [_blocks(one, size=one + 1) for one in range(2_000)])
+        "kv",
+        "blocks of 2,000 sizes",
+        event=_batch(lambda: [_blocks(one, size=one + 1) for one in range(2_000)]),
+        event_s=_RARE_S,
     ),
 }
 GROUPS: Final = tuple(dict.fromkeys(one.group for one in HOSTILE.values()))
@@ -270,7 +279,7 @@ class HostileServer:
                 await asyncio.start_server(self._serving(hostile), hostile_host(name), self._port)
                 if hostile.event is not None:
                     at = f"tcp://{hostile_host(name)}"
-                    tasks.create_task(_publish(context, f"{at}:{kv_port}", hostile.event))
+                    tasks.create_task(_publish(context, f"{at}:{kv_port}", hostile.event, hostile.event_s))
                     if hostile.replay:
                         tasks.create_task(_replay(context, f"{at}:{kv_port + REPLAY_OFFSET}", hostile.replay))
             await asyncio.Event().wait()
@@ -325,14 +334,14 @@ async def _request(reader: asyncio.StreamReader) -> str | None:
     return head.split(" ", 2)[1]
 
 
-async def _publish(context: zmq.asyncio.Context, at: str, event: Callable[[], bytes]) -> None:
+async def _publish(context: zmq.asyncio.Context, at: str, event: Callable[[], bytes], event_s: float) -> None:
     publisher = context.socket(zmq.PUB)
     publisher.bind(at)
     payload, number = event(), 0
     while True:
         await publisher.send_multipart([b"kv", number.to_bytes(8, "big"), payload])
         number += 1
-        await asyncio.sleep(_EVENT_S)
+        await asyncio.sleep(event_s)
 
 
 async def _replay(context: zmq.asyncio.Context, at: str, messages: tuple[tuple[bytes, ...], ...]) -> None:

@@ -39,6 +39,7 @@ def write(record: Record, checks: Sequence[Check], out: Path) -> None:
         _latency(axes[2], record.samples)
         _outcomes(axes[3], record.samples)
         _uptakes(axes[4], record)
+        axes[-1].set_xlim(axes[0].get_xlim())
         axes[-1].set_xlabel("minutes")
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 MIB: Final = 1024 * 1024
 _SHOWN: Final = 20
+# Of an error, what is printed: its beginning says of what kind it is.
+_KIND: Final = 120
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -158,7 +161,9 @@ def _lost(record: Record) -> Iterator[Check]:
     for audience in ("honest", "known"):
         lost = [one for one in record.losses if one.audience == audience]
         sent = sum(record.totals.get(audience, {}).values())
-        shown = "".join(f"\n  {one.at_s:.1f} s {one.model} {one.api}: {one.error}" for one in lost[:_SHOWN])
+        kinds = Counter(one.error[:_KIND] for one in lost)
+        shown = "".join(f"\n  {times} times {kind}" for kind, times in kinds.most_common(_SHOWN))
+        shown += "".join(f"\n  {one.at_s:.1f} s {one.model} {one.api}: {one.error[:_KIND]}" for one in lost[:_SHOWN])
         count = record.totals.get(audience, {}).get("lost", 0)
         what = "requests to honest models" if audience == "honest" else "requests to models just added or deleted"
         yield Check(f"{audience} requests", count == 0 and sent > 0, f"{count} of {sent} {what} lost{shown}")
