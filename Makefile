@@ -20,7 +20,7 @@ PYTEST := $(RUN) $(if $(COVERAGE),-m coverage run) -m pytest
 PYTEST_REAL := $(RUN) $(if $(COVERAGE),-m coverage run) -m $(if $(RERUN),tools.rerun_failed,pytest)
 
 .PHONY: help run up up-kube test test-pure test-envoy test-kube test-real-time test-some test-vllm coverage coverage-report check fix bench \
-  sglang-gateway lab lab-autoscale manifests generate docs lock envoy-binary kube-assets conformance clean
+  sglang-gateway soak lab lab-autoscale manifests generate docs lock envoy-binary kube-assets conformance clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -87,6 +87,9 @@ bench: $(VENV)/ready $(ENVOY) ## what extproc costs beside baselines, queues in 
 	$(RUN) -m pytest bench/micro --benchmark-enable --benchmark-columns=median,ops --benchmark-sort=name --benchmark-json=bench/out/core.json -q
 
 sglang-gateway: $(GATEWAY)/ready ## SGLang's gateway for `make bench` to compare with (its own virtual environment, 150 MB)
+
+soak: $(VENV)/ready $(ENVOY) ## an hour of load, changes every second and hostile engines before 1,000 models, with a verdict, under bench/out/soak/ (ARGS="--minutes 3 --models 40")
+	$(RUN) -m bench.soak $(ARGS)
 
 lab: $(VENV)/ready ## endpoint-picking policies side by side on real traces, in virtual time: one table with intervals, under bench/out/lab/
 	$(RUN) -m bench lab $(ARGS)

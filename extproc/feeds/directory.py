@@ -50,9 +50,9 @@ class DirectoryFeed:
     ) -> None:
         """``apply`` puts a snapshot into use; raises ConfigInvalid, with nothing changed.
 
-        ``settle_s``: how long a configuration with a new ModelServer must stand before it is applied, and a server's
-        first engine before it is used. Another process tells Envoy of them, which until then has no route or no
-        endpoint for the server. ``known_to_envoy``: asks at its admin address which first engines it has by then.
+        ``settle_s``: how long after its reading a configuration with a new ModelServer is applied, and a server's first
+        engine used. Another process tells Envoy of them, which until then has no route or no endpoint for the server.
+        ``known_to_envoy``: asks at its admin address which first engines it has by then.
         """
         self._known_to_envoy = known_to_envoy
         self._apply = apply
@@ -96,9 +96,9 @@ class DirectoryFeed:
             self._metrics.config_mended()
             return
         if any(server.metadata.key not in self._core.pools for server in snapshot.servers):
+            # what changes meanwhile is read next; if the wait began anew, a directory that changes all the time would
+            # never be used
             await asyncio.sleep(self._settle_s)
-            if self._directory.has_changed():
-                return  # and begin again with what is there now
         await self._hears_of_engines()
         now = self._clock()
         if self._snapshot is not None:

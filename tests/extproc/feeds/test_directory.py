@@ -131,6 +131,29 @@ async def test_a_new_server_waits_until_envoy_knows_it_too(watched: Watched, mon
     assert 0.3 not in {seconds for seconds, _ in waits}
 
 
+async def test_changes_during_every_wait_keep_no_new_server_from_being_used(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = 0
+    real_sleep = asyncio.sleep
+    new = CONFIG.split(b"---")[0].replace(b"name: llama}", b"name: other}") + b"---" + CONFIG
+
+    async def sleep(seconds: float) -> None:
+        nonlocal waits
+        if seconds == 0.3:
+            waits += 1
+            watched.file.write_bytes(new.replace(b"modelName: chat", b"modelName: chat%d" % waits))
+        await real_sleep(0.01)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    watched.file.write_bytes(new)
+
+    await watched.until(lambda: "default/other" in watched.core.pools)
+    # and what came meanwhile is used next, without another wait
+    await watched.until(lambda: watched.names() == ["chat1", "sql"])
+    assert waits == 1
+
+
 PICKER = b"""
 apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models of a soak, their files, and how they change: all pure, so that a change is a value.
+
+Each model is a file with a ModelRoute and one or two ModelServers. Its engines have addresses of their own (every
+address of 127/8 is loopback), behind which a few processes listen: an answer's address says whose request it was.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from extproc.config.spec import API_VERSION
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Mapping, Sequence
+
+# Every so many models one splits its requests between two ModelServers.
+_SPLIT_EVERY: Final = 10
+_MOST_ADAPTERS: Final = 4
+_MOST_PORTS: Final = 3
+BROKEN_EVERY: Final = 60
+
+
+class Model(msgspec.Struct, frozen=True):
+    """One model. ``alias`` and ``served``: revisions of the name that clients ask for and of the one engines get.
+    ``engines``: the processes that serve it. ``weight``: of the second ModelServer, in percent. ``limit``: requests a
+    second, far above what is sent. ``adapters``: how many there were ever; all but the last few have left.
+    """
+
+    number: int
+    engines: tuple[int, ...]
+    alias: int = 0
+    served: int = 0
+    weight: int = 50
+    limit: int = 100_000
+    adapters: int = 0
+
+    @property
+    def name(self) -> str:
+        """The ModelRoute's name; its file is called so, too."""
+        return f"model-{self.number:04}"
+
+    @property
+    def file(self) -> str:
+        """In the configuration directory."""
+        return f"{self.name}.yaml"
+
+    @property
+    def asked(self) -> str:
+        """The name that clients ask for."""
+        return f"m{self.number}.{self.alias}"
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """Its ModelServers."""
+        return ("a", "b") if self.number % _SPLIT_EVERY == 0 else ("a",)
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """LoRA adapters that clients may ask for."""
+        first = max(0, self.adapters - _MOST_ADAPTERS)
+        return tuple(f"m{self.number}-lora{one}" for one in range(first, self.adapters))
+
+    @property
+    def echoes(self) -> frozenset[str]:
+        """The names under which engines get its requests, which they repeat in their answers."""
+        return frozenset(f"{self.name}-{side}.{self.served}" for side in self.sides)
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Where its engines are."""
+        return frozenset(host(self.number, side) for side in self.sides)
+
+
+def host(number: int, side: str) -> str:
+    """The address of a ModelServer's engines."""
+    return f"127.{1 + (side == 'b')}.{number >> 8}.{number & 255}"
+
+
+def hosts(numbers: int) -> list[str]:
+    """Those of so many models."""
+    return [host(number, side) for number in range(numbers) for side in Model(number, ()).sides]
+
+
+def document(kind: str, name: str, spec: Mapping[str, object]) -> dict[str, object]:
+    """An object of the configuration."""
+    return {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": dict(spec)}
+
+
+def text_of(documents: Sequence[Mapping[str, object]]) -> str:
+    """A file's content: JSON is YAML."""
+    return "".join(f"---\n{json.dumps(one)}\n" for one in documents)
+
+
+def content(model: Model, ports: Sequence[int]) -> str:
+    """The model's file. ``ports``: of the engine processes."""
+    targets: list[dict[str, object]] = []
+    servers = []
+    for side in model.sides:
+        name = f"{model.name}-{side}"
+        endpoints = [{"address": f"{host(model.number, side)}:{ports[one]}"} for one in model.engines]
+        spec = {"model": f"{name}.{model.served}", "endpoints": endpoints, "scrapeInterval": "10s"}
+        servers.append(document("ModelServer", name, spec))
+        targets.append({"modelServerName": name, "weight": model.weight if side == "b" else 100 - model.weight})
+    route: dict[str, Any] = {
+        "modelName": model.asked,
+        "loraAdapters": list(model.adapter_names),
+        "rules": [{"targetModels": targets}],
+        "rateLimits": [{"per": "Route", "unit": "second", "requests": model.limit}],
+    }
+    return text_of([*servers, document("ModelRoute", model.name, route)])
+
+
+class Change(msgspec.Struct, frozen=True):
+    """``before`` and ``after``: None for a model that is added or deleted."""
+
+    name: str
+    before: Model | None
+    after: Model | None
+
+
+def _reweighted(model: Model, rng: random.Random, _: int) -> Model:
+    return msgspec.structs.replace(model, weight=rng.randint(1, 99))
+
+
+def _limited(model: Model, rng: random.Random, _: int) -> Model:
+    return msgspec.structs.replace(model, limit=rng.randint(10_000, 1_000_000))
+
+
+def _renamed(model: Model, _: random.Random, __: int) -> Model:
+    return msgspec.structs.replace(model, alias=model.alias + 1)
+
+
+def _served_anew(model: Model, _: random.Random, __: int) -> Model:
+    return msgspec.structs.replace(model, served=model.served + 1)
+
+
+def _grown(model: Model, rng: random.Random, engines: int) -> Model:
+    left = sorted(set(range(engines)) - set(model.engines))
+    if not left or len(model.engines) >= _MOST_PORTS:
+        return _shrunk(model, rng, engines)
+    return msgspec.structs.replace(model, engines=(*model.engines, rng.choice(left)))
+
+
+def _shrunk(model: Model, rng: random.Random, engines: int) -> Model:
+    if len(model.engines) == 1:
+        return _grown(model, rng, engines)
+    gone = rng.choice(model.engines)
+    return msgspec.structs.replace(model, engines=tuple(one for one in model.engines if one != gone))
+
+
+def _adapted(model: Model, _: random.Random, __: int) -> Model:
+    return msgspec.structs.replace(model, adapters=model.adapters + 1)
+
+
+_EDITS: Final[Mapping[str, Callable[[Model, random.Random, int], Model]]] = {
+    "weight": _reweighted,
+    "limit": _limited,
+    "route renamed": _renamed,
+    "served name": _served_anew,
+    "endpoint added": _grown,
+    "endpoint removed": _shrunk,
+    "adapter added": _adapted,
+}
+CHANGES: Final = (*_EDITS, "model added", "model deleted")
+
+# What must be refused, each in the place of a good file.
+BROKEN: Final[Mapping[str, str]] = {
+    "no YAML": "kind: [",
+    "half a file": f'{{"apiVersion": "{API_VERSION}", "kind": "ModelRo',
+    "an unknown field": text_of([document("ModelRoute", "broken", {"modelName": "x", "rule": []})]),
+    "no ModelServer": text_of(
+        [
+            document(
+                "ModelRoute", "broken", {"modelName": "x", "rules": [{"targetModels": [{"modelServerName": "none"}]}]}
+            )
+        ]
+    ),
+    "a negative weight": text_of(
+        [
+            document(
+                "ModelRoute",
+                "broken",
+                {"modelName": "x", "rules": [{"targetModels": [{"modelServerName": "none", "weight": -1}]}]},
+            )
+        ]
+    ),
+    "binary": "\x00\x01\x02",
+}
+
+
+def first_fleet(models: int, engines: int) -> dict[int, Model]:
+    """As many models as that, by number, each on one engine process."""
+    return {number: Model(number, (number % engines,)) for number in range(models)}
+
+
+def next_change(fleet: Mapping[int, Model], rng: random.Random, *, size: int, engines: int) -> Change:
+    """A valid change. ``size``: how many models there should be, more or less; the numbers after it are spare."""
+    name = rng.choice(CHANGES)
+    if name in _EDITS:
+        before = rng.choice(list(fleet.values()))
+        return Change(name, before, _EDITS[name](before, rng, engines))
+    if len(fleet) < size or (name == "model added" and len(fleet) < size + spare(size) // 2):
+        free = sorted(set(range(size + spare(size))) - fleet.keys())
+        number = rng.choice(free)
+        # a name that was never used before
+        return Change("model added", None, Model(number, (rng.randrange(engines),), alias=rng.randrange(1, 10**9)))
+    return Change("model deleted", rng.choice(list(fleet.values())), None)
+
+
+def spare(size: int) -> int:
+    """Numbers of models that come and go."""
+    return max(4, size // 20)
+
+
+def applied(fleet: Mapping[int, Model], change: Change) -> dict[int, Model]:
+    """The fleet after a change."""
+    left = {number: model for number, model in fleet.items() if change.before is None or number != change.before.number}
+    return left if change.after is None else {**left, change.after.number: change.after}

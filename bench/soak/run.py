@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loops of a soak: load, changes, what is used of them, and samples."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import statistics
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+import msgspec
+
+from bench.soak import fleet
+from bench.soak.clients import APIS, Audience, Client, Outcome, Question
+from bench.soak.fleet import BROKEN, BROKEN_EVERY, Change, Model
+from bench.soak.gateway import JUDGED, KV, MIXED_NAME, Gateway, running_gateway
+from bench.soak.hostile import HOSTILE, MIXED, TRAP_HOST, TRAPPED_PATH, adapter_of
+from bench.soak.verdict import Latency, Loss, Process, Record, Refusal, Sample, Uptake
+from bench.usage import cpu_seconds, rss_bytes
+from extproc.config.report import REPORT_PATH, ConfigReport, content_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_REPORT_S: Final = 0.5
+# Clients stop asking for a name so long before its file changes: what they have sent is decided by then.
+_ON_THE_WAY_S: Final = 0.3
+_PROBE_S: Final = 0.5
+_LONGEST_PROBE_PAUSE_S: Final = 5.0
+_REFUSAL_S: Final = 60.0
+# Further requests are not sent while so many are open: a client's memory has bounds, too.
+_MOST_OPEN: Final = 500
+_MOST_RSS_BYTES: Final = 4 * 1024**3
+_MOST_LOSSES: Final = 2_000
+_MOST_LOG_LINES: Final = 100
+_PAGE_TIMEOUT: Final = aiohttp.ClientTimeout(total=10)
+_TRACEBACK: Final = "Traceback (most recent call last)"
+_ERROR: Final = re.compile(r"[\s|]*([\w.]+(?:Error|Exception|Events|Invalid)\b.*)")
+_BAD_LOG: Final = ("please report", "never retrieved", "[critical]", "assert failure")
+# Series of extproc's page that are summed up, by the counter that they are recorded as.
+_COUNTERS: Final[Mapping[str, str]] = {
+    "feed configuration": 'attache_config_reloads_total{result="applied"',
+    "feed engines' reports": "attache_engine_reports_total{",
+    "feed KV events": f'attache_kv_events_total{{result="received",server="default/{KV}"',
+    "KV events not read": 'attache_kv_events_total{result="unreadable"',
+}
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """``rate``: requests a second to honest models. ``hostile``: names of hostile engines. ``change_s`` and
+    ``sample_s``: between two changes, and between two samples.
+    """
+
+    minutes: float
+    models: int
+    rate: float = 15.0
+    hostile: tuple[str, ...] = ()
+    hostile_rate: float = 2.0
+    mixed_rate: float = 1.0
+    engines: int = 3
+    change_s: float = 1.0
+    sample_s: float = 10.0
+    seed: int = 0
+
+
+class Target(msgspec.Struct, frozen=True):
+    """Of a name that clients may ask for: what an answer to it must say."""
+
+    echoes: frozenset[str]
+    hosts: frozenset[str]
+
+
+def names_of(model: Model, before: Model | None = None) -> dict[str, Target]:
+    """The names that clients may ask for. Until a change is used, engines may still get the name of before."""
+    echoes = model.echoes | (before.echoes if before is not None else frozenset())
+    plain = Target(echoes, model.hosts)
+    return {model.asked: plain} | {name: Target(frozenset({name}), model.hosts) for name in model.adapter_names}
+
+
+async def soak(settings: Settings, directory: Path, stop: asyncio.Event) -> Record:
+    """Run until the time is over, something ends, or ``stop``. Raises StartFailed and EnvoyMissing."""
+    models = fleet.first_fleet(settings.models, settings.engines)
+    size = settings.models + fleet.spare(settings.models)
+    async with (
+        running_gateway(
+            directory, models, size=size, engine_count=settings.engines, hostile=settings.hostile
+        ) as gateway,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
+    ):
+        run = _Soak(settings, gateway, http, models, stop)
+        await run.run()
+    run.record.log_lines = await asyncio.to_thread(bad_lines, directory)
+    return run.record
+
+
+class _Soak:
+    """``known``: names that were seen to be served, and that are not about to go."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        gateway: Gateway,
+        http: aiohttp.ClientSession,
+        models: dict[int, Model],
+        stop: asyncio.Event,
+    ) -> None:
+        self.record = Record(settings.models, 0.0, settings.hostile)
+        self._settings, self._gateway, self._http, self._fleet, self._stop = settings, gateway, http, models, stop
+        self._clock = asyncio.get_running_loop().time
+        self._began_at_s = self._clock()
+        self._client = Client(gateway.url, http, self._began_at_s)
+        self._rng = random.Random(settings.seed)
+        self._known = {name: one for model in models.values() for name, one in names_of(model).items()}
+        self._known[KV] = Target(frozenset({KV}), frozenset())
+        self._names = sorted(self._known)
+        self._pending: dict[str, tuple[Uptake, str | None]] = {}
+        self._reports: dict[str, ConfigReport] = {}
+        self._outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._firsts: list[float] = []
+        self._slowest_page_s = 0.0
+        self._probes: set[asyncio.Task[None]] = set()
+
+    @property
+    def _now_s(self) -> float:
+        return self._clock() - self._began_at_s
+
+    async def run(self) -> None:
+        """All loops, until the time is over."""
+        loops = [asyncio.create_task(one) for one in (self._change(), self._follow_reports(), self._sample())]
+        load = asyncio.create_task(self._load())
+        try:
+            timer = asyncio.get_running_loop().call_later(60 * self._settings.minutes, self._stop.set)
+            waits = asyncio.create_task(self._stop.wait())
+            done, _ = await asyncio.wait([waits, load, *loops], return_when=asyncio.FIRST_COMPLETED)
+            timer.cancel()
+            self.record.seconds = self._now_s
+            if waits in done and self.record.seconds < 59 * self._settings.minutes and not self.record.stopped_by:
+                self.record.stopped_by = f"stopped after {self.record.seconds:.0f} s"
+            self._stop.set()
+            await load
+            for one in done:
+                one.result()
+            await self._take_sample()
+            if self._settings.hostile:
+                trap = f"http://{TRAP_HOST}:{self._gateway.hostile_port}{TRAPPED_PATH}"
+                self.record.trapped = int(await self._page(trap))
+        finally:
+            for task in (load, waits, *loops, *self._probes):
+                task.cancel()
+            await asyncio.gather(load, waits, *loops, *self._probes, return_exceptions=True)
+
+    # load
+
+    async def _load(self) -> None:
+        """Requests at an even rate, whatever becomes of those before; ends when all have their answers."""
+        settings, rng = self._settings, random.Random(self._settings.seed + 1)
+        rates: dict[Audience, float] = {"honest": settings.rate}
+        if settings.hostile:
+            rates["hostile"] = settings.hostile_rate
+        if MIXED in settings.hostile:
+            rates["mixed"] = settings.mixed_rate
+        rate, number = sum(rates.values()), 0
+        async with asyncio.TaskGroup() as tasks:
+            open_now: set[asyncio.Task[Outcome]] = set()
+            while not self._stop.is_set():
+                number += 1
+                (audience,) = rng.choices(list(rates), list(rates.values()))
+                if len(open_now) < _MOST_OPEN:
+                    task = tasks.create_task(self._ask(self._question(audience, number, rng)))
+                    open_now.add(task)
+                    task.add_done_callback(open_now.discard)
+                else:
+                    self._outcomes[audience]["not sent"] += 1
+                await asyncio.sleep(max(0.0, self._began_at_s + number / rate - self._clock()))
+
+    def _question(self, audience: Audience, number: int, rng: random.Random) -> Question:
+        if audience == "mixed":
+            return Question(audience, MIXED_NAME, number)
+        if audience == "hostile":
+            name = rng.choice(self._settings.hostile)
+            loads = HOSTILE[name].loads_adapters
+            return Question(audience, adapter_of(name) if loads else name, number, leaves=rng.random() < 0.1)
+        name = KV if rng.random() < 0.15 else rng.choice(list(self._known))
+        target = self._known[name]
+        (api,) = rng.choices(list(APIS), [7, 1, 1, 1])
+        return Question(
+            audience,
+            name,
+            number,
+            api=api,
+            is_streamed=rng.random() < 0.8,
+            leaves=rng.random() < 0.03,
+            echoes=target.echoes,
+            hosts=target.hosts,
+        )
+
+    async def _ask(self, question: Question) -> Outcome:
+        """Ask, and record what became of it."""
+        outcome = await self._client.ask(question)
+        audience, is_unknown = question.audience, question.audience == "known" and outcome.status == 404
+        result = "lost" if outcome.error and not is_unknown else "left" if question.leaves else "ok"
+        self._outcomes[audience][result] += 1
+        self.record.totals.setdefault(audience, {}).setdefault(result, 0)
+        self.record.totals[audience][result] += 1
+        if audience == "honest" and outcome.first_s:
+            self._firsts.append(outcome.first_s)
+        if result == "lost" and len(self.record.losses) < _MOST_LOSSES:
+            self.record.losses.append(Loss(outcome.at_s, audience, question.model, question.api, outcome.error))
+        return outcome
+
+    # changes
+
+    async def _change(self) -> None:
+        """A change of the directory every second; every so often one that must be refused."""
+        settings, number = self._settings, 0
+        next_at_s = self._clock()
+        while True:
+            next_at_s = max(next_at_s + settings.change_s, self._clock())
+            await asyncio.sleep(next_at_s - self._clock())
+            number += 1
+            if number % BROKEN_EVERY == BROKEN_EVERY // 2:
+                await self._break(number // BROKEN_EVERY)
+            else:
+                change = fleet.next_change(self._fleet, self._rng, size=settings.models, engines=settings.engines)
+                await self._apply(change)
+
+    async def _apply(self, change: Change) -> None:
+        before, after = change.before, change.after
+        model = after or before
+        assert model is not None
+        had = {} if before is None else names_of(before)
+        has = {} if after is None else names_of(after, before)
+        gone = had.keys() - has.keys()
+        for name in gone:
+            self._known.pop(name, None)
+        if gone:
+            await asyncio.sleep(_ON_THE_WAY_S)
+        text = None if after is None else fleet.content(after, self._gateway.ports)
+        self._gateway.write(model.file, text)
+        self._fleet = fleet.applied(self._fleet, change)
+        uptake = Uptake(change.name, model.file, self._now_s)
+        self.record.uptakes.append(uptake)
+        if model.file in self._pending:
+            self._pending[model.file][0].is_superseded = True
+        self._pending[model.file] = uptake, None if text is None else content_digest(text.encode())
+        for name, target in has.items():
+            if name in self._known:
+                self._known[name] = target
+            elif name not in had:
+                self._start(self._probe_new(name, target, model.number, uptake))
+        if after is None and before is not None:
+            self._start(self._probe_gone(before.asked, uptake))
+
+    def _start(self, probe: Any) -> None:  # noqa: ANN401 - a coroutine
+        task = asyncio.create_task(probe)
+        self._probes.add(task)
+        task.add_done_callback(self._probes.discard)
+
+    async def _probe_new(self, name: str, target: Target, number: int, uptake: Uptake) -> None:
+        """Ask for a new name until it is served; it is load's from then on. It may be unknown, but nothing else."""
+        pause_s = _PROBE_S
+        while (model := self._fleet.get(number)) is not None and name in names_of(model):
+            question = Question("known", name, 0, echoes=target.echoes | model.echoes, hosts=target.hosts)
+            outcome = await self._ask(question)
+            # the model may have changed again while it was asked for
+            model = self._fleet.get(number)
+            if not outcome.error and model is not None and (now := names_of(model).get(name)) is not None:
+                uptake.client_s = self._now_s - uptake.at_s
+                self._known[name] = Target(target.echoes | now.echoes, now.hosts)
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LONGEST_PROBE_PAUSE_S, 1.2 * pause_s)
+
+    async def _probe_gone(self, name: str, uptake: Uptake) -> None:
+        """Ask for a deleted name until it is unknown. It may be served, but nothing else."""
+        outcome = await self._ask(Question("known", name, 0))
+        while outcome.status != 404:
+            await asyncio.sleep(_PROBE_S)
+            outcome = await self._ask(Question("known", name, 0))
+        uptake.client_s = self._now_s - uptake.at_s
+
+    async def _break(self, number: int) -> None:
+        """Break a model's file, see both refuse it while its model is served, and mend it."""
+        what = list(BROKEN)[number % len(BROKEN)]
+        model = self._rng.choice(list(self._fleet.values()))
+        refusal = Refusal(what, self._now_s)
+        self.record.refusals.append(refusal)
+        self._gateway.write(model.file, BROKEN[what])
+        refusal.extproc_s = await self._seen("extproc", is_refused=True)
+        refusal.bundle_s = await self._seen("bundle", is_refused=True)
+        if (target := self._known.get(model.asked)) is not None:
+            await self._ask(Question("honest", model.asked, number, echoes=target.echoes, hosts=target.hosts))
+        self._gateway.write(model.file, fleet.content(model, self._gateway.ports))
+        mended = [await self._seen(one, is_refused=False) for one in ("extproc", "bundle")]
+        if None not in mended:
+            refusal.mended_s = self._now_s - refusal.at_s
+
+    async def _seen(self, process: str, *, is_refused: bool) -> float | None:
+        """Seconds until a process's report says so; None if that takes a minute."""
+        began_at_s = self._clock()
+        while self._clock() - began_at_s < _REFUSAL_S:
+            report = self._reports.get(process)
+            if report is not None and bool(report.refused) == is_refused:
+                return self._clock() - began_at_s
+            await asyncio.sleep(0.1)
+        return None
+
+    # what is used
+
+    async def _follow_reports(self) -> None:
+        """Read twice a second which files extproc uses, and which Envoy, by the bundle's word."""
+        pages = {"extproc": self._gateway.extproc, "bundle": self._gateway.bundle}
+        while True:
+            for name, url in pages.items():
+                asked_at_s = self._clock()
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # whether it runs, samples tell
+                    self._reports[name] = msgspec.json.decode(await self._page(url + REPORT_PATH), type=ConfigReport)
+                if name == "extproc":
+                    self._slowest_page_s = max(self._slowest_page_s, self._clock() - asked_at_s)
+            self._match()
+            await asyncio.sleep(_REPORT_S)
+
+    def _match(self) -> None:
+        for file, (uptake, digest) in list(self._pending.items()):
+            taken_s = self._now_s - uptake.at_s
+            extproc, bundle = (self._reports.get(name) for name in ("extproc", "bundle"))
+            if uptake.extproc_s is None and extproc is not None and extproc.files.get(file) == digest:
+                uptake.extproc_s = taken_s
+            if uptake.envoy_s is None and bundle is not None and bundle.files.get(file) == digest:
+                uptake.envoy_s = taken_s
+            if uptake.extproc_s is not None and uptake.envoy_s is not None:
+                del self._pending[file]
+
+    async def _page(self, url: str) -> bytes:
+        async with self._http.get(url, timeout=_PAGE_TIMEOUT) as response:
+            return await response.read()
+
+    # samples
+
+    async def _sample(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.sample_s)
+            ended = [name for name in JUDGED if not self._gateway.processes.is_running(name)]
+            if not ended:
+                await self._take_sample()
+                held = self.record.samples[-1].processes
+                ended = [name for name, one in held.items() if one.rss_bytes > _MOST_RSS_BYTES]
+            if ended:
+                self.record.ended = [f"{name} ended or took all memory before {self._now_s:.0f} s" for name in ended]
+                self.record.stopped_by = f"{' and '.join(ended)} did not last"
+                self._stop.set()
+                return
+
+    async def _take_sample(self) -> None:
+        processes = {
+            name: process_of(self._gateway.processes.pid(name))
+            for name in JUDGED
+            if self._gateway.processes.is_running(name)
+        }
+        firsts, self._firsts = sorted(self._firsts), []
+        outcomes, self._outcomes = self._outcomes, defaultdict(Counter)
+        slowest_page_s, self._slowest_page_s = self._slowest_page_s, 0.0
+        self.record.samples.append(
+            Sample(
+                at_s=self._now_s,
+                processes=processes,
+                outcomes={who: dict(counts) for who, counts in outcomes.items()},
+                latency=latency_of(firsts),
+                counters=await self._counters(),
+                slowest_page_s=slowest_page_s,
+            )
+        )
+
+    async def _counters(self) -> dict[str, float]:
+        """Of extproc and of Envoy; those of a process whose pages do not answer are missing."""
+        found: dict[str, float] = {}
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            page = (await self._page(f"{self._gateway.extproc}/metrics")).decode()
+            found = {name: summed(page, prefix) for name, prefix in _COUNTERS.items()}
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            stats = await self._page(f"{self._gateway.admin}/stats?filter=update_(rejected|failure|success)$")
+            for kind in ("rejected", "failure", "success"):
+                found[f"envoy {kind}"] = summed(stats.decode(), "", f"update_{kind}:")
+        return found
+
+
+def summed(page: str, prefix: str, word: str = "") -> float:
+    """The sum of the values of the lines that begin with ``prefix`` and have ``word``."""
+    lines = (line for line in page.splitlines() if line.startswith(prefix) and word in line and line[:1] != "#")
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def latency_of(firsts: list[float]) -> Latency:
+    """Of times in rising order; zeros if there are none."""
+    if len(firsts) < 2:
+        return Latency(*(firsts or [0.0]) * 3)
+    cuts = statistics.quantiles(firsts, n=100, method="inclusive")
+    return Latency(cuts[49], cuts[98], firsts[-1])
+
+
+def process_of(pid: int) -> Process:
+    """A process as it is now."""
+    folder = Path(f"/proc/{pid}")
+    return Process(
+        rss_bytes=rss_bytes(pid),
+        cpu_s=cpu_seconds(pid),
+        fds=sum(1 for _ in (folder / "fd").iterdir()),
+        threads=sum(1 for _ in (folder / "task").iterdir()),
+    )
+
+
+def bad_lines(logs: Path) -> list[str]:
+    """What the judged processes' logs must not have: tracebacks, by their errors, and lines of bugs; with counts."""
+    found: Counter[str] = Counter()
+    for file in (logs / f"{name}.log" for name in JUDGED):
+        is_traced = False
+        with file.open(errors="replace") as lines:
+            for line in lines:
+                # a traceback's last line says what it was
+                if is_traced and (error := _ERROR.match(line)) is not None:
+                    is_traced = False
+                    found[f"{file.name}: {error[1][:200]}"] += 1
+                elif any(word in line for word in _BAD_LOG):
+                    found[f"{file.name}: {line.strip()[:200]}"] += 1
+                is_traced = is_traced or _TRACEBACK in line
+    return [f"{text} ({count} times)" for text, count in found.most_common(_MOST_LOG_LINES)]

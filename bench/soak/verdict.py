@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a soak has recorded, and whether that is well: pure.
+
+Memory must not grow for ever: a line is fitted to a process's memory after the warm-up, in which caches fill and
+allocators find their size (measured: extproc goes from 86 to 101 MB in 8 minutes, and stays). The bound is 20 MiB an
+hour. That is half a GiB a day, what a container may have to spare between two deployments. It is also what the fit can
+tell from noise: memory that jumps by 10 MiB gives the slope of 50 minutes, with a sample every 10 s, an error of
+2 MiB an hour. And it is little: 400 bytes kept of each of 15 requests a second, or 6 KB of each change a second, are
+above it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+MIB: Final = 1024 * 1024
+_SHOWN: Final = 20
+# Of an error, what is printed: its beginning says of what kind it is.
+_KIND: Final = 120
+
+
+class Process(msgspec.Struct, frozen=True):
+    """One process at one moment."""
+
+    rss_bytes: int
+    cpu_s: float
+    fds: int
+    threads: int
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """Of the honest requests that ended since the last sample, from the first byte sent to the first received."""
+
+    p50_s: float
+    p99_s: float
+    slowest_s: float
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """``outcomes``: since the last sample, by audience: how many ended well (``ok``), lost, left. ``counters``: of
+    extproc's feeds and of Envoy's updates, since the start. ``slowest_page_s``: extproc's page of its configuration is
+    asked for twice a second, so this is how long its event loop was busy at once.
+    """
+
+    at_s: float
+    processes: Mapping[str, Process]
+    outcomes: Mapping[str, Mapping[str, int]]
+    latency: Latency
+    counters: Mapping[str, float]
+    slowest_page_s: float
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """A request that did not get what it should. ``at_s``: when it was sent."""
+
+    at_s: float
+    audience: str
+    model: str
+    api: str
+    error: str
+
+
+class Uptake(msgspec.Struct):
+    """How long a change took until it was used, in seconds; None: not seen, as the end or the next change of the same
+    file came first. ``client_s``: until a client could tell.
+    """
+
+    change: str
+    file: str
+    at_s: float
+    extproc_s: float | None = None
+    envoy_s: float | None = None
+    client_s: float | None = None
+    is_superseded: bool = False
+
+
+class Refusal(msgspec.Struct):
+    """A broken file. ``kept``: the model whose file it replaced was served all the time."""
+
+    what: str
+    at_s: float
+    extproc_s: float | None = None
+    bundle_s: float | None = None
+    mended_s: float | None = None
+
+
+class Record(msgspec.Struct):
+    """All of a soak."""
+
+    models: int
+    seconds: float
+    hostile: tuple[str, ...]
+    samples: list[Sample] = []
+    losses: list[Loss] = []
+    totals: dict[str, dict[str, int]] = {}
+    uptakes: list[Uptake] = []
+    refusals: list[Refusal] = []
+    log_lines: list[str] = []
+    ended: list[str] = []
+    trapped: int = 0
+    stopped_by: str = ""
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """``uptake_s``: extproc waits 3 s before it uses a new ModelServer, and both are to have read 1,000 models; the
+    slowest of all changes counts. ``feed_s``: the longest that a feed may bring nothing.
+    """
+
+    warm_up_s: float = 600.0
+    least_fitted_s: float = 600.0
+    growth_mib_per_hour: float = 20.0
+    uptake_s: float = 30.0
+    feed_s: float = 60.0
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One thing that had to be well. ``is_ok``: None where the soak was too short to tell."""
+
+    name: str
+    is_ok: bool | None
+    text: str
+
+
+def verdict(record: Record, bounds: Bounds) -> list[Check]:
+    """Everything that was to be well, and whether it was."""
+    return [
+        *_lost(record),
+        *_memory(record, bounds),
+        _list("processes", record.ended, "all ran to the end"),
+        _list("logs", record.log_lines, "no traceback and no assertion"),
+        *_feeds(record, bounds),
+        _uptakes(record, bounds),
+        _refusals(record, bounds),
+        _envoy(record),
+        Check("redirects", record.trapped == 0, f"{record.trapped} requests followed an engine's redirect"),
+        Check("end", not record.stopped_by, record.stopped_by or "the soak ran for its time"),
+    ]
+
+
+def is_well(checks: Sequence[Check]) -> bool:
+    """Nothing failed."""
+    return all(one.is_ok is not False for one in checks)
+
+
+def slope_mib_per_hour(points: Sequence[tuple[float, int]]) -> float:
+    """The growth of memory: least squares through (seconds, bytes)."""
+    found = statistics.linear_regression([at_s for at_s, _ in points], [rss for _, rss in points])
+    return found.slope * 3600 / MIB
+
+
+def _lost(record: Record) -> Iterator[Check]:
+    for audience in ("honest", "known"):
+        lost = [one for one in record.losses if one.audience == audience]
+        sent = sum(record.totals.get(audience, {}).values())
+        kinds = Counter(one.error[:_KIND] for one in lost)
+        shown = "".join(f"\n  {times} times {kind}" for kind, times in kinds.most_common(_SHOWN))
+        shown += "".join(f"\n  {one.at_s:.1f} s {one.model} {one.api}: {one.error[:_KIND]}" for one in lost[:_SHOWN])
+        count = record.totals.get(audience, {}).get("lost", 0)
+        what = "requests to honest models" if audience == "honest" else "requests to models just added or deleted"
+        yield Check(f"{audience} requests", count == 0 and sent > 0, f"{count} of {sent} {what} lost{shown}")
+
+
+def _memory(record: Record, bounds: Bounds) -> Iterator[Check]:
+    warm = [one for one in record.samples if one.at_s >= bounds.warm_up_s]
+    names = sorted({name for one in record.samples for name in one.processes})
+    for name in names:
+        points = [(one.at_s, one.processes[name].rss_bytes) for one in warm if name in one.processes]
+        if len(points) < 2 or points[-1][0] - points[0][0] < bounds.least_fitted_s:
+            yield Check(f"memory of {name}", None, "too short to tell")
+            continue
+        slope, last = slope_mib_per_hour(points), points[-1][1] / MIB
+        text = f"{slope:+.1f} MiB/h at {last:.0f} MiB; at most {bounds.growth_mib_per_hour:+g}"
+        yield Check(f"memory of {name}", slope <= bounds.growth_mib_per_hour, text)
+
+
+def _feeds(record: Record, bounds: Bounds) -> Iterator[Check]:
+    feeds = sorted({name for one in record.samples for name in one.counters if name.startswith("feed ")})
+    for feed in feeds:
+        longest = longest_silence([(one.at_s, one.counters.get(feed, 0.0)) for one in record.samples])
+        text = f"never silent for more than {longest:.0f} s; at most {bounds.feed_s:g}"
+        yield Check(feed, longest <= bounds.feed_s, text)
+
+
+def longest_silence(points: Sequence[tuple[float, float]]) -> float:
+    """Seconds in which a counter stood still; where it fell, its process began anew."""
+    longest, since_s = 0.0, points[0][0] if points else 0.0
+    for (_, before), (at_s, value) in itertools.pairwise(points):
+        if value != before:
+            since_s = at_s
+        longest = max(longest, at_s - since_s)
+    return longest
+
+
+def _uptakes(record: Record, bounds: Bounds) -> Check:
+    texts, is_ok = [], True
+    for side in ("extproc_s", "envoy_s", "client_s"):
+        known = sorted(value for one in record.uptakes if (value := getattr(one, side)) is not None)
+        if not known:
+            continue
+        middle, last = known[len(known) // 2], known[-1]
+        is_ok = is_ok and last <= bounds.uptake_s
+        texts.append(f"{side[:-2]} {middle:.1f} s (slowest {last:.1f})")
+    open_s = [record.seconds - one.at_s for one in record.uptakes if one.extproc_s is None and not one.is_superseded]
+    late = sum(one > bounds.uptake_s for one in open_s)
+    text = f"{', '.join(texts) or 'none seen'}; {late} of {len(record.uptakes)} not used within {bounds.uptake_s:g} s"
+    return Check("changes", is_ok and not late and bool(texts), text)
+
+
+def _refusals(record: Record, bounds: Bounds) -> Check:
+    # one at the very end may not be mended any more
+    due = [one for one in record.refusals if one.at_s < record.seconds - bounds.uptake_s]
+    missed = [
+        f"{one.what} at {one.at_s:.0f} s"
+        for one in due
+        if one.extproc_s is None or one.bundle_s is None or one.mended_s is None
+    ]
+    text = f"{len(due) - len(missed)} of {len(due)} refused by both and mended"
+    return Check("broken files", not missed, f"{text}{': not ' if missed else ''}{', '.join(missed[:_SHOWN])}")
+
+
+def _envoy(record: Record) -> Check:
+    rejected = record.samples[-1].counters.get("envoy rejected", 0.0) if record.samples else 0.0
+    return Check("Envoy's updates", rejected == 0, f"{rejected:g} rejected")
+
+
+def _list(name: str, found: Sequence[str], well: str) -> Check:
+    return Check(name, not found, "\n  ".join([f"{len(found)}:", *found[:_SHOWN]]) if found else well)

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with an answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.soak.clients import Question, flaw
+
+ASKED = Question("honest", "m1.0", 1, echoes=frozenset({"a.0"}), hosts=frozenset({"127.1.0.1"}))
+WHOLE = b'data: {"model":"a.0","choices":[]}\n\ndata: [DONE]\n\n'
+
+
+def test_a_whole_answer_of_the_right_engine_has_no_flaw() -> None:
+    assert flaw(ASKED, 200, "127.1.0.1", WHOLE) == ""
+
+
+@pytest.mark.parametrize(
+    ("status", "served", "raw", "said"),
+    [
+        (503, "", b'{"error":{}}\n', '503 {"error":{}}'),
+        (200, "127.1.0.1", WHOLE[:40], "ended early"),
+        (200, "127.1.0.1", WHOLE.replace(b"a.0", b"b.0"), "asked for b.0, not for a.0"),
+        (200, "127.1.0.1", b"data: [DONE]\n\n", "no model"),
+        (200, "127.1.0.2", WHOLE, "127.1.0.2 answered"),
+    ],
+)
+def test_a_flaw_is_told(status: int, served: str, raw: bytes, said: str) -> None:
+    assert said in flaw(ASKED, status, served, raw)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The soak's options, and what it reads of logs and pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bench.soak import report
+from bench.soak.__main__ import chosen
+from bench.soak.hostile import HOSTILE, hostile_host
+from bench.soak.run import bad_lines, summed
+from bench.soak.verdict import Bounds, Latency, Process, Record, Sample, verdict
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_hostile_engines_are_chosen_by_group_and_by_name() -> None:
+    assert chosen("none") == ()
+    assert chosen("all") == tuple(HOSTILE)
+    assert chosen("answers,labels") == ("labels", "dies", "resets", "interim")
+    with pytest.raises(ValueError, match="no hostile engine is called labelz"):
+        chosen("labelz")
+
+
+def test_every_hostile_engine_has_an_address_of_its_own() -> None:
+    assert len({hostile_host(name) for name in HOSTILE}) == len(HOSTILE)
+
+
+def test_a_traceback_is_told_by_its_error_with_a_count(tmp_path: Path) -> None:
+    trace = 'Traceback (most recent call last):\n  File "x", line 1, in y\nKeyError: 7\nINFO all is well\n'
+    for name in ("extproc", "bundle", "envoy"):
+        (tmp_path / f"{name}.log").write_text(2 * trace if name == "extproc" else "KeyError: in a sentence\n")
+
+    assert bad_lines(tmp_path) == ["extproc.log: KeyError: 7 (2 times)"]
+
+
+def test_series_are_summed_up() -> None:
+    page = '# TYPE a counter\na{x="1"} 2.0\na{x="2"} 3.0\nb 7\n'
+
+    assert summed(page, "a{") == 5
+    assert summed("cluster.x.update_rejected: 2\ncluster.x.update_success: 9\n", "", "update_rejected:") == 2
+
+
+def test_the_report_has_the_verdict_and_a_picture(tmp_path: Path) -> None:
+    process = Process(1, 0.1, 1, 1)
+    samples = [
+        Sample(at_s, {"extproc": process}, {"honest": {"ok": 1}}, Latency(0.1, 0.1, 0.1), {}, 0.1)
+        for at_s in (10.0, 20.0)
+    ]
+    record = Record(1, 20.0, (), samples=samples)
+    checks = verdict(record, Bounds())
+
+    report.write(record, checks, tmp_path)
+
+    assert b'"verdict"' in (tmp_path / "soak.json").read_bytes()
+    assert (tmp_path / "soak.png").stat().st_size > 1000
+    assert "not judged memory of extproc: too short to tell" in report.lines(checks)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A soak's verdict, from records that are made up."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from bench.soak.verdict import (
+    MIB,
+    Bounds,
+    Latency,
+    Loss,
+    Process,
+    Record,
+    Refusal,
+    Sample,
+    Uptake,
+    is_well,
+    longest_silence,
+    slope_mib_per_hour,
+    verdict,
+)
+
+BOUNDS = Bounds()
+QUIET = Latency(0.01, 0.02, 0.03)
+
+
+def sample(at_s: float, rss_mib: float, **counters: float) -> Sample:
+    """With one process, and a feed that has brought something unless ``counters`` say otherwise."""
+    process = Process(round(rss_mib * MIB), cpu_s=at_s / 10, fds=20, threads=5)
+    counted = {"feed configuration": at_s, "envoy rejected": 0.0, **counters}
+    return Sample(at_s, {"extproc": process}, {"honest": {"ok": 150}}, QUIET, counted, 0.01)
+
+
+def good() -> Record:
+    """An hour in which memory grew in the first ten minutes, and then not any more."""
+    samples = [sample(at_s, min(100.0, 50.0 + at_s / 10)) for at_s in range(10, 3601, 10)]
+    return Record(
+        models=1000,
+        seconds=3600.0,
+        hostile=(),
+        samples=samples,
+        totals={"honest": {"ok": 54_000}, "known": {"ok": 4_000}},
+        uptakes=[Uptake("weight", "a.yaml", 10.0, extproc_s=0.2, envoy_s=1.0)],
+        refusals=[Refusal("no YAML", 30.0, extproc_s=0.1, bundle_s=0.2, mended_s=1.0)],
+    )
+
+
+def failed(record: Record) -> list[str]:
+    """The names of the checks that failed."""
+    return [one.name for one in verdict(record, BOUNDS) if one.is_ok is False]
+
+
+def test_a_soak_in_which_nothing_went_wrong_is_well() -> None:
+    assert is_well(verdict(good(), BOUNDS))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"ended": ["extproc ended"]}, "processes"),
+        ({"log_lines": ["extproc.log: KeyError (3 times)"]}, "logs"),
+        ({"trapped": 1}, "redirects"),
+        ({"stopped_by": "stopped after 7 s"}, "end"),
+        ({"totals": {"honest": {"ok": 5, "lost": 1}, "known": {"ok": 1}}}, "honest requests"),
+        ({"totals": {"honest": {"ok": 5}, "known": {"lost": 1}}}, "known requests"),
+        ({"totals": {}}, "honest requests"),
+        ({"uptakes": []}, "changes"),
+        ({"uptakes": [Uptake("weight", "a.yaml", 10.0, extproc_s=31.0)]}, "changes"),
+        ({"uptakes": [Uptake("a", "a", 1.0, extproc_s=1.0), Uptake("b", "b", 9.0)]}, "changes"),
+        ({"refusals": [Refusal("no YAML", 30.0, extproc_s=0.1)]}, "broken files"),
+        ({"samples": [*good().samples, sample(3610.0, 100.0, **{"envoy rejected": 1.0})]}, "Envoy's updates"),
+        ({"samples": [*good().samples, sample(3700.0, 100.0, **{"feed configuration": 3600.0})]}, "feed configuration"),
+    ],
+)
+def test_each_thing_that_goes_wrong_fails_a_check(change: dict[str, object], name: str) -> None:
+    assert name in failed(msgspec.structs.replace(good(), **change))
+
+
+def test_what_the_last_seconds_could_not_show_fails_nothing() -> None:
+    late = msgspec.structs.replace(
+        good(),
+        uptakes=[*good().uptakes, Uptake("weight", "b.yaml", 3590.0)],
+        refusals=[Refusal("no YAML", 3590.0, extproc_s=0.1)],
+    )
+
+    assert failed(late) == []
+
+
+def test_a_change_that_the_next_one_of_its_file_overtook_is_not_late() -> None:
+    overtaken = Uptake("weight", "b.yaml", 10.0, is_superseded=True)
+
+    assert failed(msgspec.structs.replace(good(), uptakes=[*good().uptakes, overtaken])) == []
+
+
+def test_requests_to_hostile_and_mixed_engines_may_be_lost() -> None:
+    losses = [Loss(1.0, "hostile", "dies", "chat", "503"), Loss(2.0, "mixed", "mixed", "chat", "503")]
+    totals = {**good().totals, "hostile": {"lost": 1}, "mixed": {"lost": 1}}
+
+    assert failed(msgspec.structs.replace(good(), losses=losses, totals=totals)) == []
+
+
+def test_a_lost_request_is_listed_with_its_time() -> None:
+    lost = Loss(12.3, "honest", "m7.0", "chat", "503 no engine")
+    record = msgspec.structs.replace(good(), losses=[lost], totals={"honest": {"ok": 1, "lost": 1}})
+
+    (check,) = (one for one in verdict(record, BOUNDS) if one.name == "honest requests")
+
+    assert "12.3 s m7.0 chat: 503 no engine" in check.text
+
+
+def test_memory_that_grows_after_the_warm_up_fails() -> None:
+    # 30 MiB in the hour
+    growing = [sample(at_s, 100 + at_s / 120) for at_s in range(10, 3601, 10)]
+
+    assert failed(msgspec.structs.replace(good(), samples=growing)) == ["memory of extproc"]
+
+
+def test_memory_of_a_short_soak_is_not_judged() -> None:
+    short = msgspec.structs.replace(good(), samples=[sample(at_s, at_s) for at_s in range(10, 1000, 10)])
+
+    (check,) = (one for one in verdict(short, BOUNDS) if one.name == "memory of extproc")
+
+    assert check.is_ok is None
+
+
+def test_the_slope_is_that_of_the_best_line() -> None:
+    assert slope_mib_per_hour([(0, 0), (1800, 5 * MIB), (3600, 10 * MIB)]) == pytest.approx(10)
+
+
+def test_a_feed_is_silent_while_its_counter_stands_still() -> None:
+    assert longest_silence([(0, 1), (10, 2), (20, 2), (50, 2), (60, 3)]) == 40
+    assert longest_silence([]) == 0
