@@ -8,7 +8,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from extproc.cli.check_notes import limits_of_nobody, literal_stars, unrouted_servers, unsalted_messages
+from extproc.cli.check_notes import (
+    limits_of_nobody,
+    literal_stars,
+    too_many_watched_files,
+    unrouted_servers,
+    unsalted_messages,
+)
 from extproc.cli.mistakes import counted, report
 from extproc.config.attachment import is_attached
 from extproc.config.directory import load_directory
@@ -64,6 +70,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *literal_stars(snapshot),
             *limits_of_nobody(snapshot),
             *unsalted_messages(snapshot),
+            *too_many_watched_files(snapshot),
             *_missing_files(snapshot, directory),
             *_notes(snapshot),
         ]

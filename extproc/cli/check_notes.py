@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from extproc.config.authentication import Authentication
     from extproc.config.snapshot import Snapshot
 
+# Of 128, some 40 are for the bundle's own files and endpoints.
+_MOST_WATCHED: Final = 80
+_ROUND: Final = 128
 # What is counted together where nobody says who asks.
 _ALL_AS_ONE: Final = {"Tenant": "tenant", "User": "user", "ApiKey": "key"}
 
@@ -58,6 +61,28 @@ def unrouted_servers(snapshot: Snapshot) -> Iterator[str]:
                 f" write a ModelRoute with targetModels: [{{modelServerName: {server.metadata.name}}}], remove it, or"
                 f" run extproc with --pool {server.metadata.name} behind a gateway that something else configures"
             )
+
+
+def too_many_watched_files(snapshot: Snapshot) -> Iterator[str]:
+    """Files of the bundle that Envoy watches, each with an inotify instance of its own: without one it aborts.
+
+    Clusters and endpoints take as many as are free whatever their number, so listeners and secrets alone are counted.
+    """
+    listeners, connections = snapshot.gateway.listeners, {server.spec.connection for server in snapshot.servers}
+    routes = {one.address if one.tls is None else one.name for one in listeners}
+    secrets: set[object] = {one for listener in listeners if listener.tls for one in listener.tls.certificates}
+    secrets |= {listener.tls.client_certificates for listener in listeners if listener.tls} - {None}
+    for connection in connections:
+        secrets |= {connection.api_key_file or connection.api_key_env or connection.api_key_ref} - {None}
+        if connection.tls is not None:
+            secrets |= {connection.tls.ca_file, connection.tls.client_certificate} - {None}
+    watched = len(routes) + len(secrets)
+    if watched > _MOST_WATCHED:
+        yield (
+            f"Envoy watches {watched} files of listeners, certificates and keys, and takes an inotify instance of the"
+            " machine for each; Linux gives a user 128 by default, and Envoy ends where there is none left: on its"
+            f" machine write fs.inotify.max_user_instances = {_ROUND * -(-2 * watched // _ROUND)} into /etc/sysctl.d"
+        )
 
 
 def literal_stars(snapshot: Snapshot) -> Iterator[str]:

@@ -105,6 +105,24 @@ def test_isolation_that_holds_or_that_nobody_asked_for_is_not_noted(check: Check
     assert check(GatewayConfig={"authentication": KEYS}) == []
 
 
+def test_more_watched_files_than_a_machine_has_inotify_instances(check: Check) -> None:
+    def said(listeners: int) -> list[str]:
+        many = [
+            {
+                "name": f"l{one}",
+                "address": f"127.0.0.1:{9000 + one}",
+                "tls": {"certificates": [{"certFile": f"c{one}", "keyFile": "k"}]},
+            }
+            for one in range(listeners)
+        ]
+        return [one for one in check(GatewayConfig={"listeners": many}) if "inotify" in one]
+
+    (note,) = said(41)
+    assert "Envoy watches 82 files" in note
+    assert "fs.inotify.max_user_instances = 256" in note
+    assert said(40) == []
+
+
 def test_the_readme_has_nothing_to_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = re.search(
         r"config/attache.yaml <<'END'\n(.*?)^END$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
