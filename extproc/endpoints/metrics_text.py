@@ -206,7 +206,7 @@ class OneMetric:
     def value(self, page: bytes) -> float:
         """NaN if the page has no such series."""
         lines = self._family.lines(page)
-        found = [_value(line) for line in lines if all([label.search(line) for label in self._labels])]
+        found = [_value(line) for line in lines if all(label.search(line) for label in self._labels)]
         values = [value for value in found if value is not None]
         return sum(values) if values else math.nan
 

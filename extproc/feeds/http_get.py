@@ -22,7 +22,12 @@ _MOST_HEAD_BYTES: Final = 16 * 1024
 _MOST_LINE_BYTES: Final = 1024
 _MOST_CHUNKS: Final = 16_384
 _END_OF_HEAD: Final = b"\r\n\r\n"
-_LENGTH: Final = re.compile(rb"[0-9]{1,10}")
+_OK: Final = re.compile(rb"HTTP/1\.[0-9] 200(?![^ \r])")
+# The fields that say how long an answer is: a length, or a transfer coding.
+_LENGTHS: Final = re.compile(
+    rb"\r\n(?:content-length:[ \t]*([^\r\n]*)|transfer-encoding:[ \t]*([^\r\n]*))", re.IGNORECASE
+)
+_LENGTH: Final = re.compile(rb"[0-9]{1,10}[ \t]*")
 _CHUNK_SIZE: Final = re.compile(rb"([0-9a-fA-F]{1,8})(;.*)?", re.DOTALL)
 _SHOWN_BYTES: Final = 80
 
@@ -74,9 +79,7 @@ class AnswerParser:
             if not int(size[1], 16):
                 yield from self._skip_trailers()
                 return b"".join(parts)
-            parts.append((yield from self._take(int(size[1], 16))))
-            if (yield from self._take(2)) != b"\r\n":
-                raise BadAnswer("a chunk is longer than its size")
+            parts.append((yield from self._take(int(size[1], 16), b"\r\n")))
         raise BadAnswer(f"an answer of more than {_MOST_CHUNKS} chunks")
 
     def _skip_trailers(self) -> Generator[None, None, None]:
@@ -85,14 +88,19 @@ class AnswerParser:
             if self._at > ends_at:
                 raise BadAnswer(f"more than {_MOST_HEAD_BYTES} bytes of trailers")
 
-    def _take(self, size: int) -> Generator[None, None, bytes]:
+    def _take(self, size: int, after: bytes = b"") -> Generator[None, None, bytes]:
+        """So many bytes, which ``after`` must follow."""
         end = self._at + size
         if end > MOST_BYTES:
             raise BadAnswer(f"an answer of more than {MOST_BYTES} bytes")
-        while len(self._data) < end:
+        next_at = end + len(after)
+        while len(self._data) < next_at:
             yield
-        taken = bytes(self._data[self._at : end])
-        self._at = end
+        with memoryview(self._data) as data:
+            taken = bytes(data[self._at : end])
+            if data[end:next_at] != after:
+                raise BadAnswer("a chunk is longer than its size")
+        self._at = next_at
         return taken
 
     def _until(self, mark: bytes, most: int) -> Generator[None, None, bytes]:
@@ -191,18 +199,17 @@ def _whole_body(data: bytes) -> bytes | None:
 
 def _length_in(head: bytes) -> int | None:
     """The content length; None for chunks. Raises BadAnswer unless it is the head of a 200 that can be read."""
-    status, *lines = head.split(b"\r\n")
-    version, _, rest = status.partition(b" ")
-    if not version.startswith(b"HTTP/1.") or rest.split(b" ", 1)[0] != b"200":
+    if _OK.match(head) is None:
+        status, _, _ = head.partition(b"\r\n")
         raise BadAnswer(f"answered {_shown(status)}")
-    fields = [(name.lower(), value.strip()) for name, _, value in (line.partition(b":") for line in lines)]
-    lengths = {value for name, value in fields if name == b"content-length"}
-    codings = [value.lower() for name, value in fields if name == b"transfer-encoding"]
-    if codings == [b"chunked"] and not lengths:
-        return None
-    if codings or len(lengths) != 1 or _LENGTH.fullmatch(length := lengths.pop()) is None:
-        raise BadAnswer("an answer without content-length or chunks, or with several of them")
-    return int(length)
+    fields = _LENGTHS.findall(head)
+    if len(fields) == 1:
+        ((length, coding),) = fields
+        if coding.lower() == b"chunked":
+            return None
+        if _LENGTH.fullmatch(length):
+            return int(length)
+    raise BadAnswer("an answer without content-length or chunks, or with several of them")
 
 
 def _shown(text: bytes) -> str:

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from extproc.core.types import LoadProblem
-from extproc.feeds.adapter_answers import answer_to_load, is_unloaded
+from extproc.feeds.engine_answers import answer_to_load, is_unloaded
 
 
 def error(message: str, kind: str = "InvalidUserInput") -> bytes:
