@@ -40,7 +40,6 @@ _PAUSE_S_PER_BYTE: Final = 1.0 / 2**20
 # others.
 _MODELS_INTERVAL_S: Final = 1.0
 _MODELS_LONG_INTERVAL_S: Final = 5.0
-_MAX_MODELS_PAUSE_S: Final = 60.0
 # Scrapes are started in batches: waking up for each engine would cost several times as much as the scrape.
 _TICK_S: Final = 0.025
 
@@ -148,7 +147,6 @@ class _Poll:
         # metrics are read before the first list of models
         self._pause_s = self._interval_s = float(pool.spec.scrape_interval)
         self._models_at_s = clock() + self._interval_s
-        self._models_pause_s = _MODELS_LONG_INTERVAL_S
         self._loop = asyncio.get_running_loop()
         # spread the first scrapes over an interval
         self._next_at_s = clock() + self._interval_s * rng.random()
@@ -242,8 +240,7 @@ class _Poll:
         if not self._interval_s:
             return
         self._schedule_next()
-        self._models_at_s = self._clock() + self._models_pause_s
-        self._models_pause_s = min(_MAX_MODELS_PAUSE_S, 2 * self._models_pause_s)
+        self._models_at_s = self._clock() + _MODELS_LONG_INTERVAL_S
         if message != self._models_said:
             self._models_said = message
             what = "engine %s shows no list of its models at %s: %s; it counts as having no other adapters than before"
@@ -298,7 +295,7 @@ class _Poll:
     def _take_models(self, body: bytes) -> None:
         self._deliver(EngineSaid(self._pool.name, self._address, EngineReport(), models=models_in(body)))
         self._models_at_s = self._clock() + (_MODELS_INTERVAL_S if self._may_change_models else _MODELS_LONG_INTERVAL_S)
-        self._models_pause_s, self._models_said = _MODELS_LONG_INTERVAL_S, ""
+        self._models_said = ""
         self._resume()
 
 
