@@ -13,6 +13,8 @@ import msgspec
 from extproc.config.validation import parse_endpoint
 
 _TIMEOUT_S: Final = 1.0
+# What is asked for is filtered: some lines a listener or cluster.
+_MOST_BYTES: Final = 64 * 2**20
 _STATS: Final = r"\.(version_text|update_rejected|update_failure)$"
 _LISTENER_ERRORS: Final = "/config_dump?resource=dynamic_listeners&mask=name,error_state.details"
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where another process listens
@@ -73,7 +75,7 @@ def read_state(address: str) -> EnvoyState | None:
         if refused:
             dump = msgspec.json.decode(_get(connection, _LISTENER_ERRORS), type=_Dump)
             details = [one.error_state.details for one in dump.configs if one.error_state.details]
-    except (OSError, http.client.HTTPException, msgspec.DecodeError):
+    except (OSError, http.client.HTTPException, ValueError, RecursionError):  # the decoder's error is a ValueError
         return None
     finally:
         connection.close()
@@ -92,7 +94,7 @@ def why_not_ready(address: str) -> str:
     try:
         connection.request("GET", "/ready")
         answer = connection.getresponse()
-        said = answer.read().decode(errors="replace").strip()
+        said = answer.read(_MOST_BYTES).decode(errors="replace").strip()
     except (OSError, http.client.HTTPException) as error:
         return f"no Envoy answers at its admin address {address}: {str(error) or type(error).__name__}"
     finally:
@@ -103,7 +105,7 @@ def why_not_ready(address: str) -> str:
 def _get(connection: http.client.HTTPConnection, path: str) -> bytes:
     connection.request("GET", path)
     answer = connection.getresponse()
-    body = answer.read()
+    body = answer.read(_MOST_BYTES)
     if answer.status != http.HTTPStatus.OK:
         raise http.client.HTTPException(answer.status)
     return body
