@@ -244,7 +244,9 @@ class _Poll:
         if message != self._models_said:
             self._models_said = message
             what = "engine %s shows no list of its models at %s: %s; it counts as having no other adapters than before"
-            log.warning(what, self._address, _MODELS_PATH, message, exc_info=unforeseen)
+            # without adapters, nobody misses the list
+            level = logging.WARNING if self._may_change_models or unforeseen else logging.INFO
+            log.log(level, what, self._address, _MODELS_PATH, message, exc_info=unforeseen)
 
     def _schedule_next(self) -> None:
         self._is_scraping = False

@@ -59,7 +59,7 @@ def tokens_in(body: bytes) -> list[int] | None:
     """The prompt's tokens; None if some stand for media, whose content is not in them, or if there are none."""
     try:
         found = _tokens.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     return None if _media(found.features) else found.token_ids
 
