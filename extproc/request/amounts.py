@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
+import numpy as np
 
 from extproc.errors import BadRequest
 
@@ -154,9 +155,15 @@ def prompts_in(value: msgspec.Raw, field: str) -> Prompts:
 def _are_short_numbers(data: bytes) -> bool:
     """Whether JSON holds whole numbers of few digits, in lists, and nothing else: almost every list of tokens.
 
-    It takes a third of the time of making the numbers.
+    It takes a fraction of the time of making the numbers.
     """
-    return not any(mark in data for mark in _MARKS_OF_OTHERS) and _TOO_LONG not in data.translate(_DIGITS_ALIKE)
+    if any(mark in data for mark in _MARKS_OF_OTHERS):
+        return False
+    # brackets count as digits: what is taken for too long is only read, then
+    runs = np.frombuffer(data, np.uint8) >= _ZERO
+    for more in _DOUBLED:
+        runs = runs[:-more] & runs[more:]
+    return not runs.any()
 
 
 def _check_tokens(data: bytes, field: str) -> None:
@@ -171,9 +178,9 @@ def _check_tokens(data: bytes, field: str) -> None:
 
 # All that is no whole number from 0 on has one of them: fractions, texts, objects, true, false and null.
 _MARKS_OF_OTHERS: Final = (b"-", b".", b"e", b"E", b"l", b'"', b"{")
-_DIGITS_ALIKE: Final = bytes.maketrans(b"123456789", b"0" * 9)
-# So many digits may be more than the largest token.
-_TOO_LONG: Final = b"0" * len(str(MOST_TOKEN_ID))
+_ZERO: Final = ord("0")
+# Runs of 2, 4, 8 and 10 digits; the largest token has 10.
+_DOUBLED: Final = (1, 2, 4, 2)
 _tokens_decoder: Final = msgspec.json.Decoder(list[TokenId | list[TokenId]])
 _parts_decoder: Final = msgspec.json.Decoder(list[_Part])
 _NO_SPACE: Final = re.compile(rb"[^ \t\r\n]")
