@@ -14,6 +14,8 @@ from extproc.config.validation import parse_endpoint
 
 # While Envoy reads a bundle of thousands of routes it answers nobody for seconds.
 _BUSY_S: Final = 5.0
+# What is asked for is filtered: some lines a listener or cluster.
+_MOST_BYTES: Final = 64 * 2**20
 _STATS: Final = r"\.(version_text|update_rejected|update_failure)$"
 _ROUTES: Final = "http.attache.rds."
 _ROUTE_STATS: Final = r"^http\.attache\.rds\..*\.version_text$"
@@ -87,7 +89,7 @@ def read_state(address: str) -> EnvoyState | None:
         if refused:
             dump = msgspec.json.decode(_get(connection, _LISTENER_ERRORS), type=_Dump)
             details = [one.error_state.details for one in dump.configs if one.error_state.details]
-    except (OSError, http.client.HTTPException, msgspec.DecodeError):
+    except (OSError, http.client.HTTPException, ValueError, RecursionError):  # the decoder's error is a ValueError
         return None
     finally:
         connection.close()
@@ -106,12 +108,12 @@ def why_not_ready(address: str) -> str:
     try:
         connection.request("GET", "/ready")
         answer = connection.getresponse()
-        said = answer.read().decode(errors="replace").strip()
+        said = answer.read(_MOST_BYTES).decode(errors="replace").strip()
         if answer.status != http.HTTPStatus.OK:
             return f"Envoy says {said or answer.status}"
         page = _get(connection, f"/stats?format=json&filter={quote(_ROUTE_STATS)}")
         state = EnvoyState("", _versions(msgspec.json.decode(page, type=_Stats).stats), {})
-    except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         return f"no Envoy answers at its admin address {address}: {str(error) or type(error).__name__}"
     finally:
         connection.close()
@@ -121,7 +123,7 @@ def why_not_ready(address: str) -> str:
 def _get(connection: http.client.HTTPConnection, path: str) -> bytes:
     connection.request("GET", path)
     answer = connection.getresponse()
-    body = answer.read()
+    body = answer.read(_MOST_BYTES)
     if answer.status != http.HTTPStatus.OK:
         raise http.client.HTTPException(answer.status)
     return body

@@ -120,21 +120,26 @@ def _serve(pipe: Connection) -> None:
 
 
 async def _serve_pages(pipe: Connection) -> None:
-    page = recorded_page()
-    answer = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: %d\r\n\r\n" % len(page) + page
+    page = _answer("text/plain", recorded_page())
+    models = _answer("application/json", b'{"object":"list","data":[{"id":"llama"}]}')
 
     class Pages(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             self.transport = transport
 
         def data_received(self, data: bytes) -> None:
-            del data
+            answer = models if data.startswith(b"GET /v1/models") else page
             self.transport.write(answer)  # type: ignore[attr-defined]  # uvloop's transports do not say what they are
 
     loop = asyncio.get_running_loop()
     servers = [await loop.create_server(Pages, "127.0.0.1", 0) for _ in range(ENGINES)]
     pipe.send([server.sockets[0].getsockname()[1] for server in servers])
     await asyncio.Event().wait()
+
+
+def _answer(kind: str, body: bytes) -> bytes:
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
 
 
 def main() -> None:

@@ -74,7 +74,8 @@ def teller(pod: Object) -> str:
 
 async def _read(http: aiohttp.ClientSession, address: str) -> Loads | None:
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    with contextlib.suppress(TimeoutError, aiohttp.ClientError, ValueError):  # the decoder's error is a ValueError
+    # the decoder's error is a ValueError
+    with contextlib.suppress(TimeoutError, aiohttp.ClientError, ValueError, RecursionError):
         async with http.get(f"http://{address}{LOADS_PATH}", timeout=timeout, allow_redirects=False) as answer:
             if answer.status == HTTPStatus.OK:
                 return _DECODER.decode(await _whole(answer))
@@ -83,9 +84,9 @@ async def _read(http: aiohttp.ClientSession, address: str) -> Loads | None:
 
 async def _whole(answer: aiohttp.ClientResponse) -> bytes:
     """The body; ValueError if it is longer than any page of ours."""
-    body = b""
+    body = bytearray()
     async for chunk in answer.content.iter_any():
         body += chunk
         if len(body) > _MAX_BYTES:
             raise ValueError("the page is too long")
-    return body
+    return bytes(body)

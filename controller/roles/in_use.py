@@ -78,7 +78,7 @@ def read_report(address: str) -> ConfigReport | None:
         if answer.status != http.HTTPStatus.OK:
             return None
         return msgspec.json.decode(answer.read(_MAX_BYTES), type=ConfigReport)
-    except (OSError, http.client.HTTPException, msgspec.DecodeError):
+    except (OSError, http.client.HTTPException, ValueError, RecursionError):  # the decoder's error is a ValueError
         return None
     finally:
         connection.close()

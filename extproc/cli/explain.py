@@ -100,7 +100,7 @@ def _refused(url: str, error: urllib.error.HTTPError) -> int:
     """Exit status: 1 for what a client would be told too, 2 if something else answers, or a process without --debug."""
     try:
         message = msgspec.json.decode(error.read(_MOST_ERROR_BYTES), type=_ErrorBody).error.message
-    except (msgspec.MsgspecError, OSError, http.client.HTTPException):
+    except (ValueError, RecursionError, OSError, http.client.HTTPException):
         advice = "start extproc with --debug, and write the address of its metrics, as http://127.0.0.1:9003"
         print(printable(f"nobody explains at {url} ({error.code} {error.reason}): {advice}"), file=sys.stderr)
         return 2
@@ -150,5 +150,5 @@ def _ask(options: argparse.Namespace, headers: dict[str, str], body: bytes) -> E
     request = urllib.request.Request(where, data=body, headers=headers)  # noqa: S310 - checked
     try:
         return msgspec.json.decode(read_page(request, timeout_s=_TIMEOUT_S), type=Explanation)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:  # the decoder's error is a ValueError
         raise OSError(f"the page there explains nothing ({error})") from None

@@ -9,7 +9,9 @@ import urllib.request
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from email.message import Message
     from http.client import HTTPResponse
+    from typing import IO
 
 # A process with 10,000 endpoints and as many tenants has some 30 MB of metrics.
 _MOST_BYTES: Final = 128 * 2**20
@@ -20,13 +22,25 @@ def read_page(request: str | urllib.request.Request, *, timeout_s: float) -> byt
     """What is answered, within ``timeout_s`` between two pieces and three times that in all.
 
     Raises OSError, also for what is no HTTP, for an endless page and for one that comes too slowly; HTTPError for
-    another status than 200.
+    another status than 200. Redirects are not followed: a request may have a key, or a prompt.
     """
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310 - callers check the scheme
+        with _opener.open(request, timeout=timeout_s) as answer:  # callers check the scheme
             return _whole(answer, timeout_s)
     except (http.client.HTTPException, ValueError) as error:
         raise OSError(f"no page can be read: {str(error) or type(error).__name__}") from error
+
+
+class _Stays(urllib.request.HTTPRedirectHandler):
+    """Goes nowhere else than it was told."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
+    ) -> None:
+        """No request: the redirect is the answer, and an error."""
+
+
+_opener: Final = urllib.request.build_opener(_Stays)
 
 
 def _whole(answer: HTTPResponse, timeout_s: float) -> bytes:

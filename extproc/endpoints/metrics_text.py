@@ -3,11 +3,14 @@
 
 A page has hundreds of lines, of which a dozen matter. Each is searched for near its position on the previous page, so
 a reading takes microseconds. Series of one name, as of data-parallel ranks, are added up; fractions are averaged.
+
+An engine may write what it likes, so what is read of a page is bounded, and the time grows with its length alone.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -28,6 +31,18 @@ _MOST_DIGITS: Final = 12
 _LARGEST: Final = 1e15
 # Every how many pages to look for what hardly ever changes or was missing.
 _RARE_PAGES: Final = 20
+# Of one name. Data-parallel ranks have one each; each change of what adapters run leaves one behind.
+_MOST_SERIES: Final = 1_024
+_MOST_LORA_SERIES: Final = 8_192
+# Of the lines whose labels are read: those of caches, or the newest of adapters.
+_MOST_LABEL_BYTES: Final = 256 * 1024
+_MOST_LORAS: Final = 4_096
+# It begins where no name goes on, and no quantifier gives back what it took: the time is linear in any line.
+_LABEL: Final = re.compile(r'(?<![a-zA-Z0-9_])([a-zA-Z_][a-zA-Z0-9_]*+)="([^"\\]*+(?:\\.[^"\\]*+)*+)"')
+
+
+class PageRefused(ValueError):
+    """A page has more of something than any engine's; the message says what, and what to do."""
 
 
 class EngineMetrics(msgspec.Struct, frozen=True):
@@ -53,14 +68,14 @@ class MetricsReader:
         self._waiting, self._running = _Family(names.waiting), _Family(names.running)
         self._kv_usage = _Family(names.kv_usage)
         self._ttft, self._tpot = _HistogramMean(names.ttft), _HistogramMean(names.tpot)
-        self._loras = _Family((names.loras,) if names.loras else ())
+        self._loras = _Family((names.loras,) if names.loras else (), most_series=_MOST_LORA_SERIES)
         self._cache_info = _Family((names.cache_info,) if names.cache_info else ())
         self._block_size, self._blocks = _Family((names.block_size,)), _Family((names.blocks,))
         self._labels = (names.block_label, names.blocks_label)
         self._pages = 0
 
     def read(self, page: bytes) -> EngineMetrics:
-        """Read a page in Prometheus' text format. What is missing or unreadable is None."""
+        """Read a page in Prometheus' text format. What is missing or unreadable is None; raises PageRefused."""
         page = b"\n" + page if not page.startswith(b"#") else page
         ttft = self._ttft.since(page)
         report = EngineReport(
@@ -86,7 +101,9 @@ class MetricsReader:
     def _read_cache(self, page: bytes) -> CacheConfig | None:
         block_label, blocks_label = self._labels
         if block_label:
-            labels = map(_labels, self._cache_info.lines(page))
+            lines = self._cache_info.lines(page)
+            _check_labels(lines)
+            labels = map(_labels, lines)
             sizes = [(_whole(one.get(block_label)), _whole(one.get(blocks_label))) for one in labels]
         else:
             sizes = [(int(self._block_size.mean(page) or 0), int(self._blocks.total(page) or 0))]
@@ -98,7 +115,9 @@ class MetricsReader:
         if not lines:
             return None
         # each change starts a new series, whose value is the time of the change
-        labels = _labels(max(lines, key=lambda line: _value(line) or 0.0))
+        newest = max(lines, key=lambda line: _value(line) or 0.0)
+        _check_labels([newest])
+        labels = _labels(newest)
         return LoraState(
             active=_set_of(labels.get("running_lora_adapters", "")),
             waiting=_set_of(labels.get("waiting_lora_adapters", "")),
@@ -109,7 +128,8 @@ class MetricsReader:
 class _Family:
     """The samples of a metric family: the first of several names found on the page. They are adjacent lines."""
 
-    def __init__(self, names: tuple[str, ...], suffix: str = "") -> None:
+    def __init__(self, names: tuple[str, ...], suffix: str = "", *, most_series: int = _MOST_SERIES) -> None:
+        self._most_series = most_series
         # with the preceding line end and the following character, so that only whole names match; and the label
         self._needles = [
             (f"\n{name}{suffix}{end}".encode(), label.rstrip("}").encode())
@@ -132,6 +152,11 @@ class _Family:
         found: list[bytes] = []
         start = self._find(page)
         while start >= 0:
+            if len(found) == self._most_series:
+                raise PageRefused(
+                    f"its page has more than {self._most_series} series of {self._needle[1:-1].decode()}; "
+                    "start the engine again, or have it write fewer"
+                )
             end = page.find(b"\n", start + 1)
             found.append(page[start + 1 :] if end < 0 else page[start + 1 : end])
             start = end if end >= 0 and page.startswith(self._needle, end) else -1
@@ -171,13 +196,17 @@ class OneMetric:
     def __init__(self, spec: str) -> None:
         name, _, labels = spec.partition("{")
         pairs = (pair.partition("=") for pair in labels.rstrip("} ").split(",") if "=" in pair)
-        self._labels = {label.strip(): value.strip(' "') for label, _, value in pairs}
+        # searched for, not read: a page may have megabytes of labels
+        self._labels = [
+            re.compile(rb"[{,] ?%b" % re.escape(f'{label.strip()}="{value.strip(chr(32) + chr(34))}"').encode())
+            for label, _, value in pairs
+        ]
         self._family = _Family((name.strip(),))
 
     def value(self, page: bytes) -> float:
         """NaN if the page has no such series."""
-        wanted = self._labels.items()
-        found = [_value(line) for line in self._family.lines(page) if not wanted or wanted <= _labels(line).items()]
+        lines = self._family.lines(page)
+        found = [_value(line) for line in lines if all(label.search(line) for label in self._labels)]
         values = [value for value in found if value is not None]
         return sum(values) if values else math.nan
 
@@ -222,7 +251,7 @@ def _value(line: bytes) -> float | None:
     try:
         value = float(rest)
     except ValueError:
-        parts = rest.split()
+        parts = rest.split(None, 1)
         return _value(b" " + parts[0]) if len(parts) > 1 else None
     # counts, sums and shares: what is negative, infinite or no number is no reading
     return value if 0 <= value < _LARGEST else None
@@ -230,13 +259,13 @@ def _value(line: bytes) -> float | None:
 
 def _labels(line: bytes) -> dict[str, str]:
     text = line[line.find(b"{") + 1 : line.rfind(b"}")].decode(errors="replace")
-    found = {}
-    while text:
-        name, _, rest = text.partition('="')
-        value, closing, text = rest.partition('"')
-        if closing:
-            found[name.strip(", ")] = value
-    return found
+    return dict(_LABEL.findall(text))
+
+
+def _check_labels(lines: list[bytes]) -> None:
+    if sum(map(len, lines)) > _MOST_LABEL_BYTES:
+        name = lines[0][: lines[0].find(b"{")].decode(errors="replace")
+        raise PageRefused(f"its page has more than {_MOST_LABEL_BYTES} bytes of labels of {name}; use fewer adapters")
 
 
 def _whole(text: str | None) -> int:
@@ -244,4 +273,7 @@ def _whole(text: str | None) -> int:
 
 
 def _set_of(text: str) -> frozenset[str]:
-    return frozenset(name for name in (part.strip() for part in text.split(",")) if name)
+    names = text.split(",", _MOST_LORAS)
+    if len(names) > _MOST_LORAS:
+        raise PageRefused(f"its page names more than {_MOST_LORAS} adapters; use fewer")
+    return frozenset([name for part in names if (name := part.strip())])

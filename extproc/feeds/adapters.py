@@ -11,11 +11,11 @@ import asyncio
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
-import aiohttp
 import msgspec
 
 from extproc.core.types import LoadProblem, LoadResult
-from extproc.feeds.adapter_answers import LoadAnswer, answer_to_load, is_unloaded, said
+from extproc.feeds.engine_answers import LoadAnswer, answer_to_load, is_unloaded, said
+from extproc.feeds.engine_http import EngineHttp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from extproc.core.core import Core
     from extproc.core.effects import LoadAdapter
     from extproc.feeds.engine_access import EngineAccess
+    from extproc.feeds.engine_http import Answer
 
 _LOAD: Final = "/v1/load_lora_adapter"
 _UNLOAD: Final = "/v1/unload_lora_adapter"
 _MOST_AT_ONCE: Final = 16
-_CONNECT_S: Final = 3.0
+# A sentence, or an object with the names of some adapters.
+_MOST_BYTES: Final = 64 * 1024
 
 
 class AdapterLoader:
@@ -44,10 +46,9 @@ class AdapterLoader:
     ) -> None:
         """``access``: keys and TLS of engines. ``deliver``: gets every result."""
         self._core = core
-        self._access = access
+        self._http = EngineHttp(access)
         self._clock = clock
         self._deliver = deliver
-        self._http: aiohttp.ClientSession | None = None
         self._at_once = asyncio.Semaphore(_MOST_AT_ONCE)
         self._engines: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -63,8 +64,7 @@ class AdapterLoader:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._http is not None:
-            await self._http.close()
+        await self._http.close()
 
     async def _run(self, ask: LoadAdapter) -> None:
         began_s = self._clock()
@@ -78,7 +78,7 @@ class AdapterLoader:
                         answer = await self._change(ask)
         except TimeoutError:
             answer = LoadAnswer(LoadProblem.UNREACHABLE, f"no answer within {ask.timeout_s:g} s")
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (OSError, ValueError) as error:
             answer = LoadAnswer(LoadProblem.UNREACHABLE, str(error) or type(error).__name__)
         self._deliver(
             LoadResult(
@@ -99,9 +99,10 @@ class AdapterLoader:
         if pool is None:
             return LoadAnswer(LoadProblem.UNREACHABLE, "its ModelServer has left the configuration")
         if ask.unload is not None:
-            status, body = await self._post(pool.spec, ask.address, _UNLOAD, {"lora_name": ask.unload})
-            if not is_unloaded(status):
-                return LoadAnswer(LoadProblem.BUSY, f"{ask.unload} could not be unloaded: {status} {said(body)}")
+            answer = await self._post(pool.spec, ask, _UNLOAD, {"lora_name": ask.unload})
+            if not is_unloaded(answer.status):
+                message = f"{ask.unload} could not be unloaded: {answer.status} {said(answer.body)}"
+                return LoadAnswer(LoadProblem.BUSY, message)
             unloaded.append(ask.unload)
         return None
 
@@ -109,26 +110,17 @@ class AdapterLoader:
         pool = self._core.pools.get(ask.server)
         if pool is None:
             return LoadAnswer(LoadProblem.UNREACHABLE, "its ModelServer has left the configuration")
-        wanted = {"lora_name": ask.adapter, "lora_path": ask.source}
-        return answer_to_load(*await self._post(pool.spec, ask.address, _LOAD, wanted))
+        answer = await self._post(pool.spec, ask, _LOAD, {"lora_name": ask.adapter, "lora_path": ask.source})
+        return answer_to_load(answer.status, answer.body)
 
-    async def _post(self, spec: ModelServerSpec, address: str, path: str, body: dict[str, str]) -> tuple[int, bytes]:
-        """Ask the agent beside the engine if it has a port, which speaks plain HTTP; else the engine itself."""
-        if self._http is None:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-            self._http = aiohttp.ClientSession(timeout=timeout)
-        headers = {"content-type": "application/json"}
-        port = None if spec.adapter_loading is None else spec.adapter_loading.port
-        access = await self._access.of(spec, address)
-        if access.authorization:
-            headers["authorization"] = access.authorization
-        is_plain = port is not None or access.tls is None
-        host = address if port is None else f"{address.rpartition(':')[0]}:{port}"
-        async with self._http.post(
-            f"{'http' if is_plain else 'https'}://{host}{path}",
-            data=msgspec.json.encode(body),
-            headers=headers,
-            ssl=True if is_plain else access.tls or True,
-            server_hostname=None if is_plain else access.server_name,
-        ) as answer:
-            return answer.status, await answer.read()
+    async def _post(self, spec: ModelServerSpec, ask: LoadAdapter, path: str, body: dict[str, str]) -> Answer:
+        """Ask the agent beside the engine if it has a port, else the engine itself."""
+        return await self._http.post(
+            spec,
+            ask.address,
+            path,
+            msgspec.json.encode(body),
+            timeout_s=ask.timeout_s,
+            most_bytes=_MOST_BYTES,
+            agent_port=None if spec.adapter_loading is None else spec.adapter_loading.port,
+        )

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
-import aiohttp
 import msgspec
 import numpy as np
 
+from extproc.feeds.engine_answers import Unreadable, most_tokens, tokens_in_answer
+from extproc.feeds.engine_http import EngineHttp
 from extproc.request.anthropic_chat import chat_of
 from extproc.request.model import Api
 
@@ -21,18 +23,25 @@ if TYPE_CHECKING:
     from extproc.scheduling.pool import Pool
 
 _KEPT_FIELDS: Final = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_PATH: Final = "/tokenize"
+# Of an answer: a token with its comma and spaces, and what stands beside the list.
+_TOKEN_BYTES: Final = 16
+_OTHER_BYTES: Final = 64 * 1024
+
+
+class Refused(ValueError):
+    """An engine does not tokenize a prompt; another one would not either."""
 
 
 class EngineTokenizers:
     """Tokenizers that share one HTTP client. ``access``: TLS and keys of engines."""
 
     def __init__(self, access: EngineAccess) -> None:
-        self._http = aiohttp.ClientSession()
-        self._access = access
+        self._http = EngineHttp(access)
 
     def of(self, pool: Pool) -> EngineTokenizer:
         """One that asks the engines of ``pool``."""
-        return EngineTokenizer(pool, self._http, self._access)
+        return EngineTokenizer(pool, self._http)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -41,18 +50,17 @@ class EngineTokenizers:
 
 class EngineTokenizer:
     """Asks the engine with the fewest requests in flight (POST /tokenize), of those that do not fail; if it is not
-    there, the next.
+    there, or nobody can read its answer, the next.
 
     An engine that is gone has the fewest of all: by its load alone it would be asked every time.
     """
 
-    def __init__(self, pool: Pool, http: aiohttp.ClientSession, access: EngineAccess) -> None:
+    def __init__(self, pool: Pool, http: EngineHttp) -> None:
         self._pool = pool
         self._http = http
-        self._access = access
 
     async def tokens(self, arrival: Arrival) -> Sequence[int] | None:
-        """Tokenize in the engine, which applies its own chat template."""
+        """Tokenize in the engine, which applies its own chat template. Raises OSError and ValueError."""
         body: dict[str, Any] = msgspec.json.decode(arrival.body)
         if arrival.request.api is Api.MESSAGES:
             asked: dict[str, Any] = chat_of(body)
@@ -67,9 +75,9 @@ class EngineTokenizer:
         for address in engines:
             try:
                 return await self._ask(address, payload)
-            except aiohttp.ClientError as error:
-                if address == engines[-1] or not isinstance(error, aiohttp.ClientConnectionError):
-                    raise ConnectionError(f"{address}/tokenize: {error}") from error
+            except (ConnectionError, Unreadable):
+                if address == engines[-1]:
+                    raise
         raise ConnectionError("there is no engine to ask")
 
     def _engines(self) -> list[str]:
@@ -80,20 +88,15 @@ class EngineTokenizer:
         return [table.addresses[row] for row in best_first[:2].tolist() if table.is_active[row]]
 
     async def _ask(self, address: str, payload: bytes) -> Sequence[int]:
-        access = await self._access.of(self._pool.spec, address)
-        url = f"{'http' if access.tls is None else 'https'}://{address}/tokenize"
-        headers = {"content-type": "application/json"}
-        if access.authorization:
-            headers["authorization"] = access.authorization
-        async with self._http.post(
-            url, data=payload, headers=headers, ssl=access.tls or True, server_hostname=access.server_name
-        ) as answer:
-            answer.raise_for_status()
-            return _decoder.decode(await answer.read()).tokens
-
-
-class _Tokens(msgspec.Struct):
-    tokens: list[int]
-
-
-_decoder: Final = msgspec.json.Decoder(_Tokens)
+        most = most_tokens(payload)
+        answer = await self._http.post(
+            self._pool.spec,
+            address,
+            _PATH,
+            payload,
+            timeout_s=self._pool.spec.tokenizer.timeout,
+            most_bytes=_TOKEN_BYTES * most + _OTHER_BYTES,
+        )
+        if answer.status != HTTPStatus.OK:
+            raise Refused(f"{address}{_PATH} answers {answer.status}")
+        return tokens_in_answer(answer.body, most)

@@ -3,19 +3,37 @@
 
 It uses callbacks instead of coroutines: for a hundred engines scraped five times a second, tasks, futures and
 timeouts would cost more than reading the pages (``bench/micro/scraping.py`` compares it with aiohttp's client). It
-supports what engines' servers send: a content length or chunks. Anything else closes the connection with a failure.
+supports what engines' servers send: a content length or chunks. Anything else closes the connection with a failure,
+redirects included.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import TYPE_CHECKING, Final, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
-_MAX_BYTES: Final = 16 * 1024 * 1024
+# vLLM's pages have 30 to 200 KB.
+MOST_BYTES: Final = 4 * 2**20
+_MOST_HEAD_BYTES: Final = 16 * 1024
+_MOST_LINE_BYTES: Final = 1024
+_MOST_CHUNKS: Final = 16_384
 _END_OF_HEAD: Final = b"\r\n\r\n"
+_OK: Final = re.compile(rb"HTTP/1\.[0-9] 200(?![^ \r])")
+# The fields that say how long an answer is: a length, or a transfer coding.
+_LENGTHS: Final = re.compile(
+    rb"\r\n(?:content-length:[ \t]*([^\r\n]*)|transfer-encoding:[ \t]*([^\r\n]*))", re.IGNORECASE
+)
+_LENGTH: Final = re.compile(rb"[0-9]{1,10}[ \t]*")
+_CHUNK_SIZE: Final = re.compile(rb"([0-9a-fA-F]{1,8})(;.*)?", re.DOTALL)
+_SHOWN_BYTES: Final = 80
+
+
+class BadAnswer(Exception):
+    """No page can be read from what came; the message says why."""
 
 
 def get_request(host: str, port: int, path: str, authorization: str = "") -> bytes:
@@ -23,6 +41,79 @@ def get_request(host: str, port: int, path: str, authorization: str = "") -> byt
     name = f"[{host}]" if ":" in host else host
     more = f"authorization: {authorization}\r\n" if authorization else ""
     return f"GET {path} HTTP/1.1\r\nhost: {name}:{port}\r\naccept: text/plain, application/json\r\n{more}\r\n".encode()
+
+
+class AnswerParser:
+    """Reads one answer: pieces in, the body of a 200 out. It does no I/O.
+
+    The result is the same however the answer is cut, and no byte is searched twice. It never holds much more than
+    ``MOST_BYTES``: what announces more is refused before it comes.
+    """
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._at = 0
+        self._steps = self._read()
+
+    def receive(self, piece: bytes) -> bytes | None:
+        """The body; None until it is whole. Raises BadAnswer. After either end, the parser takes no more."""
+        self._data += piece
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            return cast("bytes", end.value)
+        return None
+
+    def _read(self) -> Generator[None, None, bytes]:
+        head = yield from self._until(_END_OF_HEAD, _MOST_HEAD_BYTES)
+        length = _length_in(head)
+        return (yield from (self._chunks() if length is None else self._take(length)))
+
+    def _chunks(self) -> Generator[None, None, bytes]:
+        parts: list[bytes] = []
+        for _ in range(_MOST_CHUNKS):
+            line = yield from self._until(b"\r\n", _MOST_LINE_BYTES)
+            size = _CHUNK_SIZE.fullmatch(line)
+            if size is None:
+                raise BadAnswer(f"a chunk's size is {_shown(line)}")
+            if not int(size[1], 16):
+                yield from self._skip_trailers()
+                return b"".join(parts)
+            parts.append((yield from self._take(int(size[1], 16), b"\r\n")))
+        raise BadAnswer(f"an answer of more than {_MOST_CHUNKS} chunks")
+
+    def _skip_trailers(self) -> Generator[None, None, None]:
+        ends_at = self._at + _MOST_HEAD_BYTES
+        while (yield from self._until(b"\r\n", _MOST_LINE_BYTES)):
+            if self._at > ends_at:
+                raise BadAnswer(f"more than {_MOST_HEAD_BYTES} bytes of trailers")
+
+    def _take(self, size: int, after: bytes = b"") -> Generator[None, None, bytes]:
+        """So many bytes, which ``after`` must follow."""
+        end = self._at + size
+        if end > MOST_BYTES:
+            raise BadAnswer(f"an answer of more than {MOST_BYTES} bytes")
+        next_at = end + len(after)
+        while len(self._data) < next_at:
+            yield
+        with memoryview(self._data) as data:
+            taken = bytes(data[self._at : end])
+            if data[end:next_at] != after:
+                raise BadAnswer("a chunk is longer than its size")
+        self._at = next_at
+        return taken
+
+    def _until(self, mark: bytes, most: int) -> Generator[None, None, bytes]:
+        """What comes before ``mark``, which must end within ``most`` bytes."""
+        searched, ends_at = self._at, self._at + most
+        while (found := self._data.find(mark, searched, ends_at)) < 0:
+            if len(self._data) >= ends_at:
+                raise BadAnswer(f"no end of a line or of the head within {most} bytes")
+            searched = max(self._at, len(self._data) - len(mark) + 1)
+            yield
+        before = bytes(self._data[self._at : found])
+        self._at = found + len(mark)
+        return before
 
 
 class KeptConnection(asyncio.Protocol):
@@ -35,9 +126,8 @@ class KeptConnection(asyncio.Protocol):
         self._on_body = on_body
         self._on_failure = on_failure
         self._transport: asyncio.Transport | None = None
-        self._received = bytearray()
-        self._length: int | None = None
-        self._body_at = 0
+        # of an answer that comes in pieces
+        self._parser: AnswerParser | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection is ready for requests."""
@@ -52,8 +142,7 @@ class KeptConnection(asyncio.Protocol):
     def ask(self, request: bytes) -> None:
         """Send ``request``; the connection must be open and not busy."""
         self.is_busy = True
-        self._body_at, self._length = 0, None
-        self._received.clear()
+        self._parser = None
         if self._transport is not None:
             self._transport.write(request)
 
@@ -69,84 +158,61 @@ class KeptConnection(asyncio.Protocol):
         if not self.is_busy:
             self.give_up()  # no request in progress
             return
-        if not self._received and self._take_whole(data):
-            return
-        self._received += data
-        if len(self._received) > _MAX_BYTES:
-            self._fail(f"an answer of more than {_MAX_BYTES} bytes")
-        elif self._body_at or self._read_head():
-            self._read_body()
-
-    def _take_whole(self, data: bytes) -> bool:
-        """Handle a response in one piece with a content length; returns False for any other."""
-        end = data.find(_END_OF_HEAD)
-        if end < 0 or not data.startswith(b"HTTP/1.1 200"):
-            return False
-        length = _header(data[:end], b"content-length")
-        if length is None or not length.isdigit() or len(data) - end - 4 != int(length):
-            return False
-        self._succeed(data[end + 4 :])
-        return True
-
-    def _read_head(self) -> bool:
-        end = self._received.find(_END_OF_HEAD)
-        if end < 0:
-            return False
-        head = bytes(self._received[:end])
-        status = head.split(b"\r\n", 1)[0]
-        if b" 200 " not in status + b" ":
-            self._fail(f"answered {status[:80].decode(errors='replace')}")
-            return False
-        length = _header(head, b"content-length")
-        is_chunked = b"chunked" in (_header(head, b"transfer-encoding") or b"").lower()
-        if not is_chunked and (length is None or not length.isdigit()):
-            self._fail("an answer without content-length or chunks")
-            return False
-        self._length = int(length) if length is not None and not is_chunked else None
-        self._body_at = end + 4
-        return True
-
-    def _read_body(self) -> None:
-        if self._length is not None:
-            if len(self._received) - self._body_at >= self._length:
-                self._succeed(bytes(self._received[self._body_at : self._body_at + self._length]))
-            return
-        if self._received.endswith(b"0\r\n\r\n"):
-            body = _dechunked(bytes(self._received), self._body_at)
+        if self._parser is None:
+            body = _whole_body(data)
+            if body is not None:
+                self._succeed(body)
+                return
+            self._parser = AnswerParser()
+        try:
+            body = self._parser.receive(data)
+        except BadAnswer as error:
+            self._fail(str(error))
+        else:
             if body is not None:
                 self._succeed(body)
 
     def _succeed(self, body: bytes) -> None:
         self.is_busy = False
+        self._parser = None
         self._on_body(body)
 
     def _fail(self, message: str) -> None:
         if self.is_busy:
             self.is_busy = False
+            self._parser = None
             self.give_up()
             self._on_failure(message)
 
 
-def _header(head: bytes, name: bytes) -> bytes | None:
-    for line in head.split(b"\r\n")[1:]:
-        key, _, value = line.partition(b":")
-        if key.lower() == name:
-            return value.strip()
-    return None
+def _whole_body(data: bytes) -> bytes | None:
+    """The body of an answer in one piece with a content length, without a copy of its head; None for any other."""
+    end = data.find(_END_OF_HEAD, 0, _MOST_HEAD_BYTES)
+    if end < 0:
+        return None
+    try:
+        length = _length_in(data[:end])
+    except BadAnswer:
+        return None
+    return data[end + 4 :] if length == len(data) - end - 4 else None
 
 
-def _dechunked(data: bytes, start: int) -> bytes | None:
-    """The body from its chunks; None if the last chunk has not arrived."""
-    parts: list[bytes] = []
-    while True:
-        end = data.find(b"\r\n", start)
-        if end < 0:
+def _length_in(head: bytes) -> int | None:
+    """The content length; None for chunks. Raises BadAnswer unless it is the head of a 200 that can be read."""
+    if _OK.match(head) is None:
+        status, _, _ = head.partition(b"\r\n")
+        raise BadAnswer(f"answered {_shown(status)}")
+    fields = _LENGTHS.findall(head)
+    if len(fields) == 1:
+        ((length, coding),) = fields
+        if coding.lower() == b"chunked":
             return None
-        try:
-            size = int(data[start:end].split(b";", 1)[0], 16)
-        except ValueError:
-            return None
-        if not size:
-            return b"".join(parts)
-        parts.append(data[end + 2 : end + 2 + size])
-        start = end + 2 + size + 2
+        if _LENGTH.fullmatch(length):
+            return int(length)
+    raise BadAnswer("an answer without content-length or chunks, or with several of them")
+
+
+def _shown(text: bytes) -> str:
+    """As a line of a log may have it: a server has chosen it."""
+    marks = text[:_SHOWN_BYTES].decode(errors="replace")
+    return "".join([mark if mark.isprintable() else "\N{REPLACEMENT CHARACTER}" for mark in marks])

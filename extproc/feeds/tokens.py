@@ -58,7 +58,7 @@ class Tokenizers:
         """The prompt's tokens, or None if that fails or takes too long."""
         pool = arrival.pool
         if arrival.request.api is Api.GENERATE:
-            # the client says them
+            # the client says them; its parser has refused those that no engine knows
             return tokens_in(arrival.body)
         request = arrival.request
         # of pictures in a chat an engine knows, but not in the chat that is made of another body
@@ -71,11 +71,9 @@ class Tokenizers:
                 found = await self._tokenizer(pool).tokens(arrival)
         except TimeoutError:
             found, result = None, "timeout"
-        except (OSError, ValueError, TokenizerMissing, TemplateInvalid) as error:
+        except Exception as error:  # noqa: BLE001 - bodies, templates and answers are others'; the index can do without
             found, result = None, "failed"
-            if pool.name not in self._failing:
-                self._failing.add(pool.name)
-                log.warning("cannot tokenize prompts for %s, using the approximate index: %s", pool.name, error)
+            self._say(pool, error)
         else:
             result = "unsupported" if found is None else "tokenized"
             self._failing.discard(pool.name)
@@ -86,6 +84,19 @@ class Tokenizers:
         """Close all connections."""
         if self._engines is not None:
             await self._engines.close()
+
+    def _say(self, pool: Pool, error: Exception) -> None:
+        """Once until it works again; with its traceback if nobody has foreseen it."""
+        if pool.name in self._failing:
+            return
+        self._failing.add(pool.name)
+        foreseen = isinstance(error, OSError | ValueError | TokenizerMissing | TemplateInvalid)
+        log.warning(
+            "cannot tokenize prompts for %s, using the approximate index: %s",
+            pool.name,
+            error,
+            exc_info=None if foreseen else error,
+        )
 
     def _tokenizer(self, pool: Pool) -> Tokenizer:
         path = pool.spec.tokenizer.path

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from extproc.errors import BadRequest
-from extproc.request.amounts import Answers, OutputTokens, prompts_in
+from extproc.request.amounts import Answers, OutputTokens, TokenId, prompts_in
 from extproc.request.fields import ABSENT, Common, is_given, large_contents, opened, request_of, steering_in
 from extproc.request.model import Api, InferenceRequest
 
@@ -31,7 +31,7 @@ class _Generate(Common, kw_only=True, gc=False):
 
 
 class _Tokens(msgspec.Struct, gc=False):
-    token_ids: list[int]
+    token_ids: list[TokenId]
     features: msgspec.Raw = ABSENT
 
 
@@ -49,7 +49,7 @@ def generate(body: bytes) -> InferenceRequest:
         sampling.max_tokens,
         large_contents(asked.token_ids, body),
         answers=sampling.n or 1,
-        prompts=prompts_in(asked.token_ids),
+        prompts=prompts_in(asked.token_ids, "token_ids"),
     )
     hidden = steering_in(sampling.extra_args)
     return msgspec.structs.replace(request, internal_fields=request.internal_fields + hidden) if hidden else request
@@ -59,7 +59,7 @@ def tokens_in(body: bytes) -> list[int] | None:
     """The prompt's tokens; None if some stand for media, whose content is not in them, or if there are none."""
     try:
         found = _tokens.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     return None if _media(found.features) else found.token_ids
 

@@ -83,7 +83,7 @@ def completion(body: bytes) -> InferenceRequest:
     """POST /v1/completions."""
     asked = _completion_decoder.decode(body)
     prompt = bytes(opened(asked.prompt))
-    prompts = prompts_in(asked.prompt)
+    prompts = prompts_in(asked.prompt, "prompt")
     return request_of(
         Api.COMPLETIONS,
         asked,
@@ -98,7 +98,7 @@ def completion(body: bytes) -> InferenceRequest:
 def embeddings(body: bytes) -> InferenceRequest:
     """POST /v1/embeddings."""
     asked = _embeddings_decoder.decode(body)
-    prompts, contents = prompts_in(asked.input), large_contents(asked.input, body)
+    prompts, contents = prompts_in(asked.input, "input"), large_contents(asked.input, body)
     # nothing is written
     return request_of(Api.EMBEDDINGS, asked, bytes(opened(asked.input)), None, contents, answers=0, prompts=prompts)
 

@@ -165,6 +165,30 @@ def test_who_answers_and_is_no_envoy_is_none() -> None:
     assert read_state("127.0.0.1:1") is None
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"command_line_options":' + b"[" * 100_000,
+        b'{"x":' + b"[" * 100_000,
+        b'{"command_line_options":{"config_path":"\xff"},"refused":"\xff"}',
+    ],
+)
+def test_who_answers_what_nobody_can_read_is_none(body: bytes) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert read_state(f"127.0.0.1:{server.server_port}") is None
+            assert read_report(f"127.0.0.1:{server.server_port}") is None
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 def test_metrics_say_what_envoy_does(snapshot: Snapshot, tmp_path: Path) -> None:
     envoys = Envoys()
     good = taking(snapshot, tmp_path)

@@ -41,10 +41,11 @@ def error_text(body: bytes) -> str:
     """The message of an error, whatever its shape."""
     try:
         content: Any = msgspec.json.decode(body)
-    except msgspec.DecodeError:
-        content = body.decode(errors="replace")
+    except (ValueError, RecursionError):  # of msgspec, of text that is no UTF-8, of nesting without end
+        content = None
     while isinstance(content, dict):
         content = next(
-            (content[key] for key in ("error", "message", "error_message", "detail") if content.get(key)), str(content)
+            (content[key] for key in ("error", "message", "error_message", "detail") if content.get(key)), None
         )
-    return " ".join(str(content).split())[:_LONGEST]
+    text = content if isinstance(content, str) else body.decode(errors="replace")
+    return " ".join(text.split())[:_LONGEST]

@@ -65,7 +65,7 @@ def is_answer(content: bytes, proof: str) -> bool:
         return True
     try:
         answer = msgspec.json.decode(content)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return False
     listed = answer.get(proof) if isinstance(answer, dict) else None
     return isinstance(listed, list) and bool(listed)
@@ -92,7 +92,7 @@ def loaded_adapters(content: bytes) -> dict[str, str]:
 def _listed(content: bytes) -> list[_Parent]:
     try:
         return msgspec.json.decode(content, type=_Models).data
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"no list of models: {error}") from error
 
 
@@ -105,7 +105,7 @@ def repository_models(content: bytes) -> dict[str, str]:
     """Models of a V2 repository that are loaded; they have no paths. Raises ValueError."""
     try:
         listed = msgspec.json.decode(content, type=list[_Indexed])
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"no index of a repository: {error}") from error
     return {one.name: "" for one in listed if one.state == "READY"}
 

@@ -71,7 +71,13 @@ async def test_nothing_is_known_while_one_gateway_does_not_answer() -> None:
         telling('{"10.0.0.1:8000": {"inFlight": 2, "cachedTokens": 0}}') as fine,
         aiohttp.ClientSession() as http,
     ):
-        for answer, status in (("{}", 503), ("not json", 200), ('{"a": 1}', 200), ("[" * 5_000_000, 200)):
+        for answer, status in (
+            ("{}", 503),
+            ("not json", 200),
+            ('{"a": 1}', 200),
+            ("[" * 5_000_000, 200),
+            ('{"a": {"x": ' + "[" * 100_000, 200),
+        ):
             async with telling(answer, status) as broken:
                 assert await loads_by_pod(http, [gateway(fine), gateway(broken)], PODS) == {}
         silent = gateway(f"127.0.0.1:{free_ports(1)[0]}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import threading
+import urllib.error
 from typing import TYPE_CHECKING
 
 import pytest
@@ -112,3 +113,11 @@ def test_a_page_that_comes_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(web_page.time, "monotonic", lambda: float(next(passing)))
     with answering(page(b"x" * 100)) as address, pytest.raises(OSError, match="within 9 s"):
         read_page(f"http://{address}/", timeout_s=3.0)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed(status: int) -> None:
+    with answering(page(b"from elsewhere")) as elsewhere:
+        moved = f"HTTP/1.1 {status} Moved\r\nlocation: http://{elsewhere}/\r\ncontent-length: 0\r\n\r\n"
+        with answering(moved.encode()) as address, pytest.raises(urllib.error.HTTPError, match=str(status)):
+            read_page(f"http://{address}/metrics", timeout_s=5.0)

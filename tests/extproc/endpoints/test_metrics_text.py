@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.endpoints.engine_reports import CacheConfig
 from extproc.endpoints.metric_names import NAMES
-from extproc.endpoints.metrics_text import MetricsReader
+from extproc.endpoints.metrics_text import MetricsReader, PageRefused
 from extproc.endpoints.table import LoraState
 
 VLLM = """\
@@ -158,3 +160,85 @@ def test_an_engine_that_shows_its_metrics_later_is_read_at_once() -> None:
     one = reader()
     assert not one.read(b"# nothing yet\n").is_report
     assert one.read(page()).is_report
+
+
+LOAD = b"vllm:num_requests_waiting 1\n"
+
+
+def reading_s(line: bytes) -> float:
+    """Of a page with this line, by processor time: the shortest of some."""
+    text, found = LOAD + line, []
+    for _ in range(5):
+        one, began = reader(), time.process_time()
+        one.read(text)
+        found.append(time.process_time() - began)
+    return min(found)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [b'a="b",', b"name", b'x="\\', b'="', b'",', b'a="\\",', b"a=", b'\\"'],
+)
+@pytest.mark.parametrize("name", [b"vllm:lora_requests_info", b"vllm:cache_config_info"])
+def test_labels_take_time_in_proportion_to_their_length(name: bytes, labels: bytes) -> None:
+    def line(size: int) -> bytes:
+        return b"%b{%b} 1\n" % (name, labels * (size // len(labels)))
+
+    # four times as long: quadratic work takes sixteen times as long, and seconds
+    assert reading_s(line(240_000)) < 10 * max(reading_s(line(60_000)), 1e-3)
+
+
+def test_labels_with_escapes_are_read() -> None:
+    line = (
+        rb'vllm:cache_config_info{config="{\"block_size\":\"1\"}",path="\\\\",block_size="16",num_gpu_blocks="100"} 1'
+    )
+    assert reader().read(LOAD + line).cache == CacheConfig(16, 1600)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (LOAD * 1024, "more than 1024 series of vllm:num_requests_waiting"),
+        (b"vllm:time_to_first_token_seconds_count{} 1\n" * 1025, "more than 1024 series"),
+        (b"vllm:lora_requests_info{} 1\n" * 8193, "more than 8192 series"),
+        (b'vllm:lora_requests_info{a="%b"} 1\n' % (b"x" * 300_000), "more than 262144 bytes of labels"),
+        (b'vllm:cache_config_info{a="%b"} 1\n' % (b"x" * 999) * 300, "more than 262144 bytes of labels"),
+        (b'vllm:lora_requests_info{running_lora_adapters="%b"} 1\n' % (b"a," * 5000), "more than 4096 adapters"),
+    ],
+)
+def test_a_page_with_more_than_any_engine_has_is_refused(more: bytes, why: str) -> None:
+    with pytest.raises(PageRefused, match=why):
+        reader().read(LOAD + more)
+
+
+PIECES = st.lists(
+    st.sampled_from(
+        [
+            *(b"vllm:num_requests_waiting", b"vllm:lora_requests_info{", b"vllm:cache_config_info{", b"} 1\n", b"\n"),
+            *(
+                b'running_lora_adapters="',
+                b'block_size="',
+                b'"',
+                b"\\",
+                b",",
+                b"=",
+                b"{",
+                b"}",
+                b" ",
+                b"1e400",
+                b"-0",
+                b"#",
+            ),
+        ]
+    )
+    | st.binary(max_size=6),
+    max_size=40,
+).map(b"".join)
+
+
+@given(st.lists(PIECES, max_size=4))
+def test_no_page_that_looks_like_an_engines_raises(pages: list[bytes]) -> None:
+    one = MetricsReader(NAMES["vLLM"], custom=[("mine", 'vllm:num_requests_waiting{a="b"}')])
+    for text in pages:
+        waiting = one.read(text).report.waiting
+        assert waiting is None or waiting >= 0

@@ -34,9 +34,11 @@ class Agent:
         self.at_once = self.most_at_once = 0
         self.status = 200
         self.takes_s = 0.0
+        self.location = ""
+        self.is_endless = False
         self.results: asyncio.Queue[LoadResult] = asyncio.Queue()
 
-    async def answer(self, http: web.Request) -> web.Response:
+    async def answer(self, http: web.Request) -> web.StreamResponse:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         self.asked.append((http.path, json.loads(await http.read())["lora_name"]))
@@ -44,7 +46,13 @@ class Agent:
             await asyncio.sleep(self.takes_s)
         finally:
             self.at_once -= 1
-        return web.json_response({"error": {"message": "said so"}}, status=self.status)
+        if self.is_endless:
+            endless = web.StreamResponse()
+            await endless.prepare(http)
+            while True:
+                await endless.write(b"x" * 65536)
+        headers = {"location": self.location} if self.location else {}
+        return web.json_response({"error": {"message": "said so"}}, status=self.status, headers=headers)
 
 
 @pytest.fixture
@@ -129,3 +137,23 @@ spec:
     pool.update(load({"a.yaml": text.encode()}).servers[0].spec, pool.picker)
     loader.start(ask(agent, "sql"))
     assert (await agent.results.get()).problem is LoadProblem.UNREACHABLE
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+async def test_a_redirect_is_no_load_and_nobody_else_is_asked(loader: AdapterLoader, agent: Agent, status: int) -> None:
+    trapped = asyncio.Event()
+    server = await asyncio.start_server(lambda *_: trapped.set(), "127.0.0.1", 0)
+    agent.status, agent.location = status, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/latest/meta-data/"
+    async with server:
+        loader.start(ask(agent, "sql"))
+        result = await agent.results.get()
+    assert result.problem is LoadProblem.UNREACHABLE
+    assert "redirects" in result.message
+    assert not trapped.is_set()
+
+
+async def test_an_answer_without_an_end_is_not_read_to_its_end(loader: AdapterLoader, agent: Agent) -> None:
+    agent.is_endless = True
+    loader.start(ask(agent, "sql", timeout_s=600.0))
+    result = await agent.results.get()
+    assert (result.problem, "more than 65536 bytes" in result.message) == (LoadProblem.UNREACHABLE, True)

@@ -16,7 +16,9 @@ from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.endpoints.backoff import record_failure
 from extproc.feeds.engine_access import EngineAccess
-from extproc.feeds.engine_tokenizer import EngineTokenizers
+from extproc.feeds.engine_tokenizer import EngineTokenizer, EngineTokenizers
+from extproc.feeds.tokens import Tokenizers
+from extproc.metrics.registry import Metrics
 from extproc.request.model import Api
 
 if TYPE_CHECKING:
@@ -38,16 +40,18 @@ spec: {modelName: llama, rules: [{targetModels: [{modelServerName: llama}]}]}
 class Engine:
     """Tokenizes everything to one token, its own."""
 
-    def __init__(self, token: int, status: int = 200) -> None:
+    def __init__(self, token: int, status: int = 200, *, text: str = "", location: str = "") -> None:
+        """``text``: the whole answer, if not empty."""
         self.asked = 0
         self.body: dict[str, Any] = {}
-        self._token = token
+        self._text = text or json.dumps({"tokens": [token]})
         self._status = status
+        self._headers = {"location": location} if location else {}
 
     async def tokenize(self, request: web.Request) -> web.Response:
         self.asked += 1
         self.body = await request.json()
-        return web.json_response({"tokens": [self._token]}, status=self._status)
+        return web.Response(text=self._text, status=self._status, headers=self._headers)
 
 
 @pytest.fixture
@@ -109,7 +113,7 @@ async def test_an_engine_that_fails_is_asked_if_there_is_no_other(servers: list[
 async def test_what_one_engine_refuses_no_other_is_asked(servers: list[TestServer]) -> None:
     other = Engine(2)
     core = core_with(await start(servers, Engine(1, status=400)), await start(servers, other))
-    with pytest.raises(ConnectionError, match="400"):
+    with pytest.raises(ValueError, match="400"):
         await tokens(core)
     assert other.asked == 0
 
@@ -135,3 +139,62 @@ async def test_a_body_of_the_messages_api_is_tokenized_as_the_chat_that_engines_
         await tokenizers.close()
     said = [{"role": "system", "content": "be short"}, {"role": "user", "content": "hi"}]
     assert engine.body == {"model": "base", "messages": said}
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+async def test_a_redirect_is_not_followed_and_the_next_engine_is_asked(servers: list[TestServer], status: int) -> None:
+    trap = Engine(9)
+    location = f"http://{await start(servers, trap)}/tokenize"
+    core = core_with(await start(servers, Engine(1, status, location=location)), await start(servers, Engine(2)))
+    assert await tokens(core) == [2]
+    assert trap.asked == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"tokens":[-1]}',
+        '{"tokens":[4294967296]}',
+        '{"tokens":["a"]}',
+        '{"tokens":' + "[" * 100_000,
+        '{"tokens":[' + "1," * 50_000 + "1]}",
+        '{"tokens":[' + "1, " * 4_000_000 + "1]}",
+        "<html>",
+    ],
+)
+async def test_what_one_engine_answers_oddly_another_one_is_asked(servers: list[TestServer], text: str) -> None:
+    core = core_with(await start(servers, Engine(1, text=text)), await start(servers, Engine(2)))
+    assert await tokens(core) == [2]
+
+
+@pytest.mark.parametrize("text", ['{"tokens":[-1]}', '{"tokens":[4294967296]}', '{"tokens":' + "[" * 100_000, "{}"])
+async def test_without_good_tokens_the_approximate_index_decides(
+    servers: list[TestServer], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = core_with(await start(servers, Engine(1, text=text)))
+    metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)
+    tokenizers = Tokenizers(metrics, EngineAccess({}, lambda: 0.0))
+    body = json.dumps({"model": "llama", "prompt": "hi"}).encode()
+    arrival = core.intake.receive(Api.COMPLETIONS, Head("POST", "/v1/completions", {}, has_body=True), body)
+    try:
+        assert [await tokenizers.tokens_of(arrival) for _ in range(3)] == [None] * 3
+    finally:
+        await tokenizers.close()
+    assert sum("using the approximate index" in one.getMessage() for one in caplog.records) == 1
+
+
+async def test_what_nobody_has_foreseen_stops_no_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = core_with("127.0.0.1:1")
+    tokenizers = Tokenizers(Metrics(core.pools.values, lambda: 0.0, lambda: 0.0), EngineAccess({}, lambda: 0.0))
+
+    async def fail(_self: object, _arrival: object) -> None:
+        raise RecursionError("of this test")
+
+    monkeypatch.setattr(EngineTokenizer, "tokens", fail)
+    body = json.dumps({"model": "llama", "prompt": "hi"}).encode()
+    arrival = core.intake.receive(Api.COMPLETIONS, Head("POST", "/v1/completions", {}, has_body=True), body)
+    assert [await tokenizers.tokens_of(arrival) for _ in range(3)] == [None] * 3
+    await tokenizers.close()
+    assert [bool(one.exc_info) for one in caplog.records] == [True], "once, with its traceback"

@@ -21,8 +21,9 @@ from extproc.metrics.registry import Metrics
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
+    from extproc.core.peer_events import EngineSaid
     from extproc.scheduling.pool import Pool
 
 CONFIG = """
@@ -51,8 +52,10 @@ class Engine:
         self.waiting = 2
         self.count = 10
         self.models = ["llama"]
+        # the whole list, if not empty
+        self.models_text = ""
         self.status = 200
-        self.asked = 0
+        self.asked = self.listed = 0
         # the whole page, if not empty
         self.text = ""
         self.path = "/metrics"
@@ -71,11 +74,17 @@ class Engine:
         return web.Response(text=self.page(), status=self.status)
 
     async def list(self, _: web.Request) -> web.Response:
+        self.listed += 1
+        if self.models_text:
+            return web.Response(text=self.models_text)
         return web.json_response({"data": [{"id": name} for name in self.models]})
 
 
 @asynccontextmanager
-async def scraped(engine: Engine, *more: str, config: str = CONFIG) -> AsyncIterator[tuple[Pool, Metrics, Core, str]]:
+async def scraped(
+    engine: Engine, *more: str, config: str = CONFIG, before: Callable[[EngineSaid], None] = lambda _: None
+) -> AsyncIterator[tuple[Pool, Metrics, Core, str]]:
+    """``before``: gets each report before the core does."""
     app = web.Application()
     app.add_routes([web.get(engine.path, engine.metrics), web.get("/v1/models", engine.list)])
     runner = web.AppRunner(app, access_log=None)
@@ -87,13 +96,18 @@ async def scraped(engine: Engine, *more: str, config: str = CONFIG) -> AsyncIter
     core = Core(load({"a.yaml": config.format(endpoints=endpoints).encode()}), rng=random.Random(0), ticket_prefix="t")
     clock = asyncio.get_running_loop().time
     metrics = Metrics(core.pools.values, lambda: 0.0, clock)
+
+    def deliver(event: EngineSaid) -> None:
+        before(event)
+        core.take_report(event, clock())
+
     scraper = EngineScraper(
         core,
         metrics,
         access=EngineAccess({}, clock),
         clock=clock,
         rng=random.Random(0),
-        deliver=lambda event: core.take_report(event, clock()),
+        deliver=deliver,
     )
     task = asyncio.create_task(scraper.run())
     try:
@@ -243,3 +257,100 @@ async def test_adapters_are_read_though_no_route_names_them() -> None:
         # one that is loaded later is seen, too
         engine.models.append("new")
         await eventually(lambda: "new" in (pool.table.loras[0].served or ()))
+
+
+async def raw_server(answer: bytes) -> tuple[asyncio.Server, str]:
+    """Gives this answer to every request."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while await reader.read(65536):
+                writer.write(answer)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    return server, f"{host}:{port}"
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (HEAD + b"-6\r\nabc\r\n0\r\n\r\n", "a chunk's size is -6"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9999999\r\n\r\n", "more than 4194304 bytes"),
+        (b"HTTP/1.1 307 X\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n", "answered HTTP/1.1 307"),
+        (
+            HEAD + b"8000\r\n" + b"vllm:num_requests_waiting 1\n" * 1170 + b"12345678\r\n0\r\n\r\n",
+            "more than 1024 series",
+        ),
+    ],
+)
+async def test_an_engine_whose_pages_are_refused_backs_off_and_the_others_are_scraped(
+    answer: bytes, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, address = await raw_server(answer)
+    engine = Engine()
+    async with server, scraped(engine, address) as (pool, metrics, _, _):
+        await eventually(lambda: engine.asked >= 15 and pool.table.waiting[0] == 2)
+        labels = {"server": "default/llama", "result": "failed"}
+        assert 1 <= (metrics.registry.get_sample_value("attache_engine_reports_total", labels) or 0) <= 8
+        assert not pool.table.has_reported(1)
+        said = [one.getMessage() for one in caplog.records if "cannot scrape" in one.getMessage()]
+        assert len(said) == 1, "a warning comes once"
+        assert why in said[0]
+
+
+@pytest.mark.parametrize("fails_on", ["metrics", "models"])
+async def test_our_own_failure_on_one_engine_is_logged_once_and_it_is_scraped_again(
+    fails_on: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, other = Engine(), Engine()
+    is_broken = True
+
+    def fail(event: EngineSaid) -> None:
+        if is_broken and event.address == broken and (event.models is None) is (fails_on == "metrics"):
+            raise ZeroDivisionError("of this test")
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", other.metrics), web.get("/v1/models", other.list)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    broken = f"127.0.0.1:{runner.addresses[0][1]}"
+    async with scraped(engine, broken, before=fail) as (pool, _, _, _):
+        await eventually(
+            lambda: engine.asked >= 15 and (other.asked >= 3 if fails_on == "metrics" else other.listed > 0)
+        )
+        assert pool.table.has_reported(1) is (fails_on == "models"), "metrics do not depend on the list of models"
+        traced = [one for one in caplog.records if one.exc_info and "of this test" in one.getMessage()]
+        assert len(traced) == 1
+        if fails_on == "metrics":
+            is_broken = False
+            await eventually(lambda: pool.table.has_reported(1))
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    "text", ['{"data":' + "[" * 100_000, "x" * 5_000_000, '{"data":[' + "{}," * 20_000 + "{}]}", "404"]
+)
+async def test_metrics_are_read_though_nobody_can_read_the_list_of_models(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine()
+    engine.models_text = text
+    async with scraped(engine) as (pool, _, _, _):
+        await eventually(lambda: engine.listed == 1)
+        asked = engine.asked
+        await eventually(lambda: engine.asked >= asked + 5)
+        assert pool.table.has_reported(0)
+        assert pool.table.loras[0].served is None
+        said = [one for one in caplog.records if one.levelname in {"WARNING", "ERROR"}]
+        assert len(said) == 1
+        assert "shows no list of its models" in said[0].getMessage()
+        assert said[0].exc_info is None

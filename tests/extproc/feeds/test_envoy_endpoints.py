@@ -36,6 +36,7 @@ def assignment(cluster: str, *addresses: tuple[str, int]) -> dict[str, Any]:
         (200, {}, {}),
         (200, {"configs": [{}]}, {"": set()}),
         (200, {"configs": "something else"}, {}),
+        (302, {}, {}),
         (404, {"configs": [assignment("server/a/b")]}, {}),
     ],
 )
@@ -44,7 +45,8 @@ async def test_what_it_says_of_servers(status: int, page: object, known: object)
 
     async def dump(request: web.Request) -> web.Response:
         asked.append(request.query["name_regex"])
-        return web.json_response(page, status=status)
+        # where it is followed, it comes back to this page
+        return web.json_response(page, status=status, headers={"location": str(request.url)})
 
     app = web.Application()
     app.add_routes([web.get("/config_dump", dump)])
@@ -57,6 +59,22 @@ async def test_what_it_says_of_servers(status: int, page: object, known: object)
     finally:
         await runner.cleanup()
     assert asked == [r"server/(a/b\.x|a/c)"]
+
+
+async def test_a_page_that_is_nested_without_end_or_no_text_says_nothing() -> None:
+    pages = iter((b'{"configs":' + b"[" * 100_000, b'{"x":' + b"[" * 100_000, b'{"configs":[{"x":"\xff"}]}', b""))
+
+    async def dump(_: web.Request) -> web.Response:
+        return web.Response(body=next(pages))
+
+    app = web.Application()
+    app.add_routes([web.get("/config_dump", dump)])
+    runner, (port,) = web.AppRunner(app), free_ports(1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    for _ in range(4):
+        assert not any((await endpoints_in_envoy(f"127.0.0.1:{port}", {"a/b"})).values())
+    await runner.cleanup()
 
 
 async def test_nobody_answers() -> None:

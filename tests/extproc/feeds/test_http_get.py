@@ -8,8 +8,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from extproc.feeds.http_get import KeptConnection, get_request
+from extproc.feeds.http_get import MOST_BYTES, AnswerParser, BadAnswer, KeptConnection, get_request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -126,3 +128,115 @@ async def test_a_closed_connection_is_replaced() -> None:
         assert await getter.get("/") == b"one"
         await asyncio.sleep(0.05)
         assert await getter.get("/") == b"two"
+
+
+CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
+
+
+def parsed(*pieces: bytes) -> bytes | str | None:
+    """The body, why there is none, or None if more must come."""
+    parser = AnswerParser()
+    try:
+        return next((body for piece in pieces if (body := parser.receive(piece)) is not None), None)
+    except BadAnswer as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("size", ["-6", "0x5", "+5", "1_0", " 5", "5 ", "", "g", "123456789", "5\t;a", "\u0665", "--5"])
+def test_a_chunks_size_is_hexadecimal_digits_and_nothing_else(size: str) -> None:
+    answer = CHUNKED + size.encode() + b"\r\nabcde\r\n0\r\n\r\n"
+    assert "a chunk's size is" in str(parsed(answer))
+    assert "a chunk's size is" in str(parsed(*(answer[at : at + 1] for at in range(len(answer)))))
+
+
+@pytest.mark.parametrize("size", ["5", "05", "5;name=value", "5;a"])
+def test_chunks_may_have_extensions_and_an_answer_trailers(size: str) -> None:
+    answer = CHUNKED + size.encode() + b"\r\nabcde\r\nA\r\n0123456789\r\n0\r\nexpires: never\r\n\r\n"
+    assert parsed(answer) == b"abcde0123456789"
+
+
+def test_an_end_within_a_chunk_is_not_the_end_of_the_answer() -> None:
+    inner = b"0\r\n\r\n"
+    answer = CHUNKED + b"5\r\n" + inner + b"\r\n"
+    assert parsed(answer) is None
+    assert parsed(answer, b"0\r\n\r\n") == inner
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (OK + b"content-length: %d\r\n\r\n" % (MOST_BYTES + 1), f"more than {MOST_BYTES} bytes"),
+        (OK + b"content-length: " + b"9" * 5000 + b"\r\n\r\n", "without content-length"),
+        (OK + b"content-length: -1\r\n\r\n", "without content-length"),
+        (OK + b"content-length: 1\r\ncontent-length: 2\r\n\r\n", "several"),
+        (OK + b"content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", "several"),
+        (CHUNKED + b"%x\r\n" % (MOST_BYTES + 1), f"more than {MOST_BYTES} bytes"),
+        (CHUNKED + b"1\r\na\r\n" * 20_000, "more than 16384 chunks"),
+        (CHUNKED + b"1;" + b"x" * 2000, "no end of a line"),
+        (CHUNKED + b"0\r\n" + b"a: b\r\n" * 10_000, "bytes of trailers"),
+        (CHUNKED + b"1\r\nab\r\n", "longer than its size"),
+        (OK + b"a: b\r\n" * 10_000, "no end of a line or of the head"),
+        (b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1/\r\ncontent-length: 0\r\n\r\n", "answered HTTP/1.1 302"),
+        (b"HTTP/1.1 404 is 200 here\r\ncontent-length: 0\r\n\r\n", "answered HTTP/1.1 404"),
+        (b"HTTP/1.1 500 \x1b[2J\n\r\ncontent-length: 0\r\n\r\n", "answered HTTP/1.1 500 \N{REPLACEMENT CHARACTER}[2J"),
+    ],
+)
+def test_what_is_too_long_or_unclear_is_refused_as_soon_as_it_is_announced(answer: bytes, why: str) -> None:
+    assert why in str(parsed(answer))
+
+
+# What answers are made of, and what looks like it.
+FRAGMENTS = st.lists(
+    st.sampled_from(
+        [OK, CHUNKED, b"content-length: 3\r\n", b"\r\n", b"0\r\n\r\n", b"3\r\nabc\r\n", b"-6\r\n", b"a;b\r\n"]
+    )
+    | st.binary(max_size=12),
+    max_size=12,
+).map(b"".join)
+
+
+@given(FRAGMENTS | FRAGMENTS.map(CHUNKED.__add__) | st.binary(max_size=200), st.lists(st.integers(1, 40), max_size=60))
+def test_any_bytes_have_one_result_however_they_are_cut(answer: bytes, sizes: list[int]) -> None:
+    pieces, at = [], 0
+    for size in sizes:
+        pieces.append(answer[at : at + size])
+        at += size
+    assert parsed(*pieces, answer[at:]) == parsed(answer)
+
+
+class CountingBuffer(bytearray):
+    """Counts the bytes that are searched in it."""
+
+    searched = 0
+
+    def find(self, mark: object, start: object = 0, end: object = None) -> int:
+        assert isinstance(mark, bytes)
+        assert isinstance(start, int)
+        assert isinstance(end, int)
+        found = super().find(mark, start, end)
+        self.searched += (found + len(mark) if found >= 0 else min(end, len(self))) - start
+        return found
+
+
+def test_a_page_in_many_chunks_and_pieces_is_searched_once() -> None:
+    answer = CHUNKED + b"c8\r\n" + b"x" * 200 + b"\r\n"
+    parser, pieces = AnswerParser(), [answer, *[b"c8\r\n" + b"y" * 200 + b"\r\n"] * 5000, b"0\r\n\r\n"]
+    whole = b"".join(pieces)
+    buffer = parser._data = CountingBuffer()
+    *bodies, body = [parser.receive(whole[at : at + 7]) for at in range(0, len(whole), 7)]
+    assert bodies == [None] * len(bodies)
+    assert len(body or b"") == 1_000_200
+    # of each chunk its size, and the bytes of a piece that may be half of a mark
+    assert buffer.searched < len(whole) / 10
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_of_a_server_raise_in_a_connection(noise: bytes) -> None:
+    ends: list[object] = []
+    connection = KeptConnection(ends.append, ends.append)
+    for data in (noise, CHUNKED + noise, OK + b"content-length: " + noise):
+        ends.clear()
+        connection.ask(b"")
+        connection.data_received(data)
+        connection.give_up()
+        assert len(ends) == 1, "each request ends once"

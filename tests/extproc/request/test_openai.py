@@ -275,3 +275,27 @@ def test_media_are_looked_for_in_messages_and_their_parts_and_not_wherever_a_cli
     within = [{"content": [{"content": [part]}]}]
     assert parse(Api.RESPONSES, body(input=within)).media.tokens == 0
     assert parse(Api.CHAT, body(messages=[{"role": "user", "content": within}])).media.tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("api", "field"), [(Api.COMPLETIONS, "prompt"), (Api.EMBEDDINGS, "input"), (Api.GENERATE, "token_ids")]
+)
+@pytest.mark.parametrize("token", [-1, 2**32, 10**30, -(10**30), 1.5, 1e300, True, "a", None, {}])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_token_that_no_engine_knows_is_refused(api: Api, field: str, token: object, *, is_nested: bool) -> None:
+    tokens: list[object] = [1, 2, token]
+    more = {"sampling_params": {}} if api is Api.GENERATE else {}
+    with pytest.raises(BadRequest, match=f"'{field}' must be text, or hold tokens from 0 to 4294967295") as refused:
+        parse(api, body(**{field: [tokens] if is_nested else tokens}, **more))
+    assert refused.value.param == field
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1))
+def test_all_other_tokens_are_taken(tokens: list[int]) -> None:
+    for prompt in (tokens, [tokens, tokens]):
+        assert parse(Api.COMPLETIONS, body(prompt=prompt)).prompts.token_ids >= len(tokens)
+
+
+def test_prompts_in_other_engines_forms_pass() -> None:
+    for prompt in ([{"text": "a", "image": -1.5}], ["-1", "e"], []):
+        assert parse(Api.EMBEDDINGS, body(input=prompt)).api is Api.EMBEDDINGS

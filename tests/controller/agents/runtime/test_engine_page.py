@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,17 @@ def test_without_the_engines_page_ours_says_so() -> None:
     text = write_page(None, STATE, Counters())
     assert "attache_agent_metrics_up 0\n" in text
     assert "attache_engine_" not in text
+
+
+@pytest.mark.parametrize("labels", ['a="b",', "name", 'x="\\', '\\"'])
+def test_labels_take_time_in_proportion_to_their_length(labels: str) -> None:
+    def reading_s(size: int) -> float:
+        text, found = "vllm:lora_requests_info{%s} 1\n" % (labels * (size // len(labels))), []
+        for _ in range(5):
+            began = time.process_time()
+            read_page(text, DIALECTS["vLLM"], unix_s=0.0)
+            found.append(time.process_time() - began)
+        return min(found)
+
+    # four times as long: quadratic work takes sixteen times as long
+    assert reading_s(120_000) < 10 * max(reading_s(30_000), 1e-3)

@@ -127,11 +127,22 @@ def test_what_engines_say_of_a_load(status: int, message: str, result: str) -> N
 
 
 def test_messages_of_any_shape_are_short() -> None:
-    assert error_text(b'{"detail": [{"msg": "x"}]}') == "[{'msg': 'x'}]"
-    assert error_text(b'{"success": false}') == "{'success': False}"
+    assert error_text(b'{"detail": [{"msg": "x"}]}') == '{"detail": [{"msg": "x"}]}'
+    assert error_text(b'{"success": false}') == '{"success": false}'
     assert len(error_text(b"x" * 10_000)) == 300
     assert is_unloaded(404, b"")
     assert not is_unloaded(500, b"busy")
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"data":' + b"[" * 100_000, b'{"error":' * 100_000, b'{"data":[{"id":"\xff"}]}', b""]
+)
+def test_answers_that_nobody_can_read_are_answers_all_the_same(body: bytes) -> None:
+    assert len(error_text(body)) <= 300
+    assert not is_answer(body, "data")
+    for read in (base_model, loaded_adapters, repository_models):
+        with pytest.raises(ValueError, match=r"no list of models|no index of a repository"):
+            read(body)
 
 
 def test_what_is_an_answer_of_a_model() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import time
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from controller.agents.runtime.adapter_names import SourcePolicy
 from controller.agents.runtime.agent import Agent
 from controller.agents.runtime.dialects import DIALECTS
 from controller.agents.runtime.drain import DrainSettings
-from controller.agents.runtime.engine_client import EngineClient
+from controller.agents.runtime.engine_client import EngineClient, EngineFailed
 from controller.agents.runtime.model_requests import ModelRequest
 from controller.agents.runtime.server import AgentServer, serving
 from controller.agents.runtime.settings import AdapterSettings, AgentSettings
@@ -199,3 +200,46 @@ async def test_a_server_that_finishes_its_requests_is_drained_when_none_wait(
         assert not draining.done()
         server.pending = {"a": 0}
         assert (await draining).json()["outcome"] == "idle"
+
+
+@pytest.mark.parametrize("status", [302, 307])
+async def test_an_engines_redirect_is_not_followed(status: int) -> None:
+    trapped: list[str] = []
+
+    async def answer(http: web.Request) -> web.Response:
+        trapped.extend([http.path] if http.path == "/trap" else [])
+        return web.Response(status=status, headers={"location": "/trap"})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner, port = web.AppRunner(app), free_port()
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    async with EngineClient(f"http://127.0.0.1:{port}", DIALECTS["vLLM"]) as client:
+        assert (await client.get("/metrics", timeout_s=5)).status == status
+        assert (await client.load("sql", "/sql", timeout_s=5))[0] == "failed"
+    await runner.cleanup()
+    assert not trapped
+
+
+async def test_an_engines_answer_is_neither_unpacked_nor_read_without_end() -> None:
+    packed = gzip.compress(b"0" * 50_000_000)
+
+    async def answer(http: web.Request) -> web.StreamResponse:
+        if http.path == "/packed":
+            return web.Response(body=packed, headers={"content-encoding": "gzip"})
+        endless = web.StreamResponse()
+        await endless.prepare(http)
+        while True:
+            await endless.write(b"x" * 65536)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner, port = web.AppRunner(app), free_port()
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    async with EngineClient(f"http://127.0.0.1:{port}", DIALECTS["vLLM"]) as client:
+        assert (await client.get("/packed", timeout_s=5)).body == packed
+        with pytest.raises(EngineFailed, match="more than 4194304 bytes"):
+            await client.get("/endless", timeout_s=60)
+    await runner.cleanup()

@@ -8,7 +8,15 @@ import json
 import pytest
 
 from extproc.core.types import LoadProblem
-from extproc.feeds.adapter_answers import answer_to_load, is_unloaded
+from extproc.feeds.engine_answers import (
+    Unreadable,
+    answer_to_load,
+    is_unloaded,
+    models_in,
+    most_tokens,
+    said,
+    tokens_in_answer,
+)
 
 
 def error(message: str, kind: str = "InvalidUserInput") -> bytes:
@@ -59,3 +67,59 @@ def test_a_message_is_one_line_of_bounded_length() -> None:
 @pytest.mark.parametrize(("status", "gone"), [(200, True), (404, True), (409, False), (500, False)])
 def test_an_adapter_that_is_not_there_is_unloaded(status: int, *, gone: bool) -> None:
     assert is_unloaded(status) is gone
+
+
+NESTED = b'{"data":' + b"[" * 100_000
+
+
+def test_models_are_read_by_their_names() -> None:
+    listed = {"object": "list", "data": [{"id": "m", "permission": [{"id": "p"}]}, {"id": "sql", "parent": "m"}]}
+    assert models_in(json.dumps(listed).encode()) == {"m", "sql"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>",
+        b"[]",
+        b"{}",
+        NESTED,
+        b'{"x":' + b"[" * 100_000,
+        b'{"data":[{"id":7}]}',
+        b'{"data":[{"id":"\xff"}]}',
+        b'{"data":[' + b'{"id":"a"},' * 4096 + b'{"id":"a"}]}',
+        b'{"data":[' + b"{}," * 20_000 + b"{}]}",
+        b'{"data":[{"id":"%b"}]}' % (b"a" * 2000),
+    ],
+)
+def test_what_is_no_list_of_models_is_unreadable_and_nothing_else(body: bytes) -> None:
+    with pytest.raises(Unreadable, match="see what answers at this address"):
+        models_in(body)
+
+
+def test_tokens_are_read_up_to_what_the_prompt_can_have() -> None:
+    assert tokens_in_answer(b'{"count":2,"tokens":[0,4294967295],"token_strs":null}', 2) == [0, 4294967295]
+    assert most_tokens(b"") < most_tokens(b"x" * 1000) < most_tokens(b"x" * 10**8) <= 2**20
+
+
+@pytest.mark.parametrize(
+    "tokens", ["[-1]", "[4294967296]", f"[{10**30}]", "[1.5]", '["1"]', "[true]", "[[1]]", "null", "[" * 100_000, "7"]
+)
+def test_odd_tokens_are_unreadable(tokens: str) -> None:
+    with pytest.raises(Unreadable, match="the list of tokens"):
+        tokens_in_answer(b'{"tokens":%b}' % tokens.encode(), 100)
+
+
+def test_more_tokens_than_the_prompt_can_have_are_refused() -> None:
+    with pytest.raises(Unreadable, match="more than 1000 tokens"):
+        tokens_in_answer(json.dumps({"tokens": [1] * 1400}).encode(), 1000)
+
+
+@pytest.mark.parametrize(
+    "body", [NESTED, b'{"error":' * 5000, b'{"error":' * 400 + b"7" + b"}" * 400, b"\xff\x1b[2J", b'{"error":{"x":1}}']
+)
+def test_a_message_can_be_made_of_any_bytes(body: bytes) -> None:
+    message = said(body)
+    assert message.isprintable()
+    assert len(message) <= 300
