@@ -24,7 +24,7 @@ from extproc.streams.usage import MOST_REPORTED
 
 if TYPE_CHECKING:
     from extproc.streams.context import StreamContext
-    from extproc.streams.failures import FailureLog
+    from extproc.failures import FailureLog
     from extproc.streams.messages import (
         AccessLogCommon,
         Duration,

@@ -17,6 +17,7 @@ from bench.processes import free_ports
 from extproc.config.host_names import with_addresses
 from extproc.config.load import load
 from extproc.core.core import Core
+from extproc.failures import Supervisor
 from extproc.feeds.kv_events import KvEventFeed, publishers_of
 from extproc.metrics.registry import Metrics
 from extproc.scheduling.cache_estimator import Prompt
@@ -105,7 +106,7 @@ spec:
 """
     core = Core(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
     metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)
-    task = asyncio.create_task(KvEventFeed(core, metrics).run())
+    task = asyncio.create_task(KvEventFeed(core, metrics, Supervisor(metrics.feed_failed)).run())
     try:
         yield core.pools["default/s"], metrics
     finally:
