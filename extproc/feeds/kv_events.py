@@ -26,7 +26,7 @@ from extproc.prefix.kv_index import Source
 from extproc.prefix.kv_stream import KvStream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from extproc.config.model_server import StaticEndpoint
     from extproc.core.core import Core
@@ -89,8 +89,7 @@ class KvEventFeed:
                     if seen is not self._core.snapshot:
                         seen = self._core.snapshot
                         wanted = {one: pool for pool in self._core.pools.values() for one in publishers_of(pool)}
-                        for gone in tasks.keys() - wanted.keys():
-                            tasks.pop(gone).cancel()
+                        await _end([tasks.pop(gone) for gone in tasks.keys() - wanted.keys()])
                         for new in wanted.keys() - tasks.keys():
                             subscription = _Subscription(new, wanted[new], self._metrics, context, ranks)
                             tasks[new] = group.create_task(self._follow(subscription))
@@ -110,6 +109,13 @@ class KvEventFeed:
         for pool in list(self._core.pools.values()):
             while pool.caches.kv_index is not None and pool.caches.kv_index.sweep():
                 await asyncio.sleep(_SWEEP_S)
+
+
+async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 def publishers_of(pool: Pool) -> Iterator[Publisher]:
@@ -155,6 +161,7 @@ class _Subscription:
         """``ranks``: shared by all subscriptions."""
         self.publisher = publisher
         self._states = ranks.setdefault((publisher.server, publisher.address), {})
+        self._states[publisher.rank] = None
         self._pool = pool
         self._metrics = metrics
         self._context = context
