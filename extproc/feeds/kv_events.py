@@ -238,7 +238,6 @@ class _Subscription:
         stream, is_replayed = self._current(), False
         if stream is None:
             return False
-        self._metrics.kv_events(self.publisher.server, "received")
         try:
             number = _number(frames)
             start = stream.gap_before(number)
@@ -250,6 +249,7 @@ class _Subscription:
                     await self._apply(stream, stream.missed(number, frames[-1]))
         except UnreadableEvents as error:
             self._reset(stream, error)
+        self._metrics.kv_events(self.publisher.server, "received")
         self._report()
         return is_replayed
 
