@@ -158,17 +158,16 @@ class KvIndex:
         room = _SLICE
         while self._cleared and room > 0:
             cache = self._cleared[0]
+            for (medium, size), blocks in list(cache.tiers.items()):
+                holders, count = self._holders_on(medium), min(room, len(blocks))
+                for _ in range(count):
+                    holders.discard(cache.bit, blocks.popitem()[1])
+                room -= count
+                if not blocks:
+                    del cache.tiers[medium, size]
             if not cache.tiers:
                 self._bits &= ~cache.bit
                 self._cleared.popleft()
-                continue
-            (medium, size), blocks = next(iter(cache.tiers.items()))
-            holders = self._holders_on(medium)
-            for _ in range(min(room, len(blocks))):
-                holders.discard(cache.bit, blocks.popitem()[1])
-                room -= 1
-            if not blocks:
-                del cache.tiers[medium, size]
         return bool(self._cleared)
 
     def is_complete(self, source: Source) -> bool:
