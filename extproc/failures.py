@@ -45,7 +45,6 @@ class Supervisor:
     def __init__(self, failed: Callable[[str], None]) -> None:
         """``failed``: called with the name of each feed that has failed."""
         self._failed = failed
-        self._failures = FailureLog(log)
 
     async def run(self, feed: str, start: Callable[[], Awaitable[None]], *, of: str = "") -> None:
         """Run ``start()`` until it returns, or until cancelled. Raises nothing else.
@@ -54,13 +53,14 @@ class Supervisor:
         """
         name = f"{feed} of {of}" if of else feed
         loop, task, pause_s = asyncio.get_running_loop(), asyncio.current_task(), _FIRST_PAUSE_S
+        failures = FailureLog(log)
         while True:
             began_s = loop.time()
             try:
                 await start()
             except Exception as error:
                 self._failed(feed)
-                self._failures.note(f"the feed {name} has failed and is started again", error)
+                failures.note(f"the feed {name} has failed and is started again", _cause(error))
             else:
                 return
             if task is not None and task.cancelling():
@@ -70,6 +70,13 @@ class Supervisor:
                 pause_s = _FIRST_PAUSE_S
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+
+
+def _cause(error: Exception) -> Exception:
+    """What failed in a group of tasks, if it was one of them."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 def _kind_of(error: Exception) -> tuple[str, str, int]:

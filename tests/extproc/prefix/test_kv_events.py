@@ -172,7 +172,9 @@ SCALARS = (
 )
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=4) | st.integers(-9, 9), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=4) | st.integers(-9, 9), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 NAMES = sorted(MAPS["events"][0])  # type: ignore[index]
@@ -200,7 +202,7 @@ def applied(payload: bytes) -> None:
     index.match(index.keys(list(range(100)), adapter=None, salt=None), 0.0)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.lists(EVENT | ODD, max_size=4), VALUES, VALUES)
 def test_whatever_msgpack_holds_is_read_or_unreadable(events: list[object], ts: object, rank: object) -> None:
     applied(msgspec.msgpack.encode([ts, events, rank]))
