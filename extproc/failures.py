@@ -58,7 +58,7 @@ class Supervisor:
             began_s = loop.time()
             try:
                 await start()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - what a feed raises must end nothing else
                 self._failed(feed)
                 failures.note(f"the feed {name} has failed and is started again", _cause(error))
             else:

@@ -107,7 +107,7 @@ class KvEventFeed:
     async def _sweep(self) -> None:
         """Drop the blocks of caches that were cleared."""
         for pool in list(self._core.pools.values()):
-            while pool.caches.kv_index is not None and pool.caches.kv_index.sweep():
+            while pool.caches.kv_index is not None and pool.caches.kv_index.sweep():  # noqa: ASYNC110 - a turn each
                 await asyncio.sleep(_SWEEP_S)
 
 
@@ -349,7 +349,7 @@ class _Subscription:
 
 def _number(frames: Sequence[bytes]) -> int:
     """The sequence number of a message. Raises UnreadableEvents."""
-    if len(frames) < 2 or len(frames[-2]) != len(_END) or frames[-2][0] > 127:  # noqa: PLR2004 - below 0
+    if len(frames) < 2 or len(frames[-2]) != len(_END) or frames[-2][0] > 127:
         raise UnreadableEvents("a message has no sequence number of 8 bytes before its events")
     return int.from_bytes(frames[-2], "big")
 

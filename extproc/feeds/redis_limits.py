@@ -88,8 +88,7 @@ class RedisLimits:
         except asyncio.CancelledError:
             self._give_back_later(charges, asked)
             raise
-        except Exception as error:
-            # no answer, or one that neither the client library nor we understand
+        except Exception as error:  # noqa: BLE001 - the client library raises all sorts at what is not Redis' protocol
             self._give_back_later(charges, asked)
             self._note_failure(error)
             return self._away(charges)
@@ -184,7 +183,7 @@ class RedisLimits:
                 for charges, statements in zip(batch, stated, strict=True):
                     await self._ask(charges, statements, client=pipe)
                 found = [_read_answer(*one) for one in zip(batch, await pipe.execute(), strict=True)]
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - as above
             self._note_failure(error)
             return
         for charges, statements, (_, levels, store_at_s) in zip(batch, stated, found, strict=True):
@@ -208,7 +207,7 @@ class RedisLimits:
                     )
                 settled = zip(batch, await pipe.execute(), strict=True)
                 found = [_numbers_in(answer, 1 + len(grant.charges)) for (grant, _), answer in settled]
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - as above
             for grant, used in batch:
                 self._owe_overruns(grant, used)
             self._note_failure(error)

@@ -161,7 +161,9 @@ def _stored(event: _BlockStored) -> Iterator[Stored]:
             block_size=size,
             medium=_in_capitals(event.medium) or "GPU",
             lora_name=event.lora_name,
-            extra_keys=tuple(keys and [_text(one) for one in keys] for keys in (event.extra_keys or ())[start:end]),
+            extra_keys=tuple(
+                [_text(one) for one in keys or ()] or None for keys in (event.extra_keys or ())[start:end]
+            ),
         )
         parent = hashes[min(end, len(hashes)) - 1]
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 
@@ -28,7 +29,7 @@ async def test_a_feed_that_fails_is_started_again_after_pauses_that_grow(caplog:
             raise OverflowError("of an engine")
 
     await Supervisor(lambda name: failed.update([name])).run("kv_events", feed, of="10.0.0.1:5557")
-    pauses = [round(later - earlier, 3) for earlier, later in zip(starts, starts[1:], strict=False)]
+    pauses = [round(later - earlier, 3) for earlier, later in itertools.pairwise(starts)]
     assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0]
     assert failed == {"kv_events": 11}
     assert caplog.text.count("Traceback") == 1

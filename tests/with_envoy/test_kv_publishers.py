@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,7 +21,7 @@ from tests.waiting import eventually
 from tests.with_envoy.load import Load
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -76,7 +75,7 @@ def events(*events: object) -> bytes:
     return msgspec.msgpack.encode([0.0, events, 0])
 
 
-def stored(**changes: Any) -> list[object]:
+def stored(**changes: object) -> list[object]:
     """A good event with ``changes``, in the order of the wire."""
     fields = {
         "block_hashes": [1],

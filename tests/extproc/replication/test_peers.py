@@ -16,7 +16,6 @@ from extproc.replication.peers import Peers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
     from pathlib import Path
 
 SPENT = Spent("here", "default/chat/0/requests/acme", Limit(1.0, 10.0), 1.0)

@@ -363,7 +363,9 @@ async def test_feeds_that_fail_are_started_again_and_the_process_serves_on_and_d
         )
 
     await eventually(have_failed, timeout_s=20)
-    assert (await decide(one.open_stream(), CHAT)).WhichOneof("response") == "request_body"
+    stream = one.open_stream()
+    assert (await decide(stream, CHAT)).WhichOneof("response") == "request_body"
+    stream.cancel()
     # a feed that failed once goes on
     (config / "more.yaml").write_bytes(
         b"apiVersion: attache.dev/v1alpha1\nkind: ModelRoute\nmetadata: {name: more}\n"
