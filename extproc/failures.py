@@ -73,8 +73,8 @@ class Supervisor:
 
 
 def _cause(error: Exception) -> Exception:
-    """What failed in a group of tasks, if it was one of them."""
-    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+    """What failed first in a group of tasks, if it was one of them."""
+    while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
 

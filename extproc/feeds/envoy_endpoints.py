@@ -75,7 +75,7 @@ async def endpoints_in_envoy(admin: str, servers: Collection[str]) -> Mapping[st
             if answer.status != HTTPStatus.OK:
                 return {}
             dump = msgspec.json.decode(await answer.read(), type=_Dump)
-    except (OSError, TimeoutError, aiohttp.ClientError, msgspec.DecodeError):
+    except (OSError, TimeoutError, aiohttp.ClientError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
     return {
         one.endpoint_config.cluster_name.removeprefix(_PREFIX): frozenset(_addresses(one.endpoint_config))
