@@ -21,7 +21,7 @@ from extproc.core.types import Head
 from extproc.endpoints.prompt_cost import PromptCost
 from extproc.endpoints.table import EndpointTable
 from extproc.prefix.hashing import hash_blocks
-from extproc.prefix.kv_events import Stored
+from extproc.prefix.kv_events import Removed, Stored
 from extproc.prefix.kv_index import KvIndex, Source
 from extproc.request.model import Api
 from extproc.request.parsing import parse
@@ -132,3 +132,36 @@ def test_tokens_of_a_hundred_thousand_against_the_precise_index(benchmark: Bench
         return len(index.match(index.keys(tokens, adapter=None, salt=None), 0.0))
 
     assert benchmark(match) == 20
+
+
+def index_of_ranks(ranks: int, blocks: int) -> KvIndex:
+    """An endpoint whose data-parallel ranks hold so many blocks each."""
+    index = KvIndex()
+    for rank in range(ranks):
+        for start in range(0, blocks, 500):
+            tokens = tuple(16 * [rank] + list(range(16 * start, 16 * (start + 500))))
+            index.apply(Source(0, rank), [Stored(tuple(range(start - 1, start + 500)), None, tokens, 16)])
+    return index
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_a_thousand_evictions_beside_ranks_of_twenty_thousand_blocks(benchmark: BenchmarkFixture, ranks: int) -> None:
+    index, removed = index_of_ranks(ranks, 20_000), [Removed((value,)) for value in range(1_000)]
+    first = Stored(tuple(range(1_000)), None, tuple(range(16_000)), 16)
+
+    def evict() -> int:
+        index.apply(Source(0), [first, *removed])
+        return index.blocks_held(0)
+
+    assert benchmark(evict) >= 19_000
+
+
+def test_an_endpoint_that_leaves_with_ranks_of_twenty_thousand_blocks(benchmark: BenchmarkFixture) -> None:
+    def fill_and_forget() -> int:
+        index = index_of_ranks(8, 20_000)
+        index.forget(0)
+        while index.sweep():
+            pass
+        return index.blocks_held(0)
+
+    assert benchmark(fill_and_forget) == 0

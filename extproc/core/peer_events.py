@@ -96,6 +96,10 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     number: int = 0
 
 
+class UnreadableBatch(Exception):
+    """What came is no batch of this version."""
+
+
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(EventBatch)
 
@@ -106,5 +110,8 @@ def encode(batch: EventBatch) -> bytes:
 
 
 def decode(payload: bytes) -> EventBatch:
-    """From the wire; raises msgspec.DecodeError."""
-    return _decoder.decode(payload)
+    """From the wire; raises UnreadableBatch."""
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UnreadableBatch(str(error)) from None

@@ -4,6 +4,9 @@
 The transport is vLLM's (``vllm/distributed/kv_events.py``): a PUB socket with the frames topic, 8-byte sequence
 number, and batch; and, if configured, a ROUTER socket that replays messages from a sequence number on, ending with
 number -1. SGLang uses the same.
+
+Publishers are not trusted. Each has a task that fails for itself: its blocks are dropped, and it is subscribed to
+again. Their messages are bounded, and however many there are, requests are served in between.
 """
 
 from __future__ import annotations
@@ -23,10 +26,11 @@ from extproc.prefix.kv_index import Source
 from extproc.prefix.kv_stream import KvStream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
     from extproc.config.model_server import StaticEndpoint
     from extproc.core.core import Core
+    from extproc.failures import Supervisor
     from extproc.metrics.registry import Metrics
     from extproc.scheduling.pool import Pool
 
@@ -38,8 +42,20 @@ _REPLAY_TIMEOUT_S: Final = 5.0
 # After a failed replay, none is requested for this long.
 _REPLAY_PAUSE_S: Final = 30.0
 # The sequence number that ends a replay.
-_END: Final = -1
-_HIGH_WATER: Final = 100_000
+_END: Final = (-1).to_bytes(8, "big", signed=True)
+# A step of an engine has some 100 KB at most. Messages that wait do so at the publisher.
+_MOST_BYTES: Final = 4 << 20
+_HIGH_WATER: Final = 100
+# Of one replay; vLLM keeps 10,000 messages.
+_MOST_REPLAYED: Final = 100_000
+_MOST_REPLAYED_BYTES: Final = 64 << 20
+# Between two warnings of one publisher.
+_QUIET_S: Final = 60.0
+# Between two slices of blocks that are dropped.
+_SWEEP_S: Final = 0.005
+
+# By server and address the state of each rank's feed.
+_Ranks = dict[tuple[str, str], dict[int, bool | None]]
 
 
 class Publisher(msgspec.Struct, frozen=True):
@@ -56,30 +72,50 @@ class Publisher(msgspec.Struct, frozen=True):
 class KvEventFeed:
     """Runs a subscription for each configured publisher."""
 
-    def __init__(self, core: Core, metrics: Metrics) -> None:
+    def __init__(self, core: Core, metrics: Metrics, supervisor: Supervisor) -> None:
         self._core = core
         self._metrics = metrics
+        self._supervisor = supervisor
 
     async def run(self) -> None:
         """Follow the configured publishers until cancelled."""
         tasks: dict[Publisher, asyncio.Task[None]] = {}
         seen: object = None
         context = zmq.asyncio.Context()
-        ranks: dict[tuple[str, str], dict[int, bool | None]] = {}
+        ranks: _Ranks = {}
         try:
             async with asyncio.TaskGroup() as group:
                 while True:
                     if seen is not self._core.snapshot:
                         seen = self._core.snapshot
                         wanted = {one: pool for pool in self._core.pools.values() for one in publishers_of(pool)}
-                        for gone in tasks.keys() - wanted.keys():
-                            tasks.pop(gone).cancel()
+                        await _end([tasks.pop(gone) for gone in tasks.keys() - wanted.keys()])
                         for new in wanted.keys() - tasks.keys():
                             subscription = _Subscription(new, wanted[new], self._metrics, context, ranks)
-                            tasks[new] = group.create_task(subscription.run())
+                            tasks[new] = group.create_task(self._follow(subscription))
+                    await self._sweep()
                     await asyncio.sleep(_FOLLOW_S)
         finally:
             context.destroy(linger=0)
+
+    async def _follow(self, one: _Subscription) -> None:
+        try:
+            await self._supervisor.run("kv_events", one.run, of=one.publisher.events)
+        finally:
+            one.leave()
+
+    async def _sweep(self) -> None:
+        """Drop the blocks of caches that were cleared."""
+        for pool in list(self._core.pools.values()):
+            while pool.caches.kv_index is not None and pool.caches.kv_index.sweep():  # noqa: ASYNC110 - a turn each
+                await asyncio.sleep(_SWEEP_S)
+
+
+async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 def publishers_of(pool: Pool) -> Iterator[Publisher]:
@@ -120,134 +156,207 @@ class _Subscription:
         pool: Pool,
         metrics: Metrics,
         context: zmq.asyncio.Context,
-        ranks: dict[tuple[str, str], dict[int, bool | None]],
+        ranks: _Ranks,
     ) -> None:
-        """``ranks``: by (server, address) the state of each rank's feed, shared by all subscriptions."""
-        self._publisher = publisher
-        self._ranks = ranks
+        """``ranks``: shared by all subscriptions."""
+        self.publisher = publisher
+        self._states = ranks.setdefault((publisher.server, publisher.address), {})
+        self._states[publisher.rank] = None
         self._pool = pool
         self._metrics = metrics
         self._context = context
         self._stream: KvStream | None = None
         self._row = -1
-        self._next_replay_at_s = 0.0
+        self._next_replay_at_s = self._next_warning_at_s = 0.0
+        # messages are applied in slices, one message after the other
+        self._turn = asyncio.Lock()
 
     async def run(self) -> None:
         """Follow the publisher until cancelled."""
-        socket = self._context.socket(zmq.SUB)
+        socket = self._socket(zmq.SUB)
         socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        socket.setsockopt(zmq.SUBSCRIBE, self._publisher.topic.encode())
+        socket.setsockopt(zmq.SUBSCRIBE, self.publisher.topic.encode())
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         try:
-            socket.connect(self._publisher.events)
+            socket.connect(self.publisher.events)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch(monitor, socket))
                 while True:
-                    await self._take(await socket.recv_multipart(), socket)
+                    frames = await socket.recv_multipart()
+                    async with self._turn:
+                        await self._take_all(frames, socket)
+                    # a message that is there already is received without a turn of the loop
+                    await asyncio.sleep(0)
         finally:
             socket.disable_monitor()
             socket.close(linger=0)
-            self._set_state(is_whole=None)
+            self._lose()
+
+    def leave(self) -> None:
+        """It is not configured any more: the feed of its endpoint is that of the other ranks."""
+        self._states.pop(self.publisher.rank, None)
+        self._show()
+
+    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        # who sends more is disconnected
+        socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+        return socket
 
     async def _watch(self, monitor: zmq.asyncio.Socket, socket: zmq.asyncio.Socket) -> None:
         while True:
             event = await recv_monitor_message(monitor)
-            if event["event"] == zmq.EVENT_DISCONNECTED:
-                log.info("KV events of %s: disconnected", self._publisher.address)
-                if self._stream is not None:
-                    self._stream.disconnected()
-                self._set_state(is_whole=None)
-            elif self._publisher.replay is not None:
-                # includes the events of an engine that publishes nothing now
-                await self._replay(0, socket)
-            else:
-                self._set_state(is_whole=False)
+            async with self._turn:
+                if event["event"] == zmq.EVENT_DISCONNECTED:
+                    log.info("KV events of %s: disconnected", self.publisher.address)
+                    self._lose()
+                elif self.publisher.replay is None:
+                    self._set_state(is_whole=False)
+                elif await self._replay(0):
+                    # included the events of an engine that publishes nothing now
+                    await self._take_all(await self._first_new(socket), socket)
 
     def _current(self) -> KvStream | None:
         """The stream into the endpoint's row, a new one if the row has changed; None if it was removed."""
-        row, index = self._pool.table.row_of(self._publisher.address), self._pool.caches.kv_index
+        row, index = self._pool.table.row_of(self.publisher.address), self._pool.caches.kv_index
         if row is None or index is None:
             return None
         if self._stream is None or row != self._row:
             self._row = row
-            self._stream = KvStream(index, Source(row, self._publisher.rank))
+            self._stream = KvStream(index, Source(row, self.publisher.rank))
         return self._stream
 
-    async def _take(self, frames: list[bytes], socket: zmq.asyncio.Socket) -> None:
-        stream = self._current()
-        if stream is None or len(frames) < 2:
-            return
-        number, payload = int.from_bytes(frames[-2], "big", signed=True), frames[-1]
+    async def _take_all(self, frames: Sequence[bytes] | None, socket: zmq.asyncio.Socket) -> None:
+        """Take a message, and one that was received meanwhile."""
+        while frames is not None:
+            frames = await self._first_new(socket) if await self._take(frames) else None
+
+    async def _take(self, frames: Sequence[bytes]) -> bool:
+        """Take a message; whether it came with a replay."""
+        stream, is_replayed = self._current(), False
+        if stream is None:
+            return False
         try:
-            start = stream.receive(number, payload)
-            if start is not None and not await self._replay(start, socket):
-                stream.missed(number, payload)
+            number = _number(frames)
+            start = stream.gap_before(number)
+            if start is None:
+                await self._apply(stream, stream.apply(number, frames[-1]))
+            else:
+                is_replayed = await self._replay(start)
+                if not is_replayed:
+                    await self._apply(stream, stream.missed(number, frames[-1]))
         except UnreadableEvents as error:
             self._reset(stream, error)
-        self._metrics.kv_events(self._publisher.server, "received")
-        self._set_state(is_whole=stream.is_whole)
+        self._metrics.kv_events(self.publisher.server, "received")
+        self._report()
+        return is_replayed
 
-    async def _replay(self, start: int, socket: zmq.asyncio.Socket) -> bool:
+    async def _apply(self, stream: KvStream, slices: Iterator[None]) -> None:
+        """Apply messages, with requests in between. Raises UnreadableEvents."""
+        for _ in slices:
+            await asyncio.sleep(0)
+            if self._current() is not stream:
+                # the endpoint has gone meanwhile, and its row may be another's
+                return
+
+    async def _replay(self, start: int) -> bool:
         """Request and apply all messages from ``start`` on; False if that fails."""
         stream, loop = self._current(), asyncio.get_running_loop()
-        if self._publisher.replay is None or stream is None or loop.time() < self._next_replay_at_s:
+        if self.publisher.replay is None or stream is None or loop.time() < self._next_replay_at_s:
             return False
+        self._next_replay_at_s = loop.time() + _REPLAY_PAUSE_S
         try:
             async with asyncio.timeout(_REPLAY_TIMEOUT_S):
-                messages = await self._ask(self._publisher.replay, start)
+                messages = await self._ask(self.publisher.replay, start)
+            await self._apply(stream, stream.replayed(start, messages))
         except TimeoutError:
-            self._next_replay_at_s = loop.time() + _REPLAY_PAUSE_S
-            self._metrics.kv_events(self._publisher.server, "replay_failed")
-            log.warning(
-                "KV events of %s: no answer from the replay socket %s", self._publisher.address, self._publisher.replay
-            )
+            self._metrics.kv_events(self.publisher.server, "replay_failed")
+            self._warn(f"no answer from the replay socket {self.publisher.replay}")
             return False
-        try:
-            stream.replayed(start, messages)
         except UnreadableEvents as error:
             self._reset(stream, error)
             return False
-        self._metrics.kv_events(self._publisher.server, "replayed")
-        self._set_state(is_whole=stream.is_whole)
-        await self._drop_old(stream, socket)
+        self._next_replay_at_s = 0.0
+        self._metrics.kv_events(self.publisher.server, "replayed")
+        self._report()
         return True
 
     def _reset(self, stream: KvStream, error: UnreadableEvents) -> None:
         """Reset the stream after unreadable events; it continues with the next message."""
-        self._metrics.kv_events(self._publisher.server, "unreadable")
-        log.warning("KV events of %s: %s", self._publisher.address, error)
+        self._metrics.kv_events(self.publisher.server, "unreadable")
+        self._warn(str(error))
         stream.disconnected()
 
+    def _warn(self, message: str) -> None:
+        """Now and then; metrics count the others."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._next_warning_at_s:
+            self._next_warning_at_s = now + _QUIET_S
+            log.warning("KV events of %s: %s", self.publisher.address, message)
+
     async def _ask(self, replay: str, start: int) -> list[tuple[int, bytes]]:
-        socket = self._context.socket(zmq.DEALER)
+        """The messages of a replay. Raises UnreadableEvents."""
+        socket = self._socket(zmq.DEALER)
         try:
             socket.connect(replay)
             await socket.send_multipart([b"", start.to_bytes(8, "big")])
             messages: list[tuple[int, bytes]] = []
+            size = 0
             while True:
                 frames = await socket.recv_multipart()
-                number = int.from_bytes(frames[-2], "big", signed=True)
-                if number == _END or not frames[-1]:
+                if len(frames) > 1 and (frames[-2] == _END or not frames[-1]):
                     return messages
-                messages.append((number, frames[-1]))
+                messages.append((_number(frames), frames[-1]))
+                size += len(frames[-1])
+                if len(messages) > _MOST_REPLAYED or size > _MOST_REPLAYED_BYTES:
+                    raise UnreadableEvents("the replay does not end")
+                await asyncio.sleep(0)
         finally:
             socket.close(linger=0)
 
-    async def _drop_old(self, stream: KvStream, socket: zmq.asyncio.Socket) -> None:
-        """Skip queued messages that the replay has already brought."""
+    async def _first_new(self, socket: zmq.asyncio.Socket) -> Sequence[bytes] | None:
+        """The first message that waits, but for those that a replay has brought; None if there is none."""
         while await socket.poll(0):
-            frames = await socket.recv_multipart()
-            if not stream.is_old(int.from_bytes(frames[-2], "big", signed=True)):
-                await self._take(frames, socket)
-                return
+            frames: Sequence[bytes] = await socket.recv_multipart()
+            if self._stream is None or not _is_old(self._stream, frames):
+                return frames
+            await asyncio.sleep(0)
+        return None
+
+    def _lose(self) -> None:
+        """The publisher is away: drop its blocks."""
+        if self._stream is not None:
+            self._stream.disconnected()
+        self._set_state(is_whole=None)
+
+    def _report(self) -> None:
+        stream = self._current()
+        self._set_state(is_whole=None if stream is None else stream.is_whole)
 
     def _set_state(self, *, is_whole: bool | None) -> None:
-        """Report the state of the feed to the pool; that of an endpoint is the worst of its ranks."""
-        row = self._pool.table.row_of(self._publisher.address)
+        self._states[self.publisher.rank] = is_whole
+        self._show()
+
+    def _show(self) -> None:
+        """Show the pool the state of the endpoint's feed: the worst of its ranks."""
+        row = self._pool.table.row_of(self.publisher.address)
         if row is not None:
-            ranks = self._ranks.setdefault((self._publisher.server, self._publisher.address), {})
-            ranks[self._publisher.rank] = is_whole
-            states = set(ranks.values())
+            states = set(self._states.values()) or {None}
             self._pool.caches.set_feed_state(row, is_whole=None if None in states else states == {True})
+
+
+def _number(frames: Sequence[bytes]) -> int:
+    """The sequence number of a message. Raises UnreadableEvents."""
+    if len(frames) < 2 or len(frames[-2]) != len(_END) or frames[-2][0] > 127:
+        raise UnreadableEvents("a message has no sequence number of 8 bytes before its events")
+    return int.from_bytes(frames[-2], "big")
+
+
+def _is_old(stream: KvStream, frames: Sequence[bytes]) -> bool:
+    try:
+        return stream.is_old(_number(frames))
+    except UnreadableEvents:
+        # whoever takes it finds the same
+        return False

@@ -13,7 +13,9 @@ was left, theirs included.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,6 +48,10 @@ _MAX_SETTLEMENTS: Final = 100_000
 _BATCH_SIZE: Final = 200
 
 
+class OddAnswer(Exception):
+    """Redis has answered what its scripts do not."""
+
+
 class RedisLimits:
     """Reserves and settles in Redis."""
 
@@ -53,7 +59,7 @@ class RedisLimits:
         """``url``: redis://host:port/db. ``prefix``: of the keys in Redis. ``process``: names this one among all,
         ever.
         """
-        self._redis, self._error = redis_client(url, timeout_s=2 * _TIMEOUT_S, connections=_CONNECTIONS)
+        self._redis, _ = redis_client(url, timeout_s=2 * _TIMEOUT_S, connections=_CONNECTIONS)
         self._reserve: Any = self._redis.register_script(RESERVE)
         self._settle: Any = self._redis.register_script(SETTLE)
         self._prefix = prefix
@@ -78,15 +84,14 @@ class RedisLimits:
         # a task of its own: Redis may grant what is not waited for any more, and that must be given back
         asked = asyncio.create_task(self._ask(charges, stated))
         try:
-            answer = await _in_time(asked)
+            found, levels, store_at_s = _read_answer(charges, await _in_time(asked))
         except asyncio.CancelledError:
             self._give_back_later(charges, asked)
             raise
-        except (self._error, OSError) as error:  # includes TimeoutError
+        except Exception as error:  # noqa: BLE001 - the client library raises all sorts at what is not Redis' protocol
             self._give_back_later(charges, asked)
             self._note_failure(error)
             return self._away(charges)
-        found, levels, store_at_s = _read_answer(charges, answer)
         self._note_levels(charges, stated, levels, store_at_s)
         result = "granted" if isinstance(found, Grant) else "refused"
         self._metrics.admission.asked_redis(result, self._clock() - now)
@@ -160,9 +165,10 @@ class RedisLimits:
             self._late.discard(answer)
             if answer.cancelled() or answer.exception() is not None:
                 return
-            found, _, _ = _read_answer(charges, answer.result())
-            if isinstance(found, Grant):
-                self.settle(found, None)
+            with contextlib.suppress(OddAnswer):  # logged by who waits, and it grants nothing
+                found, _, _ = _read_answer(charges, answer.result())
+                if isinstance(found, Grant):
+                    self.settle(found, None)
 
         self._late.add(asked)
         asked.add_done_callback(arrived)
@@ -176,12 +182,11 @@ class RedisLimits:
             async with asyncio.timeout(1.0), self._redis.pipeline(transaction=False) as pipe:
                 for charges, statements in zip(batch, stated, strict=True):
                     await self._ask(charges, statements, client=pipe)
-                answers = await pipe.execute()
-        except (self._error, OSError) as error:
+                found = [_read_answer(*one) for one in zip(batch, await pipe.execute(), strict=True)]
+        except Exception as error:  # noqa: BLE001 - as above
             self._note_failure(error)
             return
-        for charges, statements, answer in zip(batch, stated, answers, strict=True):
-            _, levels, store_at_s = _read_answer(charges, answer)
+        for charges, statements, (_, levels, store_at_s) in zip(batch, stated, found, strict=True):
             self._note_levels(charges, statements, levels, store_at_s)
 
     async def _settle_batch(self) -> None:
@@ -200,14 +205,14 @@ class RedisLimits:
                         args=[self._process, *_settled(grant, used, statements)],
                         client=pipe,
                     )
-                answers = await pipe.execute()
-        except (self._error, OSError) as error:
+                settled = zip(batch, await pipe.execute(), strict=True)
+                found = [_numbers_in(answer, 1 + len(grant.charges)) for (grant, _), answer in settled]
+        except Exception as error:  # noqa: BLE001 - as above
             for grant, used in batch:
                 self._owe_overruns(grant, used)
             self._note_failure(error)
             return
-        for (grant, _), statements, answer in zip(batch, stated, answers, strict=True):
-            store_at_s, *levels = map(float, answer)
+        for (grant, _), statements, (store_at_s, *levels) in zip(batch, stated, found, strict=True):
             self._note_levels(grant.charges, statements, levels, store_at_s)
 
     def _owe_overruns(self, grant: Grant, used: Usage | None) -> None:
@@ -237,15 +242,28 @@ async def _in_time(asked: asyncio.Future[list[Any]]) -> list[Any]:
             return await asyncio.shield(asked)
 
 
-def _read_answer(charges: Sequence[Charge], answer: list[Any]) -> tuple[Grant | RateLimited, list[float], float]:
-    """What was found, the levels that are left, and Redis' time."""
-    granted, store_at_s, *fields = answer
-    levels = [float(one) for one in fields[::3]]
+def _read_answer(charges: Sequence[Charge], answer: object) -> tuple[Grant | RateLimited, list[float], float]:
+    """What was found, the levels that are left, and Redis' time. Raises OddAnswer."""
+    granted, store_at_s, *fields = _numbers_in(answer, 2 + 3 * len(charges))
+    levels = fields[::3]
     if not granted:
-        return refusal(charges, levels), levels, float(store_at_s)
+        return refusal(charges, levels), levels, store_at_s
     states = zip(charges, fields[1::3], fields[2::3], strict=True)
-    claims = [Claim(charge.amount, float(shrink), int(epoch)) for charge, shrink, epoch in states]
-    return Grant(charges, claims, levels, is_global=True), levels, float(store_at_s)
+    claims = [Claim(charge.amount, shrink, int(epoch)) for charge, shrink, epoch in states]
+    return Grant(charges, claims, levels, is_global=True), levels, store_at_s
+
+
+def _numbers_in(answer: object, count: int) -> list[float]:
+    """What a script answers. Raises OddAnswer."""
+    if not isinstance(answer, list) or len(answer) != count:
+        raise OddAnswer(f"the answer has not {count} numbers")
+    try:
+        numbers = [float(one) for one in answer]
+    except (TypeError, ValueError, OverflowError):
+        raise OddAnswer("the answer has more than numbers") from None
+    if not all(map(math.isfinite, numbers)):
+        raise OddAnswer("the answer has numbers that are not finite")
+    return numbers
 
 
 def _numbers(limit: Limit, stated: Statement) -> tuple[float, ...]:

@@ -9,8 +9,10 @@ lowest level of all files. The time between is inflow, by the wall clock.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import stat
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 _PAUSE_S: Final = 0.1
 # Of the process's time, saving takes at most one part in as many.
 _MOST_SHARE: Final = 20
+# Some 100,000 buckets are remembered, of 200 bytes or so each.
+_MOST_BYTES: Final = 256 << 20
 
 
 class _Saved(msgspec.Struct, frozen=True):
@@ -63,8 +67,8 @@ class SavedLevels:
         now, wall_now = self._clock(), self._wall_clock()
         for file in sorted(self._directory.glob("limits-*.json")):
             try:
-                saved = msgspec.json.decode(file.read_bytes(), type=_Saved)
-            except (OSError, msgspec.DecodeError) as error:
+                saved = msgspec.json.decode(_content(file), type=_Saved)
+            except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 log.warning("%s cannot be read, its limits start full: %s", file, error)
                 continue
             passed_s = max(0.0, wall_now - saved.saved_at_s)
@@ -88,8 +92,10 @@ class SavedLevels:
         saved = _Saved(self._wall_clock(), self._limits.levels(self._clock()))
         fresh = self._file.with_suffix(".new")
         try:
+            # what lies there was left by a process that was killed; a pipe would be waited for
+            fresh.unlink(missing_ok=True)
             # names of tenants are nobody else's business
-            with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(msgspec.json.encode(saved))
             fresh.replace(self._file)
         except OSError as error:
@@ -98,3 +104,15 @@ class SavedLevels:
             self._has_failed = True
             return
         self._has_failed, self._saved_changes = False, changes
+
+
+def _content(file: Path) -> bytes:
+    """Raises OSError."""
+    # a pipe would be waited for until somebody writes into it
+    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file")
+        content = opened.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise OSError(errno.EFBIG, f"has more than {_MOST_BYTES} bytes")
+    return content

@@ -116,6 +116,12 @@ class Metrics:
         self._kv_events = Counters(
             "attache_kv_events", "Messages with KV events, and replays.", ["server", "result"], self.registry
         )
+        self._feed_restarts = Counters(
+            "attache_feed_restarts",
+            "Feeds beside the requests that failed and were started again; the log says why.",
+            ["feed"],
+            self.registry,
+        )
         self._tokenized = Counters(
             "attache_tokenized_prompts",
             "Prompts for the precise index: all but `tokenized` were matched by the approximate one.",
@@ -210,6 +216,10 @@ class Metrics:
     def kv_events(self, server: str, result: str) -> None:
         """A message with KV events, or a replay of them."""
         self._kv_events.add(server, result)
+
+    def feed_failed(self, feed: str) -> None:
+        """A feed has failed, and is started again."""
+        self._feed_restarts.add(feed)
 
     def tokenized(self, server: str, result: str) -> None:
         """A prompt was to be turned into tokens."""

@@ -7,12 +7,15 @@ or the block is removed.
 
 The prompt of a request that was just sent will be cached before an event says so. Its blocks count as held for
 ``SPECULATION_S``.
+
+Engines are not trusted: what one of them can have this process keep and compute is bounded. A cleared cache counts no
+more from that moment on. Its blocks are dropped a slice at a time (``sweep``), as a large cache takes half a second.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -24,10 +27,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 SPECULATION_S: Final = 2.0
-# The value of a cached token by medium, as in llm-d: host memory must be copied to the GPU first.
-TIER_WEIGHTS: Final = {"GPU": 1.0, "CPU": 0.8}
-# The most blocks of one cache: an engine that never removes any is not followed further.
-_MAX_BLOCKS: Final = 4_000_000
+# The value of a cached token, as in llm-d: what is not on the GPU must be copied there first.
+_OFF_GPU_WEIGHT: Final = 0.8
+# Of one source, over all media; some 200 bytes each. An engine that has more is not followed further.
+_MOST_BLOCKS: Final = 1_000_000
+_MOST_MEDIA: Final = 4
+# Block sizes of one source, and of all: a prompt has a chain of keys for each.
+_MOST_OWN_SIZES: Final = 2
+_MOST_SIZES: Final = 4
+# Blocks of cleared caches that are dropped with each change: more than it adds, so that they become fewer.
+_SLICE: Final = 2_000
+# Sets of caches whose rows are remembered.
+_MOST_MASKS: Final = 4_096
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -48,55 +59,121 @@ class Cached(msgspec.Struct, frozen=True):
     weighted: float
 
 
-class _Cache(msgspec.Struct):
-    """The blocks of one source: by medium, from the engine's hash to our key and the block size in tokens."""
+class _Cache(msgspec.Struct, eq=False):
+    """The blocks of one source. ``bit``: stands for it in the masks of ``_Holders``.
 
-    by_medium: dict[str, dict[BlockHash, tuple[int, int]]] = msgspec.field(default_factory=dict)
+    ``tiers``: by medium and block size in tokens, from the engine's hash to our key. ``ignored``: blocks that were
+    beyond a bound.
+    """
 
-    def find(self, value: BlockHash) -> int | None:
-        for blocks in self.by_medium.values():
+    row: int
+    bit: int
+    tiers: dict[tuple[str, int], dict[BlockHash, int]] = msgspec.field(default_factory=dict)
+    blocks: int = 0
+    ignored: int = 0
+
+    def find(self, value: BlockHash) -> tuple[int, int] | None:
+        """The key of a block, and its size."""
+        for (_, size), blocks in self.tiers.items():
             if value in blocks:
-                return blocks[value][0]
+                return blocks[value], size
         return None
+
+
+class _Holders:
+    """Which caches hold a block: by its key the mask of their bits."""
+
+    def __init__(self) -> None:
+        self.masks: dict[int, int] = {}
+        # how many more blocks with the same key a cache holds, under other hashes or on other media
+        self._more: dict[tuple[int, int], int] = {}
+
+    def add(self, bit: int, key: int) -> None:
+        mask = self.masks.get(key, 0)
+        if mask & bit:
+            self._more[bit, key] = self._more.get((bit, key), 0) + 1
+        else:
+            self.masks[key] = mask | bit
+
+    def discard(self, bit: int, key: int) -> None:
+        more = self._more.get((bit, key), 0) if self._more else 0
+        if more:
+            self._more[bit, key] = more - 1
+            if more == 1:
+                del self._more[bit, key]
+            return
+        mask = self.masks[key] & ~bit
+        if mask:
+            self.masks[key] = mask
+        else:
+            del self.masks[key]
 
 
 class KvIndex:
     """The index of one ModelServer. ``orphans``: blocks stored under an unknown parent, which are ignored."""
 
     def __init__(self) -> None:
-        self._holders: dict[str, dict[int, int]] = {}
+        self._on_gpu, self._off_gpu = _Holders(), _Holders()
         self._caches: dict[Source, _Cache] = {}
+        # those that were cleared, and whose blocks are still among the holders
+        self._cleared: deque[_Cache] = deque()
+        self._bits = 0
+        # blocks of each size
         self._block_sizes: dict[int, int] = {}
+        # the rows of a mask of caches, for the caches that there are now
+        self._rows: dict[int, int] = {}
         self._expected: OrderedDict[int, tuple[int, float]] = OrderedDict()
         self.orphans = 0
 
     def apply(self, source: Source, events: Iterable[Event]) -> None:
         """Apply the events of ``source`` in order."""
-        cache = self._caches.setdefault(source, _Cache())
         for event in events:
             match event:
                 case Stored():
-                    self._store(source, cache, event)
+                    self._store(self._cache_of(source), event)
                 case Removed():
-                    for medium in [event.medium] if event.medium else list(cache.by_medium):
-                        for value in event.hashes:
-                            self._remove(source, cache, medium, value)
+                    self._remove(self._cache_of(source), event)
                 case Cleared():
                     self.clear(source)
-                    cache = self._caches.setdefault(source, _Cache())
+        self.sweep()
 
     def clear(self, source: Source) -> None:
         """Drop all blocks of ``source``: its cache is empty, or what we know of it is unreliable."""
         cache = self._caches.pop(source, None)
-        if cache is not None:
-            for medium, blocks in cache.by_medium.items():
-                for key, size in blocks.values():
-                    self._drop(source, medium, key, size)
+        if cache is None:
+            return
+        self._rows.clear()
+        for (_, size), blocks in cache.tiers.items():
+            self._count(size, -len(blocks))
+        self._cleared.append(cache)
+        self.sweep()
 
     def forget(self, row: int) -> None:
         """Drop all blocks of the endpoint of ``row``, which has been removed."""
         for source in [one for one in self._caches if one.row == row]:
             self.clear(source)
+
+    def sweep(self) -> bool:
+        """Drop some blocks of cleared caches; whether any are left."""
+        room = _SLICE
+        while self._cleared and room > 0:
+            cache = self._cleared[0]
+            for (medium, size), blocks in list(cache.tiers.items()):
+                holders, count = self._holders_on(medium), min(room, len(blocks))
+                for _ in range(count):
+                    holders.discard(cache.bit, blocks.popitem()[1])
+                room -= count
+                if not blocks:
+                    del cache.tiers[medium, size]
+            if not cache.tiers:
+                self._bits &= ~cache.bit
+                self._cleared.popleft()
+        return bool(self._cleared)
+
+    def is_complete(self, source: Source) -> bool:
+        """Whether no block of ``source`` was beyond a bound."""
+        cache = self._caches.get(source)
+        return cache is None or not cache.ignored
 
     def keys(self, tokens: Sequence[int], *, adapter: str | None, salt: str | None) -> dict[int, list[int]]:
         """The keys of a prompt's whole blocks, for each block size in use."""
@@ -112,7 +189,7 @@ class KvIndex:
         for size, chain in chains.items():
             alive = -1
             for length, key in enumerate(chain):
-                holders = self._holders_of(key, now)
+                holders = self._rows_with(key, now)
                 lost = alive & ~holders
                 if lost:
                     if length and alive != -1:
@@ -136,115 +213,130 @@ class KvIndex:
 
     def blocks_held(self, row: int) -> int:
         """The number of blocks that ``row`` holds by its events."""
-        caches = (cache for source, cache in self._caches.items() if source.row == row)
-        return sum(len(blocks) for cache in caches for blocks in cache.by_medium.values())
+        return sum(cache.blocks for cache in self._caches.values() if cache.row == row)
 
-    def _holders_of(self, key: int, now: float) -> int:
-        mask = 0
-        for holders in self._holders.values():
-            mask |= holders.get(key, 0)
+    def _rows_with(self, key: int, now: float) -> int:
+        mask = self._on_gpu.masks.get(key, 0)
+        if self._off_gpu.masks:
+            mask |= self._off_gpu.masks.get(key, 0)
+        rows = self._rows_of(mask)
         expected = self._expected.get(key)
-        return mask | expected[0] if expected is not None and expected[1] > now else mask
+        return rows | expected[0] if expected is not None and expected[1] > now else rows
+
+    def _rows_of(self, mask: int) -> int:
+        rows = self._rows.get(mask)
+        if rows is None:
+            if len(self._rows) >= _MOST_MASKS:
+                self._rows.clear()
+            rows = 0
+            for cache in self._caches.values():
+                if cache.bit & mask:
+                    rows |= 1 << cache.row
+            self._rows[mask] = rows
+        return rows
 
     def _weigh(self, rows: int, chain: Sequence[int], size: int) -> list[Cached]:
         tokens = len(chain) * size
-        slow = {
-            medium: holders
-            for medium, holders in self._holders.items()
-            if TIER_WEIGHTS.get(medium, 0.8) < 1.0 and holders
-        }
-        if not slow:
+        if not self._off_gpu.masks:
             return [Cached(rows, tokens, float(tokens))]
-        fast = self._holders.get("GPU", {})
+        fast = self._on_gpu.masks
         found = []
         while rows:
             bit = rows & -rows
             rows &= ~bit
-            on_gpu = sum(1 for key in chain if fast.get(key, 0) & bit)
-            weight = max((TIER_WEIGHTS.get(medium, 0.8) for medium in slow), default=1.0)
-            found.append(Cached(bit, tokens, size * (on_gpu + weight * (len(chain) - on_gpu))))
+            on_gpu = sum(1 for key in chain if self._rows_of(fast.get(key, 0)) & bit)
+            found.append(Cached(bit, tokens, size * (on_gpu + _OFF_GPU_WEIGHT * (len(chain) - on_gpu))))
         return found
 
-    def _store(self, source: Source, cache: _Cache, event: Stored) -> None:
-        blocks = cache.by_medium.setdefault(event.medium, {})
+    def _cache_of(self, source: Source) -> _Cache:
+        cache = self._caches.get(source)
+        if cache is None:
+            # the lowest bit that is free
+            bit = ~self._bits & (self._bits + 1)
+            self._bits |= bit
+            cache = self._caches[source] = _Cache(source.row, bit)
+            self._rows.clear()
+        return cache
+
+    def _holders_on(self, medium: str) -> _Holders:
+        return self._on_gpu if medium == "GPU" else self._off_gpu
+
+    def _store(self, cache: _Cache, event: Stored) -> None:
         if not event.token_ids:
-            self._copy(source, cache, event)
+            self._copy(cache, event)
             return
-        if event.parent is None:
-            parent = chain_seed(event.lora_name)
-        else:
+        parent, size = chain_seed(event.lora_name), event.block_size
+        if event.parent is not None:
             known = cache.find(event.parent)
             if known is None:
                 self.orphans += len(event.hashes)
                 return
-            parent = known
-        size = event.block_size
-        for index, value in enumerate(event.hashes):
-            tokens = event.token_ids[index * size : (index + 1) * size]
-            if len(tokens) < size or len(blocks) >= _MAX_BLOCKS:
-                return
+            parent = known[0]
+        tokens = array("I", event.token_ids).tobytes()
+        width = size * array("I").itemsize
+        for index, value in enumerate(event.hashes[: len(event.token_ids) // size]):
             extra = event.extra_keys[index] if index < len(event.extra_keys) else None
-            parent = block_key(tokens, parent, _salt_of(extra, event.lora_name))
-            self._hold(source, blocks, event.medium, value, (parent, size))
+            salt = _salt_of(extra, event.lora_name).encode() if extra else b""
+            parent = xxhash.xxh3_64_intdigest(tokens[index * width : (index + 1) * width] + salt, parent)
+            self._hold(cache, (event.medium, size), value, parent)
 
-    def _copy(self, source: Source, cache: _Cache, event: Stored) -> None:
+    def _copy(self, cache: _Cache, event: Stored) -> None:
         """Known blocks were copied to another medium; such events do not repeat their tokens."""
-        blocks = cache.by_medium[event.medium]
         for value in event.hashes:
-            entry = next((held[value] for held in cache.by_medium.values() if value in held), None)
-            if entry is not None:
-                self._hold(source, blocks, event.medium, value, entry)
+            known = cache.find(value)
+            if known is not None:
+                self._hold(cache, (event.medium, known[1]), value, known[0])
 
-    def _hold(
-        self,
-        source: Source,
-        blocks: dict[BlockHash, tuple[int, int]],
-        medium: str,
-        value: BlockHash,
-        entry: tuple[int, int],
-    ) -> None:
+    def _hold(self, cache: _Cache, place: tuple[str, int], value: BlockHash, key: int) -> None:
+        """``place``: medium and block size."""
+        blocks = cache.tiers.get(place)
+        if blocks is None:
+            if not self._has_room(cache, *place):
+                cache.ignored += 1
+                return
+            blocks = cache.tiers[place] = {}
         if value in blocks:
             return
-        blocks[value] = entry
-        holders = self._holders.setdefault(medium, {})
-        holders[entry[0]] = holders.get(entry[0], 0) | 1 << source.row
-        self._block_sizes[entry[1]] = self._block_sizes.get(entry[1], 0) + 1
+        if cache.blocks >= _MOST_BLOCKS:
+            cache.ignored += 1
+            return
+        medium, size = place
+        blocks[value] = key
+        cache.blocks += 1
+        self._holders_on(medium).add(cache.bit, key)
+        self._count(size, 1)
 
-    def _remove(self, source: Source, cache: _Cache, medium: str, value: BlockHash) -> None:
-        entry = cache.by_medium.get(medium, {}).pop(value, None)
-        if entry is not None:
-            self._drop(source, medium, *entry)
+    def _has_room(self, cache: _Cache, medium: str, size: int) -> bool:
+        """Whether one more medium, or size of blocks, is within the bounds."""
+        cache.tiers = {place: blocks for place, blocks in cache.tiers.items() if blocks}
+        media, sizes = {one for one, _ in cache.tiers}, {one for _, one in cache.tiers}
+        return (
+            len(media | {medium}) <= _MOST_MEDIA
+            and len(sizes | {size}) <= _MOST_OWN_SIZES
+            and len(self._block_sizes.keys() | {size}) <= _MOST_SIZES
+        )
 
-    def _drop(self, source: Source, medium: str, key: int, size: int) -> None:
-        self._block_sizes[size] -= 1
+    def _remove(self, cache: _Cache, event: Removed) -> None:
+        for (medium, size), blocks in cache.tiers.items():
+            if event.medium in {None, medium}:
+                holders, before = self._holders_on(medium), len(blocks)
+                for value in event.hashes:
+                    key = blocks.pop(value, None)
+                    if key is not None:
+                        holders.discard(cache.bit, key)
+                cache.blocks -= before - len(blocks)
+                self._count(size, len(blocks) - before)
+
+    def _count(self, size: int, more: int) -> None:
+        """Count blocks of this size; the size of none is not in use."""
+        self._block_sizes[size] = self._block_sizes.get(size, 0) + more
         if not self._block_sizes[size]:
             del self._block_sizes[size]
-        if self._is_held_by_another_rank(source, medium, key):
-            return
-        holders = self._holders[medium]
-        mask = holders.get(key, 0) & ~(1 << source.row)
-        if mask:
-            holders[key] = mask
-        else:
-            holders.pop(key, None)
-
-    def _is_held_by_another_rank(self, source: Source, medium: str, key: int) -> bool:
-        return any(
-            key == held
-            for other, cache in self._caches.items()
-            if other.row == source.row and other.rank != source.rank
-            for held, _ in cache.by_medium.get(medium, {}).values()
-        )
 
 
 def chain_seed(adapter: str | None) -> int:
     """The key before the first block, by LoRA adapter; None: the base model."""
     return xxhash.xxh3_64_intdigest((adapter or "").encode())
-
-
-def block_key(tokens: Sequence[int], parent: int, salt: str) -> int:
-    """The key of a block of ``tokens`` that follows the block with the key ``parent``."""
-    return xxhash.xxh3_64_intdigest(array("I", tokens).tobytes() + salt.encode(), parent)
 
 
 def chain_keys(tokens: Sequence[int], size: int, *, adapter: str | None, salt: str | None) -> list[int]:
@@ -261,12 +353,9 @@ def chain_keys(tokens: Sequence[int], size: int, *, adapter: str | None, salt: s
     return keys
 
 
-def _salt_of(extra: object, adapter: str | None) -> str:
+def _salt_of(extra: Iterable[str], adapter: str | None) -> str:
     """What an engine's extra keys add to a block's key, without the adapter, which ``chain_seed`` covers."""
-    if not isinstance(extra, (list, tuple)):
-        return ""
-    parts = [str(one) for one in extra if one != adapter]
-    return "".join(_salt_text(part) for part in parts)
+    return "".join(_salt_text(one) for one in extra if one != adapter)
 
 
 def _salt_text(salt: str) -> str:

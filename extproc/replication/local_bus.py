@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Final
 
 import zmq
@@ -19,26 +20,36 @@ class LocalBus:
     """``directory``: of the socket files; ``number`` of ``workers``, from 0."""
 
     def __init__(self, directory: Path, number: int, workers: int) -> None:
-        self._context = zmq.asyncio.Context()
-        self._own = self._context.socket(zmq.PUB)
-        self._own.setsockopt(zmq.SNDHWM, _HIGH_WATER)
-        self._own.bind(f"ipc://{directory}/worker-{number}")
-        self._others = self._context.socket(zmq.SUB)
-        self._others.setsockopt(zmq.RCVHWM, _HIGH_WATER)
-        self._others.setsockopt(zmq.SUBSCRIBE, b"")
-        self._others.setsockopt(zmq.RECONNECT_IVL, 100)
-        for other in range(workers):
-            if other != number:
-                self._others.connect(f"ipc://{directory}/worker-{other}")
+        self._directory, self._number, self._workers = directory, number, workers
+        # while it runs
+        self._own: zmq.asyncio.Socket | None = None
 
     async def run(self, receive: Callable[[bytes], None]) -> None:
         """Until cancelled."""
+        context = zmq.asyncio.Context()
         try:
+            self._own = context.socket(zmq.PUB)
+            self._own.setsockopt(zmq.SNDHWM, _HIGH_WATER)
+            self._own.bind(self._address(self._number))
+            others = context.socket(zmq.SUB)
+            others.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+            others.setsockopt(zmq.SUBSCRIBE, b"")
+            others.setsockopt(zmq.RECONNECT_IVL, 100)
+            for other in range(self._workers):
+                if other != self._number:
+                    others.connect(self._address(other))
             while True:
-                receive(await self._others.recv())
+                receive(await others.recv())
+                # a message that is there already is received without a turn of the loop
+                await asyncio.sleep(0)
         finally:
-            self._context.destroy(linger=0)
+            context.destroy(linger=0)
+            self._own = None
 
     async def send(self, payload: bytes) -> None:
         """Never waits: a worker that does not read loses messages."""
-        await self._own.send(payload, zmq.NOBLOCK)
+        if self._own is not None:
+            await self._own.send(payload, zmq.NOBLOCK)
+
+    def _address(self, number: int) -> str:
+        return f"ipc://{self._directory}/worker-{number}"

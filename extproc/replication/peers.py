@@ -13,9 +13,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol
 
-import msgspec
-
-from extproc.core.peer_events import HEARTBEAT_S, EventBatch, PeerEvent, decode, encode
+from extproc.core.peer_events import HEARTBEAT_S, EventBatch, PeerEvent, UnreadableBatch, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +36,7 @@ class Bus(Protocol):
     """Sends every payload to all other processes; may lose some."""
 
     async def run(self, receive: Callable[[bytes], None]) -> None:
-        """Until cancelled."""
+        """Until cancelled. It may be run again."""
         ...
 
     async def send(self, payload: bytes) -> None:
@@ -59,6 +57,7 @@ class Peers:
         # the number of the last batch, by origin
         self._heard: dict[str, int] = {}
         self._has_news = asyncio.Event()
+        self._has_warned = False
 
     def tell(self, event: PeerEvent) -> None:
         """Send it to the others with the next batch."""
@@ -96,9 +95,11 @@ class Peers:
     def _receive(self, hear: Callable[[EventBatch], None], payload: bytes) -> None:
         try:
             batch = decode(payload)
-        except msgspec.DecodeError as error:
+        except UnreadableBatch as error:
             self._metrics.shared("unreadable")
-            log.warning("a message of another process cannot be read; do all run the same version? %s", error)
+            if not self._has_warned:
+                log.warning("a message of another process cannot be read; do all run the same version? %s", error)
+            self._has_warned = True
             return
         if batch.origin == self._origin or not self._is_new(batch):
             return

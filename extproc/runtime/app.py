@@ -12,6 +12,7 @@ import secrets
 import signal
 import time
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import disable_created_metrics
@@ -19,6 +20,7 @@ from prometheus_client import disable_created_metrics
 from extproc.config.limits_without_redis import limits_without_redis
 from extproc.config.meeting import missed_meeting
 from extproc.core.core import Core
+from extproc.failures import Supervisor
 from extproc.feeds.directory import DirectoryFeed
 from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.engines import EngineScraper
@@ -43,7 +45,7 @@ from extproc.streams.server import GrpcServer
 from extproc.streams.tls import FollowedCertificate
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Awaitable, Callable
 
     from aiohttp import web
 
@@ -99,6 +101,7 @@ class App:
             self._saved = SavedLevels(limits, settings.state, number=number, clock=clock, wall_clock=wall_clock)
             self._saved.load()
         demand = self._demand = DemandWatch(core, clock)
+        self._supervisor = Supervisor(metrics.feed_failed)
         self._peers = Peers(buses, metrics, origin=origin)
         performer = self._performer = Performer(
             core,
@@ -123,7 +126,7 @@ class App:
         if settings.tls is not None:
             tls_metrics = TlsMetrics(metrics.registry)
             self._certificate = FollowedCertificate(settings.tls.files, tls_metrics, lambda: datetime.now(UTC))
-        self._kv_events = KvEventFeed(core, metrics)
+        self._kv_events = KvEventFeed(core, metrics, self._supervisor)
         self._scraper = EngineScraper(
             core, metrics, access=access, clock=clock, rng=random.Random(), deliver=performer.take_report
         )
@@ -175,7 +178,7 @@ class App:
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain. A second signal ends the drain."""
         stop = _on_signals()
-        sharing = asyncio.create_task(self._peers.run(hear=self._performer.hear, beat=self._performer.beat))
+        sharing = asyncio.create_task(self._supervisor.run("peers", self._share))
         try:
             await self._ask_others()
             await self._listen()
@@ -189,7 +192,8 @@ class App:
         log.info("listening on %s", self._settings.listen)
         try:
             async with asyncio.TaskGroup() as tasks:
-                feeds = [tasks.create_task(one) for one in [*self._feeds(), _until_done(sharing)]]
+                supervised = [self._supervisor.run(name, feed) for name, feed in self._feeds().items()]
+                feeds = [tasks.create_task(one) for one in [*supervised, _until_done(sharing)]]
                 await stop.wait()
                 self._is_ready, self._is_draining = False, True
                 await self._drain(stop)
@@ -224,19 +228,28 @@ class App:
             self._is_ready = True
             await self._server.health.be_ready(is_ready=True)
 
-    def _feeds(self) -> list[Coroutine[None, None, None]]:
-        """What runs beside the server. Of several workers the first asks the engines, for all."""
-        feeds = [self._feed.watch(), self._kv_events.run(), self._be_ready()]
+    def _feeds(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """What runs beside the server, by name. Of several workers the first asks the engines, for all."""
+        feeds: dict[str, Callable[[], Awaitable[None]]] = {
+            "directory": self._feed.watch,
+            "kv_events": self._kv_events.run,
+            "readiness": self._be_ready,
+        }
         if self._certificate is not None:
-            feeds.append(self._certificate.follow())
+            feeds["certificate"] = self._certificate.follow
         if self._settings.listens:
-            feeds.append(watch_contact(self._settings.listen, self._metrics, self._clock))
+            feeds["contact"] = partial(watch_contact, self._settings.listen, self._metrics, self._clock)
         if self._limits is not None:
-            feeds.append(self._limits.run())
+            feeds["redis_limits"] = self._limits.run
         if self._saved is not None:
-            feeds.append(self._saved.run())
+            feeds["saved_levels"] = self._saved.run
         worker = self._settings.worker
-        return feeds if worker is not None and worker.number else [*feeds, self._scraper.run()]
+        if worker is None or not worker.number:
+            feeds["engines"] = self._scraper.run
+        return feeds
+
+    async def _share(self) -> None:
+        await self._peers.run(hear=self._performer.hear, beat=self._performer.beat)
 
     async def _ask_others(self) -> None:
         """A worker among several does not serve before another has told it what limits have granted, if one can."""

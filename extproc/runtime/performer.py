@@ -31,7 +31,7 @@ from extproc.core.effects import (
 from extproc.core.types import LoadProblem
 from extproc.endpoints.health import ADVICE
 from extproc.errors import InternalError
-from extproc.streams.failures import FailureLog
+from extproc.failures import FailureLog
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

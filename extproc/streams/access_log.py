@@ -23,8 +23,8 @@ from extproc.protocol import (
 from extproc.streams.usage import MOST_REPORTED
 
 if TYPE_CHECKING:
+    from extproc.failures import FailureLog
     from extproc.streams.context import StreamContext
-    from extproc.streams.failures import FailureLog
     from extproc.streams.messages import (
         AccessLogCommon,
         Duration,

@@ -12,9 +12,9 @@ import grpc
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from extproc.core.effects import Held
+from extproc.failures import FailureLog
 from extproc.protocol import BUNDLE_MARK
 from extproc.streams.access_log import receive_entries
-from extproc.streams.failures import FailureLog
 from extproc.streams.health import EXTERNAL_PROCESSOR, Health, listen
 from extproc.streams.messages import ProcessingRequest, StreamAccessLogsMessage
 from extproc.streams.order import ANSWER_KINDS, IllegalMessage

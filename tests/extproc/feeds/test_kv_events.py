@@ -8,6 +8,7 @@ import random
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from bench.engine.journal import Journal
@@ -17,13 +18,15 @@ from bench.processes import free_ports
 from extproc.config.host_names import with_addresses
 from extproc.config.load import load
 from extproc.core.core import Core
+from extproc.failures import Supervisor
 from extproc.feeds.kv_events import KvEventFeed, publishers_of
 from extproc.metrics.registry import Metrics
+from extproc.prefix.kv_stream import KvStream
 from extproc.scheduling.cache_estimator import Prompt
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from extproc.config.snapshot import Snapshot
     from extproc.scheduling.pool import Pool
@@ -63,6 +66,33 @@ class Engine:
         assert self._publisher is not None
         self._publisher.publish_before_anybody_listens(b"\xc1")
 
+    def replays_odd_frames(self, frames: list[bytes], times: int = 1) -> None:
+        """Whoever asks for the past gets these frames, then the end."""
+        assert self._publisher is not None
+        assert self._answering is not None
+        self._answering.cancel()
+        replay = self._publisher._replay
+
+        async def answer() -> None:
+            while True:
+                client, *_ = await replay.recv_multipart()
+                for _ in range(times):
+                    await replay.send_multipart([client, *frames])
+                await replay.send_multipart([client, b"", (-1).to_bytes(8, "big", signed=True), b""])
+
+        self._answering = asyncio.create_task(answer())
+
+    async def send_frames(self, frames: list[bytes]) -> None:
+        assert self._publisher is not None
+        await self._publisher._events.send_multipart(frames)
+
+    async def publish(self, payload: bytes) -> None:
+        """Any events, which are also replayed."""
+        assert self._publisher is not None
+        number = self._publisher._next
+        self._publisher.publish_before_anybody_listens(payload)
+        await self.send_frames([b"kv@e", number.to_bytes(8, "big"), payload])
+
     async def store(self, text: bytes, *, after: int | None = None) -> None:
         """One block of text; its hash is its first byte."""
         assert self._publisher is not None
@@ -92,8 +122,11 @@ def is_whole(pool: Pool) -> bool:
 
 
 @asynccontextmanager
-async def subscribed(engine: Engine) -> AsyncIterator[tuple[Pool, Metrics]]:
-    replay = "" if engine.replay is None else f', kvReplay: "127.0.0.1:{engine.replay}"'
+async def subscribed(*engines: Engine) -> AsyncIterator[tuple[Pool, Metrics]]:
+    endpoints = []
+    for number, engine in enumerate(engines, 1):
+        replay = "" if engine.replay is None else f', kvReplay: "127.0.0.1:{engine.replay}"'
+        endpoints.append(f'{{address: "127.0.0.1:{number}", kvEvents: "127.0.0.1:{engine.port}"{replay}}}')
     config = f"""
 apiVersion: attache.dev/v1alpha1
 kind: ModelServer
@@ -101,11 +134,11 @@ metadata: {{name: s}}
 spec:
   model: m
   kvEvents: {{topic: "kv@"}}
-  endpoints: [{{address: "127.0.0.1:1", kvEvents: "127.0.0.1:{engine.port}"{replay}}}]
+  endpoints: [{", ".join(endpoints)}]
 """
     core = Core(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
     metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)
-    task = asyncio.create_task(KvEventFeed(core, metrics).run())
+    task = asyncio.create_task(KvEventFeed(core, metrics, Supervisor(metrics.feed_failed)).run())
     try:
         yield core.pools["default/s"], metrics
     finally:
@@ -248,3 +281,127 @@ spec:
         ("tcp://10.0.0.5:5557", "tcp://10.0.0.1:9"),
         ("tcp://10.0.0.2:5557", "tcp://10.0.0.5:5558"),
     ]
+
+
+async def test_a_publisher_that_makes_its_subscription_fail_costs_no_other_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    apply, is_broken = KvStream.apply, True
+
+    def broken(stream: KvStream, number: int, payload: bytes) -> Iterator[None]:
+        if is_broken and b"poison" in payload:
+            raise ZeroDivisionError("a mistake of ours")
+        return apply(stream, number, payload)
+
+    monkeypatch.setattr(KvStream, "apply", broken)
+    good, bad = Engine(), Engine()
+    good.start()
+    bad.start()
+    async with subscribed(good, bad) as (pool, metrics):
+
+        def restarts() -> float:
+            return metrics.registry.get_sample_value("attache_feed_restarts_total", {"feed": "kv_events"}) or 0
+
+        await eventually(lambda: pool.caches.whole_feeds == 0b11)
+        await good.store(block("a"))
+        await bad.store(block("b"))
+        await eventually(lambda: held(pool, block("a")) == held(pool, block("b")) == 4)
+
+        async def has_failed_twice() -> bool:
+            # what is published before it is subscribed to again is lost
+            await bad.publish(b"poison")
+            return restarts() >= 2
+
+        await eventually(has_failed_twice)
+        assert held(pool, block("b")) == 0
+        assert pool.caches.whole_feeds == 0b01, "the state of the good one's feed"
+        await good.store(block("c"))
+        await eventually(lambda: held(pool, block("c")) == 4)
+        assert held(pool, block("a")) == 4
+        is_broken = False
+
+        async def is_back() -> bool:
+            await bad.store(block("d"))
+            return held(pool, block("d")) == 4
+
+        await eventually(is_back, pause_s=0.1)
+        assert pool.caches.partial_feeds == 0b10, "it has missed events"
+    assert caplog.text.count("Traceback") == 1
+    await good.stop()
+    await bad.stop()
+
+
+NUMBER = (1).to_bytes(8, "big")
+GOOD = msgspec.msgpack.encode([0.0, [["BlockStored", [1], None, [7] * SIZE, SIZE]]])
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"one"],
+        [b"", b"short", GOOD],
+        [b"", b"long" * 1_000, GOOD],
+        [b"", (-2).to_bytes(8, "big", signed=True), GOOD],
+        [b"", NUMBER, b"\x91" * 200_000],
+    ],
+)
+async def test_messages_and_replays_of_odd_frames_are_unreadable_and_the_feed_goes_on(frames: list[bytes]) -> None:
+    engine = Engine()
+    engine.start()
+    engine.replays_odd_frames(frames)
+    async with subscribed(engine) as (pool, metrics):
+
+        def unreadable() -> float:
+            labels = {"server": "default/s", "result": "unreadable"}
+            return metrics.registry.get_sample_value("attache_kv_events_total", labels) or 0
+
+        await eventually(lambda: unreadable() >= 1)
+        await engine.send_frames([b"kv@e", *frames])
+        if len(frames) > 1:
+            # a message of a topic alone has no events
+            await eventually(lambda: unreadable() >= 2)
+        await engine.store(block("a"))
+        await eventually(lambda: held(pool, block("a")) == 4)
+        assert not metrics.registry.get_sample_value("attache_feed_restarts_total", {"feed": "kv_events"})
+    await engine.stop()
+
+
+async def test_a_replay_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("extproc.feeds.kv_events._MOST_REPLAYED", 100)
+    engine = Engine()
+    engine.start()
+    engine.replays_odd_frames([b"", NUMBER, GOOD], times=1_000)
+    async with subscribed(engine) as (pool, metrics):
+        labels = {"server": "default/s", "result": "unreadable"}
+        await eventually(lambda: bool(metrics.registry.get_sample_value("attache_kv_events_total", labels)))
+        await engine.store(block("a"))
+        await eventually(lambda: held(pool, block("a")) == 4)
+    await engine.stop()
+
+
+async def test_a_rank_that_is_not_configured_any_more_leaves_the_feed_to_the_others() -> None:
+    engine = Engine()
+    engine.start()
+    config = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: s}
+spec:
+  model: m
+  kvEvents: {topic: "kv@", dataParallelSize: %d}
+  endpoints: [{address: "127.0.0.1:1", kvEvents: "127.0.0.1:%d", kvReplay: "127.0.0.1:%d"}]
+"""
+    texts = [(config % (ranks, engine.port, engine.replay)).encode() for ranks in (2, 1)]
+    core = Core(load({"a.yaml": texts[0]}), rng=random.Random(0), ticket_prefix="t")
+    metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)
+    task = asyncio.create_task(KvEventFeed(core, metrics, Supervisor(metrics.feed_failed)).run())
+    pool = core.pools["default/s"]
+    await engine.store(block("a"))
+    await eventually(lambda: held(pool, block("a")) == 4)
+    assert not is_whole(pool), "nobody publishes as the other rank"
+    core.apply(load({"a.yaml": texts[1]}), 0.0)
+    await eventually(lambda: is_whole(pool))
+    assert held(pool, block("a")) == 4
+    task.cancel()
+    await asyncio.wait([task])
+    await engine.stop()

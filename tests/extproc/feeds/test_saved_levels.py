@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from typing import TYPE_CHECKING
 
@@ -127,3 +128,24 @@ def test_a_disk_that_is_full_ends_nothing(tmp_path: Path, caplog: pytest.LogCapt
     (tmp_path / "state" / "limits-0.new").rmdir()
     process.saved.save()
     assert Process(tmp_path / "state", 1e9).granted() == 0
+
+
+@pytest.mark.parametrize("name", ["limits-0.json", "limits-0.new"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    process = Process(tmp_path, 1e9)
+    assert process.granted() == 10
+    process.saved.save()
+    assert Process(tmp_path, 1e9).granted() == 0
+
+
+def test_a_file_with_too_many_levels_of_brackets_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "limits-0.json").write_bytes(b'{"saved_at_s": ' + b"[" * 200_000)
+    assert Process(tmp_path, 1e9).granted() == 10
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (tmp_path / "limits-0.json").open("wb") as file:
+        file.truncate(20 << 30)
+    assert Process(tmp_path, 1e9).granted() == 10
+    assert "has more than" in caplog.text

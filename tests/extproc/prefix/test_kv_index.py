@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +15,7 @@ from extproc.prefix.kv_events import Cleared, Removed, Stored
 from extproc.prefix.kv_index import SPECULATION_S, KvIndex, Source, chain_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 SIZE = 4
 
@@ -169,3 +172,181 @@ def test_keys_depend_on_all_that_comes_before() -> None:
     second = chain_keys([0, 2, 3, 4, 5, 6, 7, 8], 4, adapter=None, salt=None)
     assert len(first) == 2
     assert not set(first) & set(second)
+
+
+def test_a_prompt_of_two_blocks_with_one_key_is_held_until_both_are_gone() -> None:
+    index = KvIndex()
+    index.apply(Source(0), [stored([1, 2, 3, 4], [1]), stored([1, 2, 3, 4], [2]), Removed((1,))])
+    assert held(index, [1, 2, 3, 4]) == {0: 4.0}
+    index.apply(Source(0), [Removed((2,))])
+    assert held(index, [1, 2, 3, 4]) == {}
+
+
+MEDIA = ("GPU", "CPU", "DISK")
+SOURCES = (Source(0, 0), Source(0, 1), Source(1, 0))
+# blocks that begin a prompt: few, so that ranks and media hold the same
+STORE = st.tuples(
+    st.just("store"), st.sampled_from(SOURCES), st.sampled_from(MEDIA), st.integers(0, 3), st.integers(0, 5)
+)
+REMOVE = st.tuples(st.just("remove"), st.sampled_from(SOURCES), st.sampled_from((None, *MEDIA)), st.integers(0, 5))
+COPY = st.tuples(st.just("copy"), st.sampled_from(SOURCES), st.sampled_from(MEDIA), st.integers(0, 5))
+CLEAR = st.tuples(st.sampled_from(["cleared", "clear"]), st.sampled_from(SOURCES))
+FORGET = st.tuples(st.just("forget"), st.sampled_from([0, 1]))
+
+
+class Model:
+    """What each source holds: by medium and the engine's hash, the block's content."""
+
+    def __init__(self) -> None:
+        self.held: dict[Source, dict[tuple[str, int], int]] = {source: {} for source in SOURCES}
+
+    def play(self, index: KvIndex, action: tuple[object, ...]) -> None:
+        match action:
+            case ("store", Source() as source, str() as medium, int() as content, int() as value):
+                index.apply(source, [stored([content] * SIZE, [value], medium=medium)])
+                self.held[source].setdefault((medium, value), content)
+            case ("copy", Source() as source, str() as medium, int() as value):
+                index.apply(source, [Stored((value,), None, (), SIZE, medium)])
+                known = [content for (_, other), content in self.held[source].items() if other == value]
+                if known:
+                    # of contents that an engine says of one hash, any
+                    self.held[source].setdefault((medium, value), known[0])
+            case ("remove", Source() as source, medium, int() as value):
+                index.apply(source, [Removed((value,), medium)])  # type: ignore[arg-type]
+                self.held[source] = {
+                    key: one
+                    for key, one in self.held[source].items()
+                    if key[1] != value or medium not in {None, key[0]}
+                }
+            case ("cleared", Source() as source):
+                index.apply(source, [Cleared()])
+                self.held[source] = {}
+            case ("clear", Source() as source):
+                index.clear(source)
+                self.held[source] = {}
+            case ("forget", int() as row):
+                index.forget(row)
+                self.held.update({source: {} for source in SOURCES if source.row == row})
+
+    def weights(self, content: int) -> dict[int, float]:
+        """The weighted tokens by row of a prompt with this content."""
+        found: dict[int, float] = {}
+        for source, blocks in self.held.items():
+            for (medium, _), one in blocks.items():
+                if one == content:
+                    found[source.row] = max(found.get(source.row, 0.0), SIZE * (1.0 if medium == "GPU" else 0.8))
+        return found
+
+
+@settings(max_examples=200)
+@given(st.lists(STORE | REMOVE | COPY | CLEAR | FORGET, max_size=40))
+def test_it_agrees_with_a_plain_model_of_ranks_and_media(actions: list[tuple[object, ...]]) -> None:
+    index, model = KvIndex(), Model()
+    for action in actions:
+        model.play(index, action)
+        for content in range(4):
+            assert held(index, [content] * SIZE) == pytest.approx(model.weights(content))
+        for row in (0, 1):
+            assert index.blocks_held(row) == sum(
+                len(blocks) for source, blocks in model.held.items() if source.row == row
+            )
+    for source in SOURCES:
+        index.clear(source)
+    assert not index.sweep()
+    assert index.keys([1] * SIZE, adapter=None, salt=None) == {}
+
+
+def calls(act: Callable[[], object]) -> int:
+    """Calls of functions and steps of generators while it acts."""
+    count = 0
+
+    def note(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def ranks(blocks: int, each: int = 2) -> KvIndex:
+    """An endpoint whose ranks hold so many blocks."""
+    index = KvIndex()
+    for rank in range(each):
+        for start in range(0, blocks, 500):
+            tokens = [token for one in range(start, start + 500) for token in (rank, one, 0, 0)]
+            index.apply(Source(0, rank), [stored(tokens, range(start, start + 500))])
+    return index
+
+
+def test_what_an_eviction_costs_does_not_grow_with_the_blocks_of_other_ranks() -> None:
+    removed = [Removed((value,)) for value in range(100)]
+    small, large = (calls(partial(ranks(size).apply, Source(0, 0), removed)) for size in (500, 5_000))
+    assert small == large
+
+
+def test_a_large_cache_counts_no_more_at_once_and_is_dropped_in_slices() -> None:
+    index, small = ranks(10_000), ranks(5_000)
+    cost = [calls(partial(one.clear, Source(0, 0))) for one in (index, small)]
+    assert cost[0] == cost[1], "it does not grow with the blocks"
+    assert index.blocks_held(0) == 10_000
+    assert held(index, [0, 9_000, 0, 0]) == {}
+    slices = 1
+    while index.sweep():
+        slices += 1
+    assert slices == 4
+    # a row that is given to another endpoint meanwhile has nothing of the last one
+    index.forget(0)
+    index.apply(Source(0, 0), [stored([8, 8, 8, 8], [1])])
+    for content in range(500):
+        assert held(index, [1, content, 0, 0]) == {}
+    assert held(index, [8, 8, 8, 8]) == {0: 4.0}
+
+
+def test_caches_that_are_cleared_again_and_again_do_not_pile_up() -> None:
+    index = KvIndex()
+    for number in range(50):
+        for start in range(0, 4_000, 500):
+            tokens = [token for one in range(500) for token in (number, start + one, 0, 0)]
+            index.apply(Source(0), [stored(tokens, range(start, start + 500))])
+        index.apply(Source(0), [Cleared()])
+    assert index._bits.bit_length() <= 4
+
+
+def test_an_engine_with_more_blocks_than_are_followed_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("extproc.prefix.kv_index._MOST_BLOCKS", 10)
+    index = KvIndex()
+    for value in range(8):
+        index.apply(Source(0), [stored([value] * SIZE, [value])])
+    assert index.is_complete(Source(0))
+    for value in range(8):
+        index.apply(Source(0), [stored([value] * SIZE, [value], medium="CPU")])
+    assert index.blocks_held(0) == 10, "over all media"
+    assert not index.is_complete(Source(0))
+    index.apply(Source(0), [Cleared(), stored([1] * SIZE, [1])])
+    assert index.is_complete(Source(0))
+
+
+def test_media_and_block_sizes_of_a_hostile_engine_are_bounded() -> None:
+    index, tokens = KvIndex(), list(range(2_000))
+    index.apply(Source(1), [stored(tokens[:8], [1, 2])])
+    for number in range(2_000):
+        index.apply(Source(0), [stored([7] * SIZE, [number], medium=f"M{number}")])
+    for size in range(1, 2_000):
+        index.apply(Source(2), [Stored((size,), None, tuple(tokens[:size]), size)])
+    assert index.blocks_held(0) == 4
+    assert len(index.keys(tokens, adapter=None, salt=None)) <= 4
+    assert held(index, tokens)[1] == 8.0, "honest engines are followed"
+    assert [index.is_complete(Source(row)) for row in range(3)] == [False, True, False]
+
+
+def test_a_medium_that_is_empty_makes_room_for_another() -> None:
+    index = KvIndex()
+    for number in range(20):
+        index.apply(Source(0), [stored([7] * SIZE, [1], medium=f"M{number}")])
+        assert held(index, [7] * SIZE) == {0: 0.8 * SIZE}
+        index.apply(Source(0), [Removed((1,))])
+    assert index.is_complete(Source(0))

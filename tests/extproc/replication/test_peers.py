@@ -6,15 +6,17 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import pytest
+
 from extproc.admission.buckets import Limit
 from extproc.core.peer_events import Alive, EventBatch, PeerEvent, Spent, encode
 from extproc.metrics.registry import Metrics
+from extproc.replication.local_bus import LocalBus
 from extproc.replication.peers import Peers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import pytest
+    from pathlib import Path
 
 SPENT = Spent("here", "default/chat/0/requests/acme", Limit(1.0, 10.0), 1.0)
 
@@ -87,3 +89,29 @@ def test_batches_without_a_number_are_all_repeated() -> None:
     for _ in range(2):
         peers._receive(heard.append, encode(EventBatch("b", [SPENT])))
     assert len(heard) == 2
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\xc1", b"\x91\xa1\xff", b"\x93\xa1\xff\x90\x01", b"\x91" * 200_000, b"[]", b"\xff" * 9]
+)
+def test_a_message_that_is_no_batch_is_counted_and_told_once(payload: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    found = metrics()
+    peers = Peers([], found, origin="a")
+    for _ in range(3):
+        peers._receive(lambda _: None, payload)
+    assert found.registry.get_sample_value("attache_shared_messages_total", {"result": "unreadable"}) == 3
+    assert caplog.text.count("cannot be read") == 1
+
+
+async def test_a_bus_between_workers_can_be_run_again(tmp_path: Path) -> None:
+    one, other = (LocalBus(tmp_path, number, 2) for number in range(2))
+    heard: list[bytes] = []
+    for _ in range(2):
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(bus.run(heard.append)) for bus in (one, other)]
+            while not heard:
+                await one.send(b"hello")
+                await asyncio.sleep(0.02)
+            for task in running:
+                task.cancel()
+        heard.clear()

@@ -23,7 +23,7 @@ from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
     from bench.guard import Guard
@@ -68,10 +68,18 @@ class ExtprocProcess:
         return (await self.page("/readyz")).status_code == 503
 
 
-async def start(config: Path, listen: str, guard: Guard, *, log: IO[str] | None = None) -> ExtprocProcess:
+async def start(
+    config: Path,
+    listen: str,
+    guard: Guard,
+    *,
+    log: IO[str] | None = None,
+    program: Sequence[str] = ("-m", "extproc"),
+    more: Sequence[str] = (),
+) -> ExtprocProcess:
     metrics = f"127.0.0.1:{free_port()}"
     arguments = ["--config", str(config), "--listen", listen, "--metrics", metrics, "--drain", "20s"]
-    command = [sys.executable, "-m", "extproc", *arguments]
+    command = [sys.executable, *program, *arguments, *more]
     process = await asyncio.create_subprocess_exec(*command, start_new_session=True, stderr=log)
     guard.add(process.pid)
     one = ExtprocProcess(process, listen, metrics)
@@ -303,3 +311,76 @@ def test_an_argument_that_does_not_parse_is_explained(
         main(["--config", str(tmp_path), *arguments])
     assert caught.value.code == 2
     assert "write " in capsys.readouterr().err
+
+
+BROKEN_FEEDS = """
+import sys
+from extproc.feeds.directory import DirectoryFeed
+from extproc.feeds.engines import EngineScraper
+from extproc.feeds.kv_events import KvEventFeed
+from extproc.feeds.saved_levels import SavedLevels
+from extproc.replication.peers import Peers
+
+async def fails(*_args, **_more):
+    raise ZeroDivisionError("a mistake of ours")
+
+for feed in (EngineScraper, KvEventFeed, SavedLevels, Peers):
+    feed.run = fails
+watch, starts = DirectoryFeed.watch, []
+async def fails_once(self):
+    starts.append(self)
+    if len(starts) == 1:
+        raise KeyError("once")
+    await watch(self)
+DirectoryFeed.watch = fails_once
+
+from extproc.__main__ import main
+sys.exit(main())
+"""
+
+
+async def test_feeds_that_fail_are_started_again_and_the_process_serves_on_and_drains(
+    tmp_path: Path, guard: Guard
+) -> None:
+    config, log = tmp_path / "config", tmp_path / "log"
+    config.mkdir()
+    (config / "all.yaml").write_bytes(CONFIG)
+    with log.open("w") as opened:
+        more = ("--state", str(tmp_path / "state"))
+        one = await start(
+            config, f"127.0.0.1:{free_port()}", guard, log=opened, program=("-c", BROKEN_FEEDS), more=more
+        )
+
+    async def have_failed() -> bool:
+        try:
+            text = (await one.page("/metrics")).text
+        except httpx.TransportError:
+            # pages come a moment after gRPC's port
+            return False
+        return all(
+            float(text.partition(f'attache_feed_restarts_total{{feed="{feed}"}} ')[2].partition("\n")[0] or 0) >= least
+            for feed, least in (("engines", 3), ("kv_events", 3), ("saved_levels", 3), ("peers", 3), ("directory", 1))
+        )
+
+    await eventually(have_failed, timeout_s=20)
+    stream = one.open_stream()
+    assert (await decide(stream, CHAT)).WhichOneof("response") == "request_body"
+    stream.cancel()
+    # a feed that failed once goes on
+    (config / "more.yaml").write_bytes(
+        b"apiVersion: attache.dev/v1alpha1\nkind: ModelRoute\nmetadata: {name: more}\n"
+        b"spec: {modelName: more, rules: [{targetModels: [{modelServerName: llama}]}]}\n"
+    )
+
+    async def is_reloaded() -> bool:
+        return 'attache_config_reloads_total{result="applied"} 2.0' in (await one.page("/metrics")).text
+
+    await eventually(is_reloaded, timeout_s=20)
+    one.process.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(one.process.wait(), 30) == 0
+    guard.remove(one.process.pid)
+    await one.channel.close()
+    text = log.read_text()
+    for feed in ("engines", "kv_events", "saved_levels", "peers", "directory"):
+        assert text.count(f"the feed {feed} has failed and is started again (only") == 1
+    assert text.count("Traceback") == 5, "one of each feed"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.core.types import Head
+from extproc.failures import FailureLog
 from extproc.metrics.registry import Metrics
 from extproc.streams.access_log import read_outcome, receive_entries
-from extproc.streams.failures import FailureLog
 from extproc.streams.messages import HttpAccessLogEntry, StreamAccessLogsMessage
 from tests.extproc.conftest import decide, shell
 
