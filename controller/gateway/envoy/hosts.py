@@ -63,12 +63,12 @@ def hosts_of(listeners: Sequence[Listener], routes: Iterable[HTTPRoute], *, are_
     domains = {domain_of(listener) for listener in listeners}
     for listener, own in attached:
         domains.update(_intersections(listener, own))
-    indexed = [(listener, _by_host_name(own)) for listener, own in attached]
+    indexed = {listener.name: _by_host_name(own) for listener, own in attached}
     hosts = []
     for domain in sorted(sorted(domains), key=_specificity, reverse=True):
-        covering = [pair for pair in indexed if covers(domain_of(pair[0]), domain)]
-        listener, own = max(covering, key=lambda pair: _specificity(domain_of(pair[0])))
-        hosts.append(Host(domain, listener, _entries(domain, own)))
+        covering = [listener for listener in listeners if covers(domain_of(listener), domain)]
+        listener = max(covering, key=lambda one: _specificity(domain_of(one)))
+        hosts.append(Host(domain, listener, _entries(domain, indexed[listener.name])))
     return hosts
 
 

@@ -81,11 +81,11 @@ def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) ->
     # models alone, for every host: what no route takes is answered 404
     removed = (*_OWN_HEADERS, *_engines_read_no(snapshot.gateway))
     host = _virtual_host(snapshot, "attache", ANY_HOST, removed=removed)
-    host["routes"] = decided_routes(snapshot, memo)
+    decided = decided_routes(snapshot, memo)
     if snapshot.gateway.failure_mode != "Open":
-        return _configuration(group.route_config_name, [host])
+        return _configuration(group.route_config_name, [{**host, "routes": decided}])
     fallback = _fallback_host(snapshot, DEFAULT_LISTENER, snapshot.routes, memo)
-    host["routes"] = [*host["routes"], memo.get(_no_model, fallback["name"])]
+    host["routes"] = [*decided, memo.get(_no_model, _fallback_domain(DEFAULT_LISTENER))]
     return _configuration(group.route_config_name, [host, fallback])
 
 
