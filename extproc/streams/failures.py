@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 # Kinds told apart. All further ones are counted together.
 _MOST_KINDS: Final = 256
-_OTHERS: Final = ("other kinds", "", 0)
+_OTHERS: Final = ("", "other kinds", "", 0)
 
 
 class FailureLog:
@@ -18,21 +18,21 @@ class FailureLog:
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._counts: dict[tuple[str, str, int], int] = {}
+        self._counts: dict[tuple[str, str, str, int], int] = {}
 
-    def note(self, what: str, error: Exception) -> None:
+    def note(self, what: str, error: BaseException) -> None:
         """Count ``error``; the first of its kind is logged whole, then each tenfold count in one line."""
-        kind = _kind_of(error)
+        kind = (what, *_kind_of(error))
         if kind not in self._counts and len(self._counts) >= _MOST_KINDS:
             kind = _OTHERS
         count = self._counts[kind] = self._counts.get(kind, 0) + 1
         if count == 1:
             self._log.error("%s (only the first of its kind is logged like this)", what, exc_info=error)
         elif str(count).strip("0") == "1":
-            self._log.error("%s: %d times so far by %s in %s:%d", what, count, *kind)
+            self._log.error("%s: %d times so far by %s in %s:%d", what, count, *kind[1:])
 
 
-def _kind_of(error: Exception) -> tuple[str, str, int]:
+def _kind_of(error: BaseException) -> tuple[str, str, int]:
     """The exception's type, and the place that raised it."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
