@@ -88,12 +88,8 @@ class Guard:
         given = self.call("order", _read_only(scores), rng, count)
         most = scores.size if count is None else min(count, scores.size)
         rows = self._rows("order", given)
-        if (
-            not rows
-            or len(rows) > most
-            or len(set(rows)) < len(rows)
-            or not all(0 <= one < scores.size for one in rows)
-        ):
+        is_legal = all(0 <= one < scores.size for one in rows) and len(set(rows)) == len(rows)
+        if not rows or len(rows) > most or not is_legal:
             self.refuse("order", _short(given), f"1 to {most} different positions below {scores.size}")
         return rows
 
@@ -116,16 +112,16 @@ class Guard:
         pick = self.call("run", _read_only_view(view), profiles, deciders, rng)
         if not isinstance(pick, Pick):
             self.refuse("run", _short(pick), "a Pick, as profiles' pick does")
-        rows = [
-            *self._rows("run", pick.rows),
-            *self._rows("run", () if pick.prefill_row is None else (pick.prefill_row,)),
-        ]
+        rows = self._rows("run", pick.rows)
+        prefill = self._rows("run", () if pick.prefill_row is None else (pick.prefill_row,))
         candidates = view.candidates()
-        if not pick.rows or not all(0 <= row < candidates.size and candidates[row] for row in rows):
-            self.refuse("run", f"the rows {_short(rows)}", f"some of {np.flatnonzero(candidates).tolist()}")
-        if not isinstance(pick.cost_s, int | float) or not math.isfinite(pick.cost_s):
-            self.refuse("run", f"a cost_s of {_short(pick.cost_s)}", "a finite number of seconds")
-        return msgspec.structs.replace(pick, rows=rows[: len(pick.rows)][: view.choices])
+        if not rows or not all(0 <= row < candidates.size and candidates[row] for row in (*rows, *prefill)):
+            some = _short(np.flatnonzero(candidates).tolist())
+            self.refuse("run", f"the rows {_short([*rows, *prefill])}", f"some of {some}")
+        cost_s: object = pick.cost_s
+        if not isinstance(cost_s, int | float) or not math.isfinite(cost_s):
+            self.refuse("run", f"a cost_s of {_short(cost_s)}", "a finite number of seconds")
+        return msgspec.structs.replace(pick, rows=rows[: view.choices])
 
     def admit(self, view: View, rng: random.Random) -> None:
         """An admitter; raises Shed."""
@@ -312,7 +308,8 @@ def try_out(picker: ConfiguredPicker, labels: Sequence[Mapping[str, str]] = ()) 
     ``labels``: of endpoints that it will meet; besides them there are some without labels.
     """
     failed = dict[str, PluginFailed]()
-    for endpoints in ([], [{}], [{}, *labels, {}]):
+    tables: list[list[Mapping[str, str]]] = [[], [{}], [{}, *labels, {}]]
+    for endpoints in tables:
         for view in _made_up(endpoints):
             for attempt in _attempts(picker, view):
                 try:
@@ -322,8 +319,8 @@ def try_out(picker: ConfiguredPicker, labels: Sequence[Mapping[str, str]] = ()) 
                 except Refusal:
                     # that is an answer, too
                     continue
-            for error in view.failed:
-                failed.setdefault(error.plugin, error)
+            for one in view.failed:
+                failed.setdefault(one.plugin, one)
     return failed
 
 

@@ -216,18 +216,15 @@ def installed() -> Mapping[str, PluginType]:
 
 def _loaded(entry: EntryPoint) -> PluginType:
     try:
-        found = entry.load()
+        found: object = entry.load()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told where a file names the plugin
-        said = f"{entry.value} cannot be loaded: {type(error).__name__}: {error} ({raised_at(error)})"
-        return PluginType("accepted", Accepted, said)
-    if (
-        not isinstance(found, PluginType)
-        or not isinstance(found.cls, type)
-        or not issubclass(found.cls, msgspec.Struct)
-    ):
-        said = f"{entry.value} is no plugin; make it PluginType(KIND, CLASS), where CLASS is a msgspec.Struct"
-        return PluginType("accepted", Accepted, said)
-    if found.kind not in get_args(Kind):
-        said = f"{entry.value} has the kind '{found.kind}'; write one of {', '.join(get_args(Kind))}"
-        return PluginType("accepted", Accepted, said)
-    return found
+        problem = f"cannot be loaded: {type(error).__name__}: {error} ({raised_at(error)})"
+    else:
+        cls: object = found.cls if isinstance(found, PluginType) else None
+        if not isinstance(found, PluginType) or not isinstance(cls, type) or not issubclass(cls, msgspec.Struct):
+            problem = "is no plugin; make it PluginType(KIND, CLASS), where CLASS is a msgspec.Struct"
+        elif found.kind not in get_args(Kind):
+            problem = f"has the kind '{found.kind}'; write one of {', '.join(get_args(Kind))}"
+        else:
+            return found
+    return PluginType("accepted", Accepted, f"{entry.value} {problem}")
