@@ -130,10 +130,10 @@ class InstalledPlugins:
         return build_picker(file, self._known)
 
 
-def picker_notes(snapshot: Snapshot) -> list[str]:
+def picker_notes(snapshot: Snapshot, *, tries_plugins: bool = False) -> list[str]:
     """What of the EndpointPickerConfigs has no effect here; raises ConfigInvalid with every mistake in any of them.
 
-    Every plugin is tried, so one that fails is a mistake, too.
+    ``tries_plugins``: a plugin that fails when it is tried is a mistake, too.
     """
     notes: list[str] = []
     mistakes: list[Mistake] = []
@@ -147,7 +147,8 @@ def picker_notes(snapshot: Snapshot) -> list[str]:
             )
     for name, file in snapshot.picker_files.items():
         try:
-            notes.extend(f"{name}: {note}" for note in plugins.try_out(file, _labels_met(snapshot, name)))
+            told = plugins.try_out(file, _labels_met(snapshot, name)) if tries_plugins else plugins(file)
+            notes.extend(f"{name}: {note}" for note in told)
         except ConfigInvalid as error:
             mistakes.extend(error.mistakes)
     if mistakes:
