@@ -53,7 +53,7 @@ def steps(root: Path, environment: Mapping[str, str]) -> dict[str, Step]:
     kubernetes, suites = pinned["kubernetes"], pinned["gateway-api"]
     assets = environment.get("KUBEBUILDER_ASSETS") or f".tools/kube-{kubernetes}"
     return {
-        "venv": Step("the Python packages", root / ".venv/ready", "a minute", 0.7),
+        "venv": Step("the Python packages", root / ".venv/ready", "1 to 3 minutes", 0.7),
         "envoy": Step("Envoy", root / (environment.get("ENVOY") or ".tools/envoy"), "a minute", 0.15),
         "kube": Step(f"Kubernetes {kubernetes} and etcd, built with Go", root / assets, "10 to 30 minutes", 0.4, 4.2),
         "suites": Step(
