@@ -118,7 +118,7 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001 - a mistake of ours ends this request
             # the others of this tick go on
             return self.refuse(record, InternalError(error), now, out, was_held=was_held)
-        out.extend(plugin_fault(pool.name, failed) for failed in considered.view.failed)
+        out.extend(plugin_faults(pool.name, considered.view.failed))
         # from here on the request counts, and nothing may fail
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
         assignment, found = pool.commit(considered, now, output_tokens), considered.expectation
@@ -168,11 +168,18 @@ class Dispatcher:
         )
 
 
-def plugin_fault(server: str, failed: PluginFailed) -> Fault:
-    """What a ModelServer's requests go on without."""
-    where = f" in {failed.where}" if failed.where else ""
-    what = f"the plugin '{failed.plugin}' of {server} fails{where}; requests are decided without it"
-    return Fault(what, failed.__cause__ or failed, server, failed.plugin)
+def plugin_faults(server: str, failed: Sequence[PluginFailed]) -> list[Fault]:
+    """What a request went on without. A plugin may run many times for one: each place where it fails counts once."""
+    return [
+        Fault(
+            f"the plugin '{one.plugin}' of {server} fails in {one.where or 'an unknown place'}; requests are decided "
+            "without it",
+            one.__cause__ or one,
+            server,
+            one.plugin,
+        )
+        for one in {(one.plugin, one.where): one for one in failed}.values()
+    ]
 
 
 def prompt_of(arrival: Arrival, tokens: Sequence[int] | None) -> Prompt:

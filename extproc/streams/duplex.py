@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from extproc.core.dispatch import plugin_fault
+from extproc.core.dispatch import plugin_faults
 from extproc.core.states import IllegalEvent
 from extproc.core.types import Attachment, Outcome
 from extproc.streams.exchange import answers_to
@@ -195,7 +195,7 @@ class Duplex:
         return answers
 
     def _plugin_failed(self, failed: PluginFailed) -> None:
-        self._context.perform([plugin_fault(self._server, failed)])
+        self._context.perform([*plugin_faults(self._server, [failed])])
 
     def _settle(self) -> None:
         request = self.request
