@@ -19,23 +19,36 @@ PYTEST := $(RUN) $(if $(COVERAGE),-m coverage run) -m pytest
 # For tests with real processes. RERUN=1, as in CI: the few that fail are run once more, each alone (tools/rerun_failed.py).
 PYTEST_REAL := $(RUN) $(if $(COVERAGE),-m coverage run) -m $(if $(RERUN),tools.rerun_failed,pytest)
 
-.PHONY: help run up up-kube test test-pure test-envoy test-kube test-real-time test-some test-vllm coverage coverage-report check fix bench \
-  sglang-gateway soak lab lab-autoscale manifests generate docs lock envoy-binary kube-assets conformance clean
+# They fetch or build for minutes, or need something that make cannot fetch: first they say what, and look for the rest.
+PREFLIGHTS := $(addprefix preflight-,run up up-kube kube-assets conformance test-vllm)
+
+.PHONY: $(PREFLIGHTS) help run up up-kube test test-pure test-envoy test-kube test-real-time test-some test-vllm coverage coverage-report check fix bench \
+  sglang-gateway soak lab lab-autoscale manifests generate docs lock envoy-binary kube-assets kube-built conformance clean
 .NOTPARALLEL:
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-run: $(VENV)/ready $(ENVOY) ## Envoy, extproc and engines under load, prefix-aware against round robin (TRACE=FILE replays a trace)
+$(PREFLIGHTS): preflight-%:
+	@$(PYTHON) -m tools.preflight $* $(ARGS)
+
+run: preflight-run $(VENV)/ready $(ENVOY) ## Envoy, extproc and engines under load, prefix-aware against round robin (TRACE=FILE replays a trace)
 	$(RUN) -m bench.live.run $(if $(TRACE),--trace $(TRACE)) $(ARGS)
 
-up: $(VENV)/ready $(ENVOY) ## the same stack left running, with a curl line to try
+up: preflight-up $(VENV)/ready $(ENVOY) ## the same stack left running, with a curl line to try
 	$(RUN) -m bench.up $(ARGS)
 
-up-kube: $(VENV)/ready kube-assets ## a Kubernetes cluster on this machine, left running: a real API server, nodes whose pods are processes
+up-kube: preflight-up-kube $(VENV)/ready $(ENVOY) kube-built ## a Kubernetes cluster on this machine, left running: a real API server, nodes whose pods are processes
 	$(RUN) -m bench.cluster $(ARGS)
 
-test: $(if $(ARGS),test-some,test-pure test-envoy test-kube test-real-time) ## all tests, in four stages; ARGS="-k NAME" or a path: some, in one
+STAGES := test-pure test-envoy test-kube test-real-time
+
+# Every stage runs, whatever became of the one before: they need different things, and one of them may be missing.
+test: $(if $(ARGS),test-some) ## all tests, in four stages; ARGS="-k NAME" or a path: some, in one
+ifndef ARGS
+	@failed=; for stage in $(STAGES); do $(MAKE) $$stage || failed="$$failed $$stage"; done; \
+	  if [ "$$failed" ]; then echo "=== FAILED:$$failed"; exit 1; fi; echo "=== passed: $(STAGES)"
+endif
 
 test-some: $(VENV)/ready $(ENVOY)
 	$(PYTEST) $(ARGS)
@@ -65,7 +78,7 @@ coverage-report: $(VENV)/ready
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m tools.coverage_by_package
 
-test-vllm: $(VENV)/ready $(ENVOY) $(VLLM)/ready ## tests with real vLLM engines on the CPU (installs 3 GB; 6 GB where torch has no CPU build)
+test-vllm: preflight-test-vllm $(VENV)/ready $(ENVOY) $(VLLM)/ready ## tests with real vLLM engines on the CPU (installs 3 GB; 6 GB where torch has no CPU build)
 	ATTACHE_VLLM=$(CURDIR)/$(VLLM)/bin/python $(RUN) -m pytest tests/with_vllm $(ARGS)
 
 check: $(VENV)/ready ## lint, format, layers, types, generated messages
@@ -115,10 +128,12 @@ lock: ## write requirements.lock anew (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --all-extras --group dev \
 	  pyproject.toml -o requirements.lock
 
-kube-assets: $(VENV)/ready ## etcd, kube-apiserver and what belongs to it, built from the published Go modules (ten minutes, once)
+kube-assets: preflight-kube-assets kube-built ## etcd, kube-apiserver and what belongs to it, built from the published Go modules (10 to 30 minutes, once)
+
+kube-built: $(VENV)/ready
 	$(RUN) -m tools.kube_assets
 
-conformance: $(VENV)/ready $(ENVOY) kube-assets ## the conformance suites of the Gateway API and the Inference Extension, and docs/conformance.md from their reports
+conformance: preflight-conformance $(VENV)/ready $(ENVOY) kube-built ## the conformance suites of the Gateway API and the Inference Extension, and docs/conformance.md from their reports
 	$(RUN) -m tools.conformance_suites
 	$(RUN) -m bench.conformance --page $(ARGS)
 

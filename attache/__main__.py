@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -13,11 +15,35 @@ if TYPE_CHECKING:
     from attache.commands import Command
 
 _USAGE: Final = 2
+# As shells say of a program that SIGPIPE has ended.
+_READER_LEFT: Final = 128 + 13
 _OURS: Final = frozenset({"attache", "extproc", "controller", "bench"})
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: that of the command; 2 for a command that does not exist or cannot be loaded."""
+    """Exit status: that of the command; 2 for a command that does not exist or cannot be loaded; 141 where ``head`` or
+    another reader of the output has left.
+    """
+    try:
+        status = _main(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        # what is left of the output would be tried again at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_LEFT
+    return status
+
+
+def _reader_has_left() -> bool:
+    """Whether it is our output that nobody reads, and not another pipe or connection."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _main(arguments: list[str] | None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     first = words[0] if words else ""
     if first in COMMANDS:

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 # Kinds told apart. All further ones are counted together.
 _MOST_KINDS: Final = 256
-_OTHERS: Final = ("other kinds", "", 0)
+_OTHERS: Final = ("", "other kinds", "", 0)
 # Before a feed is started again; after a failure soon after the last one, twice as long as then.
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 30.0
@@ -25,13 +25,13 @@ class FailureLog:
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._counts: dict[tuple[str, str, int], int] = {}
+        self._counts: dict[tuple[str, str, str, int], int] = {}
 
-    def note(self, what: str, error: Exception, *, is_ours: bool = True) -> None:
+    def note(self, what: str, error: BaseException, *, is_ours: bool = True) -> None:
         """Count ``error``; the first of its kind is logged whole, then each tenfold count in one line. ``is_ours``: our
         code failed; else its message says enough.
         """
-        kind = _kind_of(error)
+        kind = (what, *_kind_of(error))
         if kind not in self._counts and len(self._counts) >= _MOST_KINDS:
             kind = _OTHERS
         count = self._counts[kind] = self._counts.get(kind, 0) + 1
@@ -41,7 +41,7 @@ class FailureLog:
                 "%s (only the first of its kind is logged like this)", what, exc_info=error if is_ours else None
             )
         elif str(count).strip("0") == "1":
-            self._log.error("%s: %d times so far by %s in %s:%d", what, count, *kind)
+            self._log.error("%s: %d times so far by %s in %s:%d", what, count, *kind[1:])
 
 
 class Supervisor:
@@ -84,7 +84,7 @@ def _cause(error: Exception) -> Exception:
     return error
 
 
-def _kind_of(error: Exception) -> tuple[str, str, int]:
+def _kind_of(error: BaseException) -> tuple[str, str, int]:
     """The exception's type, and the place that raised it."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import subprocess
 import time
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.processes import free_ports
+from tests.programs import program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +25,7 @@ class Redis:
 
     def __init__(self, binary: str, directory: Path, guard: Guard) -> None:
         self._guard = guard
+        self._client = program("redis-cli")
         (self.port,) = free_ports(1)
         self.url = f"redis://127.0.0.1:{self.port}"
         self._command = [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
@@ -35,7 +35,7 @@ class Redis:
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, start_new_session=True)
         self._guard.add(self._process.pid)
         for _ in range(100):
-            probe = subprocess.run(["redis-cli", "-p", str(self.port), "ping"], capture_output=True, check=False)
+            probe = subprocess.run([self._client, "-p", str(self.port), "ping"], capture_output=True, check=False)
             if probe.stdout.strip() == b"PONG":
                 return
             time.sleep(0.05)
@@ -60,13 +60,7 @@ class Redis:
 @pytest.fixture(name="redis")
 def running_redis(tmp_path: Path, guard: Guard) -> Iterator[Redis]:
     """A running server with nothing in it."""
-    binary = shutil.which("redis-server")
-    if binary is None:
-        message = "no redis-server: install Debian's package redis-server"
-        if os.environ.get("CI") or os.environ.get("ATTACHE_REQUIRE_REDIS"):
-            pytest.fail(message)
-        pytest.skip(f"NOT TESTED WITH REDIS: {message}")
-    server = Redis(binary, tmp_path, guard)
+    server = Redis(program("redis-server"), tmp_path, guard)
     server.start()
     yield server
     server.stop()

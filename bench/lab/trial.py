@@ -10,6 +10,7 @@ import msgspec
 from bench.engine.step_time import Work, batch_of
 from bench.lab.engine_kinds import engine_kinds
 from bench.lab.lower_bound import LowerBound
+from bench.policies.own_file import PolicyFailed
 from bench.policies.registry import policy_named
 from bench.policies.setup import EngineCalibration
 from bench.stack import documents
@@ -131,7 +132,7 @@ def run(trial: Trial, clock: Callable[[], float]) -> TrialReport:
     engines = dict(zip(addresses(len(kinds)), kinds, strict=True))
     policy = policy_named(trial.policy)(calibration(kinds[0]))
     workload = conditions.workload()
-    picks = _FirstFailure(policy.picker)
+    picks = _FirstFailure(trial.policy, policy.picker)
     lower_bound = LowerBound(max(kinds, key=lambda kind: calibration(kind).prefill_tokens_per_s))
     simulation = Simulation(
         _snapshot(list(engines), conditions, policy.server, workload.adapters),
@@ -170,14 +171,20 @@ def check_trials(trials: Sequence[Trial]) -> None:
 class _FirstFailure:
     """A Picker that remembers its first mistake: the request path answers such a request with an error and goes on."""
 
-    def __init__(self, picker: Picker) -> None:
+    def __init__(self, name: str, picker: Picker) -> None:
+        self._name = name
         self._picker = picker
         self.error: Exception | None = None
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """The policy's pick."""
         try:
-            return self._picker.pick(view, rng=rng)
+            pick = self._picker.pick(view, rng=rng)
+            if view.failed:
+                # serving goes on without the plugin; figures of another policy than the one named would be wrong
+                failed = view.failed[0]
+                raise PolicyFailed(f"{self._name}: the plugin '{failed.plugin}' fails: {failed}")
+            return pick
         except NoEndpoint:
             raise
         except Exception as error:

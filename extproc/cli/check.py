@@ -219,13 +219,13 @@ class _InstalledPlugins:
 
 
 def _notes(snapshot: Snapshot) -> list[str]:
-    """What has no effect in the EndpointPickerConfigs; raises ConfigInvalid."""
+    """What has no effect in the EndpointPickerConfigs; raises ConfigInvalid, also for a plugin that fails."""
     if not snapshot.picker_files:
         return []
     # numpy, which plugins need, takes longer to load than the whole of this command
     from extproc.scheduling.pickers import picker_notes  # noqa: PLC0415
 
-    return picker_notes(snapshot)
+    return picker_notes(snapshot, tries_plugins=True)
 
 
 def _summary(snapshot: Snapshot) -> str:

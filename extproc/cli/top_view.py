@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -34,12 +35,25 @@ def render(
         summary(states),
         "",
         *ailments(states, wall_now_s=wall_now_s, width=width),
+        *_failing_plugins(now, rate, width),
         *engine_table(states, now, rate, width=width),
         *_answers(now, rate, width),
         *_queues(before, now, rate, width),
         *_tenants(now, rate, tenants, width),
     ]
     return "\n".join(lines)
+
+
+def _failing_plugins(now: Sample, rate: Callable[..., float], width: int) -> list[str]:
+    """Plugins of other packages that have failed since extproc started."""
+    name = "attache_plugin_failures_total"
+    texts = [
+        f"plugin {plugin} of {server} has failed {now.sum(name, server=server, plugin=plugin):.0f} times "
+        f"({rate(name, server=server, plugin=plugin):.1f}/s): requests are decided without it; see extproc's log"
+        for server, plugin in now.values_of(name, "server", "plugin")
+    ]
+    lines = [line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+    return [*lines, ""] if lines else []
 
 
 def _answers(now: Sample, rate: Callable[..., float], width: int) -> list[str]:

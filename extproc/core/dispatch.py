@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from extproc.admission.limits import Usage
 from extproc.admission.queued_request import QueuedRequest
 from extproc.core.demand import WAITING, count_dispatch, count_refusal
-from extproc.core.effects import Decision, Effect, Refused, Tell
+from extproc.core.effects import Decision, Effect, Fault, Refused, Tell
 from extproc.core.explanation import explain
 from extproc.core.health_feedback import OverdueRequests
 from extproc.core.record import Record, Run
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from extproc.core.types import Arrival, Attachment
     from extproc.endpoints.table import Bools
     from extproc.scheduling.cache_estimator import Expectation
+    from extproc.scheduling.picker import PluginFailed
     from extproc.scheduling.pool import Pool
 
 
@@ -114,9 +115,10 @@ class Dispatcher:
             body = changed_body(arrival, with_usage=adds_usage)
         except Refusal as refusal:
             return self.refuse(record, refusal, now, out, was_held=was_held)
-        except Exception as error:  # noqa: BLE001 - plugins may raise anything
-            # a plugin's mistake ends this request; the others of this tick go on
+        except Exception as error:  # noqa: BLE001 - a mistake of ours ends this request
+            # the others of this tick go on
             return self.refuse(record, InternalError(error), now, out, was_held=was_held)
+        out.extend(plugin_faults(pool.name, considered.view.failed))
         # from here on the request counts, and nothing may fail
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
         assignment, found = pool.commit(considered, now, output_tokens), considered.expectation
@@ -165,6 +167,20 @@ class Dispatcher:
             adds_usage=adds_usage,
             policy=pool.spec.traffic_policy.route,
         )
+
+
+def plugin_faults(server: str, failed: Sequence[PluginFailed]) -> list[Fault]:
+    """What a request went on without. A plugin may run many times for one: each place where it fails counts once."""
+    return [
+        Fault(
+            f"the plugin '{one.plugin}' of {server} fails in {one.where or 'an unknown place'}; requests are decided "
+            "without it",
+            one.__cause__ or one,
+            server,
+            one.plugin,
+        )
+        for one in {(one.plugin, one.where): one for one in failed}.values()
+    ]
 
 
 def prompt_of(arrival: Arrival, tokens: Sequence[int] | None) -> Prompt:

@@ -188,10 +188,15 @@ class HealthChanged(msgspec.Struct, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Our own code has failed over something that can go on without it; to be logged. ``what``: could not be done."""
+    """Code has failed over something that can go on without it; to be logged. ``what``: could not be done.
+
+    ``plugin``: of another package, by its name in the picker's file of ``server``; empty if the code is ours.
+    """
 
     what: str
-    error: Exception
+    error: BaseException
+    server: str = ""
+    plugin: str = ""
 
 
 class WakeAt(msgspec.Struct, frozen=True):

@@ -51,7 +51,7 @@ class Explanation(msgspec.Struct, frozen=True):
     """Where a request goes, and why. ``addresses``: first choice, then fallbacks. ``adapter``: where its adapter is, or
     would be loaded, if it is one on demand. ``waits``: for an engine, in words, if its ModelServer has none; empty
     else. ``avoided``: endpoints that are avoided, and why. ``silent``: those that do not say how they are, as others
-    do, so that only our own counts are known of them.
+    do, so that only our own counts are known of them. ``failed``: plugins that the pick had to do without, and why.
     """
 
     server: str
@@ -67,6 +67,7 @@ class Explanation(msgspec.Struct, frozen=True):
     waits: str = ""
     avoided: dict[str, str] = {}
     silent: tuple[str, ...] = ()
+    failed: dict[str, str] = {}
 
 
 def explain(considered: Consideration, pool: Pool) -> Explanation:
@@ -83,6 +84,7 @@ def explain(considered: Consideration, pool: Pool) -> Explanation:
         prefill=None if pick.prefill_row is None else addresses[pick.prefill_row],
         stage=pick.stage,
         profiles=tuple(_profile(reasons, addresses) for reasons in pick.reasons),
+        failed={one.plugin: str(one) for one in considered.view.failed},
     )
 
 
@@ -168,6 +170,7 @@ def to_text(one: Explanation) -> str:
     ]
     lines += [f"  {address} is avoided: {why}" for address, why in one.avoided.items()]
     lines += [f"  {address} does not say how it is: only our own counts are known of it" for address in one.silent]
+    lines += [f"  the plugin '{plugin}' fails, and counts nothing: {why}" for plugin, why in one.failed.items()]
     if one.adapter:
         lines.append(f"  {one.adapter}")
     if one.stage:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from extproc.core.effects import Decision, EngineStarted, Left, LoadEnded, Refused, Settled
+from extproc.core.effects import Decision, EngineStarted, Fault, Left, LoadEnded, Refused, Settled
 from extproc.metrics.activation import ActivationMetrics
 from extproc.metrics.adapters import AdapterMetrics
 from extproc.metrics.admission import AdmissionMetrics
@@ -62,6 +62,12 @@ class Metrics:
             "attache_answers",
             "Answers by ModelServer, class of status, and whether the first choice served.",
             ["server", "status_class", "first_choice"],
+            self.registry,
+        )
+        self._plugin_failures = Counters(
+            "attache_plugin_failures",
+            "Failures of plugins of other packages, without which requests were decided.",
+            ["server", "plugin"],
             self.registry,
         )
         self._pick_seconds = DeferredHistogram(
@@ -174,6 +180,9 @@ class Metrics:
                 self._activation.started(effect)
             case LoadEnded():
                 self._adapters.ended(effect.result)
+            case Fault():
+                if effect.plugin:
+                    self._plugin_failures.add(effect.server, effect.plugin)
 
     def _count_decision(self, decision: Decision) -> None:
         if self.decision_log is not None:

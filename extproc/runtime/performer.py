@@ -165,7 +165,7 @@ class Performer:
     def _deliver(self, end: Decision | Refused) -> None:
         """To its stream, if that waits; other streams follow theirs without us."""
         if isinstance(end, Refused) and isinstance(end.refusal, InternalError):
-            log.error("a request could not be decided, and is refused", exc_info=end.refusal.__cause__)
+            self._failures.note("a request could not be decided, and is refused", end.refusal.__cause__ or end.refusal)
         if not end.was_held:
             return
         future = self._waits.get(end.ticket)

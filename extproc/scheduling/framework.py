@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from extproc.errors import NoEndpoint
-from extproc.scheduling.picker import Pick, Reasons, ScorerValues, View, rows_of
+from extproc.scheduling.picker import Pick, Picker, PluginFailed, Reasons, ScorerValues, View, rows_of
 
 if TYPE_CHECKING:
     import random
@@ -126,24 +126,52 @@ class NamedScorer(msgspec.Struct, frozen=True):
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """Filters in their order, scorers with their weights, and a selector."""
+    """Filters in their order, scorers with their weights, and a selector.
+
+    ``default``: orders what the filters leave where a scorer or the selector fails; set if one of them is of another
+    package.
+    """
 
     filters: tuple[NamedFilter, ...]
     scorers: tuple[NamedScorer, ...]
     selector: Selector
     name: str = "default"
+    default: Picker | None = None
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """Run the profile. Raises NoEndpoint, naming the filter that excluded the last endpoint."""
+        """Run the profile. Raises NoEndpoint, naming the filter that excluded the last endpoint.
+
+        A filter that fails keeps every endpoint.
+        """
         candidates = start = view.candidates()
-        after_filters = []
+        after_filters = list[tuple[str, tuple[int, ...]]]()
         for one in self.filters:
-            candidates = candidates & one.plugin.keep(view, candidates)
+            try:
+                candidates = candidates & one.plugin.keep(view, candidates)
+            except PluginFailed as failed:
+                view.failed.append(failed)
             if view.wants_reasons:
                 after_filters.append((one.name, rows_of(candidates)))
             if not candidates.any():
                 msg = f"No engine is left for this request after '{one.name}'; try again later."
                 raise NoEndpoint(msg)
+        try:
+            return self._best(view, start, after_filters, candidates, rng)
+        except PluginFailed as failed:
+            if self.default is None:
+                raise
+            view.failed.append(failed)
+            return self.default.pick(view.narrowed(candidates), rng=rng)
+
+    def _best(
+        self,
+        view: View,
+        start: Bools,
+        after_filters: list[tuple[str, tuple[int, ...]]],
+        candidates: Bools,
+        rng: random.Random,
+    ) -> Pick:
+        """Score ``candidates`` and select; the others are for the reasons. Raises PluginFailed."""
         rows = candidates.nonzero()[0]
         total = np.zeros(rows.size)
         scored = []
@@ -182,6 +210,7 @@ class ConfiguredPicker(msgspec.Struct, frozen=True):
     ``reporters``: what the gateway is told of each answer. ``admitters``: asked before, by ``admit``, whether the
     request is served at all. ``metrics``: attributes of endpoints, each with the metric of the engine that has its
     value, such as ``queue{tier=gold}``. ``tiers``: prefix caches with a capacity of their own, in tokens by name.
+    ``default``: picks where the handler fails; set if a plugin is of another package.
     """
 
     handler: ProfileHandler
@@ -193,18 +222,30 @@ class ConfiguredPicker(msgspec.Struct, frozen=True):
     admitters: tuple[Admitter, ...] = ()
     metrics: tuple[tuple[str, str], ...] = ()
     tiers: Mapping[str, float] = {}
+    default: Picker | None = None
 
     def admit(self, view: View, *, rng: random.Random) -> None:
-        """Ask the admitters; raises Shed."""
+        """Ask the admitters; raises Shed. One that fails admits."""
         for one in self.admitters:
-            one.admit(view, rng)
+            try:
+                one.admit(view, rng)
+            except PluginFailed as failed:
+                view.failed.append(failed)
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """Run the handler; endpoints in back-off only if no other may serve the request."""
         if view.table.has_failures:
             well = view.candidates() & (view.table.retry_at_s <= view.now_s)
             view = view.narrowed(well) if well.any() else view
-        return self.handler.run(view, self.profiles, self.deciders, rng)
+        try:
+            return self.handler.run(view, self.profiles, self.deciders, rng)
+        except PluginFailed as failed:
+            if self.default is None:
+                raise
+            view.failed.append(failed)
+        # which of several profiles the handler would have run is not known
+        (only, *others) = self.profiles.values()
+        return (self.default if others else only).pick(view, rng=rng)
 
     def session_notes(self, view: View, pick: Pick) -> tuple[SessionNote, ...]:
         """What the request's sessions are to keep of a pick."""
@@ -212,7 +253,11 @@ class ConfiguredPicker(msgspec.Struct, frozen=True):
         for keeper in self.sessions:
             is_prefill = keeper.profile_name and keeper.profile_name == self.prefill_profile
             row = pick.prefill_row if is_prefill else pick.rows[0]
-            note = None if row is None else keeper.note(view, row)
+            try:
+                note = None if row is None else keeper.note(view, row)
+            except PluginFailed as failed:
+                view.failed.append(failed)
+                continue
             if note is not None:
                 notes.append(note)
         return tuple(notes)

@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     import random
 
 
+class PluginFailed(Exception):
+    """A plugin of another package raised, or returned what it must not; the request is decided without it.
+
+    ``plugin``: its name in the file. ``where``: its file and line, empty if unknown. The cause is what it raised.
+    """
+
+    def __init__(self, plugin: str, cause: BaseException, where: str) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}" + (f" ({where})" if where else ""))
+        self.plugin = plugin
+        self.where = where
+        self.__cause__ = cause
+
+
 class Demand(msgspec.Struct, frozen=True):
     """What a request requires of each endpoint, by row.
 
@@ -58,7 +71,8 @@ class View(msgspec.Struct, frozen=True):
     ``eligible``: the rows that may be chosen; None: every endpoint. ``choices``: how many endpoints to name,
     fallbacks included. ``wants_reasons``: whether the pick must be explained. ``sessions``: those of the caller, None
     if the picker keeps none. ``peer_row``: the endpoint that was picked before for the same request and hands its KV
-    cache over, or gets it; None if there is none yet.
+    cache over, or gets it; None if there is none yet. ``failed``: plugins that failed,
+    without which the decision was made.
     """
 
     table: EndpointTable
@@ -70,6 +84,7 @@ class View(msgspec.Struct, frozen=True):
     wants_reasons: bool = False
     sessions: TenantSessions | None = None
     peer_row: int | None = None
+    failed: list[PluginFailed] = msgspec.field(default_factory=list)
 
     def ttft_s(self) -> Floats:
         """Expected seconds to the first token, by row: (backlog + own work) / learned prefill rate."""

@@ -17,6 +17,7 @@ from extproc.config.picker_config import PluginRef, ProfileSpec
 from extproc.config.quantities import decode_quantity
 from extproc.config.schema import check_shape, suggest
 from extproc.scheduling.cache_tiers import tier_capacities
+from extproc.scheduling.external_plugins import Guard, failure, guarded
 from extproc.scheduling.framework import (
     ConfiguredPicker,
     NamedFilter,
@@ -25,19 +26,23 @@ from extproc.scheduling.framework import (
     Profile,
     SessionKeeper,
 )
+from extproc.scheduling.picker import PluginFailed
 from extproc.scheduling.picker_notes import notes_of, without_effect
 from extproc.scheduling.picker_references import References
 from extproc.scheduling.plugins.attributes import MetricsExtractor
 from extproc.scheduling.plugins.handlers import SingleProfile
 from extproc.scheduling.plugins.not_built import NOT_BUILT
 from extproc.scheduling.plugins.selectors import MaxScore
+from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
+from extproc.scheduling.registry import BUILT_IN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from extproc.config.errors import Finding
+    from extproc.config.errors import Finding, Mistake
     from extproc.config.picker_config import EndpointPickerConfig, PickerFile, PluginSpec
     from extproc.scheduling.framework import Selector
+    from extproc.scheduling.picker import Picker
     from extproc.scheduling.plugins.rollouts import EndpointPin, Rollout
     from extproc.scheduling.registry import Kind, PluginType
 
@@ -53,12 +58,23 @@ def build_picker(file: PickerFile, known: Mapping[str, PluginType]) -> BuiltPick
     """The picker of ``file`` with plugins of ``known`` types; raises ConfigInvalid with all mistakes."""
     config = file.config
     _refuse(file, [*_check_plugins(config, known), *References(config, known).check(), *_check_profiles(config, known)])
-    picker = _build(config, known)
     handlers = [index for index, spec in enumerate(config.plugins) if known[spec.type].kind == "profile handler"]
-    problem = picker.handler.needs(picker.profiles)
+    try:
+        picker = _build(config, known)
+        problem = picker.handler.needs(picker.profiles)
+    except PluginFailed as failed:
+        raise ConfigInvalid(failures(file, [failed])) from None
     if problem:
         _refuse(file, [(("plugins", handlers[0]) if handlers else ("schedulingProfiles",), problem)])
     return BuiltPicker(picker, tuple(notes_of(config, known)))
+
+
+def failures(file: PickerFile, failed: Iterable[PluginFailed]) -> list[Mistake]:
+    """Of plugins of ``file`` that failed, each on the line that names it."""
+    places = {spec.called: index for index, spec in enumerate(file.config.plugins)}
+    return file.document.mistakes(
+        [(("plugins", places[one.plugin]), f"the plugin '{one.plugin}' fails: {one}") for one in failed]
+    )
 
 
 def picker_from_text(name: str, text: str, known: Mapping[str, PluginType]) -> BuiltPicker:
@@ -77,11 +93,23 @@ def _check_plugins(config: EndpointPickerConfig, known: Mapping[str, PluginType]
         if spec.type not in known:
             yield (*path, "type"), _unknown(spec.type, known)
             continue
+        if known[spec.type].problem:
+            yield (*path, "type"), known[spec.type].problem
+            continue
         handlers += known[spec.type].kind == "profile handler"
         if known[spec.type].kind == "profile handler" and handlers > 1:
             yield (*path, "type"), "a second profile handler; a file has one"
-        for place, message in check_shape(_taken(spec, known[spec.type].cls), known[spec.type].cls):
+        for place, message in _check_parameters(spec, known[spec.type].cls):
             yield (*path, "parameters", *place), message
+
+
+def _check_parameters(spec: PluginSpec, cls: type) -> list[Finding]:
+    try:
+        return check_shape(_taken(spec, cls), cls)
+    except (Exception, SystemExit) as error:
+        if spec.type in BUILT_IN:
+            raise
+        return [((), f"'{spec.type}' cannot be made: {failure(spec.called, cls, error)}")]
 
 
 def _unknown(type_name: str, known: Mapping[str, PluginType]) -> str:
@@ -111,14 +139,20 @@ def _check_profiles(config: EndpointPickerConfig, known: Mapping[str, PluginType
 
 
 def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> ConfiguredPicker:
-    plugins: dict[str, tuple[Kind, Any]] = {
-        spec.called: (known[spec.type].kind, _parameters(spec, known[spec.type].cls)) for spec in config.plugins
+    external = {spec.called for spec in config.plugins if spec.type not in BUILT_IN}
+    parameters = {spec.called: _parameters(spec, known[spec.type].cls) for spec in config.plugins}
+    # plugins of ours may run filters of others
+    others = {
+        name: Guard(name, one) if name in external and hasattr(one, "keep") else one for name, one in parameters.items()
     }
-    parameters = {name: plugin for name, (_, plugin) in plugins.items()}
-    plugins = {
-        name: (kind, plugin.with_plugins(parameters) if isinstance(plugin, NeedsPlugins) else plugin)
-        for name, (kind, plugin) in plugins.items()
-    }
+    plugins: dict[str, tuple[Kind, Any]] = {}
+    for spec in config.plugins:
+        name, kind, plugin = spec.called, known[spec.type].kind, parameters[spec.called]
+        if name in external:
+            plugin = guarded(name, kind, plugin, parameters)
+        elif isinstance(plugin, NeedsPlugins):
+            plugin = plugin.with_plugins(others)
+        plugins[name] = kind, plugin
     # a file without profiles runs all its plugins in one, as llm-d does
     specs = config.scheduling_profiles or (ProfileSpec("default", tuple(PluginRef(name) for name in plugins)),)
     handler = next((plugin for kind, plugin in plugins.values() if kind == "profile handler"), SingleProfile())
@@ -126,11 +160,13 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
     for _, screener in screeners:
         handler = screener.paired(handler)
     usual = next((plugin for kind, plugin in plugins.values() if kind == "picker"), MaxScore())
+    keepers = [plugin.keeper() if isinstance(plugin, Guard) else plugin for _, plugin in plugins.values()]
+    default = PrefixAware(PrefixAwareParameters()) if external else None
     return ConfiguredPicker(
         handler=handler,
-        profiles={spec.name: _screened(_profile(spec, plugins, usual), screeners) for spec in specs},
+        profiles={spec.name: _screened(_profile(spec, plugins, usual, default), screeners) for spec in specs},
         deciders={name: plugin for name, (kind, plugin) in plugins.items() if kind == "decider"},
-        sessions=tuple(plugin for _, plugin in plugins.values() if isinstance(plugin, SessionKeeper)),
+        sessions=tuple(one for one in keepers if isinstance(one, SessionKeeper)),
         reporters=tuple(plugin.reporter() for kind, plugin in plugins.values() if kind == "reporter"),
         prefill_profile=getattr(handler, "prefill_name", ""),
         admitters=tuple(plugin for kind, plugin in plugins.values() if kind == "admitter"),
@@ -141,6 +177,7 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
             for metric in plugin.custom_metrics
         ),
         tiers=tier_capacities(config),
+        default=default,
     )
 
 
@@ -155,7 +192,9 @@ def _taken(spec: PluginSpec, cls: type) -> dict[str, Any]:
     return {key: value for key, value in (spec.parameters or {}).items() if key not in others}
 
 
-def _profile(spec: ProfileSpec, plugins: Mapping[str, tuple[Kind, Any]], usual: Selector) -> Profile:
+def _profile(
+    spec: ProfileSpec, plugins: Mapping[str, tuple[Kind, Any]], usual: Selector, default: Picker | None
+) -> Profile:
     """``usual``: the picker of a profile that names none: one that the file declares, as in llm-d, else the best
     score.
     """
@@ -170,7 +209,7 @@ def _profile(spec: ProfileSpec, plugins: Mapping[str, tuple[Kind, Any]], usual: 
             scorers.append(NamedScorer(ref.plugin_ref, plugin, 1.0 if ref.weight is None else ref.weight))
         if kind == "picker":
             choice = plugin
-    return Profile(tuple(filters), tuple(scorers), choice, spec.name)
+    return Profile(tuple(filters), tuple(scorers), choice, spec.name, default)
 
 
 def _screened(profile: Profile, screeners: Sequence[tuple[str, Rollout | EndpointPin]]) -> Profile:

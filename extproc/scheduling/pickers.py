@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.config.model_server import ModelServerSpec, PdGroup
 from extproc.config.picker_config import EndpointPickerConfig
+from extproc.scheduling.external_plugins import try_out
 from extproc.scheduling.pairs import PairParameters, PrefillDecodePairs
 from extproc.scheduling.picker import Picker
-from extproc.scheduling.picker_config import build_picker
+from extproc.scheduling.picker_config import BuiltPicker, build_picker, failures
 from extproc.scheduling.picker_notes import server_notes
 from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.registry import installed
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
     from extproc.scheduling.registry import PluginType
 
     MakePicker = Callable[[ModelServerSpec, Mapping[str, PickerFile]], Picker]
+
+
+# Sets of labels with which plugins are tried.
+_MOST_TRIED: Final = 16
 
 
 class PickerBasis(msgspec.Struct, frozen=True):
@@ -108,16 +114,30 @@ class InstalledPlugins:
 
     def __call__(self, file: PickerFile) -> Sequence[str]:
         """What of it has no effect here, in sentences; raises ConfigInvalid with every mistake."""
+        return self._built(file).notes
+
+    def try_out(self, file: PickerFile, labels: Sequence[Mapping[str, str]]) -> Sequence[str]:
+        """The same, and run its plugins on made-up requests; ``labels``: of endpoints that they will meet."""
+        built = self._built(file)
+        failed = try_out(built.picker, labels)
+        if failed:
+            raise ConfigInvalid(failures(file, failed.values()))
+        return built.notes
+
+    def _built(self, file: PickerFile) -> BuiltPicker:
         if self._known is None:
             self._known = installed()
-        return build_picker(file, self._known).notes
+        return build_picker(file, self._known)
 
 
-def picker_notes(snapshot: Snapshot) -> list[str]:
-    """What of the EndpointPickerConfigs has no effect here; raises ConfigInvalid with every mistake in any of them."""
+def picker_notes(snapshot: Snapshot, *, tries_plugins: bool = False) -> list[str]:
+    """What of the EndpointPickerConfigs has no effect here; raises ConfigInvalid with every mistake in any of them.
+
+    ``tries_plugins``: a plugin that fails when it is tried is a mistake, too.
+    """
     notes: list[str] = []
     mistakes: list[Mistake] = []
-    check = InstalledPlugins()
+    plugins = InstalledPlugins()
     for server in snapshot.servers:
         named = server.spec.picker_config
         if named is not None and named in snapshot.picker_files:
@@ -127,12 +147,20 @@ def picker_notes(snapshot: Snapshot) -> list[str]:
             )
     for name, file in snapshot.picker_files.items():
         try:
-            notes.extend(f"{name}: {note}" for note in check(file))
+            told = plugins.try_out(file, _labels_met(snapshot, name)) if tries_plugins else plugins(file)
+            notes.extend(f"{name}: {note}" for note in told)
         except ConfigInvalid as error:
             mistakes.extend(error.mistakes)
     if mistakes:
         raise ConfigInvalid(mistakes)
     return notes
+
+
+def _labels_met(snapshot: Snapshot, file: str) -> list[Mapping[str, str]]:
+    """The different labels of the endpoints that pickers of ``file`` choose from."""
+    specs = [server.spec for server in snapshot.servers if server.spec.picker_config == file]
+    different = {tuple(sorted(one.labels.items())): one.labels for spec in specs for one in spec.endpoints}
+    return list(islice(different.values(), _MOST_TRIED))
 
 
 def _basis(spec: ModelServerSpec, files: Mapping[str, PickerFile]) -> PickerBasis:

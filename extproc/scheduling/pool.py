@@ -20,7 +20,7 @@ from extproc.scheduling.framework import ConfiguredPicker
 from extproc.scheduling.labels import serves_adapter
 from extproc.scheduling.picker import Pick, Picker, RequestFacts, View
 from extproc.scheduling.readiness import Readiness, readiness_of, stages_of
-from extproc.scheduling.sessions import SessionBindings, TenantSessions
+from extproc.scheduling.sessions import SessionBindings, SessionNote, TenantSessions
 
 if TYPE_CHECKING:
     import random
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from extproc.config.model_server import ModelServerSpec
     from extproc.scheduling.request_started import RequestStarted
-    from extproc.scheduling.sessions import SessionNote
 
 
 class PickConstraints(msgspec.Struct, frozen=True):
@@ -52,11 +51,12 @@ class PickConstraints(msgspec.Struct, frozen=True):
 
 
 class Consideration(msgspec.Struct, frozen=True):
-    """A pick that has not been committed: no load is counted for it."""
+    """A pick that has not been committed: no load is counted for it. ``notes``: what its sessions are to keep."""
 
     expectation: Expectation
     view: View
     pick: Pick
+    notes: tuple[SessionNote, ...] = ()
 
 
 class Pool:
@@ -145,7 +145,11 @@ class Pool:
         if self.admits is not None:
             self.admits(view, rng=rng)
         view = view if room is None else view.narrowed(room)
-        return Consideration(expectation, view, self.picker.pick(view, rng=rng))
+        pick = self.picker.pick(view, rng=rng)
+        notes: tuple[SessionNote, ...] = ()
+        if self.keeps_sessions and isinstance(self.picker, ConfiguredPicker):
+            notes = self.picker.session_notes(view, pick)
+        return Consideration(expectation, view, pick, notes)
 
     def expected_output(self, max_tokens: int | None, answers: int = 1) -> float:
         """Expected tokens of ``answers`` answers, each the recent mean, at most ``max_tokens``."""
@@ -167,7 +171,9 @@ class Pool:
         endpoint, prefill = self._begin(first, pick.prefill_row, work=work, tokens=tokens, now=now)
         adapter = None if self.slots is None else self.slots.begin(first, considered.view.request.adapter, now)
         # the ledger has just counted the request as the last of them
-        notes = self._note_sessions(considered, now) if self.keeps_sessions else ()
+        for note in considered.notes:
+            if note.key:
+                self.sessions.bind(note.key, note.address, now, note.ttl_s)
         tokens_ahead = float(table.backlog_tokens[computing]) if work else backlog_of(table, computing, now)
         return Assignment(
             endpoint,  # by position: Python calls with more than 15 names by way of a dict
@@ -186,18 +192,8 @@ class Pool:
             is_precise=expectation.kv_chains is not None and bool(self.caches.whole_feeds >> computing & 1),
             pins=pins,
             adapter=adapter,
-            sessions=notes,
+            sessions=considered.notes,
         )
-
-    def _note_sessions(self, considered: Consideration, now: float) -> tuple[SessionNote, ...]:
-        """What the request's sessions keep of the pick; those with an id are kept here."""
-        if not isinstance(self.picker, ConfiguredPicker):
-            return ()
-        notes = self.picker.session_notes(considered.view, considered.pick)
-        for note in notes:
-            if note.key:
-                self.sessions.bind(note.key, note.address, now, note.ttl_s)
-        return notes
 
     def record_remote(self, event: RequestStarted, now: float) -> Assignment | None:
         """Count a request sent by another process; None if its endpoint is not configured here."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import msgspec
 
 from extproc.config.usage_limits import AGENT_IDENTITY, POLICIES, AgentIdentity
+from extproc.scheduling.external_plugins import raised_at
 from extproc.scheduling.plugins import (
     admitters,
     affinity,
@@ -33,6 +34,7 @@ from extproc.scheduling.plugins.accepted import ACCEPTED, Accepted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from importlib.metadata import EntryPoint
 
 Kind = Literal[
     "filter",
@@ -54,10 +56,11 @@ ENTRY_POINTS: Final = "attache.scheduling"
 
 
 class PluginType(msgspec.Struct, frozen=True):
-    """A plugin is the struct of its parameters: ``cls`` is both."""
+    """A plugin is the struct of its parameters: ``cls`` is both. ``problem``: why it cannot be used, if it cannot."""
 
     kind: Kind
     cls: type
+    problem: str = ""
 
 
 def _all(kind: Kind, types: Mapping[str, type]) -> dict[str, PluginType]:
@@ -203,6 +206,25 @@ BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
 
 
 def installed() -> Mapping[str, PluginType]:
-    """All that can be configured here. A package cannot take a name that is ours."""
-    theirs = {entry.name: entry.load() for entry in entry_points(group=ENTRY_POINTS)}
+    """All that can be configured here. A package cannot take a name that is ours.
+
+    One that cannot be loaded is a problem only for a file that names it.
+    """
+    theirs = {entry.name: _loaded(entry) for entry in entry_points(group=ENTRY_POINTS)}
     return MappingProxyType({**theirs, **BUILT_IN})
+
+
+def _loaded(entry: EntryPoint) -> PluginType:
+    try:
+        found: object = entry.load()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told where a file names the plugin
+        problem = f"cannot be loaded: {type(error).__name__}: {error} ({raised_at(error)})"
+    else:
+        cls: object = found.cls if isinstance(found, PluginType) else None
+        if not isinstance(found, PluginType) or not isinstance(cls, type) or not issubclass(cls, msgspec.Struct):
+            problem = "is no plugin; make it PluginType(KIND, CLASS), where CLASS is a msgspec.Struct"
+        elif found.kind not in get_args(Kind):
+            problem = f"has the kind '{found.kind}'; write one of {', '.join(get_args(Kind))}"
+        else:
+            return found
+    return PluginType("accepted", Accepted, f"{entry.value} {problem}")

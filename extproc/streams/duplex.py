@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from extproc.core.dispatch import plugin_faults
 from extproc.core.types import Attachment, Outcome
 from extproc.streams.exchange import answers_to, no_body
 from extproc.streams.http_headers import read_served, read_status, read_subset
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from extproc.core.effects import Decision
     from extproc.core.types import Arrival, Head
     from extproc.scheduling.framework import UsageReporter
+    from extproc.scheduling.picker import PluginFailed
     from extproc.streams.context import StreamContext
     from extproc.streams.messages import ProcessingRequest
     from extproc.streams.usage import ReportedUsage
@@ -65,6 +67,7 @@ class Duplex:
         self._is_settled = False
         # what the gateway is told when the answer ends
         self._reporters: Sequence[UsageReporter] = ()
+        self._server = ""
         self.request: StreamRequest | None = None
 
     def receive(self, message: ProcessingRequest, kind: str) -> list[bytes]:
@@ -175,16 +178,19 @@ class Duplex:
         choices = options.buffered_choices if self._is_whole else options.duplex_choices
         attachment = Attachment(choices, subset, passes_usage=True)
         self.request = StreamRequest(self._context)
-        self._reporters = arrival.pool.reporters
+        self._reporters, self._server = arrival.pool.reporters, arrival.pool.name
         return answers_to(self, self.request.begin(arrival, attachment, self._context.clock()))
 
     def _ended(self, answers: list[bytes], *, is_end: bool) -> list[bytes]:
         if is_end and self.request is not None and self.request.sent is not None:
             self._answer.is_whole = True
             if self._reporters:
-                answers[-1] += reports_metadata(self._reporters, self._answer.usage())
+                answers[-1] += reports_metadata(self._reporters, self._answer.usage(), self._plugin_failed)
             self.close()
         return answers
+
+    def _plugin_failed(self, failed: PluginFailed) -> None:
+        self._context.perform([*plugin_faults(self._server, [failed])])
 
     def _settle(self) -> None:
         request = self.request

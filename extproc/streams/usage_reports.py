@@ -5,23 +5,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from extproc.scheduling.picker import PluginFailed
 from extproc.streams.messages import ProcessingResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from extproc.scheduling.framework import UsageReporter
     from extproc.streams.usage import ReportedUsage
 
 
-def reports_metadata(reporters: Iterable[UsageReporter], usage: ReportedUsage) -> bytes:
-    """Of a serialized ProcessingResponse, to be appended to it; empty if there is nothing to tell."""
+def reports_metadata(
+    reporters: Iterable[UsageReporter], usage: ReportedUsage, failed: Callable[[PluginFailed], None]
+) -> bytes:
+    """Of a serialized ProcessingResponse, to be appended to it; empty if there is nothing to tell.
+
+    ``failed``: is told of plugins that fail, for which the gateway is told nothing.
+    """
     if usage.prompt_tokens is None and usage.completion_tokens is None:
         return b""
     given = _as_reported(usage)
     answer = ProcessingResponse()
     for reporter in reporters:
-        value = reporter.value(given)
+        try:
+            value = reporter.value(given)
+        except PluginFailed as error:
+            failed(error)
+            continue
         if value:
             namespace = answer.dynamic_metadata.fields[reporter.namespace].struct_value
             namespace.fields[reporter.name].number_value = value

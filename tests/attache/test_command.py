@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -159,3 +160,14 @@ def test_what_needs_no_network_loads_neither_grpc_nor_numpy_nor_envoys_schema(wo
     given = [*words, str(config)] if words == ["check"] else words
     done = subprocess.run([sys.executable, "-c", program, *given], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [["explain", "--help"], ["--help"], ["top", "--help"]])
+def test_a_reader_of_the_output_may_leave_as_head_does(words: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "attache", *words], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(write)
+    assert (done.stderr, done.returncode) == ("", 141)

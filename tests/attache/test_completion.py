@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 
 import pytest
 
 from attache.commands import COMMANDS
 from attache.completion import main
+from tests.programs import program
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -20,7 +20,6 @@ def test_a_script_knows_commands_and_their_options(shell: str, capsys: pytest.Ca
         assert word in script
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -36,5 +35,5 @@ def test_bash_completes(words: list[str], expected: set[str], capsys: pytest.Cap
         "$(complete -p attache | sed 's/.*-F \\([^ ]*\\).*/\\1/')\n"
         'printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    done = subprocess.run(["bash", "-c", script + "\n" + ask], capture_output=True, text=True, check=True)
+    done = subprocess.run([program("bash"), "-c", script + "\n" + ask], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == expected

@@ -15,6 +15,7 @@ import pytest_asyncio
 from bench import processes
 from bench.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, envoy_binary, running_stack
 from tests.fork_server import ForkServer
+from tests.programs import not_tested
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -30,9 +31,7 @@ def envoy() -> str:
     try:
         return envoy_binary()
     except EnvoyMissing as error:
-        if os.environ.get("CI") or os.environ.get("ATTACHE_REQUIRE_ENVOY"):
-            pytest.fail(str(error))
-        pytest.skip(f"NOT TESTED WITH ENVOY: {error}")
+        not_tested("ENVOY", str(error))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,6 +16,7 @@ from bench.cluster.fake.server import FakeServer, running_fake
 from controller.cluster.client import Client, connect
 from controller.cluster.resources import DEPLOYMENTS, NAMESPACES, NODES, PODS, SERVICE_ACCOUNTS, key_of
 from extproc.config.loads import LOADS_LABEL
+from tests.programs import not_tested
 from tests.waiting import eventually
 from tests.with_kube.kubes import Kube
 
@@ -37,9 +38,7 @@ def assets() -> Assets:
     try:
         return find_assets()
     except AssetsMissing as error:
-        if os.environ.get("ATTACHE_REQUIRE_KUBE"):
-            pytest.fail(str(error))
-        pytest.skip(f"NOT TESTED WITH A REAL API SERVER: {error}")
+        not_tested("KUBE", str(error))
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from tests.with_kube.prometheus import tool
+from tests.programs import program
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -75,7 +75,7 @@ def checked(folder: Path, what: str, content: Mapping[str, Any]) -> Path:
     """Written, and taken by promtool. ``what``: ``config`` or ``rules``."""
     file = folder / f"{what}.yaml"
     file.write_text(yaml.safe_dump(dict(content)))
-    done = subprocess.run([tool(), "check", what, str(file)], capture_output=True, text=True, check=False)
+    done = subprocess.run([program("promtool"), "check", what, str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return file
 

@@ -4,42 +4,24 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import ssl
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
-import pytest
 import yaml
 from aiohttp import web
 
 from bench.cluster.certificates import Authority, write_private
 from bench.processes import Processes, free_ports
+from tests.programs import program
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
 NAME = "prometheus"
-
-
-def tool() -> str:
-    """Checks configurations; comes with ``binary``."""
-    return binary("promtool")
-
-
-def binary(name: str = NAME) -> str:
-    """Where it is; the test is skipped, loudly, or fails where it must not be."""
-    found = shutil.which(name)
-    if found is None:
-        said = "there is no prometheus; apt-get install --no-install-recommends prometheus"
-        if os.environ.get("ATTACHE_REQUIRE_PROMETHEUS"):
-            pytest.fail(said)
-        pytest.skip(f"NOT TESTED WITH A REAL PROMETHEUS: {said}")
-    return found
 
 
 class Exporter:
@@ -82,7 +64,7 @@ class Running(msgspec.Struct, frozen=True):
 @contextlib.asynccontextmanager
 async def running_prometheus(folder: Path) -> AsyncIterator[Running]:
     """It takes only clients with a certificate of its authority."""
-    program, exporter = binary(), Exporter()
+    binary, exporter = program(NAME), Exporter()
     port, page = free_ports(2)
     authority = Authority(datetime.now(UTC))
     certificate, key = authority.issue("prometheus", ["127.0.0.1"])
@@ -105,7 +87,7 @@ async def running_prometheus(folder: Path) -> AsyncIterator[Running]:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", page).start()
     command = [
-        program,
+        binary,
         f"--config.file={folder / 'prometheus.yaml'}",
         f"--web.config.file={folder / 'web.yaml'}",
         f"--web.listen-address=127.0.0.1:{port}",
@@ -154,7 +136,7 @@ async def scraping(folder: Path, file: Path) -> AsyncIterator[Scraper]:
     """``file``: its configuration."""
     (port,) = free_ports(1)
     command = [
-        binary(),
+        program(NAME),
         f"--config.file={file}",
         f"--web.listen-address=127.0.0.1:{port}",
         f"--storage.tsdb.path={folder / 'data'}",

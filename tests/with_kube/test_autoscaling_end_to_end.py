@@ -20,6 +20,7 @@ from bench.cluster.scaling.leaving import scaled_in
 from bench.cluster.scaling.objects import Model
 from bench.cluster.scaling.reaction import overloads, wakings
 from bench.cluster.scaling.site import PATIENCE_S, running_site, until
+from tests.programs import program
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
     from bench.cluster.scaling.site import Site
 
 CYCLES = 3
+
+
+@pytest.fixture(scope="session")
+def prometheus() -> str:
+    """Its path; it is looked for before a control plane is started."""
+    return program("prometheus")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -65,6 +72,7 @@ async def test_scaling_in_under_load_cuts_no_stream(site: Site, kind: str) -> No
     assert (found.replicas[0], found.replicas[-1]) == (3, 1)
 
 
+@pytest.mark.usefixtures("prometheus")
 async def test_nothing_is_scaled_in_because_of_faults(site: Site) -> None:
     found = await survived(site, for_s=12.0)
     assert {one.fault: one.falls for one in found} == dict.fromkeys((one.fault for one in found), 0)

@@ -23,6 +23,7 @@ from bench.cluster.node.running import running_nodes
 from controller.cluster.client import Client, connect
 from controller.cluster.errors import Invalid, NotFound, Unreachable
 from controller.cluster.resources import PODS, Resource
+from tests.programs import not_tested
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.test_node import is_ready, place
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["place"]
 
+NO_BINARY = "the directory of KUBEBUILDER_ASSETS lacks it; unset that, and make kube-assets"
 INFERENCE_POOLS = Resource("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
 
 
@@ -45,7 +47,7 @@ async def kubectl(assets: Assets, plane: ControlPlane, *words: str, user: str = 
 
 async def test_kubectl_finds_the_version_that_was_built(assets: Assets, plane: ControlPlane) -> None:
     if not assets.has("kubectl"):
-        pytest.skip("these assets have no kubectl")
+        not_tested("KUBECTL", NO_BINARY)
     said = await kubectl(assets, plane, "version")
     assert "Server Version: v" in said
     if "KUBEBUILDER_ASSETS" not in os.environ:
@@ -54,7 +56,7 @@ async def test_kubectl_finds_the_version_that_was_built(assets: Assets, plane: C
 
 async def test_one_user_may_do_everything_and_one_nothing(assets: Assets, plane: ControlPlane) -> None:
     if not assets.has("kubectl"):
-        pytest.skip("these assets have no kubectl")
+        not_tested("KUBECTL", NO_BINARY)
     assert (await kubectl(assets, plane, "auth", "can-i", "delete", "nodes")).splitlines()[-1] == "yes"
     refused = await kubectl(assets, plane, "auth", "can-i", "list", "pods", user="nobody.kubeconfig")
     assert refused.splitlines()[-1] == "no"
@@ -63,7 +65,7 @@ async def test_one_user_may_do_everything_and_one_nothing(assets: Assets, plane:
 @REAL
 async def test_crds_of_others_are_served(assets: Assets, namespace: str, client: Client) -> None:
     if not assets.crds.is_dir():
-        pytest.skip("these assets have no CRDs")
+        not_tested("CRDS", NO_BINARY)
     assert await apply_crds(client, [assets.crds]) > 10
     spec: dict[str, Any] = {
         "selector": {"matchLabels": {"app": "engines"}},
@@ -151,7 +153,7 @@ async def _created(client: Client, pod: dict[str, Any]) -> bool:
 
 async def test_a_silent_node_is_found_out_and_its_pods_are_evicted(assets: Assets, tmp_path: Path) -> None:
     if not assets.has("kube-controller-manager"):
-        pytest.skip("these assets have no kube-controller-manager")
+        not_tested("CONTROLLER_MANAGER", NO_BINARY)
     options = ControlPlaneOptions(scheduler=False, node_lifecycle=True, node_grace_s=5)
     # one of three: if most nodes fall silent, the controller thinks that the network is at fault and evicts nobody
     specs, timing = [gpu_node(f"node-{number}") for number in range(3)], NodeTiming(heartbeat_s=1.0)

@@ -16,6 +16,7 @@ from extproc.admission.store_memory import Statement
 from extproc.errors import RateLimited
 from extproc.feeds.redis_limits import RedisLimits, _read_answer, _settled
 from extproc.metrics.registry import Metrics
+from tests.programs import program
 from tests.store_model import Store
 from tests.waiting import eventually
 
@@ -212,7 +213,7 @@ async def test_a_redis_that_hangs_is_charged_once_it_goes_on(redis: Redis, limit
 async def test_buckets_do_not_stay_in_redis_for_ever(redis: Redis, limits: list[RedisLimits]) -> None:
     await reserve(limits[0], charge(50, rate=1.0))
     process = await asyncio.create_subprocess_exec(
-        "redis-cli", "-p", str(redis.port), "ttl", "test:limit:k", stdout=asyncio.subprocess.PIPE
+        program("redis-cli"), "-p", str(redis.port), "ttl", "test:limit:k", stdout=asyncio.subprocess.PIPE
     )
     out, _ = await process.communicate()
     assert 3600 <= int(out) <= 3800

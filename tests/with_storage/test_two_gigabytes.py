@@ -24,6 +24,7 @@ from aiohttp import web
 from tests.controller.agents.downloader.downloads import MIB, command
 from tests.controller.agents.downloader.s3_server import VERSITYGW, s3_server
 from tests.controller.agents.downloader.servers import Proxy, serving
+from tests.programs import not_tested
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ async def http(path: Path) -> AsyncIterator[tuple[str, str, dict[str, str]]]:
 async def s3(path: Path) -> AsyncIterator[tuple[str, str, dict[str, str]]]:
     """A real S3 server, whose buckets are directories."""
     if not VERSITYGW:
-        pytest.skip("NOT TESTED WITH A REAL S3 SERVER: ATTACHE_VERSITYGW names none")
+        not_tested("S3", "ATTACHE_VERSITYGW names no program of a real S3 server, versitygw")
     with s3_server() as server:
         assert server.folder is not None
         server.make("models")
@@ -85,7 +86,7 @@ async def s3(path: Path) -> AsyncIterator[tuple[str, str, dict[str, str]]]:
 async def registry(path: Path) -> AsyncIterator[tuple[str, str, dict[str, str]]]:
     """A real container registry, to which the file is pushed."""
     if not REGISTRY:
-        pytest.skip("NOT TESTED WITH A REAL REGISTRY: ATTACHE_REGISTRY names none")
+        not_tested("REGISTRY", "ATTACHE_REGISTRY names no program of a real container registry, distribution")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         host = f"127.0.0.1:{free.getsockname()[1]}"

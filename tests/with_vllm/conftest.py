@@ -23,6 +23,7 @@ from bench.live.prediction import LoggedOutcome, read_outcomes
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
 from extproc.config.spec import API_VERSION
+from tests.programs import not_tested
 from tests.waiting import eventually
 from tests.with_vllm.model import NAME, adapter_script, write_model
 
@@ -48,10 +49,7 @@ def vllm_python() -> str:
     """The Python that has vLLM."""
     python = os.environ.get("ATTACHE_VLLM", "")
     if not python:
-        pytest.skip(
-            "NOT TESTED WITH VLLM: run `make test-vllm`, which installs it (3 to 6 GB), or set ATTACHE_VLLM to its"
-            " Python"
-        )
+        not_tested("VLLM", "run `make test-vllm`, which installs it (3 to 6 GB), or set ATTACHE_VLLM to its Python")
     return python
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 import yaml
 
+from bench.processes import StartFailed
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
@@ -26,6 +28,9 @@ def in_flight(namespace: str, server: str) -> str:
 @contextlib.asynccontextmanager
 async def running_prometheus(site: Site) -> AsyncIterator[None]:
     """At ``site.prometheus``. Raises StartFailed where there is no such program."""
+    binary = shutil.which(PROMETHEUS)
+    if binary is None:
+        raise StartFailed("there is no prometheus; apt-get install --no-install-recommends prometheus")
     targets = [{"targets": [one.pages for one in site.gateways]}]
     scraped = {"job_name": "extproc", "static_configs": targets}
     config = site.folder / "prometheus.yaml"
@@ -33,7 +38,7 @@ async def running_prometheus(site: Site) -> AsyncIterator[None]:
         yaml.safe_dump({"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": [scraped]})
     )
     command = [
-        shutil.which(PROMETHEUS) or PROMETHEUS,
+        binary,
         f"--config.file={config}",
         f"--web.listen-address={site.prometheus}",
         f"--storage.tsdb.path={site.folder / 'prometheus'}",

@@ -10,7 +10,7 @@ import msgspec
 
 from extproc.errors import BadRequest, NoEndpoint
 from extproc.scheduling.labels import label_groups
-from extproc.scheduling.picker import Pick
+from extproc.scheduling.picker import Pick, PluginFailed
 from extproc.scheduling.plugins.reasons import (
     INDEX_SIZE,
     NEVER_READ,
@@ -234,7 +234,7 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
         )
         if self.stage_order == "decode-first":
             first = decode.pick(view, rng=rng)
-            if not decider.wants_prefill(view, first.rows[0]):
+            if not _wants_prefill(decider, view, first.rows[0]):
                 return msgspec.structs.replace(first, stage="the decider keeps prefill with decode")
             found = _try(
                 prefill, view.narrowed(groups == groups[first.rows[0]], choices=1, peer_row=first.rows[0]), rng
@@ -245,7 +245,7 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
         if found is None:
             return msgspec.structs.replace(decode.pick(view, rng=rng), stage="the prefill profile found no endpoint")
         first = decode.pick(view.narrowed(groups == groups[found.rows[0]], peer_row=found.rows[0]), rng=rng)
-        if not decider.wants_prefill(view, first.rows[0]):
+        if not _wants_prefill(decider, view, first.rows[0]):
             return msgspec.structs.replace(first, stage="the decider keeps prefill with decode")
         return self._join(first, found, groups)
 
@@ -266,6 +266,15 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
             if _try(decode, view.narrowed(groups == number, choices=1), rng) is not None:
                 can |= groups == number
         return can
+
+
+def _wants_prefill(decider: Decider, view: View, decode_row: int) -> bool:
+    """False if the decider fails: a decode endpoint can prefill itself."""
+    try:
+        return decider.wants_prefill(view, decode_row)
+    except PluginFailed as failed:
+        view.failed.append(failed)
+        return False
 
 
 def _try(profile: Profile, view: View, rng: random.Random) -> Pick | None:

@@ -12,6 +12,7 @@ from bench.cluster.netns import NoNamespace, commands, gateway_range, pod_range,
 from bench.cluster.node.addresses import NoAddressLeft
 from bench.cluster.node.pod_network import BridgedNetwork, LoopbackNetwork
 from bench.guard import Guard
+from tests.programs import not_tested
 
 
 def test_on_loopback_each_pod_has_an_address_and_shares_ports_with_all() -> None:
@@ -73,10 +74,10 @@ def test_a_command_in_the_network_sees_its_range_and_nothing_else() -> None:
     try:
         way()
     except NoNamespace as reason:
-        pytest.skip(f"NOT TESTED WITH A NETWORK OF ITS OWN: {reason}")
+        not_tested("NAMESPACES", str(reason))
     look = "import os, socket; print(os.environ['ATTACHE_POD_RANGE'], [name for _, name in socket.if_nameindex()])"
     words = [sys.executable, "-m", "bench.cluster.netns", "--", sys.executable, "-c", look]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if "Unknown device type" in done.stderr:
-        pytest.skip("NOT TESTED WITH A NETWORK OF ITS OWN: this kernel has no bridges")
+        not_tested("NAMESPACES", "this kernel has no bridges; load its module `bridge`")
     assert done.stdout.strip() == "10.88.0.0/16 ['lo', 'attache0']", done.stderr

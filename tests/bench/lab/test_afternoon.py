@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 import struct
 import subprocess
 import zlib
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.__main__ import main
+from tests.programs import program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).parents[3] / "docs/lab.md"
 _FILE = re.compile(r"^`([\w.]+)`:\n\n```\w*\n(.*?)```", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^    attache ((?:.*\\\n)*.*)", re.MULTILINE)
-BROWSER = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
-)
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +67,13 @@ def test_the_report_names_what_made_it(afternoon: Path) -> None:
     assert page.count("<img") == 2
 
 
-@pytest.mark.skipif(BROWSER is None, reason="NO CHROMIUM: the report was not looked at; apt-get install chromium")
 def test_the_report_is_drawn_by_a_browser(afternoon: Path) -> None:
-    assert BROWSER is not None
+    browser = program("chromium", "chromium-browser", "google-chrome")
     target = (afternoon / "report.html").as_uri()
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={afternoon / 'profile'}"]
 
     def browse(*more: str) -> str:
-        command = [BROWSER or "", *flags, *more, target]
+        command = [browser, *flags, *more, target]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
     page = browse("--dump-dom")

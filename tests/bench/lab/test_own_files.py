@@ -19,6 +19,7 @@ from bench.lab.hardware_file import read_gpu, read_model
 from bench.lab.inputs import condition_files, key_of
 from bench.lab.trial import Conditions, Trial
 from extproc.config.errors import ConfigInvalid
+from tests.plugin_package import HEAD, install_plugin
 
 NUMPY = """\
 import numpy as np
@@ -317,3 +318,17 @@ def test_a_replay_says_for_what_hardware_the_model_was_never_held_against_anythi
     assert "never held against a measurement: GPU h200, model 7b; " in said("h200", "7b")
     assert "never held against a measurement: links of a100x2; " in said("a100x2")
     assert "never held" not in said("h100")
+
+
+def test_a_plugin_that_fails_ends_the_lab_where_serving_would_go_on_without_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = f"{HEAD}class Mine(msgspec.Struct):\n    def score(self, view, among):\n        return 1 / 0\n"
+    install_plugin(Path("site"), f"{source}MINE = PluginType('scorer', Mine)\n", {"mine": "of_lab:MINE"}, "of_lab")
+    monkeypatch.syspath_prepend(Path("site").absolute())
+    Path("epp.yaml").write_text("apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{type: mine}]\n")
+    assert replay("--policies", "epp.yaml") == 2
+    said = capsys.readouterr().err
+    assert "epp.yaml: the plugin 'mine' fails: ZeroDivisionError: division by zero" in said
+    assert "of_lab.py:8" in said
+    assert kept() == 0

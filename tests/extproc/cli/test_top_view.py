@@ -219,3 +219,12 @@ def test_words_that_are_no_addresses(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         main(["top", "localhost"])
     assert "is not an address" in capsys.readouterr().err
+
+
+def test_a_plugin_that_fails_is_named_until_extproc_starts_anew() -> None:
+    before, now = Sample(), Sample()
+    for sample, count in ((before, 4), (now, 10)):
+        sample.add("attache_plugin_failures_total", {"server": "default/llama", "plugin": "newest"}, count)
+    text = render(before, now, seconds=2.0, tenants=9)
+    assert "plugin newest of default/llama has failed 10 times (3.0/s): requests are decided without it" in text
+    assert "has failed" not in render(Sample(), Sample(), seconds=2.0, tenants=9)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong half-way: mistakes of plugins, a configuration that changes meanwhile. Nothing may be left behind."""
+"""What goes wrong half-way: our mistakes, plugins', a configuration that changes. Nothing may be left behind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import random
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -18,6 +19,8 @@ from extproc.core.states import State
 from extproc.core.types import Head, Outcome
 from extproc.errors import BadRequest, InternalError, NoEndpoint
 from extproc.request.model import Api
+from extproc.scheduling.picker_config import picker_from_text
+from extproc.scheduling.registry import BUILT_IN, PluginType
 from tests.extproc.conftest import in_some_state
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ spec:
 """
 LIMITED = ROUTE + "  rateLimits: [{unit: hour, requests: 10, outputTokens: 1000}]\n"
 LIMITED_EVERYWHERE = ROUTE + "  rateLimits: [{unit: hour, requests: 10}, {unit: hour, requests: 10, scope: Global}]\n"
+BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
 HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
 
 
@@ -72,7 +76,7 @@ class BrokenPicker:
 
 
 @pytest.mark.parametrize("flow_control", ["", FLOW_CONTROL])
-def test_a_plugin_that_raises_leaves_no_record_no_load_and_no_grant(flow_control: str) -> None:
+def test_a_mistake_of_ours_leaves_no_record_no_load_and_no_grant(flow_control: str) -> None:
     core = core_of(SERVER + flow_control + LIMITED)
     pool = core.pools["default/llama"]
     pool.picker = BrokenPicker(pool.picker)  # type: ignore[assignment]
@@ -85,6 +89,39 @@ def test_a_plugin_that_raises_leaves_no_record_no_load_and_no_grant(flow_control
     assert in_some_state(core) == 0
     assert pool.table.in_flight.sum() == 0
     assert levels(core) == [10, 1000]
+
+
+class Raises(msgspec.Struct, frozen=True):
+    """A plugin of another package; it fails wherever it is asked."""
+
+    profile_name: str = ""
+
+    def score(self, *_: object) -> object:
+        raise ZeroDivisionError("a plugin's mistake")
+
+    note = admit = score
+
+
+@pytest.mark.parametrize("flow_control", ["", FLOW_CONTROL])
+def test_a_request_goes_without_the_plugins_that_fail_and_each_is_told(flow_control: str) -> None:
+    core = core_of(SERVER + flow_control + LIMITED)
+    pool = core.pools["default/llama"]
+    text = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{type: scores}, {type: admits}]\n"
+    known = {**BUILT_IN, "scores": PluginType("scorer", Raises), "admits": PluginType("admitter", Raises)}
+    pool.update(pool.spec, picker_from_text("epp.yaml", text, known).picker)
+    own, effects = arrive(core)
+
+    assert isinstance(own, Decision)
+    assert own.assignment.addresses == ("10.0.0.1:8000",)
+    faults = [one for one in effects if isinstance(one, Fault)]
+    # each at one place, though what their sessions keep fails, too
+    assert [(one.server, one.plugin) for one in faults] == [("default/llama", "admits"), ("default/llama", "scores")]
+    assert all(isinstance(one.error, ZeroDivisionError) for one in faults)
+    assert core.explain(core.intake.receive(Api.CHAT, HEAD, BODY), 0.0).failed.keys() == {"admits", "scores"}
+    core.finish(own.ticket, 1.0)
+    core.settle(replace(OUTCOME, ticket=own.ticket), 1.0)
+    assert in_some_state(core) == 0
+    assert pool.table.in_flight.sum() == 0
 
 
 def test_a_failure_before_the_pick_gives_back_what_was_granted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,8 @@ async def test_the_cause_of_a_failed_decision_is_logged(caplog: pytest.LogCaptur
     assert isinstance(own, Refused)
     assert isinstance(own.refusal, InternalError)
     assert "AttributeError" in caplog.text
+    assert isinstance(shell.arrive(), Refused)
+    assert caplog.text.count("AttributeError") == 1, "only the first of its kind"
 
 
 async def test_a_fault_is_logged_once_of_its_kind(caplog: pytest.LogCaptureFixture) -> None:
@@ -155,3 +157,10 @@ async def test_a_fault_is_logged_once_of_its_kind(caplog: pytest.LogCaptureFixtu
     shell.performer.perform([*faults])
     assert caplog.text.count("the queue of a server could not be served") == 1
     assert "a policy's mistake" in caplog.text
+
+
+async def test_plugins_that_fail_at_the_same_place_are_each_logged(caplog: pytest.LogCaptureFixture) -> None:
+    shell = Shell()
+    for plugin in ("first", "second", "first"):
+        shell.performer.perform([Fault(f"the plugin '{plugin}' of s fails", TypeError("wrong"), "s", plugin)])
+    assert [caplog.text.count(f"the plugin '{plugin}' of s fails") for plugin in ("first", "second")] == [1, 1]

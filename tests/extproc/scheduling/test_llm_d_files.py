@@ -262,5 +262,5 @@ def test_a_file_is_loaded_and_what_has_no_effect_is_told(what: str, version: str
     files = {"server.yaml": SERVER, "epp.yaml": f"apiVersion: {version}\nkind: EndpointPickerConfig{text}".encode()}
     snapshot = load(files)
     assert set(pickers_for(snapshot, {})) == {"default/llama"}
-    notes = "\n".join(picker_notes(snapshot))
+    notes = "\n".join(picker_notes(snapshot, tries_plugins=True))
     assert [one for one in told if one not in notes] == []

@@ -24,6 +24,7 @@ from controller.agents.downloader.tracking import Tracker
 from controller.agents.downloader.transfer import Patient
 from tests.controller.agents.downloader.downloads import MIB, QUICK, Told, below, command, fetched, job, random_bytes
 from tests.controller.agents.downloader.servers import Files, Hub, serving
+from tests.programs import not_tested, program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -202,12 +203,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], check=False, capture_output=True
+        [program("mount"), "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], check=False, capture_output=True
     )
     if mounted.returncode:
-        pytest.skip("may not mount a file system")
+        not_tested("MOUNT", "this process may not mount a file system; run the tests as root")
     yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    subprocess.run([program("umount"), str(disk)], check=True)
 
 
 async def test_a_disk_that_fills_up_meanwhile_ends_the_download_and_what_is_there_is_used_later(
