@@ -250,6 +250,9 @@ class _Subscription:
                     await self._apply(stream, stream.missed(number, frames[-1]))
         except UnreadableEvents as error:
             self._reset(stream, error)
+        if stream.is_truncated:
+            self._metrics.kv_events(self.publisher.server, "truncated")
+            self._warn("more blocks, media or block sizes than are followed; the approximate index decides, too")
         self._metrics.kv_events(self.publisher.server, "received")
         self._report()
         return is_replayed
