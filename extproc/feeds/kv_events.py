@@ -51,6 +51,8 @@ _MOST_REPLAYED: Final = 100_000
 _MOST_REPLAYED_BYTES: Final = 64 << 20
 # Between two warnings of one publisher.
 _QUIET_S: Final = 60.0
+# Messages are taken for so long without a pause.
+_LONGEST_TURN_S: Final = 0.002
 # Between two slices of blocks that are dropped.
 _SWEEP_S: Final = 0.005
 
@@ -167,7 +169,7 @@ class _Subscription:
         self._context = context
         self._stream: KvStream | None = None
         self._row = -1
-        self._next_replay_at_s = self._next_warning_at_s = 0.0
+        self._next_replay_at_s = self._next_warning_at_s = self._next_pause_at_s = 0.0
         # messages are applied in slices, one message after the other
         self._turn = asyncio.Lock()
 
@@ -187,8 +189,7 @@ class _Subscription:
                     frames = await socket.recv_multipart()
                     async with self._turn:
                         await self._take_all(frames, socket)
-                    # a message that is there already is received without a turn of the loop
-                    await asyncio.sleep(0)
+                    await self._pause()
         finally:
             socket.disable_monitor()
             socket.close(linger=0)
@@ -249,6 +250,9 @@ class _Subscription:
                     await self._apply(stream, stream.missed(number, frames[-1]))
         except UnreadableEvents as error:
             self._reset(stream, error)
+        if stream.is_truncated:
+            self._metrics.kv_events(self.publisher.server, "truncated")
+            self._warn("more blocks, media or block sizes than are followed; the approximate index decides, too")
         self._metrics.kv_events(self.publisher.server, "received")
         self._report()
         return is_replayed
@@ -256,10 +260,19 @@ class _Subscription:
     async def _apply(self, stream: KvStream, slices: Iterator[None]) -> None:
         """Apply messages, with requests in between. Raises UnreadableEvents."""
         for _ in slices:
-            await asyncio.sleep(0)
+            await self._pause()
             if self._current() is not stream:
                 # the endpoint has gone meanwhile, and its row may be another's
                 return
+
+    async def _pause(self) -> None:
+        """Let requests be served, if they have not been for a while: a message that is there already is received
+        without a turn of the loop.
+        """
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._next_pause_at_s:
+            await asyncio.sleep(0)
+            self._next_pause_at_s = loop.time() + _LONGEST_TURN_S
 
     async def _replay(self, start: int) -> bool:
         """Request and apply all messages from ``start`` on; False if that fails."""
@@ -312,7 +325,7 @@ class _Subscription:
                 size += len(frames[-1])
                 if len(messages) > _MOST_REPLAYED or size > _MOST_REPLAYED_BYTES:
                     raise UnreadableEvents("the replay does not end")
-                await asyncio.sleep(0)
+                await self._pause()
         finally:
             socket.close(linger=0)
 
@@ -322,7 +335,7 @@ class _Subscription:
             frames: Sequence[bytes] = await socket.recv_multipart()
             if self._stream is None or not _is_old(self._stream, frames):
                 return frames
-            await asyncio.sleep(0)
+            await self._pause()
         return None
 
     def _lose(self) -> None:

@@ -37,6 +37,11 @@ class KvStream:
         """Whether every event since the engine's start is in the index; None before the first one."""
         return self._is_whole and self._index.is_complete(self._source)
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the engine has more blocks, media or block sizes than are followed."""
+        return not self._index.is_complete(self._source)
+
     def disconnected(self) -> None:
         """The connection is lost: assume that the engine's cache is empty."""
         self._index.clear(self._source)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Final
 
 import zmq
@@ -40,8 +39,6 @@ class LocalBus:
                     others.connect(self._address(other))
             while True:
                 receive(await others.recv())
-                # a message that is there already is received without a turn of the loop
-                await asyncio.sleep(0)
         finally:
             context.destroy(linger=0)
             self._own = None

@@ -405,3 +405,20 @@ spec:
     task.cancel()
     await asyncio.wait([task])
     await engine.stop()
+
+
+async def test_an_engine_with_more_than_is_followed_is_told_and_not_whole(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("extproc.prefix.kv_index._MOST_BLOCKS", 2)
+    engine = Engine()
+    engine.start()
+    async with subscribed(engine) as (pool, metrics):
+        await eventually(lambda: is_whole(pool))
+        for letter in "abcd":
+            await engine.store(block(letter))
+        await eventually(lambda: pool.caches.partial_feeds == 1)
+        labels = {"server": "default/s", "result": "truncated"}
+        await eventually(lambda: metrics.registry.get_sample_value("attache_kv_events_total", labels) == 2)
+    assert caplog.text.count("than are followed") == 1
+    await engine.stop()
