@@ -14,6 +14,7 @@ from extproc.admission.access import Access
 from extproc.admission.cache_isolation import CacheIsolation
 from extproc.admission.identity import Identities
 from extproc.admission.limits import Grant
+from extproc.config.scrapes import scrape_stretch
 from extproc.core.accounts import Accounts
 from extproc.core.admission_controller import AdmissionController
 from extproc.core.awaiting import AwaitingRequests
@@ -115,6 +116,7 @@ class Core:
         routing, identities, access = RoutingTable(snapshot), Identities(snapshot), Access(snapshot)
         isolation = CacheIsolation(snapshot)
         pools: dict[str, Pool] = {}
+        stretch = scrape_stretch(snapshot.servers)
         for server in snapshot.servers:
             name = server.metadata.key
             picker, known = pickers[name].picker, self.pools.get(name)
@@ -123,6 +125,7 @@ class Core:
                 known.update(server.spec, picker)
             pools[name] = known or Pool(name, server.spec, picker)
             pools[name].name_adapters(routing.adapters_of(name))
+            pools[name].expect_reports(stretch)
         gates, out = self.admission.gates, list[Effect]()
         self.pools, self.snapshot, self._pickers = pools, snapshot, pickers
         self.admission.apply(snapshot, pools)

@@ -30,6 +30,8 @@ Bools = NDArray[np.bool_]
 # Tokens a second, until learned: llm-d measured 15,000 to 39,000 on single and paired H100s; profiles of smaller GPUs
 # have 6,000 to 14,000.
 INITIAL_PREFILL_RATE: Final = 10_000.0
+# For so long a report is trusted in full, whatever the interval of reports.
+FRESH_S: Final = 2.0
 _INITIAL_ROWS: Final = 8
 # Bounds the cached columns: clients may request many adapters.
 _MAX_CACHED_COLUMNS: Final = 1024
@@ -134,7 +136,8 @@ class EndpointTable:
 
     Of all endpoints: ``has_draining``; ``has_failures``: any may be in back-off; ``has_foreign_requests``: an engine
     once reported more requests than we sent; ``mean_work``: recent mean prefill work of a request, in tokens;
-    ``rate_noise``: variance of the logarithm of the rate of a single answer.
+    ``rate_noise``: variance of the logarithm of the rate of a single answer; ``fresh_s``: for how long a report is trusted
+    in full.
     """
 
     def __init__(self) -> None:
@@ -170,6 +173,7 @@ class EndpointTable:
         self.rate_samples: Ints = np.zeros(0, np.int64)
         self.own_log_rate: Floats = np.zeros(0)
         self.rate_noise = 1.0
+        self.fresh_s = FRESH_S
         self.retry_at_s: Floats = np.zeros(0)
         self.failures: Ints = np.zeros(0, np.int64)
         self.healths: list[EndpointHealth] = []
