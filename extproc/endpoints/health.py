@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
 from typing import Final
 
 import msgspec
@@ -63,7 +62,7 @@ class EndpointHealth(msgspec.Struct):
     avoided_since_s: float = 0.0
     good_in_a_row: int = 0
     probe_at_s: float = 0.0
-    refusals: deque[int] = msgspec.field(default_factory=lambda: deque(maxlen=_REMEMBERED_REFUSALS))
+    refusals: list[int] = []
 
     @property
     def is_suspect(self) -> bool:
@@ -81,4 +80,5 @@ class EndpointHealth(msgspec.Struct):
         if request in self.refusals:
             return True
         self.refusals.append(request)
+        del self.refusals[:-_REMEMBERED_REFUSALS]
         return False

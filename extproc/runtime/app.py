@@ -273,7 +273,7 @@ class App:
             self._metrics.registry,
             is_ready=lambda: self._is_ready,
             report=lambda: self._feed.report,
-            loads=self._core.loads,
+            loads=self._core.loads_in_parts,
             demand=self._demand,
             explain=explain if self._settings.shows_reasons else None,
         )

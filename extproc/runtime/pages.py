@@ -14,9 +14,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from extproc.config.demand import DEMAND_PATH
 from extproc.config.loads import LOADS_PATH
 from extproc.config.report import REPORT_PATH
+from extproc.core.loads import add_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from extproc.config.loads import EndpointLoad
     from extproc.config.report import ConfigReport
@@ -33,6 +34,8 @@ _INDEX: Final = {
 }
 _EXPLAIN: Final = "/debug/explain/PATH"
 
+# Of /loads, between two turns of other work.
+_POOLS_AT_ONCE: Final = 20
 # Who has not read a line or a piece by then is let go.
 _SLOWEST_S: Final = 5.0
 
@@ -43,7 +46,7 @@ async def serve_pages(
     *,
     is_ready: Callable[[], bool],
     report: Callable[[], ConfigReport],
-    loads: Callable[[], Mapping[str, EndpointLoad]],
+    loads: Callable[[], Iterator[dict[str, EndpointLoad]]],
     demand: DemandWatch,
     explain: ExplainPage | None,
 ) -> web.AppRunner:
@@ -59,7 +62,12 @@ async def serve_pages(
         return web.Response(body=msgspec.json.encode(report()), content_type="application/json")
 
     async def show_loads(_: web.Request) -> web.Response:
-        return web.Response(body=msgspec.json.encode(loads()), content_type="application/json")
+        found: dict[str, EndpointLoad] = {}
+        for number, part in enumerate(loads(), start=1):
+            add_part(found, part)
+            if number % _POOLS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
 
     async def show_demand(request: web.Request) -> web.StreamResponse:
         if "watch" not in request.query:
