@@ -13,6 +13,7 @@ import random
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
@@ -29,13 +30,13 @@ from extproc.request.model import Api
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from pathlib import Path
 
 
 HOST: Final = "127.0.0.1"
 _PAGES: Final = ("/metrics", "/loads", "/demand")
 # From readiness on: connections are made, and whoever is asked for the first time has answered.
 _SETTLE_S: Final = 12.0
+_IDLE_S: Final = 5.0
 _PROBE_S: Final = 0.002
 _LONGEST_S: Final = 60.0
 _DECISIONS: Final = 2_000
@@ -84,10 +85,9 @@ async def measure(sizes: Sizes, directory: Path, *, first_port: int) -> Figures:
         ready_s = time.perf_counter() - started_s
         await asyncio.sleep(_SETTLE_S)
         spent_s, asked, (_, idle_lag_ms) = _spent_s(pid), await _asked(engines), await _lag_of(metrics, _idle)
-        seconds = _IDLE_S
-        core_share = (_spent_s(pid) - spent_s) / seconds
-        scrapes_per_s = (await _asked(engines) - asked) / seconds
-        rss_mib, descriptors = _rss_mib(pid), len(os.listdir(f"/proc/{pid}/fd"))
+        core_share = (_spent_s(pid) - spent_s) / _IDLE_S
+        scrapes_per_s = (await _asked(engines) - asked) / _IDLE_S
+        rss_mib, descriptors = _rss_mib(pid), _descriptors(pid)
         pages = {path: await _page(metrics, path) for path in _PAGES}
         change_s, change_lag_ms = await _change(sizes, config, metrics)
         log_lines = (directory / "extproc.log").read_bytes().count(b"\n")
@@ -126,9 +126,6 @@ def decision_us(sizes: Sizes) -> float:
     return statistics.median(spent) * 1e6
 
 
-_IDLE_S: Final = 5.0
-
-
 async def _idle() -> None:
     await asyncio.sleep(_IDLE_S)
 
@@ -145,7 +142,7 @@ async def _change(sizes: Sizes, config: Path, port: int) -> tuple[float, float]:
         fresh.write_bytes(msgspec.json.encode(documents))
         fresh.rename(path)
         async with asyncio.timeout(_LONGEST_S):
-            while msgspec.json.decode(await _get(port, "/config"))["files"][path.name] == before:
+            while msgspec.json.decode(await _get(port, "/config"))["files"][path.name] == before:  # noqa: ASYNC110 - elsewhere
                 await asyncio.sleep(0.01)
 
     return await _lag_of(port, follow)
@@ -173,7 +170,7 @@ async def _lag_of(port: int, work: Callable[[], Awaitable[None]]) -> tuple[float
             while True:
                 before = time.perf_counter()
                 writer.write(b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n")
-                await reader.readuntil(b"\n\r\n") if False else await reader.readuntil(b"ready\n")
+                await reader.readuntil(b"ready\n")
                 longest_s = max(longest_s, time.perf_counter() - before)
                 await asyncio.sleep(_PROBE_S)
         finally:
@@ -211,14 +208,16 @@ async def _asked(port: int) -> int:
 
 
 def _spent_s(pid: int) -> float:
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def _descriptors(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
 def _rss_mib(pid: int) -> float:
-    with open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 class _Engine(asyncio.Protocol):

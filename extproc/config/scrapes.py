@@ -39,8 +39,8 @@ def stretched_intervals(snapshot: Snapshot) -> Iterator[str]:
         endpoints = sum(len(one.endpoints) for one in read)
         shortest_s = min(float(one.scrape_interval) for one in read if one.endpoints)
         yield (
-            f"{endpoints} endpoints: their scrapeIntervals ask for {stretch * MOST_SCRAPES_PER_S:.0f} reads a second, and"
-            f" one process reads {MOST_SCRAPES_PER_S:.0f}; all intervals are {stretch:.3g} times as long as written"
+            f"{endpoints} endpoints: their scrapeIntervals ask for {stretch * MOST_SCRAPES_PER_S:.0f} reads a second,"
+            f" and one process reads {MOST_SCRAPES_PER_S:.0f}; all intervals are {stretch:.3g} times as long as written"
             f" ({shortest_s:g} s is {shortest_s * stretch:.3g} s); write longer ones where loads change slowly, so that"
             " the others stay as they are"
         )
@@ -61,7 +61,7 @@ def missing_descriptors(snapshot: Snapshot, limit: float) -> Iterator[str]:
     wanted = wanted_descriptors(snapshot)
     if wanted > kept_connections(limit):
         yield (
-            f"the engines want {wanted} file descriptors, and a process may have {limit:.0f}, of which some are kept for"
-            f" Envoy: connections to engines beyond that are made anew for each read; raise the hard limit to"
+            f"the engines want {wanted} file descriptors, and a process may have {limit:.0f}, of which some are kept"
+            f" for Envoy: connections to engines beyond that are made anew for each read; raise the hard limit to"
             f" {wanted * 8 // 7 + RESERVED_DESCRIPTORS} (ulimit -Hn, LimitNOFILE= of systemd)"
         )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of engines about themselves, and how far to trust them as they age.
 
-A report is fully trusted until the next one is overdue, and for ``FRESH_S`` at least. After that its weight halves every
-``_HALF_LIFE_S``, and our own in-flight count takes its place, so a failed scrape never stops a request. Trust that fell
-before would favour engines by when they were asked. Between two reports, the requests dispatched and
+A report is fully trusted until the next one is overdue, and for ``FRESH_S`` at least: trust that fell before would
+favour engines by when they were asked. After that its weight halves every ``_HALF_LIFE_S``, and our own in-flight count
+takes its place, so a failed scrape never stops a request. Between two reports, the requests dispatched and
 ended since the last one are added to it. Otherwise a burst would pile up on an engine that looked idle a moment ago
 (llm-d-router issue 2066).
 """

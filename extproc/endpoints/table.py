@@ -136,8 +136,8 @@ class EndpointTable:
 
     Of all endpoints: ``has_draining``; ``has_failures``: any may be in back-off; ``has_foreign_requests``: an engine
     once reported more requests than we sent; ``mean_work``: recent mean prefill work of a request, in tokens;
-    ``rate_noise``: variance of the logarithm of the rate of a single answer; ``fresh_s``: for how long a report is trusted
-    in full.
+    ``rate_noise``: variance of the logarithm of the rate of a single answer; ``fresh_s``: for how long a report is
+    trusted in full.
     """
 
     def __init__(self) -> None:

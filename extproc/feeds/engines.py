@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterable
 
-    from extproc.config.model_server import ModelServerSpec
     from extproc.config.snapshot import Snapshot
     from extproc.core.core import Core
     from extproc.feeds.engine_access import EngineAccess
@@ -70,15 +69,16 @@ class _Models(msgspec.Struct):
 _models_decoder: Final = msgspec.json.Decoder(_Models)
 
 
-class _Followed(msgspec.Struct):
+class _Followed:
     """The endpoints of one pool, by address. ``basis``: all of the pool that they were made from. ``spec``: that it had
     when its endpoints were last looked at.
     """
 
-    pool: Pool
-    spec: ModelServerSpec
-    basis: object
-    polls: dict[str, _Poll] = {}
+    def __init__(self, pool: Pool, basis: object) -> None:
+        self.pool = pool
+        self.spec = pool.spec
+        self.basis = basis
+        self.polls: dict[str, _Poll] = {}
 
 
 def _basis(pool: Pool) -> object:
@@ -108,7 +108,7 @@ class EngineScraper:
         between two scrapes; further engines get one for each.
         """
         self._access = access
-        self._deliver = deliver
+        self.deliver = deliver
         self._core = core
         self._metrics = metrics
         self._clock = clock
@@ -183,7 +183,7 @@ class EngineScraper:
             if known is None or known.pool is not pool or known.basis != basis:
                 if known is not None:
                     self._stop(known.polls.values())
-                known = self._followed[name] = _Followed(pool, pool.spec, basis)
+                known = self._followed[name] = _Followed(pool, basis)
             known.spec = pool.spec
             self._changed[name] = known
 
@@ -211,7 +211,6 @@ class EngineScraper:
                     self._access,
                     clock=self._clock,
                     rng=self._rng,
-                    deliver=self._deliver,
                     scraper=self,
                 )
 
@@ -259,10 +258,9 @@ class _Poll:
         *,
         clock: Callable[[], float],
         rng: random.Random,
-        deliver: Callable[[EngineSaid], object],
         scraper: EngineScraper,
     ) -> None:
-        self._deliver = deliver
+        self._deliver = scraper.deliver
         self._scraper = scraper
         self._pool, self._address = pool, address
         self._metrics, self._group, self._clock, self._rng = metrics, group, clock, rng

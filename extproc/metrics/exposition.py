@@ -112,4 +112,7 @@ def escaped(value: str) -> str:
 def number(value: float) -> str:
     """As Go writes it."""
     # floatToGoString costs as much as all the rest of a line
-    return repr(float(value)) if -_PLAIN_BELOW < value < _PLAIN_BELOW else floatToGoString(value)
+    if -_PLAIN_BELOW < value < _PLAIN_BELOW:
+        return repr(float(value))
+    text: str = floatToGoString(value)  # type: ignore[no-untyped-call]  # the library leaves its annotation out
+    return text

@@ -73,13 +73,13 @@ class RoutingTable:
     def __init__(self, snapshot: Snapshot, before: RoutingTable | None = None) -> None:
         """``before``: the table in use; what has not changed since is not compiled again."""
         served = {server.metadata.key: server.spec.model for server in snapshot.servers}
-        known = {} if before is None or before._served_models != served else before._compiled
-        self._served_models = served
-        # the loader gives a route that has not changed again as the same object
-        self._compiled = {
+        known = {} if before is None or before.served_models != served else before.compiled
+        self.served_models: Mapping[str, str] = served
+        # by identity: the loader gives a route that has not changed again as the same object
+        self.compiled: Mapping[int, tuple[ModelRoute, list[tuple[ListedModel, _Route]]]] = {
             id(route): known.get(id(route)) or (route, _compile_all(route, served)) for route in snapshot.routes
         }
-        compiled = list(self._compiled.values())
+        compiled = list(self.compiled.values())
         # by listener; "": of all listeners, of which the first route for a name counts
         self._served = {"": _serve(found for _, found in compiled)}
         for one in snapshot.gateway.listeners:

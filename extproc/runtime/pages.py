@@ -62,12 +62,7 @@ async def serve_pages(
         return web.Response(body=msgspec.json.encode(report()), content_type="application/json")
 
     async def show_loads(_: web.Request) -> web.Response:
-        found: dict[str, EndpointLoad] = {}
-        for number, part in enumerate(loads(), start=1):
-            add_part(found, part)
-            if number % _POOLS_AT_ONCE == 0:
-                await asyncio.sleep(0)
-        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
+        return web.Response(body=msgspec.json.encode(await _together(loads())), content_type="application/json")
 
     async def show_demand(request: web.Request) -> web.StreamResponse:
         if "watch" not in request.query:
@@ -99,6 +94,15 @@ async def serve_pages(
     await runner.setup()
     await web.TCPSite(runner, *address).start()
     return runner
+
+
+async def _together(parts: Iterator[dict[str, EndpointLoad]]) -> dict[str, EndpointLoad]:
+    found: dict[str, EndpointLoad] = {}
+    for number, part in enumerate(parts, start=1):
+        add_part(found, part)
+        if number % _POOLS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return found
 
 
 async def _in_pieces(request: web.Request, pieces: Iterator[str], content_type: str) -> web.StreamResponse:
