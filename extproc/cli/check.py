@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from extproc.cli.check_notes import limits_of_nobody, literal_stars, unrouted_servers, unsalted_messages
+from extproc.cli.check_notes import crowded_limits, limits_of_nobody, literal_stars, unrouted_servers, unsalted_messages
 from extproc.cli.descriptors import hard_limit
 from extproc.cli.mistakes import counted, report
 from extproc.config.attachment import is_attached
@@ -65,6 +65,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *unrouted_servers(snapshot),
             *literal_stars(snapshot),
             *limits_of_nobody(snapshot),
+            *crowded_limits(snapshot),
             *unsalted_messages(snapshot),
             *stretched_intervals(snapshot),
             *missing_descriptors(snapshot, hard_limit()),
