@@ -111,6 +111,6 @@ def crowded_limits(snapshot: Snapshot) -> Iterator[str]:
     if levels > MAX_BUCKETS:
         yield (
             f"rateLimits have {levels} levels if every tenant and key uses every ModelRoute, and a process remembers"
-            f" {MAX_BUCKETS}: what was used longest ago is forgotten, and is full again; write scope: Global with --redis,"
-            " or fewer limits"
+            f" {MAX_BUCKETS}: what was used longest ago is forgotten, and is full again; write scope: Global with"
+            " --redis, or fewer limits"
         )

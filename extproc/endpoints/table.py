@@ -256,6 +256,9 @@ class EndpointTable:
             del self._rows[self.addresses[row]]
             self.is_active[row] = False
             self.absence_cost_s[row] = np.inf
+        missing = len(wanted) - len(self.addresses)
+        if missing > 0:
+            self._grow(max(len(wanted), 2 * len(self.addresses)))
         for address, config in wanted.items():
             if address not in self._rows:
                 self._add(address)
@@ -298,7 +301,12 @@ class EndpointTable:
         self.loras += [LoraState()] * more
         self.configs += [EndpointConfig()] * more
         for column in _COLUMNS:
-            setattr(self, column, np.pad(getattr(self, column), (0, more)))
-        self.absence_cost_s = np.pad(self.absence_cost_s, (0, more), constant_values=np.inf)
-        self.backlog_per_request = np.pad(self.backlog_per_request, (0, more), constant_values=1.0)
-        self.prefill_rate = np.pad(self.prefill_rate, (0, more), constant_values=INITIAL_PREFILL_RATE)
+            setattr(self, column, _longer(getattr(self, column), more, 0))
+        self.absence_cost_s = _longer(self.absence_cost_s, more, np.inf)
+        self.backlog_per_request = _longer(self.backlog_per_request, more, 1.0)
+        self.prefill_rate = _longer(self.prefill_rate, more, INITIAL_PREFILL_RATE)
+
+
+def _longer(column: NDArray[Any], more: int, value: float) -> NDArray[Any]:
+    """As ``np.pad``, at a twentieth of its cost: thousands of tables are made at the start."""
+    return np.concatenate((column, np.full(more, value, column.dtype)))
