@@ -116,15 +116,14 @@ def _lines(series: str, pool: Pool, column: _Column) -> Iterator[str]:
     head, tail = f'{series}{{endpoint="', f'",server="{escaped(pool.name)}"}} '
     addresses, values = pool.table.active_addresses, column(pool, pool.table.active_rows)
     for address, value in zip(addresses, values, strict=True):
-        if value is not None:
-            yield f"{head}{address}{tail}{number(value)}\n"
+        yield "" if value is None else f"{head}{address}{tail}{number(value)}\n"
 
 
 def _avoided_lines(pool: Pool) -> Iterator[str]:
     table = pool.table
     for address, row in zip(table.active_addresses, table.active_rows, strict=True):
-        for reason in _reasons(table.healths[row], backs_off=bool(table.failures[row])):
-            yield _AVOIDED.line((pool.name, address, reason), 1)
+        reasons = _reasons(table.healths[row], backs_off=bool(table.failures[row]))
+        yield "".join([_AVOIDED.line((pool.name, address, reason), 1) for reason in reasons])
 
 
 def _of(column: Callable[[EndpointTable], NDArray[Any]]) -> _Column:

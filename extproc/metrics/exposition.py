@@ -52,11 +52,13 @@ class Family(msgspec.Struct, frozen=True):
         return f"{self.series}{labelled(self.labels, values)} {number(value)}\n"
 
     def pieces(self, lines: Iterable[str]) -> Iterator[str]:
-        """Head and ``lines``, each of which may be several."""
+        """Head and ``lines``. One may be several, or empty where there is no sample: looking for it took time, too, so
+        that a piece may be empty.
+        """
         yield self.head
         remaining = iter(lines)
-        while piece := "".join(islice(remaining, _LINES)):
-            yield piece
+        while piece := list(islice(remaining, _LINES)):
+            yield "".join(piece)
 
 
 class PiecewiseCollector(Collector):

@@ -110,7 +110,7 @@ async def _in_pieces(request: web.Request, pieces: Iterator[str], content_type: 
     answer = web.StreamResponse(headers={"Content-Type": content_type})
     await answer.prepare(request)
     for piece in pieces:
-        if not await _written(request, answer, piece.encode()):
+        if piece and not await _written(request, answer, piece.encode()):
             break
         await asyncio.sleep(0)
     return answer

@@ -91,6 +91,9 @@ def test_thousands_of_endpoints_are_many_pieces_and_no_piece_is_long() -> None:
             apply_report(pool.table, row, EngineReport(waiting=1, running=2_000_000, kv_usage=0.25), 5.0)
     pieces = list(metrics.registry.pieces())
     assert max(piece.count("\n") for piece in pieces) <= 1_000
+    # 4,000 endpoints are looked at in four turns, samples or none: nobody is avoided
+    at = next(at for at, piece in enumerate(pieces) if "# TYPE attache_endpoint_avoided gauge" in piece)
+    assert pieces[at + 1 : at + 5] == [""] * 4
     families = {one.name: one for one in text_string_to_metric_families("".join(pieces))}
     for name, value in (("running", 2e6), ("report_age_seconds", 4.0), ("kv_usage", 0.25)):
         samples = families[f"attache_engine_{name}"].samples
