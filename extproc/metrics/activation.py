@@ -56,6 +56,8 @@ class ActivationMetrics:
 class _WaitingSeries(PiecewiseCollector):
     """Read from the core when Prometheus asks."""
 
+    families = (_WAITING,)
+
     def __init__(self, at_zero: Callable[[], Mapping[str, ZeroDemand]]) -> None:
         self._at_zero = at_zero
 

@@ -63,6 +63,8 @@ class AdapterMetrics:
 class _AdapterSeries(PiecewiseCollector):
     """Read from the pools when Prometheus asks."""
 
+    families = (_WAITING, _HELD)
+
     def __init__(self, pools: Callable[[], Iterable[Pool]]) -> None:
         self._pools = pools
 

@@ -120,6 +120,8 @@ class AdmissionMetrics:
 class _QueueSeries(PiecewiseCollector):
     """Read from the queues when Prometheus asks."""
 
+    families = (_WAITING, _HELD, _FLOWS, _FULL, _STALE, _WANTED)
+
     def __init__(
         self, gates: Callable[[], Mapping[str, Gate]], at_zero: Callable[[], Mapping[str, ZeroDemand]]
     ) -> None:

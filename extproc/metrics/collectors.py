@@ -32,6 +32,7 @@ class Counters(PiecewiseCollector):
 
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
         self._family = Family(name, text, tuple(labels), "counter")
+        self.families = (self._family,)
         self._counts: defaultdict[tuple[str, ...], float] = defaultdict(int)
         registry.register(self)
 
@@ -65,6 +66,7 @@ class DeferredHistograms(PiecewiseCollector):
         self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str], registry: CollectorRegistry
     ) -> None:
         self._family = Family(name, text, tuple(labels), "histogram")
+        self.families = (self._family,)
         self._bounds = np.array(bounds)
         self._series: dict[tuple[str, ...], _Buckets] = {}
         registry.register(self)

@@ -48,7 +48,7 @@ class EndpointSeries(PiecewiseCollector):
         self._pools = pools
         self._clock = clock
         self._wall_clock = wall_clock
-        self._families: tuple[tuple[Family, _Column], ...] = (
+        self._columns: tuple[tuple[Family, _Column], ...] = (
             (_series("attache_in_flight", "Requests picked and not over."), _of(lambda table: table.in_flight)),
             (
                 _series("attache_prefill_tokens_per_second", "Learned speed of prefill."),
@@ -83,11 +83,12 @@ class EndpointSeries(PiecewiseCollector):
                 _failed,
             ),
         )
+        self.families = (*(family for family, _ in self._columns), _AVOIDED, _SINCE, _INTERVAL)
 
     def pieces(self) -> Iterator[str]:
         """One sample an endpoint and family. Values are those of the moment when their piece is written."""
         pools = list(self._pools())
-        for family, column in self._families:
+        for family, column in self._columns:
             yield from family.pieces(line for pool in pools for line in _lines(family.series, pool, column))
         yield from _AVOIDED.pieces(line for pool in pools for line in _avoided_lines(pool))
         yield from _SINCE.pieces(line for pool in pools for line in _lines(_SINCE.series, pool, self._avoided_since))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+_FAMILIES: Final = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 # A piece takes a millisecond or less.
 _LINES: Final = 1_000
 # From there on Go writes exponents.
@@ -62,7 +64,9 @@ class Family(msgspec.Struct, frozen=True):
 
 
 class PiecewiseCollector(Collector):
-    """Series that are written in pieces."""
+    """Series that are written in pieces. ``families``: all that it may write."""
+
+    families: tuple[Family, ...] = ()
 
     def pieces(self) -> Iterator[str]:
         """All families, each piece a number of whole lines."""
@@ -74,7 +78,11 @@ class PiecewiseCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The same as the library's objects, for readers of single samples; pages are not made of them."""
-        yield from text_string_to_metric_families("".join(self.pieces()))
+        labels = {one.name: one.labels for one in self.families}
+        for parsed in text_string_to_metric_families("".join(self.pieces())):
+            family = _FAMILIES[parsed.type](parsed.name, parsed.documentation, labels=labels[parsed.name])
+            family.samples = parsed.samples
+            yield family
 
 
 class Registry(CollectorRegistry):
