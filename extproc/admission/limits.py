@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CHOSEN: Final = "/~"
 
 Resource = Literal["requests", "input_tokens", "output_tokens", "total_tokens"]
-_RESOURCES: Final[tuple[Resource, ...]] = ("requests", "input_tokens", "output_tokens", "total_tokens")
+RESOURCES: Final[tuple[Resource, ...]] = ("requests", "input_tokens", "output_tokens", "total_tokens")
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -114,7 +114,7 @@ class RouteLimits:
             )
             for index, limit in enumerate(self._limits)
             for subject in [self._subject(index, limit, caller, headers, now)]
-            for resource in _RESOURCES
+            for resource in RESOURCES
             if (amount := getattr(limit, resource)) is not None
         ]
 

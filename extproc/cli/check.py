@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from extproc.cli.check_notes import (
+    crowded_limits,
     limits_of_nobody,
     literal_stars,
     too_many_watched_files,
     unrouted_servers,
     unsalted_messages,
 )
+from extproc.cli.descriptors import hard_limit
 from extproc.cli.mistakes import counted, report
 from extproc.config.attachment import is_attached
 from extproc.config.directory import load_directory
@@ -23,6 +25,7 @@ from extproc.config.failure_mode import decided_by_extproc, failure_mode_of
 from extproc.config.host_patterns import ANY_HOST, have_common_hosts
 from extproc.config.meeting import missed_meeting
 from extproc.config.schema import suggest
+from extproc.config.scrapes import missing_descriptors, stretched_intervals
 from extproc.config.validation import parse_address, worker_addresses
 from extproc.protocol import LONGEST_MESSAGE_TIMEOUT_S
 
@@ -69,8 +72,11 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *unrouted_servers(snapshot),
             *literal_stars(snapshot),
             *limits_of_nobody(snapshot),
+            *crowded_limits(snapshot),
             *unsalted_messages(snapshot),
             *too_many_watched_files(snapshot),
+            *stretched_intervals(snapshot),
+            *missing_descriptors(snapshot, hard_limit()),
             *_missing_files(snapshot, directory),
             *_notes(snapshot),
         ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from extproc.admission.limits import RESOURCES
+from extproc.admission.local_limits import MAX_BUCKETS
 from extproc.config.references import backend_key, backend_refs
 
 if TYPE_CHECKING:
@@ -117,3 +119,23 @@ def unsalted_messages(snapshot: Snapshot) -> Iterator[str]:
                 " older than June 2026, which ignores cache_salt there; see that the engines are newer, or take the"
                 " other paths only, with modelMatch: {uri: {prefix: ...}} in the rules of its ModelRoutes"
             )
+
+
+def crowded_limits(snapshot: Snapshot) -> Iterator[str]:
+    """More levels of limits than a process remembers, if every tenant and key uses every route."""
+    gateway = snapshot.gateway
+    keys = () if gateway.authentication is None else gateway.authentication.api_keys
+    tenants = {one.tenant for one in keys} | {one.name for one in gateway.tenants}
+    callers = {"Tenant": len(tenants), "ApiKey": len(keys)}
+    levels = sum(
+        callers.get(limit.per, 1) * sum(getattr(limit, resource) is not None for resource in RESOURCES)
+        for route in snapshot.routes
+        for limit in route.spec.rate_limits
+        if limit.scope == "Local"
+    )
+    if levels > MAX_BUCKETS:
+        yield (
+            f"rateLimits have {levels} levels if every tenant and key uses every ModelRoute, and a process remembers"
+            f" {MAX_BUCKETS}: what was used longest ago is forgotten, and is full again; write scope: Global with"
+            " --redis, or fewer limits"
+        )

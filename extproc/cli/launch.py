@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from extproc.cli.descriptors import raise_limit
 from extproc.config.quantities import Duration
 from extproc.config.spec import full_key
 from extproc.config.validation import parse_address, worker_addresses
@@ -64,6 +65,7 @@ def _settings(options: argparse.Namespace, config: Directory) -> Settings:
     return Settings(
         config=config,
         listen=listen,
+        descriptors=raise_limit(),
         metrics=metrics,
         drain_s=Duration(options.drain),
         settle_s=Duration(options.settle),

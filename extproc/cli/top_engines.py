@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.cli.top_table import table
-from extproc.endpoints.health import ADVICE, NO_ANSWER, SILENT_AFTER_S, Failure
+from extproc.endpoints.health import ADVICE, NO_ANSWER, Failure, silent_after_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +28,7 @@ class EngineState(msgspec.Struct, frozen=True):
     """One engine. ``reasons``: why it is avoided, none if it is not. ``avoided_since_s``: Unix time.
 
     ``report_age_s``: of what it says of itself, None if it never did. ``is_read``: whether extproc reads it at all.
+    ``interval_s``: between two reads.
     """
 
     server: str
@@ -36,11 +37,12 @@ class EngineState(msgspec.Struct, frozen=True):
     avoided_since_s: float | None = None
     report_age_s: float | None = None
     is_read: bool = True
+    interval_s: float = 0.0
 
     @property
     def is_silent(self) -> bool:
         """It should say how it is, and does not."""
-        return self.is_read and (self.report_age_s is None or self.report_age_s >= SILENT_AFTER_S)
+        return self.is_read and (self.report_age_s is None or self.report_age_s >= silent_after_s(self.interval_s))
 
     @property
     def word(self) -> str:
@@ -71,6 +73,7 @@ def _state(now: Sample, server: str, endpoint: str) -> EngineState:
         now.get("attache_endpoint_avoided_since_timestamp_seconds", **where),
         now.get("attache_engine_report_age_seconds", **where),
         is_read=now.sum("attache_engine_reports_total", server=server) > 0,
+        interval_s=now.get("attache_engine_report_interval_seconds", server=server) or 0.0,
     )
 
 

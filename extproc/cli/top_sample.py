@@ -19,6 +19,7 @@ _SEEN_BY_ALL: Final = frozenset(
         "attache_engine_waiting",
         "attache_engine_running",
         "attache_engine_kv_usage",
+        "attache_engine_report_interval_seconds",
         "attache_in_flight",
         "attache_saturation",
         "attache_cached_token_ratio",

@@ -14,6 +14,7 @@ from extproc.admission.access import Access
 from extproc.admission.cache_isolation import CacheIsolation
 from extproc.admission.identity import Identities
 from extproc.admission.limits import Grant
+from extproc.config.scrapes import scrape_stretch
 from extproc.core.accounts import Accounts
 from extproc.core.admission_controller import AdmissionController
 from extproc.core.awaiting import AwaitingRequests
@@ -26,7 +27,7 @@ from extproc.core.feedback import take_change, take_report
 from extproc.core.intake import Intake
 from extproc.core.level_exchange import LevelExchange
 from extproc.core.loading import LoadingRequests
-from extproc.core.loads import loads_of
+from extproc.core.loads import loads_in_parts, loads_of
 from extproc.core.mirror import Mirror
 from extproc.core.peer_events import AdapterChanged, Alive, AskLevels, Ended, EngineSaid, Learned, Levels, Spent
 from extproc.core.record import Record
@@ -42,7 +43,7 @@ from extproc.scheduling.request_started import RequestStarted
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from extproc.config.demand import Demand
     from extproc.config.loads import EndpointLoad
@@ -82,6 +83,7 @@ class Core:
         self.asks_origin = False
         self._make_picker = make_picker or PickerMaker()
         self._pickers: dict[str, MadePicker] = {}
+        self._routing: RoutingTable | None = None
         self._rng = rng
         self._ticket_prefix = ticket_prefix
         self._tickets = 0
@@ -112,9 +114,11 @@ class Core:
         Raises ConfigInvalid, with nothing changed, if a picker's file is wrong.
         """
         pickers = pickers_for(snapshot, self._pickers, self._make_picker)
-        routing, identities, access = RoutingTable(snapshot), Identities(snapshot), Access(snapshot)
+        routing = RoutingTable(snapshot, self._routing)
+        identities, access = Identities(snapshot), Access(snapshot)
         isolation = CacheIsolation(snapshot)
         pools: dict[str, Pool] = {}
+        stretch = scrape_stretch(snapshot.servers)
         for server in snapshot.servers:
             name = server.metadata.key
             picker, known = pickers[name].picker, self.pools.get(name)
@@ -123,8 +127,10 @@ class Core:
                 known.update(server.spec, picker)
             pools[name] = known or Pool(name, server.spec, picker)
             pools[name].name_adapters(routing.adapters_of(name))
+            pools[name].expect_reports(stretch)
         gates, out = self.admission.gates, list[Effect]()
         self.pools, self.snapshot, self._pickers = pools, snapshot, pickers
+        self._routing = routing
         self.admission.apply(snapshot, pools)
         self.asks_who = bool(
             self.admission.gates
@@ -294,6 +300,10 @@ class Core:
     def loads(self) -> dict[str, EndpointLoad]:
         """What each engine does for this process, by address."""
         return loads_of(self._records.values(), self.pools.values())
+
+    def loads_in_parts(self) -> Iterator[dict[str, EndpointLoad]]:
+        """The same for ``add_part``, a pool at a time."""
+        return loads_in_parts(self._records.values(), self.pools.values())
 
     def demand(self, now: float, *, began_at_s: float = 0.0) -> Demand:
         """What clients ask for and what the engines do, for autoscalers. ``began_at_s``: when the process began."""

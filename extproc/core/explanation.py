@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.endpoints.health import NO_ANSWER, SILENT_AFTER_S
+from extproc.endpoints.health import NO_ANSWER, silent_after_s
 from extproc.scheduling.adapter_placement import loaders, place, rows_in
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def silent_now(pool: Pool, now: float) -> tuple[str, ...]:
     heard = {row: table.has_reported(row) for row in table.active_rows}
     if not any(heard.values()):
         return ()
-    late = now - SILENT_AFTER_S
+    late = now - silent_after_s(pool.report_interval_s)
     return tuple(table.addresses[row] for row, has in heard.items() if not has or table.reported_at_s[row] < late)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from extproc.admission.identity import ANONYMOUS_CALLER
 from extproc.config.spec import namespace_of
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from extproc.routing.resolve import ListedModel, RoutingTable
     from extproc.scheduling.pool import Pool
 
+# Lists of models that are kept, each of a caller.
+_MOST_LISTS: Final = 64
+
 
 class Intake:
     """Makes arrivals by one configuration: its routes, its servers' ``pools``, its callers."""
@@ -61,6 +64,8 @@ class Intake:
         # the caller is identified only for servers with a queue or admitters, and routes with limits
         self._gated, self._limited = admission.gates, admission.routes
         self._rng = rng
+        # of this configuration, by the caller
+        self._lists: dict[tuple[str, ...], list[ListedModel]] = {}
 
     @property
     def models(self) -> list[ListedModel]:
@@ -70,7 +75,24 @@ class Intake:
     def models_for(self, head: Head) -> list[ListedModel]:
         """Those of the listener's models that the caller may use."""
         listed, visit = self._routing.models_on(head.listener), self._who_may.visit(head)
-        return listed if visit is None else [model for model in listed if visit.may_list(model.name)]
+        if visit is None:
+            return listed
+        subject = visit.subject
+        # clients ask for the list at will, and thousands of models take long to judge
+        key = (head.listener, head.http_route, subject.tenant, subject.user, subject.api_key)
+        found = None if subject.claims else self._lists.get(key)
+        if found is None:
+            found = [model for model in listed if visit.may_list(model.name)]
+            if len(self._lists) >= _MOST_LISTS:
+                del self._lists[next(iter(self._lists))]
+            if not subject.claims:
+                self._lists[key] = found
+        return found
+
+    def model_for(self, head: Head, name: str) -> ListedModel | None:
+        """The listener's model of that name, if the caller may use it."""
+        model, visit = self._routing.model_on(head.listener, name), self._who_may.visit(head)
+        return model if model is None or visit is None or visit.may_list(name) else None
 
     @property
     def has_limits(self) -> bool:

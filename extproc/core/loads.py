@@ -10,7 +10,7 @@ from extproc.config.loads import EndpointLoad
 from extproc.core.states import State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from extproc.core.record import Record, Run
     from extproc.scheduling.pool import Pool
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 _OPEN = frozenset({State.RUNNING, State.SETTLED})
 
 
-def loads_of(records: Iterable[Record], pools: Iterable[Pool]) -> dict[str, EndpointLoad]:
-    """By address: every configured engine, and every other one that has a request running.
+def loads_in_parts(records: Iterable[Record], pools: Iterable[Pool]) -> Iterator[dict[str, EndpointLoad]]:
+    """By address: every configured engine, and every other one that has a request running. In parts, one for each pool,
+    so that others may have their turn between two; ``add_part`` puts them together.
 
     Of a request with fallbacks the first choice counts, and with prefill elsewhere both engines do. One that a fallback
     serves is in that engine's own report.
@@ -31,18 +32,36 @@ def loads_of(records: Iterable[Record], pools: Iterable[Pool]) -> dict[str, Endp
         if record.is_ours and record.run is not None and record.state in _OPEN
         for address in _engines_of(record.run)
     )
-    cached: dict[str, int] = {}
-    reported: dict[str, int] = {}
-    for pool in pools:
-        for row in pool.table.active_rows:
-            address = pool.table.addresses[row]
-            cached[address] = max(cached.get(address, 0), pool.caches.tokens_held(row))
-            has = round(float(pool.table.running[row] + pool.table.waiting[row]))
-            reported[address] = max(reported.get(address, 0), has)
-    return {
-        address: EndpointLoad(running[address], cached.get(address, 0), reported.get(address, 0))
-        for address in {*running, *cached}
-    }
+    yield {address: EndpointLoad(count) for address, count in running.items()}
+    for pool in list(pools):
+        table, tokens_held = pool.table, pool.caches.tokens_held
+        # a look into a column costs more than the rest of an endpoint
+        has = (table.running + table.waiting).round().tolist()
+        yield {
+            address: EndpointLoad(running[address], tokens_held(row), int(has[row]))
+            for address, row in zip(table.active_addresses, table.active_rows, strict=True)
+        }
+
+
+def add_part(found: dict[str, EndpointLoad], part: dict[str, EndpointLoad]) -> None:
+    """An engine of several pools has the most that any of them knows."""
+    for address, one in part.items():
+        known = found.get(address)
+        if known is not None:
+            one = EndpointLoad(  # noqa: PLW2901 - what both know
+                one.in_flight,
+                max(known.cached_tokens, one.cached_tokens),
+                max(known.reported, one.reported),
+            )
+        found[address] = one
+
+
+def loads_of(records: Iterable[Record], pools: Iterable[Pool]) -> dict[str, EndpointLoad]:
+    """All parts at once."""
+    found: dict[str, EndpointLoad] = {}
+    for part in loads_in_parts(records, pools):
+        add_part(found, part)
+    return found
 
 
 def _engines_of(run: Run) -> set[str]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of engines about themselves, and how far to trust them as they age.
 
-A report is fully trusted for ``FRESH_S``. After that its weight halves every ``_HALF_LIFE_S``, and our own in-flight
-count takes its place, so a failed scrape never stops a request. Between two reports, the requests dispatched and
+A report is fully trusted until the next one is overdue, and for ``FRESH_S`` at least: trust that fell before would
+favour engines by when they were asked. After that its weight halves every ``_HALF_LIFE_S``, and our own in-flight count
+takes its place, so a failed scrape never stops a request. Between two reports, the requests dispatched and
 ended since the last one are added to it. Otherwise a burst would pile up on an engine that looked idle a moment ago
 (llm-d-router issue 2066).
 """
@@ -16,13 +17,14 @@ import msgspec
 import numpy as np
 
 from extproc.endpoints.ledger import reconcile_backlog
-from extproc.endpoints.table import LoraState
+from extproc.endpoints.table import FRESH_S, LoraState
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import EndpointTable, Floats
 
-FRESH_S: Final = 2.0
 _HALF_LIFE_S: Final = 3.0
+# Of intervals: they vary by a tenth, every fourth read may be of the list of models, and an answer takes time.
+_OVERDUE: Final = 2.5
 # The weight of a new latency in the running mean.
 _LATENCY_WEIGHT: Final = 0.2
 
@@ -61,6 +63,11 @@ class CacheConfig(msgspec.Struct, frozen=True):
     total_tokens: int
 
 
+def expect_reports(table: EndpointTable, interval_s: float) -> None:
+    """Engines are read once in ``interval_s``."""
+    table.fresh_s = max(FRESH_S, _OVERDUE * interval_s)
+
+
 def apply_report(table: EndpointTable, row: int, report: EngineReport, now: float) -> None:
     """Record a report of the engine of ``row``."""
     if report.waiting is not None:
@@ -95,7 +102,7 @@ def record_latency(table: EndpointTable, row: int, *, ttft_s: float | None, tpot
 
 def report_trust(table: EndpointTable, now: float) -> Floats:
     """The weight of each endpoint's last report, by row: 1 while it is fresh, then falling towards 0."""
-    late = np.maximum(now - table.reported_at_s - FRESH_S, 0.0)
+    late = np.maximum(now - table.reported_at_s - table.fresh_s, 0.0)
     trust: Floats = np.exp2(-late / _HALF_LIFE_S)
     return trust
 

@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
 from typing import Final
 
 import msgspec
 
-# Engines are read several times a second. One without a report for so long does not say how it is: what is known of it
-# are our own counts.
-SILENT_AFTER_S: Final = 5.0
+# An engine without a report for so long, and for so many intervals, does not say how it is: what is known of it are our
+# own counts.
+_SILENT_AFTER_S: Final = 5.0
+_SILENT_INTERVALS: Final = 3.0
 _MEMORY_ANSWERS: Final = 50.0
 _REMEMBERED_REFUSALS: Final = 64
+
+
+def silent_after_s(interval_s: float) -> float:
+    """The age from which an engine's last report says that it is silent. ``interval_s``: between two reads of it."""
+    return max(_SILENT_AFTER_S, _SILENT_INTERVALS * interval_s)
 
 
 class Failure(enum.Enum):
@@ -57,7 +62,7 @@ class EndpointHealth(msgspec.Struct):
     avoided_since_s: float = 0.0
     good_in_a_row: int = 0
     probe_at_s: float = 0.0
-    refusals: deque[int] = msgspec.field(default_factory=lambda: deque(maxlen=_REMEMBERED_REFUSALS))
+    refusals: list[int] = []
 
     @property
     def is_suspect(self) -> bool:
@@ -75,4 +80,5 @@ class EndpointHealth(msgspec.Struct):
         if request in self.refusals:
             return True
         self.refusals.append(request)
+        del self.refusals[:-_REMEMBERED_REFUSALS]
         return False

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -61,6 +62,21 @@ class EngineMetrics(msgspec.Struct, frozen=True):
 
 class MetricsReader:
     """Reads successive pages of one engine."""
+
+    __slots__ = (
+        "_block_size",
+        "_blocks",
+        "_cache_info",
+        "_custom",
+        "_kv_usage",
+        "_labels",
+        "_loras",
+        "_pages",
+        "_running",
+        "_tpot",
+        "_ttft",
+        "_waiting",
+    )
 
     def __init__(self, names: MetricNames, *, custom: Iterable[tuple[str, str]] = ()) -> None:
         """``custom``: attributes, each with its metric (``OneMetric``)."""
@@ -128,14 +144,12 @@ class MetricsReader:
 class _Family:
     """The samples of a metric family: the first of several names found on the page. They are adjacent lines."""
 
+    # there are ten of an engine, and may be 20,000 engines
+    __slots__ = ("_label", "_misses", "_most_series", "_needle", "_needles", "_offset")
+
     def __init__(self, names: tuple[str, ...], suffix: str = "", *, most_series: int = _MOST_SERIES) -> None:
         self._most_series = most_series
-        # with the preceding line end and the following character, so that only whole names match; and the label
-        self._needles = [
-            (f"\n{name}{suffix}{end}".encode(), label.rstrip("}").encode())
-            for name, _, label in (one.partition("{") for one in names if one)
-            for end in "{ "
-        ]
+        self._needles = _needles_of(names, suffix)
         self._needle = self._label = b""
         self._offset = 0
         self._misses = 0
@@ -190,6 +204,16 @@ class _Family:
         return -1
 
 
+@lru_cache
+def _needles_of(names: tuple[str, ...], suffix: str) -> tuple[tuple[bytes, bytes], ...]:
+    """Each with the preceding line end and the following character, so that only whole names match; and the label."""
+    return tuple(
+        (f"\n{name}{suffix}{end}".encode(), label.rstrip("}").encode())
+        for name, _, label in (one.partition("{") for one in names if one)
+        for end in "{ "
+    )
+
+
 class OneMetric:
     """A metric by ``name`` or ``name{label=value,...}``: the sum of the series that have all of these labels."""
 
@@ -221,6 +245,8 @@ class _HistogramChange(msgspec.Struct, frozen=True):
 
 class _HistogramMean:
     """Computes the mean of a histogram's observations between two pages."""
+
+    __slots__ = ("_before", "_count", "_sum")
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._sum, self._count = _Family(names, "_sum"), _Family(names, "_count")

@@ -8,7 +8,6 @@ two queues with three requests, one may hold a hundred times as much work as the
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -49,7 +48,8 @@ class PrefillQueue:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[QueuedPrefill] = deque()
+        # an empty deque takes 600 bytes, at every endpoint; a list of those in flight is as fast
+        self._queue: list[QueuedPrefill] = []
         self._sent = 0
         self._ahead = 0.0
         self.work = 0.0
@@ -109,7 +109,7 @@ class PrefillQueue:
         return int(done)
 
     def _take(self) -> None:
-        self.work -= self._queue.popleft().work
+        self.work -= self._queue.pop(0).work
 
     def _on_the_way(self, now: float) -> int:
         count = 0

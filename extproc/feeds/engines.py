@@ -9,9 +9,13 @@ engine's failure: it is logged once, and asked for less and less often.
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import logging
+import math
 from typing import TYPE_CHECKING, Final
 
+from extproc.config.scrapes import scrape_stretch, stretched_intervals
 from extproc.config.validation import parse_address
 from extproc.core.peer_events import EngineSaid
 from extproc.endpoints.engine_reports import EngineReport
@@ -22,8 +26,9 @@ from extproc.feeds.http_get import KeptConnection, get_request
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from extproc.config.snapshot import Snapshot
     from extproc.core.core import Core
     from extproc.feeds.engine_access import EngineAccess
     from extproc.metrics.registry import Metrics
@@ -40,21 +45,43 @@ _PAUSE_S_PER_BYTE: Final = 1.0 / 2**20
 # others.
 _MODELS_INTERVAL_S: Final = 1.0
 _MODELS_LONG_INTERVAL_S: Final = 5.0
+# A list of models is read in place of metrics, every fourth time at most.
+_READS_A_LIST: Final = 4
 # Scrapes are started in batches: waking up for each engine would cost several times as much as the scrape.
 _TICK_S: Final = 0.025
+# In a batch. Their answers come together, and at 60 us each they hold up requests for a few milliseconds. Four thousand
+# a second are more than the intervals ever ask for.
+_MOST_AT_ONCE: Final = 100
+# New endpoints that are prepared in a batch, at some 15 us each.
+_MOST_FOLLOWED: Final = 300
+# Of engines that fail or are back, so many are named in the log in each period, and the others are counted.
+_MOST_NAMED: Final = 5
+_LOG_PERIOD_S: Final = 10.0
 
 
-# Pool, address, and what of the pool's specification matters here.
-_Key = tuple[str, str, object]
+class _Followed:
+    """The endpoints of one pool, by address. ``basis``: all of the pool that they were made from. ``spec``: that it had
+    when its endpoints were last looked at.
+    """
+
+    def __init__(self, pool: Pool, basis: object) -> None:
+        self.pool = pool
+        self.spec = pool.spec
+        self.basis = basis
+        self.polls: dict[str, _Poll] = {}
 
 
-def _key(pool: Pool, address: str) -> _Key:
+def _basis(pool: Pool) -> object:
     spec = pool.spec
-    return pool.name, address, (spec.engine, spec.metrics_path, spec.scrape_interval, spec.connection, pool.metrics)
+    return spec.engine, spec.metrics_path, spec.scrape_interval, spec.connection, pool.metrics
 
 
 class EngineScraper:
-    """Scrapes each endpoint of each pool that has a scrape interval."""
+    """Scrapes each endpoint of each pool that has a scrape interval.
+
+    All intervals together ask for no more than ``scrape_stretch`` allows. Those that are due wait for each
+    other, the longest due first.
+    """
 
     def __init__(
         self,
@@ -65,52 +92,147 @@ class EngineScraper:
         clock: Callable[[], float],
         rng: random.Random,
         deliver: Callable[[EngineSaid], object],
+        most_connections: float = math.inf,
     ) -> None:
-        """``access``: TLS and keys of engines. ``deliver``: receives every report."""
+        """``access``: TLS and keys of engines. ``deliver``: receives every report. ``most_connections``: that are kept
+        between two scrapes; further engines get one for each.
+        """
         self._access = access
-        self._deliver = deliver
+        self.deliver = deliver
         self._core = core
         self._metrics = metrics
         self._clock = clock
         self._rng = rng
+        self._followed: dict[str, _Followed] = {}
+        # those whose endpoints have yet to be looked at
+        self._changed: dict[str, _Followed] = {}
+        # by the time at which each is due; an entry whose engine has another time by now is void
+        self._due: list[tuple[float, int, _Poll]] = []
+        self._numbers = itertools.count()
+        self._most_connections = most_connections
+        self._kept: set[_Poll] = set()
+        self._stretch = 1.0
+        self.log = _BoundedLog(clock)
 
     async def run(self) -> None:
         """Scrape the configured endpoints until cancelled, following changes of the configuration."""
-        polls: dict[_Key, _Poll] = {}
         seen: object = None
         async with asyncio.TaskGroup() as group:
             try:
                 while True:
                     if seen is not self._core.snapshot:
                         seen = self._core.snapshot
-                        self._follow(polls, group)
-                    now = self._clock()
-                    for poll in polls.values():
-                        poll.tick(now)
+                        self._follow()
+                        self._say_stretch(self._core.snapshot)
+                    self._follow_some(group)
+                    self._start_due(self._clock())
+                    self.log.tick()
                     await asyncio.sleep(_TICK_S)
             finally:
-                for poll in polls.values():
-                    poll.stop()
+                for followed in self._followed.values():
+                    for poll in followed.polls.values():
+                        poll.stop()
 
-    def _follow(self, polls: dict[_Key, _Poll], group: asyncio.TaskGroup) -> None:
-        wanted: dict[_Key, Pool] = {}
-        for pool in self._core.pools.values():
-            if pool.spec.scrape_interval > 0:
-                for address in pool.table.active_addresses:
-                    wanted[_key(pool, address)] = pool
-        for key in polls.keys() - wanted.keys():
-            polls.pop(key).stop()
-        for key in wanted.keys() - polls.keys():
-            polls[key] = _Poll(
-                wanted[key],
-                key[1],
-                self._metrics,
-                group,
-                self._access,
-                clock=self._clock,
-                rng=self._rng,
-                deliver=self._deliver,
-            )
+    def wait_until(self, at_s: float, poll: _Poll) -> None:
+        """The engine is due then, and not before."""
+        poll.next_at_s = at_s
+        heapq.heappush(self._due, (at_s, next(self._numbers), poll))
+
+    def may_keep(self, poll: _Poll) -> bool:
+        """Whether the engine's connection may stay open: descriptors are left for Envoy's."""
+        if poll not in self._kept and len(self._kept) < self._most_connections:
+            self._kept.add(poll)
+        return poll in self._kept
+
+    def _start_due(self, now: float) -> None:
+        due, started = self._due, 0
+        while due and due[0][0] <= now and started < _MOST_AT_ONCE:
+            at_s, _, poll = heapq.heappop(due)
+            if poll.next_at_s == at_s:
+                poll.tick(now)
+                started += 1
+
+    def _say_stretch(self, snapshot: Snapshot) -> None:
+        """Once, until it is another one by a quarter or more."""
+        stretch, before = scrape_stretch(snapshot.servers), self._stretch
+        self._metrics.scrapes_stretched(stretch)
+        if max(stretch, before) >= 1.25 * min(stretch, before):
+            self._stretch = stretch
+            for note in stretched_intervals(snapshot):
+                log.warning("%s", note)
+
+    def _follow(self) -> None:
+        """Costs a look at each pool; the endpoints of those that have changed follow in ``_follow_some``."""
+        pools = self._core.pools
+        for name in self._followed.keys() - pools.keys():
+            self._stop(self._followed.pop(name).polls.values())
+        for name, pool in pools.items():
+            known, basis = self._followed.get(name), _basis(pool)
+            if known is not None and known.pool is pool and known.spec is pool.spec and known.basis == basis:
+                continue
+            if known is None or known.pool is not pool or known.basis != basis:
+                if known is not None:
+                    self._stop(known.polls.values())
+                known = self._followed[name] = _Followed(pool, basis)
+            known.spec = pool.spec
+            self._changed[name] = known
+
+    def _follow_some(self, group: asyncio.TaskGroup) -> None:
+        """Endpoints of pools that have changed: all of one, and of more while that is quick."""
+        seen = 0
+        while self._changed and seen < _MOST_FOLLOWED:
+            name = next(iter(self._changed))
+            known = self._changed.pop(name)
+            if self._followed.get(name) is known:
+                seen += len(known.pool.table)
+                self._follow_endpoints(known, group)
+
+    def _follow_endpoints(self, known: _Followed, group: asyncio.TaskGroup) -> None:
+        pool, polls = known.pool, known.polls
+        wanted = pool.table.active_addresses if pool.report_interval_s > 0 else []
+        self._stop([polls.pop(address) for address in polls.keys() - set(wanted)])
+        for address in wanted:
+            if address not in polls:
+                polls[address] = _Poll(
+                    pool,
+                    address,
+                    self._metrics,
+                    group,
+                    self._access,
+                    clock=self._clock,
+                    rng=self._rng,
+                    scraper=self,
+                )
+
+    def _stop(self, polls: Iterable[_Poll]) -> None:
+        for poll in polls:
+            poll.stop()
+            self._kept.discard(poll)
+
+
+class _BoundedLog:
+    """Lines of many engines at once: of each kind the first few of a period are named, and the others counted."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._counts: dict[tuple[int, str], int] = {}
+        self._ends_at_s = 0.0
+
+    def note(self, level: int, line: str, others: str, error: Exception | None = None) -> None:
+        """``others``: said in place of further lines, after their number. ``error``: logged with its traceback."""
+        if not self._counts:
+            self._ends_at_s = self._clock() + _LOG_PERIOD_S
+        count = self._counts[level, others] = self._counts.get((level, others), 0) + 1
+        if count <= _MOST_NAMED:
+            log.log(level, "%s", line, exc_info=error)
+
+    def tick(self) -> None:
+        """The period may be over."""
+        if self._counts and self._clock() >= self._ends_at_s:
+            for (level, others), count in self._counts.items():
+                if count > _MOST_NAMED:
+                    log.log(level, "%d %s", count - _MOST_NAMED, others)
+            self._counts.clear()
 
 
 class _Poll:
@@ -126,9 +248,10 @@ class _Poll:
         *,
         clock: Callable[[], float],
         rng: random.Random,
-        deliver: Callable[[EngineSaid], object],
+        scraper: EngineScraper,
     ) -> None:
-        self._deliver = deliver
+        self._deliver = scraper.deliver
+        self._scraper = scraper
         self._pool, self._address = pool, address
         self._metrics, self._group, self._clock, self._rng = metrics, group, clock, rng
         self._host, self._port = parse_address(address)
@@ -145,41 +268,42 @@ class _Poll:
         self._is_scraping = False
         self._asked_at_s = clock()
         # metrics are read before the first list of models
-        self._pause_s = self._interval_s = float(pool.spec.scrape_interval)
-        self._models_at_s = clock() + self._interval_s
+        self._pause_s = pool.report_interval_s
+        self._models_at_s = clock() + self._pause_s
+        self._is_stopped = False
         self._loop = asyncio.get_running_loop()
         # spread the first scrapes over an interval
-        self._next_at_s = clock() + self._interval_s * rng.random()
+        self.next_at_s = math.inf
+        scraper.wait_until(clock() + self._pause_s * rng.random(), self)
         self._connecting: asyncio.Task[None] | None = None
         # the last warnings, not to be repeated until they change or the engine has answered again
         self._said = self._models_said = ""
 
     def stop(self) -> None:
         """Stop scraping and close the connection."""
-        self._interval_s = 0.0
+        self._is_stopped, self.next_at_s = True, math.inf
         if self._connecting is not None:
             self._connecting.cancel()
         if self._connection is not None:
             self._connection.give_up()
 
     def tick(self, now: float) -> None:
-        """Start a scrape if one is due; one that is still running after its timeout has failed."""
-        if now < self._next_at_s:
-            return
+        """Start a scrape; one that is still running after its timeout has failed."""
         if self._is_scraping:
-            self._time_out()
+            self._time_out(now)
             return
         self._is_scraping = True
         self._asked_at_s = now
-        self._next_at_s = now + _TIMEOUT_S
+        self._scraper.wait_until(now + _TIMEOUT_S, self)
         try:
             self._start(now)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other engines are scraped
             self._failed(_unforeseen(error), error)
 
-    def _time_out(self) -> None:
+    def _time_out(self, now: float) -> None:
         if self._connecting is not None and not self._connecting.done():
             # that has its own timeout
+            self._scraper.wait_until(now + _TICK_S, self)
             return
         message = f"no answer within {_TIMEOUT_S:g} s"
         if self._connection is not None and self._connection.is_busy:
@@ -207,10 +331,12 @@ class _Poll:
                     server_hostname=access.server_name,
                 )
         except (OSError, ValueError) as error:  # includes TimeoutError
-            self._engine_failed(f"cannot connect: {str(error) or 'no answer'}")
+            self._reads_models = False
+            self._failed(f"cannot connect: {str(error) or 'no answer'}")
             return
         except Exception as error:  # noqa: BLE001 - whatever it is, the other engines are scraped
-            self._engine_failed(_unforeseen(error), error)
+            self._reads_models = False
+            self._failed(_unforeseen(error), error)
             return
         self._metrics_request = get_request(self._host, self._port, self._metrics_path, access.authorization)
         self._models_request = get_request(self._host, self._port, _MODELS_PATH, access.authorization)
@@ -219,43 +345,53 @@ class _Poll:
 
     def _failed(self, message: str, unforeseen: Exception | None = None) -> None:
         """``unforeseen``: an error of our own code, whose traceback is logged."""
+        if self._is_stopped:
+            return
         if self._reads_models:
             self._models_failed(message, unforeseen)
         else:
             self._engine_failed(message, unforeseen)
 
     def _engine_failed(self, message: str, unforeseen: Exception | None = None) -> None:
-        if not self._interval_s:
-            return
-        self._pause_s = min(_MAX_PAUSE_S, 2 * self._pause_s)
+        # never more often than those that answer
+        self._pause_s = max(self._pool.report_interval_s, min(_MAX_PAUSE_S, 2 * self._pause_s))
         self._schedule_next()
         self._metrics.scrape_failed(self._pool.name)
         if message != self._said:
             self._said = message
-            what = "cannot scrape engine %s: %s; using our own counts instead"
-            log.warning(what, self._address, message, exc_info=unforeseen)
+            self._scraper.log.note(
+                logging.WARNING,
+                f"cannot scrape engine {self._address}: {message}; using our own counts instead",
+                "more engines cannot be scraped; attache top names them",
+                unforeseen,
+            )
 
     def _models_failed(self, message: str, unforeseen: Exception | None) -> None:
         """Metrics are read all the same: if the engine is gone, they say so."""
-        if not self._interval_s:
-            return
         self._schedule_next()
-        self._models_at_s = self._clock() + _MODELS_LONG_INTERVAL_S
+        self._models_at_s = self._clock() + self._models_pause_s(_MODELS_LONG_INTERVAL_S)
         if message != self._models_said:
             self._models_said = message
-            what = "engine %s shows no list of its models at %s: %s; it counts as having no other adapters than before"
             # without adapters, nobody misses the list
-            level = logging.WARNING if self._may_change_models or unforeseen else logging.INFO
-            log.log(level, what, self._address, _MODELS_PATH, message, exc_info=unforeseen)
+            self._scraper.log.note(
+                logging.WARNING if self._may_change_models or unforeseen else logging.INFO,
+                f"engine {self._address} shows no list of its models at {_MODELS_PATH}: {message}; "
+                "it counts as having no other adapters than before",
+                "more engines show no list of their models",
+                unforeseen,
+            )
 
     def _schedule_next(self) -> None:
         self._is_scraping = False
         # counted from the start of the last scrape; ticks are half a tick late on average
-        self._next_at_s = self._asked_at_s + self._pause_s * self._rng.uniform(0.9, 1.1) - _TICK_S / 2
+        pause_s = self._pause_s * self._rng.uniform(0.9, 1.1) - _TICK_S / 2
+        self._scraper.wait_until(self._asked_at_s + pause_s, self)
+        if self._connection is not None and not self._scraper.may_keep(self):
+            self._connection.give_up()
 
     def _resume(self, page_bytes: int = 0) -> None:
         """The engine has answered: scrape it as often as configured, if its pages are not very long."""
-        self._pause_s = max(self._interval_s, page_bytes * _PAUSE_S_PER_BYTE)
+        self._pause_s = max(self._pool.report_interval_s, page_bytes * _PAUSE_S_PER_BYTE)
         self._schedule_next()
 
     def _take(self, body: bytes) -> None:
@@ -268,6 +404,9 @@ class _Poll:
             self._failed(str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, this engine and the others are scraped again
             self._failed(_unforeseen(error), error)
+
+    def _models_pause_s(self, interval_s: float) -> float:
+        return max(interval_s, (_READS_A_LIST - 0.5) * self._pause_s)
 
     @property
     def _may_change_models(self) -> bool:
@@ -284,19 +423,24 @@ class _Poll:
             )
             return
         if reading.has_restarted:
-            log.info("engine %s has restarted: assuming an empty cache", self._address)
+            self._scraper.log.note(
+                logging.INFO,
+                f"engine {self._address} has restarted: assuming an empty cache",
+                "more engines have restarted",
+            )
         self._has_loras = self._has_loras or reading.report.loras is not None
         server = self._pool.name
         self._deliver(EngineSaid(server, self._address, reading.report, reading.cache, reading.has_restarted))
         self._metrics.scraped(server)
         self._resume(len(page))
         if self._said:
-            log.info("engine %s reports again", self._address)
+            self._scraper.log.note(logging.INFO, f"engine {self._address} reports again", "more engines report again")
             self._said = ""
 
     def _take_models(self, body: bytes) -> None:
         self._deliver(EngineSaid(self._pool.name, self._address, EngineReport(), models=models_in(body)))
-        self._models_at_s = self._clock() + (_MODELS_INTERVAL_S if self._may_change_models else _MODELS_LONG_INTERVAL_S)
+        interval_s = _MODELS_INTERVAL_S if self._may_change_models else _MODELS_LONG_INTERVAL_S
+        self._models_at_s = self._clock() + self._models_pause_s(interval_s)
         self._models_said = ""
         self._resume()
 

@@ -84,6 +84,8 @@ class KvEventFeed:
         tasks: dict[Publisher, asyncio.Task[None]] = {}
         seen: object = None
         context = zmq.asyncio.Context()
+        # a subscription takes two sockets; ZeroMQ allows 1,023 by itself, and descriptors end before these do
+        context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
         ranks: _Ranks = {}
         try:
             async with asyncio.TaskGroup() as group:

@@ -5,21 +5,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
-
 from extproc.metrics.collectors import DeferredHistograms
+from extproc.metrics.exposition import Family, PiecewiseCollector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from prometheus_client import CollectorRegistry
-    from prometheus_client.metrics_core import Metric
 
     from extproc.core.awaiting import ZeroDemand
     from extproc.core.effects import Decision, EngineStarted
 
 _BUCKETS: Final = (1, 2.5, 5, 10, 20, 30, 45, 60, 90, 120, 180, 300, 600, 1200, 1800, 3600)
+
+
+_WAITING: Final = Family(
+    "attache_activation_waiting", "Requests that wait because no engine can take them.", ("server",)
+)
 
 
 class ActivationMetrics:
@@ -51,21 +53,14 @@ class ActivationMetrics:
         self._starts.observe(effect.after_s, effect.server)
 
 
-class _WaitingSeries(Collector):
+class _WaitingSeries(PiecewiseCollector):
     """Read from the core when Prometheus asks."""
+
+    families = (_WAITING,)
 
     def __init__(self, at_zero: Callable[[], Mapping[str, ZeroDemand]]) -> None:
         self._at_zero = at_zero
 
-    def describe(self) -> Iterable[Metric]:
-        """Nothing to check for clashes; asking would need the core."""
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
+    def pieces(self) -> Iterator[str]:
         """Of ModelServers that requests wait for now."""
-        waiting = GaugeMetricFamily(
-            "attache_activation_waiting", "Requests that wait because no engine can take them.", labels=["server"]
-        )
-        for server, one in self._at_zero().items():
-            waiting.add_metric([server], one.requests)
-        yield waiting
+        return _WAITING.pieces(_WAITING.line((server,), one.requests) for server, one in list(self._at_zero().items()))

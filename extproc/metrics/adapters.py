@@ -5,22 +5,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
-
 from extproc.metrics.collectors import Counters, DeferredHistograms
+from extproc.metrics.exposition import Family, PiecewiseCollector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from prometheus_client import CollectorRegistry
-    from prometheus_client.metrics_core import Metric
 
     from extproc.core.effects import Decision
     from extproc.core.types import LoadResult
     from extproc.scheduling.pool import Pool
 
 _BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)
+
+
+_WAITING: Final = Family("attache_adapter_waiting", "Requests that wait for an adapter.", ("server",))
+_HELD: Final = Family("attache_adapters_held", "Adapters that take a slot of the engine.", ("server", "endpoint"))
 
 
 class AdapterMetrics:
@@ -59,26 +60,20 @@ class AdapterMetrics:
         self._waits.observe(decision.adapter_wait_s, decision.server)
 
 
-class _AdapterSeries(Collector):
+class _AdapterSeries(PiecewiseCollector):
     """Read from the pools when Prometheus asks."""
+
+    families = (_WAITING, _HELD)
 
     def __init__(self, pools: Callable[[], Iterable[Pool]]) -> None:
         self._pools = pools
 
-    def describe(self) -> Iterable[Metric]:
-        """Nothing to check for clashes; asking would need the pools."""
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
+    def pieces(self) -> Iterator[str]:
         """Of ModelServers with adapters on demand."""
-        waiting = GaugeMetricFamily("attache_adapter_waiting", "Requests that wait for an adapter.", labels=["server"])
-        held = GaugeMetricFamily(
-            "attache_adapters_held", "Adapters that take a slot of the engine.", labels=["server", "endpoint"]
+        pools = [(pool, slots) for pool in self._pools() if (slots := pool.slots) is not None]
+        yield from _WAITING.pieces(_WAITING.line((pool.name,), slots.waiting) for pool, slots in pools)
+        yield from _HELD.pieces(
+            _HELD.line((pool.name, address), len(slots.held(row)))
+            for pool, slots in pools
+            for address, row in zip(pool.table.active_addresses, pool.table.active_rows, strict=True)
         )
-        for pool in self._pools():
-            if pool.slots is None:
-                continue
-            waiting.add_metric([pool.name], pool.slots.waiting)
-            for row in pool.table.active_rows:
-                held.add_metric([pool.name, pool.table.addresses[row]], len(pool.slots.held(row)))
-        yield from (waiting, held)

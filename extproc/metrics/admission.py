@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
-
 from extproc.metrics.collectors import Counters, DeferredHistogram, DeferredHistograms
+from extproc.metrics.exposition import Family, PiecewiseCollector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from prometheus_client import CollectorRegistry
-    from prometheus_client.metrics_core import Metric
 
     from extproc.admission.gate import Gate
     from extproc.admission.queued_request import QueuedRequest
@@ -28,6 +25,17 @@ MOST_TENANTS: Final = 500
 OTHERS: Final = "(others)"
 _WAIT_BUCKETS: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _REDIS_BUCKETS: Final = (1e-4, 2e-4, 3e-4, 5e-4, 7.5e-4, 1e-3, 1.5e-3, 2.5e-3, 5e-3, 1e-2, 0.05, 0.25)
+
+
+_BANDS: Final = ("server", "band")
+_WAITING: Final = Family("attache_queue_waiting", "Requests that wait for an engine.", _BANDS)
+_HELD: Final = Family("attache_queue_bytes", "Bytes of requests that wait.", _BANDS)
+_FLOWS: Final = Family("attache_queue_flows", "Flows that are remembered.", _BANDS)
+_FULL: Final = Family("attache_saturation", "How full the engines are, 0 to 1, when last looked at.", ("server",))
+_STALE: Final = Family("attache_stale_endpoints", "Engines judged by our own counts, for want of reports.", ("server",))
+_WANTED: Final = Family(
+    "attache_wanted_engines", "Requests that wait while there is no engine: start one.", ("server",)
+)
 
 
 class AdmissionMetrics:
@@ -109,8 +117,10 @@ class AdmissionMetrics:
         return "" if gate is None else gate.queue.band_of(queued.priority).spec.name
 
 
-class _QueueSeries(Collector):
+class _QueueSeries(PiecewiseCollector):
     """Read from the queues when Prometheus asks."""
+
+    families = (_WAITING, _HELD, _FLOWS, _FULL, _STALE, _WANTED)
 
     def __init__(
         self, gates: Callable[[], Mapping[str, Gate]], at_zero: Callable[[], Mapping[str, ZeroDemand]]
@@ -118,34 +128,16 @@ class _QueueSeries(Collector):
         self._gates = gates
         self._at_zero = at_zero
 
-    def describe(self) -> Iterable[Metric]:
-        """Nothing to check for clashes; asking would need the gates."""
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
+    def pieces(self) -> Iterator[str]:
         """By server, and by band."""
-        one, two = ["server"], ["server", "band"]
-        waiting = GaugeMetricFamily("attache_queue_waiting", "Requests that wait for an engine.", labels=two)
-        held = GaugeMetricFamily("attache_queue_bytes", "Bytes of requests that wait.", labels=two)
-        flows = GaugeMetricFamily("attache_queue_flows", "Flows that are remembered.", labels=two)
-        full = GaugeMetricFamily(
-            "attache_saturation", "How full the engines are, 0 to 1, when last looked at.", labels=one
-        )
-        stale = GaugeMetricFamily(
-            "attache_stale_endpoints", "Engines judged by our own counts, for want of reports.", labels=one
-        )
-        wanted = GaugeMetricFamily(
-            "attache_wanted_engines", "Requests that wait while there is no engine: start one.", labels=one
-        )
-        for name, gate in self._gates().items():
-            for band in gate.queue.bands:
-                waiting.add_metric([name, band.spec.name], band.requests)
-                held.add_metric([name, band.spec.name], band.bytes)
-                flows.add_metric([name, band.spec.name], len(band.flows))
-            full.add_metric([name], gate.saturation)
-            stale.add_metric([name], gate.stale_endpoints)
-        at_zero = {name: one.requests for name, one in self._at_zero().items()}
-        queued = {name: len(gate.queue) if gate.wants_engines else 0 for name, gate in self._gates().items()}
-        for name in dict.fromkeys((*queued, *at_zero)):
-            wanted.add_metric([name], queued.get(name, 0) + at_zero.get(name, 0))
-        yield from (waiting, held, flows, full, stale, wanted)
+        gates = list(self._gates().items())
+        bands = [(name, band) for name, gate in gates for band in gate.queue.bands]
+        yield from _WAITING.pieces(_WAITING.line((name, band.spec.name), band.requests) for name, band in bands)
+        yield from _HELD.pieces(_HELD.line((name, band.spec.name), band.bytes) for name, band in bands)
+        yield from _FLOWS.pieces(_FLOWS.line((name, band.spec.name), len(band.flows)) for name, band in bands)
+        yield from _FULL.pieces(_FULL.line((name,), gate.saturation) for name, gate in gates)
+        yield from _STALE.pieces(_STALE.line((name,), gate.stale_endpoints) for name, gate in gates)
+        wanted = {name: len(gate.queue) if gate.wants_engines else 0 for name, gate in gates}
+        for name, one in self._at_zero().items():
+            wanted[name] = wanted.get(name, 0) + one.requests
+        yield from _WANTED.pieces(_WANTED.line((name,), count) for name, count in wanted.items())

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
-from prometheus_client.registry import Collector
+
+from extproc.metrics.exposition import Family, PiecewiseCollector, labelled, number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
 _MOST_PENDING: Final = 4096
 
 
-class Counters(Collector):
+class Counters(PiecewiseCollector):
     """One counter family. Its label values come from the configuration and from fixed sets, or are bounded by who
     adds.
     """
 
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
-        self._name, self._text, self._labels = name, text, labels
+        self._family = Family(name, text, tuple(labels), "counter")
+        self.families = (self._family,)
         self._counts: defaultdict[tuple[str, ...], float] = defaultdict(int)
         registry.register(self)
 
@@ -48,23 +50,23 @@ class Counters(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """Its name, so that a second one of that name is refused."""
-        return [CounterMetricFamily(self._name, self._text, labels=self._labels)]
+        return [CounterMetricFamily(self._family.name, self._family.text, labels=self._family.labels)]
 
-    def collect(self) -> Iterator[Metric]:
+    def pieces(self) -> Iterator[str]:
         """All series."""
-        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for values, count in self._counts.items():
-            family.add_metric(values, count)
-        yield family
+        # events go on between two pieces
+        names, counts = list(self._counts), self._counts
+        return self._family.pieces(self._family.line(values, counts[values]) for values in names)
 
 
-class DeferredHistograms(Collector):
+class DeferredHistograms(PiecewiseCollector):
     """One histogram family. ``bounds``: upper bounds of its buckets, in seconds."""
 
     def __init__(
         self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str], registry: CollectorRegistry
     ) -> None:
-        self._name, self._text, self._labels = name, text, labels
+        self._family = Family(name, text, tuple(labels), "histogram")
+        self.families = (self._family,)
         self._bounds = np.array(bounds)
         self._series: dict[tuple[str, ...], _Buckets] = {}
         registry.register(self)
@@ -83,14 +85,21 @@ class DeferredHistograms(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """Its name, so that a second one of that name is refused."""
-        return [HistogramMetricFamily(self._name, self._text, labels=self._labels)]
+        return [HistogramMetricFamily(self._family.name, self._family.text, labels=self._family.labels)]
 
-    def collect(self) -> Iterator[Metric]:
+    def pieces(self) -> Iterator[str]:
         """All series."""
-        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
-        for values, buckets in self._series.items():
-            family.add_metric(values, *buckets.cumulated())
-        yield family
+        return self._family.pieces(
+            line for values, buckets in list(self._series.items()) for line in self._lines(values, buckets)
+        )
+
+    def _lines(self, values: tuple[str, ...], buckets: _Buckets) -> Iterator[str]:
+        name, labels = self._family.name, self._family.labels
+        counts, total = buckets.cumulated()
+        for bound, count in counts:
+            yield f"{name}_bucket{labelled((*labels, 'le'), (*values, bound))} {number(count)}\n"
+        own = labelled(labels, values)
+        yield f"{name}_count{own} {number(counts[-1][1])}\n{name}_sum{own} {number(total)}\n"
 
 
 class DeferredHistogram(DeferredHistograms):

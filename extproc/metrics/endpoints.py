@@ -1,27 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Series by endpoint, read from the endpoint tables when Prometheus asks"""
+"""Series by endpoint, read from the endpoint tables while Prometheus reads the page"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
+import numpy as np
+
+from extproc.metrics.exposition import Family, PiecewiseCollector, escaped, number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from prometheus_client.metrics_core import Metric
+    from numpy.typing import NDArray
 
     from extproc.endpoints.health import EndpointHealth
+    from extproc.endpoints.table import EndpointTable
     from extproc.scheduling.pool import Pool
 
+    # one for each of the rows; None: no sample
+    _Values = Sequence[float | None]
+    _Column = Callable[[Pool, list[int]], _Values]
 
 # It could not be reached or answered nothing, which needs no comparison with others.
 _BACKS_OFF: Final = "no_answer"
+_LABELS: Final = ("server", "endpoint")
+_AVOIDED: Final = Family(
+    "attache_endpoint_avoided",
+    "1 while it is avoided, by how it fails; no series otherwise.",
+    (*_LABELS, "reason"),
+)
+_SINCE: Final = Family("attache_endpoint_avoided_since_timestamp_seconds", "Since when it is avoided.", _LABELS)
+_INTERVAL: Final = Family(
+    "attache_engine_report_interval_seconds",
+    "Between two reads of an engine's metrics; no series if never.",
+    ("server",),
+)
 
 
-class EndpointSeries(Collector):
+class EndpointSeries(PiecewiseCollector):
     """They end when the endpoint leaves the configuration."""
 
     def __init__(
@@ -31,71 +48,116 @@ class EndpointSeries(Collector):
         self._pools = pools
         self._clock = clock
         self._wall_clock = wall_clock
+        self._columns: tuple[tuple[Family, _Column], ...] = (
+            (_series("attache_in_flight", "Requests picked and not over."), _of(lambda table: table.in_flight)),
+            (
+                _series("attache_prefill_tokens_per_second", "Learned speed of prefill."),
+                _of(lambda table: table.prefill_rate),
+            ),
+            (
+                _series("attache_prompt_tokens", "Prompt tokens, as engines report.", "counter"),
+                _of(lambda table: table.prompt_tokens),
+            ),
+            (
+                _series("attache_cached_tokens", "Prompt tokens found in the cache.", "counter"),
+                _of(lambda table: table.cached_tokens),
+            ),
+            (_series("attache_cached_token_ratio", "Cached share of all prompt tokens."), _cached_ratio),
+            (_series("attache_prefix_blocks", "Blocks in the prefix index."), _blocks),
+            (
+                _series("attache_engine_waiting", "Waiting requests, as the engine says."),
+                _reported(lambda table: table.waiting),
+            ),
+            (
+                _series("attache_engine_running", "Running requests, as the engine says."),
+                _reported(lambda table: table.running),
+            ),
+            (
+                _series("attache_engine_kv_usage", "Share of the KV cache in use, 0 to 1."),
+                _reported(lambda table: table.kv_usage),
+            ),
+            (_series("attache_engine_report_age_seconds", "Age of what the engine says."), self._age),
+            (_series("attache_endpoint_ttft_seconds", "Recent mean time to first token; no series if unknown."), _ttft),
+            (
+                _series("attache_endpoint_failed_ratio", "Failed share of its last 50 answers or so, the latest most."),
+                _failed,
+            ),
+        )
+        self.families = (*(family for family, _ in self._columns), _AVOIDED, _SINCE, _INTERVAL)
 
-    def describe(self) -> Iterable[Metric]:
-        """Nothing to check for clashes; asking would need the pools."""
-        return ()
+    def pieces(self) -> Iterator[str]:
+        """One sample an endpoint and family. Values are those of the moment when their piece is written."""
+        pools = list(self._pools())
+        for family, column in self._columns:
+            yield from family.pieces(line for pool in pools for line in _lines(family.series, pool, column))
+        yield from _AVOIDED.pieces(line for pool in pools for line in _avoided_lines(pool))
+        yield from _SINCE.pieces(line for pool in pools for line in _lines(_SINCE.series, pool, self._avoided_since))
+        yield from _INTERVAL.pieces(
+            _INTERVAL.line((pool.name,), pool.report_interval_s) for pool in pools if pool.report_interval_s
+        )
 
-    def collect(self) -> Iterator[Metric]:
-        """One sample an endpoint and family."""
-        labels = ["server", "endpoint"]
-        in_flight = GaugeMetricFamily("attache_in_flight", "Requests picked and not over.", labels=labels)
-        rate = GaugeMetricFamily("attache_prefill_tokens_per_second", "Learned speed of prefill.", labels=labels)
-        prompt = CounterMetricFamily("attache_prompt_tokens", "Prompt tokens, as engines report.", labels=labels)
-        cached = CounterMetricFamily("attache_cached_tokens", "Prompt tokens found in the cache.", labels=labels)
-        ratio = GaugeMetricFamily("attache_cached_token_ratio", "Cached share of all prompt tokens.", labels=labels)
-        blocks = GaugeMetricFamily("attache_prefix_blocks", "Blocks in the prefix index.", labels=labels)
-        waiting = GaugeMetricFamily("attache_engine_waiting", "Waiting requests, as the engine says.", labels=labels)
-        running = GaugeMetricFamily("attache_engine_running", "Running requests, as the engine says.", labels=labels)
-        usage = GaugeMetricFamily("attache_engine_kv_usage", "Share of the KV cache in use, 0 to 1.", labels=labels)
-        age = GaugeMetricFamily("attache_engine_report_age_seconds", "Age of what the engine says.", labels=labels)
-        ttft = GaugeMetricFamily(
-            "attache_endpoint_ttft_seconds", "Recent mean time to first token; no series if unknown.", labels=labels
-        )
-        failed = GaugeMetricFamily(
-            "attache_endpoint_failed_ratio",
-            "Failed share of its last 50 answers or so, the latest most.",
-            labels=labels,
-        )
-        avoided = GaugeMetricFamily(
-            "attache_endpoint_avoided",
-            "1 while it is avoided, by how it fails; no series otherwise.",
-            labels=[*labels, "reason"],
-        )
-        since = GaugeMetricFamily(
-            "attache_endpoint_avoided_since_timestamp_seconds", "Since when it is avoided.", labels=labels
-        )
-        now, wall_now_s = self._clock(), self._wall_clock()
-        for pool in self._pools():
-            table = pool.table
-            for address in table.active_addresses:
-                row = table.row_of(address)
-                if row is None:
-                    continue
-                key = [pool.name, address]
-                prompt_tokens, cached_tokens = int(table.prompt_tokens[row]), int(table.cached_tokens[row])
-                in_flight.add_metric(key, float(table.in_flight[row]))
-                rate.add_metric(key, float(table.prefill_rate[row]))
-                prompt.add_metric(key, prompt_tokens)
-                cached.add_metric(key, cached_tokens)
-                ratio.add_metric(key, cached_tokens / prompt_tokens if prompt_tokens else 0.0)
-                blocks.add_metric(key, pool.caches.index.blocks_held(row))
-                if table.has_reported(row):
-                    waiting.add_metric(key, float(table.waiting[row]))
-                    running.add_metric(key, float(table.running[row]))
-                    usage.add_metric(key, float(table.kv_usage[row]))
-                    age.add_metric(key, now - float(table.reported_at_s[row]))
-                if table.ttft_s[row]:
-                    ttft.add_metric(key, float(table.ttft_s[row]))
-                health = table.healths[row]
-                failed.add_metric(key, health.failed / health.answers if health.answers else 0.0)
-                reasons = _reasons(health, backs_off=bool(table.failures[row]))
-                for reason in reasons:
-                    avoided.add_metric([*key, reason], 1)
-                if reasons:
-                    since.add_metric(key, wall_now_s - (now - health.avoided_since_s))
-        yield from (in_flight, rate, prompt, cached, ratio, blocks, waiting, running, usage, age)
-        yield from (ttft, failed, avoided, since)
+    def _age(self, pool: Pool, rows: list[int]) -> _Values:
+        now = self._clock()
+        return _reported(lambda table: now - table.reported_at_s)(pool, rows)
+
+    def _avoided_since(self, pool: Pool, rows: list[int]) -> _Values:
+        table, ahead_s = pool.table, self._wall_clock() - self._clock()
+        return [
+            ahead_s + table.healths[row].avoided_since_s if table.healths[row].reasons or table.failures[row] else None
+            for row in rows
+        ]
+
+
+def _series(name: str, text: str, kind: str = "gauge") -> Family:
+    return Family(name, text, _LABELS, kind)
+
+
+def _lines(series: str, pool: Pool, column: _Column) -> Iterator[str]:
+    """Of one ModelServer. An address needs no escape; the rest of the labels is the same in every line."""
+    head, tail = f'{series}{{endpoint="', f'",server="{escaped(pool.name)}"}} '
+    addresses, values = pool.table.active_addresses, column(pool, pool.table.active_rows)
+    for address, value in zip(addresses, values, strict=True):
+        yield "" if value is None else f"{head}{address}{tail}{number(value)}\n"
+
+
+def _avoided_lines(pool: Pool) -> Iterator[str]:
+    table = pool.table
+    for address, row in zip(table.active_addresses, table.active_rows, strict=True):
+        reasons = _reasons(table.healths[row], backs_off=bool(table.failures[row]))
+        yield "".join([_AVOIDED.line((pool.name, address, reason), 1) for reason in reasons])
+
+
+def _of(column: Callable[[EndpointTable], NDArray[Any]]) -> _Column:
+    return lambda pool, rows: column(pool.table)[rows].tolist()
+
+
+def _reported(column: Callable[[EndpointTable], NDArray[Any]]) -> _Column:
+    """Of engines that have reported."""
+
+    def values(pool: Pool, rows: list[int]) -> _Values:
+        found = column(pool.table)[rows].tolist()
+        return [value if pool.table.has_reported(row) else None for row, value in zip(rows, found, strict=True)]
+
+    return values
+
+
+def _cached_ratio(pool: Pool, rows: list[int]) -> _Values:
+    prompt, cached = pool.table.prompt_tokens[rows], pool.table.cached_tokens[rows]
+    ratios: _Values = (cached / np.maximum(prompt, 1)).tolist()
+    return ratios
+
+
+def _blocks(pool: Pool, rows: list[int]) -> _Values:
+    return [pool.caches.index.blocks_held(row) for row in rows]
+
+
+def _ttft(pool: Pool, rows: list[int]) -> _Values:
+    return [seconds or None for seconds in pool.table.ttft_s[rows].tolist()]
+
+
+def _failed(pool: Pool, rows: list[int]) -> _Values:
+    healths = [pool.table.healths[row] for row in rows]
+    return [one.failed / one.answers if one.answers else 0.0 for one in healths]
 
 
 def _reasons(health: EndpointHealth, *, backs_off: bool) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import Gauge
 
 from extproc.core.effects import Decision, EngineStarted, Fault, Left, LoadEnded, Refused, Settled
 from extproc.metrics.activation import ActivationMetrics
@@ -18,6 +18,7 @@ from extproc.metrics.adapters import AdapterMetrics
 from extproc.metrics.admission import AdmissionMetrics
 from extproc.metrics.collectors import Counters, DeferredHistogram
 from extproc.metrics.endpoints import EndpointSeries
+from extproc.metrics.exposition import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -50,7 +51,7 @@ class Metrics:
         ``at_zero``: who waits for engines.
         """
         self.decision_log = log
-        self.registry = CollectorRegistry()
+        self.registry = Registry()
         self.admission = AdmissionMetrics(self.registry, gates, at_zero)
         self._adapters = AdapterMetrics(self.registry, pools)
         self._activation = ActivationMetrics(self.registry, at_zero)
@@ -139,6 +140,12 @@ class Metrics:
         self._scrapes = Counters(
             "attache_engine_reports", "Readings of engines' metrics.", ["server", "result"], self.registry
         )
+        self._stretch = Gauge(
+            "attache_scrape_stretch",
+            "By what scrape intervals are multiplied, so that reading engines leaves time for requests.",
+            registry=self.registry,
+        )
+        self._stretch.set(1)
         self.registry.register(EndpointSeries(pools, clock, wall_clock))
         age = Gauge("attache_config_age_seconds", "Age of the configuration in use.", registry=self.registry)
         # client_golang's idiom; prometheus_client keeps the value of a set gauge where no function computes it
@@ -249,6 +256,10 @@ class Metrics:
     def scrape_failed(self, server: str) -> None:
         """An engine could not be asked."""
         self._scrapes.add(server, "failed")
+
+    def scrapes_stretched(self, factor: float) -> None:
+        """Scrape intervals are so many times as long as configured."""
+        self._stretch.set(factor)
 
     def unmatched_entry(self, *, has_ticket: bool) -> None:
         """An access log entry without a ticket, or with one that this process did not give or has settled."""

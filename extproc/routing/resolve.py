@@ -61,17 +61,25 @@ class _Served(msgspec.Struct, frozen=True):
 
     routes: dict[str, _Route]
     models: list[ListedModel]
+    by_name: dict[str, ListedModel]
 
 
-_NOTHING = _Served({}, [])
+_NOTHING = _Served({}, [], {})
 
 
 class RoutingTable:
     """All ModelRoutes of a snapshot, by the names that clients ask for."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, before: RoutingTable | None = None) -> None:
+        """``before``: the table in use; what has not changed since is not compiled again."""
         served = {server.metadata.key: server.spec.model for server in snapshot.servers}
-        compiled = [(route, _compile_all(route, served)) for route in snapshot.routes]
+        known = {} if before is None or before.served_models != served else before.compiled
+        self.served_models: Mapping[str, str] = served
+        # by identity: the loader gives a route that has not changed again as the same object
+        self.compiled: Mapping[int, tuple[ModelRoute, list[tuple[ListedModel, _Route]]]] = {
+            id(route): known.get(id(route)) or (route, _compile_all(route, served)) for route in snapshot.routes
+        }
+        compiled = list(self.compiled.values())
         # by listener; "": of all listeners, of which the first route for a name counts
         self._served = {"": _serve(found for _, found in compiled)}
         for one in snapshot.gateway.listeners:
@@ -91,6 +99,10 @@ class RoutingTable:
     def models_on(self, listener: str) -> list[ListedModel]:
         """The same of one listener; an empty name: of all."""
         return self._of(listener).models
+
+    def model_on(self, listener: str, name: str) -> ListedModel | None:
+        """One of these."""
+        return self._of(listener).by_name.get(name)
 
     def knows(self, model: str) -> bool:
         """Whether a route serves that name."""
@@ -187,11 +199,12 @@ def _compile_all(route: ModelRoute, served: Mapping[str, str]) -> list[tuple[Lis
 
 
 def _serve(found: Iterable[list[tuple[ListedModel, _Route]]]) -> _Served:
-    served = _Served({}, [])
+    served = _Served({}, [], {})
     for listed, route in chain.from_iterable(found):
         if listed.name not in served.routes:
             served.routes[listed.name] = route
             served.models.append(listed)
+            served.by_name[listed.name] = listed
     return served
 
 

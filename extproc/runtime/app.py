@@ -19,6 +19,7 @@ from prometheus_client import disable_created_metrics
 
 from extproc.config.limits_without_redis import limits_without_redis
 from extproc.config.meeting import missed_meeting
+from extproc.config.scrapes import kept_connections, missing_descriptors
 from extproc.core.core import Core
 from extproc.failures import Supervisor
 from extproc.feeds.directory import DirectoryFeed
@@ -120,7 +121,7 @@ class App:
         )
         self._feed.started_with(snapshot)
         self._missed = ""
-        self._unshared: list[str] = []
+        self._warnings: list[str] = []
         self._look_at(snapshot)
         self._certificate: FollowedCertificate | None = None
         if settings.tls is not None:
@@ -128,7 +129,13 @@ class App:
             self._certificate = FollowedCertificate(settings.tls.files, tls_metrics, lambda: datetime.now(UTC))
         self._kv_events = KvEventFeed(core, metrics, self._supervisor)
         self._scraper = EngineScraper(
-            core, metrics, access=access, clock=clock, rng=random.Random(), deliver=performer.take_report
+            core,
+            metrics,
+            access=access,
+            clock=clock,
+            rng=random.Random(),
+            deliver=performer.take_report,
+            most_connections=kept_connections(settings.descriptors),
         )
         streams = StreamContext(core, metrics, clock, performer.perform, int(wall_clock()), settings.gateway)
         self._server = GrpcServer(
@@ -158,13 +165,15 @@ class App:
             self._has_pool.set()
         self._look_for_envoy(snapshot)
         worker = self._settings.worker
-        if self._settings.redis is not None or (worker is not None and worker.number):
+        if worker is not None and worker.number:
             return
-        unshared = limits_without_redis(snapshot)
-        for warning in unshared:
-            if warning not in self._unshared:
+        warnings = [*missing_descriptors(snapshot, self._settings.descriptors)]
+        if self._settings.redis is None:
+            warnings += limits_without_redis(snapshot)
+        for warning in warnings:
+            if warning not in self._warnings:
                 log.warning("%s", warning)
-        self._unshared = unshared
+        self._warnings = warnings
 
     def _look_for_envoy(self, snapshot: Snapshot) -> None:
         """Say if Envoy will call elsewhere: once, by the first of several workers, and again when it changes."""
@@ -277,7 +286,7 @@ class App:
             self._metrics.registry,
             is_ready=lambda: self._is_ready,
             report=lambda: self._feed.report,
-            loads=self._core.loads,
+            loads=self._core.loads_in_parts,
             demand=self._demand,
             explain=explain if self._settings.shows_reasons else None,
         )

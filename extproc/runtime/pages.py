@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 from aiohttp import web
-from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from extproc.config.demand import DEMAND_PATH
 from extproc.config.loads import LOADS_PATH
 from extproc.config.report import REPORT_PATH
+from extproc.core.loads import add_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from prometheus_client import CollectorRegistry
+    from collections.abc import Callable, Iterator
 
     from extproc.config.loads import EndpointLoad
     from extproc.config.report import ConfigReport
+    from extproc.metrics.exposition import Registry
     from extproc.runtime.demand_watch import DemandWatch
     from extproc.runtime.explain_page import ExplainPage
 
@@ -35,24 +34,26 @@ _INDEX: Final = {
 }
 _EXPLAIN: Final = "/debug/explain/PATH"
 
-# Who has not read a line by then is let go.
+# Of /loads, between two turns of other work.
+_POOLS_AT_ONCE: Final = 20
+# Who has not read a line or a piece by then is let go.
 _SLOWEST_S: Final = 5.0
 
 
 async def serve_pages(
     address: tuple[str, int],
-    registry: CollectorRegistry,
+    registry: Registry,
     *,
     is_ready: Callable[[], bool],
     report: Callable[[], ConfigReport],
-    loads: Callable[[], Mapping[str, EndpointLoad]],
+    loads: Callable[[], Iterator[dict[str, EndpointLoad]]],
     demand: DemandWatch,
     explain: ExplainPage | None,
 ) -> web.AppRunner:
     """Listen on ``address`` (host and port) until the result's ``cleanup``; raises OSError if it is taken."""
 
-    async def show_metrics(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def show_metrics(request: web.Request) -> web.StreamResponse:
+        return await _in_pieces(request, registry.pieces(), CONTENT_TYPE_LATEST)
 
     async def show_readiness(_: web.Request) -> web.Response:
         return web.Response(text="ready\n") if is_ready() else web.Response(text="not ready\n", status=503)
@@ -61,7 +62,7 @@ async def serve_pages(
         return web.Response(body=msgspec.json.encode(report()), content_type="application/json")
 
     async def show_loads(_: web.Request) -> web.Response:
-        return web.Response(body=msgspec.json.encode(loads()), content_type="application/json")
+        return web.Response(body=msgspec.json.encode(await _together(loads())), content_type="application/json")
 
     async def show_demand(request: web.Request) -> web.StreamResponse:
         if "watch" not in request.query:
@@ -95,6 +96,38 @@ async def serve_pages(
     return runner
 
 
+async def _together(parts: Iterator[dict[str, EndpointLoad]]) -> dict[str, EndpointLoad]:
+    found: dict[str, EndpointLoad] = {}
+    for number, part in enumerate(parts, start=1):
+        add_part(found, part)
+        if number % _POOLS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return found
+
+
+async def _in_pieces(request: web.Request, pieces: Iterator[str], content_type: str) -> web.StreamResponse:
+    """Each piece is made when the reader has taken those before it, and after other work has had its turn."""
+    answer = web.StreamResponse(headers={"Content-Type": content_type})
+    await answer.prepare(request)
+    for piece in pieces:
+        if piece and not await _written(request, answer, piece.encode()):
+            break
+        await asyncio.sleep(0)
+    return answer
+
+
+async def _written(request: web.Request, answer: web.StreamResponse, content: bytes) -> bool:
+    """Whether the reader takes it in time; one that does not is let go."""
+    try:
+        async with asyncio.timeout(_SLOWEST_S):
+            await answer.write(content)
+    except (TimeoutError, ConnectionError):
+        if request.transport is not None:
+            request.transport.abort()
+        return False
+    return True
+
+
 async def _stream(request: web.Request, demand: DemandWatch) -> web.StreamResponse:
     """Lines until the client or the process goes."""
     if not demand.has_room:
@@ -104,11 +137,6 @@ async def _stream(request: web.Request, demand: DemandWatch) -> web.StreamRespon
     async with contextlib.aclosing(demand.lines(changes=changes)) as lines:
         await answer.prepare(request)
         async for line in lines:
-            try:
-                async with asyncio.timeout(_SLOWEST_S):
-                    await answer.write(line)
-            except (TimeoutError, ConnectionError):
-                if request.transport is not None:
-                    request.transport.abort()
+            if not await _written(request, answer, line):
                 break
     return answer

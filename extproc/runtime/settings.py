@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -50,3 +51,5 @@ class Settings(msgspec.Struct, frozen=True):
     # where gRPC's health service listens beside the port of the streams, if anywhere
     health: str | None = None
     tls: Tls | None = None
+    # how many file descriptors the process may have
+    descriptors: float = math.inf

@@ -12,6 +12,7 @@ import numpy as np
 from extproc.admission.estimates import InputEstimates, OutputEstimate
 from extproc.endpoints.adapter_slots import AdapterSlots, slots_for
 from extproc.endpoints.backoff import begin_probe
+from extproc.endpoints.engine_reports import expect_reports
 from extproc.endpoints.ledger import backlog_of, begin_request, end_request
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
 from extproc.scheduling.assignment import Assignment
@@ -67,7 +68,8 @@ class Pool:
     ``reports_cached_tokens``: its engines report cached tokens, so an answer without them had none. ``reports_usage``:
     its engines report usage. ``readiness``: whether it has engines, as configured. ``sessions``: where sessions with an
     id are; ``keeps_sessions``: whether its picker asks. ``reporters``: what gateways are told of answers. ``admits``:
-    asks its picker's admitters, None without any. ``metrics``: see ConfiguredPicker.
+    asks its picker's admitters, None without any. ``metrics``: see ConfiguredPicker. ``report_interval_s``: between two
+    reads of an engine's metrics; 0: they are never read.
     """
 
     def __init__(self, name: str, spec: ModelServerSpec, picker: Picker) -> None:
@@ -83,6 +85,7 @@ class Pool:
         self.reports_cached_tokens = self.reports_usage = False
         self.picker = picker
         self.readiness = Readiness()
+        self.report_interval_s = 0.0
         self.sessions = SessionBindings()
         self.update(spec, picker)
 
@@ -103,6 +106,11 @@ class Pool:
                 self.slots.drop(row)
         self.slots = slots_for(spec, self.table, self.slots)
         self.readiness = readiness_of(self.table, spec.pd_group)
+
+    def expect_reports(self, stretch: float) -> None:
+        """Its engines are read at their interval, ``stretch`` times as long as configured."""
+        self.report_interval_s = float(self.spec.scrape_interval) * stretch
+        expect_reports(self.table, self.report_interval_s)
 
     def name_adapters(self, adapters: frozenset[str]) -> None:
         """Those that routes request from it."""

@@ -78,9 +78,8 @@ class StreamContext(msgspec.Struct, frozen=True):
             return None
         if head.method != "GET":
             raise MethodNotAllowed(f"{head.path[:100]} takes GET, not {head.method[:20]}.")
-        models = self.core.intake.models_for(head)
         name = head.path.removeprefix(MODELS_PATH).removeprefix("/")
-        model = next((model for model in models if model.name == name), None)
+        model = self.core.intake.model_for(head, name) if name else None
         if name and model is None:
             raise UnknownModel(
                 f"The model '{name[:100]}' does not exist; GET {MODELS_PATH} lists those that do.", param="model"
@@ -89,4 +88,4 @@ class StreamContext(msgspec.Struct, frozen=True):
         form = error_form(head)
         if model is not None:
             return model_answer(model, self.started_s, form)
-        return models_answer(models, self.started_s, form)
+        return models_answer(self.core.intake.models_for(head), self.started_s, form)

@@ -131,3 +131,25 @@ def test_the_readme_has_nothing_to_note(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "attache.yaml").write_text(found[1])
     assert main([str(tmp_path)]) == 0
     assert "note:" not in capsys.readouterr().out
+
+
+def test_more_levels_of_limits_than_are_remembered_are_noted(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [{"per": "Tenant", "unit": "minute", "requests": 5, "totalTokens": 5}]
+    route = {"modelName": "llama", "rules": RULES, "rateLimits": limits}
+    gateway = {"authentication": KEYS, "tenants": [{"name": f"t{number}"} for number in range(9)]}
+    monkeypatch.setattr("extproc.cli.check_notes.MAX_BUCKETS", 20)
+    # ten tenants, two amounts
+    assert check(ModelRoute=route, GatewayConfig=gateway) == []
+    monkeypatch.setattr("extproc.cli.check_notes.MAX_BUCKETS", 19)
+    (note,) = check(ModelRoute=route, GatewayConfig=gateway)
+    assert "rateLimits have 20 levels" in note
+
+
+def test_engines_that_are_read_less_often_than_written_are_noted(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoints = [{"address": f"127.0.1.{number}:80"} for number in range(1, 101)]
+    assert check(ModelServer={**SERVER, "endpoints": endpoints}) == []
+    monkeypatch.setattr("extproc.config.scrapes.MOST_SCRAPES_PER_S", 250.0)
+    monkeypatch.setattr("extproc.cli.check.hard_limit", lambda: 1_024)
+    reads, descriptors = check(ModelServer={**SERVER, "endpoints": endpoints})
+    assert "all intervals are 2 times as long as written (0.2 s is 0.4 s)" in reads
+    assert "the engines want 100 file descriptors, and a process may have 1024" in descriptors

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import aiohttp
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
 from bench.processes import free_ports
 from extproc.config.demand import DEMAND_PATH, Demand, completed
@@ -21,6 +20,7 @@ from extproc.config.load import load
 from extproc.config.report import ConfigReport
 from extproc.core.core import Core
 from extproc.core.types import Head
+from extproc.metrics.exposition import Registry
 from extproc.request.model import Api
 from extproc.runtime import demand_watch
 from extproc.runtime.demand_watch import MOST_WATCHERS, DemandWatch
@@ -75,10 +75,10 @@ async def page(endpoints: str = "") -> AsyncIterator[Page]:
     port = free_ports(1)[0]
     runner = await serve_pages(
         ("127.0.0.1", port),
-        CollectorRegistry(),
+        Registry(),
         is_ready=lambda: True,
         report=ConfigReport,
-        loads=core.loads,
+        loads=core.loads_in_parts,
         demand=watch,
         explain=None,
     )

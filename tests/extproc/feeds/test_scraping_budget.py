@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many engines: reading them takes a bounded share of the process, of its descriptors and of its log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from bench.processes import free_ports
+from extproc.cli.top_engines import EngineState
+from extproc.config import scrapes
+from extproc.config.load import load
+from extproc.config.scrapes import kept_connections, missing_descriptors, scrape_stretch, stretched_intervals
+from extproc.core.core import Core
+from extproc.core.explanation import silent_now
+from extproc.endpoints.engine_reports import EngineReport, apply_report, report_trust
+from extproc.feeds import engines
+from extproc.feeds.engine_access import EngineAccess
+from extproc.feeds.engines import EngineScraper
+from extproc.metrics.registry import Metrics
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    import pytest
+
+    from extproc.config.snapshot import Snapshot
+
+PAGE = b"vllm:num_requests_waiting 1\nvllm:num_requests_running 1\nvllm:kv_cache_usage_perc 0.5\n"
+
+
+def server(name: str, addresses: list[str], interval: str = "200ms", more: str = "") -> str:
+    endpoints = ", ".join(f'{{address: "{one}"}}' for one in addresses)
+    return f"""
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {{name: {name}}}
+spec: {{model: m, scrapeInterval: {interval}, endpoints: [{endpoints}]{more}}}
+"""
+
+
+def addresses(count: int, port: int = 80) -> list[str]:
+    return [f"127.1.{number // 250}.{1 + number % 250}:{port}" for number in range(count)]
+
+
+def snapshot_of(*servers: str) -> Snapshot:
+    return load({"a.yaml": "---".join(servers).encode()})
+
+
+class Engine(asyncio.Protocol):
+    """All engines: what was asked, on how many connections."""
+
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._engines.open += 1
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._engines.open -= 1
+
+    def data_received(self, data: bytes) -> None:
+        path = data.split()[1].decode()
+        self._engines.asked.append(path)
+        body = PAGE if path == "/metrics" else b'{"data": []}'
+        self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+
+
+class Engines:
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.open = 0
+
+
+@asynccontextmanager
+async def all_engines() -> AsyncIterator[tuple[Engines, int]]:
+    """What they were asked, and their port."""
+    found, port = Engines(), free_ports(1)[0]
+    listening = await asyncio.get_running_loop().create_server(lambda: Engine(found), "0.0.0.0", port, backlog=1000)  # noqa: S104
+    yield found, port
+    listening.close()
+
+
+async def scrape(snapshot: Snapshot, until: Callable[[Core, Metrics], bool], **more: float) -> Core:
+    """Until that holds."""
+    core, clock = Core(snapshot, rng=random.Random(0), ticket_prefix="t"), asyncio.get_running_loop().time
+    metrics = Metrics(core.pools.values, lambda: 0.0, clock)
+    scraper = EngineScraper(
+        core,
+        metrics,
+        access=EngineAccess({}, clock),
+        clock=clock,
+        rng=random.Random(0),
+        deliver=lambda event: core.take_report(event, clock()),
+        **more,
+    )
+    task = asyncio.create_task(scraper.run())
+    try:
+        await eventually(lambda: until(core, metrics))
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+    return core
+
+
+def test_all_intervals_are_stretched_alike_when_they_ask_for_more_than_the_budget() -> None:
+    small = snapshot_of(server("a", addresses(400)), server("b", addresses(5), interval="0s"))
+    assert scrape_stretch(small.servers) == 1
+    assert not list(stretched_intervals(small))
+    big = snapshot_of(server("a", addresses(2_000)), server("b", addresses(2_500), interval="1s"))
+    assert scrape_stretch(big.servers) == 5
+    core = Core(big, rng=random.Random(0), ticket_prefix="t")
+    assert {pool.report_interval_s for pool in core.pools.values()} == {1.0, 5.0}
+    (note,) = stretched_intervals(big)
+    assert "4500 endpoints" in note
+    assert "all intervals are 5 times as long as written (0.2 s is 1 s)" in note
+
+
+async def test_engines_are_asked_as_often_as_the_budget_allows_and_all_alike(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with all_engines() as (found, port):
+        monkeypatch.setattr(scrapes, "MOST_SCRAPES_PER_S", 200.0)
+        caplog.set_level(logging.WARNING, "extproc.feeds.engines")
+        # 1,500 a second as configured
+        snapshot = snapshot_of(server("a", addresses(300, port)))
+        began_s = asyncio.get_running_loop().time()
+        core = await scrape(
+            snapshot, lambda core, _: bool((core.pools["default/a"].table.reported_at_s > 0).sum() == 300)
+        )
+        took_s = asyncio.get_running_loop().time() - began_s
+        # an interval is 1.5 s: nearly all have been asked once when the last one has
+        assert len(found.asked) <= 200 * took_s * 1.5 + 100
+        assert sum("7.5 times as long" in one.message for one in caplog.records) == 1
+        assert core.pools["default/a"].report_interval_s == 1.5
+
+
+async def test_metrics_are_read_again_and_again_however_long_the_interval() -> None:
+    """The list of models is due at each read if its interval is the shorter one."""
+    async with all_engines() as (found, port):
+        route = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {name: chat}
+spec: {modelName: chat, loraAdapters: [sql], rules: [{targetModels: [{modelServerName: a}]}]}
+"""
+        snapshot = snapshot_of(server("a", addresses(1, port), interval="1050ms"), route)
+        await scrape(snapshot, lambda _, __: len(found.asked) >= 4)
+        assert found.asked[:4] == ["/metrics", "/v1/models", "/metrics", "/metrics"]
+
+
+async def test_connections_beyond_the_descriptors_are_not_kept() -> None:
+    async with all_engines() as (found, port):
+        snapshot = snapshot_of(server("a", addresses(50, port), interval="100ms"))
+        await scrape(snapshot, lambda _, __: len(found.asked) > 200 and found.open <= 20, most_connections=10)
+        assert kept_connections(1_024) == 0
+        assert kept_connections(20_000) == 17_500
+        (missing,) = missing_descriptors(snapshot_of(server("a", addresses(2_000))), 2_048)
+        assert "the engines want 2000 file descriptors" in missing
+        events = snapshot_of(server("a", addresses(250), more=", kvEvents: {port: 5557}"))
+        assert list(missing_descriptors(events, 2_048))
+        assert not list(missing_descriptors(events, 4_096))
+
+
+async def test_thousands_of_engines_that_fail_are_a_few_lines_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engines, "_LOG_PERIOD_S", 1.0)
+    caplog.set_level(logging.INFO, "extproc.feeds.engines")
+    snapshot = snapshot_of(server("a", addresses(200, free_ports(1)[0])))
+    await scrape(snapshot, lambda _, __: any("more engines cannot be scraped" in one.message for one in caplog.records))
+    said = [one.message for one in caplog.records]
+    assert sum(one.startswith("cannot scrape engine 127.1.0.") for one in said) == 5
+    assert "195 more engines cannot be scraped; attache top names them" in said
+
+
+async def test_a_change_of_one_server_looks_at_its_endpoints_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with all_engines() as (_, port):
+        servers = [server(f"s{number}", addresses(5, port)) for number in range(20)]
+        looked = []
+        follow = EngineScraper._follow_endpoints
+
+        def counted(self: EngineScraper, known: engines._Followed, group: asyncio.TaskGroup) -> None:
+            looked.append(known.pool.name)
+            follow(self, known, group)
+
+        monkeypatch.setattr(EngineScraper, "_follow_endpoints", counted)
+        reader = engines_loader()
+        changed = [*servers[:7], server("s7", addresses(6, port)), *servers[8:]]
+        first, second = reader(servers), reader(changed)
+
+        def until(core: Core, _: Metrics) -> bool:
+            if len(looked) == 20 and core.snapshot is first:
+                looked.clear()
+                core.apply(second, 1.0)
+            return core.snapshot is second and bool(looked)
+
+        await scrape(first, until)
+        assert looked == ["default/s7"]
+
+
+def engines_loader() -> Callable[[list[str]], Snapshot]:
+    from extproc.config.load import Loader  # noqa: PLC0415
+
+    loader = Loader()
+    return lambda servers: loader.load({"a.yaml": "---".join(servers).encode()})
+
+
+def test_a_report_is_trusted_until_the_next_one_is_overdue() -> None:
+    core = Core(snapshot_of(server("a", addresses(4_000))), rng=random.Random(0), ticket_prefix="t")
+    (pool,) = core.pools.values()
+    # 0.2 s are 1.6 s
+    assert pool.report_interval_s == 1.6
+    for row in pool.table.active_rows:
+        apply_report(pool.table, row, EngineReport(waiting=1), 10.0)
+    assert report_trust(pool.table, 13.9)[0] == 1
+    assert report_trust(pool.table, 8 + 10.0)[0] < 0.5
+    slow = Core(snapshot_of(server("a", addresses(2), interval="10s")), rng=random.Random(0), ticket_prefix="t")
+    (pool,) = slow.pools.values()
+    apply_report(pool.table, 0, EngineReport(waiting=1), 10.0)
+    apply_report(pool.table, 1, EngineReport(waiting=1), 20.0)
+    # nobody is favoured by when it was asked
+    assert report_trust(pool.table, 21.0)[:2].tolist() == [1.0, 1.0]
+    assert silent_now(pool, 21.0) == ()
+    assert silent_now(pool, 41.0) == ("127.1.0.1:80",)
+    assert not EngineState("a", "b", report_age_s=11.0, interval_s=10.0).is_silent
+    assert EngineState("a", "b", report_age_s=11.0, interval_s=0.2).is_silent

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of metrics, in pieces."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from bench.sizes.configuration import Gateway, Sizes, address_of, configuration
+from extproc.config.load import load
+from extproc.core.core import Core
+from extproc.endpoints.engine_reports import EngineReport, apply_report
+from extproc.metrics.collectors import Counters, DeferredHistograms
+from extproc.metrics.exposition import Family, Registry
+from extproc.metrics.registry import Metrics
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+FLOATS = st.floats(allow_nan=True, allow_infinity=True)
+
+
+class Theirs(Collector):
+    """One family of the library's."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> list[Metric]:
+        return [self._family]
+
+
+def theirs(family: Metric) -> str:
+    return generate_latest(Theirs(family)).decode()
+
+
+@given(st.lists(st.tuples(st.text(max_size=9), st.text(max_size=9), FLOATS), max_size=5), st.text(max_size=20))
+def test_gauges_and_counters_are_written_as_the_library_writes_them(
+    samples: list[tuple[str, str, float]], text: str
+) -> None:
+    labels = ("server", "endpoint")
+    gauge, counter = GaugeMetricFamily("a", text, labels=labels), CounterMetricFamily("b", text, labels=labels)
+    for one, two, value in samples:
+        gauge.add_metric([one, two], value)
+        counter.add_metric([one, two], value)
+    for family, expected in ((Family("a", text, labels), gauge), (Family("b", text, labels, "counter"), counter)):
+        written = "".join(family.pieces(family.line((one, two), value) for one, two, value in samples))
+        assert written == theirs(expected)
+
+
+@given(st.lists(st.floats(min_value=0, max_value=1e12), min_size=1, max_size=30))
+def test_histograms_are_written_as_the_library_writes_them(values: list[float]) -> None:
+    registry = Registry()
+    histograms = DeferredHistograms("h", "Seconds.", (0.1, 1, 1e7), ["server"], registry)
+    for value in values:
+        histograms.observe(value, 'a"b\n')
+    bounds = [0.1, 1.0, 1e7, math.inf]
+    counts = [("+Inf" if bound == math.inf else str(bound), sum(one <= bound for one in values)) for bound in bounds]
+    family = HistogramMetricFamily("h", "Seconds.", labels=["server"])
+    family.add_metric(['a"b\n'], counts, float(np.array(values).sum()))
+    assert "".join(registry.pieces()) == theirs(family)
+
+
+def test_the_librarys_own_collectors_are_on_the_page_too() -> None:
+    registry, reference = Registry(), CollectorRegistry()
+    for one in (registry, reference):
+        Gauge("g", "A gauge.", registry=one).set(2)
+    Counters("c", "A counter.", [], registry).add()
+    page = "".join(registry.pieces())
+    assert page.startswith(generate_latest(reference).decode())
+    assert page.endswith("c_total 1.0\n")
+
+
+def test_thousands_of_endpoints_are_many_pieces_and_no_piece_is_long() -> None:
+    """So that the event loop turns between them; and a reader who stops has the rest never written."""
+    sizes = Sizes(models=20, routes=20, hosts=1, adapters=1, endpoints=4_000)
+    files = configuration(sizes, Gateway("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", 80), "Open")
+    core = Core(load(files), rng=random.Random(0), ticket_prefix="t")
+    metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 9.0)
+    for pool in core.pools.values():
+        for row in pool.table.active_rows:
+            apply_report(pool.table, row, EngineReport(waiting=1, running=2_000_000, kv_usage=0.25), 5.0)
+    pieces = list(metrics.registry.pieces())
+    assert max(piece.count("\n") for piece in pieces) <= 1_000
+    # 4,000 endpoints are looked at in four turns, samples or none: nobody is avoided
+    at = next(at for at, piece in enumerate(pieces) if "# TYPE attache_endpoint_avoided gauge" in piece)
+    assert pieces[at + 1 : at + 5] == [""] * 4
+    families = {one.name: one for one in text_string_to_metric_families("".join(pieces))}
+    for name, value in (("running", 2e6), ("report_age_seconds", 4.0), ("kv_usage", 0.25)):
+        samples = families[f"attache_engine_{name}"].samples
+        assert [one.value for one in samples] == [value] * 4_000
+    first = families["attache_in_flight"].samples[0]
+    assert first.labels == {"server": "default/server-0", "endpoint": address_of(0, 80)}
+    # all of a family is in one place
+    heads = [line for piece in pieces for line in piece.splitlines() if line.startswith("# TYPE")]
+    assert len(heads) == len(set(heads))
