@@ -95,6 +95,7 @@ class Follower:
         # why the directory as it is now cannot be used
         self._refused = ""
         self._retry_at_s = 0.0
+        self._stop = threading.Event()
 
     @property
     def report(self) -> ConfigReport:
@@ -107,6 +108,7 @@ class Follower:
     def run(self, stop: threading.Event) -> None:
         """Until ``stop``; raises ConfigInvalid at the start."""
         clock = time.monotonic  # noqa: TID251 - the edge
+        self._stop = stop
         self.start(clock)
         if self.uptake is not None:
             threading.Thread(target=_look_for_ever, args=(self.uptake, clock), daemon=True).start()
@@ -163,12 +165,14 @@ class Follower:
         files = {name: text for name, text in step.files.items() if not name.startswith(ENDPOINTS_FOLDER)}
         began_s = heard_s = clock()
         while self.uptake is not None and heard_s - began_s < _LONGEST_STEP_S and clock() - heard_s < _SILENCE_S:
+            if self._stop.is_set():
+                return
             used = self.uptake.uses(files, after)
             if used or (used is None and not self.uptake.has_met):
                 return
             if used is not None:
                 heard_s = clock()
-            time.sleep(_POLL_S)
+            self._stop.wait(_POLL_S)
 
     def _with_secrets(self, snapshot: Snapshot) -> tuple[Snapshot, Mapping[str, str]]:
         """What of ``snapshot`` can be served, and its secrets. Raises ConfigInvalid only for what ``_read`` has not

@@ -61,7 +61,7 @@ class Large:
 
         await self.processes.wait_ready("bundle", is_written)
         await self.processes.start("envoy", envoy_command(self.out))
-        await eventually(self.is_ready, timeout_s=30)
+        await eventually(self.is_ready, timeout_s=120)
 
     async def is_ready(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
@@ -87,9 +87,11 @@ async def answer(request: web.Request) -> web.StreamResponse:
 
 
 @pytest.fixture
-async def large(tmp_path: Path) -> AsyncIterator[Large]:
+async def large(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Large]:
+    """Of ``SIZES``, or of the sizes that a test is given."""
+    sizes: Sizes = getattr(request, "param", SIZES)
     async with Processes(tmp_path) as processes, httpx.AsyncClient(timeout=30) as http:
-        one = Large(tmp_path, SIZES, processes, http)
+        one = Large(tmp_path, sizes, processes, http)
         app = web.Application()
         app.add_routes([web.post(CHAT_PATH, answer)])
         runner = web.AppRunner(app, access_log=None)
@@ -113,6 +115,25 @@ async def test_more_models_than_envoys_own_limits_are_served_and_listed_without_
     for host in ("localhost", "h29.example.com"):
         listed = (await large.http.get(f"{large.url}{MODELS_PATH}", headers={"host": host})).json()
         assert len(listed["data"]) == SIZES.model_routes + SIZES.adapters
+
+
+@pytest.mark.parametrize("large", [Sizes()], indirect=True, ids=["1000-models"])
+async def test_a_thousand_models_on_two_thousand_hosts_are_served_and_changed(large: Large) -> None:
+    for model, host in (("model-2999", "localhost"), ("adapter-4999", "h1999.example.com")):
+        answered = (await large.ask(model, host)).json()
+        assert answered["host"] == host
+    listed = (await large.http.get(f"{large.url}{MODELS_PATH}", headers={"host": "h7.example.com"})).json()
+    assert len(listed["data"]) == large.sizes.model_routes + large.sizes.adapters
+    file = large.config / "routes-59.json"
+    routes = json.loads(file.read_bytes())
+    routes[-1]["spec"]["modelName"] = "renamed"
+    large.write({file.name: json.dumps(routes).encode()})
+
+    async def is_renamed() -> bool:
+        return await large.serves("renamed")
+
+    await eventually(is_renamed, timeout_s=120)
+    assert (await large.ask("model-2999")).status_code == 404
 
 
 async def test_a_client_cannot_ask_for_the_host_that_models_without_extproc_have(large: Large) -> None:
