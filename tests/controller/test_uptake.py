@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.client
 import http.server
 import logging
+import math
 import threading
 import urllib.request
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from controller.admin import EnvoyState, read_state
 from controller.bundle import Follower, write_once
 from controller.bundle_command import main
 from controller.roles.in_use import read_report
-from controller.uptake import PATIENCE_S, Uptake, subscriptions_of, versions_of
+from controller.uptake import PATIENCE_S, Uptake, subscriptions_of, version_of, versions_of
 from controller.uptake_metrics import FollowerSeries, serve_metrics
 from extproc.config.directory import ConfigDirectory
 from extproc.config.load import load
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from extproc.config.snapshot import Snapshot
 
 CLUSTERS = "cluster_manager.cds"
+ROUTES = "http.attache.rds.attache"
+ENGINES = "cluster.server/default/llama"
 
 
 @pytest.fixture
@@ -229,7 +232,7 @@ def test_an_envoy_that_restarts_and_refuses_its_routes_uses_nothing_of_the_direc
 ) -> None:
     envoys = Envoys()
     uptake = started(envoys, snapshot, tmp_path)
-    routes = "http.attache.rds.attache"
+    routes = ROUTES
     taken = envoys.states[ADMIN] = taking(snapshot, tmp_path)
     uptake.look(101.0)
     assert uptake.report.files == snapshot.digests
@@ -246,6 +249,56 @@ def test_an_envoy_that_restarts_and_refuses_its_routes_uses_nothing_of_the_direc
         envoys.states[ADMIN] = msgspec.structs.replace(refusing, versions={**taken.versions, routes: ""})
         uptake.look(time_s + 50)
         assert (uptake.report.has_nothing, uptake.report.files) == (True, {})
+
+
+def test_routes_are_not_written_before_envoy_has_their_clusters(tmp_path: Path) -> None:
+    config, out = tmp_path / "config", tmp_path / "out"
+    config.mkdir()
+    (config / "a.yaml").write_text(documents(["127.0.0.1:8000"], gateway={}))
+    read_late, routes_meanwhile = [], []
+
+    def version(name: str) -> str:
+        return version_of((out / name).read_bytes())
+
+    def read(_: str) -> EnvoyState:
+        """An Envoy that uses what is there at once, but for new clusters: these take it two looks more."""
+        clusters = version("cds.json")
+        if clusters != used and len(read_late) < 2:
+            read_late.append(clusters)
+            routes_meanwhile.append(version("rds.json"))
+            clusters = used
+        others = {ROUTES: "rds.json", "listener_manager.lds": "lds.json", ENGINES: "eds/default/llama.json"}
+        versions = {CLUSTERS: clusters, **{name: version(file) for name, file in others.items()}}
+        return EnvoyState(f"{out}/bootstrap.json", versions, {})
+
+    uptake = Uptake(read, f"{out}/bootstrap.json")
+    follower = Follower(ConfigDirectory(config), out, str(out), uptake)
+    follower.start(lambda: 0.0)
+    used, routes = version("cds.json"), version("rds.json")
+    uptake.look(math.inf)
+    assert uptake.has_met
+    second = documents(["127.0.0.1:8001"], gateway={}, server="other", alias="other").split("---")
+    (config / "b.yaml").write_text("---".join(second[:2]).replace("name: llama", "name: other"))
+    follower.follow_once(lambda: 0.0)
+    assert routes_meanwhile == [routes, routes]
+    assert version("rds.json") != routes
+
+
+def test_an_envoy_that_never_answered_is_not_waited_for(snapshot: Snapshot, tmp_path: Path) -> None:
+    envoys, files = Envoys(), {"cds.json": (tmp_path / "cds.json").read_text()}
+    uptake = started(envoys, snapshot, tmp_path)
+    taken = envoys.states[ADMIN] = taking(snapshot, tmp_path)
+    assert uptake.uses(files, snapshot) is None
+    uptake.look(101.0)
+    assert uptake.uses(files, snapshot) is True
+    envoys.states[ADMIN] = msgspec.structs.replace(taken, versions={**taken.versions, CLUSTERS: "before"})
+    assert uptake.uses(files, snapshot) is False
+    # it never will
+    envoys.states[ADMIN] = msgspec.structs.replace(envoys.states[ADMIN], refused={CLUSTERS: 1})
+    assert uptake.uses(files, snapshot) is True
+    # nor does it ask for the routes of a listener that it does not have
+    envoys.states[ADMIN] = msgspec.structs.replace(taken, versions={})
+    assert uptake.uses(files, snapshot) is True
 
 
 def test_endpoints_on_their_way_make_nothing_new(snapshot: Snapshot, tmp_path: Path) -> None:
