@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import xxhash
 
-from extproc.prefix.kv_events import BlockHash, Cleared, Event, Removed, Stored
+from extproc.prefix.kv_events import BlockHash, Cleared, Event, Ignored, Removed, Stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -135,6 +135,8 @@ class KvIndex:
                     self._remove(self._cache_of(source), event)
                 case Cleared():
                     self.clear(source)
+                case Ignored():
+                    pass
         self.sweep()
 
     def clear(self, source: Source) -> None:
