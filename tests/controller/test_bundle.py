@@ -254,8 +254,8 @@ def test_what_clients_say_of_themselves_is_removed_unless_they_are_our_own_gatew
     assert {"x-attache-", "x-gateway-", "x-llm-d-", "x-slo-"} <= prefixes
     prefixes, names = stripped("{clients: Trusted}")
     assert prefixes == {"x-envoy-"}
-    # a destination, a key's name or a server is nobody else's to write, trusted or not
-    assert {"x-gateway-destination-endpoint", "x-attache-client", "x-attache-server"} <= names
+    # a destination, a key's name, a server or its time limit is nobody else's to write, trusted or not
+    assert {"x-gateway-destination-endpoint", "x-attache-client", "x-attache-server", "x-attache-policy"} <= names
 
 
 def test_keys_are_told_apart_before_all_else_and_go_no_further() -> None:
