@@ -51,10 +51,12 @@ def steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> lis
     unused = unused_files(after.gateway.authentication) - unused_files(before.gateway.authentication)
     routes = set(routes_files(before.gateway)) - final.keys()
     # a server with another connection has its endpoints in another file; or, with many servers, in none
-    moved = endpoint_subscriptions(before).keys() - both.keys()
+    moved = endpoint_subscriptions(before).keys() - both.keys() - final.keys()
     gone = (*(name for name in both if name not in final), *sorted(unused | routes | moved))
-    if gone or both[CLUSTERS_FILE] != final[CLUSTERS_FILE]:
-        planned.append(Step(_TAKEN_UP_S, {CLUSTERS_FILE: final[CLUSTERS_FILE]}, gone))
+    # with the files of endpoints, which servers that have become few have in the end alone
+    last = {name: text for name, text in final.items() if _comes_first(name) and both.get(name) != text}
+    if gone or last:
+        planned.append(Step(_TAKEN_UP_S, last, gone))
     return planned
 
 

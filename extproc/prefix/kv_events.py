@@ -65,7 +65,12 @@ class Cleared(msgspec.Struct, frozen=True):
     """All blocks were removed."""
 
 
-Event = Stored | Removed | Cleared
+class Ignored(msgspec.Struct, frozen=True):
+    """Says nothing about whole prefixes, or nothing at all. Reading it has taken as long as reading others."""
+
+
+Event = Stored | Removed | Cleared | Ignored
+_IGNORED: Final = Ignored()
 
 
 class UnreadableEvents(Exception):
@@ -131,7 +136,8 @@ _block_removed: Final = _Decoder(_BlockRemoved)
 def decode_batch(payload: bytes) -> Iterator[Event]:
     """The events in the last frame of a message, each with a few hundred blocks at most.
 
-    Raises UnreadableEvents when it comes to what cannot be read.
+    Each event of the message comes as one or several, so that whoever counts them counts what was read. Raises
+    UnreadableEvents when it comes to what cannot be read.
     """
     try:
         for raw in _batch.decode(payload).events or ():
@@ -140,18 +146,19 @@ def decode_batch(payload: bytes) -> Iterator[Event]:
                 yield from _stored(_block_stored.decode(raw))
             elif tag == "BlockRemoved":
                 yield from _removed(_block_removed.decode(raw))
-            elif tag == "AllBlocksCleared":
-                yield Cleared()
+            else:
+                yield Cleared() if tag == "AllBlocksCleared" else _IGNORED
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableEvents(f"cannot decode a batch of KV events: {error}") from None
 
 
-def _stored(event: _BlockStored) -> Iterator[Stored]:
+def _stored(event: _BlockStored) -> Iterator[Stored | Ignored]:
     """The blocks of ``event`` in pieces. Without tokens they are known ones, copied to another medium."""
-    if event.kv_cache_spec_kind not in _WHOLE_PREFIX:
-        return
     hashes, tokens, size, parent = event.block_hashes, event.token_ids, event.block_size, event.parent_block_hash
     whole = len(tokens) // size if tokens else len(hashes)
+    if not (hashes and whole) or event.kv_cache_spec_kind not in _WHOLE_PREFIX:
+        yield _IGNORED
+        return
     for start in range(0, min(len(hashes), whole), _PIECE):
         end = min(start + _PIECE, whole)
         yield Stored(
@@ -168,7 +175,9 @@ def _stored(event: _BlockStored) -> Iterator[Stored]:
         parent = hashes[min(end, len(hashes)) - 1]
 
 
-def _removed(event: _BlockRemoved) -> Iterator[Removed]:
+def _removed(event: _BlockRemoved) -> Iterator[Removed | Ignored]:
+    if not event.block_hashes:
+        yield _IGNORED
     for start in range(0, len(event.block_hashes), _PIECE):
         yield Removed(event.block_hashes[start : start + _PIECE], _in_capitals(event.medium))
 

@@ -19,9 +19,10 @@ from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import numpy as np
 import xxhash
 
-from extproc.prefix.kv_events import BlockHash, Cleared, Event, Removed, Stored
+from extproc.prefix.kv_events import BlockHash, Cleared, Event, Ignored, Removed, Stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -117,10 +118,13 @@ class KvIndex:
         self._caches: dict[Source, _Cache] = {}
         # those that were cleared, and whose blocks are still among the holders
         self._cleared: deque[_Cache] = deque()
-        self._bits = 0
+        # each bit stands for caches of one row for ever, so that a cache that comes or goes changes nothing else
+        self._row_of_bit = array("q")
+        self._spare: dict[int, list[int]] = {}
+        self._alive = 0
         # blocks of each size
         self._block_sizes: dict[int, int] = {}
-        # the rows of a mask of caches, for the caches that there are now
+        # the rows of a mask of caches that are not cleared
         self._rows: dict[int, int] = {}
         self._expected: OrderedDict[int, tuple[int, float]] = OrderedDict()
         self.orphans = 0
@@ -135,6 +139,8 @@ class KvIndex:
                     self._remove(self._cache_of(source), event)
                 case Cleared():
                     self.clear(source)
+                case Ignored():
+                    pass
         self.sweep()
 
     def clear(self, source: Source) -> None:
@@ -142,7 +148,7 @@ class KvIndex:
         cache = self._caches.pop(source, None)
         if cache is None:
             return
-        self._rows.clear()
+        self._alive &= ~cache.bit
         for (_, size), blocks in cache.tiers.items():
             self._count(size, -len(blocks))
         self._cleared.append(cache)
@@ -166,7 +172,7 @@ class KvIndex:
                 if not blocks:
                     del cache.tiers[medium, size]
             if not cache.tiers:
-                self._bits &= ~cache.bit
+                self._spare.setdefault(cache.row, []).append(cache.bit)
                 self._cleared.popleft()
         return bool(self._cleared)
 
@@ -224,16 +230,22 @@ class KvIndex:
         return rows | expected[0] if expected is not None and expected[1] > now else rows
 
     def _rows_of(self, mask: int) -> int:
+        mask &= self._alive
         rows = self._rows.get(mask)
         if rows is None:
             if len(self._rows) >= _MOST_MASKS:
                 self._rows.clear()
-            rows = 0
-            for cache in self._caches.values():
-                if cache.bit & mask:
-                    rows |= 1 << cache.row
-            self._rows[mask] = rows
+            rows = self._rows[mask] = self._rows_by_bits(mask)
         return rows
+
+    def _rows_by_bits(self, mask: int) -> int:
+        """The same, made anew: in microseconds, however many caches there are."""
+        row_of_bit = np.frombuffer(self._row_of_bit, np.int64)
+        bits = np.frombuffer(mask.to_bytes(len(row_of_bit) // 8 + 1, "little"), np.uint8)
+        rows = row_of_bit[np.unpackbits(bits, count=len(row_of_bit), bitorder="little").view(np.bool_)]
+        found = np.zeros(int(rows.max(initial=0)) + 1, np.bool_)
+        found[rows] = True
+        return int.from_bytes(np.packbits(found, bitorder="little").tobytes(), "little")
 
     def _weigh(self, rows: int, chain: Sequence[int], size: int) -> list[Cached]:
         tokens = len(chain) * size
@@ -251,12 +263,17 @@ class KvIndex:
     def _cache_of(self, source: Source) -> _Cache:
         cache = self._caches.get(source)
         if cache is None:
-            # the lowest bit that is free
-            bit = ~self._bits & (self._bits + 1)
-            self._bits |= bit
-            cache = self._caches[source] = _Cache(source.row, bit)
-            self._rows.clear()
+            cache = self._caches[source] = _Cache(source.row, self._bit_of(source.row))
+            self._alive |= cache.bit
         return cache
+
+    def _bit_of(self, row: int) -> int:
+        """A bit that no cache has."""
+        spare = self._spare.get(row)
+        if spare:
+            return spare.pop()
+        self._row_of_bit.append(row)
+        return 1 << (len(self._row_of_bit) - 1)
 
     def _holders_on(self, medium: str) -> _Holders:
         return self._on_gpu if medium == "GPU" else self._off_gpu

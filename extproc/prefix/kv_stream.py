@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from extproc.prefix.kv_events import Cleared, decode_batch
+from extproc.prefix.kv_events import Removed, Stored, decode_batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -103,7 +103,7 @@ def _slices(events: Iterable[Event]) -> Iterator[list[Event]]:
     size = 0
     for event in events:
         together.append(event)
-        size += 1 if isinstance(event, Cleared) else 1 + len(event.hashes)
+        size += 1 + (len(event.hashes) if isinstance(event, (Stored, Removed)) else 0)
         if size >= _SLICE:
             yield together
             together, size = [], 0

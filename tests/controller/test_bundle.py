@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from bench.sizes.configuration import Gateway, Sizes, configuration
 from controller.__main__ import main
 from controller.bundle import GOLDEN_PATH
 from controller.gateway.envoy.backends import backend_cluster, backend_resource
-from controller.gateway.envoy.bundle import BundleWriter, build
+from controller.gateway.envoy.bundle import MOST_ENDPOINT_FILES, BundleWriter, build
 from controller.gateway.envoy.envoy_json import to_json, to_resource
 from controller.gateway.envoy.local_replies import local_replies
 from controller.gateway.publish import Step, remove_orphans, steps, write
@@ -253,8 +254,8 @@ def test_what_clients_say_of_themselves_is_removed_unless_they_are_our_own_gatew
     assert {"x-attache-", "x-gateway-", "x-llm-d-", "x-slo-"} <= prefixes
     prefixes, names = stripped("{clients: Trusted}")
     assert prefixes == {"x-envoy-"}
-    # a destination, a key's name or a server is nobody else's to write, trusted or not
-    assert {"x-gateway-destination-endpoint", "x-attache-client", "x-attache-server"} <= names
+    # a destination, a key's name, a server or its time limit is nobody else's to write, trusted or not
+    assert {"x-gateway-destination-endpoint", "x-attache-client", "x-attache-server", "x-attache-policy"} <= names
 
 
 def test_keys_are_told_apart_before_all_else_and_go_no_further() -> None:
@@ -312,6 +313,28 @@ def test_clusters_come_before_the_routes_that_name_them_and_go_after_them() -> N
     assert list(planned[0].files)[-1] == "cds.json"
     assert planned[-1].gone == ("eds/default/two.json",)
     assert all(step.wait_s > 0 for step in planned[1:])
+
+
+def numbered(*numbers: int) -> Snapshot:
+    return snapshot_of("one", "two", *(f"more-{number}" for number in numbers))
+
+
+@pytest.mark.parametrize(("before", "after"), [*itertools.permutations([2, MOST_ENDPOINT_FILES - 2, 40], 2)])
+def test_servers_that_become_few_or_many_have_their_endpoints_at_every_step(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    """In files or in their clusters; Envoy refuses a cluster whose file is not there."""
+    old, new = numbered(*range(before)), numbered(*range(1, after + 1))
+    writer = BundleWriter(str(tmp_path))
+    for step in [*steps(None, old, writer), *steps(old, new, writer)]:
+        write(tmp_path, step)
+        for cluster in resources({"cds.json": (tmp_path / "cds.json").read_text()}, "cds.json"):
+            if "eds_cluster_config" in cluster:
+                assert Path(cluster["eds_cluster_config"]["eds_config"]["path_config_source"]["path"]).is_file()
+            else:
+                assert "load_assignment" in cluster
+    kept = {str(file.relative_to(tmp_path)): file.read_text() for file in tmp_path.rglob("*.json")}
+    assert kept == build(new, str(tmp_path))
 
 
 def connected(connection: str, *addresses: str) -> Snapshot:

@@ -11,7 +11,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from bench.stack import ALIAS, EngineFlags, Stack, running_stack
+from bench.stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
+from extproc.config.directory import load_directory
 from tests.waiting import eventually
 from tests.with_envoy.trailers import with_trailers
 
@@ -177,3 +178,38 @@ async def test_a_tenant_of_many_users_gets_the_part_of_one(tmp_path: Path) -> No
         await asyncio.gather(*asked, *(ask("one", "alone") for _ in range(30)))
     # both wait until about 60 were served; the users' share by number would be 58 of 60
     assert 20 <= served[:50].count("one") <= 30
+
+
+HASTY = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: hasty}
+spec: {model: MODEL, endpoints: [{address: "ENGINE"}], trafficPolicy: {timeout: 10ms, retry: {attempts: 0}}}
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {name: hasty}
+spec: {modelName: hasty, rules: [{targetModels: [{modelServerName: hasty}]}]}
+"""
+
+
+async def test_a_gateway_that_is_trusted_chooses_no_other_servers_time_limit(tmp_path: Path) -> None:
+    async with (
+        running_stack(
+            tmp_path / "stack", EngineFlags(count=1, speed=1.0), gateway={"clients": "Trusted"}, watch=True
+        ) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=30) as http,
+    ):
+        hasty = HASTY.replace("MODEL", MODEL).replace("ENGINE", stack.engines[0].removeprefix("http://"))
+        (stack.config / "hasty.yaml").write_text(hasty)
+
+        async def ask(model: str, **headers: str) -> int:
+            asked = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 20}
+            return (await http.post(CHAT, json=asked, headers=headers)).status_code
+
+        async def is_cut_off() -> bool:
+            return await ask("hasty") == 504
+
+        await eventually(is_cut_off, timeout_s=30)
+        (limit,) = {one.spec.traffic_policy.route for one in load_directory(stack.config).servers} - {""}
+        assert await ask(ALIAS, **{"x-attache-policy": limit}) == 200

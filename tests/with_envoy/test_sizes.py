@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # More models than Envoy's list takes, more servers than Linux gives inotify instances to a user.
 SIZES = Sizes(models=150, routes=180, hosts=30, adapters=40, endpoints=300)
+PLACE = "127.0.0.1:1"
 
 
 class Large:
@@ -175,6 +176,31 @@ async def test_models_come_and_go_one_after_another(large: Large) -> None:
 
         await eventually(is_renamed, timeout_s=30)
     assert (await large.ask("model-0")).status_code == 404
+
+
+async def test_servers_that_become_few_are_served_on_and_by_an_envoy_that_starts_anew(large: Large) -> None:
+    """They have files of endpoints then, which must be there before clusters name them."""
+    few = configuration(
+        Sizes(models=20, routes=20, hosts=2, adapters=1, endpoints=40),
+        Gateway(PLACE, PLACE, PLACE, engines=large.engines),
+        "Open",
+    )
+    for file in large.config.glob("*.json"):
+        if file.name not in few:
+            file.unlink()
+    large.write({name: text for name, text in few.items() if name != "gateway.json"})
+
+    async def has_files() -> bool:
+        assert await large.serves("model-0")
+        return len([*(large.out / "eds").rglob("*.json")]) == 20
+
+    # what has left the configuration stays for a while
+    await eventually(has_files, timeout_s=60, pause_s=0.2)
+    await large.processes.end("envoy")
+    await large.processes.start("envoy", envoy_command(large.out))
+    await eventually(large.is_ready, timeout_s=30)
+    for model in ("model-0", "model-19"):
+        assert await large.serves(model)
 
 
 async def test_an_envoy_that_starts_with_routes_that_it_refuses_is_not_ready_and_says_so(large: Large) -> None:

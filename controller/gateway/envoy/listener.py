@@ -53,6 +53,7 @@ from extproc.protocol import (
     CLIENT,
     DESTINATION,
     OBJECTIVE_PREFIXES,
+    POLICY_HEADER,
     RESERVED_PREFIXES,
     SERVER_HEADER,
     SIDECAR_HEADERS,
@@ -69,7 +70,7 @@ if TYPE_CHECKING:
 # With these headers of Envoy's a client could set timeouts and retries.
 _ENVOYS_PREFIX: Final = "x-envoy-"
 # Only this gateway itself writes these, even if its clients are trusted.
-_OWN_HEADERS: Final = (DESTINATION, SUBSET, SERVER_HEADER, CLIENT, *SIDECAR_HEADERS)
+_OWN_HEADERS: Final = (DESTINATION, SUBSET, SERVER_HEADER, POLICY_HEADER, CLIENT, *SIDECAR_HEADERS)
 _SERVER_NAME: Final = "attache"
 # Envoy's default; the longest hold is added.
 _IDLE_S: Final = 300.0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from extproc.prefix.kv_events import (
     Cleared,
+    Ignored,
     Removed,
     Stored,
     UnreadableEvents,
@@ -88,7 +89,22 @@ def test_trailing_fields_may_be_missing() -> None:
 
 def test_blocks_of_sliding_windows_hold_no_prefix() -> None:
     event = {**MAPS["events"][0], "kv_cache_spec_kind": "sliding_window"}  # type: ignore[index]
-    assert list(decode_batch(msgspec.msgpack.encode([0.0, [event]]))) == []
+    assert list(decode_batch(msgspec.msgpack.encode([0.0, [event]]))) == [Ignored()]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ["BlockStored", [], None, [], 1],
+        ["BlockStored", [1], None, [1], 16],
+        ["BlockStored", [1], None, [1], 1, None, None, None, None, None, "mamba"],
+        ["BlockRemoved", []],
+        ["Unknown"],
+    ],
+)
+def test_events_that_change_nothing_are_read_in_slices_too(event: list[object]) -> None:
+    payload = msgspec.msgpack.encode([0.0, [event] * 20_000])
+    assert finish(KvStream(KvIndex(), Source(0)).apply(0, payload)) >= 20
 
 
 @pytest.mark.parametrize(

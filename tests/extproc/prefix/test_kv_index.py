@@ -313,7 +313,43 @@ def test_caches_that_are_cleared_again_and_again_do_not_pile_up() -> None:
             tokens = [token for one in range(500) for token in (number, start + one, 0, 0)]
             index.apply(Source(0), [stored(tokens, range(start, start + 500))])
         index.apply(Source(0), [Cleared()])
-    assert index._bits.bit_length() <= 4
+    assert len(index._row_of_bit) <= 4
+
+
+def lines(act: Callable[[], object]) -> int:
+    """Lines of Python that run while it acts."""
+    count = 0
+
+    def note(_: object, event: str, __: object) -> object:
+        nonlocal count
+        count += event == "line"
+        return note
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_what_a_prompt_costs_grows_neither_with_the_caches_nor_with_those_that_come_and_go() -> None:
+    """Each of its blocks is held by others, and another engine clears its cache before each request."""
+    tokens = list(range(64 * SIZE))
+
+    def costs(engines: int) -> tuple[int, int]:
+        index = KvIndex()
+        for row in range(engines):
+            index.apply(Source(row), [stored(tokens[: (row % 64 + 1) * SIZE], range(row % 64 + 1))])
+        chains = index.keys(tokens, adapter=None, salt=None)
+        first = lines(partial(index.match, chains, 0.0))
+        index.apply(Source(engines), [stored([1] * SIZE, [1]), Cleared()])
+        return first, lines(partial(index.match, chains, 0.0))
+
+    (first, later), (first_of_many, later_of_many) = costs(200), costs(2_000)
+    assert first == first_of_many
+    assert later == later_of_many < first
 
 
 def test_an_engine_with_more_blocks_than_are_followed_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
