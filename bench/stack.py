@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -213,12 +214,12 @@ async def running_stack(  # noqa: PLR0913 - what tests want to be different
         write_once(load_directory(config), bundle, str(bundle.resolve()))
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:
 
-        def answers(address: str, path: str) -> _Answers:
-            return _Answers(http, f"http://{address}{path}", headers or {})
+        def answers(address: str, path: str) -> Answers:
+            return Answers(http, f"http://{address}{path}", headers)
 
         pids = {name: await processes.start(name, command) for name, command in commands.items()}
         if watch:
-            await processes.wait_ready("bundle", _IsThere(bundle / "bootstrap.json"))
+            await processes.wait_ready("bundle", IsThere(bundle / "bootstrap.json"))
         pids["envoy"] = await processes.start("envoy", envoy_command(bundle))
         for number, address in enumerate(engines):
             name = f"engine-{number}" if flags.apart else "engines"
@@ -252,15 +253,16 @@ def _kv_events(engines: Sequence[EnginePorts]) -> dict[str, object]:
     return {"endpoints": endpoints, "kvEvents": {}}
 
 
-class _Answers:
+class Answers:
     """Whether a page answers 200."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> None:
+    def __init__(self, http: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None) -> None:
         self._http = http
         self._url = url
         self._headers = headers
 
     async def __call__(self) -> bool:
+        """Ask now."""
         try:
             async with self._http.get(self._url, headers=self._headers) as response:
                 return response.status == 200
@@ -268,11 +270,12 @@ class _Answers:
             return False
 
 
-class _IsThere:
+class IsThere:
     """Whether a file has been written."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
 
     async def __call__(self) -> bool:
-        return self._file.is_file()
+        """Look now."""
+        return await asyncio.to_thread(self._file.is_file)

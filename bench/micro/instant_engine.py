@@ -15,6 +15,7 @@ from typing import Final, cast
 
 import uvloop
 
+from bench.micro.scraping import recorded_page
 from bench.stack import MODEL
 
 _CHOICE: Final = '{"index":0,"message":{"role":"assistant","content":"ok"},"finish_reason":"stop"}'
@@ -40,6 +41,7 @@ def _answer(body: bytes) -> bytes:
 
 _ANSWER_TO_POST: Final = _answer(_CHAT)
 _ANSWER_TO_GET: Final = _answer(_ABOUT)
+_METRICS: Final = _answer(recorded_page())
 
 
 class _Connection(asyncio.Protocol):
@@ -49,7 +51,7 @@ class _Connection(asyncio.Protocol):
         self._head = b""
         self._body_left = 0
         self._is_chunked = False
-        self._is_get = False
+        self._answer = _ANSWER_TO_POST
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -62,7 +64,7 @@ class _Connection(asyncio.Protocol):
             if not found:
                 return
             self._head = b""
-            self._is_get = head.startswith(b"GET ")
+            self._answer = _answer_to(head)
             self._is_chunked = is_chunked(head)
             self._body_left = content_length(head)
         if self._is_chunked:
@@ -70,7 +72,13 @@ class _Connection(asyncio.Protocol):
         else:
             self._body_left -= len(data)
         if not (self._body_left or self._is_chunked):
-            self._transport.write(_ANSWER_TO_GET if self._is_get else _ANSWER_TO_POST)
+            self._transport.write(self._answer)
+
+
+def _answer_to(head: bytes) -> bytes:
+    if head.startswith(b"GET /metrics"):
+        return _METRICS
+    return _ANSWER_TO_GET if head.startswith(b"GET ") else _ANSWER_TO_POST
 
 
 def is_chunked(head: bytes) -> bool:

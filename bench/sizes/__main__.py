@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from rich.console import Console
 from bench.processes import Processes, free_ports
 from bench.sizes.configuration import Gateway, Sizes, configuration, key_of
 from bench.stack import envoy_command
+from bench.usage import cpu_seconds, rss_bytes
 from extproc.config.report import REPORT_PATH, ConfigReport, content_digest
 from extproc.protocol import CHAT_PATH
 
@@ -39,11 +39,16 @@ _REQUESTS: Final = 300
 _CHANGES: Final = 3
 _IDLE_S: Final = 5.0
 _READY_S: Final = 300.0
-_TICKS: Final = os.sysconf("SC_CLK_TCK")
+_PROBE_S: Final = 0.002
+# For a probe that is still on its way when the work is done.
+_LAST_PROBE_S: Final = 0.1
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Of one size in one mode; seconds, MiB, milliseconds as the names say. The requests come one at a time."""
+    """Of one size in one mode; seconds, MiB, milliseconds as the names say. The requests come one at a time.
+
+    ``idle_core_share``: of one core, without requests. ``*_lag_ms``: the longest that extproc's event loop stood still.
+    """
 
     share: float
     mode: Mode
@@ -54,12 +59,15 @@ class Figures(msgspec.Struct, frozen=True):
     bundle_mib: float
     extproc_mib: float
     envoy_mib: float
+    idle_core_share: float
     route_change_s: float
+    route_change_lag_ms: float
     endpoint_change_s: float
     request_p50_ms: float
     extproc_cpu_ms: float
     envoy_cpu_ms: float
     metrics_page_s: float
+    metrics_page_lag_ms: float
 
 
 # What a row of the table is called, in its order.
@@ -71,12 +79,15 @@ _ROWS: Final = {
     "bundle_mib": "memory of the bundle's writer, MiB",
     "extproc_mib": "memory of extproc, MiB",
     "envoy_mib": "memory of Envoy, MiB",
+    "idle_core_share": "extproc without requests, share of a core",
     "route_change_s": "a route's change until both use it, s",
+    "route_change_lag_ms": "extproc's longest turn during that, ms",
     "endpoint_change_s": "an endpoint's change until both use it, s",
     "request_p50_ms": "a request, median, ms",
     "extproc_cpu_ms": "extproc's CPU for a request, ms",
     "envoy_cpu_ms": "Envoy's CPU for a request, ms",
     "metrics_page_s": "a page of extproc's metrics, s",
+    "metrics_page_lag_ms": "extproc's longest turn during a page of metrics, ms",
 }
 
 
@@ -129,10 +140,9 @@ class Running:
         envoy_s = await self.start("envoy", envoy_command(self._out), self._takes_requests)
         await self._until_used()
         requests = await self._requests()
-        route_s = [await self._change("routes-0.json", self._rename, number) for number in range(_CHANGES)]
-        endpoint_s = [await self._change("servers-0.json", self._add_endpoint, number) for number in range(_CHANGES)]
-        began_s = time.perf_counter()
-        await self._http.get(f"http://127.0.0.1:{self._metrics}/metrics")
+        routes = [await self._change("routes-0.json", self._rename, number) for number in range(_CHANGES)]
+        endpoints = [await self._change("servers-0.json", self._add_endpoint, number) for number in range(_CHANGES)]
+        metrics_page_s, metrics_page_lag_ms = await self._timed(_read(self._metrics, "/metrics"))
         return Figures(
             share=share,
             mode=mode,
@@ -143,16 +153,21 @@ class Running:
             bundle_mib=self._mib("bundle"),
             extproc_mib=self._mib("extproc"),
             envoy_mib=self._mib("envoy"),
-            route_change_s=statistics.median(route_s),
-            endpoint_change_s=statistics.median(endpoint_s),
+            idle_core_share=requests["idle"],
+            route_change_s=statistics.median(seconds for seconds, _ in routes),
+            route_change_lag_ms=max(lag_ms for _, lag_ms in routes),
+            endpoint_change_s=statistics.median(seconds for seconds, _ in endpoints),
             request_p50_ms=requests["p50"],
             extproc_cpu_ms=requests["extproc"],
             envoy_cpu_ms=requests["envoy"],
-            metrics_page_s=time.perf_counter() - began_s,
+            metrics_page_s=metrics_page_s,
+            metrics_page_lag_ms=metrics_page_lag_ms,
         )
 
     async def _requests(self) -> dict[str, float]:
-        """Median time in ms, and CPU of each process for a request in ms, beyond what it takes idle."""
+        """Median time in ms, CPU of each process for a request in ms beyond what it takes idle, and extproc's share of
+        a core when idle.
+        """
         last = f"model-{self._sizes.model_routes - 1}"
         body = {"model": last, "messages": [{"role": "user", "content": "hello " * 300}]}
 
@@ -177,19 +192,41 @@ class Running:
         ]
         return {
             "p50": statistics.median(taken_ms),
+            "idle": (cpu_s[1][0] - cpu_s[0][0]) / (at_s[1] - at_s[0]),
             **dict(zip(names, (one / _REQUESTS * 1000 for one in own_s), strict=True)),
         }
 
-    async def _change(self, name: str, edit: Callable[[list[dict[str, object]], int], None], number: int) -> float:
-        """Seconds until extproc and Envoy use the file as it is then."""
+    async def _change(
+        self, name: str, edit: Callable[[list[dict[str, object]], int], None], number: int
+    ) -> tuple[float, float]:
+        """Seconds until extproc and Envoy use the file as it is then, and extproc's longest turn meanwhile in ms."""
         documents = json.loads((self._config / name).read_bytes())
         edit(documents, number)
         draft = self._config / f".{name}"
         draft.write_text(json.dumps(documents))
-        began_s = time.perf_counter()
         draft.replace(self._config / name)
-        await self._until_used()
-        return time.perf_counter() - began_s
+        return await self._timed(self._until_used())
+
+    async def _timed(self, work: Awaitable[object]) -> tuple[float, float]:
+        """Seconds of ``work``, and extproc's longest turn meanwhile in ms: the slowest answer of /readyz, which needs
+        nothing but a turn of its event loop.
+        """
+        longest_s = 0.0
+
+        async def probe() -> None:
+            nonlocal longest_s
+            while True:
+                began_s = time.perf_counter()
+                await _read(self._metrics, "/readyz")
+                longest_s = max(longest_s, time.perf_counter() - began_s)
+                await asyncio.sleep(_PROBE_S)
+
+        probing, began_s = asyncio.create_task(probe()), time.perf_counter()
+        await work
+        seconds = time.perf_counter() - began_s
+        await asyncio.sleep(_LAST_PROBE_S)
+        probing.cancel()
+        return seconds, longest_s * 1000
 
     def _rename(self, documents: list[dict[str, object]], number: int) -> None:
         documents[0]["spec"] = {**_spec(documents[0]), "modelName": f"renamed-{number}"}
@@ -222,12 +259,20 @@ class Running:
         return await self._answers(f"{self._admin}/ready")
 
     def _mib(self, name: str) -> float:
-        status = Path(f"/proc/{self._processes.pid(name)}/status").read_text()
-        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+        return rss_bytes(self._processes.pid(name)) / 2**20
 
     def _cpu_s(self, name: str) -> float:
-        fields = Path(f"/proc/{self._processes.pid(name)}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
+        return cpu_seconds(self._processes.pid(name))
+
+
+async def _read(port: int, path: str) -> bytes:
+    """A page, without taking it apart: that would hold up the probes of who measures."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+        return await reader.read()
+    finally:
+        writer.close()
 
 
 def _spec(document: dict[str, object]) -> dict[str, object]:
@@ -244,7 +289,7 @@ async def measure(share: float, mode: Mode) -> Figures:
 
 def table(all_figures: Sequence[Figures]) -> str:
     """A table in Markdown, a column for each size and mode."""
-    heads = [f"{one.share:.0%}, {one.mode}" for one in all_figures]
+    heads = [f"{100 * one.share:g}%, {one.mode}" for one in all_figures]
     lines = [f"| | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
     for name, said in _ROWS.items():
         lines.append(f"| {said} | {' | '.join(f'{getattr(one, name):.3g}' for one in all_figures)} |")
@@ -253,7 +298,7 @@ def table(all_figures: Sequence[Figures]) -> str:
 
 def draw(all_figures: Sequence[Figures], file: Path) -> None:
     """How each figure grows with the size, both axes logarithmic."""
-    figure, places = plt.subplots(3, 5, figsize=(20, 11), layout="constrained")
+    figure, places = plt.subplots(4, 4, figsize=(18, 15), layout="constrained")
     for place, (name, said) in zip(places.flat, _ROWS.items(), strict=False):
         for mode in get_args(Mode):
             own = [one for one in all_figures if one.mode == mode]

@@ -97,7 +97,7 @@ def _gateway(sizes: Sizes, gateway: Gateway, mode: str) -> dict[str, object]:
 
 
 def _server(sizes: Sizes, gateway: Gateway, number: int) -> dict[str, object]:
-    """Every ``models``-th endpoint. Engines are asked once a minute: with so many of them, extproc has other work."""
+    """With every ``models``-th endpoint."""
     endpoints = [{"address": address_of(one, gateway.engines)} for one in range(number, sizes.endpoints, sizes.models)]
     return _document("ModelServer", f"server-{number}", {"model": f"org/model-{number}", "endpoints": endpoints})
 

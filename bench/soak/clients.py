@@ -76,9 +76,7 @@ class Question(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, frozen=True):
     """What became of it. ``at_s``: since the soak began. ``error``: empty if all is well; a client that left is."""
 
-    question: Question
     at_s: float
-    duration_s: float
     first_s: float
     status: int
     error: str
@@ -149,9 +147,7 @@ class Client:
         except (aiohttp.ClientError, TimeoutError, OSError) as caught:
             error = f"{type(caught).__name__} after {len(raw)} bytes: {caught}"
         return Outcome(
-            question=question,
             at_s=sent_at_s - self._began_at_s,
-            duration_s=self._clock() - sent_at_s,
             first_s=first_s,
             status=status,
             error=error,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from bench.processes import Processes, free_ports, ports_in_a_row
 from bench.soak import engines, fleet
 from bench.soak.fleet import Model, document, text_of
 from bench.soak.hostile import HOSTILE, MIXED, REPLAY_OFFSET, adapter_of, hostile_host
-from bench.stack import envoy_binary, envoy_command
+from bench.stack import Answers, IsThere, envoy_binary, envoy_command
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -29,7 +28,7 @@ _MIXED_HOST: Final = "127.0.0.1"
 
 
 class Gateway(msgspec.Struct, frozen=True):
-    """Where everything is. ``ports``: of the honest engine processes. ``trap``: where redirects of engines lead."""
+    """Where everything is. ``ports``: of the honest engine processes."""
 
     processes: Processes
     directory: Path
@@ -108,16 +107,13 @@ async def running_gateway(
         served = ("--listen", listens["extproc"], "--metrics", f"127.0.0.1:{extproc_page}")
         await start("extproc", "extproc", "--config", config, *served)
 
-        def answers(url: str) -> _Answers:
-            return _Answers(http, url)
-
         for number, port in enumerate(ports):
-            await processes.wait_ready(f"engine-{number}", answers(f"http://127.0.0.1:{port}/health"))
-        await processes.wait_ready("bundle", _IsThere(bundle / "bootstrap.json"))
+            await processes.wait_ready(f"engine-{number}", Answers(http, f"http://127.0.0.1:{port}/health"))
+        await processes.wait_ready("bundle", IsThere(bundle / "bootstrap.json"))
         await processes.start("envoy", envoy_command(bundle))
-        await processes.wait_ready("extproc", answers(f"{gateway.extproc}/readyz"))
-        await processes.wait_ready("envoy", answers(f"{gateway.admin}/ready"))
-        await processes.wait_ready("envoy", answers(f"{gateway.url}/v1/models/{KV}"))
+        await processes.wait_ready("extproc", Answers(http, f"{gateway.extproc}/readyz"))
+        await processes.wait_ready("envoy", Answers(http, f"{gateway.admin}/ready"))
+        await processes.wait_ready("envoy", Answers(http, f"{gateway.url}/v1/models/{KV}"))
         yield gateway
 
 
@@ -160,27 +156,3 @@ def _hostile_spec(name: str, port: int, kv_port: int) -> dict[str, object]:
 
 def _adapters(name: str) -> list[str]:
     return [adapter_of(name)] if HOSTILE[name].loads_adapters else []
-
-
-class _Answers:
-    """Whether a page answers 200."""
-
-    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
-        self._http, self._url = http, url
-
-    async def __call__(self) -> bool:
-        try:
-            async with self._http.get(self._url) as response:
-                return response.status == 200
-        except (TimeoutError, aiohttp.ClientError):
-            return False
-
-
-class _IsThere:
-    """Whether a file has been written."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    async def __call__(self) -> bool:
-        return await asyncio.to_thread(self._file.is_file)

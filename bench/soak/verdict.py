@@ -84,7 +84,7 @@ class Uptake(msgspec.Struct):
 
 
 class Refusal(msgspec.Struct):
-    """A broken file. ``kept``: the model whose file it replaced was served all the time."""
+    """A broken file: when each process refused it, and when both used the mended one; None: not within a minute."""
 
     what: str
     at_s: float

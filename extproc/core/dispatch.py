@@ -115,10 +115,10 @@ class Dispatcher:
             body = changed_body(arrival, with_usage=adds_usage)
         except Refusal as refusal:
             return self.refuse(record, refusal, now, out, was_held=was_held)
-        except Exception as error:  # noqa: BLE001 - a mistake of ours ends this request
-            # the others of this tick go on
+        except Exception as error:  # noqa: BLE001 - a mistake of ours ends this request; the others of this tick go on
             return self.refuse(record, InternalError(error), now, out, was_held=was_held)
-        out.extend(plugin_faults(pool.name, considered.view.failed))
+        if considered.view.failed:
+            out.extend(plugin_faults(pool.name, considered.view.failed))
         # from here on the request counts, and nothing may fail
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
         assignment, found = pool.commit(considered, now, output_tokens), considered.expectation
@@ -169,7 +169,7 @@ class Dispatcher:
         )
 
 
-def plugin_faults(server: str, failed: Sequence[PluginFailed]) -> list[Fault]:
+def plugin_faults(server: str, failed: Sequence[PluginFailed]) -> list[Effect]:
     """What a request went on without. A plugin may run many times for one: each place where it fails counts once."""
     return [
         Fault(

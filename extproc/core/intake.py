@@ -80,13 +80,13 @@ class Intake:
         subject = visit.subject
         # clients ask for the list at will, and thousands of models take long to judge
         key = (head.listener, head.http_route, subject.tenant, subject.user, subject.api_key)
-        found = None if subject.claims else self._lists.get(key)
-        if found is None:
-            found = [model for model in listed if visit.may_list(model.name)]
+        if not subject.claims and key in self._lists:
+            return self._lists[key]
+        found = [model for model in listed if visit.may_list(model.name)]
+        if not subject.claims:
             if len(self._lists) >= _MOST_LISTS:
                 del self._lists[next(iter(self._lists))]
-            if not subject.claims:
-                self._lists[key] = found
+            self._lists[key] = found
         return found
 
     def model_for(self, head: Head, name: str) -> ListedModel | None:

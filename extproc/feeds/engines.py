@@ -123,7 +123,7 @@ class EngineScraper:
                     if seen is not self._core.snapshot:
                         seen = self._core.snapshot
                         self._follow()
-                        self._say_stretch(self._core.snapshot)
+                        self._report_stretch(self._core.snapshot)
                     self._follow_some(group)
                     self._start_due(self._clock())
                     self.log.tick()
@@ -152,7 +152,7 @@ class EngineScraper:
                 poll.tick(now)
                 started += 1
 
-    def _say_stretch(self, snapshot: Snapshot) -> None:
+    def _report_stretch(self, snapshot: Snapshot) -> None:
         """Once, until it is another one by a quarter or more."""
         stretch, before = scrape_stretch(snapshot.servers), self._stretch
         self._metrics.scrapes_stretched(stretch)

@@ -73,7 +73,7 @@ class Tokenizers:
             found, result = None, "timeout"
         except Exception as error:  # noqa: BLE001 - bodies, templates and answers are others'; the index can do without
             found, result = None, "failed"
-            self._say(pool, error)
+            self._warn_once(pool, error)
         else:
             result = "unsupported" if found is None else "tokenized"
             self._failing.discard(pool.name)
@@ -85,8 +85,8 @@ class Tokenizers:
         if self._engines is not None:
             await self._engines.close()
 
-    def _say(self, pool: Pool, error: Exception) -> None:
-        """Once until it works again; with its traceback if nobody has foreseen it."""
+    def _warn_once(self, pool: Pool, error: Exception) -> None:
+        """Until it works again; with the traceback of an error that nobody has foreseen."""
         if pool.name in self._failing:
             return
         self._failing.add(pool.name)

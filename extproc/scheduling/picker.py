@@ -71,8 +71,8 @@ class View(msgspec.Struct, frozen=True):
     ``eligible``: the rows that may be chosen; None: every endpoint. ``choices``: how many endpoints to name,
     fallbacks included. ``wants_reasons``: whether the pick must be explained. ``sessions``: those of the caller, None
     if the picker keeps none. ``peer_row``: the endpoint that was picked before for the same request and hands its KV
-    cache over, or gets it; None if there is none yet. ``failed``: plugins that failed,
-    without which the decision was made.
+    cache over, or gets it; None if there is none yet. ``failed``: plugins that failed, without which the decision was
+    made.
     """
 
     table: EndpointTable

@@ -190,7 +190,7 @@ class Duplex:
         return answers
 
     def _plugin_failed(self, failed: PluginFailed) -> None:
-        self._context.perform([*plugin_faults(self._server, [failed])])
+        self._context.perform(plugin_faults(self._server, [failed]))
 
     def _settle(self) -> None:
         request = self.request

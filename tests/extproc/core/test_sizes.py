@@ -102,3 +102,17 @@ def test_lists_of_many_callers_are_bounded(files: dict[str, bytes], monkeypatch:
     for number in range(10):
         core.intake.models_for(Head("GET", "/v1/models", {CLIENT: f"key-{number}"}, has_body=False, is_trusted=True))
     assert len(core.intake._lists) == 3
+
+
+def test_a_caller_whose_list_is_not_kept_takes_nobodys_kept_list_away(
+    files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "_MOST_LISTS", 1)
+    core = core_of(Loader(), files)
+    kept = Head("GET", "/v1/models", {CLIENT: "key-0"}, has_body=False, is_trusted=True)
+    first = core.intake.models_for(kept)
+    with_claims = msgspec.structs.replace(kept, claims={"team": ["a"]})
+    assert core.intake.models_for(with_claims) == first
+    judged = counted(monkeypatch, Visit, "may_list")
+    assert core.intake.models_for(kept) == first
+    assert judged == []
