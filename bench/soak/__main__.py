@@ -40,6 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
         minutes=options.minutes, models=options.models, rate=options.rate, hostile=hostile, seed=options.seed
     )
     console = Console(highlight=False)
+    if options.out.exists() and any(options.out.iterdir()) and not (options.out / "run").is_dir():
+        made.error(f"{options.out} holds something else than a soak; name an empty directory")
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
     try:

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _TIMEOUT_S: Final = 60.0
+_PREFIXES: Final = 4
 _PREFIX_TOKENS: Final = 700
-_TAIL_TOKENS: Final = 100
+# With these the caches that engines report are full within the warm-up, and so is what extproc remembers of them.
+_TAIL_TOKENS: Final = 2_000
 _OUTPUT_TOKENS: Final = 16
 # In which a stream's end must be: the last event of a response repeats all of it.
 _END_BYTES: Final = 4000
@@ -84,7 +86,9 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def body_of(question: Question) -> bytes:
     """Of some KB, most of which some other requests share."""
-    text = text_of(f"shared {question.number % 20}", _PREFIX_TOKENS) + text_of(f"own {question.number}", _TAIL_TOKENS)
+    text = text_of(f"shared {question.number % _PREFIXES}", _PREFIX_TOKENS) + text_of(
+        f"own {question.number}", _TAIL_TOKENS
+    )
     return msgspec.json.encode(
         {"model": question.model, "stream": question.is_streamed, **APIS[question.api].body(text)}
     )

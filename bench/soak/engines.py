@@ -40,6 +40,8 @@ RANKS: Final = 2
 _MAX_BODY: Final = 16 * 1024 * 1024
 _TOKEN_S: Final = 0.02
 _BLOCK_TOKENS: Final = 16
+# 64 KB of text.
+_CACHE_BLOCKS: Final = 1_024
 _CHAIN_BLOCKS: Final = 50
 _CACHE_CHAINS: Final = 400
 _STEP_S: Final = 0.2
@@ -115,6 +117,8 @@ def metrics_page(running: int) -> str:
         f"# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{labels} {running}.0\n"
         f"# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting{labels} 0.0\n"
         f"# TYPE vllm:kv_cache_usage_perc gauge\nvllm:kv_cache_usage_perc{labels} 0.1\n"
+        "# TYPE vllm:cache_config_info gauge\n"
+        f'vllm:cache_config_info{{block_size="{_BLOCK_TOKENS}",num_gpu_blocks="{_CACHE_BLOCKS}"}} 1.0\n'
     )
 
 

@@ -108,7 +108,11 @@ async def _together(parts: Iterator[dict[str, EndpointLoad]]) -> dict[str, Endpo
 async def _in_pieces(request: web.Request, pieces: Iterator[str], content_type: str) -> web.StreamResponse:
     """Each piece is made when the reader has taken those before it, and after other work has had its turn."""
     answer = web.StreamResponse(headers={"Content-Type": content_type})
-    await answer.prepare(request)
+    try:
+        await answer.prepare(request)
+    except ConnectionError:
+        # the reader has left, which is nothing to log
+        return answer
     for piece in pieces:
         if piece and not await _written(request, answer, piece.encode()):
             break
