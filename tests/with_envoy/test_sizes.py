@@ -113,6 +113,10 @@ async def test_more_models_than_envoys_own_limits_are_served_and_listed_without_
             assert answered["host"] == host
             assert answered["asked"]["model"] == (model if model.startswith("adapter") else f"org/{model}")
     assert (await large.ask("model-150")).status_code == 404
+    # only an HTTPRoute may have something in front of an inference path
+    prefixed = await large.http.post(f"{large.url}/v1/load_lora_adapter{CHAT_PATH}", json={"model": "model-0"})
+    assert prefixed.status_code == 404
+    assert prefixed.json()["error"]["code"] == "model_not_found"
     for host in ("localhost", "h29.example.com"):
         listed = (await large.http.get(f"{large.url}{MODELS_PATH}", headers={"host": host})).json()
         assert len(listed["data"]) == SIZES.model_routes + SIZES.adapters

@@ -124,9 +124,10 @@ local function read(json)
   return name, table.concat(parts)
 end
 
--- A route that ends here for want of a better one names the host that has a route for each model.
-local function look_again(handle)
-  local host = handle:filterContext():get("host")
+-- A route that ends here for want of a better one names the host that has a route for each model. Engines serve more
+-- than inference: what has something in front of such a path is for HTTPRoutes alone, which cut it off.
+local function look_again(handle, is_for_models)
+  local host = is_for_models and handle:filterContext():get("host")
   local headers = handle:headers()
   local asked = headers:get(":authority")
   if host and asked then
@@ -139,7 +140,7 @@ end
 function envoy_on_request(handle)
   local headers = handle:headers()
   local method, path = headers:get(":method"), match(headers:get(":path") or "", "^[^?]*")
-  if method == "GET" and path == "@MODELS_PATH@" then return look_again(handle) end
+  if method == "GET" and path == "@MODELS_PATH@" then return look_again(handle, true) end
   if method ~= "POST" or not @IS_INFERENCE@ then return end
   local body = handle:body()
   local size = body and body:length() or 0
@@ -149,7 +150,7 @@ function envoy_on_request(handle)
     local metadata = handle:streamInfo():dynamicMetadata()
     metadata:set("@NAMESPACE@", "@MEMBERS@", members)
     metadata:set("@NAMESPACE@", "@MODEL@", name)
-    return look_again(handle)
+    return look_again(handle, PATHS[path])
   end
   local problem = name
   if type(problem) == "table" and not problem.is_too_much then
