@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 # Polling works on every file system, mounted ConfigMaps and network shares included.
 _POLL_S: Final = 0.1
+# Of Envoy, which has new servers late: for so long at most, asked so often.
+_LONGEST_WAIT_S: Final = 15.0
+_ASK_S: Final = 0.5
 # For so long Envoy may still choose a server by an HTTPRoute that names it no more: longer than a bundle takes, and
 # shorter than Envoy's own side keeps what has left.
 _LINGER_S: Final = 5.0
@@ -45,14 +48,14 @@ class DirectoryFeed:
         apply: Callable[[Snapshot], object],
         clock: Callable[[], float],
         known_to_envoy: Callable[
-            [str, Collection[str]], Awaitable[Mapping[str, Collection[tuple[str, int]]]]
+            [str, Collection[str]], Awaitable[Mapping[str, Collection[tuple[str, int]]] | None]
         ] = endpoints_in_envoy,
     ) -> None:
         """``apply`` puts a snapshot into use; raises ConfigInvalid, with nothing changed.
 
         ``settle_s``: how long after its reading a configuration with a new ModelServer is applied, and a server's first
         engine used. Another process tells Envoy of them, which until then has no route or no endpoint for the server.
-        ``known_to_envoy``: asks at its admin address which first engines it has by then.
+        ``known_to_envoy``: asks at its admin address which servers, and which first engines, it has by then.
         """
         self._known_to_envoy = known_to_envoy
         self._apply = apply
@@ -95,10 +98,12 @@ class DirectoryFeed:
             self.report = ConfigReport(files=snapshot.digests)
             self._metrics.config_mended()
             return
-        if any(server.metadata.key not in self._core.pools for server in snapshot.servers):
+        new = {server.metadata.key for server in snapshot.servers} - self._core.pools.keys()
+        if new:
             # what changes meanwhile is read next; if the wait began anew, a directory that changes all the time would
             # never be used
             await asyncio.sleep(self._settle_s)
+            await self._until_known(snapshot.gateway.admin, new)
         await self._hears_of_engines()
         now = self._clock()
         if self._snapshot is not None:
@@ -116,6 +121,15 @@ class DirectoryFeed:
             len(snapshot.servers),
         )
 
+    async def _until_known(self, admin: str, servers: Collection[str]) -> None:
+        """Envoy reads a large bundle for seconds: if it answers and lacks a new server, it is waited for."""
+        ends_s = self._clock() + _LONGEST_WAIT_S
+        while self._clock() < ends_s:
+            known = await self._known_to_envoy(admin, servers)
+            if known is None or known.keys() >= set(servers):
+                return
+            await asyncio.sleep(_ASK_S)
+
     async def _go_on(self) -> None:
         """Forget servers that have left, once Envoy names them no more, and use engines that it knows by now."""
         has_engines = await self._hears_of_engines()
@@ -131,7 +145,7 @@ class DirectoryFeed:
         if not servers:
             return False
         known = await self._known_to_envoy(self._core.snapshot.gateway.admin, servers)
-        return self._settling.hear(known, self._clock())
+        return self._settling.hear(known or {}, self._clock())
 
     def _usable(self, snapshot: Snapshot, now: float) -> Snapshot:
         """With servers that linger, and without engines that Envoy may not know yet."""

@@ -15,7 +15,8 @@ from extproc.config.validation import parse_address
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-_TIMEOUT_S: Final = 1.0
+# While Envoy reads a bundle of thousands of routes it answers nobody for seconds.
+_TIMEOUT_S: Final = 5.0
 # Ten thousand engines have some 10 MB.
 _MOST_BYTES: Final = 64 * 2**20
 _DUMP: Final = "/config_dump"
@@ -58,10 +59,10 @@ class _Dump(msgspec.Struct, frozen=True):
     configs: list[_Config] = []
 
 
-async def endpoints_in_envoy(admin: str, servers: Collection[str]) -> Mapping[str, Collection[tuple[str, int]]]:
+async def endpoints_in_envoy(admin: str, servers: Collection[str]) -> Mapping[str, Collection[tuple[str, int]]] | None:
     """IP address and port of engines by ModelServer (``namespace/name``), without servers that it has no cluster for.
 
-    ``admin``: the address of the interface. Empty if no Envoy answers there.
+    ``admin``: the address of the interface. None if no Envoy answers there.
     """
     host, port = parse_address(admin)
     host = _ANY.get(host, host)
@@ -75,15 +76,15 @@ async def endpoints_in_envoy(admin: str, servers: Collection[str]) -> Mapping[st
             http.get(f"http://{place}:{port}{_DUMP}", params=query, allow_redirects=False) as answer,
         ):
             if answer.status != HTTPStatus.OK:
-                return {}
+                return None
             body = bytearray()
             async for piece in answer.content.iter_any():
                 body += piece
                 if len(body) > _MOST_BYTES:
-                    return {}
+                    return None
             dump = msgspec.json.decode(body, type=_Dump)
     except (OSError, aiohttp.ClientError, ValueError, RecursionError):  # the decoder's error is a ValueError
-        return {}
+        return None
     return {
         one.endpoint_config.cluster_name.removeprefix(_PREFIX): frozenset(_addresses(one.endpoint_config))
         for one in dump.configs

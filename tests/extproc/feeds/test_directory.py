@@ -27,12 +27,6 @@ if TYPE_CHECKING:
     from extproc.core.types import Arrival
 
 
-async def no_envoy(admin: str, servers: Collection[str]) -> Mapping[str, Collection[tuple[str, int]]]:
-    """At the usual address there may be one that serves something else."""
-    del admin, servers
-    return {}
-
-
 class Watched:
     def __init__(self, directory: Path) -> None:
         self.file = directory / "all.yaml"
@@ -42,6 +36,8 @@ class Watched:
         self.core = Core(snapshot, rng=random.Random(0), ticket_prefix="t")
         self.metrics = Metrics(self.core.pools.values, lambda: 0.0, lambda: 0.0)
         self.now = 0.0
+        # what Envoy answers, the last for ever; None: there is none
+        self.envoy: list[Mapping[str, Collection[tuple[str, int]]] | None] = [None]
         self.feed = DirectoryFeed(
             followed,
             self.core,
@@ -49,9 +45,17 @@ class Watched:
             settle_s=0.3,
             apply=lambda new: self.core.apply(new, 0.0),
             clock=lambda: self.now,
-            known_to_envoy=no_envoy,
+            known_to_envoy=self.known_to_envoy,
         )
         self.feed.started_with(snapshot)
+
+    async def known_to_envoy(
+        self, admin: str, servers: Collection[str]
+    ) -> Mapping[str, Collection[tuple[str, int]]] | None:
+        """At the usual address there may be one that serves something else."""
+        del admin, servers
+        self.now += 1.0
+        return self.envoy.pop(0) if len(self.envoy) > 1 else self.envoy[0]
 
     def names(self) -> list[str]:
         return [model.name for model in self.core.intake.models]
@@ -152,6 +156,23 @@ async def test_changes_during_every_wait_keep_no_new_server_from_being_used(
     # and what came meanwhile is used next, without another wait
     await watched.until(lambda: watched.names() == ["chat1", "sql"])
     assert waits == 1
+
+
+async def test_a_new_server_is_used_once_an_envoy_that_reads_slowly_has_it(watched: Watched) -> None:
+    new = CONFIG.split(b"---")[0].replace(b"name: llama}", b"name: other}") + b"---" + CONFIG
+    watched.envoy = [{}, {"default/llama": ()}, {"default/other": ()}]
+    watched.file.write_bytes(new)
+    await watched.until(lambda: "default/other" in watched.core.pools)
+    assert watched.envoy == [{"default/other": ()}]
+    assert watched.now == 3.0
+
+
+async def test_a_server_that_envoy_never_has_is_not_waited_for_for_ever(watched: Watched) -> None:
+    new = CONFIG.split(b"---")[0].replace(b"name: llama}", b"name: other}") + b"---" + CONFIG
+    watched.envoy = [{}]
+    watched.file.write_bytes(new)
+    await watched.until(lambda: "default/other" in watched.core.pools)
+    assert watched.now == 15.0
 
 
 PICKER = b"""
