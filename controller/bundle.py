@@ -26,6 +26,7 @@ from controller.gateway.publish import (
 from controller.key_files import KeyFiles
 from controller.secret_files import SecretFiles
 from controller.unserved import without
+from controller.uptake import subscriptions_of, version_of
 from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
 from extproc.config.lingering import Lingering
@@ -162,13 +163,19 @@ class Follower:
 
     def _wait_until_used(self, step: Step, after: Snapshot, clock: Callable[[], float]) -> None:
         """Envoy must have the clusters before the routes that name them, and is not given more than it can read."""
-        files = {name: text for name, text in step.files.items() if not name.startswith(ENDPOINTS_FOLDER)}
+        if self.uptake is None or not self.uptake.has_met:
+            return
+        watched = subscriptions_of(after).keys()
+        # read once: a file may have 15 MB
+        versions = {
+            name: version_of(text)
+            for name, text in step.files.items()
+            if name in watched and not name.startswith(ENDPOINTS_FOLDER)
+        }
         began_s = heard_s = clock()
-        while self.uptake is not None and heard_s - began_s < _LONGEST_STEP_S and clock() - heard_s < _SILENCE_S:
-            if self._stop.is_set():
-                return
-            used = self.uptake.uses(files, after)
-            if used or (used is None and not self.uptake.has_met):
+        while heard_s - began_s < _LONGEST_STEP_S and clock() - heard_s < _SILENCE_S and not self._stop.is_set():
+            used = self.uptake.uses(versions, after)
+            if used:
                 return
             if used is not None:
                 heard_s = clock()

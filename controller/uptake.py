@@ -196,9 +196,9 @@ class Uptake:
             self._look_at_s = self._look_at_s if is_waiting else now + _SOON_S
             self._written_at_s = now
 
-    def uses(self, files: Mapping[str, str], snapshot: Snapshot) -> bool | None:
-        """Whether Envoy uses these files of a bundle of ``snapshot``, or has refused one; None if it does not answer,
-        or never has.
+    def uses(self, versions: Mapping[str, str], snapshot: Snapshot) -> bool | None:
+        """Whether Envoy uses these versions of the files of a bundle of ``snapshot``, or has refused one; None if it does
+        not answer, or never has.
         """
         with self._lock:
             addresses = self._addresses if self._has_met else ()
@@ -206,7 +206,7 @@ class Uptake:
         if state is None:
             return None
         subscriptions = subscriptions_of(snapshot)
-        wanted = {subscriptions[name]: version_of(text) for name, text in files.items() if name in subscriptions}
+        wanted = {subscriptions[name]: version for name, version in versions.items() if name in subscriptions}
         is_refused = any(state.refused.get(name, 0) > self._refusals.get(name, 0) for name in wanted)
         # what Envoy does not subscribe to, for want of its listener, is not waited for
         return is_refused or all(state.versions.get(name, version) == version for name, version in wanted.items())

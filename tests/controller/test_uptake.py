@@ -285,7 +285,7 @@ def test_routes_are_not_written_before_envoy_has_their_clusters(tmp_path: Path) 
 
 
 def test_an_envoy_that_never_answered_is_not_waited_for(snapshot: Snapshot, tmp_path: Path) -> None:
-    envoys, files = Envoys(), {"cds.json": (tmp_path / "cds.json").read_text()}
+    envoys, files = Envoys(), {"cds.json": version_of((tmp_path / "cds.json").read_bytes())}
     uptake = started(envoys, snapshot, tmp_path)
     taken = envoys.states[ADMIN] = taking(snapshot, tmp_path)
     assert uptake.uses(files, snapshot) is None
