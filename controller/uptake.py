@@ -197,8 +197,9 @@ class Uptake:
             self._written_at_s = now
 
     def uses(self, versions: Mapping[str, str], snapshot: Snapshot) -> bool | None:
-        """Whether Envoy uses these versions of the files of a bundle of ``snapshot``, or has refused one; None if it does
-        not answer, or never has.
+        """Whether Envoy uses these versions of the files of a bundle of ``snapshot``, or has refused one.
+
+        None if it does not answer, or never has.
         """
         with self._lock:
             addresses = self._addresses if self._has_met else ()
