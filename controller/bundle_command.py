@@ -93,6 +93,7 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
     options = made.parse_args(words)
     # Envoy's schema takes half a second to import: not for --help
     from controller.bundle import Follower, wait_until_taken, write_golden, write_once  # noqa: PLC0415
+    from controller.gateway.publish import return_large_texts  # noqa: PLC0415
     from controller.uptake_metrics import serve_metrics  # noqa: PLC0415
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -106,6 +107,7 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
         directory = resolved_directory(options.config, _PATIENCE)
         uptake, wait_s, metrics = _looks(options, made, path)
         if options.watch:
+            return_large_texts()
             stop = threading.Event()
             for one in (signal.SIGTERM, signal.SIGINT):
                 # no exception: raised inside a library's own code, it may get lost there

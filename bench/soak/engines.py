@@ -41,7 +41,7 @@ _MAX_BODY: Final = 16 * 1024 * 1024
 _TOKEN_S: Final = 0.02
 _BLOCK_TOKENS: Final = 16
 # 64 KB of text.
-_CACHE_BLOCKS: Final = 1_024
+_CACHE_BLOCKS: Final = 256
 _CHAIN_BLOCKS: Final = 50
 _CACHE_CHAINS: Final = 400
 _STEP_S: Final = 0.2

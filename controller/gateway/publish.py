@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
@@ -25,6 +26,21 @@ if TYPE_CHECKING:
 _TAKEN_UP_S: Final = 0.3
 # Digests of API keys, and key sets, which may sign: for the owner alone, as whom Envoy runs, too.
 _SECRET_FILES: Final = frozenset(AUTHENTICATION_FILES)
+# mallopt's parameter in glibc
+_M_MMAP_THRESHOLD: Final = -3
+_LARGE_BYTES: Final = 1024 * 1024
+
+
+def return_large_texts() -> None:
+    """Have the C library return the memory of large texts to the system as soon as they are freed.
+
+    The files of a bundle may have 15 MB. After the first is freed, glibc takes such blocks from heaps of its own, one
+    for each thread, where they leave holes: the writer of 1,000 models grew by 30 MiB now and then. Only glibc does.
+    """
+    try:
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+    except AttributeError:
+        return
 
 
 class Step(msgspec.Struct, frozen=True):

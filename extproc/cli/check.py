@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from extproc.cli.check_notes import (
     crowded_limits,
+    forgotten_prompts,
     limits_of_nobody,
     literal_stars,
     too_many_watched_files,
@@ -77,6 +78,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *too_many_watched_files(snapshot),
             *stretched_intervals(snapshot),
             *missing_descriptors(snapshot, hard_limit()),
+            *forgotten_prompts(snapshot),
             *_missing_files(snapshot, directory),
             *_notes(snapshot),
         ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from extproc.admission.limits import RESOURCES
 from extproc.admission.local_limits import MAX_BUCKETS
 from extproc.config.references import backend_key, backend_refs
+from extproc.prefix.index import MOST_BLOCKS, MOST_BLOCKS_IN_ALL, blocks_of_each
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,6 +120,17 @@ def unsalted_messages(snapshot: Snapshot) -> Iterator[str]:
                 " older than June 2026, which ignores cache_salt there; see that the engines are newer, or take the"
                 " other paths only, with modelMatch: {uri: {prefix: ...}} in the rules of its ModelRoutes"
             )
+
+
+def forgotten_prompts(snapshot: Snapshot) -> Iterator[str]:
+    """So many endpoints that less is remembered of each than of a few."""
+    endpoints = sum(len(one.spec.endpoints) for one in snapshot.servers)
+    if blocks_of_each(endpoints) < MOST_BLOCKS:
+        yield (
+            f"{endpoints} endpoints: a process remembers {MOST_BLOCKS_IN_ALL} blocks of prompts, so"
+            f" {blocks_of_each(endpoints)} of each instead of {MOST_BLOCKS}, and knows less of what large caches hold;"
+            " write kvEvents, by which engines tell it, or serve a part of the models from another gateway"
+        )
 
 
 def crowded_limits(snapshot: Snapshot) -> Iterator[str]:

@@ -36,6 +36,7 @@ from extproc.core.states import Event, IllegalEvent, State, is_legal
 from extproc.core.types import BUNDLE
 from extproc.core.waiting import WaitingRequests
 from extproc.core.who_may import WhoMay
+from extproc.prefix.index import blocks_of_each
 from extproc.routing.resolve import RoutingTable
 from extproc.scheduling.pickers import PickerMaker, pickers_for
 from extproc.scheduling.pool import Pool
@@ -119,6 +120,7 @@ class Core:
         isolation = CacheIsolation(snapshot)
         pools: dict[str, Pool] = {}
         stretch = scrape_stretch(snapshot.servers)
+        most_blocks = blocks_of_each(sum(len(server.spec.endpoints) for server in snapshot.servers))
         for server in snapshot.servers:
             name = server.metadata.key
             picker, known = pickers[name].picker, self.pools.get(name)
@@ -128,6 +130,7 @@ class Core:
             pools[name] = known or Pool(name, server.spec, picker)
             pools[name].name_adapters(routing.adapters_of(name))
             pools[name].expect_reports(stretch)
+            pools[name].caches.limit_blocks(most_blocks)
         gates, out = self.admission.gates, list[Effect]()
         self.pools, self.snapshot, self._pickers = pools, snapshot, pickers
         self._routing = routing

@@ -110,7 +110,7 @@ def _learn_turn(run: Run, outcome: Outcome) -> None:
     if row is not None and outcome.completion_tokens:
         caches = run.pool.caches
         answer_bytes = outcome.completion_tokens * caches.bytes_per_token
-        caches.turns.record(row, run.chain, Turn(run.tail, answer_bytes))
+        caches.index.record_turn(row, run.chain, Turn(run.tail, answer_bytes))
 
 
 def _count_tokens(run: Run, outcome: Outcome, *, is_ours: bool) -> None:
@@ -254,6 +254,6 @@ def _learn_prefix(run: Run, outcome: Outcome) -> None:
         index.confirm(endpoint.row)
         expected = assignment.cached_tokens - assignment.indexed_tokens
         if not assignment.is_precise and expected >= _TOLERATED_TOKENS:
-            pool.caches.turns.learn(expected=expected, found=reported - assignment.indexed_tokens)
+            index.turns.learn(expected=expected, found=reported - assignment.indexed_tokens)
     elif run.sent_at_s - assignment.last_used_at_s > _PREFILL_GRACE_S + 2 * pool.typical_ttft_s:
         index.correct(endpoint.row, assignment.last_used_at_s)

@@ -3,17 +3,21 @@
 
 A segment is a run of blocks that were always used together. A request pins the segments of its chain, and while it
 runs they cannot be evicted. The others are evicted in the order of their last use, each segment from its tail. Where
-a chain leaves a segment, the segment is split in two. So the cost of a request depends on how many segments its chain
-has, a few, and not on its hundreds of blocks: only blocks that are new to the endpoint are looked at one by one.
+a chain leaves a segment, the segment is split in two. A segment is found by its first block. So the cost of a request
+depends on how many segments its chain has, a few, and not on its hundreds of blocks.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from extproc.prefix.hashing import COVERED_UNITS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class _Segment(msgspec.Struct, eq=False):
@@ -42,13 +46,15 @@ class HeldBlocks:
 
     def __init__(self) -> None:
         self.units = 0
+        self._blocks = 0
+        # by first block: a chain enters no segment elsewhere, as it is split where a chain leaves it
         self._segments: dict[int, _Segment] = {}
         # segments without a request, by last use
         self._idle: OrderedDict[_Segment, None] = OrderedDict()
         self._idle_blocks = 0
 
     def __len__(self) -> int:
-        return len(self._segments)
+        return self._blocks
 
     @property
     def evictable(self) -> int:
@@ -61,12 +67,19 @@ class HeldBlocks:
 
     def all(self) -> list[int]:
         """Every block."""
-        return list(self._segments)
+        return [block for segment in self._segments.values() for block in segment.blocks]
 
-    def last_use(self, block: int) -> float | None:
-        """When ``block`` was last used, or began to be if it is in use; None if it is not held."""
-        segment = self._segments.get(block)
-        return None if segment is None else segment.used_at_s
+    def last_use(self, chain: Sequence[int], position: int) -> float | None:
+        """When block number ``position`` of ``chain`` was last used, or began to be if it is in use; None if it is not
+        held.
+        """
+        start = 0
+        while start <= position and (segment := self._segments.get(chain[start])) is not None:
+            end = start + len(segment.blocks)
+            if position < end:
+                return segment.used_at_s if segment.blocks[position - start] == chain[position] else None
+            start = end
+        return None
 
     def oldest_use(self) -> float | None:
         """When the block that would be evicted next was last used; None if all are in use."""
@@ -79,8 +92,8 @@ class HeldBlocks:
         last, start = self._walk(chain)
         new = chain[start:]
         if new:
-            last = _Segment(new[:], start, last, 0, now)
-            self._segments.update(dict.fromkeys(new, last))
+            last = self._segments[new[0]] = _Segment(new[:], start, last, 0, now)
+            self._blocks += len(new)
             self.units += COVERED_UNITS[len(chain)] - COVERED_UNITS[start]
         segment = last
         while segment is not None:
@@ -110,9 +123,11 @@ class HeldBlocks:
         block = segment.blocks.pop()
         if not segment.blocks:
             del self._idle[segment]
+            # two segments may begin with the same hash: the first has lost its entry to the second
+            if self._segments.get(block) is segment:
+                del self._segments[block]
         self._idle_blocks -= 1
-        # of two blocks with the same hash, the other one may be gone already
-        self._segments.pop(block, None)
+        self._blocks -= 1
         end = segment.first + len(segment.blocks)
         self.units -= COVERED_UNITS[end + 1] - COVERED_UNITS[end]
         return block
@@ -126,9 +141,6 @@ class HeldBlocks:
             end = start + len(segment.blocks)
             if chain[start:end] != segment.blocks:
                 common = _common(chain[start:end], segment.blocks)
-                if not common:
-                    # another block with the same hash
-                    break
                 segment, end = self._split(segment, common), start + common
             last, start = segment, end
         return last, start
@@ -138,7 +150,7 @@ class HeldBlocks:
         blocks = segment.blocks
         head = _Segment(blocks[:size], segment.first, segment.parent, segment.requests, segment.used_at_s)
         segment.blocks, segment.first, segment.parent = blocks[size:], segment.first + size, head
-        self._segments.update(dict.fromkeys(head.blocks, head))
+        self._segments[head.blocks[0]], self._segments[segment.blocks[0]] = head, segment
         if segment in self._idle:
             self._idle_blocks -= size
         return head

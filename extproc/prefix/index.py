@@ -17,15 +17,24 @@ everything used no later than the missing block is gone, too.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from extproc.prefix.hashing import COVERED_UNITS, FIRST_BLOCK_BYTES
 from extproc.prefix.held_blocks import HeldBlocks, Pin
+from extproc.prefix.turns import Turns
 
-# Bounds the memory for one endpoint (about 250 bytes a block) if all prompts are short.
-_MAX_BLOCKS: Final = 16_384
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from extproc.prefix.turns import Turn
+
+# Remembered of one endpoint at most, and of all together: some 130 bytes each, so 2 MiB and half a GiB.
+MOST_BLOCKS: Final = 16_384
+MOST_BLOCKS_IN_ALL: Final = 4_194_304
+# A turn takes the memory of so many blocks.
+_TURN_BLOCKS: Final = 4
 _MIN_CAPACITY_BYTES: Final = 64 * 1024
 # The initial capacity is a guess; confirmed predictions may raise it by this factor.
 _GROWTH: Final = 4.0
@@ -41,22 +50,36 @@ class Match(msgspec.Struct, frozen=True):
 class _Endpoint(msgspec.Struct):
     """What one endpoint holds, with sizes in bytes of prompt text.
 
-    ``capacity_bytes``: its estimated capacity. ``limit_bytes``: the most to which that may grow.
+    ``bit``: of its row, one object for all masks with no other bit: with thousands of rows it takes a KiB.
+    ``capacity_bytes``: its estimated capacity. ``limit_bytes``: the most to which that may grow. ``turns``: how many
+    end at its blocks.
     """
 
+    bit: int
     capacity_bytes: float
     limit_bytes: float
     blocks: HeldBlocks = msgspec.field(default_factory=HeldBlocks)
+    turns: int = 0
+
+
+def blocks_of_each(endpoints: int) -> int:
+    """How many blocks a process with so many endpoints may remember of each."""
+    return min(MOST_BLOCKS, MOST_BLOCKS_IN_ALL // max(1, endpoints))
 
 
 class PrefixIndex:
     """The index of one ModelServer, bounded for each endpoint in bytes of prompt text and in blocks.
 
     ``capacity_bytes``: the initial estimate of an endpoint's capacity. ``first_block_bytes``: see ``hashing.py``.
+    ``most_blocks``: remembered of an endpoint; one that holds more loses the oldest at its next request.
     """
 
-    def __init__(self, capacity_bytes: float, first_block_bytes: int = FIRST_BLOCK_BYTES) -> None:
+    def __init__(
+        self, capacity_bytes: float, first_block_bytes: int = FIRST_BLOCK_BYTES, most_blocks: int = MOST_BLOCKS
+    ) -> None:
         self.first_block_bytes = first_block_bytes
+        self.most_blocks = most_blocks
+        self.turns = Turns()
         self._initial_capacity = capacity_bytes
         self._holders: dict[int, int] = {}
         self._held: dict[int, _Endpoint] = {}
@@ -91,10 +114,12 @@ class PrefixIndex:
             found.append(Match(start, holders))
         return found
 
-    def last_use(self, row: int, block: int) -> float | None:
-        """When ``row`` last used ``block``, or began to if it is in use; None if it does not hold it."""
+    def last_use(self, row: int, chain: Sequence[int], position: int) -> float | None:
+        """When ``row`` last used block number ``position`` of ``chain``, or began to if it is in use; None if it does
+        not hold it.
+        """
         held = self._held.get(row)
-        return None if held is None else held.blocks.last_use(block)
+        return None if held is None else held.blocks.last_use(chain, position)
 
     def record(self, row: int, chain: list[int], now: float) -> None:
         """Record that ``row`` has served a prompt with ``chain``."""
@@ -104,9 +129,10 @@ class PrefixIndex:
         """A request with ``chain`` is sent to ``row``: it holds the blocks at least until ``unpin``."""
         held = self._held_by(row)
         pin, new = held.blocks.pin(self._head(chain, held.capacity_bytes), now)
-        holders, bit = self._holders, 1 << row
+        holders, bit = self._holders, held.bit
         for block in new:
-            holders[block] = holders.get(block, 0) | bit
+            others = holders.get(block)
+            holders[block] = bit if others is None else others | bit
         self._shrink(row, held)
         return pin
 
@@ -118,12 +144,18 @@ class PrefixIndex:
             held.blocks.unpin(pin, now)
             self._shrink(row, held)
 
+    def record_turn(self, row: int, chain: Sequence[int], turn: Turn) -> None:
+        """``row`` has answered the prompt with ``chain``. The turn is kept as long as the last block of its prompt."""
+        held = self._held.get(row)
+        if held is not None and chain and self._holders.get(chain[-1], 0) >> row & 1:
+            held.turns += self.turns.record(row, chain[-1], turn)
+
     def forget(self, row: int) -> None:
         """Drop everything about ``row``: the endpoint was removed, or lost its cache."""
         held = self._held.pop(row, None)
         if held is not None:
             for block in held.blocks.all():
-                self._drop_bit(row, block)
+                self._drop_bit(row, held, block)
 
     def correct(self, row: int, missed_at_s: float) -> None:
         """A block last used at ``missed_at_s`` was not in the cache of ``row``: drop it and all older ones.
@@ -134,7 +166,7 @@ class PrefixIndex:
         if held is None:
             return
         while (used_at_s := held.blocks.oldest_use()) is not None and used_at_s <= missed_at_s:
-            self._drop_bit(row, held.blocks.evict())
+            self._drop_bit(row, held, held.blocks.evict())
         held.capacity_bytes = max(_MIN_CAPACITY_BYTES, self._bytes(held))
 
     def confirm(self, row: int) -> None:
@@ -168,25 +200,28 @@ class PrefixIndex:
 
     def _shrink(self, row: int, held: _Endpoint) -> None:
         blocks = held.blocks
-        while blocks.evictable and (self._bytes(held) > held.capacity_bytes or blocks.evictable > _MAX_BLOCKS):
-            self._drop_bit(row, blocks.evict())
+        while blocks.evictable and (
+            self._bytes(held) > held.capacity_bytes or blocks.evictable + _TURN_BLOCKS * held.turns > self.most_blocks
+        ):
+            self._drop_bit(row, held, blocks.evict())
 
-    def _drop_bit(self, row: int, block: int) -> None:
-        holders = self._holders.pop(block, 0) & ~(1 << row)
+    def _drop_bit(self, row: int, held: _Endpoint, block: int) -> None:
+        holders = self._holders.pop(block, 0) & ~held.bit
         if holders:
             self._holders[block] = holders
+        held.turns -= self.turns.forget(row, block)
 
     def _held_by(self, row: int) -> _Endpoint:
         held = self._held.get(row)
         if held is None:
-            held = self._held[row] = _Endpoint(self._initial_capacity, _GROWTH * self._initial_capacity)
+            held = self._held[row] = _Endpoint(1 << row, self._initial_capacity, _GROWTH * self._initial_capacity)
         return held
 
     def _head(self, chain: list[int], capacity_bytes: float) -> list[int]:
         """The longest head of ``chain`` that fits the capacity; a longer one would evict its own blocks at once."""
-        if self.covered_bytes(len(chain)) <= capacity_bytes and len(chain) <= _MAX_BLOCKS:
+        if self.covered_bytes(len(chain)) <= capacity_bytes and len(chain) <= self.most_blocks:
             return chain
-        fits = min(len(chain), _MAX_BLOCKS)
+        fits = min(len(chain), self.most_blocks)
         while self.covered_bytes(fits) > capacity_bytes:
             fits -= 1
         return chain[:fits]

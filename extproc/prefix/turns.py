@@ -9,17 +9,14 @@ report.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-# Turns kept, over all endpoints; about 300 bytes each.
-_MAX_TURNS: Final = 20_000
 _WEIGHT: Final = 0.1
 
 
@@ -48,15 +45,23 @@ class Turns:
 
     def __init__(self) -> None:
         self.answer_share = 1.0
-        self.by_block: OrderedDict[int, dict[int, Turn]] = OrderedDict()
+        self.by_block: dict[int, dict[int, Turn]] = {}
 
-    def record(self, row: int, chain: Sequence[int], turn: Turn) -> None:
-        """The endpoint of ``row`` has answered the prompt with the blocks ``chain``."""
-        if chain:
-            self.by_block.setdefault(chain[-1], {})[row] = turn
-            self.by_block.move_to_end(chain[-1])
-            if len(self.by_block) > _MAX_TURNS:
-                self.by_block.popitem(last=False)
+    def record(self, row: int, block: int, turn: Turn) -> bool:
+        """The endpoint of ``row`` has answered a prompt whose last whole block is ``block``. Whether it is one more."""
+        turns = self.by_block.setdefault(block, {})
+        is_new = row not in turns
+        turns[row] = turn
+        return is_new
+
+    def forget(self, row: int, block: int) -> bool:
+        """The endpoint of ``row`` has lost ``block``. Whether a turn ended there."""
+        turns = self.by_block.get(block)
+        if turns is None or turns.pop(row, None) is None:
+            return False
+        if not turns:
+            del self.by_block[block]
+        return True
 
     def continuations(self, last_block: int, rest: bytes | memoryview) -> Iterator[tuple[int, float]]:
         """The rows that served a prompt which this one continues, with the bytes that each holds.

@@ -21,9 +21,8 @@ from extproc.endpoints.answer_cost import AnswerCost
 from extproc.endpoints.decode_speed import DecodeSpeed
 from extproc.endpoints.prompt_cost import PromptCost
 from extproc.prefix.hashing import COVERED_UNITS, FIRST_BLOCK_BYTES, hash_blocks
-from extproc.prefix.index import Match, PrefixIndex
+from extproc.prefix.index import Match, PrefixIndex, blocks_of_each
 from extproc.prefix.kv_index import KvIndex
-from extproc.prefix.turns import Turns
 from extproc.scheduling.bitmasks import rows_of_bitmask
 from extproc.scheduling.cache_tiers import CacheTiers
 from extproc.scheduling.picker import Demand
@@ -89,10 +88,10 @@ class CacheEstimator:
         self.decode_speed = DecodeSpeed()
         # initial guess: the mean is 343 in Mooncake's conversations, 211 in Azure's, 28 in Azure's code completions
         self.output_tokens = 200.0
+        self._most_blocks = blocks_of_each(1)
         self.index = self._new_index(FIRST_BLOCK_BYTES)
         self._previous: PrefixIndex | None = None
         self._previous_uses = 0
-        self.turns = Turns()
         self.kv_index: KvIndex | None = None
         self._tiers: CacheTiers | None = None
         self.whole_feeds = 0
@@ -123,6 +122,12 @@ class CacheEstimator:
         self.kv_index = (self.kv_index or KvIndex()) if has_events else None
         if self._tiers is None or self._tiers.capacities != tiers:
             self._tiers = self._new_tiers(tiers) if tiers else None
+
+    def limit_blocks(self, most_blocks: int) -> None:
+        """Remember no more of an endpoint, in each index."""
+        self._most_blocks = self.index.most_blocks = most_blocks
+        if self._tiers is not None:
+            self._tiers.limit_blocks(most_blocks)
 
     def set_cache_config(self, row: int, cache: CacheConfig) -> None:
         """Record the block size and capacity that the engine of ``row`` reports."""
@@ -163,7 +168,6 @@ class CacheEstimator:
             # what was sent so far is only in the index of the old size
             self._previous, self._previous_uses = self.index, _PREVIOUS_USES
             self.index = self._new_index(size)
-            self.turns = Turns()
             if self._tiers is not None:
                 self._tiers = self._new_tiers(self._tiers.capacities)
             for row in self._caches:
@@ -184,7 +188,7 @@ class CacheEstimator:
             covered = COVERED_UNITS[match.blocks] * unit
             held = self._round_to_blocks(covered / self.bytes_per_token, input_tokens)
             cached[rows_of_bitmask(match.holders, rows)] = held
-            if chain[match.blocks - 1] in self.turns.by_block:
+            if chain[match.blocks - 1] in self.index.turns.by_block:
                 self._add_turns(prompt, match, chain, covered, cached, input_tokens)
         if self._previous is not None:
             self._add_previous(self._previous, prompt.text, seed, cached, input_tokens)
@@ -210,7 +214,7 @@ class CacheEstimator:
             return 0.0, None
         tokens = COVERED_UNITS[longest] * self.index.first_block_bytes / self.bytes_per_token
         return self._round_to_blocks(tokens, expectation.input_tokens), self.index.last_use(
-            row, expectation.chain[longest - 1]
+            row, expectation.chain, longest - 1
         )
 
     def record_sent(self, row: int, expectation: Expectation, now: float) -> Pin:
@@ -233,7 +237,7 @@ class CacheEstimator:
         """When the endpoint of ``row`` last used the block of ``chain`` that contains token number ``tokens``."""
         length = tokens * self.bytes_per_token
         blocks = bisect_right(range(len(chain) + 1), length, key=self.index.covered_bytes) - 1
-        return self.index.last_use(row, chain[blocks - 1]) if blocks > 0 else None
+        return self.index.last_use(row, chain, blocks - 1) if blocks > 0 else None
 
     def _forget_prefixes(self, row: int) -> None:
         self.index.forget(row)
@@ -255,7 +259,7 @@ class CacheEstimator:
         self, prompt: Prompt, match: Match, chain: Sequence[int], covered: int, cached: Floats, input_tokens: float
     ) -> None:
         """Add cached tokens of conversation turns that go on behind a match, which covers so many bytes."""
-        for row, held in self.turns.continuations(chain[match.blocks - 1], memoryview(prompt.text)[covered:]):
+        for row, held in self.index.turns.continuations(chain[match.blocks - 1], memoryview(prompt.text)[covered:]):
             tokens = self._round_to_blocks((covered + held) / self.bytes_per_token, input_tokens)
             if match.holders >> row & 1 and tokens > cached[row]:
                 cached[row] = tokens
@@ -292,7 +296,9 @@ class CacheEstimator:
 
     def _new_tiers(self, capacities: Mapping[str, float]) -> CacheTiers:
         size = self.index.first_block_bytes
-        return CacheTiers(capacities, bytes_per_token=self.bytes_per_token, first_block_bytes=size)
+        tiers = CacheTiers(capacities, bytes_per_token=self.bytes_per_token, first_block_bytes=size)
+        tiers.limit_blocks(self._most_blocks)
+        return tiers
 
     def _new_index(self, first_block_bytes: int) -> PrefixIndex:
-        return PrefixIndex(_INITIAL_CACHE_TOKENS * INITIAL_BYTES_PER_TOKEN, first_block_bytes)
+        return PrefixIndex(_INITIAL_CACHE_TOKENS * INITIAL_BYTES_PER_TOKEN, first_block_bytes, self._most_blocks)

@@ -57,6 +57,11 @@ class CacheTiers:
             name: PrefixIndex(tokens * bytes_per_token, first_block_bytes) for name, tokens in capacities.items()
         }
 
+    def limit_blocks(self, most_blocks: int) -> None:
+        """Remember no more of an endpoint, in each tier."""
+        for index in self._indexes.values():
+            index.most_blocks = most_blocks
+
     def held(self, chain: list[int], rows: int, tokens_in: Callable[[int], float]) -> Mapping[str, Floats]:
         """Tokens of ``chain`` that each endpoint holds, by tier. ``tokens_in``: so many bytes, in the engines'
         blocks.

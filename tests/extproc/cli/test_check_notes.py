@@ -145,6 +145,15 @@ def test_more_levels_of_limits_than_are_remembered_are_noted(check: Check, monke
     assert "rateLimits have 20 levels" in note
 
 
+def test_more_endpoints_than_prompts_are_remembered_of_are_noted(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoints = [{"address": f"127.0.1.{number}:80"} for number in range(1, 101)]
+    monkeypatch.setattr("extproc.prefix.index.MOST_BLOCKS_IN_ALL", 100 * 16_384)
+    assert check(ModelServer={**SERVER, "endpoints": endpoints}) == []
+    monkeypatch.setattr("extproc.prefix.index.MOST_BLOCKS_IN_ALL", 100 * 1_000)
+    (note,) = check(ModelServer={**SERVER, "endpoints": endpoints})
+    assert "1000 of each instead of 16384" in note
+
+
 def test_engines_that_are_read_less_often_than_written_are_noted(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoints = [{"address": f"127.0.1.{number}:80"} for number in range(1, 101)]
     assert check(ModelServer={**SERVER, "endpoints": endpoints}) == []

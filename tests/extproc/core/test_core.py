@@ -270,6 +270,21 @@ def test_a_restarted_engine_is_known_by_its_first_unexpected_miss(core: Core, po
     assert pool.caches.index.blocks_held(row) == len(chain_of(prompts[3]))
 
 
+def test_an_endpoint_may_hold_its_share_of_what_the_process_remembers(
+    core: Core, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extproc.prefix.index.MOST_BLOCKS_IN_ALL", 3 * 50)
+    core.apply(core.snapshot, 0.0)
+    for number in range(8):
+        core.finish(arrive(core, chat(f"{number} {LONG}"), float(number)).ticket, number + 0.5)
+
+    assert 0 < max(pool.caches.index.blocks_held(row) for row in range(3)) <= 50
+    monkeypatch.undo()
+    core.apply(core.snapshot, 10.0)
+    core.finish(arrive(core, chat(f"9 {LONG}"), 11.0).ticket, 12.0)
+    assert max(pool.caches.index.blocks_held(row) for row in range(3)) > 50
+
+
 def test_what_a_running_request_holds_is_not_thought_evicted_however_much_is_sent_meanwhile(
     core: Core, pool: Pool
 ) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from extproc.prefix.hashing import FIRST_BLOCK_BYTES, covered_units, hash_blocks
-from extproc.prefix.index import Match, PrefixIndex
+from extproc.prefix.index import Match, PrefixIndex, blocks_of_each
+from extproc.prefix.turns import Tail, Turn
 
 if TYPE_CHECKING:
     from extproc.prefix.held_blocks import Pin
@@ -129,6 +131,47 @@ def test_blocks_with_the_same_hash_in_different_prompts_do_no_harm() -> None:
     assert (index.blocks, index.blocks_held(0), index.bytes_held(0)) == (0, 0, 0)
 
 
+def turn_of(number: int) -> Turn:
+    return Turn(Tail(number, 3), 100.0)
+
+
+def test_of_many_short_prompts_no_more_is_remembered_than_an_endpoint_may_have() -> None:
+    index = PrefixIndex(1e9, most_blocks=40)
+    for number in range(100):
+        index.record(0, chain_of(number % 10, number // 10), float(number))
+
+    assert index.blocks_held(0) == index.blocks <= 40
+    assert matched(index, 0, chain_of(9, 9)) == 16, "the last one"
+
+
+def test_turns_count_and_go_with_the_last_block_of_their_prompt() -> None:
+    index = PrefixIndex(1e9, most_blocks=40)
+    for number in range(100):
+        index.record(0, chain_of(number), float(number))
+        index.record_turn(0, chain_of(number), turn_of(number))
+
+    # a turn takes as much memory as four blocks: of the oldest prompt the end went, with its turn
+    assert (index.blocks_held(0), len(index.turns.by_block)) == (31, 3)
+    assert list(index.turns.by_block) == [chain_of(number)[-1] for number in (97, 98, 99)]
+    index.forget(0)
+    assert index.turns.by_block == {}
+
+
+def test_a_turn_is_of_the_endpoint_that_holds_its_prompt() -> None:
+    index = PrefixIndex(CAPACITY)
+    index.record(0, chain_of(1), 0.0)
+    for row in (0, 0, 1):
+        index.record_turn(row, chain_of(1), turn_of(row))
+    assert index.turns.by_block == {chain_of(1)[-1]: {0: turn_of(0)}}
+    index.correct(0, missed_at_s=0.0)
+    assert index.turns.by_block == {}
+
+
+@pytest.mark.parametrize(("endpoints", "blocks"), [(0, 16_384), (256, 16_384), (1_024, 4_096), (20_000, 209)])
+def test_all_endpoints_share_what_a_process_remembers(endpoints: int, blocks: int) -> None:
+    assert blocks_of_each(endpoints) == blocks
+
+
 class AgainstAPlainModel(RuleBasedStateMachine):
     """Never longer than recorded; equal to LRU by blocks; bounded; nothing left of what is forgotten."""
 
@@ -222,7 +265,9 @@ class AgainstAPlainModel(RuleBasedStateMachine):
             assert self.index.bytes_held(row) == sum(map(_bytes, kept))
             if free:
                 assert self.index.bytes_held(row) <= CAPACITY
-            assert all(self.index.last_use(row, block) is not None for block in kept)
+            for chain in self.recorded.get(row, []):
+                used = [self.index.last_use(row, chain, at) is not None for at in range(len(chain))]
+                assert used == [block in kept for block in chain]
         assert self.index.blocks == len({block for kept in self.lru.values() for block in kept})
 
 

@@ -91,7 +91,7 @@ def test_the_next_turn_finds_prompt_and_answer() -> None:
     expectation = caches.expect(Prompt(first, "m"), table, 0.0)
     caches.record_sent(1, expectation, 0.0)
     covered = caches.index.covered_bytes(len(expectation.chain))
-    caches.turns.record(1, expectation.chain, Turn(tail_of(first, covered), 400.0))
+    caches.index.record_turn(1, expectation.chain, Turn(tail_of(first, covered), 400.0))
     second = first + b'\nassistant\n"' + b"x" * 400 + b'"\nuser\n"more"'
     # 1008 bytes of prompt and 400 of answer, four bytes a token
     assert cached(caches, table, Prompt(second, "m")) == [0.0, 352.0]
