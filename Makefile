@@ -87,7 +87,7 @@ check: $(VENV)/ready ## lint, format, layers, types, generated messages
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/mypy
 	$(RUN) -m tools.envoy_messages --check
-	$(RUN) -m controller.crds --check
+	$(RUN) -m controller.api.crds --check
 
 fix: $(VENV)/ready ## mend what ruff can mend
 	$(VENV)/bin/ruff check --fix .
@@ -111,11 +111,11 @@ lab-autoscale: $(VENV)/ready ## autoscalers side by side on shapes of load and r
 	$(RUN) -m bench autoscale $(ARGS)
 
 manifests: $(VENV)/ready ## write the CustomResourceDefinitions anew, under manifests/crds
-	$(RUN) -m controller.crds
+	$(RUN) -m controller.api.crds
 
 generate: $(VENV)/ready ## write anew what is derived: message types, golden bundles, reference pages, the dashboard
 	$(RUN) -m tools.envoy_messages
-	$(RUN) -m controller.crds
+	$(RUN) -m controller.api.crds
 	$(RUN) -m controller bundle --golden
 	$(RUN) -m tools.architecture_tree
 	$(RUN) -m tools.reference

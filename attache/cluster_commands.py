@@ -6,13 +6,16 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
-from controller import epp_command, gateway_command, manager_command, render_command
+from controller.commands import epp as epp_command
+from controller.commands import gateway as gateway_command
+from controller.commands import manager as manager_command
+from controller.commands import render as render_command
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
-    from extproc.config.picker_config import PickerCheck, PickerFile
+    from extproc.api.picker_config import PickerCheck, PickerFile
 
 
 class _Checking(Protocol):
@@ -48,7 +51,7 @@ def _check_with_plugins() -> PickerCheck:
 
     def check(file: PickerFile) -> Sequence[str]:
         if not found:
-            from extproc.scheduling.pickers import InstalledPlugins  # noqa: PLC0415 - see above
+            from extproc.llmd.pickers import InstalledPlugins  # noqa: PLC0415 - see above
 
             found.append(InstalledPlugins())
         return found[0](file)

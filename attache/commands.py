@@ -58,7 +58,7 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
             Command(
                 "bundle",
                 "write Envoy's configuration, and keep it up to date",
-                "controller.bundle_command",
+                "controller.commands.bundle",
                 "--config config --out bundle --watch",
                 "controller",
             ),
@@ -87,14 +87,14 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
             Command(
                 "download",
                 "have a model's weights on this node",
-                "controller.download_command",
+                "controller.commands.download",
                 "hf://meta-llama/Llama-3.1-8B --cache /models --link /models/llama",
                 "weights",
             ),
             Command(
                 "agent",
                 "run beside an engine: readiness, drain, adapters, metrics",
-                "controller.agent_command",
+                "controller.commands.agent",
                 "--engine http://127.0.0.1:8000 --model llama",
             ),
             Command(
@@ -113,7 +113,7 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
             Command(
                 "convert",
                 "print objects of llm-d's and Kthena's autoscalers as ours",
-                "controller.convert_command",
+                "controller.commands.convert",
                 "policies.yaml > converted.yaml",
             ),
             Command(
@@ -122,7 +122,7 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
             Command(
                 "explain-scaling",
                 "explain why there are so many engines",
-                "controller.explain_scaling_command",
+                "controller.commands.explain_scaling",
                 "default/llama --last 5",
             ),
             Command("top", "show engines, queues and tenants live", "extproc.cli.top", "127.0.0.1:9003"),

@@ -29,7 +29,7 @@ from bench.lab.runner import TrialFailed
 from bench.policies.own_file import PolicyFailed
 from bench.validation.check import unchecked, validate
 from bench.workload.traces import FORMATS, TraceInvalid
-from extproc.config.errors import ConfigInvalid
+from extproc.api.errors import ConfigInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

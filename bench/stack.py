@@ -17,9 +17,9 @@ import msgspec
 import yaml
 
 from bench.processes import Processes, free_ports, ports_in_a_row
-from controller.bundle import write_once
-from extproc.config.directory import load_directory
-from extproc.config.spec import API_VERSION
+from controller.bundle.sync import write_once
+from extproc.api.directory import load_directory
+from extproc.api.spec import API_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes Envoy's configuration; of extproc it knows configuration and protocol names."""
+"""The controller: bundle, gateway, manager and agents; of extproc it knows kinds and names on the wire."""

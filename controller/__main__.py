@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from controller import bundle_command
+from controller.commands import bundle as bundle_command
 
 
 def main(arguments: list[str] | None = None) -> int:

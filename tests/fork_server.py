@@ -22,8 +22,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, Self
 
-from controller.gateway.envoy.bundle import build
-from extproc.config.load import load
+from controller.bundle.envoy.bundle import build
+from extproc.api.load import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 # What the programs import; never a __main__, which each of them runs anew.
 _PRELOADED: Final = (
     "bench.engine.server",
-    "controller.bundle",
-    "controller.bundle_command",
+    "controller.bundle.sync",
+    "controller.commands.bundle",
     "extproc.cli.serve",
     "extproc.runtime.app",
     "uvloop",

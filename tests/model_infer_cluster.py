@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
-from controller.cluster.resources import (
+from controller.kube.plan import Annotate, Apply, Create, Delete, Plan, SetStatus
+from controller.kube.resources import (
     CONTROLLER_REVISIONS,
     MODEL_INFER_ROLES,
     PODS,
@@ -19,10 +20,9 @@ from controller.cluster.resources import (
     Resource,
     key_of,
 )
-from controller.reconcile.model_infer.observed import Load, NodeRoom, Observed, PodGroups
-from controller.reconcile.model_infer.reconcile import reconcile
-from controller.reconcile.model_infer.times import text_of
-from controller.reconcile.plan import Annotate, Apply, Create, Delete, Plan, SetStatus
+from controller.models.model_infer.observed import Load, NodeRoom, Observed, PodGroups
+from controller.models.model_infer.reconcile import reconcile
+from controller.models.model_infer.times import text_of
 from tests.kube_objects import resource
 
 Object = dict[str, Any]

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from controller.autoscale.situation import (
+from controller.api.autoscaling_binding import ScaleTarget
+from controller.api.common import ObjectReference
+from controller.autoscaler.decision.situation import (
     Engine,
     EngineReport,
     EngineState,
@@ -15,10 +17,8 @@ from controller.autoscale.situation import (
     Target,
     Waiting,
 )
-from controller.autoscale.traffic import Point, Totals, Traffic
-from controller.resources.autoscaling_binding import ScaleTarget
-from controller.resources.common import ObjectReference
-from extproc.config.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_of
+from controller.autoscaler.decision.traffic import Point, Totals, Traffic
+from extproc.api.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_of
 
 if TYPE_CHECKING:
     import random

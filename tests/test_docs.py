@@ -13,11 +13,11 @@ from prometheus_client import generate_latest
 
 from attache.commands import COMMANDS
 from attache.misspelt import misspelt_option
-from controller.bundle import Follower
-from controller.uptake import Uptake
-from controller.uptake_metrics import FollowerSeries
-from extproc.config.directory import ConfigDirectory
-from extproc.config.load import load
+from controller.bundle.acknowledgements import Uptake
+from controller.bundle.metrics import FollowerSeries
+from controller.bundle.sync import Follower
+from extproc.api.directory import ConfigDirectory
+from extproc.api.load import load
 from extproc.metrics.registry import Metrics
 from tools.site_pages import PAGES, with_site_links
 

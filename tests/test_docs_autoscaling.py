@@ -12,13 +12,13 @@ import msgspec
 import pytest
 import yaml
 
-from controller.autoscale.decision import Rule
-from controller.resources.autoscaling import AutoscalingPolicySpec
-from controller.resources.autoscaling_binding import AutoscalingPolicyBindingSpec
-from controller.resources.model import ModelSpec
-from controller.roles.scaling.telling import LIMITING
-from extproc.config.load import load
-from extproc.config.quantities import decode_quantity
+from controller.api.autoscaling import AutoscalingPolicySpec
+from controller.api.autoscaling_binding import AutoscalingPolicyBindingSpec
+from controller.api.model import ModelSpec
+from controller.autoscaler.decision.decision import Rule
+from controller.autoscaler.reconciler.telling import LIMITING
+from extproc.api.load import load
+from extproc.api.quantities import decode_quantity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +56,7 @@ def test_models_without_engines_are_a_valid_directory() -> None:
 
 def rules_in_code() -> Iterator[str]:
     """The first argument of all that makes steps."""
-    for file in (ROOT / "controller" / "autoscale").rglob("*.py"):
+    for file in (ROOT / "controller" / "autoscaler" / "decision").rglob("*.py"):
         if file.name == "answer.py":
             # it hands on what it is given
             continue

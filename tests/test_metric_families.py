@@ -16,16 +16,16 @@ from controller.agents.runtime.counters import Counters
 from controller.agents.runtime.dialects import FAMILIES
 from controller.agents.runtime.engine_page import EnginePage
 from controller.agents.runtime.exposition import write_page
-from controller.autoscale.decision import StageDecision, Step
-from controller.autoscale.law import Recommendation
-from controller.bundle import Follower
-from controller.roles.gateway_metrics import GatewayMetrics
-from controller.roles.manager_metrics import ManagerMetrics
-from controller.roles.picker_metrics import PickerMetrics
-from controller.roles.scaling.metrics import BindingSeries, ScalingMetrics, TargetSeries
-from controller.uptake import Uptake
-from controller.uptake_metrics import FollowerSeries
-from extproc.config.directory import ConfigDirectory
+from controller.autoscaler.decision.decision import StageDecision, Step
+from controller.autoscaler.decision.law import Recommendation
+from controller.autoscaler.reconciler.metrics import BindingSeries, ScalingMetrics, TargetSeries
+from controller.bundle.acknowledgements import Uptake
+from controller.bundle.metrics import FollowerSeries
+from controller.bundle.sync import Follower
+from controller.gateway.metrics import GatewayMetrics
+from controller.gateway.picker_metrics import PickerMetrics
+from controller.kube.metrics import ManagerMetrics
+from extproc.api.directory import ConfigDirectory
 from extproc.metrics.registry import Metrics
 from extproc.metrics.tls import TlsMetrics
 from tests.controller.agents.runtime.test_engine_page import STATE

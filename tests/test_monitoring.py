@@ -14,12 +14,12 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from controller.bundle import Follower
-from controller.roles.gateway_metrics import GatewayMetrics
-from controller.roles.picker_metrics import PickerMetrics
-from controller.uptake import Uptake
-from controller.uptake_metrics import FollowerSeries
-from extproc.config.directory import ConfigDirectory
+from controller.bundle.acknowledgements import Uptake
+from controller.bundle.metrics import FollowerSeries
+from controller.bundle.sync import Follower
+from controller.gateway.metrics import GatewayMetrics
+from controller.gateway.picker_metrics import PickerMetrics
+from extproc.api.directory import ConfigDirectory
 from extproc.metrics.registry import Metrics
 from extproc.metrics.tls import TlsMetrics
 from tools.dashboard import FILE, dashboard

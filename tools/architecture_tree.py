@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tree of modules in ARCHITECTURE.md from the first lines of their docstrings: ``make generate``."""
+"""Write the tree of packages in ARCHITECTURE.md from the first lines of their docstrings: ``make generate``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PAGE: Final = ROOT / "ARCHITECTURE.md"
 BEGIN: Final = "<!-- the tree: written by make generate -->"
 END: Final = "<!-- end of the tree -->"
 _PACKAGES: Final = ("attache", "extproc", "controller", "bench")
-_COLUMN: Final = 36
+_COLUMN: Final = 26
 _WIDTH: Final = 120
 
 
 def tree() -> str:
-    """All packages and modules, one line each, in a block of text."""
+    """All packages, one line each, in a block of text."""
     lines = [line for package in _PACKAGES for line in _lines(ROOT / package, depth=0)]
     return "\n".join([BEGIN, "```text", *lines, "```", END])
 
@@ -37,11 +37,8 @@ def with_tree(page: str) -> str:
 
 def _lines(folder: Path, depth: int) -> Iterator[str]:
     yield _line(f"{folder.name}/", _summary(folder / "__init__.py"), depth)
-    for path in sorted(folder.iterdir(), key=lambda one: (one.is_dir(), one.name)):
-        if path.is_dir() and (path / "__init__.py").exists():
-            yield from _lines(path, depth + 1)
-        elif path.suffix == ".py" and path.name != "__init__.py":
-            yield _line(path.name, _summary(path), depth + 1)
+    for package in sorted(path.parent for path in folder.glob("*/__init__.py")):
+        yield from _lines(package, depth + 1)
 
 
 def _line(name: str, summary: str, depth: int) -> str:

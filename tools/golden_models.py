@@ -6,13 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from controller.render import objects_in
-from controller.render_models import as_text, render_models
+from controller.commands.render_models import as_text, render_models
+from controller.commands.render_objects import objects_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-FOLDER: Final = Path(__file__).parent.parent / "tests" / "controller" / "reconcile" / "model" / "golden"
+FOLDER: Final = Path(__file__).parent.parent / "tests" / "controller" / "models" / "model" / "golden"
 
 
 def golden() -> Mapping[Path, str]:

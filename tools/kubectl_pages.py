@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, Final
 from bench.cluster.assets import find_assets
 from bench.cluster.control_plane import running_control_plane
 from bench.cluster.crds import apply_crds
-from controller.cluster.client import connect
-from controller.cluster.lease import LeaderElection
-from controller.cluster.resources import (
+from controller.gateway.metrics import GatewayMetrics
+from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
+from controller.kube.client import connect
+from controller.kube.lease import LeaderElection
+from controller.kube.resources import (
     GATEWAY_CONFIGS,
     MODEL_ROUTES,
     MODEL_SERVERS,
@@ -28,14 +30,12 @@ from controller.cluster.resources import (
     PODS,
     SERVICE_ACCOUNTS,
 )
-from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
-from controller.roles.gateway_metrics import GatewayMetrics
 
 if TYPE_CHECKING:
     from bench.cluster.assets import Assets
     from bench.cluster.control_plane import ControlPlane
-    from controller.cluster.client import Client
-    from controller.cluster.resources import Object, Resource
+    from controller.kube.client import Client
+    from controller.kube.resources import Object, Resource
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = (ROOT / "docs" / "kubernetes.md",)

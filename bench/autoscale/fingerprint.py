@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 _ROOT: Final = Path(__file__).resolve().parents[2]
 # What decides, what is decided about, and what turns runs into numbers.
 _SOURCES: Final = (
-    "controller/autoscale",
-    "controller/resources",
+    "controller/autoscaler/decision",
+    "controller/api",
     "bench/autoscale",
     "bench/engine",
     "bench/virtual",

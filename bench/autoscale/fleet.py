@@ -14,14 +14,14 @@ from bench.autoscale.replicas import Replica, victims
 from bench.stack import documents
 from bench.virtual.engines import addresses
 from bench.virtual.simulation import Simulation
-from extproc.config.load import load
-from extproc.config.model_server import StaticEndpoint
+from extproc.api.load import load
+from extproc.api.model_server import StaticEndpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bench.autoscale.variants import Variant
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.snapshot import Snapshot
 
 # More addresses than any fleet uses: a replica that is gone does not lend its own to another.
 _ADDRESSES: Final = 2000

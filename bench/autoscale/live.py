@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from bench.autoscale.scaler import told_objective
-from controller.autoscale.decide import decide
-from controller.resources.autoscaling import AutoscalingPolicySpec, LatencyObjective, ScaleToZero, Strategy
-from controller.resources.autoscaling_binding import AutoscalingPolicyBinding, AutoscalingPolicyBindingSpec
-from controller.resources.scaling_laws import WorkParameters
-from extproc.config.quantities import Duration
-from extproc.config.spec import Metadata
+from controller.api.autoscaling import AutoscalingPolicySpec, LatencyObjective, ScaleToZero, Strategy
+from controller.api.autoscaling_binding import AutoscalingPolicyBinding, AutoscalingPolicyBindingSpec
+from controller.api.scaling_laws import WorkParameters
+from controller.autoscaler.decision.decide import decide
+from extproc.api.quantities import Duration
+from extproc.api.spec import Metadata
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from bench.autoscale.scaler import Setup
-    from controller.autoscale.memory import Memory
-    from controller.autoscale.situation import Situation
+    from controller.autoscaler.decision.memory import Memory
+    from controller.autoscaler.decision.situation import Situation
 
 # Of the epoch: the lab's clock begins at 0, and schedules need a day.
 _BEGIN_S: Final = 1_700_000_000.0

@@ -2,7 +2,7 @@
 """Which kinds of engine carry so much work at the least cost, by trying all mixes of them.
 
 A load has two kinds, each with at most 16 replicas, so there are few mixes. The live autoscaler's allocation is another
-program (``controller.autoscale.allocation``): what judges it does not use it.
+program (``controller.autoscaler.decision.allocation``): what judges it does not use it.
 """
 
 from __future__ import annotations

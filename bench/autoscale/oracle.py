@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bench.autoscale.scaler import Setup
     from bench.autoscale.variants import Variant
     from bench.workload.sessions import Workload
-    from controller.autoscale.situation import Situation
+    from controller.autoscaler.decision.situation import Situation
 
 # Arrivals of so long are averaged, so that chance alone calls for nobody.
 WINDOW_S: Final = 15.0

@@ -19,14 +19,14 @@ from bench.autoscale.peers.llm_d import KedaQueue, KedaSlo
 from bench.autoscale.peers.wva_v1 import WvaV1
 from bench.autoscale.peers.wva_v2 import WvaV2
 from bench.autoscale.scaler import Policy, Setup, told_objective
-from controller.resources.scaling_laws import SpareCapacityParameters, TokensParameters
+from controller.api.scaling_laws import SpareCapacityParameters, TokensParameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from bench.autoscale.peers.peer import Peer
     from bench.autoscale.scaler import Scaler
-    from controller.autoscale.situation import Situation
+    from controller.autoscaler.decision.situation import Situation
 
 _IN_FLIGHT: Final = (6.0, 8.0, 12.0, 16.0, 22.0)
 

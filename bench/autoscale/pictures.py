@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from controller.autoscale.signals import Signals
-from controller.autoscale.situation import Engine, EngineState, Situation, Target
-from controller.autoscale.speeds import speed_of
+from controller.autoscaler.decision.signals import Signals
+from controller.autoscaler.decision.situation import Engine, EngineState, Situation, Target
+from controller.autoscaler.decision.speeds import speed_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from bench.autoscale.fleet import Fleet
     from bench.autoscale.replicas import Replica
-    from controller.autoscale.engine_signals import EngineSignal
-    from controller.resources.autoscaling import LatencyObjective
-    from extproc.config.demand import Demand, EngineDemand
+    from controller.api.autoscaling import LatencyObjective
+    from controller.autoscaler.decision.engine_signals import EngineSignal
+    from extproc.api.demand import Demand, EngineDemand
 
 # In a namespace of its own, with the ModelServer.
 _GATEWAY: Final = "default/lab"

@@ -16,7 +16,7 @@ from bench.autoscale.scaler import Policy, Setup
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from controller.autoscale.situation import Situation
+    from controller.autoscaler.decision.situation import Situation
 
 
 OURS: Final = "attache"

@@ -36,8 +36,8 @@ from bench.load.client import LoadClient
 from bench.processes import StartFailed
 from bench.reporting.results import RequestResult
 from bench.stack import EnvoyMissing
-from controller.cluster.errors import ClusterError
-from controller.cluster.resources import AUTOSCALING_POLICIES
+from controller.kube.errors import ClusterError
+from controller.kube.resources import AUTOSCALING_POLICIES
 
 if TYPE_CHECKING:
     from bench.cluster.scaling.site import Site

@@ -10,11 +10,11 @@ import msgspec
 
 from bench.autoscale.loads import Load
 from bench.workload.sessions import Workload
-from controller.resources.autoscaling import LatencyObjective
-from extproc.config.quantities import Duration
+from controller.api.autoscaling import LatencyObjective
+from extproc.api.quantities import Duration
 
 if TYPE_CHECKING:
-    from controller.autoscale.situation import Situation
+    from controller.autoscaler.decision.situation import Situation
 
 
 class Scaler(Protocol):

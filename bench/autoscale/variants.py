@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from bench.lab.engine_kinds import engine_kinds
-from controller.resources.autoscaling_binding import ScaleTarget
-from controller.resources.common import ObjectReference
+from controller.api.autoscaling_binding import ScaleTarget
+from controller.api.common import ObjectReference
 
 if TYPE_CHECKING:
     import random

@@ -26,9 +26,9 @@ from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
 from bench.processes import StartFailed
 from bench.stack import EnvoyMissing, envoy_binary
-from controller.cluster.client import connect
-from controller.cluster.errors import ClusterError
-from controller.cluster.resources import SERVICES
+from controller.kube.client import connect
+from controller.kube.errors import ClusterError
+from controller.kube.resources import SERVICES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

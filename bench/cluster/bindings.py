@@ -24,22 +24,22 @@ from bench.cluster.crds import apply_crds
 from bench.cluster.demand_teller import address_of
 from bench.cluster.manager_cost import Cost, cost_of
 from bench.processes import Processes, StartFailed, free_ports
-from controller.cluster.client import Client, connect
-from controller.cluster.errors import ClusterError
-from controller.cluster.resources import (
+from controller.kube.client import Client, connect
+from controller.kube.errors import ClusterError
+from controller.kube.resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
     DEPLOYMENTS,
     MODEL_SERVERS,
     PODS,
 )
-from extproc.config.loads import LOADS_LABEL
+from extproc.api.loads import LOADS_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
 
     from bench.cluster.control_plane import ControlPlane
-    from controller.cluster.resources import Object
+    from controller.kube.resources import Object
 
 _NAMESPACE: Final = "default"
 _AT_ONCE: Final = 16

@@ -31,8 +31,8 @@ from bench.cluster.control_plane import ControlPlaneOptions, running_control_pla
 from bench.cluster.crds import apply_crds
 from bench.processes import Processes, StartFailed, free_ports
 from bench.usage import cpu_seconds
-from controller.cluster.client import Client, connect
-from controller.cluster.resources import GATEWAY_CONFIGS, MODEL_ROUTES, MODEL_SERVERS, PODS
+from controller.kube.client import Client, connect
+from controller.kube.resources import GATEWAY_CONFIGS, MODEL_ROUTES, MODEL_SERVERS, PODS
 from extproc.protocol import CHAT_PATH, SUBSET, SUBSET_NAMESPACE
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from bench.cluster.control_plane import ControlPlane
-    from controller.cluster.resources import Object
+    from controller.kube.resources import Object
 
 _CLOCK: Final = time.perf_counter  # benchmarks have clocks
 _SERVERS: Final = 50

@@ -20,10 +20,10 @@ import msgspec
 from bench.cluster.certificates import Authority, signing_key, write_private
 from bench.cluster.kubeconfig import write_kubeconfig
 from bench.processes import Processes, free_ports
-from controller.cluster.access import Access
-from controller.cluster.client import Client, connect
-from controller.cluster.errors import ClusterError
-from controller.cluster.resources import NAMESPACES, SERVICE_ACCOUNTS
+from controller.kube.access import Access
+from controller.kube.client import Client, connect
+from controller.kube.errors import ClusterError
+from controller.kube.resources import NAMESPACES, SERVICE_ACCOUNTS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

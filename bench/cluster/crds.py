@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
-from controller.cluster.resources import CRDS
+from controller.kube.resources import CRDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from controller.cluster.client import Client
-    from controller.cluster.resources import Object
+    from controller.kube.client import Client
+    from controller.kube.resources import Object
 
 _SERVED_S: Final = 30.0
 _PAUSE_S: Final = 0.05

@@ -13,7 +13,7 @@ from bench.cluster.certificates import write_private
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from controller.cluster.access import Access
+    from controller.kube.access import Access
 
 
 def write_kubeconfig(path: Path, access: Access) -> Path:

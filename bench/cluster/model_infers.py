@@ -29,16 +29,16 @@ from bench.cluster.control_plane import ControlPlaneOptions, running_control_pla
 from bench.cluster.crds import apply_crds
 from bench.processes import Processes, StartFailed, free_ports
 from bench.usage import cpu_seconds
-from controller.cluster.client import Client, connect
-from controller.cluster.errors import ClusterError, NotFound
-from controller.cluster.informer import Informer, Selection
-from controller.cluster.resources import MODEL_INFERS, PODS
+from controller.kube.client import Client, connect
+from controller.kube.errors import ClusterError, NotFound
+from controller.kube.informer import Informer, Selection
+from controller.kube.resources import MODEL_INFERS, PODS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bench.cluster.control_plane import ControlPlane
-    from controller.cluster.resources import Object
+    from controller.kube.resources import Object
 
 _CLOCK: Final = time.perf_counter  # benchmarks have clocks
 _NAMESPACE: Final = "default"

@@ -21,7 +21,7 @@ from bench.conformance.running import run_suite
 from bench.conformance.suites import Suite, Wishes, built_in, chosen, suites
 from bench.processes import StartFailed
 from bench.stack import EnvoyMissing
-from controller.cluster.errors import ClusterError
+from controller.kube.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -26,7 +26,7 @@ from bench.conformance.results import SuiteResult, cases, check
 from bench.conformance.suites import ECHO, GATEWAY_CLASS, Suite, Wishes, arguments, built_in
 from bench.processes import StartFailed
 from bench.stack import envoy_binary
-from controller.cluster.client import connect
+from controller.kube.client import connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -16,7 +16,7 @@ from bench.stack import documents
 from bench.virtual.engines import addresses, roofline_engine
 from bench.virtual.simulation import Simulation
 from bench.workload.sessions import Session, SessionTurn, Workload, one_piece
-from extproc.config import load as configuration
+from extproc.api import load as configuration
 from extproc.protocol import DEADLINE_MS, OBJECTIVES, TENANT
 
 if TYPE_CHECKING:

@@ -16,16 +16,16 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final
 
-from controller.gateway.envoy.bundle import build
-from extproc.config.errors import ConfigInvalid
-from extproc.config.load import load
+from controller.bundle.envoy.bundle import build
+from extproc.api.errors import ConfigInvalid
+from extproc.api.load import load
 from extproc.core.core import Core
-from extproc.scheduling.pickers import picker_notes
+from extproc.llmd.pickers import picker_notes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.snapshot import Snapshot
 
 VALID: Final = (
     """apiVersion: attache.dev/v1alpha1

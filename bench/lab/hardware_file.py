@@ -10,10 +10,10 @@ import msgspec
 
 from bench.engine.hardware import KV_READING, PER_LAYER_S, PREFILL_GEMM, WEIGHT_STREAMING, Gpu, ModelShape
 from bench.engine.links import LINKS, Link
-from extproc.config.documents import read, split
-from extproc.config.errors import ConfigInvalid, Mistake
-from extproc.config.quantities import Duration, decode_quantity
-from extproc.config.schema import check_shape
+from extproc.api.documents import read, split
+from extproc.api.errors import ConfigInvalid, Mistake
+from extproc.api.quantities import Duration, decode_quantity
+from extproc.api.schema import check_shape
 
 T = TypeVar("T")
 _Above0 = Annotated[float, msgspec.Meta(gt=0)]

@@ -25,7 +25,7 @@ import xxhash
 from bench.lab.engine_kinds import hardware_files
 from bench.policies.own_file import policy_file
 from bench.policies.registry import POLICIES
-from extproc.scheduling.registry import ENTRY_POINTS
+from extproc.llmd.registry import ENTRY_POINTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

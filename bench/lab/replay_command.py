@@ -20,7 +20,7 @@ from bench.policies.registry import POLICIES
 from bench.reporting.intervals import mean_interval
 from bench.workload.generators import GENERATORS
 from bench.workload.traces import FORMATS
-from extproc.config.quantities import Duration
+from extproc.api.quantities import Duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

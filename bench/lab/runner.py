@@ -21,7 +21,7 @@ from bench.lab.trial import TrialReport, run
 from bench.policies.own_file import PolicyFailed
 from bench.workers import worker_pool
 from bench.workload.traces import TraceInvalid
-from extproc.config.errors import ConfigInvalid
+from extproc.api.errors import ConfigInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

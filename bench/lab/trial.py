@@ -20,7 +20,7 @@ from bench.virtual.simulation import Simulation
 from bench.workload.sessions import with_rate_scale
 from bench.workload.source import load_workload
 from bench.workload.traces import Excerpt
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.errors import NoEndpoint
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from bench.reporting.results import RequestResult
     from bench.virtual.engines import EngineKind
     from bench.workload.sessions import Workload
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.snapshot import Snapshot
     from extproc.scheduling.picker import Pick, Picker, View
 
 _CHUNK: Final = 8192

@@ -35,9 +35,9 @@ from bench.workload.generators import conversations
 from bench.workload.sessions import Workload
 from bench.workload.shapes import Conversations
 from bench.workload.traces import Excerpt, TraceInvalid, read_trace
-from extproc.config.errors import ConfigInvalid, Mistake
-from extproc.scheduling.picker_config import picker_from_text
-from extproc.scheduling.registry import installed
+from extproc.api.errors import ConfigInvalid, Mistake
+from extproc.llmd.profiles import picker_from_text
+from extproc.llmd.registry import installed
 
 if TYPE_CHECKING:
     from bench.reporting.results import RequestResult

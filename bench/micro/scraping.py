@@ -19,7 +19,7 @@ import msgspec
 import uvloop
 
 from bench.stack import documents
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.endpoints.metric_names import NAMES
 from extproc.endpoints.metrics_text import MetricsReader

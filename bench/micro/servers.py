@@ -16,9 +16,9 @@ import msgspec
 
 from bench.processes import Processes, free_ports
 from bench.stack import ALIAS, MODEL, ROOT, documents, envoy_command
-from controller.gateway.envoy.bundle import build
-from controller.gateway.publish import Step, write
-from extproc.config.load import load
+from controller.bundle.envoy.bundle import build
+from controller.bundle.publish import Step, write
+from extproc.api.load import load
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from controller.autoscale.allocation.allocate import allocate
-from controller.autoscale.allocation.variants import Rules, Variant
+from controller.autoscaler.decision.allocation.allocate import allocate
+from controller.autoscaler.decision.allocation.variants import Rules, Variant
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture

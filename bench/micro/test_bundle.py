@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from controller.gateway.envoy.bundle import build
-from extproc.config.load import load
-from extproc.config.spec import API_VERSION
+from controller.bundle.envoy.bundle import build
+from extproc.api.load import load
+from extproc.api.spec import API_VERSION
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.snapshot import Snapshot
 
 SERVERS = 50
 # processor time: a bundle is built beside requests

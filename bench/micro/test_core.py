@@ -13,13 +13,16 @@ import pytest
 
 from bench.stack import ALIAS, MODEL, ROOT, documents
 from bench.workload.text import text_of
-from extproc.config.load import load
-from extproc.config.model_server import ModelServerSpec
+from extproc.api.load import load
+from extproc.api.model_server import ModelServerSpec
 from extproc.core.core import Core
 from extproc.core.effects import Decision
 from extproc.core.types import Head
 from extproc.endpoints.prompt_cost import PromptCost
 from extproc.endpoints.table import EndpointTable
+from extproc.llmd.pickers import make_picker
+from extproc.llmd.profiles import picker_from_text
+from extproc.llmd.registry import installed
 from extproc.prefix.hashing import hash_blocks
 from extproc.prefix.kv_events import Removed, Stored
 from extproc.prefix.kv_index import KvIndex, Source
@@ -27,9 +30,6 @@ from extproc.request.model import Api
 from extproc.request.parsing import parse
 from extproc.request.rewrite import with_changes
 from extproc.scheduling.picker import Demand, RequestFacts, View
-from extproc.scheduling.picker_config import picker_from_text
-from extproc.scheduling.pickers import make_picker
-from extproc.scheduling.registry import installed
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture

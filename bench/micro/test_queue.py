@@ -16,7 +16,7 @@ from extproc.admission.gate import Gate
 from extproc.admission.queue import FairQueue
 from extproc.admission.queued_request import FlowKey, QueuedRequest
 from extproc.admission.saturation import Capacity
-from extproc.config.admission import BANDS, FlowControl, SaturationSpec
+from extproc.api.admission import BANDS, FlowControl, SaturationSpec
 from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.table import EndpointTable
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import yaml
 
-from extproc.config.directory import ConfigDirectory
-from extproc.config.spec import API_VERSION
+from extproc.api.directory import ConfigDirectory
+from extproc.api.spec import API_VERSION
 from extproc.core.core import Core
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from bench.policies.ray_serve import PrefixAffinity
 from bench.policies.setup import EngineCalibration, PolicySetup
 from bench.policies.sglang import CacheAware
 from bench.policies.simple import LeastRequest, PowerOfTwo, RandomPick
-from extproc.config.errors import ConfigInvalid, Mistake
-from extproc.scheduling.picker_config import picker_from_text
+from extproc.api.errors import ConfigInvalid, Mistake
+from extproc.llmd.profiles import picker_from_text
+from extproc.llmd.registry import installed
 from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
-from extproc.scheduling.registry import installed
 from extproc.scheduling.round_robin import RoundRobin
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from extproc.config.spec import API_VERSION
+from extproc.api.spec import API_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

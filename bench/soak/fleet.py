@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from extproc.config.spec import API_VERSION
+from extproc.api.spec import API_VERSION
 
 if TYPE_CHECKING:
     import random

@@ -39,8 +39,8 @@ from extproc.core.effects import (
 )
 from extproc.core.types import Head
 from extproc.errors import Refusal
+from extproc.llmd.pickers import make_picker
 from extproc.request.model import Api
-from extproc.scheduling.pickers import make_picker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     from bench.virtual.engines import EngineKind
     from bench.workload.sessions import Session, Workload
     from extproc.admission.limits import Grant
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.snapshot import Snapshot
     from extproc.core.effects import Effect
     from extproc.core.entering import Own
     from extproc.core.types import LoadResult
-    from extproc.scheduling.pickers import MakePicker
+    from extproc.llmd.pickers import MakePicker
 
 
 class Simulation:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From configuration snapshots to Envoy's files."""
+"""The gateway process: a cluster's objects to a configuration directory, and their statuses."""

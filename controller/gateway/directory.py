@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.gateway.files import replace_file
+from controller.bundle.files import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The admission webhooks' server, and the certificates that it shows; decisions are in controller.admission."""
+"""The admission webhooks' server, and the certificates that it shows; ``admission`` decides."""

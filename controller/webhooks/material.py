@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from controller.certificates import check_pair
+from controller.api.certificates import check_pair
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from controller.cluster.errors import ClusterError, Conflict, NotFound
-from controller.cluster.resources import SECRETS, Resource
+from controller.kube.errors import ClusterError, Conflict, NotFound
+from controller.kube.resources import SECRETS, Resource
 from controller.webhooks.material import Lifetimes, Material, from_secret, renewed, to_secret
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import datetime
 
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
     from controller.webhooks.material import Pair
 
 log = logging.getLogger(__name__)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from aiohttp import web
 
-from controller.admission.reviews import Verdict, answer, read_review
-from extproc.config.validation import parse_address
+from controller.webhooks.admission.reviews import Verdict, answer, read_review
+from extproc.api.validation import parse_address
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from controller.admission.reviews import Review
+    from controller.webhooks.admission.reviews import Review
     from controller.webhooks.material import Pair
 
 log = logging.getLogger(__name__)

@@ -16,14 +16,14 @@ import msgspec
 
 from extproc.admission.names import shortened
 from extproc.admission.wildcards import Patterns, patterns_of
-from extproc.config.spec import namespace_of, object_key
+from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from extproc.config.access_policy import AccessCallers, AccessRule, AccessTarget
-    from extproc.config.authentication import ApiKey
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.access_policy import AccessCallers, AccessRule, AccessTarget
+    from extproc.api.authentication import ApiKey
+    from extproc.api.snapshot import Snapshot
 
 _Target = tuple[str, str]
 _EVERY_LISTENER: Final = ("Listener", "*")

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from extproc.config.failure_mode import cache_isolation_of
+from extproc.api.failure_mode import cache_isolation_of
 from extproc.request.model import Api
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from extproc.admission.identity import Caller
-    from extproc.config.model_server import ModelServerSpec
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.model_server import ModelServerSpec
+    from extproc.api.snapshot import Snapshot
     from extproc.request.model import InferenceRequest
 
 # Engines cache nothing that is worth a salt for the other APIs, and may refuse it there.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from extproc.config.admission import FlowControl
+    from extproc.api.admission import FlowControl
 
 # llm-d's dispatcher looks at its bands once a millisecond; its pace is counted in these looks.
 LOOK_S: Final = 0.001

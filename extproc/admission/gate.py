@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from extproc.admission.limits import Usage
     from extproc.admission.queued_request import QueuedRequest
-    from extproc.config.admission import FlowControl
+    from extproc.api.admission import FlowControl
     from extproc.endpoints.table import Bools, EndpointTable
     from extproc.errors import Refusal
 

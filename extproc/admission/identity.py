@@ -10,13 +10,13 @@ import msgspec
 
 from extproc.admission.access import Subject
 from extproc.admission.names import shortened, verified_name_in
-from extproc.config.spec import object_key
+from extproc.api.spec import object_key
 from extproc.protocol import CLIENT, DEADLINE_MS, FAIRNESS_IDS, OBJECTIVES, SLO_TPOT_MS, SLO_TTFT_MS, TENANT, USER
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.snapshot import Snapshot
 
 ANONYMOUS: Final = "anonymous"
 _MAX_TARGET_MS: Final = 86_400_000.0

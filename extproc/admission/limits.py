@@ -15,8 +15,8 @@ from extproc.errors import LimitsUnavailable, RateLimited
 
 if TYPE_CHECKING:
     from extproc.admission.identity import Caller
-    from extproc.config.admission import RateLimit
-    from extproc.config.model_route import ModelRoute
+    from extproc.api.admission import RateLimit
+    from extproc.api.model_route import ModelRoute
 
 # In the key of a bucket, before a name that a client has chosen.
 CHOSEN: Final = "/~"

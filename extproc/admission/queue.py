@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from extproc.admission.queued_request import FlowKey, QueuedRequest
     from extproc.admission.saturation import Capacity
-    from extproc.config.admission import Band, FlowControl
+    from extproc.api.admission import Band, FlowControl
     from extproc.endpoints.table import Bools
 
 # How far to search behind blocked requests for one that fits: flows, and requests in each flow.

@@ -26,7 +26,7 @@ from extproc.endpoints.table import Bools
 
 if TYPE_CHECKING:
     from extproc.admission.queued_request import QueuedRequest
-    from extproc.config.admission import SaturationLimits
+    from extproc.api.admission import SaturationLimits
     from extproc.endpoints.table import EndpointTable, Floats
 
 # Requests in flight at which an endpoint is full if neither a report nor a limit says so: half of vLLM's batch.

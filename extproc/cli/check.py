@@ -8,6 +8,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from extproc.api.attachment import is_attached
+from extproc.api.directory import load_directory
+from extproc.api.errors import ConfigInvalid
+from extproc.api.failure_mode import decided_by_extproc, failure_mode_of
+from extproc.api.host_patterns import ANY_HOST, have_common_hosts
+from extproc.api.meeting import missed_meeting
+from extproc.api.schema import suggest
+from extproc.api.scrapes import missing_descriptors, stretched_intervals
+from extproc.api.validation import parse_address, worker_addresses
 from extproc.cli.check_notes import (
     crowded_limits,
     forgotten_prompts,
@@ -19,23 +28,14 @@ from extproc.cli.check_notes import (
 )
 from extproc.cli.descriptors import hard_limit
 from extproc.cli.mistakes import counted, report
-from extproc.config.attachment import is_attached
-from extproc.config.directory import load_directory
-from extproc.config.errors import ConfigInvalid
-from extproc.config.failure_mode import decided_by_extproc, failure_mode_of
-from extproc.config.host_patterns import ANY_HOST, have_common_hosts
-from extproc.config.meeting import missed_meeting
-from extproc.config.schema import suggest
-from extproc.config.scrapes import missing_descriptors, stretched_intervals
-from extproc.config.validation import parse_address, worker_addresses
 from extproc.protocol import LONGEST_MESSAGE_TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from extproc.config.model_server import ModelServerSpec
-    from extproc.config.picker_config import PickerCheck, PickerFile
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.model_server import ModelServerSpec
+    from extproc.api.picker_config import PickerCheck, PickerFile
+    from extproc.api.snapshot import Snapshot
 
 
 def parser(prog: str = "extproc check") -> argparse.ArgumentParser:
@@ -220,7 +220,7 @@ class _InstalledPlugins:
         """What of the file has no effect here; raises ConfigInvalid with every mistake."""
         if self._check is None:
             # numpy, which plugins need, takes longer to load than the whole of this command
-            from extproc.scheduling.pickers import InstalledPlugins  # noqa: PLC0415
+            from extproc.llmd.pickers import InstalledPlugins  # noqa: PLC0415
 
             self._check = InstalledPlugins()
         return self._check(file)
@@ -231,7 +231,7 @@ def _notes(snapshot: Snapshot) -> list[str]:
     if not snapshot.picker_files:
         return []
     # numpy, which plugins need, takes longer to load than the whole of this command
-    from extproc.scheduling.pickers import picker_notes  # noqa: PLC0415
+    from extproc.llmd.pickers import picker_notes  # noqa: PLC0415
 
     return picker_notes(snapshot, tries_plugins=True)
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.admission.limits import RESOURCES
 from extproc.admission.local_limits import MAX_BUCKETS
-from extproc.config.references import backend_key, backend_refs
+from extproc.api.references import backend_key, backend_refs
 from extproc.prefix.index import MOST_BLOCKS, MOST_BLOCKS_IN_ALL, blocks_of_each
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.config.authentication import Authentication
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.authentication import Authentication
+    from extproc.api.snapshot import Snapshot
 
 # Of 128, some 40 are for the bundle's own files and endpoints.
 _MOST_WATCHED: Final = 80

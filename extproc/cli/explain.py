@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.api.errors import ConfigInvalid
+from extproc.api.spec import full_key
 from extproc.cli.mistakes import report
 from extproc.cli.web_page import printable, read_page
-from extproc.config.errors import ConfigInvalid
-from extproc.config.spec import full_key
 from extproc.errors import Refusal
 from extproc.protocol import CHAT_PATH
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from extproc.api.quantities import Duration
+from extproc.api.spec import full_key
+from extproc.api.validation import parse_address, worker_addresses
 from extproc.cli.descriptors import raise_limit
-from extproc.config.quantities import Duration
-from extproc.config.spec import full_key
-from extproc.config.validation import parse_address, worker_addresses
 from extproc.replication.redis_bus import RedisMissing
 from extproc.runtime import app, workers
 from extproc.runtime.settings import Settings, Tls, Worker
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from extproc.config.directory import Directory
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.directory import Directory
+    from extproc.api.snapshot import Snapshot
 
 
 def supervise(words: Sequence[str], count: int) -> int:

@@ -7,14 +7,14 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from extproc.config.directory import ConfigDirectory
-from extproc.config.resolved_directory import ResolvedDirectory
+from extproc.api.directory import ConfigDirectory
+from extproc.api.resolved_directory import ResolvedDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from extproc.config.host_names import Patience
+    from extproc.api.host_names import Patience
 
 
 def resolved_directory(path: Path, patience: Patience) -> ResolvedDirectory:

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from extproc.config.errors import ConfigInvalid
+    from extproc.api.errors import ConfigInvalid
 
 
 def report(error: ConfigInvalid) -> int:

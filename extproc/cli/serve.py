@@ -9,15 +9,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from extproc.api.errors import ConfigInvalid
+from extproc.api.gateway_config import GatewayConfigSpec
+from extproc.api.host_names import Patience
+from extproc.api.quantities import Duration
+from extproc.api.snapshot import Snapshot
+from extproc.api.spec import full_key
+from extproc.api.validation import parse_address
 from extproc.cli.lookup import resolved_directory
 from extproc.cli.mistakes import report
-from extproc.config.errors import ConfigInvalid
-from extproc.config.gateway_config import GatewayConfigSpec
-from extproc.config.host_names import Patience
-from extproc.config.quantities import Duration
-from extproc.config.snapshot import Snapshot
-from extproc.config.spec import full_key
-from extproc.config.validation import parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ def main(words: list[str], prog: str = "extproc") -> int:
     """Exit status: 0 after a signal, 2 for a mistake in configuration or arguments."""
     made = parser(prog)
     options = made.parse_args(words)
-    from extproc.scheduling.pickers import picker_notes  # noqa: PLC0415 - loads numpy: not for --help
+    from extproc.llmd.pickers import picker_notes  # noqa: PLC0415 - loads numpy: not for --help
 
     directory = resolved_directory(options.config, _PATIENCE)
     try:

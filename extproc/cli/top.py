@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from extproc.api.quantities import Duration
+from extproc.api.validation import parse_endpoint
 from extproc.cli.top_sample import Sample
 from extproc.cli.top_view import UNBOUNDED, render
 from extproc.cli.web_page import printable, read_page
-from extproc.config.quantities import Duration
-from extproc.config.validation import parse_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,14 +15,14 @@ from extproc.admission.local_limits import LocalLimits
 from extproc.admission.names import name_in
 from extproc.admission.queued_request import FlowKey, QueuedRequest
 from extproc.admission.saturation import Stages
-from extproc.config.spec import namespace_of
+from extproc.api.spec import namespace_of
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Mapping
 
-    from extproc.config.admission import FlowControl
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.admission import FlowControl
+    from extproc.api.snapshot import Snapshot
     from extproc.core.types import Arrival, Attachment
     from extproc.endpoints.table import Floats
     from extproc.scheduling.cache_estimator import Expectation

@@ -14,7 +14,7 @@ from extproc.admission.access import Access
 from extproc.admission.cache_isolation import CacheIsolation
 from extproc.admission.identity import Identities
 from extproc.admission.limits import Grant
-from extproc.config.scrapes import scrape_stretch
+from extproc.api.scrapes import scrape_stretch
 from extproc.core.accounts import Accounts
 from extproc.core.admission_controller import AdmissionController
 from extproc.core.awaiting import AwaitingRequests
@@ -36,9 +36,9 @@ from extproc.core.states import Event, IllegalEvent, State, is_legal
 from extproc.core.types import BUNDLE
 from extproc.core.waiting import WaitingRequests
 from extproc.core.who_may import WhoMay
+from extproc.llmd.pickers import PickerMaker, pickers_for
 from extproc.prefix.index import blocks_of_each
 from extproc.routing.resolve import RoutingTable
-from extproc.scheduling.pickers import PickerMaker, pickers_for
 from extproc.scheduling.pool import Pool
 from extproc.scheduling.request_started import RequestStarted
 
@@ -46,15 +46,15 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterator, Sequence
 
-    from extproc.config.demand import Demand
-    from extproc.config.loads import EndpointLoad
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.demand import Demand
+    from extproc.api.loads import EndpointLoad
+    from extproc.api.snapshot import Snapshot
     from extproc.core.awaiting import ZeroDemand
     from extproc.core.entering import Answer, Own
     from extproc.core.explanation import Explanation
     from extproc.core.peer_events import EventBatch
     from extproc.core.types import Arrival, Attachment, LoadResult, Outcome
-    from extproc.scheduling.pickers import MadePicker, MakePicker
+    from extproc.llmd.pickers import MadePicker, MakePicker
 
 
 class Core:

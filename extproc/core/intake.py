@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from extproc.admission.identity import ANONYMOUS_CALLER
-from extproc.config.spec import namespace_of
+from extproc.api.spec import namespace_of
 from extproc.core.rewriting import refuse_steering
 from extproc.core.types import Arrival, Head
 from extproc.core.who_may import not_allowed

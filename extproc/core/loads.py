@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from extproc.config.loads import EndpointLoad
+from extproc.api.loads import EndpointLoad
 from extproc.core.states import State
 
 if TYPE_CHECKING:

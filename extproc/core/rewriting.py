@@ -10,7 +10,7 @@ from extproc.request.model import STEERING_FIELDS, Api
 from extproc.request.rewrite import is_plain, with_changes
 
 if TYPE_CHECKING:
-    from extproc.config.model_server import ModelServerSpec
+    from extproc.api.model_server import ModelServerSpec
     from extproc.core.types import Arrival, Attachment
     from extproc.request.model import InferenceRequest
 

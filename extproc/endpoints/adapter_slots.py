@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from extproc.config.model_server import ModelServerSpec
+    from extproc.api.model_server import ModelServerSpec
     from extproc.endpoints.table import Bools, EndpointRef, EndpointTable
 
 # A list of models may have been asked for this long before it is here.

@@ -20,7 +20,7 @@ from extproc.feeds.engine_http import EngineHttp
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from extproc.config.model_server import ModelServerSpec
+    from extproc.api.model_server import ModelServerSpec
     from extproc.core.core import Core
     from extproc.core.effects import LoadAdapter
     from extproc.feeds.engine_access import EngineAccess

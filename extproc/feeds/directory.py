@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.config.errors import ConfigInvalid
-from extproc.config.lingering import LingeringChosen
-from extproc.config.report import ConfigReport
-from extproc.config.settling import Settling
+from extproc.api.errors import ConfigInvalid
+from extproc.api.lingering import LingeringChosen
+from extproc.api.report import ConfigReport
+from extproc.api.settling import Settling
 from extproc.feeds.envoy_endpoints import endpoints_in_envoy
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping
 
-    from extproc.config.directory import Directory
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.directory import Directory
+    from extproc.api.snapshot import Snapshot
     from extproc.core.core import Core
     from extproc.metrics.registry import Metrics
 

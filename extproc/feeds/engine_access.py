@@ -14,8 +14,8 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from extproc.config.connection import EngineConnection, EngineTls
-    from extproc.config.model_server import ModelServerSpec
+    from extproc.api.connection import EngineConnection, EngineTls
+    from extproc.api.model_server import ModelServerSpec
 
 log = logging.getLogger(__name__)
 

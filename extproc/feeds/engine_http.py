@@ -16,7 +16,7 @@ import msgspec
 from extproc.feeds.engine_answers import Unreadable
 
 if TYPE_CHECKING:
-    from extproc.config.model_server import ModelServerSpec
+    from extproc.api.model_server import ModelServerSpec
     from extproc.feeds.engine_access import EngineAccess
 
 _CONNECT_S: Final = 3.0

@@ -15,8 +15,8 @@ import logging
 import math
 from typing import TYPE_CHECKING, Final
 
-from extproc.config.scrapes import scrape_stretch, stretched_intervals
-from extproc.config.validation import parse_address
+from extproc.api.scrapes import scrape_stretch, stretched_intervals
+from extproc.api.validation import parse_address
 from extproc.core.peer_events import EngineSaid
 from extproc.endpoints.engine_reports import EngineReport
 from extproc.endpoints.metric_names import NAMES
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterable
 
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.snapshot import Snapshot
     from extproc.core.core import Core
     from extproc.feeds.engine_access import EngineAccess
     from extproc.metrics.registry import Metrics

@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from extproc.config.validation import parse_address, parse_endpoint
+from extproc.api.validation import parse_address, parse_endpoint
 from extproc.prefix.kv_events import UnreadableEvents
 from extproc.prefix.kv_index import Source
 from extproc.prefix.kv_stream import KvStream
@@ -28,7 +28,7 @@ from extproc.prefix.kv_stream import KvStream
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from extproc.config.model_server import StaticEndpoint
+    from extproc.api.model_server import StaticEndpoint
     from extproc.core.core import Core
     from extproc.failures import Supervisor
     from extproc.metrics.registry import Metrics

@@ -9,7 +9,7 @@ from typing import get_args
 
 import msgspec
 
-from extproc.config.client_fields import InternalField, SteeringField
+from extproc.api.client_fields import InternalField, SteeringField
 from extproc.request.amounts import NO_MEDIA, ONE_PROMPT, Media, Prompts
 
 # What engines read as true: they are lenient.

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from extproc.config.expressions import compile_expression
+from extproc.api.expressions import compile_expression
 
 if TYPE_CHECKING:
-    from extproc.config.model_route import ModelMatch, StringMatch
+    from extproc.api.model_route import ModelMatch, StringMatch
 
 # Over headers (lower-case names) and path; None always holds.
 Condition = Callable[[Mapping[str, str], str], bool] | None

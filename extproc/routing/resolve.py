@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from extproc.config.attachment import is_attached
+from extproc.api.attachment import is_attached
 from extproc.errors import UnknownModel
 from extproc.routing.match import Condition, compile_match
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from extproc.config.model_route import ModelRoute, RouteRule
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.model_route import ModelRoute, RouteRule
+    from extproc.api.snapshot import Snapshot
 
 _SHOWN_CHARACTERS = 100
 

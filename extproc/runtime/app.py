@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import disable_created_metrics
 
-from extproc.config.limits_without_redis import limits_without_redis
-from extproc.config.meeting import missed_meeting
-from extproc.config.scrapes import kept_connections, missing_descriptors
+from extproc.api.limits_without_redis import limits_without_redis
+from extproc.api.meeting import missed_meeting
+from extproc.api.scrapes import kept_connections, missing_descriptors
 from extproc.core.core import Core
 from extproc.failures import Supervisor
 from extproc.feeds.directory import DirectoryFeed
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.snapshot import Snapshot
     from extproc.core.effects import LoadAdapter
     from extproc.feeds.adapters import AdapterLoader
     from extproc.runtime.settings import Settings

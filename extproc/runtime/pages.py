@@ -11,16 +11,16 @@ import msgspec
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from extproc.config.demand import DEMAND_PATH
-from extproc.config.loads import LOADS_PATH
-from extproc.config.report import REPORT_PATH
+from extproc.api.demand import DEMAND_PATH
+from extproc.api.loads import LOADS_PATH
+from extproc.api.report import REPORT_PATH
 from extproc.core.loads import add_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from extproc.config.loads import EndpointLoad
-    from extproc.config.report import ConfigReport
+    from extproc.api.loads import EndpointLoad
+    from extproc.api.report import ConfigReport
     from extproc.metrics.exposition import Registry
     from extproc.runtime.demand_watch import DemandWatch
     from extproc.runtime.explain_page import ExplainPage

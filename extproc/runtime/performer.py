@@ -36,7 +36,7 @@ from extproc.failures import FailureLog
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.snapshot import Snapshot
     from extproc.core.core import Core
     from extproc.core.effects import Effect, Pending
     from extproc.core.entering import Answer

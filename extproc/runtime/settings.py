@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from extproc.config.directory import Directory
+from extproc.api.directory import Directory
 from extproc.streams.context import GatewayOptions
 from extproc.streams.tls import TlsFiles
 

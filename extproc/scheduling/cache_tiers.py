@@ -18,7 +18,7 @@ from extproc.scheduling.bitmasks import rows_of_bitmask
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from extproc.config.picker_config import EndpointPickerConfig
+    from extproc.api.picker_config import EndpointPickerConfig
     from extproc.endpoints.table import Floats
 
 _PRODUCER: Final = "approx-prefix-cache-producer"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from extproc.config.model_server import ModelServerSpec
+    from extproc.api.model_server import ModelServerSpec
     from extproc.scheduling.request_started import RequestStarted
 
 

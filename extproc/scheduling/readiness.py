@@ -13,7 +13,7 @@ from extproc.scheduling.labels import has_labels, label_groups
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from extproc.config.model_server import PdGroup
+    from extproc.api.model_server import PdGroup
     from extproc.endpoints.table import Bools, EndpointTable
 
     # the rows that prefill, those that decode, and the group of each row

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Refused, Settled
 from extproc.core.states import State
@@ -18,7 +18,7 @@ from extproc.streams.context import GatewayOptions, StreamContext
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.snapshot import Snapshot
     from extproc.core.effects import Effect
     from extproc.core.types import Head, Outcome
     from extproc.metrics.registry import Metrics

@@ -23,9 +23,9 @@ from aiohttp import web
 
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
-from controller.bundle import write_once
-from extproc.config.directory import load_directory
-from extproc.config.spec import API_VERSION
+from controller.bundle.sync import write_once
+from extproc.api.directory import load_directory
+from extproc.api.spec import API_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -16,8 +16,8 @@ from aiohttp import web
 
 from bench.processes import Processes, free_ports
 from bench.stack import documents, envoy_command
-from controller.bundle import write_once
-from extproc.config.directory import load_directory
+from controller.bundle.sync import write_once
+from extproc.api.directory import load_directory
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -14,17 +14,17 @@ from prometheus_client import CollectorRegistry
 
 from bench.processes import free_ports
 from bench.stack import ALIAS, EngineFlags, running_stack
-from controller.autoscale.signals import Signals
-from controller.cluster.demand import DemandFeed
-from controller.cluster.pages import pages
-from extproc.config.loads import LOADS_LABEL
+from controller.autoscaler.decision.signals import Signals
+from controller.kube.demand import DemandFeed
+from controller.kube.pages import pages
+from extproc.api.loads import LOADS_LABEL
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from controller.autoscale.traffic import Totals
-    from extproc.config.demand import Demand
+    from controller.autoscaler.decision.traffic import Totals
+    from extproc.api.demand import Demand
 
 POD = "attache/gateway"
 

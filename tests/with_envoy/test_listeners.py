@@ -16,10 +16,10 @@ import pytest_asyncio
 
 from bench.processes import free_ports
 from bench.stack import ALIAS, EngineFlags, Stack, running_stack
-from controller.admin import read_state
-from controller.bundle import wait_until_taken
-from controller.uptake import Uptake
-from extproc.config.directory import load_directory
+from controller.bundle.acknowledgements import Uptake
+from controller.bundle.envoy_admin import read_state
+from controller.bundle.sync import wait_until_taken
+from extproc.api.directory import load_directory
 from tests.certificates import Authority, client_context
 from tests.waiting import eventually
 from tests.with_envoy.test_admission import edit, spec_of

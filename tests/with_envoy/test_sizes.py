@@ -16,10 +16,10 @@ from aiohttp import web
 from bench.processes import Processes, free_ports
 from bench.sizes.configuration import Gateway, Sizes, configuration
 from bench.stack import envoy_command
-from controller.admin import read_state, why_not_ready
-from controller.gateway.envoy.bundle import MOST_ENDPOINT_FILES
-from controller.uptake import Uptake
-from extproc.config.directory import load_directory
+from controller.bundle.acknowledgements import Uptake
+from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES
+from controller.bundle.envoy_admin import read_state, why_not_ready
+from extproc.api.directory import load_directory
 from extproc.protocol import CHAT_PATH, MODELS_PATH
 from tests.waiting import eventually
 

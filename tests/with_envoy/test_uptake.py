@@ -15,9 +15,9 @@ import pytest
 
 from bench.processes import Processes, free_ports
 from bench.stack import documents, envoy_command
-from controller.admin import read_state
-from controller.uptake import Uptake
-from extproc.config.directory import load_directory
+from controller.bundle.acknowledgements import Uptake
+from controller.bundle.envoy_admin import read_state
+from extproc.api.directory import load_directory
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

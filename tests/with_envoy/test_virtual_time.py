@@ -18,7 +18,7 @@ from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import Simulation
 from bench.workload.generators import conversations
 from bench.workload.shapes import Conversations
-from extproc.config.load import load
+from extproc.api.load import load
 
 if TYPE_CHECKING:
     from pathlib import Path

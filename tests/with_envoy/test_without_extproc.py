@@ -16,9 +16,9 @@ from aiohttp import web
 
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
-from controller.bundle import write_once
-from extproc.config.directory import load_directory
-from extproc.config.spec import API_VERSION
+from controller.bundle.sync import write_once
+from extproc.api.directory import load_directory
+from extproc.api.spec import API_VERSION
 from tests.waiting import until_served
 from tests.with_envoy.trailers import with_trailers
 

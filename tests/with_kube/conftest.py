@@ -13,9 +13,9 @@ import pytest_asyncio
 from bench.cluster.assets import Assets, AssetsMissing, find_assets
 from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, running_control_plane
 from bench.cluster.fake.server import FakeServer, running_fake
-from controller.cluster.client import Client, connect
-from controller.cluster.resources import DEPLOYMENTS, NAMESPACES, NODES, PODS, SERVICE_ACCOUNTS, key_of
-from extproc.config.loads import LOADS_LABEL
+from controller.kube.client import Client, connect
+from controller.kube.resources import DEPLOYMENTS, NAMESPACES, NODES, PODS, SERVICE_ACCOUNTS, key_of
+from extproc.api.loads import LOADS_LABEL
 from tests.programs import not_tested
 from tests.waiting import eventually
 from tests.with_kube.kubes import Kube

@@ -10,7 +10,7 @@ import pytest
 
 from bench.cluster.control_plane import ControlPlane
 from bench.cluster.fake.server import FakeServer
-from controller.cluster.access import Access
+from controller.kube.access import Access
 
 FAKE: Final = pytest.mark.parametrize("kube", ["fake"], indirect=True)
 """For faults that a real server does not have on demand."""

@@ -11,27 +11,27 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from bench.cluster.crds import apply_crds
-from controller.cluster.client import Client, connect
-from controller.cluster.informer import InformerTiming
-from controller.cluster.leadership import LeaseTiming
-from controller.cluster.lease import LeaderElection
-from controller.cluster.queue import QueueTiming
-from controller.cluster.resources import EVENTS, MODEL_INFERS, PODS
-from controller.reconcile.model.reconcile import reconcile
-from controller.roles.manager import CONTROLLER, Leader, ManagerRole, kopf_rings
-from controller.roles.manager_metrics import ManagerMetrics
-from controller.roles.work.leading import Decisions, WorkSettings
+from controller.kube.client import Client, connect
+from controller.kube.informer import InformerTiming
+from controller.kube.leadership import LeaseTiming
+from controller.kube.lease import LeaderElection
+from controller.kube.metrics import ManagerMetrics
+from controller.kube.queue import QueueTiming
+from controller.kube.resources import EVENTS, MODEL_INFERS, PODS
+from controller.manager.role import CONTROLLER, Leader, ManagerRole, kopf_rings
+from controller.models.leading import Decisions, WorkSettings
+from controller.models.model.reconcile import reconcile
 from tests.with_kube.stand_in import stand_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
-    from controller.cluster.access import Access
-    from controller.cluster.resources import Object
-    from controller.roles.work.leading import Bell
-    from controller.roles.work.loads import Loads
-    from controller.roles.work.model_infers import Decide
+    from controller.kube.access import Access
+    from controller.kube.resources import Object
+    from controller.models.leading import Bell
+    from controller.models.loads import Loads
+    from controller.models.model_infers import Decide
 
 IMPATIENT = InformerTiming(backoff_s=0.05, backoff_max_s=0.5, resync_s=2.0)
 QUICK_QUEUE = QueueTiming(backoff_s=0.05, backoff_max_s=1.0)

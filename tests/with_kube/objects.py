@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from controller.cluster.errors import Conflict, NotFound
-from controller.cluster.resources import CRDS, Resource
+from controller.kube.errors import Conflict, NotFound
+from controller.kube.resources import CRDS, Resource
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
 
 WIDGETS = Resource("test.attache.dev", "v1", "widgets", "Widget")
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from yarl import URL
 
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
 
 _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 _NAME = "metadata.name="

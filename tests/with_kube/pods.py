@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from controller.cluster.resources import DEPLOYMENTS, PODS
+from controller.kube.resources import DEPLOYMENTS, PODS
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
 
 
 async def make_pod(

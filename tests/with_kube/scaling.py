@@ -10,35 +10,35 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from controller.autoscale.decision import Decision, StageDecision, TargetDecision
-from controller.autoscale.situation import EngineReport, Freshness, Waiting
-from controller.cluster.client import Client, connect
-from controller.cluster.resources import (
+from controller.autoscaler.decision.decision import Decision, StageDecision, TargetDecision
+from controller.autoscaler.decision.situation import EngineReport, Freshness, Waiting
+from controller.autoscaler.reconciler.deciding import Deciding
+from controller.autoscaler.reconciler.demand import DemandView
+from controller.autoscaler.reconciler.live import DECIDING
+from controller.autoscaler.reconciler.metrics import ScalingMetrics
+from controller.autoscaler.reconciler.records import Records
+from controller.autoscaler.reconciler.running import Scaling, ScalingSettings
+from controller.autoscaler.reconciler.scalables import STATEFUL_SETS
+from controller.autoscaler.reconciler.sources.gathering import SourceSettings
+from controller.kube.client import Client, connect
+from controller.kube.resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
     DEPLOYMENTS,
     MODEL_SERVERS,
     Object,
 )
-from controller.roles.scaling.deciding import Deciding
-from controller.roles.scaling.demand import DemandView
-from controller.roles.scaling.live import DECIDING
-from controller.roles.scaling.metrics import ScalingMetrics
-from controller.roles.scaling.records import Records
-from controller.roles.scaling.running import Scaling, ScalingSettings
-from controller.roles.scaling.scalables import STATEFUL_SETS
-from controller.roles.scaling.sources.gathering import SourceSettings
 from tests.with_kube.managing import IMPATIENT, QUICK_QUEUE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
-    from controller.autoscale.signals import Calm
-    from controller.autoscale.situation import Situation
-    from controller.cluster.access import Access
-    from controller.resources.autoscaling import AutoscalingPolicySpec
-    from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
-    from controller.roles.scaling.demand import Urgent
+    from controller.api.autoscaling import AutoscalingPolicySpec
+    from controller.api.autoscaling_binding import AutoscalingPolicyBinding
+    from controller.autoscaler.decision.signals import Calm
+    from controller.autoscaler.decision.situation import Situation
+    from controller.autoscaler.reconciler.demand import Urgent
+    from controller.kube.access import Access
 
 
 class Wanted:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from controller.cluster.resources import MODEL_INFERS, PODS, Object, key_of
-from controller.reconcile.model_infer import labels
-from controller.reconcile.plan import Action, Annotate, Create, Delete, Plan
+from controller.kube.plan import Action, Annotate, Create, Delete, Plan
+from controller.kube.resources import MODEL_INFERS, PODS, Object, key_of
+from controller.models.model_infer import labels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from controller.reconcile.model_infer.observed import Observed
+    from controller.models.model_infer.observed import Observed
 
 
 def stand_in(observed: Observed, now_s: float) -> Plan:  # noqa: ARG001 - time changes nothing here

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest_asyncio
 
-from controller.cluster.client import connect
-from controller.cluster.resources import GATEWAY_CONFIGS, MODEL_ACCESS_POLICIES, SECRETS
+from controller.kube.client import connect
+from controller.kube.resources import GATEWAY_CONFIGS, MODEL_ACCESS_POLICIES, SECRETS
 from tests.kube_objects import resource, route, secret, server
 from tests.waiting import eventually
 from tests.with_kube.test_crds import install
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from controller.cluster.client import Client
-    from extproc.config.gateway_config import GatewayConfigSpec
+    from controller.kube.client import Client
+    from extproc.api.gateway_config import GatewayConfigSpec
     from tests.with_kube.kubes import Kube
 
 KEY, NEXT = "sk-0123456789", "sk-of-the-next-month"

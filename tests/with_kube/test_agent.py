@@ -12,15 +12,15 @@ import pytest_asyncio
 from bench.cluster.node.container_machine import NodeTiming
 from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
-from controller.cluster.resources import NODES, PODS
+from controller.kube.resources import NODES, PODS
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from controller.cluster.client import Client
-    from controller.cluster.resources import Object
+    from controller.kube.client import Client
+    from controller.kube.resources import Object
     from tests.with_kube.kubes import Kube
 
 MODEL = "llama"

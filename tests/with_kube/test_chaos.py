@@ -14,20 +14,20 @@ import pytest
 
 from bench.cluster.virtual.looks import OWNED
 from bench.cluster.virtual.manager import Look
-from controller.cluster.errors import NotFound
-from controller.cluster.resources import MODEL_INFERS, PODS, SERVICES, Object, Resource
-from controller.reconcile.model_infer import labels
-from controller.reconcile.model_infer.reconcile import reconcile
-from tests.controller.reconcile.model_infer.chaos.ending import has_what_it_should
-from tests.controller.reconcile.model_infer.chaos.oracle import Broken, Oracle
+from controller.kube.errors import NotFound
+from controller.kube.resources import MODEL_INFERS, PODS, SERVICES, Object, Resource
+from controller.models.model_infer import labels
+from controller.models.model_infer.reconcile import reconcile
+from tests.controller.models.model_infer.chaos.ending import has_what_it_should
+from tests.controller.models.model_infer.chaos.oracle import Broken, Oracle
 from tests.with_kube import test_manager_end_to_end as end_to_end
 from tests.with_kube.managing import managing
 
 if TYPE_CHECKING:
-    from controller.cluster.client import Client
-    from controller.reconcile.model_infer.observed import Observed
-    from controller.reconcile.plan import Plan
-    from tests.controller.reconcile.model_infer.chaos.specs import Spec
+    from controller.kube.client import Client
+    from controller.kube.plan import Plan
+    from controller.models.model_infer.observed import Observed
+    from tests.controller.models.model_infer.chaos.specs import Spec
     from tests.with_kube.kubes import Kube
     from tests.with_kube.test_manager_end_to_end import Place
 

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from bench.processes import free_ports
-from controller.cluster.access import Access
-from controller.cluster.client import Client, connect
-from controller.cluster.errors import (
+from controller.kube.access import Access
+from controller.kube.client import Client, connect
+from controller.kube.errors import (
     AlreadyExists,
     BadRequest,
     Conflict,
@@ -24,15 +24,15 @@ from controller.cluster.errors import (
     Unauthorized,
     Unreachable,
 )
-from controller.cluster.resources import CONFIG_MAPS, DEPLOYMENTS, PODS, Resource
-from controller.cluster.watching import events_in
+from controller.kube.resources import CONFIG_MAPS, DEPLOYMENTS, PODS, Resource
+from controller.kube.watching import events_in
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.objects import WIDGETS, config_map, define_widgets, widget
 
 if TYPE_CHECKING:
     from bench.cluster.fake.server import FakeServer
-    from controller.cluster.watching import WatchEvent
+    from controller.kube.watching import WatchEvent
     from tests.with_kube.kubes import Kube
 
 

@@ -20,9 +20,9 @@ from bench.cluster.crds import apply_crds
 from bench.cluster.node.container_machine import NodeTiming
 from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
-from controller.cluster.client import Client, connect
-from controller.cluster.errors import Invalid, NotFound, Unreachable
-from controller.cluster.resources import PODS, Resource
+from controller.kube.client import Client, connect
+from controller.kube.errors import Invalid, NotFound, Unreachable
+from controller.kube.resources import PODS, Resource
 from tests.programs import not_tested
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL

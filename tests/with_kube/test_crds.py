@@ -11,16 +11,16 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from controller.cluster.client import connect
-from controller.cluster.errors import Invalid
-from controller.cluster.resources import CRDS, MODEL_ROUTES, MODEL_SERVERS, Resource
-from controller.crds.definition import GROUP, VERSION, definition_of
-from controller.crds.kinds import KINDS, Kind
+from controller.api.crds.definition import GROUP, VERSION, definition_of
+from controller.api.crds.kinds import KINDS, Kind
+from controller.kube.client import connect
+from controller.kube.errors import Invalid
+from controller.kube.resources import CRDS, MODEL_ROUTES, MODEL_SERVERS, Resource
 from tests.kube_objects import resource
 from tests.rule_cases import CASES, Case
 
 if TYPE_CHECKING:
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 GOLDEN = Path(__file__).parents[1] / "controller" / "converters" / "golden"

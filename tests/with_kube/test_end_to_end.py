@@ -21,10 +21,13 @@ from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
-from controller.cluster.client import Client, connect
-from controller.cluster.errors import AlreadyExists
-from controller.cluster.lease import LeaderElection
-from controller.cluster.resources import (
+from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
+from controller.gateway.metrics import GatewayMetrics
+from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
+from controller.kube.client import Client, connect
+from controller.kube.errors import AlreadyExists
+from controller.kube.lease import LeaderElection
+from controller.kube.resources import (
     DEPLOYMENTS,
     GATEWAY_CONFIGS,
     GATEWAYS,
@@ -35,10 +38,7 @@ from controller.cluster.resources import (
     NODES,
     Resource,
 )
-from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
-from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
-from controller.roles.gateway_metrics import GatewayMetrics
-from extproc.scheduling.pickers import InstalledPlugins
+from extproc.llmd.pickers import InstalledPlugins
 from tests.gateway_objects import gateway_class
 from tests.kube_objects import Object, picker_config, resource, route, server
 from tests.waiting import eventually

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest_asyncio
 
-from controller.cluster.client import connect
-from controller.cluster.resources import CONFIG_MAPS, MODEL_SERVERS, SECRETS
+from controller.kube.client import connect
+from controller.kube.resources import CONFIG_MAPS, MODEL_SERVERS, SECRETS
 from tests.certificates import Authority
 from tests.kube_objects import Object, secret, server
 from tests.waiting import eventually
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 CONNECTION: dict[str, Any] = {

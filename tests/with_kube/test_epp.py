@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from bench.cluster.kubeconfig import write_kubeconfig
 from bench.processes import free_ports, ports_in_a_row
-from controller.cluster.resources import INFERENCE_POOLS
+from controller.kube.resources import INFERENCE_POOLS
 from tests.waiting import eventually
 from tests.with_envoy.test_picker_tls import NOT_SERVING, SERVING, health
 from tests.with_kube.pods import make_pod
@@ -26,7 +26,7 @@ from tests.with_kube.test_picker_role import client_with_pools, pool
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 

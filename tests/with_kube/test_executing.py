@@ -10,16 +10,16 @@ import pytest
 import pytest_asyncio
 
 from bench.cluster.assets import ROOT
-from controller.cluster.resources import CONFIG_MAPS, MODEL_INFERS
-from controller.reconcile.plan import Action, Annotate, Apply, Create, Delete, SetStatus
-from controller.roles.work.executing import Executor, Refused
-from controller.roles.work.expectations import Expectations
+from controller.kube.executing import Executor, Refused
+from controller.kube.expectations import Expectations
+from controller.kube.plan import Action, Annotate, Apply, Create, Delete, SetStatus
+from controller.kube.resources import CONFIG_MAPS, MODEL_INFERS
 from tests.with_kube.managing import define_kinds, model_infer
 from tests.with_kube.objects import config_map
 
 if TYPE_CHECKING:
-    from controller.cluster.client import Client
-    from controller.cluster.resources import Object
+    from controller.kube.client import Client
+    from controller.kube.resources import Object
 
 
 class Doing:

@@ -23,9 +23,9 @@ from bench.cluster.assets import ROOT
 from bench.cluster.certificates import write_private
 from bench.cluster.kubeconfig import write_kubeconfig
 from bench.processes import Processes, free_ports
-from controller.cluster.errors import ClusterError, NotFound
-from controller.cluster.resources import MODEL_INFERS, SECRETS, SERVICE_ACCOUNTS, SERVICES, Resource
-from controller.keda.messages import GetMetricsRequest, GetMetricsResponse, ScaledObjectRef
+from controller.autoscaler.keda.messages import GetMetricsRequest, GetMetricsResponse, ScaledObjectRef
+from controller.kube.errors import ClusterError, NotFound
+from controller.kube.resources import MODEL_INFERS, SECRETS, SERVICE_ACCOUNTS, SERVICES, Resource
 from controller.webhooks.rotation import API_SERVICES
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
     from bench.cluster.assets import Assets
     from bench.cluster.control_plane import ControlPlane
-    from controller.cluster.access import Access
-    from controller.cluster.client import Client
-    from controller.cluster.resources import Object
+    from controller.kube.access import Access
+    from controller.kube.client import Client
+    from controller.kube.resources import Object
     from tests.with_kube.kubes import Kube
 
 __all__ = ["account"]

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest_asyncio
 
 from bench.cluster.crds import apply_crds
-from controller.cluster.client import connect
-from controller.cluster.errors import AlreadyExists
-from controller.cluster.lease import LeaderElection
-from controller.cluster.resources import (
+from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
+from controller.gateway.metrics import GatewayMetrics
+from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
+from controller.kube.client import connect
+from controller.kube.errors import AlreadyExists
+from controller.kube.lease import LeaderElection
+from controller.kube.resources import (
     CONFIG_MAPS,
     CRDS,
     ENDPOINT_SLICES,
@@ -28,9 +31,6 @@ from controller.cluster.resources import (
     SERVICES,
     Resource,
 )
-from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
-from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
-from controller.roles.gateway_metrics import GatewayMetrics
 from tests.gateway_objects import (
     Object,
     backend_ref,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     import pytest
 
     from bench.cluster.fake.server import FakeServer
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 OPTIONAL = (GATEWAY_CLASSES, GATEWAYS, HTTP_ROUTES, REFERENCE_GRANTS, INFERENCE_POOLS)

@@ -16,11 +16,15 @@ from aiohttp import web
 
 from attache.__main__ import main
 from bench.cluster.kubeconfig import write_kubeconfig
-from controller.cluster.client import connect
-from controller.cluster.errors import ClusterError
-from controller.cluster.informer import InformerTiming
-from controller.cluster.lease import LeaderElection
-from controller.cluster.resources import (
+from controller.gateway.compile.compiler import Compiler
+from controller.gateway.directory import DirectoryWriter
+from controller.gateway.metrics import GatewayMetrics
+from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
+from controller.kube.client import connect
+from controller.kube.errors import ClusterError
+from controller.kube.informer import InformerTiming
+from controller.kube.lease import LeaderElection
+from controller.kube.resources import (
     CONFIG_MAPS,
     EVENTS,
     GATEWAY_CONFIGS,
@@ -30,13 +34,9 @@ from controller.cluster.resources import (
     PODS,
     Resource,
 )
-from controller.gateway.compile.compiler import Compiler
-from controller.gateway.directory import DirectoryWriter
-from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
-from controller.roles.gateway_metrics import GatewayMetrics
-from extproc.config.directory import load_directory
-from extproc.config.errors import ConfigInvalid
-from extproc.config.report import REPORT_PATH, ConfigReport
+from extproc.api.directory import load_directory
+from extproc.api.errors import ConfigInvalid
+from extproc.api.report import REPORT_PATH, ConfigReport
 from tests.kube_objects import Object, picker_config, route, server
 from tests.waiting import eventually
 from tests.with_kube.pods import make_pod, set_ready
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bench.cluster.fake.server import FakeServer
-    from controller.cluster.client import Client
     from controller.gateway.directory import Written
-    from extproc.config.model_server import ModelServer
-    from extproc.config.snapshot import Snapshot
+    from controller.kube.client import Client
+    from extproc.api.model_server import ModelServer
+    from extproc.api.snapshot import Snapshot
     from tests.with_kube.kubes import Kube
 
 IMPATIENT = InformerTiming(backoff_s=0.05, backoff_max_s=0.2, silence_s=1.0)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from controller.cluster.informer import Informer, InformerTiming
-from controller.handlers.thread import Handlers, HandlersEnded
+from controller.kube.informer import Informer, InformerTiming
+from controller.kube.kopf_thread import Handlers, HandlersEnded
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.objects import WIDGETS, define_widgets, widget
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from bench.cluster.fake.server import FakeServer
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 SOON_S = 20.0

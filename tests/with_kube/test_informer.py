@@ -8,8 +8,8 @@ import contextlib
 from random import Random
 from typing import TYPE_CHECKING
 
-from controller.cluster.informer import Informer, InformerTiming, Selection
-from controller.cluster.resources import CONFIG_MAPS
+from controller.kube.informer import Informer, InformerTiming, Selection
+from controller.kube.resources import CONFIG_MAPS
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL
 from tests.with_kube.objects import config_map
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bench.cluster.control_plane import ControlPlane
     from bench.cluster.fake.faults import Call
     from bench.cluster.fake.server import FakeServer
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 QUICK = InformerTiming(backoff_s=0.05, backoff_max_s=0.2, silence_s=1.0, resync_s=0)

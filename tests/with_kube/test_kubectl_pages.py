@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bench.cluster.assets import Assets
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
 
 pytestmark = REAL
 

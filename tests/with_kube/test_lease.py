@@ -12,16 +12,16 @@ import msgspec
 import pytest
 
 from bench.processes import free_ports
-from controller.cluster.client import connect
-from controller.cluster.leadership import LeaseTiming
-from controller.cluster.lease import LeaderElection
-from controller.cluster.resources import LEASES
+from controller.kube.client import connect
+from controller.kube.leadership import LeaseTiming
+from controller.kube.lease import LeaderElection
+from controller.kube.resources import LEASES
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 
 if TYPE_CHECKING:
     from bench.cluster.fake.server import FakeServer
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 QUICK = LeaseTiming(duration_s=3.0, renew_deadline_s=2.0, retry_s=0.1)

@@ -15,8 +15,8 @@ from bench.cluster.assets import ROOT
 from bench.cluster.node.container_machine import NodeTiming
 from bench.cluster.node.node import Node, gpu_node
 from bench.cluster.node.running import running_nodes
-from controller.cluster.client import Client
-from controller.cluster.resources import (
+from controller.kube.client import Client
+from controller.kube.resources import (
     CONTROLLER_REVISIONS,
     EVENTS,
     MODEL_INFERS,
@@ -24,8 +24,8 @@ from controller.cluster.resources import (
     PODS,
     SERVICES,
 )
-from controller.reconcile.model_infer import labels
-from controller.reconcile.model_infer.reconcile import reconcile
+from controller.models.model_infer import labels
+from controller.models.model_infer.reconcile import reconcile
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import Managing, condition, define_kinds, managing, model_infer, pods, role, status
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from controller.cluster.resources import Object, Resource
+    from controller.kube.resources import Object, Resource
     from tests.with_kube.kubes import Kube
 
 QUICK = NodeTiming(restart_s=0.2, restart_max_s=0.4, pull_s=0.2, pull_max_s=0.4, heartbeat_s=1.0)

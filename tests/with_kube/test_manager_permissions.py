@@ -12,10 +12,10 @@ import yaml
 
 from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
-from controller.cluster.errors import Forbidden
-from controller.cluster.resources import MODEL_INFERS, MODELS, NODES, PODS, SECRETS, SERVICES
-from controller.reconcile.model_infer import labels
-from controller.reconcile.model_infer.reconcile import reconcile
+from controller.kube.errors import Forbidden
+from controller.kube.resources import MODEL_INFERS, MODELS, NODES, PODS, SECRETS, SERVICES
+from controller.models.model_infer import labels
+from controller.models.model_infer.reconcile import reconcile
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import condition, managing, model_infer, pod_names, role, settings
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from bench.cluster.assets import Assets
     from bench.cluster.control_plane import ControlPlane
-    from controller.cluster.access import Access
-    from controller.cluster.client import Client
-    from controller.cluster.resources import Object
+    from controller.kube.access import Access
+    from controller.kube.client import Client
+    from controller.kube.resources import Object
 
 pytestmark = REAL
 PATIENCE_S = 60.0

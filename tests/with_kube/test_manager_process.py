@@ -14,7 +14,7 @@ import aiohttp
 from bench.cluster.assets import ROOT
 from bench.cluster.kubeconfig import write_kubeconfig
 from bench.processes import Processes, free_ports
-from controller.cluster.resources import LEASES, MODEL_INFERS, PODS
+from controller.kube.resources import LEASES, MODEL_INFERS, PODS
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import define_kinds, model_infer, pod_names, role
@@ -22,7 +22,7 @@ from tests.with_kube.managing import define_kinds, model_infer, pod_names, role
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 pytestmark = REAL

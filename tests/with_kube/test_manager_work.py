@@ -11,8 +11,10 @@ import pytest
 import pytest_asyncio
 
 from bench.cluster.assets import ROOT
-from controller.cluster.errors import Forbidden
-from controller.cluster.resources import (
+from controller.commands.manager import _innermost
+from controller.kube.errors import Forbidden
+from controller.kube.kopf_thread import HandlersEnded
+from controller.kube.resources import (
     AUTOSCALING_POLICIES,
     LEASES,
     MODEL_INFERS,
@@ -21,10 +23,8 @@ from controller.cluster.resources import (
     MODELS,
     PODS,
 )
-from controller.handlers.thread import HandlersEnded
-from controller.manager_command import _innermost
-from controller.reconcile.model_infer import labels
-from controller.reconcile.model_infer.observed import Load
+from controller.models.model_infer import labels
+from controller.models.model_infer.observed import Load
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL
 from tests.with_kube.managing import (
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from bench.cluster.fake.server import FakeServer
-    from controller.cluster.client import Client
-    from controller.cluster.resources import Object
-    from controller.reconcile.model_infer.observed import Observed
-    from controller.reconcile.plan import Plan
+    from controller.kube.client import Client
+    from controller.kube.plan import Plan
+    from controller.kube.resources import Object
+    from controller.models.model_infer.observed import Observed
     from tests.with_kube.kubes import Kube
 
 SOON_S = 40.0

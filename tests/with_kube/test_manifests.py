@@ -13,10 +13,13 @@ import pytest
 import pytest_asyncio
 
 from bench.cluster.crds import apply_crds
-from controller.cluster.client import connect
-from controller.cluster.errors import Forbidden, NotFound
-from controller.cluster.lease import LeaderElection
-from controller.cluster.resources import (
+from controller.gateway.compile.gateway_api.settings import GatewayApiSettings, parse_addresses
+from controller.gateway.metrics import GatewayMetrics
+from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
+from controller.kube.client import connect
+from controller.kube.errors import Forbidden, NotFound
+from controller.kube.lease import LeaderElection
+from controller.kube.resources import (
     CONFIG_MAPS,
     DEPLOYMENTS,
     GATEWAY_CLASSES,
@@ -29,9 +32,6 @@ from controller.cluster.resources import (
     PODS,
     SECRETS,
 )
-from controller.gateway.compile.gateway_api.settings import GatewayApiSettings, parse_addresses
-from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
-from controller.roles.gateway_metrics import GatewayMetrics
 from tests.gateway_objects import backend_ref, gateway, gateway_class, http_route, https, pool, tls_secret
 from tests.kube_objects import Object, resource, route, server
 from tests.waiting import eventually
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from bench.cluster.assets import Assets
     from bench.cluster.control_plane import ControlPlane
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 SYSTEM = "attache-system"

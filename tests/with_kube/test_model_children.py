@@ -10,10 +10,10 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from controller.cluster.client import connect
-from controller.cluster.resources import PODS
-from controller.reconcile.model.observed import CHILDREN
-from controller.runtimes.presets import objects
+from controller.kube.client import connect
+from controller.kube.resources import PODS
+from controller.models.model.observed import CHILDREN
+from controller.models.runtimes.presets import objects
 from tests.with_kube.kubes import REAL
 from tests.with_kube.test_crds import RESOURCES, install
 from tools.golden_models import FOLDER, golden
@@ -21,7 +21,7 @@ from tools.golden_models import FOLDER, golden
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 pytestmark = REAL

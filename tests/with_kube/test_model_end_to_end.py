@@ -23,9 +23,11 @@ from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
-from controller.cluster.client import Client, connect
-from controller.cluster.lease import LeaderElection
-from controller.cluster.resources import (
+from controller.gateway.metrics import GatewayMetrics
+from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
+from controller.kube.client import Client, connect
+from controller.kube.lease import LeaderElection
+from controller.kube.resources import (
     GATEWAY_CONFIGS,
     MODEL_INFERS,
     MODEL_ROUTES,
@@ -35,10 +37,8 @@ from controller.cluster.resources import (
     PODS,
     SERVICES,
 )
-from controller.reconcile.model_infer.reconcile import reconcile
-from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
-from controller.roles.gateway_metrics import GatewayMetrics
-from extproc.scheduling.pickers import InstalledPlugins
+from controller.models.model_infer.reconcile import reconcile
+from extproc.llmd.pickers import InstalledPlugins
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import define_kinds, managing
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from controller.cluster.resources import Resource
+    from controller.kube.resources import Resource
     from tests.with_kube.kubes import Kube
 
 pytestmark = REAL

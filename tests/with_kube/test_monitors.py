@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from bench.processes import Processes, free_ports
-from controller.cluster.pages import pages
-from controller.roles.gateway_metrics import GatewayMetrics
-from controller.roles.manager_metrics import ManagerMetrics
-from controller.roles.scaling.metrics import ScalingMetrics
+from controller.autoscaler.reconciler.metrics import ScalingMetrics
+from controller.gateway.metrics import GatewayMetrics
+from controller.kube.metrics import ManagerMetrics
+from controller.kube.pages import pages
 from tests.waiting import eventually
 from tests.with_kube.monitors import checked, configuration, endpoints_of, job_name, scrape_configs
 from tests.with_kube.prometheus import scraping
@@ -26,7 +26,7 @@ from tests.with_kube.prometheus import scraping
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from controller.cluster.resources import Object
+    from controller.kube.resources import Object
 
 MONITORING = Path(__file__).parent.parent.parent / "manifests" / "monitoring"
 ENGINE = "10.0.0.1:8000"

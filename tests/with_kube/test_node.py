@@ -17,9 +17,9 @@ import pytest_asyncio
 from bench.cluster.node.container_machine import NodeTiming
 from bench.cluster.node.node import Node, gpu_node
 from bench.cluster.node.running import running_nodes
-from controller.cluster.client import Client
-from controller.cluster.errors import Forbidden
-from controller.cluster.resources import CONFIG_MAPS, DEPLOYMENTS, NODES, PODS, SECRETS, Resource
+from controller.kube.client import Client
+from controller.kube.errors import Forbidden
+from controller.kube.resources import CONFIG_MAPS, DEPLOYMENTS, NODES, PODS, SECRETS, Resource
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from bench.cluster.assets import Assets
     from bench.cluster.control_plane import ControlPlane
-    from controller.cluster.resources import Object
+    from controller.kube.resources import Object
     from tests.with_kube.kubes import Kube
 
 QUICK = NodeTiming(restart_s=0.2, restart_max_s=0.4, pull_s=0.2, pull_max_s=0.4, heartbeat_s=1.0)
@@ -382,8 +382,8 @@ async def test_variables_and_files_come_from_the_cluster(place: Place) -> None:
 @REAL
 async def test_a_process_has_its_pods_service_account(place: Place) -> None:
     script = (
-        "import asyncio;from controller.cluster.access import *;from controller.cluster.client import *;"
-        "from controller.cluster.resources import *\n"
+        "import asyncio;from controller.kube.access import *;from controller.kube.client import *;"
+        "from controller.kube.resources import *\n"
         "async def main():\n"
         "  async with connect(find_access(), manager='pod') as client:\n"
         "    try: await client.list(SECRETS, 'default')\n"

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from controller.cluster.client import connect
-from controller.cluster.resources import PODS
-from controller.roles.work.own_image import own_image
+from controller.kube.client import connect
+from controller.kube.resources import PODS
+from controller.models.own_image import own_image
 from tests.with_kube.kubes import FAKE
 
 if TYPE_CHECKING:
     import pytest
 
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 pytestmark = FAKE

@@ -21,9 +21,9 @@ from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
-from controller.cluster.client import Client
-from controller.cluster.resources import DEPLOYMENTS, INFERENCE_POOLS, NODES, PODS, SECRETS, Object, Resource
-from tests.controller.epp.test_flags import CHART
+from controller.kube.client import Client
+from controller.kube.resources import DEPLOYMENTS, INFERENCE_POOLS, NODES, PODS, SECRETS, Object, Resource
+from tests.controller.commands.test_epp_flags import CHART
 from tests.controller.gateway.compile.test_picker_mode import PICKER
 from tests.waiting import eventually
 from tests.with_envoy.gateways import NO_HINT, bootstrap, pool_cluster

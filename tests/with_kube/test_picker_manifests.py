@@ -15,9 +15,11 @@ import pytest_asyncio
 import yaml
 
 from bench.cluster.crds import apply_crds
-from controller.cluster.client import connect
-from controller.cluster.errors import Forbidden
-from controller.cluster.resources import (
+from controller.gateway.metrics import GatewayMetrics
+from controller.gateway.picker_role import CONTROLLER, PickerRole, PickerSettings
+from controller.kube.client import connect
+from controller.kube.errors import Forbidden
+from controller.kube.resources import (
     CONFIG_MAPS,
     CRDS,
     DEPLOYMENTS,
@@ -27,8 +29,6 @@ from controller.cluster.resources import (
     SERVICE_ACCOUNTS,
     Object,
 )
-from controller.roles.gateway_metrics import GatewayMetrics
-from controller.roles.picker import CONTROLLER, PickerRole, PickerSettings
 from tests.waiting import eventually
 from tests.with_kube.permissions import allowed_by, asked_for, missing, unused
 from tests.with_kube.pods import make_pod, remove_pods
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from bench.cluster.assets import Assets
     from bench.cluster.control_plane import ControlPlane
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
 
 PICKER = MANIFESTS / "picker"
 OVERLAYS = (

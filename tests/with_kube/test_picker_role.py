@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest_asyncio
 
-from controller.cluster.client import connect
-from controller.cluster.resources import CRDS, EVENTS, INFERENCE_POOLS
-from controller.roles.gateway_metrics import GatewayMetrics
-from controller.roles.picker import CONTROLLER, PickerRole, PickerSettings
-from extproc.config.directory import load_directory
+from controller.gateway.metrics import GatewayMetrics
+from controller.gateway.picker_role import CONTROLLER, PickerRole, PickerSettings
+from controller.kube.client import connect
+from controller.kube.resources import CRDS, EVENTS, INFERENCE_POOLS
+from extproc.api.directory import load_directory
 from tests.controller.gateway.compile.test_picker_mode import PICKER
 from tests.waiting import eventually
 from tests.with_kube.pods import make_pod
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
     from tests.kube_objects import Object
     from tests.with_kube.kubes import Kube
 

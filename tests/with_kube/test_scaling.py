@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import pytest_asyncio
 
 from bench.cluster.assets import ROOT
-from controller.cluster.resources import (
+from controller.autoscaler.reconciler import rooms
+from controller.autoscaler.reconciler.names import SCALED_BY
+from controller.kube.resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
     DEPLOYMENTS,
@@ -18,8 +20,6 @@ from controller.cluster.resources import (
     PODS,
     Resource,
 )
-from controller.roles.scaling import rooms
-from controller.roles.scaling.names import SCALED_BY
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL
 from tests.with_kube.managing import define_kinds, model_infer, reasons
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
     from bench.cluster.fake.faults import Call
     from bench.cluster.fake.server import FakeServer
-    from controller.autoscale.decision import Decision
-    from controller.autoscale.situation import Situation
-    from controller.cluster.client import Client
-    from controller.resources.autoscaling import AutoscalingPolicySpec
-    from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
+    from controller.api.autoscaling import AutoscalingPolicySpec
+    from controller.api.autoscaling_binding import AutoscalingPolicyBinding
+    from controller.autoscaler.decision.decision import Decision
+    from controller.autoscaler.decision.situation import Situation
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 SOON_S = 30.0

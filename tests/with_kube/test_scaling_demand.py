@@ -16,17 +16,17 @@ from prometheus_client import CollectorRegistry
 
 from bench.cluster.assets import ROOT
 from bench.processes import free_ports
-from controller import explain_scaling_command
-from controller.cluster.client import connect
-from controller.cluster.pages import pages
-from controller.cluster.resources import AUTOSCALING_POLICY_BINDINGS, DEPLOYMENTS, PODS
-from controller.roles.scaling.live import scaling_of
-from controller.roles.scaling.metrics import ScalingMetrics
-from controller.roles.scaling.pages import routes
-from controller.roles.scaling.records import Records
-from controller.roles.scaling.running import ScalingSettings
-from extproc.config.demand import DEMAND_PATH, Demand, ServerDemand
-from extproc.config.loads import LOADS_LABEL
+from controller.autoscaler.reconciler.live import scaling_of
+from controller.autoscaler.reconciler.metrics import ScalingMetrics
+from controller.autoscaler.reconciler.pages import routes
+from controller.autoscaler.reconciler.records import Records
+from controller.autoscaler.reconciler.running import ScalingSettings
+from controller.commands import explain_scaling as explain_scaling_command
+from controller.kube.client import connect
+from controller.kube.pages import pages
+from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, DEPLOYMENTS, PODS
+from extproc.api.demand import DEMAND_PATH, Demand, ServerDemand
+from extproc.api.loads import LOADS_LABEL
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.managing import IMPATIENT, QUICK_QUEUE, define_kinds
@@ -36,8 +36,8 @@ from tests.with_kube.scaling import bind, deployment, make_policy, make_server, 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from controller.cluster.access import Access
-    from controller.cluster.client import Client
+    from controller.kube.access import Access
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 SOON_S = 30.0

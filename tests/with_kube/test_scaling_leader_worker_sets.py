@@ -10,8 +10,8 @@ import yaml
 
 from bench.cluster.assets import ROOT
 from bench.cluster.crds import apply_crds
-from controller.cluster.resources import PODS, Object
-from controller.roles.scaling.scalables import LEADER_WORKER_SETS
+from controller.autoscaler.reconciler.scalables import LEADER_WORKER_SETS
+from controller.kube.resources import PODS, Object
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.managing import define_kinds
@@ -21,7 +21,7 @@ from tests.with_kube.scaling import Wanted, bind, make_policy, scaling
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 SOON_S: Final = 30.0

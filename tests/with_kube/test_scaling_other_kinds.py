@@ -10,8 +10,8 @@ import yaml
 
 from bench.cluster.assets import ROOT
 from bench.cluster.crds import apply_crds
-from controller.cluster.resources import AUTOSCALING_POLICY_BINDINGS, PODS, Object, Resource
-from controller.roles.scaling.names import SCALED_BY
+from controller.autoscaler.reconciler.names import SCALED_BY
+from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, PODS, Object, Resource
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL
 from tests.with_kube.managing import define_kinds
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from bench.cluster.assets import Assets
     from bench.cluster.control_plane import ControlPlane
-    from controller.cluster.access import Access
-    from controller.cluster.client import Client
+    from controller.kube.access import Access
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 __all__ = ["account"]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest_asyncio
 
 from bench.cluster.assets import ROOT
-from controller.cluster.resources import DEPLOYMENTS, SECRETS
-from controller.roles.scaling.sources.gathering import SourceSettings
+from controller.autoscaler.reconciler.sources.gathering import SourceSettings
+from controller.kube.resources import DEPLOYMENTS, SECRETS
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.managing import define_kinds
@@ -22,8 +22,8 @@ from tests.with_kube.scaling import Demand, Wanted, bind, deployment, make_polic
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from controller.autoscale.situation import Metric
-    from controller.cluster.client import Client
+    from controller.autoscaler.decision.situation import Metric
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 SOON_S = 30.0

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest_asyncio
 
 from bench.cluster.assets import ROOT
-from controller.autoscale.signals import Calm
-from controller.cluster.resources import AUTOSCALING_POLICY_BINDINGS, DEPLOYMENTS
+from controller.autoscaler.decision.signals import Calm
+from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, DEPLOYMENTS
 from tests.waiting import eventually
 from tests.with_kube.managing import define_kinds
 from tests.with_kube.scaling import (
@@ -30,12 +30,12 @@ from tests.with_kube.scaling import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from controller.autoscale.decision import Decision
-    from controller.autoscale.situation import Situation
-    from controller.cluster.client import Client
-    from controller.resources.autoscaling import AutoscalingPolicySpec
-    from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
-    from controller.roles.scaling.deciding import Deciding
+    from controller.api.autoscaling import AutoscalingPolicySpec
+    from controller.api.autoscaling_binding import AutoscalingPolicyBinding
+    from controller.autoscaler.decision.decision import Decision
+    from controller.autoscaler.decision.situation import Situation
+    from controller.autoscaler.reconciler.deciding import Deciding
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 SOON_S = 30.0

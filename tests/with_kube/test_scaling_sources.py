@@ -13,9 +13,9 @@ from aiohttp import web
 
 from bench.cluster.assets import ROOT
 from bench.processes import free_ports
-from controller.cluster.resources import DEPLOYMENTS
-from controller.roles.scaling.sources.gathering import SourceSettings
-from controller.roles.scaling.sources.http import Failed, page_of
+from controller.autoscaler.reconciler.sources.gathering import SourceSettings
+from controller.autoscaler.reconciler.sources.http import Failed, page_of
+from controller.kube.resources import DEPLOYMENTS
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.managing import define_kinds
@@ -25,8 +25,8 @@ from tests.with_kube.scaling import Demand, Wanted, bind, deployment, make_polic
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from controller.autoscale.situation import Metric
-    from controller.cluster.client import Client
+    from controller.autoscaler.decision.situation import Metric
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 SOON_S = 30.0

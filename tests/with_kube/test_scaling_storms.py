@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest_asyncio
 
 from bench.cluster.assets import ROOT
-from controller.cluster.resources import AUTOSCALING_POLICY_BINDINGS, DEPLOYMENTS
+from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, DEPLOYMENTS
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.managing import define_kinds, reasons
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from bench.cluster.fake.faults import Call
     from bench.cluster.fake.server import FakeServer
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
 pytestmark = FAKE

@@ -15,10 +15,10 @@ import pytest_asyncio
 from bench.cluster.assets import ROOT
 from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
-from controller.cluster.client import connect
-from controller.cluster.resources import NAMESPACES, NODES
-from controller.reconcile.model_infer import labels
-from controller.reconcile.model_infer.reconcile import reconcile
+from controller.kube.client import connect
+from controller.kube.resources import NAMESPACES, NODES
+from controller.models.model_infer import labels
+from controller.models.model_infer.reconcile import reconcile
 from extproc.scheduling.pairs import NO_PREFILL
 from tests.waiting import eventually
 from tests.with_kube.conftest import has_account
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from bench.cluster.control_plane import ControlPlane
-    from controller.cluster.resources import Object
+    from controller.kube.resources import Object
     from tests.with_kube.under_load import Watch
 
 CRASHES: Final = {"image": "attache/host", "command": ["sh", "-c", "echo no GPU found; exit 3"], "args": []}

@@ -16,9 +16,10 @@ import pytest_asyncio
 import yaml
 
 from bench.processes import free_ports
-from controller.cluster.client import connect
-from controller.cluster.errors import ApiError, Forbidden
-from controller.cluster.resources import (
+from controller.kube.client import connect
+from controller.kube.errors import ApiError, Forbidden
+from controller.kube.metrics import ManagerMetrics
+from controller.kube.resources import (
     CONFIG_MAPS,
     GATEWAY_CONFIGS,
     MODEL_ROUTES,
@@ -27,12 +28,11 @@ from controller.cluster.resources import (
     SECRETS,
     Resource,
 )
-from controller.roles.manager import CONTROLLER
-from controller.roles.manager_metrics import ManagerMetrics
-from controller.roles.webhook_role import WebhookRole, WebhookSettings
+from controller.manager.role import CONTROLLER
 from controller.webhooks.material import Lifetimes
+from controller.webhooks.role import WebhookRole, WebhookSettings
 from controller.webhooks.rotation import WEBHOOK_CONFIGURATIONS, RotationSettings
-from extproc.scheduling.pickers import InstalledPlugins
+from extproc.llmd.pickers import InstalledPlugins
 from tests.kube_objects import Object, picker_config, route, server
 from tests.waiting import eventually
 from tests.with_kube.test_crds import install
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from bench.cluster.assets import Assets
     from bench.cluster.control_plane import ControlPlane
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
 
 MANIFESTS = Path(__file__).parents[2] / "manifests" / "manager"
 SECRET = "attache-webhook-certificates"  # noqa: S105 - a name

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from controller.agents.downloader.core.progress import Progress
 from controller.agents.downloader.pod_condition import CONDITION, PodCondition
-from controller.cluster.client import Client, connect
-from controller.cluster.resources import PODS
+from controller.kube.client import Client, connect
+from controller.kube.resources import PODS
 from tests.with_kube.kubes import REAL
 from tests.with_kube.pods import make_pod
 

@@ -19,20 +19,20 @@ from bench.cluster.node.container_machine import NodeTiming
 from bench.cluster.node.node import Node
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
-from controller.cluster.client import Client, connect
-from controller.cluster.informer import Informer, Selection
-from controller.cluster.lease import LeaderElection
-from controller.cluster.resources import (
+from controller.gateway.metrics import GatewayMetrics
+from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
+from controller.kube.client import Client, connect
+from controller.kube.informer import Informer, Selection
+from controller.kube.lease import LeaderElection
+from controller.kube.resources import (
     MODEL_INFERS,
     MODEL_ROUTES,
     MODEL_SERVERS,
     PODS,
 )
-from controller.reconcile.model_infer import labels
-from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
-from controller.roles.gateway_metrics import GatewayMetrics
-from extproc.config.loads import LOADS_LABEL, LOADS_PATH
-from extproc.scheduling.pickers import InstalledPlugins
+from controller.models.model_infer import labels
+from extproc.api.loads import LOADS_LABEL, LOADS_PATH
+from extproc.llmd.pickers import InstalledPlugins
 from tests.kube_objects import resource, route
 from tests.waiting import eventually
 from tests.with_kube.managing import IMPATIENT, Managing, model_infer, role
@@ -41,7 +41,7 @@ from tests.with_kube.test_gateway_role import create
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from controller.cluster.resources import Object
+    from controller.kube.resources import Object
     from tests.with_kube.kubes import Kube
 
 QUICK: Final = NodeTiming(restart_s=0.2, restart_max_s=0.4, pull_s=0.2, pull_max_s=0.4, heartbeat_s=1.0)

@@ -22,7 +22,7 @@ import yaml
 from bench.live.prediction import LoggedOutcome, read_outcomes
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
-from extproc.config.spec import API_VERSION
+from extproc.api.spec import API_VERSION
 from tests.programs import not_tested
 from tests.waiting import eventually
 from tests.with_vllm.model import NAME, adapter_script, write_model

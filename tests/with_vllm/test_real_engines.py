@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.feeds.tokens import LocalTokenizer

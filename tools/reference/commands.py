@@ -7,7 +7,7 @@ import argparse
 from typing import TYPE_CHECKING, Final
 
 from attache.commands import GROUPS
-from controller.crds.field_docs import wrapped
+from controller.api.crds.field_docs import wrapped
 from tools.reference.kinds import MARK
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import msgspec
 import yaml
 from msgspec import inspect
 
-from extproc.config.patterns import NAME, NAMESPACE
+from extproc.api.patterns import NAME, NAMESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec import inspect
 
-from controller.crds import field_docs
-from controller.crds import kinds as crds
-from extproc.config.admission import InferenceObjective
-from extproc.config.backend import Backend
-from extproc.config.http_route import HTTPRoute
-from extproc.config.spec import API_VERSION
+from controller.api.crds import field_docs
+from controller.api.crds import kinds as crds
+from extproc.api.admission import InferenceObjective
+from extproc.api.backend import Backend
+from extproc.api.http_route import HTTPRoute
+from extproc.api.spec import API_VERSION
 from tools.reference.field_types import as_yaml, default_of, default_text, structs_in, type_text
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import inspect
 
-from controller.crds import field_docs
-from extproc.scheduling.picker_notes import without_effect
-from extproc.scheduling.plugins.accepted import ACCEPTED
-from extproc.scheduling.plugins.not_built import NOT_BUILT
-from extproc.scheduling.registry import BUILT_IN
+from controller.api.crds import field_docs
+from extproc.llmd.accepted import ACCEPTED
+from extproc.llmd.not_built import NOT_BUILT
+from extproc.llmd.notes import without_effect
+from extproc.llmd.registry import BUILT_IN
 from tools.reference.field_types import structs_in
 from tools.reference.kinds import MARK, field_table
 

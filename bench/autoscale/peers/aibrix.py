@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from bench.autoscale.peers.peer import HpaMemory, began, bounded, current_of, ready_reports, waiting_each
-from controller.autoscale.behavior import Past, Recommended, remembered, stabilized
-from controller.autoscale.metrics import kv_usage_of, running_of
-from controller.resources.autoscaling import Behavior, ScalingRules
+from controller.api.autoscaling import Behavior, ScalingRules
+from controller.autoscaler.decision.behavior import Past, Recommended, remembered, stabilized
+from controller.autoscaler.decision.metrics import kv_usage_of, running_of
 
 if TYPE_CHECKING:
-    from controller.autoscale.situation import EngineReport, Situation
+    from controller.autoscaler.decision.situation import EngineReport, Situation
 
 
 class AibrixApa(msgspec.Struct, frozen=True):

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.autoscale.peers.peer import bounded, current_of, ready_reports, waiting_each
-from controller.resources.autoscaling import LatencyObjective
+from controller.api.autoscaling import LatencyObjective
 
 if TYPE_CHECKING:
-    from controller.autoscale.situation import EngineReport, Situation, Speed
+    from controller.autoscaler.decision.situation import EngineReport, Situation, Speed
 
 
 class Request(msgspec.Struct, frozen=True):

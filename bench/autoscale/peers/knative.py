@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from bench.autoscale.peers.peer import LawPeer
-from controller.autoscale.laws.concurrency import ConcurrencyLaw
-from controller.resources.scaling_laws import ConcurrencyParameters
+from controller.api.scaling_laws import ConcurrencyParameters
+from controller.autoscaler.decision.strategies.concurrency import ConcurrencyLaw
 
 
 def kpa(*, target: float = 100.0, utilization: float = 0.7, period_s: float = 2.0) -> LawPeer:

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.autoscale.peers.peer import bounded, current_of, merged, ready_reports, waiting_each
-from controller.autoscale.allocation.filling import expansion_sequence
-from controller.autoscale.allocation.variants import variant_of
+from controller.autoscaler.decision.allocation.filling import expansion_sequence
+from controller.autoscaler.decision.allocation.variants import variant_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from controller.autoscale.situation import Situation
+    from controller.autoscaler.decision.situation import Situation
 
 
 class Sample(msgspec.Struct, frozen=True):

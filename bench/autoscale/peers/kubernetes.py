@@ -8,8 +8,8 @@ Two metrics of all pods together with ``AverageValue`` targets; the larger answe
 from __future__ import annotations
 
 from bench.autoscale.peers.peer import LawPeer
-from controller.autoscale.laws.target import TargetLaw
-from controller.resources.autoscaling import Behavior, MetricTarget
+from controller.api.autoscaling import Behavior, MetricTarget
+from controller.autoscaler.decision.strategies.target import TargetLaw
 
 
 def hpa(

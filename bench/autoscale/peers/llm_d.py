@@ -6,9 +6,9 @@ Source: llm-d, ``guides/workload-autoscaling/keda-epp`` and ``slo-aware``, ``doc
 Queue: the picker's flow-control queue with a target of 1 a replica, its running requests with 16; out by 100 % in 15 s,
 in by 100 % in 15 s after 300 s. (Its variant against overshoot also waits 300 s before it scales out: ``up_window_s``.)
 
-Latency: the law of ``controller.autoscale.laws.slo`` as it is written there: what is not known is 0, the credit may
-make less than there is of an excess, and the answer goes through an HPA with AverageValue 1: out by 100 % or 4 pods in
-60 s after 30 s, in by 1 pod in 120 s after 180 s.
+Latency: the strategy of ``controller.autoscaler.decision.strategies.slo`` as it is there: what is not known is 0,
+the credit may make less than there is of an excess, and the answer goes through an HPA with AverageValue 1: out by
+100 % or 4 pods in 60 s after 30 s, in by 1 pod in 120 s after 180 s.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import statistics
 import msgspec
 
 from bench.autoscale.peers.peer import HpaMemory, LawPeer, began, current_of, ready_reports, through_hpa
-from controller.autoscale.behavior import Past
-from controller.autoscale.laws.target import TargetLaw
-from controller.autoscale.situation import Metric, Situation
-from controller.resources.autoscaling import Behavior, LatencyObjective, MetricTarget, ScalingRule, ScalingRules
+from controller.api.autoscaling import Behavior, LatencyObjective, MetricTarget, ScalingRule, ScalingRules
+from controller.autoscaler.decision.behavior import Past
+from controller.autoscaler.decision.situation import Metric, Situation
+from controller.autoscaler.decision.strategies.target import TargetLaw
 
 _CLAMP = 2.0
 _LATENCY_WINDOW_S = 60.0

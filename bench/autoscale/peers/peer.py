@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from controller.autoscale.behavior import Past, Recommended, Scaled, behaved, remembered
-from controller.autoscale.law import Law
-from controller.autoscale.laws.target import Pool, Tolerance, of_total
-from controller.autoscale.situation import EngineReport, EngineState, Situation
-from controller.resources.autoscaling import Behavior
+from controller.api.autoscaling import Behavior
+from controller.autoscaler.decision.behavior import Past, Recommended, Scaled, behaved, remembered
+from controller.autoscaler.decision.law import Law
+from controller.autoscaler.decision.situation import EngineReport, EngineState, Situation
+from controller.autoscaler.decision.strategies.target import Pool, Tolerance, of_total
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.autoscale.peers.peer import began, current_of, merged, ready_reports, through_hpa, views, waiting_each
-from controller.autoscale.behavior import Past
-from controller.autoscale.metrics import kv_usage_of
-from controller.resources.autoscaling import Behavior, ScalingRule, ScalingRules
-from controller.resources.scaling_laws import SpareCapacityParameters
+from controller.api.autoscaling import Behavior, ScalingRule, ScalingRules
+from controller.api.scaling_laws import SpareCapacityParameters
+from controller.autoscaler.decision.behavior import Past
+from controller.autoscaler.decision.metrics import kv_usage_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from controller.autoscale.situation import EngineReport, Situation
+    from controller.autoscaler.decision.situation import EngineReport, Situation
 
 
 class Analysis(msgspec.Struct, frozen=True):

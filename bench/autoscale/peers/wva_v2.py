@@ -22,14 +22,14 @@ import msgspec
 
 from bench.autoscale.peers.peer import began, current_of, ready_reports, through_hpa, views
 from bench.autoscale.peers.wva_v1 import hpa_of
-from controller.autoscale.behavior import Past
-from controller.autoscale.metrics import kv_usage_of
-from controller.resources.scaling_laws import TokensParameters
+from controller.api.scaling_laws import TokensParameters
+from controller.autoscaler.decision.behavior import Past
+from controller.autoscaler.decision.metrics import kv_usage_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from controller.autoscale.situation import EngineReport, Situation
+    from controller.autoscaler.decision.situation import EngineReport, Situation
 
 _WINDOW_S = 300.0
 _BYTES_PER_TOKEN = 4

@@ -9,8 +9,8 @@ import msgspec
 
 from bench.cluster.fake.applying import BUILT_IN_KEYS, keys_in
 from bench.cluster.fake.scales import ScalePaths, paths_of
-from controller.cluster import resources as known
-from controller.cluster.resources import Resource
+from controller.kube import resources as known
+from controller.kube.resources import Resource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -13,7 +13,7 @@ from bench.cluster.fake.answers import Refused, bad_request, conflict, invalid, 
 from bench.cluster.fake.applying import Applying, Owners
 from bench.cluster.fake.patches import merged, patched
 from bench.cluster.fake.schema import faults_in, pruned, unknown_fields, with_defaults
-from controller.cluster.resources import CRDS, SECRETS, Object
+from controller.kube.resources import CRDS, SECRETS, Object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

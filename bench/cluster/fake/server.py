@@ -22,7 +22,7 @@ from bench.cluster.fake.selectors import selector
 from bench.cluster.fake.storage import Storage
 from bench.cluster.fake.targets import Target, target_of
 from bench.cluster.fake.watches import Watches
-from controller.cluster.access import Access
+from controller.kube.access import Access
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from bench.cluster.fake.answers import Refused, conflict, exists, expired, not_found
-from controller.cluster.resources import NAMESPACES, PODS, Object
+from controller.kube.resources import NAMESPACES, PODS, Object
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,9 +23,9 @@ from bench.cluster.node.pod_files import PodFiles
 from bench.cluster.node.pod_spec import pod_spec
 from bench.cluster.node.pod_worker import PodWorker, Tools
 from bench.cluster.node.volumes import Kept
-from controller.cluster.errors import ClusterError
-from controller.cluster.informer import Informer, InformerTiming, Selection
-from controller.cluster.resources import PODS
+from controller.kube.errors import ClusterError
+from controller.kube.informer import Informer, InformerTiming, Selection
+from controller.kube.resources import PODS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from bench.cluster.node.pod_network import PodNetwork, PodPlace
     from bench.guard import Guard
-    from controller.cluster.client import Client
-    from controller.cluster.resources import Object
+    from controller.kube.client import Client
+    from controller.kube.resources import Object
 
 log = logging.getLogger(__name__)
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.cluster.errors import AlreadyExists, ClusterError, NotFound
-from controller.cluster.resources import LEASES, NODES, PODS
+from controller.kube.errors import AlreadyExists, ClusterError, NotFound
+from controller.kube.resources import LEASES, NODES, PODS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from controller.cluster.client import Client
-    from controller.cluster.resources import Object
+    from controller.kube.client import Client
+    from controller.kube.resources import Object
 
 log = logging.getLogger(__name__)
 

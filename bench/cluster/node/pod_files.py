@@ -26,8 +26,8 @@ from bench.cluster.node.volumes import (
     volume_files,
     write_files,
 )
-from controller.cluster.access import Access
-from controller.cluster.resources import CONFIG_MAPS, SECRETS, SERVICE_ACCOUNTS
+from controller.kube.access import Access
+from controller.kube.resources import CONFIG_MAPS, SECRETS, SERVICE_ACCOUNTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from bench.cluster.node.pod_network import PodPlace
     from bench.cluster.node.pod_spec import ContainerSpec
-    from controller.cluster.client import Client
-    from controller.cluster.resources import Object
+    from controller.kube.client import Client
+    from controller.kube.resources import Object
 
 # programs are found, and Python finds this repository, as in the process that runs the node
 _INHERITED: Final = (

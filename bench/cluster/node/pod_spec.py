@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from controller.cluster.resources import key_of
+from controller.kube.resources import key_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

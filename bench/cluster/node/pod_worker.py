@@ -21,9 +21,9 @@ from bench.cluster.node.pod_machine import PodMachine, Remove, RunProbe, Start, 
 from bench.cluster.node.pod_status import StatusWriter
 from bench.cluster.node.probing import run_handler
 from bench.guard import Guard
-from controller.cluster.client import Client
-from controller.cluster.errors import ClusterError, Conflict, NotFound
-from controller.cluster.resources import PODS
+from controller.kube.client import Client
+from controller.kube.errors import ClusterError, Conflict, NotFound
+from controller.kube.resources import PODS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from bench.cluster.node.pod_files import PodFiles
     from bench.cluster.node.pod_machine import Action
     from bench.cluster.node.pod_spec import PodSpec, ProbeKind
-    from controller.cluster.resources import Object
+    from controller.kube.resources import Object
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bench.cluster.node.node_status import NodeSpec
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
 
 
 @contextlib.asynccontextmanager

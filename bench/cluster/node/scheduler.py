@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from bench.cluster.node.scheduling import NowhereToGo, choose, rooms
-from controller.cluster.errors import ClusterError, Conflict, NotFound
-from controller.cluster.informer import Informer
-from controller.cluster.resources import NODES, PODS
+from controller.kube.errors import ClusterError, Conflict, NotFound
+from controller.kube.informer import Informer
+from controller.kube.resources import NODES, PODS
 
 if TYPE_CHECKING:
-    from controller.cluster.client import Client
-    from controller.cluster.resources import Object
+    from controller.kube.client import Client
+    from controller.kube.resources import Object
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from bench.cluster.node.quantities import quantity
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from controller.cluster.resources import Object
+    from controller.kube.resources import Object
 
 
 class NowhereToGo(Exception):

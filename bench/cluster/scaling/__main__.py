@@ -24,7 +24,7 @@ from bench.cluster.scaling.site import running_site
 from bench.processes import StartFailed
 from bench.reporting.distribution import distribution
 from bench.stack import EnvoyMissing
-from controller.cluster.errors import ClusterError
+from controller.kube.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -15,7 +15,7 @@ from bench.cluster.scaling.watching import now_s
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from controller.cluster.resources import Object
+    from controller.kube.resources import Object
 
 _LONGEST_S = 300.0
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.cluster.resources import (
+from controller.kube.resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
     DEPLOYMENTS,
@@ -22,7 +22,7 @@ from controller.cluster.resources import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from controller.cluster.resources import Object, Resource
+    from controller.kube.resources import Object, Resource
 
 ENTRY_LABELS: Final = ("attache.dev/model-infer", "attache.dev/entry")
 

@@ -17,9 +17,9 @@ from bench.cluster.scaling.asking import Asking
 from bench.cluster.scaling.objects import Model
 from bench.cluster.scaling.site import PATIENCE_S, until
 from bench.cluster.scaling.watching import now_s
-from controller.cluster.demand import messages
-from controller.roles.scaling.running import wall_s
-from extproc.config.demand import ServerDemand
+from controller.autoscaler.reconciler.running import wall_s
+from controller.kube.demand import messages
+from extproc.api.demand import ServerDemand
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence

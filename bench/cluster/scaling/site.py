@@ -24,9 +24,9 @@ from bench.cluster.scaling.asking import Asking
 from bench.cluster.scaling.watching import replicas_of
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
-from controller.cluster.client import Client, connect
-from controller.cluster.errors import NotFound
-from controller.cluster.resources import (
+from controller.kube.client import Client, connect
+from controller.kube.errors import NotFound
+from controller.kube.resources import (
     AUTOSCALING_POLICIES,
     GATEWAY_CONFIGS,
     NAMESPACES,
@@ -34,7 +34,7 @@ from controller.cluster.resources import (
     PODS,
     SERVICE_ACCOUNTS,
 )
-from extproc.config.loads import LOADS_LABEL
+from extproc.api.loads import LOADS_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -13,8 +13,8 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from controller.cluster.client import Client
-    from controller.cluster.resources import Object, Resource
+    from controller.kube.client import Client
+    from controller.kube.resources import Object, Resource
 
 
 class Change(msgspec.Struct, frozen=True):

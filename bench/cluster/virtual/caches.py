@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from controller.cluster.resources import Object, Resource, key_of
+from controller.kube.resources import Object, Resource, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -14,15 +14,15 @@ from bench.cluster.virtual.nodes import EngineTiming, Nodes
 from bench.cluster.virtual.requests import Requests
 from bench.cluster.virtual.scheduler import Scheduler
 from bench.cluster.virtual.server import Server
-from controller.reconcile.model_infer.observed import PodGroups
+from controller.models.model_infer.observed import PodGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bench.cluster.virtual.manager import Witness
-    from controller.cluster.resources import Object
-    from controller.reconcile.model_infer.observed import Observed
-    from controller.reconcile.plan import Plan
+    from controller.kube.plan import Plan
+    from controller.kube.resources import Object
+    from controller.models.model_infer.observed import Observed
 
 
 class VirtualCluster:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from bench.cluster.fake.answers import Refused
-from controller.cluster.resources import Object, key_of
-from controller.reconcile.plan import Action, Annotate, Apply, Create, Delete, SetStatus
+from controller.kube.plan import Action, Annotate, Apply, Create, Delete, SetStatus
+from controller.kube.resources import Object, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,7 +10,7 @@ from bench.cluster.node.container_machine import NodeTiming
 from bench.cluster.node.pod_machine import PodMachine, Remove, Start, Stop
 from bench.cluster.node.pod_spec import pod_spec
 from bench.cluster.node.pod_status import StatusWriter
-from controller.cluster.resources import PODS, Object, key_of
+from controller.kube.resources import PODS, Object, key_of
 
 if TYPE_CHECKING:
     from bench.cluster.node.container_machine import ContainerMachine

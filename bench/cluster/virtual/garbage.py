@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bench.cluster.fake.answers import Refused
-from controller.cluster.resources import key_of
+from controller.kube.resources import key_of
 
 if TYPE_CHECKING:
     import random

@@ -10,7 +10,7 @@ import msgspec
 
 from bench.cluster.node.scheduling import rooms
 from bench.cluster.virtual.clock import seconds
-from controller.cluster.resources import (
+from controller.kube.resources import (
     CONTROLLER_REVISIONS,
     MODEL_INFER_ROLES,
     MODEL_INFERS,
@@ -23,7 +23,7 @@ from controller.cluster.resources import (
     Resource,
     key_of,
 )
-from controller.reconcile.model_infer.observed import Load, NodeRoom, Observed, PodGroups
+from controller.models.model_infer.observed import Load, NodeRoom, Observed, PodGroups
 
 if TYPE_CHECKING:
     from bench.cluster.virtual.caches import Caches

@@ -12,9 +12,9 @@ from bench.cluster.virtual.caches import Caches
 from bench.cluster.virtual.clock import rfc3339
 from bench.cluster.virtual.effects import differ, perform, with_times
 from bench.cluster.virtual.looks import WATCHED, Around, observed
-from controller.cluster.resources import MODEL_INFERS, NODES, Resource, key_of
-from controller.reconcile.model_infer.observed import Observed, PodGroups
-from controller.reconcile.plan import Action, Plan
+from controller.kube.plan import Action, Plan
+from controller.kube.resources import MODEL_INFERS, NODES, Resource, key_of
+from controller.models.model_infer.observed import Observed, PodGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,8 @@ import msgspec
 from bench.cluster.fake.answers import Refused
 from bench.cluster.virtual.clock import rfc3339
 from bench.cluster.virtual.engine_pod import EnginePod
-from controller.cluster.resources import NODES, PODS, Object, key_of
-from controller.reconcile.model_infer import labels
+from controller.kube.resources import NODES, PODS, Object, key_of
+from controller.models.model_infer import labels
 
 if TYPE_CHECKING:
     import random

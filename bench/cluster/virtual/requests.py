@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.cluster.virtual.engine_pod import Why
-from controller.cluster.resources import PODS, Object
-from controller.reconcile.model_infer import labels
-from controller.reconcile.model_infer.observed import Load
+from controller.kube.resources import PODS, Object
+from controller.models.model_infer import labels
+from controller.models.model_infer.observed import Load
 
 if TYPE_CHECKING:
     import random

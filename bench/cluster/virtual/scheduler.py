@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bench.cluster.node.scheduling import NowhereToGo, choose, rooms
 from bench.cluster.virtual.clock import rfc3339
-from controller.cluster.resources import NODES, PODS, Object, key_of
+from controller.kube.resources import NODES, PODS, Object, key_of
 
 if TYPE_CHECKING:
     import random

@@ -10,9 +10,9 @@ from bench.cluster.fake.kinds import Kind, Kinds
 from bench.cluster.fake.objects import How, Objects
 from bench.cluster.fake.storage import Change, Storage
 from bench.cluster.fake.targets import Target
-from controller.cluster.resources import NODES, PODS, Object, Resource, key_of, split_key
-from controller.crds.definition import definition_of
-from controller.crds.kinds import KINDS
+from controller.api.crds.definition import definition_of
+from controller.api.crds.kinds import KINDS
+from controller.kube.resources import NODES, PODS, Object, Resource, key_of, split_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

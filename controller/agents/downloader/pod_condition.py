@@ -12,15 +12,15 @@ import logging
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
-from controller.cluster.errors import ClusterError, Forbidden, NotFound
-from controller.cluster.resources import PODS
+from controller.kube.errors import ClusterError, Forbidden, NotFound
+from controller.kube.resources import PODS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from controller.agents.downloader.core.progress import Progress
-    from controller.cluster.client import Client
-    from controller.cluster.resources import Object
+    from controller.kube.client import Client
+    from controller.kube.resources import Object
 
 _LOG: Final = logging.getLogger("attache.download")
 CONDITION: Final = "attache.dev/WeightsReady"

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
 from controller.gateway.compile.file_names import bounded_name
 from controller.gateway.compile.gateway_api.gateway_api import GatewayApi
 from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
@@ -26,17 +25,18 @@ from controller.gateway.compile.server_set import ServerSet
 from controller.gateway.compile.servers import empty_server
 from controller.gateway.compile.sizes import size_problem
 from controller.gateway.compile.sources import DOCUMENT_KINDS, Source, source_of
-from extproc.config.failure_mode import failure_mode_of
-from extproc.config.gateway_config import GatewayConfig
-from extproc.config.model_route import ModelRoute
-from extproc.config.picker_config import check_shape_alone
-from extproc.config.snapshot import Snapshot
+from controller.kube.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
+from extproc.api.failure_mode import failure_mode_of
+from extproc.api.gateway_config import GatewayConfig
+from extproc.api.model_route import ModelRoute
+from extproc.api.picker_config import check_shape_alone
+from extproc.api.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from extproc.config.listeners import Listener
-    from extproc.config.picker_config import PickerCheck
+    from extproc.api.listeners import Listener
+    from extproc.api.picker_config import PickerCheck
 
 GATEWAY_FILE: Final = "gateway.json"
 

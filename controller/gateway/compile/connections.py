@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import Wanted, fails
 from controller.gateway.compile.secrets import (
     Pointed,
     Pointer,
@@ -21,10 +20,11 @@ from controller.gateway.compile.secrets import (
     file_of,
     files_of,
 )
-from extproc.config.spec import object_key
+from controller.kube.conditions import Wanted, fails
+from extproc.api.spec import object_key
 
 if TYPE_CHECKING:
-    from extproc.config.connection import EngineConnection, EngineTls
+    from extproc.api.connection import EngineConnection, EngineTls
 
 _CLIENT_FILES: Final = ("tls.crt", "tls.key")
 _LONGEST_KEY: Final = 4096

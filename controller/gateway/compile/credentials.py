@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from extproc.config import patterns
-from extproc.config.key_sets import has_usable_key
-from extproc.config.spec import object_key
+from extproc.api import patterns
+from extproc.api.key_sets import has_usable_key
+from extproc.api.spec import object_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.config.authentication import ApiKeySecret, Authentication, JwtIssuer
+    from extproc.api.authentication import ApiKeySecret, Authentication, JwtIssuer
 
 TENANT: Final = "attache.dev/tenant"
 USER: Final = "attache.dev/user"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.config.gateway_config import GatewayConfig
+from extproc.api.gateway_config import GatewayConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

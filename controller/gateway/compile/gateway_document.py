@@ -11,15 +11,15 @@ from controller.gateway.compile.credentials import SecretContent, resolve, secre
 from controller.gateway.compile.policies import failure_mode
 from controller.gateway.compile.secrets import Pointed, Pointer
 from controller.gateway.compile.sources import Source, to_bytes
-from extproc.config.decode import decode
-from extproc.config.documents import Document
-from extproc.config.gateway_config import GatewayConfig
-from extproc.config.spec import API_VERSION
+from extproc.api.decode import decode
+from extproc.api.documents import Document
+from extproc.api.gateway_config import GatewayConfig
+from extproc.api.spec import API_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from extproc.config.authentication import Authentication
+    from extproc.api.authentication import Authentication
 
 _DEFAULT: Final = {"apiVersion": API_VERSION, "kind": "GatewayConfig", "metadata": {"name": "default"}}
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.config.own_addresses import is_own
-from extproc.config.validation import parse_endpoint
+from extproc.api.own_addresses import is_own
+from extproc.api.validation import parse_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.config.model_server import ModelServerSpec
+    from extproc.api.model_server import ModelServerSpec
 
 
 def own_address(spec: ModelServerSpec) -> str:

@@ -17,13 +17,13 @@ from controller.gateway.compile.compiler import Compiler
 from controller.gateway.compile.pickers import picker_file_name, picker_of
 from controller.gateway.compile.pools import KIND, server_of
 from controller.gateway.compile.sources import source_of
-from extproc.config.picker_config import check_shape_alone
-from extproc.config.spec import namespace_of, object_key
+from extproc.api.picker_config import check_shape_alone
+from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.config.picker_config import PickerCheck
+    from extproc.api.picker_config import PickerCheck
 
 OBJECTIVES: Final = "InferenceObjective"
 # Objectives of the group llm-d.ai, which have precedence over those of the older group.

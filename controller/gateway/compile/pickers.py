@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.file_names import bounded_name
-from extproc.config.decode import read_picker_file
-from extproc.config.errors import ConfigInvalid, Mistake
-from extproc.config.load import unforeseen
+from extproc.api.decode import read_picker_file
+from extproc.api.errors import ConfigInvalid, Mistake
+from extproc.api.load import unforeseen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from extproc.config.picker_config import PickerCheck
+    from extproc.api.picker_config import PickerCheck
 
 # ConfigMaps with this label are read; others may be large, and are none of our business.
 LABEL: Final = "attache.dev/picker-config"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.config.spec import namespace_of
+from extproc.api.spec import namespace_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

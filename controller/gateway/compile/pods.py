@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from extproc.config.spec import object_key
+from extproc.api.spec import object_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import Wanted, WantedStatus, fails, holds
 from controller.gateway.compile.pools import server_key
-from extproc.config.access_policy import TARGET_GROUPS, AccessTarget, ModelAccessPolicy
-from extproc.config.failure_mode import who_may
-from extproc.config.spec import API_VERSION, object_key
+from controller.kube.conditions import Wanted, WantedStatus, fails, holds
+from extproc.api.access_policy import TARGET_GROUPS, AccessTarget, ModelAccessPolicy
+from extproc.api.failure_mode import who_may
+from extproc.api.spec import API_VERSION, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from controller.gateway.compile.sources import Source
-    from extproc.config.gateway_config import GatewayConfigSpec
+    from extproc.api.gateway_config import GatewayConfigSpec
 
 _CONFIG_GROUP: Final = API_VERSION.partition("/")[0]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.compiler import GATEWAY_FILE, file_name
-from controller.gateway.compile.conditions import Wanted, WantedList, WantedStatus, fails, holds, item_about
-from extproc.config.report import ConfigReport
+from controller.kube.conditions import Wanted, WantedList, WantedStatus, fails, holds, item_about
+from extproc.api.report import ConfigReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from controller.gateway.compile.conditions import (
+from controller.gateway.compile.gateway_api.attachment import Attaching
+from controller.gateway.compile.gateway_api.listeners import MODEL_ROUTE
+from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME, ParentRef
+from controller.kube.conditions import (
     IN_DIRECTORY,
     NO_MISTAKE,
     Wanted,
@@ -17,11 +20,8 @@ from controller.gateway.compile.conditions import (
     fails,
     holds,
 )
-from controller.gateway.compile.gateway_api.attachment import Attaching
-from controller.gateway.compile.gateway_api.listeners import MODEL_ROUTE
-from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME, ParentRef
-from extproc.config.model_route import ModelRoute
-from extproc.config.spec import object_key
+from extproc.api.model_route import ModelRoute
+from extproc.api.spec import object_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

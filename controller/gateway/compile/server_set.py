@@ -11,16 +11,16 @@ from controller.gateway.compile.pods import pod_of
 from controller.gateway.compile.pools import PREFIX, pool_key, server_key, server_of
 from controller.gateway.compile.servers import ServerResult, compile_server, refused_server
 from controller.gateway.compile.sources import Source, source_of
-from extproc.config.model_server import ModelServer
-from extproc.config.spec import namespace_of
+from extproc.api.model_server import ModelServer
+from extproc.api.spec import namespace_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from controller.gateway.compile.conditions import WantedStatus
     from controller.gateway.compile.connections import Read
     from controller.gateway.compile.secrets import Pointer
-    from extproc.config.picker_config import PickerCheck
+    from controller.kube.conditions import WantedStatus
+    from extproc.api.picker_config import PickerCheck
 
 
 class ServerSet:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
 from controller.gateway.compile.connections import ConnectionResult, compile_connection
 from controller.gateway.compile.listed_addresses import own_address
 from controller.gateway.compile.pickers import LABEL
 from controller.gateway.compile.pods import PRICE, pod_endpoints
 from controller.gateway.compile.secrets import Pointer
 from controller.gateway.compile.sources import Source, to_bytes
-from extproc.config.model_server import ModelServer, ModelServerSpec
-from extproc.config.own_addresses import OF_CLUSTER
-from extproc.config.spec import API_VERSION, namespace_of, object_key
+from controller.kube.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
+from extproc.api.model_server import ModelServer, ModelServerSpec
+from extproc.api.own_addresses import OF_CLUSTER
+from extproc.api.spec import API_VERSION, namespace_of, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import msgspec
 
-from extproc.config.decode import Object as Decoded
-from extproc.config.decode import decode
-from extproc.config.documents import Document
-from extproc.config.errors import Mistake
-from extproc.config.spec import object_key
+from extproc.api.decode import Object as Decoded
+from extproc.api.decode import decode
+from extproc.api.documents import Document
+from extproc.api.errors import Mistake
+from extproc.api.spec import object_key
 
 # Whose objects are documents of the directory, too.
 DOCUMENT_KINDS: Final = ("GatewayConfig", "ModelServer", "ModelRoute", "ModelAccessPolicy", "InferenceObjective")

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self
 import msgspec
 import numpy as np
 
-from extproc.config.patterns import HEADER_OR_EMPTY
-from extproc.config.session_affinity import (
+from extproc.api.patterns import HEADER_OR_EMPTY
+from extproc.api.session_affinity import (
     UNUSED,
     SessionAffinityParameters,
     SessionIdConfig,
     SessionSource,
 )
-from extproc.config.usage_limits import AGENT_IDENTITY, SESSION_HEADERS, AgentIdentity
+from extproc.api.usage_limits import AGENT_IDENTITY, SESSION_HEADERS, AgentIdentity
 from extproc.scheduling.sessions import SessionNote, address_in
 
 if TYPE_CHECKING:

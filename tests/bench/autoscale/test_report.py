@@ -176,13 +176,13 @@ def test_a_cell_keeps_which_code_made_it_and_old_lines_are_read(tmp_path: Path) 
 
 
 def test_the_fingerprint_follows_what_decides_and_not_what_reports(tmp_path: Path) -> None:
-    for name in ("controller/autoscale/stage.py", "bench/autoscale/report.py"):
+    for name in ("controller/autoscaler/decision/stage.py", "bench/autoscale/report.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one\n")
     first = code_fingerprint(tmp_path)
     (tmp_path / "bench/autoscale/report.py").write_text("two\n")
     assert code_fingerprint(tmp_path) == first
-    (tmp_path / "controller/autoscale/stage.py").write_text("two\n")
+    (tmp_path / "controller/autoscaler/decision/stage.py").write_text("two\n")
     assert code_fingerprint(tmp_path) != first
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from bench.cluster.control_plane import _HasAccounts
-from controller.cluster.errors import Unreachable
+from controller.kube.errors import Unreachable
 
 if TYPE_CHECKING:
-    from controller.cluster.client import Client
+    from controller.kube.client import Client
 
 
 class Answers:

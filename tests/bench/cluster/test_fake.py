@@ -16,7 +16,7 @@ from bench.cluster.fake.schema import faults_in, pruned, unknown_fields, with_de
 from bench.cluster.fake.selectors import selector
 from bench.cluster.fake.storage import Storage
 from bench.cluster.fake.targets import target_of
-from controller.cluster.resources import CONFIG_MAPS, NAMESPACES, PODS
+from controller.kube.resources import CONFIG_MAPS, NAMESPACES, PODS
 
 
 def test_a_merge_patch_leaves_its_target_alone() -> None:

@@ -9,11 +9,11 @@ import pytest
 
 from bench.engine.__main__ import parser
 from bench.engine.as_vllm import translated
-from controller.resources.engine import EngineConfig, LoraLimits, Parallelism
-from controller.resources.model import ModelFormat
-from controller.runtimes.arguments import words
-from controller.runtimes.presets import built_in
-from controller.runtimes.settings import Engine, settings_of
+from controller.api.engine import EngineConfig, LoraLimits, Parallelism
+from controller.api.model import ModelFormat
+from controller.models.runtimes.arguments import words
+from controller.models.runtimes.presets import built_in
+from controller.models.runtimes.settings import Engine, settings_of
 
 if TYPE_CHECKING:
     from argparse import Namespace

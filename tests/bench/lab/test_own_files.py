@@ -18,7 +18,7 @@ from bench.lab.engine_kinds import engine_kinds, hardware_files
 from bench.lab.hardware_file import read_gpu, read_model
 from bench.lab.inputs import condition_files, key_of
 from bench.lab.trial import Conditions, Trial
-from extproc.config.errors import ConfigInvalid
+from extproc.api.errors import ConfigInvalid
 from tests.plugin_package import HEAD, install_plugin
 
 NUMPY = """\

@@ -24,7 +24,7 @@ from bench.policies.setup import EngineCalibration
 from bench.policies.sglang import CacheAware
 from bench.policies.simple import LeastRequest, PowerOfTwo, RandomPick
 from bench.virtual.observers import REQUEST_KEY
-from extproc.config.errors import ConfigInvalid
+from extproc.api.errors import ConfigInvalid
 from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.table import EndpointTable
 from extproc.scheduling.picker import Demand, RequestFacts, View

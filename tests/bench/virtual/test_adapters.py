@@ -14,7 +14,7 @@ from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import Simulation
 from bench.workload.sessions import Workload
 from bench.workload.shapes import LoraMix
-from extproc.config.load import load
+from extproc.api.load import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import Simulation
 from bench.workload.generators import conversations
 from bench.workload.shapes import Conversations
-from extproc.config.load import load
+from extproc.api.load import load
 
 SHAPE = Conversations(sessions=120)
 

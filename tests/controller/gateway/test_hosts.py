@@ -10,12 +10,12 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.gateway.envoy.hosts import Entry, Host, conditions, hosts_of, path_prefix
-from extproc.config.host_patterns import covers
-from extproc.config.http_route import HTTPRoute, HTTPRouteMatch, HTTPRouteRule, HTTPRouteSpec, PathMatch, ValueMatch
-from extproc.config.listeners import Listener
-from extproc.config.spec import Metadata
-from extproc.config.workload import ParentReference
+from controller.bundle.envoy.hosts import Entry, Host, conditions, hosts_of, path_prefix
+from extproc.api.host_patterns import covers
+from extproc.api.http_route import HTTPRoute, HTTPRouteMatch, HTTPRouteRule, HTTPRouteSpec, PathMatch, ValueMatch
+from extproc.api.listeners import Listener
+from extproc.api.spec import Metadata
+from extproc.api.workload import ParentReference
 from tests.examples import examples
 
 if TYPE_CHECKING:

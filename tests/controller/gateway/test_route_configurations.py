@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from controller.gateway.envoy.listener_groups import listener_groups
-from controller.gateway.envoy.memo import Memo
-from controller.gateway.envoy.route_configurations import route_configuration
-from controller.gateway.envoy.route_filters import literal, redirect_action
-from extproc.config.http_route import HTTPRouteMatch, PathMatch, PathModifier, RequestRedirect
-from extproc.config.load import load
+from controller.bundle.envoy.listener_groups import listener_groups
+from controller.bundle.envoy.memo import Memo
+from controller.bundle.envoy.route_configurations import route_configuration
+from controller.bundle.envoy.route_filters import literal, redirect_action
+from extproc.api.http_route import HTTPRouteMatch, PathMatch, PathModifier, RequestRedirect
+from extproc.api.load import load
 from tests.with_envoy.http_stand import backend, document, ref, route, rule
 
 TLS = {"certificates": [{"certFile": "/c.pem", "keyFile": "/k.pem"}]}

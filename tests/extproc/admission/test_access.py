@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from extproc.admission.access import Access, Subject, Wish
 from extproc.admission.identity import Identities
-from extproc.config.load import load
+from extproc.api.load import load
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -7,7 +7,7 @@ import json
 
 from extproc.admission.cache_isolation import CacheIsolation
 from extproc.admission.identity import Caller
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.request.model import Api
 from extproc.request.parsing import parse
 

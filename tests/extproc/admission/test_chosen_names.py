@@ -9,7 +9,7 @@ from extproc.admission.chosen_names import MOST_NAMES, OTHERS, ChosenNames
 from extproc.admission.identity import Caller
 from extproc.admission.limits import Usage
 from extproc.admission.local_limits import LocalLimits
-from extproc.config.admission import RateLimit
+from extproc.api.admission import RateLimit
 from extproc.errors import RateLimited
 from tests.extproc.admission.test_limits import route
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from extproc.admission.identity import ANONYMOUS_CALLER, Identities
-from extproc.config.load import load
+from extproc.api.load import load
 
 CONFIG = b"""
 apiVersion: attache.dev/v1alpha1

@@ -9,9 +9,9 @@ from extproc.admission.estimates import InputEstimate
 from extproc.admission.identity import Caller
 from extproc.admission.limits import RouteLimits, Usage, granted_headers
 from extproc.admission.local_limits import LocalLimits
-from extproc.config.admission import RateLimit
-from extproc.config.model_route import ModelRoute, ModelRouteSpec, RouteRule, TargetModel
-from extproc.config.spec import Metadata
+from extproc.api.admission import RateLimit
+from extproc.api.model_route import ModelRoute, ModelRouteSpec, RouteRule, TargetModel
+from extproc.api.spec import Metadata
 from extproc.errors import RateLimited
 
 ALICE = Caller(tenant="acme", user="alice", api_key="acme-1")

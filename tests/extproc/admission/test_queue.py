@@ -11,8 +11,8 @@ import pytest
 from extproc.admission.queue import FairQueue
 from extproc.admission.queued_request import FlowKey, QueuedRequest
 from extproc.admission.saturation import Capacity
-from extproc.config.admission import Band, FlowControl, SaturationSpec
-from extproc.config.quantities import ByteSize, Duration
+from extproc.api.admission import Band, FlowControl, SaturationSpec
+from extproc.api.quantities import ByteSize, Duration
 from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.table import EndpointTable
 from extproc.errors import QueueFull

@@ -10,8 +10,8 @@ import pytest
 
 from extproc.admission.queued_request import FlowKey, QueuedRequest
 from extproc.admission.saturation import RECHECK_S, Capacity, Stages
-from extproc.config.admission import SaturationSpec
-from extproc.config.quantities import Duration
+from extproc.api.admission import SaturationSpec
+from extproc.api.quantities import Duration
 from extproc.endpoints.engine_reports import EngineReport, apply_report
 from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.table import INITIAL_PREFILL_RATE, EndpointConfig, EndpointTable

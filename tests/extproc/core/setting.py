@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from extproc.admission.queued_request import FlowKey
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import AwaitAdapter, Decision, Effect, LoadAdapter, Tell
 from extproc.core.states import TRANSITIONS, Event, State
@@ -21,7 +21,7 @@ from extproc.scheduling.request_started import RequestStarted
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.snapshot import Snapshot
     from extproc.core.peer_events import PeerEvent
 
 SERVER = "default/llama"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.admission.queued_request import FlowKey
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Hold
 from extproc.core.types import Head

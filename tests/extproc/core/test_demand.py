@@ -9,7 +9,7 @@ import random
 import msgspec
 import pytest
 
-from extproc.config.demand import (
+from extproc.api.demand import (
     TPOT_BOUNDS_S,
     TTFT_BOUNDS_S,
     Counted,
@@ -19,7 +19,7 @@ from extproc.config.demand import (
     bucket_of,
     is_news_at,
 )
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Refused, Tell
 from extproc.core.peer_events import EventBatch

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import AskLimits, AskTokens, Decision, Hold, Refused, SettleGrant
 from extproc.core.states import IllegalEvent, State

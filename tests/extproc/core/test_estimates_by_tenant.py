@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Refused
 from extproc.core.types import Head, Outcome

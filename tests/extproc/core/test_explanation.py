@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from extproc.__main__ import main
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision
 from extproc.core.explanation import to_text

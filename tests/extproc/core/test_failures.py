@@ -12,15 +12,15 @@ import pytest
 from msgspec.structs import replace
 
 from extproc.admission.local_limits import LocalLimits
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import AskLimits, Decision, Effect, Fault, Hold, Refused, Settled, SettleGrant, WakeAt
 from extproc.core.states import State
 from extproc.core.types import Head, Outcome
 from extproc.errors import BadRequest, InternalError, NoEndpoint
+from extproc.llmd.profiles import picker_from_text
+from extproc.llmd.registry import BUILT_IN, PluginType
 from extproc.request.model import Api
-from extproc.scheduling.picker_config import picker_from_text
-from extproc.scheduling.registry import BUILT_IN, PluginType
 from tests.extproc.conftest import in_some_state
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core import intake as module
 from extproc.core.core import Core
 from extproc.core.types import Head

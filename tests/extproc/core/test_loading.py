@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, LoadAdapter, Refused, Tell, WakeAt
 from extproc.core.peer_events import AdapterChanged, EngineSaid, EventBatch

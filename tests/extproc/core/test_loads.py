@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import random
 
-from extproc.config.load import load
-from extproc.config.loads import EndpointLoad, total
+from extproc.api.load import load
+from extproc.api.loads import EndpointLoad, total
 from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.endpoints.engine_reports import EngineReport, apply_report

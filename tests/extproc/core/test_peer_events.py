@@ -10,7 +10,7 @@ import pytest
 
 from extproc.admission.fairness import VirtualTokenCounter
 from extproc.admission.queued_request import FlowKey
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core import running
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Effect, Settled, Tell

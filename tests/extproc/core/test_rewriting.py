@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from extproc.config.model_server import ModelServerSpec
+from extproc.api.model_server import ModelServerSpec
 from extproc.core.rewriting import asks_for_usage
 from extproc.core.types import BUNDLE, Arrival, Attachment, Head
 from extproc.request.model import Api

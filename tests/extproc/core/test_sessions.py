@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.config.errors import ConfigInvalid
-from extproc.config.load import load
-from extproc.config.session_affinity import session_headers
+from extproc.api.errors import ConfigInvalid
+from extproc.api.load import load
+from extproc.api.session_affinity import session_headers
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Tell
 from extproc.core.peer_events import EventBatch
@@ -22,7 +22,7 @@ from extproc.scheduling.sessions import SessionBindings, TenantSessions, session
 from tests.extproc.conftest import CONFIG
 
 if TYPE_CHECKING:
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.snapshot import Snapshot
 
 BODY = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello"}]}).encode()
 SERVER = CONFIG.replace(b"model: llama-3.1-8b", b"model: llama-3.1-8b\n  pickerConfig: epp.yaml")

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from bench.sizes.configuration import Gateway, Sizes, configuration, model_route
-from extproc.config.load import Loader
+from extproc.api.load import Loader
 from extproc.core import intake
 from extproc.core.core import Core
 from extproc.core.types import Head

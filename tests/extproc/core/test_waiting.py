@@ -9,7 +9,7 @@ import random
 import msgspec
 import pytest
 
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Effect, Hold, Left, Refused
 from extproc.core.states import State

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.errors import BadRequest, ModelNotAllowed, Refusal, UnknownModel

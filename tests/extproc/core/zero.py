@@ -8,7 +8,7 @@ import random
 from functools import cache
 from typing import TYPE_CHECKING
 
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import (
     AwaitEngine,
@@ -26,7 +26,7 @@ from extproc.request.model import Api
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.snapshot import Snapshot
     from extproc.core.effects import Effect
     from extproc.errors import Refusal
 

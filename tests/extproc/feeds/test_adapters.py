@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from bench.processes import free_ports
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import LoadAdapter
 from extproc.core.types import LoadProblem, LoadResult

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.config.directory import ConfigDirectory
-from extproc.config.report import ConfigReport, content_digest
+from extproc.api.directory import ConfigDirectory
+from extproc.api.report import ConfigReport, content_digest
 from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.errors import NoEndpoint

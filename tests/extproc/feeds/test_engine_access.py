@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import web
 
-from extproc.config.connection import EngineConnection, EngineTls
-from extproc.config.load import load
-from extproc.config.model_server import ModelServerSpec, StaticEndpoint
+from extproc.api.connection import EngineConnection, EngineTls
+from extproc.api.load import load
+from extproc.api.model_server import ModelServerSpec, StaticEndpoint
 from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.feeds.engine_access import EngineAccess

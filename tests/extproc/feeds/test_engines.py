@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import web
 
-from extproc.config.errors import ConfigInvalid
-from extproc.config.load import load
+from extproc.api.errors import ConfigInvalid
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.endpoints.table import LoraState
 from extproc.feeds.engine_access import EngineAccess

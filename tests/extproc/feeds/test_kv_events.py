@@ -15,8 +15,8 @@ from bench.engine.journal import Journal
 from bench.engine.publisher import Form, KvEventPublisher, KvEventsConfig
 from bench.engine.text import tokens_of
 from bench.processes import free_ports
-from extproc.config.host_names import with_addresses
-from extproc.config.load import load
+from extproc.api.host_names import with_addresses
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.failures import Supervisor
 from extproc.feeds.kv_events import KvEventFeed, publishers_of
@@ -28,7 +28,7 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.snapshot import Snapshot
     from extproc.scheduling.pool import Pool
 
 SIZE = 4

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from bench.processes import free_ports
+from extproc.api import scrapes
+from extproc.api.load import load
+from extproc.api.scrapes import kept_connections, missing_descriptors, scrape_stretch, stretched_intervals
 from extproc.cli.top_engines import EngineState
-from extproc.config import scrapes
-from extproc.config.load import load
-from extproc.config.scrapes import kept_connections, missing_descriptors, scrape_stretch, stretched_intervals
 from extproc.core.core import Core
 from extproc.core.explanation import silent_now
 from extproc.endpoints.engine_reports import EngineReport, apply_report, report_trust
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.snapshot import Snapshot
 
 PAGE = b"vllm:num_requests_waiting 1\nvllm:num_requests_running 1\nvllm:kv_cache_usage_perc 0.5\n"
 
@@ -206,7 +206,7 @@ async def test_a_change_of_one_server_looks_at_its_endpoints_alone(monkeypatch: 
 
 
 def engines_loader() -> Callable[[list[str]], Snapshot]:
-    from extproc.config.load import Loader  # noqa: PLC0415
+    from extproc.api.load import Loader  # noqa: PLC0415
 
     loader = Loader()
     return lambda servers: loader.load({"a.yaml": "---".join(servers).encode()})

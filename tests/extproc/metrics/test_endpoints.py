@@ -8,7 +8,7 @@ import random
 from prometheus_client import CollectorRegistry, generate_latest
 
 from bench.stack import documents
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.endpoints.backoff import record_failure, record_success
 from extproc.endpoints.health import Failure

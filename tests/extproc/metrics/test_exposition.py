@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from bench.sizes.configuration import Gateway, Sizes, address_of, configuration
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.endpoints.engine_reports import EngineReport, apply_report
 from extproc.metrics.collectors import Counters, DeferredHistograms

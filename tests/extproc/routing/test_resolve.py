@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.errors import UnknownModel
 from extproc.routing.resolve import Destination, ListedModel, RoutingTable
 

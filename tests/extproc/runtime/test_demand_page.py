@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from bench.processes import free_ports
-from extproc.config.demand import DEMAND_PATH, Demand, completed
-from extproc.config.load import load
-from extproc.config.report import ConfigReport
+from extproc.api.demand import DEMAND_PATH, Demand, completed
+from extproc.api.load import load
+from extproc.api.report import ConfigReport
 from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.metrics.exposition import Registry

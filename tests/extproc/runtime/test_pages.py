@@ -14,9 +14,9 @@ import msgspec
 
 from bench.processes import free_ports
 from bench.sizes.configuration import Gateway, Sizes, configuration
-from extproc.config.load import load
-from extproc.config.loads import EndpointLoad
-from extproc.config.report import ConfigReport
+from extproc.api.load import load
+from extproc.api.loads import EndpointLoad
+from extproc.api.report import ConfigReport
 from extproc.core.core import Core
 from extproc.metrics.registry import Metrics
 from extproc.runtime.demand_watch import DemandWatch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Fault, Hold, Refused, WakeAt
 from extproc.core.states import State

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from extproc.endpoints.table import EndpointTable
+from extproc.llmd.profiles import picker_from_text
+from extproc.llmd.registry import BUILT_IN
 from extproc.scheduling.cache_estimator import CacheEstimator, Prompt
-from extproc.scheduling.picker_config import picker_from_text
-from extproc.scheduling.registry import BUILT_IN
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:

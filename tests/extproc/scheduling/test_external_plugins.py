@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from extproc.config.errors import ConfigInvalid
+from extproc.api.errors import ConfigInvalid
 from extproc.errors import NoEndpoint, Shed
+from extproc.llmd.profiles import BuiltPicker, picker_from_text
+from extproc.llmd.registry import BUILT_IN, Kind, PluginType, installed
 from extproc.scheduling.external_plugins import try_out
 from extproc.scheduling.picker import Pick, View
-from extproc.scheduling.picker_config import BuiltPicker, picker_from_text
 from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
-from extproc.scheduling.registry import BUILT_IN, Kind, PluginType, installed
 from extproc.scheduling.sessions import SessionNote
 from tests.extproc.scheduling.plugins.views import view_of
 from tests.plugin_package import HEAD, install_plugin

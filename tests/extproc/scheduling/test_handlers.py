@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from extproc.config.errors import ConfigInvalid
+from extproc.api.errors import ConfigInvalid
 from extproc.endpoints.table import EndpointConfig
 from extproc.errors import BadRequest
-from extproc.scheduling.picker_config import picker_from_text
-from extproc.scheduling.registry import BUILT_IN
+from extproc.llmd.profiles import picker_from_text
+from extproc.llmd.registry import BUILT_IN
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.config.load import load
-from extproc.scheduling.pickers import picker_notes, pickers_for
+from extproc.api.load import load
+from extproc.llmd.pickers import picker_notes, pickers_for
 
 SERVER = b"""
 apiVersion: attache.dev/v1alpha1

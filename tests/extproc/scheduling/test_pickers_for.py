@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.config.errors import ConfigInvalid
-from extproc.config.load import Loader, load
+from extproc.api.errors import ConfigInvalid
+from extproc.api.load import Loader, load
+from extproc.llmd.pickers import picker_notes, pickers_for
 from extproc.scheduling.framework import ConfiguredPicker
-from extproc.scheduling.pickers import picker_notes, pickers_for
 from extproc.scheduling.round_robin import RoundRobin
 
 SERVERS = """apiVersion: attache.dev/v1alpha1

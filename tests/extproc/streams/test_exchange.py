@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.effects import Decision, Hold, Refused
 from extproc.core.states import State
 from extproc.metrics.registry import Metrics

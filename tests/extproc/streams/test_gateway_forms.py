@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from extproc.config.load import load
+from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.states import State
 from extproc.metrics.registry import Metrics

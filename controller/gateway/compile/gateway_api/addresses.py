@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import Wanted, fails
+from controller.kube.conditions import Wanted, fails
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

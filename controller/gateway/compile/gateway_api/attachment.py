@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from controller.gateway.compile.conditions import Wanted, fails, holds
 from controller.gateway.compile.gateway_api.gateway_spec import GROUP, RouteKind
 from controller.gateway.compile.gateway_api.objects import NAME_LABEL, ParentRef
-from extproc.config.spec import namespace_of, object_key
+from controller.kube.conditions import Wanted, fails, holds
+from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -24,17 +24,17 @@ from controller.gateway.compile.gateway_api.references import UNRESOLVED, Refere
 from controller.gateway.compile.gateway_api.services import backend_document, backend_name, unresolved_document
 from controller.gateway.compile.gateway_api.tls import TlsCompiler
 from controller.gateway.compile.secrets import Pointer
-from extproc.config.spec import namespace_of, object_key
+from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-    from controller.gateway.compile.conditions import WantedStatus
     from controller.gateway.compile.gateway_api.attachment import ParentResult
     from controller.gateway.compile.gateway_api.listeners import ListenerResult
     from controller.gateway.compile.gateway_api.parameters import Configs
     from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
     from controller.gateway.compile.secrets import Pointed
+    from controller.kube.conditions import WantedStatus
 
 
 # Which release of the Gateway API is installed.

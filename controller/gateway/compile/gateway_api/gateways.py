@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import Wanted, WantedList, WantedStatus, fails, holds
 from controller.gateway.compile.gateway_api.addresses import Assigned, assign
 from controller.gateway.compile.gateway_api.features import FEATURES
 from controller.gateway.compile.gateway_api.listeners import Claims, ListenerResult, compile_listeners
 from controller.gateway.compile.gateway_api.objects import Gateway
+from controller.kube.conditions import Wanted, WantedList, WantedStatus, fails, holds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import (
+from controller.gateway.compile.gateway_api.attachment import Attaching, ParentResult
+from controller.gateway.compile.gateway_api.gateway_spec import GROUP
+from controller.gateway.compile.gateway_api.listeners import HTTP_ROUTE
+from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME
+from controller.gateway.compile.gateway_api.references import Resolution
+from controller.gateway.compile.sources import to_bytes
+from controller.kube.conditions import (
     IN_DIRECTORY,
     Wanted,
     WantedEntry,
@@ -16,15 +22,9 @@ from controller.gateway.compile.conditions import (
     fails,
     holds,
 )
-from controller.gateway.compile.gateway_api.attachment import Attaching, ParentResult
-from controller.gateway.compile.gateway_api.gateway_spec import GROUP
-from controller.gateway.compile.gateway_api.listeners import HTTP_ROUTE
-from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME
-from controller.gateway.compile.gateway_api.references import Resolution
-from controller.gateway.compile.sources import to_bytes
-from extproc.config.decode import decode
-from extproc.config.documents import Document
-from extproc.config.http_route import ATTACHE_GROUP
+from extproc.api.decode import decode
+from extproc.api.documents import Document
+from extproc.api.http_route import ATTACHE_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import Wanted, WantedEntry, fails, holds
 from controller.gateway.compile.gateway_api.gateway_spec import GROUP, ListenerSpec, RouteKind
 from controller.gateway.compile.gateway_api.tls import TlsResult
 from controller.gateway.compile.secrets import Pointer
-from extproc.config.spec import API_VERSION
+from controller.kube.conditions import Wanted, WantedEntry, fails, holds
+from extproc.api.spec import API_VERSION
 
 if TYPE_CHECKING:
     from controller.gateway.compile.gateway_api.objects import Gateway

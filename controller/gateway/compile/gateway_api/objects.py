@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from controller.gateway.compile.gateway_api.gateway_spec import GROUP, Address, GatewaySpec, Read, Reference
-from extproc.config.spec import object_key
+from extproc.api.spec import object_key
 
 CONTROLLER_NAME: Final = "attache.dev/gateway"
 # The label that every namespace has of itself.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from extproc.config.spec import API_VERSION, object_key
+from extproc.api.spec import API_VERSION, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

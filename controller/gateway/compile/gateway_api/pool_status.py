@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from controller.gateway.compile.conditions import WantedEntry, WantedList, WantedStatus, fails, holds
 from controller.gateway.compile.gateway_api.gateway_spec import GROUP
 from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME
+from controller.kube.conditions import WantedEntry, WantedList, WantedStatus, fails, holds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import Wanted, fails
 from controller.gateway.compile.gateway_api.gateway_spec import GROUP
 from controller.gateway.compile.gateway_api.services import backend_name
 from controller.gateway.compile.pools import server_key
-from extproc.config.http_route import ATTACHE_GROUP
-from extproc.config.spec import namespace_of, object_key
+from controller.kube.conditions import Wanted, fails
+from extproc.api.http_route import ATTACHE_GROUP
+from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.sources import to_bytes
-from extproc.config.address_advice import is_ip
-from extproc.config.spec import API_VERSION, namespace_of, object_key
+from extproc.api.address_advice import is_ip
+from extproc.api.spec import API_VERSION, namespace_of, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

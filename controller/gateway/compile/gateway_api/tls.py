@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import Wanted, fails
 from controller.gateway.compile.gateway_api.gateway_spec import GROUP
 from controller.gateway.compile.secrets import (
     Pointed,
@@ -18,7 +17,8 @@ from controller.gateway.compile.secrets import (
     file_of,
     files_of,
 )
-from extproc.config.spec import object_key
+from controller.kube.conditions import Wanted, fails
+from extproc.api.spec import object_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable

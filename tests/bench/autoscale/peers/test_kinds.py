@@ -11,10 +11,10 @@ import pytest
 from bench.autoscale.peers.kthena import Kthena
 from bench.autoscale.peers.wva_v1 import V1Memory, WvaV1
 from bench.autoscale.peers.wva_v2 import Kind, WvaV2
-from controller.autoscale.behavior import Past
-from controller.autoscale.situation import EngineReport, EngineState, Situation, Target, Waiting
-from controller.resources.autoscaling_binding import ScaleTarget
-from controller.resources.common import ObjectReference
+from controller.api.autoscaling_binding import ScaleTarget
+from controller.api.common import ObjectReference
+from controller.autoscaler.decision.behavior import Past
+from controller.autoscaler.decision.situation import EngineReport, EngineState, Situation, Target, Waiting
 from tests.scaling_scenes import engine, report, situation, steady, target
 
 FULL, CALM = report(kv=0.9, waiting=9, in_flight=40), report(kv=0.1, waiting=0, in_flight=1)

@@ -17,13 +17,13 @@ from bench.autoscale.peers.kubernetes import hpa
 from bench.autoscale.peers.llm_d import KedaQueue, KedaSlo
 from bench.autoscale.peers.wva_v1 import WvaV1, as_wva_v1
 from bench.autoscale.peers.wva_v2 import Means, WvaV2, median
-from controller.autoscale.situation import EngineReport, EngineState, Situation, Speed, Waiting
-from controller.autoscale.traffic import Traffic
-from controller.resources.autoscaling import LatencyObjective
-from controller.resources.autoscaling_binding import ScaleTarget
-from controller.resources.common import ObjectReference
-from controller.resources.scaling_laws import SpareCapacityParameters
-from extproc.config.quantities import Duration
+from controller.api.autoscaling import LatencyObjective
+from controller.api.autoscaling_binding import ScaleTarget
+from controller.api.common import ObjectReference
+from controller.api.scaling_laws import SpareCapacityParameters
+from controller.autoscaler.decision.situation import EngineReport, EngineState, Situation, Speed, Waiting
+from controller.autoscaler.decision.traffic import Traffic
+from extproc.api.quantities import Duration
 from tests.scaling_scenes import engine, latencies, pool, report, situation, some_report, steady, target
 
 if TYPE_CHECKING:

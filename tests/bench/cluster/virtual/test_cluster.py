@@ -14,13 +14,13 @@ from bench.cluster.virtual.cluster import VirtualCluster
 from bench.cluster.virtual.effects import perform
 from bench.cluster.virtual.engine_pod import CRASHES, GOOD, MISSING, NEVER_READY
 from bench.cluster.virtual.requests import is_ready
-from controller.cluster.resources import MODEL_INFERS, NODES, PODS, Object, key_of
-from controller.reconcile.model_infer import labels
-from controller.reconcile.plan import Action, Annotate, Create, Delete, Plan
+from controller.kube.plan import Action, Annotate, Create, Delete, Plan
+from controller.kube.resources import MODEL_INFERS, NODES, PODS, Object, key_of
+from controller.models.model_infer import labels
 
 if TYPE_CHECKING:
     from bench.cluster.virtual.manager import Look
-    from controller.reconcile.model_infer.observed import Observed
+    from controller.models.model_infer.observed import Observed
 
 ENTRY = {labels.ENTRY: "true", labels.MODEL_INFER: "one"}
 

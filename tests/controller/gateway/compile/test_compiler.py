@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.cluster.resources import key_of
 from controller.gateway.compile.compiler import Compiler, Outcome, file_name
 from controller.gateway.compile.pods import pod_of, slim_pod
 from controller.gateway.directory import DirectoryWriter
-from extproc.config.directory import load_directory
-from extproc.config.failure_mode import failure_mode_of
-from extproc.config.load import load
-from extproc.config.spec import object_key
-from extproc.scheduling.pickers import InstalledPlugins, picker_notes, pickers_for
+from controller.kube.resources import key_of
+from extproc.api.directory import load_directory
+from extproc.api.failure_mode import failure_mode_of
+from extproc.api.load import load
+from extproc.api.spec import object_key
+from extproc.llmd.pickers import InstalledPlugins, picker_notes, pickers_for
 from tests.examples import examples
 from tests.kube_objects import Object, picker_config, pod, resource, route, secret, server
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from extproc.config.picker_config import PickerFile
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.picker_config import PickerFile
+    from extproc.api.snapshot import Snapshot
 
 HTTP_LISTENER = {"name": "http", "address": "127.0.0.1:8080"}
 PICKER = """\

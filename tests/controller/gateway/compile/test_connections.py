@@ -10,8 +10,8 @@ import pytest
 
 from controller.gateway.compile.compiler import Outcome, file_name
 from controller.gateway.compile.secrets import Pointer, file_of
-from extproc.config.connection import EngineConnection
-from extproc.config.load import load
+from extproc.api.connection import EngineConnection
+from extproc.api.load import load
 from tests.controller.gateway.compile.gateway_api.outcomes import compiled, snapshot, status
 from tests.gateway_objects import (
     Object,

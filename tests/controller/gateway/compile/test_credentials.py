@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from controller.gateway.compile.credentials import Credentials, SecretContent, resolve, secrets_of
-from extproc.config.authentication import Authentication
-from extproc.config.load import load
+from extproc.api.authentication import Authentication
+from extproc.api.load import load
 
 KEY_SET = json.dumps({"keys": [{"kty": "oct", "k": "c2VjcmV0"}]})
 ISSUER = {"name": "login", "issuer": "https://login.example", "audiences": ["us"], "jwksSecret": {"name": "login"}}

@@ -6,13 +6,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from controller.gateway.compile.picker_mode import LLM_D_OBJECTIVES, PickerCompiler, PickerOutcome
-from extproc.config.load import load
-from extproc.scheduling.pickers import InstalledPlugins
+from extproc.api.load import load
+from extproc.llmd.pickers import InstalledPlugins
 from tests.controller.gateway.compile.test_pools import pool
 from tests.kube_objects import Object, picker_config, pod
 
 if TYPE_CHECKING:
-    from extproc.config.snapshot import Snapshot
+    from extproc.api.snapshot import Snapshot
 
 KEY = "team/llama"
 PICKER = """

@@ -13,8 +13,8 @@ import pytest
 
 from controller.gateway.compile.policies import PolicyResult, Served, compile_policies, failure_mode
 from controller.gateway.compile.sources import source_of
-from extproc.config.access_policy import TARGET_GROUPS
-from extproc.config.gateway_config import GatewayConfigSpec
+from extproc.api.access_policy import TARGET_GROUPS
+from extproc.api.gateway_config import GatewayConfigSpec
 
 SERVED = Served(
     model_routes={"team/llama"},

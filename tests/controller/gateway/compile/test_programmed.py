@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from controller.gateway.compile.conditions import Wanted, WantedEntry, WantedList, WantedStatus, fails, holds, merged
 from controller.gateway.compile.programmed import Follower, is_settled, with_use
-from extproc.config.report import ConfigReport
+from controller.kube.conditions import Wanted, WantedEntry, WantedList, WantedStatus, fails, holds, merged
+from extproc.api.report import ConfigReport
 
 FILE = "modelserver.default.llama.json"
 NEW = {FILE: "new", "gateway.json": "g"}

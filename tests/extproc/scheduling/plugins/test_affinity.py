@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from extproc.config.session_affinity import SessionSource
-from extproc.config.usage_limits import SESSION_HEADERS, AgentIdentity
+from extproc.api.session_affinity import SessionSource
+from extproc.api.usage_limits import SESSION_HEADERS, AgentIdentity
 from extproc.scheduling.plugins.affinity import SessionAffinity, SessionIdProducer, ThunderAgent
 
 OTHERS = {

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from extproc.endpoints.engine_reports import EngineReport, apply_report
 from extproc.endpoints.metric_names import NAMES
 from extproc.endpoints.metrics_text import MetricsReader
-from extproc.scheduling.picker_config import picker_from_text
+from extproc.llmd.profiles import picker_from_text
+from extproc.llmd.registry import BUILT_IN
 from extproc.scheduling.plugins.attributes import EndpointAttributeFilter, EndpointAttributeScorer
-from extproc.scheduling.registry import BUILT_IN
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import pytest
 
 from extproc.endpoints.table import EndpointConfig
 from extproc.errors import NoEndpoint
-from extproc.scheduling.picker_config import picker_from_text
+from extproc.llmd.profiles import picker_from_text
+from extproc.llmd.registry import BUILT_IN
 from extproc.scheduling.plugins.rollouts import EndpointPin
-from extproc.scheduling.registry import BUILT_IN
 from tests.extproc.scheduling.plugins.views import view_of
 
 REVISION = "disaggregatedset.x-k8s.io/revision"

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from extproc.endpoints.table import EndpointConfig
-from extproc.scheduling.picker_config import picker_from_text
+from extproc.llmd.profiles import picker_from_text
+from extproc.llmd.registry import BUILT_IN
 from extproc.scheduling.plugins.topology import (
     NearnessToPeer,
     NearPeer,
@@ -18,7 +19,6 @@ from extproc.scheduling.plugins.topology import (
     TopologyAffinityScorer,
     TopologyExtractor,
 )
-from extproc.scheduling.registry import BUILT_IN
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:

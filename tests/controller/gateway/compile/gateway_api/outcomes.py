@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from controller.cluster.resources import key_of
 from controller.gateway.compile.compiler import Compiler
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
-from extproc.config.load import load
+from controller.kube.resources import key_of
+from extproc.api.load import load
 from tests.gateway_objects import Object, gateway_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from controller.gateway.compile.compiler import Outcome
-    from controller.gateway.compile.conditions import Wanted, WantedEntry, WantedStatus
-    from extproc.config.snapshot import Snapshot
+    from controller.kube.conditions import Wanted, WantedEntry, WantedStatus
+    from extproc.api.snapshot import Snapshot
 
 ONE_ADDRESS = GatewayApiSettings(bind=("10.0.0.1",))
 Condition = tuple[str, str]

@@ -7,8 +7,8 @@ import pytest
 
 from controller.gateway.compile.gateway_api.attachment import meets
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
-from extproc.config.http_route import HTTPRouteRetry
-from extproc.config.quantities import Duration
+from extproc.api.http_route import HTTPRouteRetry
+from extproc.api.quantities import Duration
 from tests.controller.gateway.compile.gateway_api.outcomes import (
     addresses,
     attached,

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AutoscalingPolicyBinding: what a policy scales."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+from controller.api.common import ObjectReference, Positive, Replicas, Share, ShortName
+from controller.api.statuses import AutoscalingPolicyBindingStatus
+from extproc.api.cel import Rule
+from extproc.api.quantities import Duration
+from extproc.api.spec import Metadata, Name, NonEmpty, Spec, keyed_by
+
+
+class EngineCapacity(Spec, frozen=True):
+    """How fast one replica is, until it is measured. ``prefill_tokens_per_second``: uncached prompt tokens.
+    ``step``: a decode step with one short request. ``step_per_token``: what each token in flight adds to it.
+    ``kv_tokens``: that its cache holds.
+    """
+
+    prefill_tokens_per_second: Positive | None = None
+    step: Duration | None = None
+    step_per_token: Duration | None = None
+    kv_tokens: Positive | None = None
+
+
+class ScaleTarget(Spec, frozen=True):
+    """Something with replicas. ``name``: of the target, in the status and in ratios. ``ref``: the object, by its scale
+    subresource. ``role``: a role with scalable: true of the ModelInfer, if not its groups. ``stage``: what its engines
+    do: both, or one of prefill and decode. ``server``: the ModelServer of its engines; left out, the one whose selector
+    finds them. ``min_replicas``: fewest replicas. ``max_replicas``: most replicas. ``cost``: of a replica and hour,
+    relative to other targets. ``accelerator``: its kind of GPU: words of the label of its nodes, such as H100 or
+    nvidia-h100-80gb in any case, or the resource, such as nvidia.com/gpu. ``accelerators``: of one replica.
+    ``priority``: higher is filled first. ``weight``: its share where they are shared out by weights. ``spot``: may be
+    taken away.
+    ``capacity``: what is known of its speed.
+    ``start_time``: what a replica takes from its creation to its first request, until starts were measured.
+    """
+
+    CEL: ClassVar = (
+        Rule("!has(self.minReplicas) || self.minReplicas <= self.maxReplicas", "minReplicas is above maxReplicas"),
+    )
+
+    name: ShortName
+    ref: ObjectReference
+    max_replicas: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+    role: NonEmpty | None = None
+    stage: Literal["Both", "Prefill", "Decode"] = "Both"
+    server: Name | None = None
+    min_replicas: Replicas = 1
+    cost: Positive = 1.0
+    accelerator: NonEmpty | None = None
+    accelerators: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 1
+    priority: int = 0
+    weight: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 1
+    spot: bool = False
+    capacity: EngineCapacity = EngineCapacity()
+    start_time: Duration = Duration("60s")
+
+
+class RatioConstraint(Spec, frozen=True):
+    """How many replicas of one target go with one of another. ``numerator`` and ``denominator``: targets by name.
+    ``min`` and ``max``: of the ratio.
+    """
+
+    CEL: ClassVar = (Rule("self.min <= self.max", "min is above max"),)
+
+    numerator: ShortName
+    denominator: ShortName
+    min: Positive
+    max: Positive
+
+
+class Budget(Spec, frozen=True):
+    """``cost_per_hour``: of all replicas together. ``accelerators``: by kind; a target counts if its ``accelerator``
+    says the same or more, as nvidia-h100-80gb for H100.
+    """
+
+    cost_per_hour: Positive | None = None
+    accelerators: dict[str, Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]] = msgspec.field(default_factory=dict)
+
+
+class AutoscalingPolicyBindingSpec(Spec, frozen=True):
+    """What a policy scales. ``policy_ref``: the policy, of the same namespace. ``targets``: what carries the load
+    together. ``allocation``: how replicas are shared out among several targets: Cheapest has the least cost, Priority
+    fills one after the other, Weights keeps their shares, Expansion takes batches of growing size, the cheapest first.
+    ``expansion_rate_percent``: by which these batches grow. ``min_on_demand``: the share of capacity that must not be
+    spot. ``budget``: limits of all targets together. ``ratios``: between targets. ``priority``: of bindings that want
+    the same accelerators the one with the higher priority gets them first, then the older one.
+    """
+
+    CEL: ClassVar = (
+        Rule(
+            "!has(self.ratios) || self.ratios.all(one, self.targets.exists(target, target.name == one.numerator) && "
+            "self.targets.exists(target, target.name == one.denominator))",
+            "a ratio names a target that is not there",
+        ),
+    )
+
+    policy_ref: Name
+    targets: Annotated[
+        tuple[ScaleTarget, ...], msgspec.Meta(min_length=1, max_length=16, extra_json_schema=keyed_by("name"))
+    ]
+    allocation: Literal["Cheapest", "Priority", "Weights", "Expansion"] = "Cheapest"
+    expansion_rate_percent: Annotated[int, msgspec.Meta(ge=101, le=10_000)] = 200
+    min_on_demand: Share = 0.0
+    budget: Budget | None = None
+    ratios: Annotated[tuple[RatioConstraint, ...], msgspec.Meta(max_length=4)] = ()
+    priority: Annotated[int, msgspec.Meta(ge=-1_000_000, le=1_000_000)] = 0
+
+
+class AutoscalingPolicyBinding(msgspec.Struct, frozen=True, kw_only=True):
+    """An AutoscalingPolicyBinding object."""
+
+    metadata: Metadata
+    spec: AutoscalingPolicyBindingSpec
+    status: AutoscalingPolicyBindingStatus = AutoscalingPolicyBindingStatus()

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model: one object for the user; the controller makes the others of it. ModelTemplate: what Models share."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import msgspec
+
+from controller.api.common import Layered, Replicas, ShortName
+from controller.api.engine import Connector, Engine, EngineConfig
+from controller.api.model_infer import RolloutStrategy
+from controller.api.statuses import ModelStatus, Status
+from extproc.api.cel import Rule
+from extproc.api.quantities import Duration
+from extproc.api.spec import Metadata, Name, NonEmpty, keyed_by
+from extproc.api.workload import ParentReference
+
+ModelUri = Annotated[
+    str, msgspec.Meta(pattern=r"^(hf|s3|gs|az|https?|oci|pvc|hdfs|file)://.+$", min_length=6, max_length=2048)
+]
+_AbsolutePath = Annotated[str, msgspec.Meta(pattern=r"^/[^\x00-\x1f]*$", max_length=1024)]
+# A new group is started before an old one goes, as Deployments do.
+_ROLLOUT = RolloutStrategy(max_unavailable="25%", max_surge="25%")
+
+
+class ModelFormat(Layered, frozen=True):
+    """``name``: of the weights' format, as runtimes have it: ``huggingface``, ``gguf``, ``onnx``, ``sklearn``.
+    ``version``: of the format, if runtimes differ in it.
+    """
+
+    name: NonEmpty
+    version: NonEmpty | None = None
+
+
+class Disaggregation(Layered, frozen=True):
+    """Prefill and decode on separate engines. ``prefill`` and ``decode``: engines of each in a group. ``connector``:
+    how KV caches are moved. ``prefill_config`` and ``decode_config``: what engines of one role have otherwise.
+    """
+
+    prefill: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    decode: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    connector: Connector = "NIXL"
+    prefill_config: EngineConfig = EngineConfig()
+    decode_config: EngineConfig = EngineConfig()
+
+
+class Backend(Layered, frozen=True):
+    """One way to run the model: a kind of GPU, or spot machines.
+
+    ``name``: part of the names of objects. ``engine``: its family, if any runtime of the model's format will not do.
+    ``runtime``: the preset that says how it is started; chosen by format and engine, if left out. ``config``: changes
+    of the preset. ``replicas``: how many engines, or groups of prefill and decode; left out, autoscalers may set it,
+    and it begins with 1. ``min_replicas`` and ``max_replicas``: bounds of autoscaling, which leaves a backend without
+    ``maxReplicas`` alone. ``cost``: of a replica, relative to other backends. ``accelerator``: kind of GPU. ``spot``:
+    may be taken away. ``weight``: share of requests, 0 for none. ``disaggregation``: prefill and decode apart.
+    ``rollout``: how changes reach its replicas.
+    """
+
+    CEL: ClassVar = (
+        Rule(
+            "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
+            "minReplicas is above maxReplicas",
+        ),
+        Rule("!has(self.minReplicas) || has(self.maxReplicas)", "minReplicas needs maxReplicas beside it; write both"),
+    )
+
+    name: ShortName
+    engine: Engine | None = None
+    runtime: Name | None = None
+    config: EngineConfig = EngineConfig()
+    replicas: Replicas | None = None
+    min_replicas: Replicas | None = None
+    max_replicas: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = None
+    cost: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
+    accelerator: NonEmpty | None = None
+    spot: bool = False
+    weight: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 100
+    disaggregation: Disaggregation | None = None
+    rollout: RolloutStrategy = _ROLLOUT
+
+
+class LoraAdapter(Layered, frozen=True):
+    """``name``: what clients ask for. ``uri``: its weights. ``pinned``: kept loaded on every engine; others are loaded
+    when they are asked for.
+    """
+
+    name: NonEmpty
+    uri: ModelUri
+    pinned: bool = False
+
+
+class ModelAutoscaling(Layered, frozen=True):
+    """``policy_ref``: an AutoscalingPolicy; the default policy, if left out. Its ``scaleToZero`` counts for all
+    backends without ``minReplicas``, and its ``holdTimeout`` for requests that wait. ``scale_to_zero``: after so long
+    without requests.
+    """
+
+    CEL: ClassVar = (
+        Rule(
+            "!has(self.policyRef) || !has(self.scaleToZero)",
+            "write scaleToZero into the policy that policyRef names, not beside it",
+        ),
+    )
+
+    policy_ref: Name | None = None
+    scale_to_zero: Duration | None = None
+
+
+class WeightsCache(Layered, frozen=True):
+    """Where downloaded weights are kept. ``claim``: a PersistentVolumeClaim that all pods mount. ``host_path``: a
+    directory of each node, in which each namespace has its own. Without either, each pod has its own copy.
+    """
+
+    CEL: ClassVar = (Rule("!has(self.claim) || !has(self.hostPath)", "write claim or hostPath, not both"),)
+
+    claim: Name | None = None
+    host_path: _AbsolutePath | None = None
+
+
+class ModelFields(Layered, frozen=True):
+    """What a Model and a ModelTemplate have in common."""
+
+    # What clients ask for; the object's name, if left out.
+    served_name: NonEmpty | None = None
+    # Further names that clients may ask for.
+    aliases: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=64)] = ()
+    # Of the weights; told by the URI's suffix (.gguf, .onnx), and huggingface otherwise.
+    format: ModelFormat | None = None
+    # How it is run.
+    backends: Annotated[
+        tuple[Backend, ...], msgspec.Meta(min_length=1, max_length=16, extra_json_schema=keyed_by("name"))
+    ] = (Backend(name="default"),)
+    # LoRA adapters.
+    adapters: Annotated[tuple[LoraAdapter, ...], msgspec.Meta(max_length=1000, extra_json_schema=keyed_by("name"))] = ()
+    # Replicas follow the load.
+    autoscaling: ModelAutoscaling | None = None
+    # A Secret whose entries become environment variables of downloads.
+    secret_ref: Name | None = None
+    # Where downloaded weights are kept.
+    cache: WeightsCache = WeightsCache()
+    # The gateways that serve it; without them, all of its namespace.
+    parent_refs: Annotated[tuple[ParentReference, ...], msgspec.Meta(max_length=256)] = ()
+    # Fetch the weights to the cache ahead of pods.
+    warm: bool = False
+    # Run nothing, and keep the objects.
+    stop: bool = False
+
+
+class ModelSpec(ModelFields, frozen=True, kw_only=True):
+    """A model to serve; everything but ``uri`` may be left out.
+
+    ``uri``: the weights. ``base_refs``: ModelTemplates whose fields hold where this object has none, the last first; of
+    this namespace, or else of the manager's.
+    """
+
+    uri: ModelUri
+    base_refs: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ()
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A Model object."""
+
+    metadata: Metadata
+    spec: ModelSpec
+    status: ModelStatus = ModelStatus()
+
+
+class ModelTemplateSpec(ModelFields, frozen=True):
+    """Fields of Models; a Model that names this template in ``baseRefs`` has them. ``uri``: the weights."""
+
+    uri: ModelUri | None = None
+
+
+class ModelTemplateStatus(Status, frozen=True):
+    """A template says nothing of itself. ``conditions``: none."""
+
+
+class ModelTemplate(msgspec.Struct, frozen=True, kw_only=True):
+    """A ModelTemplate object."""
+
+    metadata: Metadata
+    spec: ModelTemplateSpec = ModelTemplateSpec()
+    status: ModelTemplateStatus = ModelTemplateStatus()

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast replicas change: the behaviour block of HorizontalPodAutoscaler v2, exactly.
+
+Source: kubernetes, ``pkg/controller/podautoscaler/horizontal.go``, ``normalizeDesiredReplicasWithBehaviors`` (1.36).
+First the recommendation is stabilised: between the smallest one of the window of ``scaleUp`` and the largest one of
+that of ``scaleDown``, what is nearest to the current replicas. Then it is limited: each policy allows a change in its
+period, counted from what there was when the period began; ``selectPolicy`` takes the policy with the most or the least
+change.
+
+Where nothing is written, the defaults are those of Kubernetes:
+
+| | scaleUp | scaleDown |
+|---|---|---|
+| ``stabilizationWindowSeconds`` | 0 | 300 |
+| ``policies`` | 4 pods or 100 % in 15 s, whichever is more | 100 % in 15 s |
+| ``tolerance`` | 0.1 | 0.1 |
+
+One difference: HPA may forget a change after the longest period of the policies of its own direction, although those of
+the other direction count it, too. Here it is remembered for as long as any policy looks back.
+
+The history has recommendations as the laws made them: what stabilising made of them is never stored, or else one old
+peak would keep itself alive. Bounds of a target come after this. Where several targets differ in capacity, replicas are
+fractions: nothing is rounded then (``whole=False``), and "Pods" are replicas of the first target.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.api.autoscaling import ScalingRule
+from controller.autoscaler.decision.decision import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from controller.api.autoscaling import Behavior, ScalingRules
+
+DEFAULT_TOLERANCE: Final = 0.1
+_UP_WINDOW_S: Final = 0
+_DOWN_WINDOW_S: Final = 300
+_UP_POLICIES: Final = (ScalingRule("Pods", 4, 15), ScalingRule("Percent", 100, 15))
+_DOWN_POLICIES: Final = (ScalingRule("Percent", 100, 15),)
+
+
+class Recommended(msgspec.Struct, frozen=True):
+    """What the laws together asked for at an instant, before anything corrected it."""
+
+    at_s: float
+    replicas: float
+
+
+class Scaled(msgspec.Struct, frozen=True):
+    """A change that was made. ``change``: replicas more; negative: fewer."""
+
+    at_s: float
+    change: float
+
+
+class Past(msgspec.Struct, frozen=True):
+    """``recommendations`` and ``changes``: by time, as far back as the behaviour looks."""
+
+    recommendations: tuple[Recommended, ...] = ()
+    changes: tuple[Scaled, ...] = ()
+
+
+def tolerance_of(rules: ScalingRules) -> float:
+    """The tolerance of one direction."""
+    return rules.tolerance if rules.tolerance is not None else DEFAULT_TOLERANCE
+
+
+def behaved(
+    behavior: Behavior, past: Past, *, recommended: float, current: float, now_s: float, whole: bool = True
+) -> tuple[float, tuple[Step, ...]]:
+    """The recommendation as the behaviour allows it, and what changed it. ``past``: without this recommendation."""
+    stable = stabilized(behavior, past.recommendations, recommended=recommended, current=current, now_s=now_s)
+    limited = within_policies(behavior, past.changes, desired=stable, current=current, now_s=now_s, whole=whole)
+    steps = []
+    if stable != recommended:
+        steps.append(Step("Stabilized", recommended, stable, _why_stabilized(behavior, recommended, current)))
+    if limited != stable:
+        way = "scaleUp" if stable > current else "scaleDown"
+        steps.append(Step("Limited", stable, limited, f"the policies of {way} allow no faster change"))
+    return limited, tuple(steps)
+
+
+def stabilized(
+    behavior: Behavior, history: Sequence[Recommended], *, recommended: float, current: float, now_s: float
+) -> float:
+    """The value nearest to ``current`` between the windows' smallest (up) and largest (down) recommendation."""
+    up_s, down_s = _window_s(behavior.scale_up, _UP_WINDOW_S), _window_s(behavior.scale_down, _DOWN_WINDOW_S)
+    up = min([recommended, *(one.replicas for one in history if one.at_s > now_s - up_s)])
+    down = max([recommended, *(one.replicas for one in history if one.at_s > now_s - down_s)])
+    return min(max(current, up), down)
+
+
+def within_policies(
+    behavior: Behavior, changes: Sequence[Scaled], *, desired: float, current: float, now_s: float, whole: bool = True
+) -> float:
+    """``desired``, or as far towards it as the policies allow now."""
+    if desired > current:
+        return min(desired, max(current, _most(behavior.scale_up, changes, current, now_s, whole=whole)))
+    if desired < current:
+        return max(desired, min(current, _least(behavior.scale_down, changes, current, now_s, whole=whole)))
+    return desired
+
+
+def remembered(behavior: Behavior, past: Past, new: Recommended) -> Past:
+    """``past`` with a recommendation, without what no window or period can need any more.
+
+    A recommendation is dropped as well if a later one is at least as large and a later one at least as small: it can be
+    neither the largest nor the smallest of any window. So a steady load leaves a handful, however long the windows are.
+    """
+    windows = _window_s(behavior.scale_up, _UP_WINDOW_S), _window_s(behavior.scale_down, _DOWN_WINDOW_S)
+    kept, smallest, largest = [new], new.replicas, new.replicas
+    for one in reversed(past.recommendations):
+        if one.at_s <= new.at_s - max(windows):
+            break
+        if one.replicas < smallest or one.replicas > largest:
+            kept.append(one)
+        smallest, largest = min(smallest, one.replicas), max(largest, one.replicas)
+    periods = [rule.period_seconds for rule in (*_up_policies(behavior), *_down_policies(behavior))]
+    changes = tuple(one for one in past.changes if one.at_s > new.at_s - max(periods))
+    return Past(tuple(reversed(kept)), changes)
+
+
+def _most(rules: ScalingRules, changes: Sequence[Scaled], current: float, now_s: float, *, whole: bool) -> float:
+    if rules.select_policy == "Disabled":
+        return current
+    limits = []
+    for rule in rules.policies or _UP_POLICIES:
+        began = _when_period_began(rule, changes, current, now_s)
+        if rule.type == "Pods":
+            limits.append(began + rule.value)
+        else:
+            # rounded up, or a small number would never grow by a few per cent
+            grown = began * (1 + rule.value / 100)
+            limits.append(float(math.ceil(grown)) if whole else grown)
+    return min(limits) if rules.select_policy == "Min" else max(limits)
+
+
+def _least(rules: ScalingRules, changes: Sequence[Scaled], current: float, now_s: float, *, whole: bool) -> float:
+    if rules.select_policy == "Disabled":
+        return current
+    limits = []
+    for rule in rules.policies or _DOWN_POLICIES:
+        began = _when_period_began(rule, changes, current, now_s)
+        if rule.type == "Pods":
+            limits.append(began - rule.value)
+        else:
+            shrunk = began * (1 - rule.value / 100)
+            limits.append(float(math.trunc(shrunk)) if whole else shrunk)
+    return max(limits) if rules.select_policy == "Min" else min(limits)
+
+
+def _when_period_began(rule: ScalingRule, changes: Sequence[Scaled], current: float, now_s: float) -> float:
+    return current - sum(one.change for one in changes if one.at_s > now_s - rule.period_seconds)
+
+
+def _window_s(rules: ScalingRules, default_s: int) -> int:
+    given = rules.stabilization_window_seconds
+    return default_s if given is None else given
+
+
+def _up_policies(behavior: Behavior) -> tuple[ScalingRule, ...]:
+    return behavior.scale_up.policies or _UP_POLICIES
+
+
+def _down_policies(behavior: Behavior) -> tuple[ScalingRule, ...]:
+    return behavior.scale_down.policies or _DOWN_POLICIES
+
+
+def _why_stabilized(behavior: Behavior, recommended: float, current: float) -> str:
+    if recommended >= current:
+        window_s = _window_s(behavior.scale_up, _UP_WINDOW_S)
+        return f"so few were enough within the last {window_s} s (scaleUp.stabilizationWindowSeconds)"
+    window_s = _window_s(behavior.scale_down, _DOWN_WINDOW_S)
+    return f"so many were needed within the last {window_s} s (scaleDown.stabilizationWindowSeconds)"

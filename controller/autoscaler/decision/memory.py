@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is remembered of a binding between two decisions.
+
+All of it may be lost: nothing is scaled in because of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from controller.api.autoscaling import AutoscalingPolicySpec, Schedule
+from controller.api.autoscaling_binding import AutoscalingPolicyBinding
+from controller.autoscaler.decision.allocation.blocked import Blockage
+from controller.autoscaler.decision.allocation.variants import Allocation, Rules, Variant
+from controller.autoscaler.decision.behavior import Past
+from controller.autoscaler.decision.decision import Decision
+from controller.autoscaler.decision.panic import PanicState
+from controller.autoscaler.decision.room import Peaks
+from controller.autoscaler.decision.schedule import Bounds
+from controller.autoscaler.decision.season import MOST_PLACES, KeptSeason, kept_season, remembered_season
+from controller.autoscaler.decision.situation import Speed
+from controller.autoscaler.decision.start_times import MOST_STARTS, StartTimes
+from controller.autoscaler.decision.work_memory import kept_peaks, remembered_peaks
+
+# Growth after a small scale-in is remembered for so long, and so many times of it at most.
+TURNS_COUNT_S: Final = 1800.0
+MOST_TURNS: Final = 3
+# Of what can be measured: speeds, seconds, requests a second.
+_LEAST: Final = 1e-15
+_MOST: Final = 1e15
+
+
+class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """``began_at_s``: since when laws have known something without a gap. ``laws``: what each law remembers, by its
+    name. ``past``: for the behaviour block. ``panic``: None if there is none. ``current``: as seen last. ``speeds``:
+    smoothed,
+    ``starts``: measured, and ``blockages``: why one is left out, by target. ``arrivals``: counted so far.
+    ``active_at_s``: when something was last asked for or done. ``woken_at_s``: when the stage last left zero; None: not
+    yet, or requests have been served since.
+    ``fell_from``: how many there were before they last became fewer; None: they grew since. ``turned_at_s``: when they
+    grew again although few had gone, lately.
+    """
+
+    began_at_s: float
+    decided_at_s: float
+    laws: Mapping[str, object] = {}
+    past: Past = Past()
+    panic: PanicState | None = None
+    current: float | None = None
+    speeds: Mapping[str, Speed] = {}
+    starts: Mapping[str, StartTimes] = {}
+    blockages: Mapping[str, Blockage] = {}
+    arrivals: float = 0.0
+    finished: float = 0.0
+    active_at_s: float = 0.0
+    woken_at_s: float | None = None
+    fell_from: float | None = None
+    turned_at_s: tuple[float, ...] = ()
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """A question to the allocation, and its answer, by stage."""
+
+    needs: Mapping[str, float]
+    variants: Mapping[str, tuple[Variant, ...]]
+    rules: Rules
+    found: Mapping[str, Allocation]
+
+
+class Rest(msgspec.Struct, frozen=True):
+    """``decision``: stands until ``until_s`` if nothing changes. The rest: what it was made from."""
+
+    decision: Decision
+    until_s: float
+    policy: AutoscalingPolicySpec
+    binding: AutoscalingPolicyBinding
+    free: Mapping[str, int] | None
+    seen: tuple[object, ...]
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """``stages``: by name. ``schedules`` and ``bounds``: the bounds of these schedules until their own end. ``shared``:
+    the last question about sharing out among targets, with its answer. ``rest``: the last decision, where it may stand
+    for a while.
+    """
+
+    stages: Mapping[str, StageMemory] = {}
+    schedules: tuple[Schedule, ...] = ()
+    bounds: Bounds = Bounds()
+    shared: Shared | None = None
+    rest: Rest | None = None
+
+
+class _Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """What is worth keeping over a restart: what took long to learn."""
+
+    speeds: Mapping[str, Speed] = {}
+    starts: Mapping[str, StartTimes] = {}
+    seasons: Mapping[str, KeptSeason] = {}
+    peaks: Mapping[str, Peaks] = {}
+
+
+def encoded(memory: Memory) -> bytes:
+    """JSON of what is slow to learn: speeds, start times, seasons and the load of the last hour. The rest is about the
+    last minutes and known again soon.
+    """
+    # durations that were declared are floats with a text
+    return msgspec.json.encode({name: _stored(stage) for name, stage in memory.stages.items()}, enc_hook=float)
+
+
+def _stored(stage: StageMemory) -> _Stored:
+    seasons = {law: kept for law, known in stage.laws.items() if (kept := kept_season(known)) is not None}
+    peaks = {law: seen for law, known in stage.laws.items() if (seen := kept_peaks(known)) is not None}
+    return _Stored(speeds=stage.speeds, starts=stage.starts, seasons=seasons, peaks=peaks)
+
+
+def decoded(text: bytes, now_s: float) -> Memory:
+    """As after a restart, with what ``encoded`` kept. Raises ValueError.
+
+    Whoever may write a binding may write this, too: what cannot have been measured is left out.
+    """
+    try:
+        stored = msgspec.json.decode(text, type=dict[str, _Stored])
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    return Memory(
+        {
+            name: StageMemory(
+                began_at_s=now_s,
+                decided_at_s=now_s,
+                active_at_s=now_s,
+                laws=_laws(one, now_s),
+                speeds={target: speed for target, speed in one.speeds.items() if _is_speed(speed)},
+                starts={target: starts for target, starts in one.starts.items() if _are_starts(starts)},
+            )
+            for name, one in stored.items()
+        }
+    )
+
+
+def _laws(stored: _Stored, now_s: float) -> dict[str, object]:
+    found: dict[str, object] = {
+        law: remembered_season(kept, now_s) for law, kept in stored.seasons.items() if _is_season(law, kept)
+    }
+    for law, kept in stored.peaks.items():
+        if law == "Work" and (known := remembered_peaks(kept, now_s)) is not None:
+            found[law] = known
+    return found
+
+
+def _is_season(law: str, kept: KeptSeason) -> bool:
+    is_known = law == "Predictive" and len(kept.profile) <= MOST_PLACES
+    return is_known and 0 <= kept.season_s <= _MOST and all(0 <= one <= _MOST for one in kept.profile)
+
+
+def _is_speed(speed: Speed) -> bool:
+    values = (speed.prefill_tokens_per_s, speed.step_s, speed.step_s_per_token, speed.kv_tokens)
+    return 0 <= speed.followed_s <= _MOST and all(one is None or _LEAST <= one <= _MOST for one in values)
+
+
+def _are_starts(starts: StartTimes) -> bool:
+    return len(starts.starts) <= MOST_STARTS and all(0 < one.took_s <= _MOST for one in starts.starts)

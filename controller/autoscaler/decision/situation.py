@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scaling decision is made from: targets with their engines, what clients ask for, and how old all that is."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from functools import cached_property
+
+import msgspec
+
+from controller.api.autoscaling import LatencyObjective
+from controller.api.autoscaling_binding import ScaleTarget
+from controller.autoscaler.decision.traffic import Traffic
+
+
+class EngineState(enum.Enum):
+    """READY serves. STARTING has a node, or will have one soon. UNSCHEDULABLE finds none. FAILING does not start.
+    DRAINING gets no new requests and will go.
+    """
+
+    READY = "ready"
+    STARTING = "starting"
+    UNSCHEDULABLE = "unschedulable"
+    FAILING = "failing"
+    DRAINING = "draining"
+
+
+class EngineReport(msgspec.Struct, frozen=True, gc=False):
+    """What is known of an engine's load. ``at_s``: when it was so. ``in_flight`` and ``in_flight_tokens``: sent by all
+    gateways together. ``waiting``, ``running``, ``kv_usage``: as it says itself; None if it does not.
+    ``kv_capacity_tokens``: 0 if unknown.
+    """
+
+    at_s: float
+    in_flight: int = 0
+    in_flight_tokens: float = 0.0
+    waiting: float | None = None
+    running: float | None = None
+    kv_usage: float | None = None
+    kv_capacity_tokens: float = 0.0
+
+
+class Engine(msgspec.Struct, frozen=True, gc=False):
+    """One replica of a target: the entry pod of a group, or the pod. ``name``: its pod's. ``report``: None if nobody
+    knows anything of it, which never means that it has nothing to do.
+    """
+
+    name: str
+    state: EngineState
+    created_at_s: float
+    ready_at_s: float | None = None
+    report: EngineReport | None = None
+
+
+class Speed(msgspec.Struct, frozen=True, gc=False):
+    """What one replica can do. ``prefill_tokens_per_s``: of prefill work. ``step_s`` and ``step_s_per_token``: of a
+    decode step with no tokens in flight, and for each of them. ``kv_tokens``: that its cache holds; None if unknown.
+    ``is_measured``: learned from answers; otherwise declared, or a guess. ``is_step_known``: the step is no guess.
+    ``followed_s``: for how long it has been smoothed.
+    """
+
+    prefill_tokens_per_s: float
+    step_s: float
+    step_s_per_token: float
+    kv_tokens: float | None = None
+    is_measured: bool = False
+    is_step_known: bool = True
+    followed_s: float = 0.0
+
+
+class Target(msgspec.Struct, frozen=True, dict=True):
+    """One target of a binding. ``spec``: as it is written. ``current``: replicas that were asked for last; None if the
+    object is not there. ``speed``: of its replicas; None if nothing is known. ``capacity``: work that one replica does,
+    in replicas of the binding's first target. ``start_s``: how long a replica takes from its creation to its first
+    request. ``blocked``: why no more can be had for now; empty if they can. ``room``: replicas beyond the current ones
+    for which nodes have accelerators; None if unknown. ``pools``: what its accelerators are counted in, with those of
+    other targets; None: in the pool that is named as their kind. ``set_by``: who set the replicas last, if it was
+    somebody else than this autoscaler; empty otherwise. ``set_at_s``: when.
+    """
+
+    spec: ScaleTarget
+    current: int | None
+    engines: tuple[Engine, ...] = ()
+    speed: Speed | None = None
+    capacity: float = 1.0
+    start_s: float = 60.0
+    blocked: str = ""
+    room: int | None = None
+    pools: tuple[str, ...] | None = None
+    set_by: str = ""
+    set_at_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Unique in its binding."""
+        return self.spec.name
+
+    def having(self, *states: EngineState) -> tuple[Engine, ...]:
+        """Its engines in these states."""
+        if len(states) == 1:
+            return self._by_state.get(states[0], ())
+        return tuple(one for one in self.engines if one.state in states)
+
+    @cached_property
+    def _by_state(self) -> Mapping[EngineState, tuple[Engine, ...]]:
+        """Asked for many times in a decision; kept beside the fields, so it is no part of what is compared or
+        copied.
+        """
+        found: dict[EngineState, tuple[Engine, ...]] = {}
+        for one in self.engines:
+            found[one.state] = (*found.get(one.state, ()), one)
+        return found
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """What waits at the gateways now. ``requests``: of them. ``tokens``: uncached tokens of their prompts.
+    ``oldest_s``: how long the first of them has waited. ``at_zero``: those for which there is no engine at all.
+    """
+
+    requests: int = 0
+    tokens: float = 0.0
+    oldest_s: float = 0.0
+    at_zero: int = 0
+
+
+class Freshness(msgspec.Struct, frozen=True):
+    """How far the data can be believed. ``age_s``: of the oldest data of any gateway. ``gateways``: how many there are.
+    ``silent``: those of them that say nothing; their last counts are held. ``unreported``: ready engines of which
+    nobody says anything recent. ``since_s``: how long there have been data without a gap. ``cut_off_s``: how long pods
+    and targets may have changed without our knowing; None: what is known of them is what there is.
+    """
+
+    age_s: float = 0.0
+    gateways: int = 1
+    silent: tuple[str, ...] = ()
+    unreported: tuple[str, ...] = ()
+    since_s: float = float("inf")
+    cut_off_s: float | None = None
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """A metric of the policy. ``at_s``: of the sample. ``by_engine``: values by the engine's name; ``total``: one value
+    for all replicas; exactly one of them is known. ``problem``: why neither is. ``is_lower_bound``: some of what
+    counts is unknown, so that the metric may ask for more replicas but not for fewer.
+    """
+
+    at_s: float
+    by_engine: Mapping[str, float] | None = None
+    total: float | None = None
+    problem: str = ""
+    is_lower_bound: bool = False
+
+
+class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """One stage of a binding (prefill, decode, or both in one) at one instant. What follows from its fields is made
+    once.
+
+    ``targets``: in the order of the binding, with the same stage. ``traffic``: of the stage's ModelServers.
+    ``objective``: latencies to keep. ``metrics``: by the names in the policy.
+    """
+
+    now_s: float
+    targets: tuple[Target, ...]
+    traffic: Traffic = Traffic()
+    waiting: Waiting = Waiting()
+    freshness: Freshness = Freshness()
+    metrics: Mapping[str, Metric] = {}
+    objective: LatencyObjective | None = None
+
+    @cached_property
+    def engines(self) -> tuple[Engine, ...]:
+        """Of all targets."""
+        return tuple([engine for target in self.targets for engine in target.engines])
+
+    @cached_property
+    def ready(self) -> tuple[Engine, ...]:
+        """Engines that serve."""
+        return tuple([one for one in self.engines if one.state is EngineState.READY])
+
+    @cached_property
+    def starting(self) -> tuple[Engine, ...]:
+        """Engines that will serve."""
+        return tuple([one for one in self.engines if one.state is EngineState.STARTING])
+
+    @cached_property
+    def current(self) -> float:
+        """What was asked for last, in replicas of the first target."""
+        return sum([(one.current or 0) * one.capacity for one in self.targets])
+
+    def units(self, state: EngineState) -> float:
+        """Engines in this state, in replicas of the first target."""
+        known = self._units.get(state)
+        if known is None:
+            known = self._units[state] = sum([len(one.having(state)) * one.capacity for one in self.targets])
+        return known
+
+    @cached_property
+    def _units(self) -> dict[EngineState, float]:
+        return {}

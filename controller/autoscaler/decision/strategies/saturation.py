@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mean saturation of engines between two thresholds.
+
+Source: the design of llm-d's workload-variant-autoscaler. An engine's saturation is
+``max(kv_usage, min(waiting / max_queue, 1))``; one of which nothing is known is saturated, 1. The mean over ready
+engines above ``scale_up_threshold`` asks for ``scale_up_increment`` more, below ``scale_down_threshold`` for
+``scale_down_increment`` fewer; on a threshold and between them nothing changes.
+
+Beyond that design: replicas that were asked for and do not serve yet count as idle in the mean that scales out.
+Otherwise each decision until they serve would add another increment. The mean that scales in is of ready engines alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from controller.api.scaling_laws import SaturationParameters
+from controller.autoscaler.decision.law import Recommendation
+from controller.autoscaler.decision.strategies.reading import (
+    is_unknown,
+    kv_and_queue,
+    one_fewer,
+    pending_units,
+    ready_loads,
+)
+
+if TYPE_CHECKING:
+    from controller.autoscaler.decision.situation import EngineReport, Situation
+
+
+class SaturationLaw(msgspec.Struct, frozen=True):
+    """``parameters``: of the strategy."""
+
+    parameters: SaturationParameters = SaturationParameters()
+    name: str = "Saturation"
+
+    def recommend(self, situation: Situation, memory: None) -> tuple[Recommendation, None]:  # noqa: ARG002 - it needs none
+        """An increment more, one fewer, or what there is."""
+        loads, current = ready_loads(situation), situation.current
+        if all(is_unknown(load.report) for load in loads):
+            return Recommendation(self.name, None, "no ready engine says what it has, so nothing is measured"), None
+        units = sum(load.units for load in loads)
+        saturated = sum(load.units * saturation_of(load.report, self.parameters.max_queue) for load in loads)
+        mean = saturated / units
+        coming = saturated / (units + pending_units(situation))
+        inputs = {"mean_saturation": mean, "with_pending": coming, "ready_replicas": units}
+        up, down = self.parameters.scale_up_threshold, self.parameters.scale_down_threshold
+        unknown = sum(is_unknown(load.report) for load in loads)
+        said = f"mean saturation is {mean:.2f}" + (f" ({unknown} engines unknown, so full)" if unknown else "")
+        if coming > up:
+            desired = current + self.parameters.scale_up_increment
+            return Recommendation(self.name, desired, f"{said}, above {up:g}", inputs), None
+        if mean < down:
+            desired = one_fewer(situation, self.parameters.scale_down_increment)
+            if unknown:
+                return Recommendation(self.name, None, f"{said}, below {down:g}, but not all are known", inputs), None
+            return Recommendation(self.name, desired, f"{said}, below {down:g}", inputs), None
+        if mean > up:
+            said = f"{said}, {coming:.2f} with replicas that are starting"
+        return Recommendation(self.name, current, f"{said}, not outside {down:g} to {up:g}", inputs), None
+
+
+def saturation_of(report: EngineReport | None, max_queue: int) -> float:
+    """0: idle, 1: full. What is unknown counts as full."""
+    load = kv_and_queue(report)
+    return 1.0 if load is None else max(load[0], min(load[1] / max_queue, 1.0))

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured latency as a share of what is promised.
+
+Source: llm-d, ``docs/architecture/autoscaling/slo-aware-keda.md``. With ``n`` replicas, ``r`` of them ready::
+
+    s = max(TTFT / its objective, TPOT / its objective), each the objective's percentile of the last minute, at most 2,
+        mean of the ``smoothing`` window
+    s > scale_up_threshold:   n + ceil(n * (s * c / scale_up_threshold - 1)), c = r / n while some start, else 1
+    s < scale_down_threshold: n - floor(n * (1 - s / scale_down_threshold))
+
+The credit ``c`` keeps replicas that are starting from being ordered again; it never scales in. What is different from
+the original: a latency that is not known is unknown, not 0. It is 0 only if nobody has come and nothing is on its way:
+that is known. And the last replica stays.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.api.autoscaling import LatencyObjective
+from controller.api.scaling_laws import SloParameters
+from controller.autoscaler.decision.law import Recommendation
+from controller.autoscaler.decision.strategies.reading import (
+    one_fewer,
+    ready_loads,
+    ready_units,
+    rounded_down,
+    rounded_up,
+)
+
+if TYPE_CHECKING:
+    from controller.autoscaler.decision.situation import Situation
+
+LATENCY_WINDOW_S: Final = 60.0
+LARGEST_SHARE: Final = 2.0
+
+
+class Share(msgspec.Struct, frozen=True):
+    """The larger latency as a share of its objective, at an instant."""
+
+    at_s: float
+    value: float
+
+
+class SloMemory(msgspec.Struct, frozen=True):
+    """``shares``: of the smoothing window, by time, at most one a second."""
+
+    shares: tuple[Share, ...] = ()
+
+
+class SloLaw(msgspec.Struct, frozen=True):
+    """``objective``: of the policy; the situation's own, if it has one, counts instead."""
+
+    parameters: SloParameters = SloParameters()
+    objective: LatencyObjective | None = None
+    name: str = "Slo"
+
+    def recommend(self, situation: Situation, memory: SloMemory | None) -> tuple[Recommendation, SloMemory | None]:
+        """More in proportion to the excess, fewer in proportion to the room."""
+        objective = situation.objective or self.objective
+        if objective is None:
+            return Recommendation(self.name, None, "no objective is written"), memory
+        now_s, window_s = situation.now_s, float(self.parameters.smoothing)
+        shares = tuple(one for one in (memory.shares if memory is not None else ()) if one.at_s > now_s - window_s)
+        found = share_of(situation, objective)
+        if found is not None:
+            recent = shares[:-1] if shares and shares[-1].at_s // 1 == now_s // 1 else shares
+            shares = (*recent, Share(now_s, min(found, LARGEST_SHARE)))
+        after = SloMemory(shares)
+        if not shares:
+            return Recommendation(self.name, None, "no latency is known of the last minute"), after
+        share = statistics.fmean(one.value for one in shares)
+        current, ready = situation.current, ready_units(situation)
+        desired = self.desired(share, current, ready, situation)
+        inputs = {"share_of_objective": share, "ready_replicas": ready}
+        reason = f"latency is {share:.2f} of its objective (fewer below {self.parameters.scale_down_threshold:g}, "
+        reason += f"more above {self.parameters.scale_up_threshold:g})"
+        if desired < current and (found is None or situation.freshness.silent):
+            return Recommendation(self.name, None, f"{reason}, but not all of it is known now", inputs), after
+        return Recommendation(self.name, desired, reason, inputs), after
+
+    def desired(self, share: float, current: float, ready: float, situation: Situation) -> float:
+        """The formula."""
+        up, down = self.parameters.scale_up_threshold, self.parameters.scale_down_threshold
+        if share > up:
+            credit = ready / current if self.parameters.credit and 0 < ready < current else 1.0
+            return current + max(rounded_up(current * (share * credit / up - 1), situation), 0.0)
+        if share < down:
+            return one_fewer(situation, rounded_down(current * (1 - share / down), situation))
+        return current
+
+
+def share_of(situation: Situation, objective: LatencyObjective) -> float | None:
+    """The larger latency as a share of its objective; None if none is known, or one that is promised may be missed."""
+    traffic, now_s, percent = situation.traffic, situation.now_s, objective.percentile
+    shares = []
+    for promised, measured in (
+        (objective.ttft, traffic.ttft_s(percent, LATENCY_WINDOW_S, now_s)),
+        (objective.tpot, traffic.tpot_s(percent, LATENCY_WINDOW_S, now_s)),
+    ):
+        if promised and measured is not None and math.isfinite(measured):
+            shares.append(measured / promised)
+    if shares:
+        return max(shares)
+    return 0.0 if is_idle(situation) else None
+
+
+def is_idle(situation: Situation) -> bool:
+    """Whether it is known that nobody has come in the window, and that nothing waits or is answered."""
+    rates = situation.traffic.rates(LATENCY_WINDOW_S, situation.now_s)
+    if rates is None or rates.arrivals > 0 or situation.waiting.requests or situation.freshness.silent:
+        return False
+    return all(load.report is not None and not load.report.in_flight for load in ready_loads(situation))

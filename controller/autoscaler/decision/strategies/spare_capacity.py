@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Room in caches and queues: one more when it runs short, one fewer when the rest keeps enough.
+
+Source: llm-d's workload-variant-autoscaler, ``internal/saturation/analyzer.go`` (first form). Over N ready engines,
+with the cache usage ``kv`` and the queue ``q`` of each::
+
+    scale out if  kv_cache_threshold - mean(kv) < kv_spare_trigger  or  queue_length_threshold - mean(q) <
+    queue_spare_trigger scale in if   N >= 2, and with mean(kv) * N/(N-1) and mean(q) * N/(N-1) there is still that much
+    room
+
+What is different from the original, each for a fault that its users met:
+
+- Saturated engines are in the means. The original leaves them out, and takes an engine away beside one that is full.
+- An engine of which nothing is known counts as saturated. The original reads what is missing as 0.
+- Replicas that do not serve yet count as empty for scaling out, instead of forbidding every change.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from controller.api.scaling_laws import SpareCapacityParameters
+from controller.autoscaler.decision.law import Recommendation
+from controller.autoscaler.decision.strategies.reading import (
+    Load,
+    is_unknown,
+    kv_and_queue,
+    one_fewer,
+    pending_units,
+    ready_loads,
+)
+
+if TYPE_CHECKING:
+    from controller.autoscaler.decision.situation import Situation
+
+
+class SpareCapacityLaw(msgspec.Struct, frozen=True):
+    """``parameters``: of the strategy."""
+
+    parameters: SpareCapacityParameters = SpareCapacityParameters()
+    name: str = "SpareCapacity"
+
+    def recommend(self, situation: Situation, memory: None) -> tuple[Recommendation, None]:  # noqa: ARG002 - it needs none
+        """One more, one fewer, or what there is."""
+        loads, current = ready_loads(situation), situation.current
+        if all(is_unknown(load.report) for load in loads):
+            return Recommendation(self.name, None, "no ready engine says what it has, so nothing is measured"), None
+        units = sum(load.units for load in loads)
+        kv, queue = self._sums(loads)
+        with_pending = units + pending_units(situation)
+        kv_spare, queue_spare = self._spare(kv / with_pending, queue / with_pending)
+        inputs = {"kv_spare": kv_spare, "queue_spare": queue_spare, "ready_replicas": units}
+        said = f"{kv_spare:.2f} of a cache and {queue_spare:.1f} places in queue are free in the mean"
+        if self._is_short(kv_spare, queue_spare):
+            return Recommendation(self.name, current + 1, f"{said}, too little", inputs), None
+        if units < 2:
+            return Recommendation(self.name, current, f"{said}, enough; the last engine stays", inputs), None
+        kv_left, queue_left = self._spare(kv / (units - 1), queue / (units - 1))
+        left = f"{kv_left:.2f} and {queue_left:.1f} without one engine"
+        inputs |= {"kv_spare_after": kv_left, "queue_spare_after": queue_left}
+        if self._is_short(kv_left, queue_left):
+            return Recommendation(self.name, current, f"{said}, enough; {left} would be too little", inputs), None
+        if unknown := [load.name for load in loads if is_unknown(load.report)]:
+            return Recommendation(self.name, None, f"{said}, but {unknown[0]} is unknown", inputs), None
+        return Recommendation(self.name, one_fewer(situation), f"{said}; still {left}", inputs), None
+
+    def _sums(self, loads: tuple[Load, ...]) -> tuple[float, float]:
+        full = self.parameters.kv_cache_threshold, self.parameters.queue_length_threshold
+        known = [(load.units, kv_and_queue(load.report) or full) for load in loads]
+        return sum(units * one[0] for units, one in known), sum(units * one[1] for units, one in known)
+
+    def _spare(self, kv: float, queue: float) -> tuple[float, float]:
+        return self.parameters.kv_cache_threshold - kv, self.parameters.queue_length_threshold - queue
+
+    def _is_short(self, kv_spare: float, queue_spare: float) -> bool:
+        return kv_spare < self.parameters.kv_spare_trigger or queue_spare < self.parameters.queue_spare_trigger

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep metrics at their targets, as Kubernetes' HorizontalPodAutoscaler v2 does.
+
+Source: kubernetes, ``pkg/controller/podautoscaler/replica_calculator.go`` and ``horizontal.go`` (1.36). As there,
+values are whole thousandths, so that a rounding error never costs a replica.
+
+| metric | usage ratio | replicas asked for |
+|---|---|---|
+| by engine | mean of engines / target | ``ceil(ratio * engines)`` |
+| total, target of one replica (``AverageValue``) | total / (target * current) | ``ceil(total / target)`` |
+| total, target of all (``Value``) | total / target | ``ceil(ratio * ready)``; from zero ``ceil(ratio)`` |
+
+A ratio within the tolerance changes nothing. Of metrics by engine: a ready engine without a value counts as at the
+target when the others would shrink, as idle when they would grow; an engine that is not ready counts as idle when they
+would grow; if that turns the direction, nothing changes. Of several metrics the largest answer counts; if one is
+unknown, only growth is allowed.
+
+Beyond Kubernetes: an engine that drains counts nowhere (there, it is still ready for a target of all). And if
+``careful``: with a value missing, only growth is allowed, and a replica that was asked for and has no pod yet counts as
+an engine that is not ready (there, pods are made before the next look).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from controller.api.autoscaling import MetricTarget
+from controller.autoscaler.decision.behavior import DEFAULT_TOLERANCE
+from controller.autoscaler.decision.law import Recommendation
+from controller.autoscaler.decision.metrics import gateway_metric
+from controller.autoscaler.decision.situation import EngineState, Metric, Situation
+from controller.autoscaler.decision.strategies.reading import is_whole
+
+
+class Tolerance(msgspec.Struct, frozen=True):
+    """Shares of the target by which a metric may be above (``up``) and below (``down``) it."""
+
+    up: float = DEFAULT_TOLERANCE
+    down: float = DEFAULT_TOLERANCE
+
+    def covers(self, ratio: float) -> bool:
+        """Whether a usage ratio is as good as 1."""
+        return 1.0 - self.down <= ratio <= 1.0 + self.up
+
+
+class Pool(msgspec.Struct, frozen=True):
+    """Engines as the calculation sees them, each with the units that it counts. ``unready``: not serving yet."""
+
+    current: float
+    ready: Mapping[str, float]
+    unready: Mapping[str, float]
+    whole: bool = True
+
+    def ceil(self, units: float) -> float:
+        """Rounded up, where replicas are whole."""
+        return float(math.ceil(units)) if self.whole else units
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """What one metric asks for; ``replicas`` is None, with ``reason``, if that is unknown. ``is_sure``: it may ask for
+    less.
+    """
+
+    replicas: float | None
+    reason: str
+    ratio: float = 1.0
+    is_sure: bool = True
+
+
+class TargetLaw(msgspec.Struct, frozen=True):
+    """``metrics``: with their targets. ``tolerance``: as in the behaviour block. ``careful``: see above."""
+
+    metrics: tuple[MetricTarget, ...]
+    tolerance: Tolerance = Tolerance()
+    careful: bool = True
+    name: str = "Target"
+
+    def recommend(self, situation: Situation, memory: None) -> tuple[Recommendation, None]:  # noqa: ARG002 - it needs none
+        """The largest proposal of all metrics."""
+        pool = pool_of(situation, with_ordered=self.careful)
+        found = {metric.name: self._proposal(metric, situation, pool) for metric in self.metrics}
+        inputs = {f"{name}_ratio": one.ratio for name, one in found.items() if one.replicas is not None}
+        known = {name: one for name, one in found.items() if one.replicas is not None}
+        doubts = "; ".join(f"{name}: {one.reason}" for name, one in found.items() if one.replicas is None)
+        largest = max(known.values(), key=lambda one: one.replicas or 0.0, default=None)
+        if largest is None or largest.replicas is None:
+            return Recommendation(self.name, None, doubts or "there are no metrics", inputs), None
+        is_sure = not doubts and all(one.is_sure for one in known.values())
+        if largest.replicas < pool.current and not is_sure:
+            why = doubts or "values of some engines are unknown"
+            return Recommendation(
+                self.name, None, f"{why}; {largest.reason}, which is no reason to scale in", inputs
+            ), None
+        return Recommendation(self.name, largest.replicas, largest.reason, inputs), None
+
+    def _proposal(self, wanted: MetricTarget, situation: Situation, pool: Pool) -> Proposal:
+        if wanted.source == "Gateway":
+            metric = gateway_metric(wanted.name, situation)
+        else:
+            metric = situation.metrics.get(wanted.name, Metric(at_s=situation.now_s, problem="no value yet"))
+        if metric.by_engine is not None and wanted.total:
+            metric = _summed(metric, pool)
+        target = _milli(wanted.value)
+        if metric.by_engine is not None:
+            values = {name: _milli(value) for name, value in metric.by_engine.items() if math.isfinite(value)}
+            found = by_engine(values, target, pool, self.tolerance)
+            is_sure = not self.careful or pool.ready.keys() <= values.keys()
+        elif metric.total is not None and math.isfinite(metric.total):
+            found = of_total(_milli(metric.total), target, pool, self.tolerance, for_all=wanted.total)
+            # by a target for all, the answer is in proportion to what is ready: above it, it takes nothing back
+            takes_back = wanted.total and not (self.tolerance.covers(found.ratio) or found.ratio < 1.0)
+            is_sure = not metric.is_lower_bound and not (self.careful and takes_back)
+        else:
+            return Proposal(None, metric.problem or "its value is not a number")
+        reason = f"{wanted.name} {found.reason} (target {wanted.value:g}{' in all' if wanted.total else ' a replica'})"
+        return Proposal(found.replicas, reason, found.ratio, is_sure)
+
+
+def pool_of(situation: Situation, *, with_ordered: bool = False) -> Pool:
+    """The engines of all targets. Those that drain are left out. ``with_ordered``: replicas without a pod are
+    unready.
+    """
+    gone = (EngineState.READY, EngineState.DRAINING)
+    ready: dict[str, float] = {}
+    unready: dict[str, float] = {}
+    for target in situation.targets:
+        ready |= {engine.name: target.capacity for engine in target.having(EngineState.READY)}
+        coming = [engine.name for engine in target.engines if engine.state not in gone]
+        unready |= dict.fromkeys(coming, target.capacity)
+        ordered = (target.current or 0) - len(target.having(EngineState.READY)) - len(coming)
+        if with_ordered and ordered > 0:
+            unready[f"{target.name}: ordered"] = ordered * target.capacity
+    return Pool(current=situation.current, ready=ready, unready=unready, whole=is_whole(situation))
+
+
+def by_engine(values: Mapping[str, int], target: int, pool: Pool, tolerance: Tolerance) -> Proposal:
+    """A metric by engine; ``values`` and ``target`` in thousandths."""
+    measured = [name for name in pool.ready if name in values]
+    if not measured:
+        return Proposal(None, "no ready engine has a value")
+    total, units = sum(values[name] for name in measured), sum(pool.ready[name] for name in measured)
+    missing = sum(unit for name, unit in pool.ready.items() if name not in values)
+    unready = sum(pool.unready.values())
+    usage = _mean(total, units)
+    ratio = usage / target
+    reason = f"is {usage / 1000:g} in the mean of {len(measured)} engines"
+    if not missing and not (unready and ratio > 1.0):
+        if tolerance.covers(ratio):
+            return Proposal(pool.current, f"{reason}, within the tolerance", ratio)
+        return Proposal(pool.ceil(ratio * units), reason, ratio)
+    return _corrected(Proposal(None, reason, ratio), pool, tolerance, total=total, units=units, target=target)
+
+
+def _corrected(
+    first: Proposal, pool: Pool, tolerance: Tolerance, *, total: float, units: float, target: int
+) -> Proposal:
+    """With what engines without values may have: at the target against shrinking, idle against growing."""
+    missing, ratio = sum(pool.ready.values()) - units, first.ratio
+    if ratio < 1.0:
+        total, units = total + missing * target, units + missing
+    elif ratio > 1.0:
+        units += missing + sum(pool.unready.values())
+    corrected = _mean(total, units) / target
+    flips = (ratio < 1.0 < corrected) or (corrected < 1.0 < ratio)
+    if tolerance.covers(corrected) or flips:
+        return Proposal(pool.current, f"{first.reason}; with engines without values: no change", corrected)
+    asked = pool.ceil(corrected * units)
+    if (corrected < 1.0 and asked > pool.current) or (corrected > 1.0 and asked < pool.current):
+        return Proposal(pool.current, f"{first.reason}; with engines without values: no change", corrected)
+    return Proposal(asked, f"{first.reason}; engines without values were counted against a change", corrected)
+
+
+def of_total(total: int, target: int, pool: Pool, tolerance: Tolerance, *, for_all: bool) -> Proposal:
+    """One value for all replicas, in thousandths. ``for_all``: so is the target."""
+    reason = f"is {total / 1000:g} in all"
+    divisor = target if for_all else target * pool.current
+    ratio = total / divisor if divisor else math.inf
+    if pool.current and tolerance.covers(ratio):
+        return Proposal(pool.current, f"{reason}, within the tolerance", ratio)
+    if for_all and pool.current:
+        if not pool.ready and not pool.unready:
+            return Proposal(None, "there are no engines yet")
+        return Proposal(pool.ceil(ratio * sum(pool.ready.values())), reason, ratio)
+    return Proposal(pool.ceil(total / target), reason, ratio if pool.current else 1.0)
+
+
+def _summed(metric: Metric, pool: Pool) -> Metric:
+    values = {name: value for name, value in (metric.by_engine or {}).items() if math.isfinite(value)}
+    is_lower_bound = not pool.ready.keys() <= values.keys()
+    return Metric(at_s=metric.at_s, total=sum(values.values()), is_lower_bound=is_lower_bound)
+
+
+def _mean(total: float, units: float) -> float:
+    """In whole thousandths, rounded down as Kubernetes does."""
+    return total // units
+
+
+def _milli(value: float) -> int:
+    """In thousandths, rounded up as a Kubernetes quantity is; what a float is off by does not count."""
+    return math.ceil(round(value * 1000, 6))

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens in use and waiting, over what engines can hold.
+
+Source: llm-d's workload-variant-autoscaler, ``internal/engines/analyzers/saturation_v2`` (second form). For each ready
+engine, with the mean prompt ``I`` and answer ``O`` of the last five minutes::
+
+    k1 = cache * kv_cache_threshold
+    k2 = tokens in use while queue_length_threshold or more wait; else the mean of the last ten such observations of the
+         target and length class (answers below 100, below 500, longer); else, from the engine's scheduler,
+         n * (I + O/2) with n = min(max_batched_tokens * O / (I + O), max_sequences); else k1
+    capacity = min(k1, k2), of a target the median of its engines
+    demand   = sum(tokens in use + waiting * I) + uncached tokens at the gateways + requests at the gateways * O
+
+    demand / scale_up_utilization - capacity of ready and pending replicas > 0: as many more
+    capacity of ready replicas - demand / scale_down_utilization > 0: as many whole replicas fewer
+
+What is different from the original: the gateways' waiting tokens are counted, not guessed from bytes; an engine that
+does not say how full its cache is has what gateways have sent to it; one of which nothing is known counts as at the
+upper utilisation, and forbids scaling in; a target without ready engines has what it had when it last had any, else
+what another target has, in proportion to ``capacity``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.api.scaling_laws import TokensParameters
+from controller.autoscaler.decision.law import Recommendation
+from controller.autoscaler.decision.strategies.reading import (
+    Load,
+    kv_and_queue,
+    one_fewer,
+    pending_units,
+    ready_loads,
+    rounded_down,
+    rounded_up,
+)
+
+if TYPE_CHECKING:
+    from controller.autoscaler.decision.situation import Situation, Target
+
+LENGTH_WINDOW_S: Final = 300.0
+_OBSERVATIONS: Final = 10
+
+
+class Lengths(msgspec.Struct, frozen=True):
+    """Mean tokens of a prompt and of an answer."""
+
+    prompt: float = 0.0
+    answer: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """The length class, by the answer."""
+        return "short" if self.answer < 100 else "medium" if self.answer < 500 else "long"
+
+
+class TokensMemory(msgspec.Struct, frozen=True):
+    """``observed``: tokens in use of engines with full queues, by target and length class. ``capacities``: of a
+    replica, by target. ``lengths``: the last that were known.
+    """
+
+    observed: Mapping[str, tuple[float, ...]] = {}
+    capacities: Mapping[str, float] = {}
+    lengths: Lengths = Lengths()
+
+
+class _Counted(msgspec.Struct, frozen=True):
+    """``demand``: tokens of the engines whose load is known. ``unknown``: units of the others."""
+
+    memory: TokensMemory
+    demand: float
+    unknown: float
+
+
+class TokensLaw(msgspec.Struct, frozen=True):
+    """``parameters``: of the strategy."""
+
+    parameters: TokensParameters = TokensParameters()
+    name: str = "Tokens"
+
+    def recommend(
+        self, situation: Situation, memory: TokensMemory | None
+    ) -> tuple[Recommendation, TokensMemory | None]:
+        """As many more or fewer as tokens call for."""
+        counted = self._count(situation, memory or TokensMemory())
+        after, up = counted.memory, self.parameters.scale_up_utilization
+        unit = _capacity_of(situation.targets[0], situation, after) if situation.targets else None
+        if unit is None:
+            return Recommendation(self.name, None, "what an engine can hold is not known"), after
+        ready = _supply(situation, after)
+        demand = counted.demand + counted.unknown * unit * up + _at_gateways(situation, after.lengths)
+        required = demand / up - ready - pending_units(situation) * unit
+        spare = ready - demand / self.parameters.scale_down_utilization
+        inputs = {"demand_tokens": demand, "ready_capacity_tokens": ready, "replica_capacity_tokens": unit}
+        said = f"{demand:.0f} tokens in use or waiting, {ready:.0f} fit into ready engines, {unit:.0f} into one"
+        current = situation.current
+        if required > 0:
+            desired = current + rounded_up(required / unit, situation)
+            return Recommendation(
+                self.name, desired, f"{said}; above {up:g} of that and what is starting", inputs
+            ), after
+        fewer = rounded_down(max(spare, 0.0) / unit, situation)
+        if fewer <= 0:
+            return Recommendation(self.name, current, f"{said}; enough, and no replica too many", inputs), after
+        if counted.unknown:
+            return Recommendation(self.name, None, f"{said}, but the load of some engines is unknown", inputs), after
+        return Recommendation(self.name, one_fewer(situation, fewer), f"{said}; fewer carry that", inputs), after
+
+    def _count(self, situation: Situation, memory: TokensMemory) -> _Counted:
+        lengths = _lengths(situation) or memory.lengths
+        observed, capacities = dict(memory.observed), dict(memory.capacities)
+        demand = unknown = 0.0
+        loads = ready_loads(situation)
+        for target in situation.targets:
+            own = []
+            for load in loads:
+                if load.target != target.name:
+                    continue
+                cache = _cache(load, target)
+                used, waiting = _used(load, cache)
+                if load.report is None:
+                    unknown += load.units
+                    continue
+                demand += used + waiting * lengths.prompt
+                if cache:
+                    own.append(self._capacity(f"{target.name}|{lengths.kind}", observed, lengths, cache, used, waiting))
+            if own:
+                capacities[target.name] = statistics.median(own)
+        return _Counted(TokensMemory(observed, capacities, lengths), demand, unknown)
+
+    def _capacity(
+        self,
+        key: str,
+        observed: dict[str, tuple[float, ...]],
+        lengths: Lengths,
+        cache: float,
+        used: float,
+        waiting: float,
+    ) -> float:
+        """min(k1, k2) of one engine; what is observed of it is added to ``observed``."""
+        memory_bound = cache * self.parameters.kv_cache_threshold
+        if waiting >= self.parameters.queue_length_threshold and used > 0:
+            observed[key] = (*observed.get(key, ()), used)[-_OBSERVATIONS:]
+            return min(memory_bound, used)
+        if key in observed:
+            return min(memory_bound, statistics.fmean(observed[key]))
+        derived = steady_tokens(lengths, self.parameters.max_batched_tokens, self.parameters.max_sequences)
+        return min(memory_bound, derived) if derived > 0 else memory_bound
+
+
+def steady_tokens(lengths: Lengths, max_batched_tokens: float, max_sequences: float) -> float:
+    """Tokens in use of an engine that is as busy as its scheduler allows; 0 if lengths are unknown."""
+    if lengths.answer <= 0:
+        return 0.0
+    sequences = min(max_batched_tokens * lengths.answer / (lengths.prompt + lengths.answer), max_sequences)
+    return sequences * (lengths.prompt + lengths.answer / 2)
+
+
+def _lengths(situation: Situation) -> Lengths | None:
+    rates = situation.traffic.rates(LENGTH_WINDOW_S, situation.now_s)
+    if rates is None or rates.finished <= 0:
+        return None
+    return Lengths(rates.prompt_tokens / rates.finished, rates.output_tokens / rates.finished)
+
+
+def _cache(load: Load, target: Target) -> float:
+    """Tokens that an engine's cache holds: as it says, as learned, as declared; 0 if unknown."""
+    reported = load.report.kv_capacity_tokens if load.report is not None else 0.0
+    learned = target.speed.kv_tokens if target.speed is not None else None
+    return reported or learned or target.spec.capacity.kv_tokens or 0.0
+
+
+def _used(load: Load, cache: float) -> tuple[float, float]:
+    """Tokens in use and requests that wait in the engine. What gateways have sent includes what waits there."""
+    known = kv_and_queue(load.report) if load.report is not None and load.report.kv_usage is not None else None
+    if known is not None and cache:
+        return known[0] * cache, known[1]
+    return (load.report.in_flight_tokens, 0.0) if load.report is not None else (0.0, 0.0)
+
+
+def _capacity_of(target: Target, situation: Situation, memory: TokensMemory) -> float | None:
+    """Tokens that a replica of the target can hold; None if nobody knows."""
+    if known := memory.capacities.get(target.name):
+        return known
+    others = [
+        memory.capacities[one.name] / one.capacity for one in situation.targets if memory.capacities.get(one.name)
+    ]
+    return statistics.median(others) * target.capacity if others else None
+
+
+def _supply(situation: Situation, memory: TokensMemory) -> float:
+    loads = ready_loads(situation)
+    counts = {target.name: sum(load.target == target.name for load in loads) for target in situation.targets}
+    return sum((_capacity_of(one, situation, memory) or 0.0) * counts[one.name] for one in situation.targets)
+
+
+def _at_gateways(situation: Situation, lengths: Lengths) -> float:
+    """Tokens that wait, and those of their answers, unless other engines write these."""
+    answers = 0.0 if situation.targets[0].spec.stage == "Prefill" else situation.waiting.requests * lengths.answer
+    return situation.waiting.tokens + answers

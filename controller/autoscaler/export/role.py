@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exports of the manager role, which every replica serves from what bindings' statuses say."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.autoscaler.export.exported import Exported, Exports
+from controller.autoscaler.export.server import MetricsServer
+from controller.autoscaler.keda.access import Readers
+from controller.autoscaler.keda.decisions import Decisions, wanted_of
+from controller.autoscaler.keda.scaler import KedaScaler
+from controller.autoscaler.keda.streams import MOST_STREAMS
+from controller.autoscaler.keda.tls import TlsFiles, server_credentials
+from controller.kube.informer import Informer, InformerTiming, Selection
+from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, Object
+
+if TYPE_CHECKING:
+    from controller.kube.callers import Callers
+    from controller.kube.client import Client
+    from controller.webhooks.material import Pair
+
+_METADATA: Final = ("name", "namespace", "uid", "resourceVersion")
+
+
+class ExportSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """``external_metrics`` and ``keda``: addresses to listen on; empty: not served. ``keda_tls``: files for KEDA's
+    port; None: without TLS. ``keda_readers``: who may read what there. ``keda_streams``: that may be open there at a
+    time.
+    ``namespace``: whose bindings; None: all.
+    """
+
+    external_metrics: str = ""
+    keda: str = ""
+    keda_tls: TlsFiles | None = None
+    keda_readers: Readers = Readers()
+    keda_streams: int = MOST_STREAMS
+    namespace: str | None = None
+    informers: InformerTiming = InformerTiming()
+
+
+class ExportRole:
+    """``run`` does all of it. ``use`` gets the certificate of the external metrics API."""
+
+    def __init__(self, client: Client, settings: ExportSettings, callers: Callers) -> None:
+        self._settings = settings
+        self._decisions = Decisions()
+        self._exports = Exports(self._changed)
+        self._informer = Informer(
+            client,
+            AUTOSCALING_POLICY_BINDINGS,
+            Selection(namespace=settings.namespace),
+            timing=settings.informers,
+            slim=_slim,
+        )
+        self._informer.subscribe(lambda key: self._exports.put(key, self._informer.get(key)))
+        address = settings.external_metrics
+        self._server = MetricsServer(client, address, self._exports, callers) if address else None
+        self._is_ready = False
+
+    def use(self, pair: Pair) -> None:
+        """See ``MetricsServer``."""
+        if self._server is not None:
+            self._server.use(pair)
+
+    def is_ready(self) -> bool:
+        """Whether everything can be asked."""
+        return self._is_ready and (self._server is None or self._server.ready.is_set())
+
+    async def run(self) -> None:
+        """Until cancelled; raises OSError if an address is taken, or files are no certificates."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._informer.run(), name="bindings for exports")
+            await self._informer.synced.wait()
+            if self._server is not None:
+                tasks.create_task(self._server.run(), name="external metrics API")
+            if self._settings.keda:
+                tasks.create_task(self._keda(), name="KEDA's external scaler")
+            self._is_ready = True
+
+    async def _keda(self) -> None:
+        settings, tls = self._settings, self._settings.keda_tls
+        scaler = KedaScaler(self._decisions, readers=settings.keda_readers, most_streams=settings.keda_streams)
+        try:
+            credentials = None if tls is None else server_credentials(tls)
+        except ValueError as error:
+            raise OSError(f"the certificate for KEDA's port cannot be used: {error}") from None
+        await scaler.start(self._settings.keda, credentials)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await scaler.stop()
+
+    def _changed(self, key: str, targets: tuple[Exported, ...] | None) -> None:
+        if not targets:
+            self._decisions.forget(key)
+            return
+        self._decisions.tell(key, wanted_of({one.target: one.desired for one in targets}))
+
+
+def _slim(binding: Object) -> Object:
+    metadata = binding["metadata"]
+    kept = {name: metadata[name] for name in _METADATA if name in metadata}
+    return {"metadata": kept, "spec": binding.get("spec") or {}, "status": binding.get("status") or {}}

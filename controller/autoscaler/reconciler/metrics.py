@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of scaling: those by which HPAs and KEDA scale, named as llm-d names them, and our own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.registry import Collector
+
+from controller.autoscaler.decision.decision import StageDecision
+from controller.kube.exposition import Family, labels_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from prometheus_client.metrics_core import Metric
+
+# llm-d's labels, and the kind: a Deployment and a StatefulSet may have one name.
+_TARGET: Final = ("variant_name", "namespace", "accelerator_type", "model_name", "variant_kind")
+_STAGE: Final = ("namespace", "binding", "stage")
+_BINDING: Final = ("namespace", "binding")
+
+
+class TargetSeries(msgspec.Struct, frozen=True, kw_only=True):
+    """One target. ``labels``: values of ``_TARGET``. ``desired``: the last that was known. ``pending``: replicas that
+    start. ``cost``: of its current replicas in an hour.
+    """
+
+    labels: tuple[str, str, str, str, str]
+    current: int
+    desired: int
+    ready: int
+    pending: int
+    blocked: bool
+    held: bool
+    cost: float
+    scalings: int
+
+
+class BindingSeries(msgspec.Struct, frozen=True, kw_only=True):
+    """One binding: its last decision. ``at_s``: when that was. ``saturation``: the mean of its engines, 0 to 1."""
+
+    namespace: str
+    name: str
+    at_s: float
+    age_s: float
+    saturation: float | None
+    targets: tuple[TargetSeries, ...]
+    stages: tuple[StageDecision, ...]
+
+
+class ScalingMetrics(Collector):
+    """In a manager's registry. Series of targets and bindings come from what ``follow`` was given at the scrape, so
+    they end with their object.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._series: Callable[[], Sequence[BindingSeries]] = tuple
+        self._seconds = Histogram(
+            "attache_scaling_decision_seconds",
+            "Time of a look at a binding, with its writes",
+            buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.2, 1.0, 5.0),
+            registry=registry,
+        )
+        self._looks = Counter(
+            "attache_scaling_looks_total",
+            "Looks at bindings: decided, unchanged (the last decision stands), waiting (not all is known yet), invalid,"
+            " paused, again (a target had changed meanwhile), gone, error",
+            ("outcome",),
+            registry=registry,
+        )
+        self._of_outcome: dict[str, Counter] = {}
+        self._writes = Counter(
+            "attache_scaling_writes_total", "Writes to the API server", ("kind", "verb"), registry=registry
+        )
+        registry.register(self)
+
+    def follow(self, series: Callable[[], Sequence[BindingSeries]]) -> None:
+        """Those of the present term."""
+        self._series = series
+
+    def looked(self, outcome: str, seconds: float) -> None:
+        """One look has ended."""
+        counter = self._of_outcome.get(outcome)
+        if counter is None:
+            counter = self._of_outcome[outcome] = self._looks.labels(outcome)
+        counter.inc()
+        self._seconds.observe(seconds)
+
+    def wrote(self, kind: str, verb: str) -> None:
+        """One write has been answered."""
+        self._writes.labels(kind, verb).inc()
+
+    def collect(self) -> Iterator[Metric]:
+        """Called in the thread of a scrape."""
+        bindings = self._series()
+        yield from _of_targets(bindings)
+        yield from _of_bindings(bindings)
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: what is collected depends on the bindings."""
+        return iter(())
+
+
+def _of_targets(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
+    targets = [(labels_of(_TARGET, one.labels), binding, one) for binding in bindings for one in binding.targets]
+
+    def family(name: str, said: str, value: Callable[[TargetSeries], float], kind: str = "gauge") -> Metric:
+        return Family(name, said, kind, [(labels, value(one)) for labels, _, one in targets])
+
+    yield family("wva_desired_replicas", "Replicas that it should have", lambda one: one.desired)
+    yield family("wva_current_replicas", "Replicas that it has", lambda one: one.current)
+    yield family(
+        "wva_desired_ratio",
+        "Desired over current replicas; the desired ones where there are none",
+        lambda one: one.desired / one.current if one.current else one.desired,
+    )
+    yield family("attache_scaling_ready_replicas", "Replicas that serve", lambda one: one.ready)
+    yield family("attache_scaling_pending_replicas", "Replicas that start", lambda one: one.pending)
+    yield family("attache_scaling_blocked", "1 while no more replicas can be had", lambda one: one.blocked)
+    yield family("attache_scaling_held", "1 while what was decided is not written", lambda one: one.held)
+    yield family("attache_scaling_cost_rate", "Cost of the current replicas in an hour", lambda one: one.cost)
+    yield family("wva_replica_scaling", "Writes of replicas", lambda one: one.scalings, "counter")
+    decided = [(labels, binding.at_s) for labels, binding, _ in targets]
+    yield Family("wva_last_scaling_decision_timestamp", "When it was last decided", "gauge", decided)
+    saturation = [(labels, one.saturation) for labels, one, _ in targets if one.saturation is not None]
+    yield Family("wva_saturation_level", "Mean saturation of the engines, 0 to 1", "gauge", saturation)
+
+
+def _of_bindings(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
+    stages = [
+        ((one.namespace, one.name, stage.stage), stage, labels_of(_STAGE, (one.namespace, one.name, stage.stage)))
+        for one in bindings
+        for stage in one.stages
+    ]
+    by_law = [
+        (labels_of((*_STAGE, "law"), (*values, one.law)), one.replicas)
+        for values, stage, _ in stages
+        for one in stage.recommendations
+        if one.replicas is not None
+    ]
+    need = [(labels, stage.combined) for _, stage, labels in stages if stage.combined is not None]
+    kept = [
+        (labels_of((*_STAGE, "rule"), (*values, rule)), change)
+        for values, stage, _ in stages
+        for rule, change in _changes(stage).items()
+    ]
+    unproven = [(labels, not stage.is_proven) for _, stage, labels in stages]
+    age = [(labels_of(_BINDING, (one.namespace, one.name)), one.age_s) for one in bindings]
+    said = "What a law asks for, in replicas of the first target"
+    yield Family("attache_scaling_law_replicas", said, "gauge", by_law)
+    yield Family("attache_scaling_need_replicas", "What the laws ask for together", "gauge", need)
+    said = "By how much a rule has changed what the laws ask for"
+    yield Family("attache_scaling_kept_replicas", said, "gauge", kept)
+    said = "1 while a slightly cheaper set of targets may exist"
+    yield Family("attache_scaling_unproven", said, "gauge", unproven)
+    yield Family("attache_scaling_data_age_seconds", "Age of the oldest data", "gauge", age)
+
+
+def _changes(stage: StageDecision) -> dict[str, float]:
+    """By rule."""
+    found: dict[str, float] = {}
+    for step in stage.steps:
+        found[step.rule] = found.get(step.rule, 0.0) + step.after - step.before
+    return found

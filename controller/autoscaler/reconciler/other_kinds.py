@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets of kinds that are somebody else's, such as a CRD with a scale subresource: read, not followed.
+
+The API server says how the kind is served. A read of the scale gives replicas and the pods' selector; a read of the
+object its annotations. So all that somebody has to allow us is ``get`` and ``patch`` of both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from controller.autoscaler.reconciler.other_kinds_read import Lacks, Read, misnamed, place_name, read_of
+from controller.autoscaler.reconciler.scalables import ScalableKind, foreign_kind
+from controller.autoscaler.reconciler.shares import FairShares
+from controller.kube.errors import ClusterError, Forbidden, NotFound, Unreachable
+from controller.kube.resources import Object, Resource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from controller.autoscaler.reconciler.owning import Place
+    from controller.kube.client import Client
+
+log = logging.getLogger(__name__)
+
+_EACH_S: Final = 5.0
+# However many targets there are, at most fifty reads begin in a second.
+_GAP_S: Final = 0.02
+# So many are read side by side, and each group of kinds has a share: behind it may be a server of its own that is slow.
+_SIDE_BY_SIDE: Final = 16
+# What has not been read by then cannot be read.
+_DEADLINE_S: Final = 10.0
+# How a kind is served, and what we may do, is asked again after so long; what we may not do at each read.
+_KNOWN_S: Final = 300.0
+_REVIEWS: Final = Resource(
+    "authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview", namespaced=False
+)
+
+
+class OtherKinds:
+    """``run`` does the work. ``changed``: called with each target of which something new was read."""
+
+    def __init__(
+        self,
+        client: Client,
+        changed: Callable[[Place], None],
+        *,
+        each_s: float = _EACH_S,
+        deadline_s: float = _DEADLINE_S,
+    ) -> None:
+        self._client = client
+        self._changed = changed
+        self._each_s = each_s
+        self._deadline_s = deadline_s
+        self._shares = FairShares(_SIDE_BY_SIDE)
+        # being read, or waiting for it
+        self._reading: set[Place] = set()
+        self._asked: dict[str, Mapping[Place, str]] = {}
+        self._wanted: dict[Place, str] = {}
+        self._read: dict[Place, Read] = {}
+        self._due_at_s: dict[Place, float] = {}
+        self._failing_since_s: dict[Place, float] = {}
+        self._kinds: dict[tuple[str, str], tuple[float, ScalableKind]] = {}
+        self._allowed_at_s: dict[tuple[Resource, str], float] = {}
+        self._wake = asyncio.Event()
+        # grows with each change
+        self.version = 0
+
+    def want(self, key: str, places: Mapping[Place, str]) -> None:
+        """From now on the binding ``key`` asks for these targets; their API version is the value."""
+        if self._asked.get(key, {}) == places:
+            return
+        self._asked[key] = places
+        if not places:
+            del self._asked[key]
+        self._wanted = {place: version for each in self._asked.values() for place, version in each.items()}
+        for place in self._read.keys() - self._wanted.keys():
+            del self._read[place]
+            self._failing_since_s.pop(place, None)
+        self._due_at_s = {place: self._due_at_s.get(place, 0.0) for place in self._wanted}
+        self._wake.set()
+
+    def of(self, place: Place) -> Read:
+        """As read last; empty before that."""
+        return self._read.get(place, Read())
+
+    def are_read(self, key: str) -> bool:
+        """Whether all that the binding ``key`` asks for have been tried."""
+        return all(map(self.is_read, self._asked.get(key, ())))
+
+    def is_read(self, place: Place) -> bool:
+        """Whether it has been tried."""
+        return place in self._read
+
+    def anew(self, place: Place) -> None:
+        """It has changed: read it soon."""
+        if place in self._wanted:
+            self._due_at_s[place] = 0.0
+            self._wake.set()
+
+    def cut_off_s(self, namespace: str) -> float | None:
+        """For how long targets of a namespace could not be read; None if they could."""
+        since_s = [at_s for place, at_s in self._failing_since_s.items() if place[0] == namespace]
+        return _loop_s() - min(since_s) if since_s else None
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                self._wake.clear()
+                for place in self._due():
+                    self._reading.add(place)
+                    tasks.create_task(self._one(place), name=f"read {place_name(place)}")
+                    await asyncio.sleep(_GAP_S)
+                    if self._wake.is_set():
+                        break
+                if not self._wake.is_set():
+                    await _until(self._wake, self._next_s())
+
+    def _due(self) -> list[Place]:
+        now_s = _loop_s()
+        return [one for one, at_s in self._due_at_s.items() if at_s <= now_s and one not in self._reading]
+
+    def _next_s(self) -> float:
+        """In how many seconds to look again for what is due. What is overdue is being read, and tells when it has
+        been.
+        """
+        now_s = _loop_s()
+        return min((at_s - now_s for at_s in self._due_at_s.values() if at_s > now_s), default=float("inf"))
+
+    async def _one(self, place: Place) -> None:
+        try:
+            async with self._shares.turn(place[1]):
+                await self._look(place)
+        except Exception as error:  # whatever is wrong with one object, the others are read
+            log.exception("%s cannot be read", place_name(place))
+            self._take(place, Read(lacks=Lacks("TargetNotFound", f"{place_name(place)} cannot be read: {error!r}")))
+        finally:
+            self._reading.discard(place)
+            if self._due_at_s.get(place, float("inf")) <= _loop_s():
+                self._wake.set()
+
+    async def _look(self, place: Place) -> None:
+        if place not in self._wanted:
+            return
+        self._due_at_s[place] = _loop_s() + self._each_s
+        before = self.of(place)
+        try:
+            now = await self._in_time(place, before)
+            self._failing_since_s.pop(place, None)
+        except ClusterError as error:
+            self._failing_since_s.setdefault(place, _loop_s())
+            log.warning("%s cannot be read, and is as it was: %s", place_name(place), error)
+            unread = Read(lacks=Lacks("TargetNotFound", f"{place_name(place)} cannot be read: {error}"))
+            now = before if place in self._read else unread
+        self._take(place, now)
+
+    async def _in_time(self, place: Place, before: Read) -> Read:
+        """Raises ClusterError."""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._now(place, self._wanted[place], before)
+        except TimeoutError:
+            raise Unreachable(f"the API server has not answered within {self._deadline_s:g} s") from None
+
+    def _take(self, place: Place, now: Read) -> None:
+        if place in self._wanted and (place not in self._read or now != self._read[place]):
+            self._read[place] = now
+            self.version += 1
+            self._changed(place)
+
+    async def _now(self, place: Place, version: str, before: Read) -> Read:
+        """Raises ClusterError where nothing is known."""
+        wrong = misnamed(place, version)
+        if wrong is not None:
+            return Read(lacks=wrong)
+        try:
+            kind = await self._kind(place, version)
+            if isinstance(kind, Lacks):
+                return Read(lacks=kind)
+            lacks = await self._denied(kind.resource, place[0])
+            if lacks is not None:
+                return Read(kind, lacks=lacks)
+            return await self._target(kind, place, before)
+        except NotFound:
+            return Read(lacks=Lacks("TargetNotFound", f"there is no {place_name(place)}"))
+        except Forbidden as error:
+            self._allowed_at_s.clear()
+            return Read(lacks=Lacks("TargetForbidden", f"{place_name(place)} cannot be read: {error.message}"))
+
+    async def _kind(self, place: Place, version: str) -> ScalableKind | Lacks:
+        """How the API server serves it."""
+        known = self._kinds.get((version, place[2]))
+        if known is not None and _loop_s() < known[0] + _KNOWN_S:
+            return known[1]
+        named = f"{version} {place[2]}"
+        try:
+            served = await self._client.served(version)
+        except NotFound:
+            return Lacks("UnknownKind", f"{named} cannot be scaled here: the cluster does not serve {version}")
+        plain = [one for one in served if one.get("kind") == place[2] and "/" not in one.get("name", "")]
+        scaled = {one.get("name") for one in served}
+        if not plain:
+            return Lacks("UnknownKind", f"{named} cannot be scaled here: the cluster has no such kind")
+        plural = plain[0]["name"]
+        if f"{plural}/scale" not in scaled or not plain[0].get("namespaced"):
+            return Lacks("UnknownKind", f"{named} cannot be scaled: {plural} have no scale subresource in a namespace")
+        kind = foreign_kind(Resource(place[1], version.rpartition("/")[2], plural, place[2]))
+        self._kinds[version, place[2]] = _loop_s(), kind
+        return kind
+
+    async def _denied(self, resource: Resource, namespace: str) -> Lacks | None:
+        """What must be granted to us; None if we may do all that it takes."""
+        checked_at_s = self._allowed_at_s.get((resource, namespace))
+        if checked_at_s is not None and _loop_s() < checked_at_s + _KNOWN_S:
+            return None
+        missing = [
+            f"{verb} {resource.plural}{'/' + part if part else ''}"
+            for part in ("", "scale")
+            for verb in ("get", "patch")
+            if not await self._may(resource, namespace, verb, part)
+        ]
+        if not missing:
+            self._allowed_at_s[resource, namespace] = _loop_s()
+            return None
+        said = f"the manager must not {', '.join(missing)} of the API group {resource.group!r} in {namespace}"
+        grant = "grant it by a ClusterRole with the label attache.dev/aggregate-to-scaled-kinds=true"
+        return Lacks("TargetForbidden", f"{said}; {grant}")
+
+    async def _may(self, resource: Resource, namespace: str, verb: str, part: str) -> bool:
+        asked = {"group": resource.group, "resource": resource.plural, "verb": verb, "namespace": namespace}
+        spec = {"resourceAttributes": {**asked, "subresource": part} if part else asked}
+        review: Object = {"apiVersion": _REVIEWS.api_version, "kind": _REVIEWS.kind, "metadata": {}, "spec": spec}
+        try:
+            answer = await self._client.create(_REVIEWS, review)
+        except (NotFound, Forbidden):
+            # a server that does not answer such questions says no where it matters
+            return True
+        return bool((answer.get("status") or {}).get("allowed"))
+
+    async def _target(self, kind: ScalableKind, place: Place, before: Read) -> Read:
+        name, namespace = place[3], place[0]
+        scale = await self._client.get(kind.resource, name, namespace, subresource="scale")
+        known = before.found
+        if known is not None and scale["metadata"].get("resourceVersion") == known.version:
+            return before
+        thing = await self._client.get(kind.resource, name, namespace)
+        if thing["metadata"].get("resourceVersion") != scale["metadata"].get("resourceVersion"):
+            # written in between: once more, and the next look sees what comes after that
+            scale = await self._client.get(kind.resource, name, namespace, subresource="scale")
+            thing["metadata"]["resourceVersion"] = scale["metadata"].get("resourceVersion", "")
+        return read_of(kind, place, thing, scale)
+
+
+def _loop_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def _until(event: asyncio.Event, wait_s: float) -> None:
+    """Returns once it is set, or after this time."""
+    try:
+        async with asyncio.timeout(wait_s if wait_s < _KNOWN_S else None):
+            await event.wait()
+    except TimeoutError:
+        return

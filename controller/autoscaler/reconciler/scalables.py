@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be scaled: by kind, where its replicas stand, which pods it has, and which pods make one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from controller.autoscaler.reconciler.names import SCALED_BY, SCALED_TO, SCALER
+from controller.autoscaler.reconciler.pods import PodView
+from controller.kube.resources import DEPLOYMENTS, MODEL_INFER_ROLES, MODEL_INFERS, Object, Resource, key_of
+from controller.models.model_infer import labels
+from controller.models.model_infer.times import seconds_of
+
+STATEFUL_SETS: Final = Resource("apps", "v1", "statefulsets", "StatefulSet")
+LEADER_WORKER_SETS: Final = Resource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
+# Two of 32 bits, and the words between them.
+_LONGEST_NUMBERS: Final = 40
+_LWS: Final = "leaderworkerset.sigs.k8s.io/"
+
+
+class Scalable(msgspec.Struct, frozen=True, kw_only=True):
+    """``replicas``: that were asked for. ``selector``: labels of its pods; empty if they cannot be told by labels
+    alone.
+    ``template``: labels that the pods get which requests are sent to; ``roles``: the same by role of a ModelInfer.
+    ``scaled_by`` and ``scaled_to``: our annotations; ``scaled_to`` has two numbers while we change one into the other.
+    ``selects``: the whole selector, where ``selector`` has only those labels of which it allows one value; empty if
+    that is all. ``is_ours``: the replicas were last written by us. ``writer`` and ``written_at_s``: who else wrote them
+    last, and when; empty and 0 if nobody is known. ``is_going``: it is being deleted.
+    """
+
+    resource: Resource
+    key: str
+    uid: str
+    version: str
+    replicas: int
+    selector: Mapping[str, str]
+    template: Mapping[str, str]
+    roles: Mapping[str, Mapping[str, str]] = {}
+    scaled_by: str = ""
+    scaled_to: frozenset[int] = frozenset()
+    is_ours: bool = False
+    writer: str = ""
+    written_at_s: float = 0.0
+    is_going: bool = False
+    selects: str = ""
+
+
+Shape = Callable[[Object], tuple[Mapping[str, str], Mapping[str, str]]]
+"""The selector and the template's labels of an object."""
+UnitOf = Callable[[PodView], str]
+"""Which replica a pod is a part of."""
+
+
+def _always(_: PodView) -> bool:
+    return True
+
+
+class ScalableKind(msgspec.Struct, frozen=True, kw_only=True):
+    """``shape``: see there. ``unit_of``: see there. ``serves``: whether requests are sent to a pod at all.
+    ``drains_itself``: its controller lets engines finish before it deletes them. ``is_ordered``: its controller deletes
+    the pod with the highest ordinal first. ``optional``: the cluster may lack it.
+    """
+
+    resource: Resource
+    shape: Shape
+    unit_of: UnitOf
+    serves: Callable[[PodView], bool] = _always
+    drains_itself: bool = False
+    is_ordered: bool = False
+    optional: bool = False
+
+
+def reader(kind: ScalableKind) -> Callable[[Object], Object]:
+    """Makes an object as an informer keeps it: ``view`` is the ``Scalable``."""
+
+    def read(thing: Object) -> Object:
+        metadata = thing["metadata"]
+        kept = {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion") if name in metadata}
+        return {"metadata": kept, "view": scalable_of(kind, thing)}
+
+    return read
+
+
+def scalable_of(kind: ScalableKind, thing: Object) -> Scalable:
+    """An object as the API server has it."""
+    metadata = thing["metadata"]
+    selector, template = kind.shape(thing)
+    is_ours, writer, written_at_s = _writers(metadata.get("managedFields") or ())
+    annotations = metadata.get("annotations") or {}
+    replicas = (thing.get("spec") or {}).get("replicas")
+    return Scalable(
+        resource=kind.resource,
+        key=key_of(thing),
+        uid=metadata.get("uid", ""),
+        version=metadata.get("resourceVersion", ""),
+        replicas=1 if replicas is None else int(replicas),
+        selector=selector,
+        template=template,
+        roles=_roles(thing) if kind.resource == MODEL_INFERS else {},
+        scaled_by=annotations.get(SCALED_BY, ""),
+        scaled_to=_numbers(annotations.get(SCALED_TO)),
+        is_ours=is_ours,
+        writer=writer,
+        written_at_s=written_at_s,
+        is_going="deletionTimestamp" in metadata,
+    )
+
+
+def _writers(managed: Any) -> tuple[bool, str, float]:  # noqa: ANN401 - JSON
+    """Whether ``spec.replicas`` is ours, and who else owns it, the last one to write."""
+    is_ours, writer, at_s = False, "", 0.0
+    for one in managed:
+        if "f:replicas" not in ((one.get("fieldsV1") or {}).get("f:spec") or {}):
+            continue
+        if one.get("manager") == SCALER:
+            is_ours = True
+            continue
+        its_s = seconds_of(one.get("time")) or 0.0
+        if its_s >= at_s:
+            writer, at_s = str(one.get("manager", "")), its_s
+    return is_ours, writer, at_s
+
+
+def _numbers(text: object) -> frozenset[int]:
+    """``3``, or ``3 from 1``. Empty for what nobody of us has written."""
+    parts = text.split(" from ") if isinstance(text, str) and len(text) <= _LONGEST_NUMBERS else []
+    return frozenset(map(int, parts)) if all(one.isdecimal() for one in parts) else frozenset()
+
+
+def _by_selector(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    spec = thing.get("spec") or {}
+    selector = spec.get("selector") or {}
+    template = _labels(spec.get("template"))
+    return (selector.get("matchLabels") or {}), template
+
+
+def _labels(template: object) -> dict[str, str]:
+    """Objects of others' kinds may have anything there."""
+    metadata = template.get("metadata") if isinstance(template, Mapping) else None
+    found = metadata.get("labels") if isinstance(metadata, Mapping) else None
+    return {str(name): str(value) for name, value in found.items()} if isinstance(found, Mapping) else {}
+
+
+def _model_infer(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    mine = {labels.MODEL_INFER: thing["metadata"]["name"]}
+    together: dict[str, str] = {}
+    for one in _roles(thing).values():
+        together |= one
+    return mine, together
+
+
+def _roles(thing: Object) -> dict[str, dict[str, str]]:
+    name = thing["metadata"]["name"]
+    roles = ((thing.get("spec") or {}).get("template") or {}).get("roles") or ()
+    return {
+        one.get("name", ""): {
+            **_labels(one.get("entryTemplate")),
+            labels.MODEL_INFER: name,
+            labels.ROLE: one.get("name", ""),
+            labels.ENTRY: "true",
+        }
+        for one in roles
+    }
+
+
+def _model_infer_role(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    spec = thing.get("spec") or {}
+    mine = {labels.MODEL_INFER: spec.get("modelInfer", ""), labels.ROLE: spec.get("role", "")}
+    return mine, {**mine, labels.ENTRY: "true"}
+
+
+def _leader_worker_set(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    mine = {f"{_LWS}name": thing["metadata"]["name"]}
+    template = (thing.get("spec") or {}).get("leaderWorkerTemplate") or {}
+    leader = template.get("leaderTemplate") or template.get("workerTemplate")
+    return mine, {**_labels(leader), **mine}
+
+
+def _pod(pod: PodView) -> str:
+    return pod.key
+
+
+def _group(pod: PodView) -> str:
+    return pod.labels.get(labels.GROUP, pod.key)
+
+
+def _role_replica(pod: PodView) -> str:
+    """A role has as many replicas in each group: requests are spread over all groups, so they count together."""
+    return pod.labels.get(labels.ROLE_REPLICA, pod.key)
+
+
+def _is_lws_leader(pod: PodView) -> bool:
+    return pod.labels.get(f"{_LWS}worker-index", "0") == "0"
+
+
+def _lws_group(pod: PodView) -> str:
+    return pod.labels.get(f"{_LWS}group-index", pod.key)
+
+
+KINDS: Final = (
+    ScalableKind(resource=MODEL_INFERS, shape=_model_infer, unit_of=_group, drains_itself=True),
+    ScalableKind(
+        resource=MODEL_INFER_ROLES, shape=_model_infer_role, unit_of=_role_replica, drains_itself=True, optional=True
+    ),
+    ScalableKind(resource=DEPLOYMENTS, shape=_by_selector, unit_of=_pod),
+    ScalableKind(resource=STATEFUL_SETS, shape=_by_selector, unit_of=_pod, is_ordered=True),
+    ScalableKind(
+        resource=LEADER_WORKER_SETS,
+        shape=_leader_worker_set,
+        unit_of=_lws_group,
+        serves=_is_lws_leader,
+        is_ordered=True,
+        optional=True,
+    ),
+)
+
+
+def foreign_kind(resource: Resource) -> ScalableKind:
+    """Somebody else's kind: each pod is taken for a replica, and its controller for one that heeds deletion costs."""
+    return ScalableKind(resource=resource, shape=_by_template, unit_of=_pod)
+
+
+def _by_template(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Many have a template of pods where Deployments have it; the selector stands in the scale."""
+    spec = thing.get("spec")
+    return {}, _labels(spec.get("template") if isinstance(spec, Mapping) else None)
+
+
+_BY_NAME: Final = {(one.resource.group, one.resource.kind): one for one in KINDS}
+
+
+def kind_of(group: str, kind: str) -> ScalableKind | None:
+    """The kind that a reference names, in whatever version; None if it is not known."""
+    return _BY_NAME.get((group, kind))

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From targets and demand to situations, one for each stage of a binding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.api.autoscaling_binding import EngineCapacity
+from controller.autoscaler.decision.situation import EngineState, Freshness, Situation, Speed, Target
+from controller.autoscaler.decision.speeds import speed_of
+from controller.autoscaler.reconciler.engines import engines_of
+
+if TYPE_CHECKING:
+    from controller.api.autoscaling import AutoscalingPolicySpec
+    from controller.autoscaler.reconciler.demand import DemandView
+    from controller.autoscaler.reconciler.owning import Hold
+    from controller.autoscaler.reconciler.resolving import Resolved
+
+_UNDECLARED: Final = EngineCapacity()
+
+View = Callable[[Sequence[str]], "DemandView"]
+"""What is known of the demand for some ModelServers together."""
+
+
+Blocked = Callable[[Target], str]
+"""Why no more replicas of a target can be had; empty if they can."""
+
+
+def situations_of(
+    resolved: Sequence[Resolved],
+    policy: AutoscalingPolicySpec,
+    view: View,
+    now_s: float,
+    *,
+    holds: Mapping[str, Hold],
+    blocked: Blocked,
+) -> tuple[Situation, ...]:
+    """One for each stage that targets have, in the order of the first target of each. ``holds``: replicas that somebody
+    else has set, by target.
+    """
+    stages: dict[str, list[Resolved]] = {}
+    for one in resolved:
+        stages.setdefault(one.spec.stage, []).append(one)
+    found = []
+    for several in stages.values():
+        demand = view(sorted({one.server for one in several if one.server}))
+        targets = tuple(_target(one, demand, holds.get(one.spec.name), policy, blocked) for one in several)
+        unreported = tuple(_unreported(targets, now_s - policy.staleness.soft))
+        found.append(
+            Situation(
+                now_s=now_s,
+                targets=targets,
+                traffic=demand.traffic,
+                waiting=demand.waiting,
+                freshness=_with(demand.freshness, unreported),
+                objective=policy.objective,
+            )
+        )
+    return tuple(found)
+
+
+def with_rooms(
+    situations: Sequence[Situation], rooms: Mapping[str, int], pools: Mapping[str, tuple[str, ...]]
+) -> tuple[Situation, ...]:
+    """``rooms``: for how many more replicas nodes have accelerators, by target, where that limits it. ``pools``: what
+    these accelerators are counted in, by target.
+    """
+    if not rooms:
+        return tuple(situations)
+    return tuple(
+        msgspec.structs.replace(
+            each, targets=tuple(_with_room(one, rooms.get(one.name), pools.get(one.name)) for one in each.targets)
+        )
+        for each in situations
+    )
+
+
+def _with_room(target: Target, room: int | None, pools: tuple[str, ...] | None) -> Target:
+    return target if room is None else msgspec.structs.replace(target, room=room, pools=pools)
+
+
+def _with(freshness: Freshness, unreported: tuple[str, ...]) -> Freshness:
+    return (
+        freshness if freshness.unreported == unreported else msgspec.structs.replace(freshness, unreported=unreported)
+    )
+
+
+def _target(
+    one: Resolved,
+    demand: DemandView,
+    hold: Hold | None,
+    policy: AutoscalingPolicySpec,
+    blocked: Blocked,
+) -> Target:
+    if one.found is None or one.kind is None:
+        return Target(spec=one.spec, current=None)
+    made = Target(
+        spec=one.spec,
+        current=one.found.replicas,
+        engines=engines_of(one.kind, one.pods, demand.reports),
+        speed=_speed(one, demand),
+        start_s=float(one.spec.start_time),
+        set_by=hold.writer if hold is not None else "",
+        set_at_s=hold.until_s - policy.manual_hold if hold is not None else 0.0,
+    )
+    why = blocked(made)
+    return msgspec.structs.replace(made, blocked=why) if why else made
+
+
+def _speed(one: Resolved, demand: DemandView) -> Speed | None:
+    """Of a replica: several engines in one work side by side."""
+    known = [(pod, learned) for pod in one.pods if (learned := demand.learned.get(pod.ip)) is not None]
+    if not known and one.spec.capacity == _UNDECLARED:
+        return None
+    speed = speed_of(one.spec.capacity, [learned for _, learned in known])
+    if speed is None or one.kind is None or len(known) <= 1:
+        return speed
+    number = len(known) / len({one.kind.unit_of(pod) for pod, _ in known})
+    if number == 1:
+        return speed
+    return msgspec.structs.replace(
+        speed,
+        prefill_tokens_per_s=speed.prefill_tokens_per_s * number,
+        step_s_per_token=speed.step_s_per_token / number,
+        kv_tokens=None if speed.kv_tokens is None else speed.kv_tokens * number,
+    )
+
+
+def _unreported(targets: Sequence[Target], since_s: float) -> Iterator[str]:
+    """Ready engines of which nobody has said anything since then."""
+    for target in targets:
+        for one in target.engines:
+            if one.state is EngineState.READY and (one.report is None or one.report.at_s < since_s):
+                yield one.name

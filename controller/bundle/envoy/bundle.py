@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A snapshot to an Envoy bundle: a bootstrap and the files that Envoy watches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
+
+import msgspec
+
+from controller.bundle.envoy.authentication import authentication_files
+from controller.bundle.envoy.backends import (
+    backend_cluster,
+    backend_cluster_name,
+    backend_endpoints,
+    backend_endpoints_file,
+    backend_resource,
+)
+from controller.bundle.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, bootstrap
+from controller.bundle.envoy.clusters import (
+    endpoints_file,
+    extproc_cluster,
+    server_cluster,
+    server_cluster_name,
+    server_endpoints,
+    with_endpoints,
+)
+from controller.bundle.envoy.envoy_json import resources_file, to_json, to_resource
+from controller.bundle.envoy.filters import Needs
+from controller.bundle.envoy.http_routes import needs_of
+from controller.bundle.envoy.key_sets import key_set_clusters
+from controller.bundle.envoy.listener import listener_resources
+from controller.bundle.envoy.listener_groups import listener_groups
+from controller.bundle.envoy.memo import Memo
+from controller.bundle.envoy.route_configurations import route_configuration
+from extproc.api.backend import Backend, BackendSpec
+from extproc.api.failure_mode import failure_mode_of
+from extproc.api.lingering import with_servers
+from extproc.api.spec import Metadata
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from extproc.api.gateway_config import GatewayConfigSpec
+    from extproc.api.model_server import ModelServer
+    from extproc.api.snapshot import Snapshot
+
+BOOTSTRAP_FILE = "bootstrap.json"
+
+# Envoy takes an inotify instance for each file that it watches and aborts where the machine has no more of them; Linux
+# gives a user 128 by default, for all its processes.
+MOST_ENDPOINT_FILES: Final = 32
+
+T = TypeVar("T", bound="ModelServer | Backend")
+
+
+class BundleWriter:
+    """Snapshots to bundles for ``directory``, which is where Envoy will find them.
+
+    A route takes the classes of Envoy's schema a millisecond: what belongs to objects that have not changed is kept.
+    Engines come and go all the time, so a change of endpoints alone costs no more than the files of their servers; or,
+    with many servers, the file of the clusters, which have their endpoints in them.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._endpoints, self._memo = Memo(), Memo()
+        self._without_endpoints: Mapping[str, ModelServer] = {}
+        self._without_servers: Mapping[str, Backend] = {}
+        # the last snapshot without endpoints, and what it came to
+        self._frame: tuple[Snapshot, Mapping[str, str]] | None = None
+        # the gateway's own clusters; those of servers and Backends, in their order
+        self._clusters: tuple[list[dict[str, object]], list[dict[str, object]]] = ([], [])
+        # the last clusters, and their file
+        self._written: tuple[list[dict[str, object]], str] = ([], "")
+
+    def build(self, snapshot: Snapshot) -> Mapping[str, str]:
+        """File names, relative to the bundle, to JSON.
+
+        Equal snapshots give equal files. In writing order: what is referred to comes before what refers to it.
+        """
+        self._endpoints.next_build()
+        files = self._endpoint_files(snapshot) if _has_endpoint_files(snapshot) else {}
+        self._without_endpoints = {
+            server.metadata.key: _without_endpoints(server, self._without_endpoints.get(server.metadata.key))
+            for server in snapshot.servers
+        }
+        self._without_servers = {
+            backend.metadata.key: _without_servers(backend, self._without_servers.get(backend.metadata.key))
+            for backend in snapshot.backends
+        }
+        frame = msgspec.structs.replace(
+            snapshot,
+            servers=tuple(self._without_endpoints.values()),
+            backends=tuple(self._without_servers.values()),
+            version="",
+            digests={},
+        )
+        if self._frame is None or self._frame[0] != frame:
+            self._frame = frame, self._files_of(frame)
+        own, clusters = self._clusters
+        if not files:
+            endpoints = [self._endpoints.get(_endpoints_of, one) for one in (*snapshot.servers, *snapshot.backends)]
+            pairs = zip(clusters, endpoints, strict=True)
+            clusters = [self._endpoints.get(with_endpoints, *pair) for pair in pairs]
+        if self._written[0] != (resources := [*own, *clusters]):
+            self._written = resources, resources_file(resources)
+        return {**files, CLUSTERS_FILE: self._written[1], **self._frame[1]}
+
+    def _endpoint_files(self, snapshot: Snapshot) -> dict[str, str]:
+        files = {endpoints_file(server): self._endpoints.get(_endpoints, server) for server in snapshot.servers}
+        for one in snapshot.backends:
+            files[backend_endpoints_file(one.metadata.key)] = self._endpoints.get(_servers, one)
+        return files
+
+    def _files_of(self, snapshot: Snapshot) -> Mapping[str, str]:
+        """All files but those of clusters and endpoints; the clusters, without endpoints, are kept."""
+        memo = self._memo
+        memo.next_build()
+        if snapshot.gateway.failure_mode is None:
+            snapshot = msgspec.structs.replace(
+                snapshot, gateway=memo.get(_decided, snapshot.gateway, failure_mode_of(snapshot))
+            )
+        gateway = snapshot.gateway
+        clusters = [memo.get(self._cluster, server) for server in snapshot.servers]
+        clusters.extend(memo.get(self._backend, one) for one in snapshot.backends)
+        self._clusters = [memo.get(_extproc, gateway), *memo.get(_key_sets, gateway)], clusters
+        return {
+            **{
+                group.routes_file: resources_file([route_configuration(group, snapshot, memo)])
+                for group in listener_groups(gateway)
+            },
+            **memo.get(_authentication, gateway),
+            LISTENERS_FILE: memo.get(
+                self._listener, gateway, longest_wait_s(snapshot), *needs_of(snapshot.http_routes)
+            ),
+            BOOTSTRAP_FILE: memo.get(self._bootstrap, gateway),
+        }
+
+    def _cluster(self, server: ModelServer) -> dict[str, object]:
+        return to_resource(server_cluster(server, self._directory))
+
+    def _backend(self, backend: Backend) -> dict[str, object]:
+        like = self._memo.get(self._backend_like, backend.spec.protocol)
+        return backend_resource(backend, like, self._directory)
+
+    def _backend_like(self, protocol: Literal["HTTP", "H2C", "WebSocket"]) -> dict[str, object]:
+        some = Backend(metadata=Metadata(name="some"), spec=BackendSpec(protocol=protocol))
+        return to_resource(backend_cluster(some, self._directory))
+
+    def _listener(self, gateway: GatewayConfigSpec, longest_wait_s: float, *needs: bool) -> str:
+        return resources_file(
+            listener_resources(gateway, self._directory, longest_wait_s=longest_wait_s, needs=Needs(*needs))
+        )
+
+    def _bootstrap(self, gateway: GatewayConfigSpec) -> str:
+        return to_json(bootstrap(gateway, self._directory))
+
+
+def endpoint_subscriptions(snapshot: Snapshot) -> dict[str, str]:
+    """The files of endpoints that Envoy watches, each with the cluster that it is for."""
+    if not _has_endpoint_files(snapshot):
+        return {}
+    backends = [one.metadata.key for one in snapshot.backends]
+    return {
+        **{endpoints_file(one): server_cluster_name(one.metadata.key) for one in snapshot.servers},
+        **{backend_endpoints_file(one): backend_cluster_name(one) for one in backends},
+    }
+
+
+def _has_endpoint_files(snapshot: Snapshot) -> bool:
+    return len(snapshot.servers) + len(snapshot.backends) <= MOST_ENDPOINT_FILES
+
+
+def _endpoints_of(one: ModelServer | Backend) -> dict[str, object]:
+    return backend_endpoints(one) if isinstance(one, Backend) else server_endpoints(one)
+
+
+def _without_endpoints(server: ModelServer, before: ModelServer | None) -> ModelServer:
+    """``before`` if that is the same: what was made from it is kept."""
+    fresh = msgspec.structs.replace(server, spec=msgspec.structs.replace(server.spec, listed=()))
+    return before if before == fresh and before is not None else fresh
+
+
+def _without_servers(backend: Backend, before: Backend | None) -> Backend:
+    """The same of a Backend."""
+    fresh = msgspec.structs.replace(backend, spec=msgspec.structs.replace(backend.spec, endpoints=()))
+    return before if before == fresh and before is not None else fresh
+
+
+def build(snapshot: Snapshot, directory: str) -> Mapping[str, str]:
+    """One bundle by itself, for ``directory``."""
+    return BundleWriter(directory).build(snapshot)
+
+
+def _decided(gateway: GatewayConfigSpec, mode: Literal["Open", "Close"]) -> GatewayConfigSpec:
+    return msgspec.structs.replace(gateway, failure_mode=mode)
+
+
+def _authentication(gateway: GatewayConfigSpec) -> Mapping[str, str]:
+    return authentication_files(gateway.authentication)
+
+
+def _endpoints(server: ModelServer) -> str:
+    return resources_file([server_endpoints(server)])
+
+
+def _key_sets(gateway: GatewayConfigSpec) -> list[dict[str, object]]:
+    return key_set_clusters(gateway.authentication)
+
+
+def _servers(backend: Backend) -> str:
+    return resources_file([backend_endpoints(backend)])
+
+
+def _extproc(gateway: GatewayConfigSpec) -> dict[str, object]:
+    return to_resource(extproc_cluster(gateway))
+
+
+def longest_wait_s(snapshot: Snapshot) -> float:
+    """The longest time for which extproc may hold a request of any server."""
+    return max((snapshot.longest_wait_s_of(server.spec) for server in snapshot.servers), default=0.0)
+
+
+def with_clusters_of(snapshot: Snapshot, before: Snapshot) -> Snapshot:
+    """``snapshot`` plus the ModelServers and Backends of ``before`` that it lacks; no rule sends new requests to
+    them.
+    """
+    return msgspec.structs.replace(
+        with_servers(snapshot, before.servers), backends=_with(snapshot.backends, before.backends)
+    )
+
+
+def _with(own: tuple[T, ...], more: Iterable[T]) -> tuple[T, ...]:
+    names = {one.metadata.key for one in own}
+    return (*own, *(one for one in more if one.metadata.key not in names))

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clusters: one for extproc, one for the engines of each ModelServer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import xxhash
+from envoy_data_plane.envoy.config.cluster.v3 import (
+    CircuitBreakers,
+    CircuitBreakersThresholds,
+    CircuitBreakersThresholdsRetryBudget,
+    Cluster,
+    ClusterCommonLbConfig,
+    ClusterDiscoveryType,
+    ClusterDnsLookupFamily,
+    ClusterEdsClusterConfig,
+    LoadBalancingPolicy,
+    LoadBalancingPolicyPolicy,
+    OutlierDetection,
+    UpstreamConnectionOptions,
+)
+from envoy_data_plane.envoy.config.core.v3 import (
+    HealthCheck,
+    HealthCheckGrpcHealthCheck,
+    Http1ProtocolOptions,
+    Http2ProtocolOptions,
+    HttpProtocolOptions,
+    KeepaliveSettings,
+    TcpKeepalive,
+)
+from envoy_data_plane.envoy.config.endpoint.v3 import (
+    ClusterLoadAssignment,
+    Endpoint,
+    LbEndpoint,
+    LocalityLbEndpoints,
+)
+from envoy_data_plane.envoy.extensions.filters.http.credential_injector.v3 import CredentialInjector
+from envoy_data_plane.envoy.extensions.filters.http.upstream_codec.v3 import UpstreamCodec
+from envoy_data_plane.envoy.extensions.http.injected_credentials.generic.v3 import Generic
+from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request.v3 import LeastRequest
+from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import (
+    OverrideHost,
+    OverrideHostOverrideHostSource,
+)
+from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
+    HttpProtocolOptions as UpstreamOptions,
+)
+from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
+    HttpProtocolOptionsExplicitHttpConfig as ExplicitHttp,
+)
+from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
+from envoy_data_plane.envoy.type.v3 import Percent
+
+from controller.bundle.envoy.bootstrap import ENDPOINTS_FOLDER, file_source
+from controller.bundle.envoy.envoy_json import address, http_filter, seconds, to_resource, typed
+from controller.bundle.envoy.plain import Packed
+from controller.bundle.envoy.secrets import engine_key, secret_reference
+from controller.bundle.envoy.tls import engine_socket
+from extproc.api.connection import EngineConnection
+from extproc.api.validation import parse_address, parse_target, worker_addresses
+from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE, SERVER_CLUSTER
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from betterproto2 import Message
+    from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
+
+    from extproc.api.gateway_config import GatewayConfigSpec
+    from extproc.api.model_server import ModelServer
+    from extproc.api.model_server import OutlierDetection as OutlierPolicy
+
+EXTPROC_CLUSTER: Final = "attache-extproc"
+UPSTREAM_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+
+# Streams live as long as answers do: Envoy's defaults of 1,024 would cut requests off long before engines are full.
+# What limits load is the engines' own queue and, before it, extproc.
+_UNLIMITED: Final = 1_000_000
+
+# vLLM's server closes idle connections after 5 s; a request sent at that moment would meet a reset.
+IDLE_S: Final = 4.0
+
+# File systems take names of 255 bytes; drafts of a file have a longer name.
+_LONGEST_FILE_NAME: Final = 200
+
+
+def server_cluster_name(server: str) -> str:
+    """The cluster of the ModelServer ``namespace/name``, as extproc names it."""
+    return SERVER_CLUSTER + server
+
+
+def endpoints_file(server: ModelServer) -> str:
+    """Where the endpoints of a ModelServer are: Envoy takes one cluster from an EDS file.
+
+    Another connection is another file. Clusters and endpoints do not change at one moment, and a cluster without TLS,
+    or with another key, must never get the endpoints that are reached with it.
+    """
+    file = f"{ENDPOINTS_FOLDER}/{file_name(server.metadata.key)}"
+    connection = server.spec.connection
+    if connection == EngineConnection():
+        return file
+    return f"{file.removesuffix('.json')}~{xxhash.xxh3_64_hexdigest(msgspec.json.encode(connection))}.json"
+
+
+def file_name(key: str) -> str:
+    """A file for the object ``namespace/name``."""
+    namespace, _, name = key.partition("/")
+    if len(name) > _LONGEST_FILE_NAME:
+        name = f"{name[:_LONGEST_FILE_NAME]}-{xxhash.xxh3_64_hexdigest(name.encode())}"
+    return f"{namespace}/{name}.json"
+
+
+def server_cluster(server: ModelServer, directory: str) -> Cluster:
+    """Balanced by extproc's list of endpoints, on retries its next entry; without a list, by least requests."""
+    policy, connection = server.spec.traffic_policy, server.spec.connection
+    name = server_cluster_name(server.metadata.key)
+    return Cluster(
+        name=name,
+        type=ClusterDiscoveryType.EDS,
+        eds_cluster_config=ClusterEdsClusterConfig(
+            eds_config=file_source(directory, endpoints_file(server)), service_name=name
+        ),
+        connect_timeout=seconds(policy.connect_timeout),
+        load_balancing_policy=_override_host(),
+        # Ejected engines get requests only when all are ejected.
+        common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=1.0)),
+        outlier_detection=_outlier_detection(policy.outlier_detection),
+        circuit_breakers=unlimited(),
+        upstream_connection_options=keepalive(),
+        transport_socket=None if connection.tls is None else engine_socket(connection.tls, directory),
+        typed_extension_protocol_options={
+            UPSTREAM_OPTIONS: Packed(
+                UpstreamOptions(
+                    common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(IDLE_S)),
+                    explicit_http_config=ExplicitHttp(http_protocol_options=Http1ProtocolOptions()),
+                    http_filters=_writes_key(connection, directory),
+                )
+            )
+        },
+    )
+
+
+def server_endpoints(server: ModelServer) -> dict[str, object]:
+    """The engines of a ModelServer, as a resource of xDS.
+
+    The classes of Envoy's schema need some 60 µs for an endpoint, and there may be thousands: they make the frame
+    alone.
+    """
+    resource = to_resource(assignment(server_cluster_name(server.metadata.key), []))
+    if server.spec.endpoints:
+        connection = server.spec.connection
+        endpoints = [
+            plain_endpoint(one.address, connection.server_name_of(one.server_name)) for one in server.spec.endpoints
+        ]
+        resource["endpoints"] = [{"lb_endpoints": endpoints}]
+    return resource
+
+
+def with_endpoints(cluster: Mapping[str, object], endpoints: Mapping[str, object]) -> dict[str, object]:
+    """``cluster`` with its endpoints in it, in place of the file that has them."""
+    assigned = {name: value for name, value in endpoints.items() if name != "@type"}
+    others = {name: value for name, value in cluster.items() if name != "eds_cluster_config"}
+    return {**others, "type": "STATIC", "load_assignment": assigned}
+
+
+def extproc_cluster(gateway: GatewayConfigSpec) -> Cluster:
+    """extproc over HTTP/2, with a health check every second, so that a hung process is skipped soon.
+
+    Envoy resolves a host name itself, and follows what it resolves to.
+    """
+    is_name = not gateway.extproc.startswith("unix:") and not parse_target(gateway.extproc).is_ip
+    return Cluster(
+        name=EXTPROC_CLUSTER,
+        type=ClusterDiscoveryType.STRICT_DNS if is_name else ClusterDiscoveryType.STATIC,
+        dns_lookup_family=ClusterDnsLookupFamily.V4_PREFERRED if is_name else ClusterDnsLookupFamily.AUTO,
+        load_assignment=assignment(EXTPROC_CLUSTER, worker_addresses(gateway.extproc, gateway.extproc_workers)),
+        connect_timeout=seconds(1),
+        circuit_breakers=unlimited(),
+        # Never send to an unready extproc: the failure mode decides what happens then.
+        common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0.0)),
+        health_checks=[
+            HealthCheck(
+                grpc_health_check=HealthCheckGrpcHealthCheck(service_name="readiness"),
+                interval=seconds(1),
+                no_traffic_interval=seconds(1),
+                timeout=seconds(2),
+                unhealthy_threshold=2,
+                healthy_threshold=1,
+            )
+        ],
+        typed_extension_protocol_options={
+            UPSTREAM_OPTIONS: Packed(
+                UpstreamOptions(
+                    explicit_http_config=ExplicitHttp(
+                        http2_protocol_options=Http2ProtocolOptions(
+                            max_concurrent_streams=_UNLIMITED,
+                            connection_keepalive=KeepaliveSettings(interval=seconds(30), timeout=seconds(10)),
+                        )
+                    )
+                )
+            )
+        },
+    )
+
+
+def _override_host() -> LoadBalancingPolicy:
+    def key(namespace: str, name: str) -> MetadataKey:
+        return MetadataKey(key=namespace, path=[MetadataKeyPathSegment(key=name)])
+
+    return balancing_policy(
+        "envoy.load_balancing_policies.override_host",
+        OverrideHost(
+            # Metadata only: a header could be a client's.
+            override_host_sources=[OverrideHostOverrideHostSource(metadata=key(LB_NAMESPACE, DESTINATION))],
+            selected_host_key=key(SERVED_NAMESPACE, SERVED_HOST),
+            fallback_policy=balancing_policy("envoy.load_balancing_policies.least_request", LeastRequest()),
+        ),
+    )
+
+
+def balancing_policy(name: str, message: Message) -> LoadBalancingPolicy:
+    """The policy of that name, alone."""
+    return LoadBalancingPolicy(policies=[LoadBalancingPolicyPolicy(typed_extension_config=typed(name, message))])
+
+
+def _outlier_detection(policy: OutlierPolicy) -> OutlierDetection:
+    """Failures to connect and 502, 503, 504 count. A plain 500 does not: one bad prompt must not take engines out."""
+    return OutlierDetection(
+        interval=seconds(1),
+        base_ejection_time=seconds(policy.ejection_time),
+        max_ejection_time=seconds(10 * policy.ejection_time),
+        max_ejection_percent=100,
+        split_external_local_origin_errors=True,
+        consecutive_local_origin_failure=policy.consecutive_failures,
+        enforcing_consecutive_local_origin_failure=100,
+        consecutive_gateway_failure=policy.consecutive_failures,
+        enforcing_consecutive_gateway_failure=100,
+        enforcing_consecutive_5xx=0,
+        enforcing_success_rate=0,
+        enforcing_local_origin_success_rate=0,
+        enforcing_failure_percentage=0,
+        enforcing_failure_percentage_local_origin=0,
+    )
+
+
+def unlimited() -> CircuitBreakers:
+    """Envoy's circuit breakers hold back retries in a storm, and nothing else."""
+    return CircuitBreakers(
+        thresholds=[
+            CircuitBreakersThresholds(
+                max_connections=_UNLIMITED,
+                max_pending_requests=_UNLIMITED,
+                max_requests=_UNLIMITED,
+                # An engine that dies with many requests waiting sends them all to its neighbours at once: let them go,
+                # and hold only a storm back in which half of everything is a retry.
+                retry_budget=CircuitBreakersThresholdsRetryBudget(
+                    budget_percent=Percent(value=50.0), min_retry_concurrency=100
+                ),
+            )
+        ]
+    )
+
+
+def keepalive() -> UpstreamConnectionOptions:
+    """Of connections to servers."""
+    return UpstreamConnectionOptions(tcp_keepalive=keepalive_probes())
+
+
+def keepalive_probes() -> TcpKeepalive:
+    """A probe after 30 s of silence and three more every 10 s: a vanished machine is noticed within a minute."""
+    return TcpKeepalive(keepalive_time=30, keepalive_interval=10, keepalive_probes=3)
+
+
+def plain_endpoint(text: str, server_name: str | None = None) -> dict[str, object]:
+    """What ``to_plain`` makes of an LbEndpoint at ``ip:port``; a test compares the two.
+
+    ``server_name``: what TLS asks for, and the certificate's name.
+    """
+    ip, port = parse_address(text)
+    named = {} if server_name is None else {"hostname": server_name}
+    return {"endpoint": {"address": {"socket_address": {"address": ip, "port_value": port}}, **named}}
+
+
+def _writes_key(connection: EngineConnection, directory: str) -> list[HttpFilter]:
+    """The engines' key takes the place of what the client sent; without one, nothing is changed and no filter
+    needed.
+    """
+    if not connection.has_key:
+        return []
+    credential = Generic(credential=secret_reference(engine_key(connection), directory), header="authorization")
+    injector = CredentialInjector(
+        overwrite=True, credential=typed("envoy.http.injected_credentials.generic", credential)
+    )
+    return [
+        http_filter("envoy.filters.http.credential_injector", injector),
+        http_filter("envoy.filters.http.upstream_codec", UpstreamCodec()),
+    ]
+
+
+def assignment(cluster: str, addresses: list[str]) -> ClusterLoadAssignment:
+    """The endpoints of a cluster, all of one locality and weight."""
+    return ClusterLoadAssignment(
+        cluster_name=cluster,
+        endpoints=[
+            LocalityLbEndpoints(lb_endpoints=[LbEndpoint(endpoint=Endpoint(address=address(one))) for one in addresses])
+        ],
+    )

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rules of HTTPRoutes serve which host, and in which order: the Gateway API's rules, as plain data.
+
+Source: Gateway API, HTTPRoute: ``hostnames`` and ``matches`` say what takes precedence; Gateway: listener isolation.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from extproc.api.attachment import is_attached
+from extproc.api.host_patterns import ANY_HOST, covers
+from extproc.api.http_route import HTTPRoute, HTTPRouteMatch
+from extproc.api.listeners import Listener
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from extproc.api.http_route import HTTPRouteRule, PathMatch, ValueMatch
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One match of one rule. ``rule`` and ``number``: which rule of ``route``, and which match of that."""
+
+    route: HTTPRoute
+    rule: int
+    number: int
+
+    @property
+    def match(self) -> HTTPRouteMatch:
+        """Its conditions."""
+        return matches_of(self.rule_spec)[self.number]
+
+    @property
+    def rule_spec(self) -> HTTPRouteRule:
+        """What is done with the requests."""
+        return self.route.spec.rules[self.rule]
+
+
+class Host(msgspec.Struct, frozen=True):
+    """The requests to ``domain`` (``a.b``, ``*.b`` or ``*``) that fit no more specific host of the same address.
+
+    ``listener``: the one that they belong to. ``entries``: the first that holds for a request decides.
+    """
+
+    domain: str
+    listener: Listener
+    entries: tuple[Entry, ...]
+
+
+def hosts_of(listeners: Sequence[Listener], routes: Iterable[HTTPRoute], *, are_named: bool = True) -> list[Host]:
+    """The hosts of listeners that share an address, the most specific first.
+
+    A request belongs to the listener with the most specific host name that fits it, and routes attached to that
+    listener alone serve it. ``are_named``: routes can name listeners; else all are attached.
+    """
+    attached = [
+        (listener, [one for one in routes if not are_named or is_attached(one.spec.parent_refs, listener.name)])
+        for listener in listeners
+    ]
+    domains = {domain_of(listener) for listener in listeners}
+    for listener, own in attached:
+        domains.update(_intersections(listener, own))
+    indexed = {listener.name: _by_host_name(own) for listener, own in attached}
+    hosts = []
+    for domain in sorted(sorted(domains), key=_specificity, reverse=True):
+        covering = [listener for listener in listeners if covers(domain_of(listener), domain)]
+        listener = max(covering, key=lambda one: _specificity(domain_of(one)))
+        hosts.append(Host(domain, listener, _entries(domain, indexed[listener.name])))
+    return hosts
+
+
+def domain_of(listener: Listener) -> str:
+    """What it listens for."""
+    return ANY_HOST if listener.hostname is None else listener.hostname.lower()
+
+
+def is_more_specific(domain: str, listener: Listener) -> bool:
+    """Whether hosts that fit both belong to ``domain`` rather than to ``listener``."""
+    return _specificity(domain) > _specificity(domain_of(listener))
+
+
+def conditions(match: HTTPRouteMatch) -> tuple[list[ValueMatch], list[ValueMatch]]:
+    """Its conditions on headers and on parameters: of several for one name, the first counts."""
+    headers = {one.name.lower(): one for one in reversed(match.headers)}
+    parameters = {one.name: one for one in reversed(match.query_params)}
+    return (
+        [one for one in match.headers if headers[one.name.lower()] is one],
+        [one for one in match.query_params if parameters[one.name] is one],
+    )
+
+
+def matches_of(rule: HTTPRouteRule) -> tuple[HTTPRouteMatch, ...]:
+    """Its matches; without any, all requests match."""
+    return rule.matches or (HTTPRouteMatch(),)
+
+
+def path_prefix(match: PathMatch) -> str:
+    """What a PathPrefix compares by whole elements: without a slash at its end, so that ``/`` is empty."""
+    return match.value.rstrip("/")
+
+
+def _intersections(listener: Listener, routes: Iterable[HTTPRoute]) -> Iterator[str]:
+    """Domains that the listener and a host name of an attached route have in common."""
+    own = domain_of(listener)
+    for route in routes:
+        for hostname in route.spec.hostnames:
+            other = hostname.lower()
+            if covers(own, other):
+                yield other
+            elif covers(other, own):
+                yield own
+
+
+def _by_host_name(routes: Iterable[HTTPRoute]) -> Mapping[str, list[HTTPRoute]]:
+    """The routes that name each host: nobody goes through all routes for each host. Those without names serve all."""
+    found: dict[str, list[HTTPRoute]] = {}
+    for route in routes:
+        for hostname in dict.fromkeys(one.lower() for one in route.spec.hostnames or (ANY_HOST,)):
+            found.setdefault(hostname, []).append(route)
+    return found
+
+
+def _entries(domain: str, routes: Mapping[str, list[HTTPRoute]]) -> tuple[Entry, ...]:
+    found: list[tuple[tuple[bool, int], Entry]] = []
+    seen: set[str] = set()
+    # a route counts by the most specific of its names
+    for hostname in _covering(domain):
+        for route in routes.get(hostname, ()):
+            if route.metadata.key not in seen:
+                seen.add(route.metadata.key)
+                found.extend(
+                    (_specificity(hostname), Entry(route, number, index))
+                    for number, rule in enumerate(route.spec.rules)
+                    for index in range(len(matches_of(rule)))
+                )
+    return tuple(entry for _, entry in sorted(found, key=lambda pair: _precedence(*pair)))
+
+
+def _covering(domain: str) -> list[str]:
+    """Host names whose hosts include all of ``domain``, the most specific first."""
+    if domain == ANY_HOST:
+        return [ANY_HOST]
+    labels = domain.split(".")
+    wildcards = [f"*.{'.'.join(labels[number:])}" for number in range(1, len(labels))]
+    return list(dict.fromkeys([domain, *wildcards, ANY_HOST]))
+
+
+def _specificity(domain: str) -> tuple[bool, int]:
+    """Whole names before wildcards, long ones before short ones."""
+    return not domain.startswith(ANY_HOST), len(domain)
+
+
+def _precedence(specificity: tuple[bool, int], entry: Entry) -> tuple[object, ...]:
+    """What is smaller decides first."""
+    match, created = entry.match, entry.route.metadata.creation_timestamp
+    headers, parameters = conditions(match)
+    return (
+        (not specificity[0], -specificity[1]),
+        _path_rank(match.path),
+        match.method is None,
+        -len(headers),
+        -len(parameters),
+        (created is None, created.timestamp() if created is not None else 0.0),
+        entry.route.metadata.key,
+        entry.rule,
+        entry.number,
+    )
+
+
+def _path_rank(match: PathMatch) -> tuple[int, int]:
+    """Exact paths, then prefixes by length, then expressions; ``/``, which every path begins with, comes last.
+
+    Where expressions stand is for implementations to say.
+    """
+    if match.type == "Exact":
+        return 0, 0
+    if match.type == "RegularExpression":
+        return 2, 0
+    length = len(path_prefix(match))
+    return (1, -length) if length else (3, 0)

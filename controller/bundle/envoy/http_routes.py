@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of HTTPRoutes as routes of Envoy: to engines, which extproc picks, to other servers, or to an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+import msgspec
+from envoy_data_plane.envoy.config.core.v3 import HeaderValue
+from envoy_data_plane.envoy.config.route.v3 import (
+    FilterConfig,
+    RetryPolicy,
+    RetryPolicyRetryBackOff,
+    Route,
+    RouteAction,
+    RouteActionClusterNotFoundResponseCode,
+    RouteActionUpgradeConfig,
+    WeightedCluster,
+    WeightedClusterClusterWeight,
+)
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExtProcOverrides, ExtProcPerRoute
+
+from controller.bundle.envoy.backends import backend_cluster_name
+from controller.bundle.envoy.clusters import server_cluster_name
+from controller.bundle.envoy.cors import CORS_FILTER, cors_policy
+from controller.bundle.envoy.direct_answers import error_answer
+from controller.bundle.envoy.envoy_json import seconds, to_plain, to_resource
+from controller.bundle.envoy.filters import BODY_FILTERS, EXTPROC_FILTER, USAGE_FILTERS
+from controller.bundle.envoy.hosts import matches_of
+from controller.bundle.envoy.route_filters import change_headers, change_url, mirror_policy, redirect_action
+from controller.bundle.envoy.route_matches import route_match
+from controller.bundle.envoy.routes import retries
+from controller.bundle.envoy.without_extproc import CHANGES_FILTER, change_for
+from extproc.api.backend import Backend
+from extproc.api.model_server import ModelServer
+from extproc.api.references import backend_key
+from extproc.protocol import HTTP_ROUTE_KEY, LISTENER_KEY, SERVER_KEY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from envoy_data_plane.envoy.config.route.v3 import RouteActionRequestMirrorPolicy
+
+    from controller.bundle.envoy.hosts import Host
+    from controller.bundle.envoy.memo import Memo
+    from extproc.api.http_route import BackendRef, HTTPRoute, HTTPRouteRetry, HTTPRouteRule, WeightedBackendRef
+    from extproc.api.snapshot import Snapshot
+
+_NO_BACKEND: Final = "The route has no backend that exists; its owner must mend its backendRefs."
+# No cluster is called so: what is sent there is answered 500.
+_UNRESOLVED: Final = "unresolved"
+# A request that no server has begun on may go to another.
+_BACKEND_RETRIES: Final = 2
+_BACKEND_RETRY_ON: Final = "connect-failure,refused-stream,reset-before-request"
+# What the Gateway API asks of a rule that says how to retry; ``reset`` is also what ends a try that takes too long.
+_RULE_RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-codes"
+_BACKOFF_GROWTH: Final = 10
+# Nobody may say a word on a connection that was upgraded for so long.
+_UPGRADED_IDLE_S: Final = 3600.0
+
+# What a reference names; None: nothing that can be served.
+Named = ModelServer | Backend | None
+# What filters are told of a route, by their names, as plain data.
+Configs = Mapping[str, object]
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a rule is served. ``domain``: of the virtual host. ``listener``: its name, None if there is only one.
+    ``port``, ``is_tls``: of the listener, as clients see it. ``is_open``: Envoy goes on without extproc.
+    ``engines_read_no``: headers that no engine is to get.
+    """
+
+    domain: str
+    listener: str | None
+    port: int
+    is_tls: bool
+    is_open: bool
+    engines_read_no: tuple[str, ...]
+
+
+class Backends:
+    """What the HTTPRoutes of a snapshot can refer to."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._servers = {server.metadata.key: server for server in snapshot.servers}
+        self._backends = {backend.metadata.key: backend for backend in snapshot.backends}
+
+    def of(self, route: HTTPRoute, ref: BackendRef) -> Named:
+        """What ``ref`` of ``route`` names."""
+        key = backend_key(route, ref)
+        if ref.kind == "ModelServer":
+            return self._servers.get(key)
+        backend = self._backends.get(key)
+        return None if backend is None or backend.spec.unresolved else backend
+
+
+def http_routes(host: Host, place: Place, backends: Backends, memo: Memo) -> Iterator[dict[str, object]]:
+    """The routes of ``host`` for HTTPRoutes, in their order of precedence."""
+    # the domain makes a difference to redirects alone: other routes are made once for all hosts
+    here, anywhere = _as_json(place), _as_json(msgspec.structs.replace(place, domain=""))
+    off = memo.get(without_inference, place.is_open)
+    for entry in host.entries:
+        rule = entry.rule_spec
+        named = [backends.of(entry.route, ref) for ref in _refs(rule)]
+        where = here if any(one.request_redirect is not None for one in rule.filters) else anywhere
+        yield memo.get(_route, where, off, entry.route, entry.rule, entry.number, *named)
+
+
+def _as_json(place: Place) -> str:
+    return msgspec.json.encode(place).decode()
+
+
+def needs_of(routes: Sequence[HTTPRoute]) -> tuple[bool, bool]:
+    """What the filters of listeners must do for ``routes``: see ``Needs``."""
+    filters = [one for route in routes for rule in route.spec.rules for one in rule.filters]
+    return any(one.cors is not None for one in filters), bool(routes)
+
+
+def for_extproc(listener: str | None, route: str = "", server: str = "") -> Configs:
+    """What extproc is told of a stream: the listener that was asked, the HTTPRoute that took it, its ModelServer."""
+    told = [(LISTENER_KEY, listener), (HTTP_ROUTE_KEY, route), (SERVER_KEY, server)]
+    # other bytes than ASCII cannot be sent
+    values = [HeaderValue(key=key, value=quote(value, safe="/-._~")) for key, value in told if value]
+    per_route = ExtProcPerRoute(overrides=ExtProcOverrides(grpc_initial_metadata=values))
+    return {EXTPROC_FILTER: to_resource(per_route)}
+
+
+def without_inference(is_open: bool) -> Configs:
+    """For routes on which extproc has no part, and bodies pass as they are."""
+    names = (EXTPROC_FILTER, *(BODY_FILTERS if is_open else ()), *USAGE_FILTERS)
+    return dict.fromkeys(names, to_resource(FilterConfig(disabled=True)))
+
+
+def _refs(rule: HTTPRouteRule) -> list[BackendRef]:
+    """All that a rule refers to: backends, then those that get copies."""
+    mirrors = [one.request_mirror.backend_ref for one in rule.filters if one.request_mirror is not None]
+    return [*rule.backend_refs, *mirrors]
+
+
+def _route(
+    where: str, off: Configs, route: HTTPRoute, rule_number: int, number: int, *named: Named
+) -> dict[str, object]:
+    """One match of one rule. ``where``: its Place as JSON. ``off``: for requests in which extproc has no part.
+    ``named``: what the rule refers to, as ``_refs`` lists it.
+    """
+    place = msgspec.json.decode(where, type=Place)
+    rule = route.spec.rules[rule_number]
+    match = matches_of(rule)[number]
+    found = Route(name=f"http/{route.metadata.key}/{rule_number}/{number}", match=route_match(match))
+    change_headers(found, rule.filters)
+    redirect = next((one.request_redirect for one in rule.filters if one.request_redirect is not None), None)
+    count = len(rule.backend_refs)
+    targets = [(ref, one) for ref, one in zip(rule.backend_refs, named[:count], strict=True) if ref.weight]
+    if redirect is not None:
+        found.redirect = redirect_action(redirect, match, domain=place.domain, port=place.port, is_tls=place.is_tls)
+    elif all(one is None for _, one in targets):
+        found.direct_response = error_answer(500, _NO_BACKEND, "server_error", "no_backend")
+    else:
+        found.route = _action(rule, targets, place)
+        change_url(found.route, rule.filters, match)
+        found.route.request_mirror_policies = list(_mirrors(rule, named[count:]))
+    return _with_configs(found, rule, off, [_configs_of(one, place, route.metadata.key) for _, one in targets])
+
+
+def _with_configs(
+    found: Route, rule: HTTPRouteRule, off: Configs, of_targets: Sequence[Configs | None]
+) -> dict[str, object]:
+    """``found`` with what it tells filters. ``of_targets``: None for those without inference.
+
+    Most of these are alike: they are made once and put in as plain data.
+    """
+    plain: dict[str, Any] = to_plain(found)
+    configs: dict[str, object] = {}
+    if found.route is None or not any(of_targets):
+        configs.update(off)
+    else:
+        for cluster, own in zip(plain["route"]["weighted_clusters"]["clusters"], of_targets, strict=True):
+            cluster["typed_per_filter_config"] = off if own is None else own
+    cors = next((one.cors for one in rule.filters if one.cors is not None), None)
+    if cors is not None:
+        configs[CORS_FILTER] = to_resource(cors_policy(cors))
+    return {**plain, "typed_per_filter_config": configs} if configs else plain
+
+
+def _configs_of(named: Named, place: Place, route: str) -> Configs | None:
+    """What filters are told of requests to a ModelServer; None for other backends."""
+    if not isinstance(named, ModelServer):
+        return None
+    changes = {CHANGES_FILTER: to_resource(change_for(named.spec.allowed_fields))} if place.is_open else {}
+    return {**for_extproc(place.listener, route, named.metadata.key), **changes}
+
+
+def _action(rule: HTTPRouteRule, targets: Sequence[tuple[WeightedBackendRef, Named]], place: Place) -> RouteAction:
+    """Time limits and retries are the first ModelServer's, if there is one: one request has one policy."""
+    servers = [one for _, one in targets if isinstance(one, ModelServer)]
+    action = RouteAction(
+        weighted_clusters=WeightedCluster(clusters=[_weighted(ref, one, place) for ref, one in targets]),
+        cluster_not_found_response_code=RouteActionClusterNotFoundResponseCode.INTERNAL_SERVER_ERROR,
+        timeout=seconds(servers[0].spec.traffic_policy.timeout if servers else 0.0),
+        retry_policy=retries(servers[0].spec.traffic_policy.retry.attempts) if servers else _backend_retries(),
+    )
+    if servers:
+        # A prompt may wait long for its first token: only the time limit of the whole ends it.
+        action.idle_timeout = action.timeout
+    if any(isinstance(one, Backend) and one.spec.protocol == "WebSocket" for _, one in targets):
+        action.upgrade_configs = [RouteActionUpgradeConfig(upgrade_type="websocket")]
+        action.idle_timeout = seconds(_UPGRADED_IDLE_S)
+    if rule.retry is not None:
+        action.retry_policy = _retries_of(rule.retry)
+    request, of_each = rule.timeouts.request, rule.timeouts.backend_request
+    if request is not None:
+        action.timeout = seconds(request)
+    if of_each:
+        action.retry_policy = action.retry_policy or RetryPolicy(num_retries=0)
+        action.retry_policy.per_try_timeout = seconds(of_each)
+    return action
+
+
+def _weighted(ref: WeightedBackendRef, named: Named, place: Place) -> WeightedClusterClusterWeight:
+    """A share of the requests, with the changes for this backend alone."""
+    found = WeightedClusterClusterWeight(weight=ref.weight)
+    if isinstance(named, ModelServer):
+        found.name = server_cluster_name(named.metadata.key)
+        found.request_headers_to_remove = list(place.engines_read_no)
+    else:
+        found.name = _UNRESOLVED if named is None else backend_cluster_name(named.metadata.key)
+    change_headers(found, ref.filters)
+    return found
+
+
+def _mirrors(rule: HTTPRouteRule, named: Sequence[Named]) -> Iterator[RouteActionRequestMirrorPolicy]:
+    """Copies to what exists; what does not is left out, and the request itself goes on."""
+    mirrors = [one.request_mirror for one in rule.filters if one.request_mirror is not None]
+    for mirror, one in zip(mirrors, named, strict=True):
+        if one is not None:
+            key = one.metadata.key
+            is_server = isinstance(one, ModelServer)
+            yield mirror_policy(mirror, server_cluster_name(key) if is_server else backend_cluster_name(key))
+
+
+def _retries_of(retry: HTTPRouteRetry) -> RetryPolicy:
+    policy = RetryPolicy(retry_on=_RULE_RETRY_ON, retriable_status_codes=list(retry.codes), num_retries=retry.attempts)
+    if retry.backoff is not None:
+        base, longest = seconds(retry.backoff), seconds(retry.backoff * _BACKOFF_GROWTH)
+        policy.retry_back_off = RetryPolicyRetryBackOff(base_interval=base, max_interval=longest)
+    return policy
+
+
+def _backend_retries() -> RetryPolicy:
+    return RetryPolicy(retry_on=_BACKEND_RETRY_ON, num_retries=_BACKEND_RETRIES)

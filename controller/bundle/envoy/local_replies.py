@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Envoy's own answers as error objects that OpenAI's and Anthropic's clients parse."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from envoy_data_plane.envoy.config.accesslog.v3 import AccessLogFilter, ExtensionFilter
+from envoy_data_plane.envoy.config.core.v3 import (
+    DataSource,
+    HeaderValue,
+    HeaderValueOption,
+    HeaderValueOptionHeaderAppendAction,
+    SubstitutionFormatString,
+)
+from envoy_data_plane.envoy.extensions.access_loggers.filters.cel.v3 import ExpressionFilter
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
+    LocalReplyConfig,
+    ResponseMapper,
+)
+from envoy_data_plane.google.protobuf import NullValue, Struct, Value
+
+from controller.bundle.envoy.plain import Packed
+from extproc.protocol import ANTHROPIC_TYPES, ANTHROPIC_VERSION, DETAILS_PREFIX, MESSAGES_PATH
+
+if TYPE_CHECKING:
+    from extproc.api.authentication import Authentication
+    from extproc.api.gateway_config import GatewayConfigSpec
+
+
+# Who asked: as ``error_form`` of extproc says it.
+_ASKS_ANTHROPIC: Final = f"('{ANTHROPIC_VERSION}' in request.headers || request.path.contains('{MESSAGES_PATH}'))"
+_IS_DIRECT: Final = "response.code_details == 'direct_response'"
+_NO_ENGINE: Final = "No engine could take the request; try again soon."
+_OTHER: Final = "The gateway refuses the request. %LOCAL_REPLY_BODY%"
+_INVALID: Final = "invalid_request_error"
+# When to come back while extproc, or the last engine, is away: Envoy knows nothing of how long that lasts, and holds no
+# request for a cluster without endpoints. extproc holds and tells better as soon as it answers again.
+_RETRY_AFTER_S: Final = 5
+_NO_KEY: Final = "The request has no API key, or none that is known; send one as 'authorization: Bearer KEY'."
+_NO_JWT: Final = (
+    "The request has no token, or one that is expired or not of this gateway's issuers; "
+    "send a valid one as 'authorization: Bearer TOKEN'."
+)
+
+
+_NO_CERTIFICATE: Final = "The connection has no client certificate, by which this gateway knows callers; show one."
+_NO_NAME: Final = "The token does not say as text whose it is; ask its issuer for one with the claims of this gateway."
+_NO_TENANT: Final = "The client certificate has no name by which this gateway knows tenants; ask for one that has."
+
+
+class _Error(msgspec.Struct, frozen=True):
+    """Of Envoy's own. ``condition``: in CEL. ``kind`` and ``code``: of OpenAI's object. ``status``: what it has, or
+    gets if it ``changes_status``.
+    """
+
+    condition: str
+    message: str
+    kind: str
+    code: str
+    status: int
+    changes_status: bool = False
+    retry_after_s: int | None = None
+
+
+def _about_callers(authentication: Authentication | None) -> tuple[str, str]:
+    """What callers without a key and such are told, and those who are nobody's."""
+    if authentication is None or authentication.api_keys:
+        return _NO_KEY, _NO_NAME
+    if authentication.client_certificates:
+        return _NO_CERTIFICATE, _NO_TENANT
+    return _NO_JWT if authentication.jwt else _NO_KEY, _NO_NAME
+
+
+def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
+    """The first condition that holds decides. Answers of extproc and of the bundle itself are sent unchanged."""
+    errors = _errors(gateway)
+    return LocalReplyConfig(
+        mappers=[
+            ResponseMapper(
+                filter=_when(
+                    f"response.code_details.startsWith('{DETAILS_PREFIX}') || "
+                    # the script that knows keys refuses without a body
+                    "(response.code_details == 'lua_response' && response.code != 401)"
+                ),
+                body_format_override=SubstitutionFormatString(
+                    text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"), content_type="application/json"
+                ),
+            ),
+            # a route's own answer has a whole error object as its body
+            _anthropic(_Error(f"{_IS_DIRECT} && response.code >= 500", _NO_ENGINE, "", "", 500)),
+            *map(_anthropic, errors),
+            # The parameter says nothing new, and the Gateway API's conformance suite needs it: where the type is
+            # application/json alone, it parses the body even of the answer to a HEAD, which has none.
+            ResponseMapper(
+                filter=_when(_IS_DIRECT),
+                body_format_override=SubstitutionFormatString(
+                    text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"),
+                    content_type="application/json; charset=utf-8",
+                ),
+            ),
+            *map(_openai, errors),
+            _anthropic(_Error(f"!({_IS_DIRECT}) && response.code >= 400", _OTHER, "", "", 400)),
+        ],
+        # some have no body
+        body_format=_error_object(_OTHER, _INVALID, "%RESPONSE_CODE_DETAILS%"),
+    )
+
+
+def _errors(gateway: GatewayConfigSpec) -> tuple[_Error, ...]:
+    """Of Envoy itself."""
+    too_large = (
+        f"The request body is larger than the gateway takes ({gateway.max_body_size}); "
+        "send a shorter prompt or ask for a higher maxBodySize."
+    )
+    no_key, no_name = _about_callers(gateway.authentication)
+    no_path = "The path has an escaped slash or backslash, or cannot be normalized; write it plainly."
+    no_route = "No model, or none that is served, was asked for; GET /v1/models lists those that are."
+    no_picker = "The gateway cannot choose an engine at the moment; try again soon."
+    too_late = "The engine did not finish in the time allowed; ask for a shorter answer or a higher timeout."
+    return (
+        _Error(
+            "response.code_details == 'path_normalization_failed'", no_path, _INVALID, "path_normalization_failed", 400
+        ),
+        _Error("response.code == 401", no_key, _INVALID, "invalid_api_key", 401),
+        _Error(
+            "response.code_details.startsWith('rbac_access_denied')",
+            no_name,
+            "permission_error",
+            "unnamed_caller",
+            403,
+        ),
+        _Error("response.code == 413", too_large, _INVALID, "request_too_large", 413),
+        _Error("response.code == 404", no_route, _INVALID, "model_not_found", 404),
+        # also where extproc did not answer in time
+        _Error(
+            "response.code_details.startsWith('ext_proc')",
+            no_picker,
+            "service_unavailable_error",
+            "no_picker",
+            503,
+            changes_status=True,
+            retry_after_s=_RETRY_AFTER_S,
+        ),
+        _Error(
+            "response.code == 503",
+            _NO_ENGINE,
+            "service_unavailable_error",
+            "no_engine",
+            503,
+            retry_after_s=_RETRY_AFTER_S,
+        ),
+        _Error("response.code == 504", too_late, "timeout_error", "timeout", 504),
+        _Error("response.code >= 500", "%LOCAL_REPLY_BODY%", "server_error", "%RESPONSE_CODE_DETAILS%", 500),
+    )
+
+
+def _openai(error: _Error) -> ResponseMapper:
+    return ResponseMapper(
+        filter=_when(error.condition),
+        body_format_override=_error_object(error.message, error.kind, error.code),
+        status_code=error.status if error.changes_status else None,
+        headers_to_add=_headers(error),
+    )
+
+
+def _anthropic(error: _Error) -> ResponseMapper:
+    """The same for clients of Anthropic's API."""
+    told = Struct(
+        fields={
+            "type": Value(string_value=ANTHROPIC_TYPES[error.status]),
+            "message": Value(string_value=error.message),
+        }
+    )
+    body = Struct(fields={"type": Value(string_value="error"), "error": Value(struct_value=told)})
+    return ResponseMapper(
+        filter=_when(f"({error.condition}) && {_ASKS_ANTHROPIC}"),
+        body_format_override=SubstitutionFormatString(json_format=body),
+        status_code=error.status if error.changes_status else None,
+        headers_to_add=_headers(error),
+    )
+
+
+def _headers(error: _Error) -> list[HeaderValueOption]:
+    if error.retry_after_s is None:
+        return []
+    return [_only(HeaderValue(key="retry-after", value=str(error.retry_after_s)))]
+
+
+def _only(header: HeaderValue) -> HeaderValueOption:
+    return HeaderValueOption(header=header, append_action=HeaderValueOptionHeaderAppendAction.ADD_IF_ABSENT)
+
+
+def _when(condition: str) -> AccessLogFilter:
+    return AccessLogFilter(
+        extension_filter=ExtensionFilter(
+            name="envoy.access_loggers.extension_filters.cel",
+            typed_config=Packed(ExpressionFilter(expression=condition)),
+        )
+    )
+
+
+def _error_object(message: str, kind: str, code: str) -> SubstitutionFormatString:
+    error = Struct(
+        fields={
+            "message": Value(string_value=message),
+            "type": Value(string_value=kind),
+            "param": Value(null_value=NullValue.NULL_VALUE),
+            "code": Value(string_value=code),
+        }
+    )
+    return SubstitutionFormatString(json_format=Struct(fields={"error": Value(struct_value=error)}))

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Route configurations: for each group of listeners, the hosts that it serves and the routes of each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from envoy_data_plane.envoy.config.core.v3 import (
+    HeaderValue,
+    HeaderValueOption,
+    HeaderValueOptionHeaderAppendAction,
+)
+from envoy_data_plane.envoy.config.route.v3 import (
+    Route,
+    RouteAction,
+    RouteActionClusterNotFoundResponseCode,
+    RouteConfiguration,
+    RouteMatch,
+    VirtualHost,
+)
+
+from controller.bundle.envoy.cors import CORS_FILTER, cors_policy
+from controller.bundle.envoy.direct_answers import error_answer
+from controller.bundle.envoy.envoy_json import to_plain, to_resource
+from controller.bundle.envoy.filters import BODY_FILTERS
+from controller.bundle.envoy.hosts import domain_of, hosts_of, is_more_specific
+from controller.bundle.envoy.http_routes import Backends, Place, for_extproc, http_routes, without_inference
+from controller.bundle.envoy.listener_groups import DEFAULT_LISTENER, listener_groups
+from controller.bundle.envoy.plain import Packed
+from controller.bundle.envoy.routes import decided_routes, default_retries, routes_without_extproc
+from controller.bundle.envoy.without_extproc import looks_under
+from extproc.api.attachment import is_attached
+from extproc.api.host_patterns import ANY_HOST, covers
+from extproc.api.session_affinity import session_headers
+from extproc.api.validation import parse_address
+from extproc.protocol import (
+    BODY_HEADERS,
+    CLIENT,
+    DESTINATION,
+    ENGINE_HEADERS,
+    NAMESPACE,
+    POLICY_HEADER,
+    RATE_LIMIT_HEADERS,
+    SERVED_HOST,
+    SERVED_NAMESPACE,
+    SERVER_HEADER,
+    TENANT,
+    USER,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from envoy_data_plane.google.protobuf import Any
+
+    from controller.bundle.envoy.hosts import Host
+    from controller.bundle.envoy.listener_groups import ListenerGroup
+    from controller.bundle.envoy.memo import Memo
+    from extproc.api.gateway_config import GatewayConfigSpec
+    from extproc.api.listeners import Listener
+    from extproc.api.model_route import ModelRoute
+    from extproc.api.snapshot import Snapshot
+
+# The gateway's own words, which no server is to read.
+_OWN_HEADERS: Final = (DESTINATION, SERVER_HEADER, POLICY_HEADER, CLIENT, TENANT, USER)
+# There is no such cluster.
+_NOWHERE: Final = "attache-nowhere"
+# Some 100 bytes a name.
+_LARGEST_LIST: Final = 64 * 1024 * 1024
+_INVALID: Final = "invalid_request_error"
+_NO_MODEL: Final = "No model, or none that is served, was asked for; GET /v1/models lists those that are."
+_NO_ROUTE: Final = "Nothing is served under this host and path."
+_OTHER_LISTENER: Final = "Another listener serves this host; connect to it under its own name."
+
+
+def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) -> dict[str, object]:
+    """The route configuration of ``group``, as a resource of xDS."""
+    # CORS is decided before extproc is asked: there must be a route for every request
+    if snapshot.gateway.listeners or snapshot.http_routes or snapshot.gateway.cors is not None:
+        return _Group(group, snapshot, memo).configuration()
+    # models alone, for every host: what no route takes is answered 404
+    removed = (*_OWN_HEADERS, *_engines_read_no(snapshot.gateway))
+    host = _virtual_host(snapshot, "attache", ANY_HOST, removed=removed)
+    decided = decided_routes(snapshot, memo)
+    if snapshot.gateway.failure_mode != "Open":
+        return _configuration(group.route_config_name, [{**host, "routes": decided}])
+    fallback = _fallback_host(snapshot, DEFAULT_LISTENER, snapshot.routes, memo)
+    host["routes"] = [*decided, memo.get(_no_model, _fallback_domain(DEFAULT_LISTENER))]
+    return _configuration(group.route_config_name, [host, fallback])
+
+
+class _Group:
+    """A group of listeners with HTTPRoutes or several hosts."""
+
+    def __init__(self, group: ListenerGroup, snapshot: Snapshot, memo: Memo) -> None:
+        self._group = group
+        self._snapshot = snapshot
+        self._memo = memo
+        self._backends = Backends(snapshot)
+        self._are_named = bool(snapshot.gateway.listeners)
+        # hosts differ in their names, domains and routes
+        self._frame = _virtual_host(snapshot, "frame", ANY_HOST, removed=_OWN_HEADERS)
+        removed = list(_engines_read_no(snapshot.gateway))
+        self._decided = [{**one, "request_headers_to_remove": removed} for one in decided_routes(snapshot, memo)]
+        self._attached = {
+            one.name: [route for route in snapshot.routes if self._is_attached(route, one)] for one in group.listeners
+        }
+
+    def _is_attached(self, route: ModelRoute, listener: Listener) -> bool:
+        return not self._are_named or is_attached(route.spec.parent_refs, listener.name)
+
+    def configuration(self) -> dict[str, object]:
+        others = self._other_domains()
+        hosts = [
+            host
+            for host in hosts_of(self._group.listeners, self._snapshot.http_routes, are_named=self._are_named)
+            if not any(covers(other, host.domain) and is_more_specific(other, host.listener) for other in others)
+        ]
+        found = [self._host(host) for host in hosts]
+        served = {host.domain for host in hosts}
+        # a client that reuses its connection for the host of another listener must connect there
+        found.extend(
+            self._refusing(other, 421, _OTHER_LISTENER, "misdirected_request")
+            for other in others
+            if other not in served
+        )
+        if ANY_HOST not in {*served, *others}:
+            found.append(self._refusing(ANY_HOST, 404, _NO_ROUTE, "not_found"))
+        if self._snapshot.gateway.failure_mode == "Open":
+            served_by = {host.listener.name for host in hosts}
+            found.extend(
+                _fallback_host(self._snapshot, name, routes, self._memo)
+                for name, routes in self._attached.items()
+                if routes and name in served_by
+            )
+        # the port is not part of a host's name
+        return {**_configuration(self._group.route_config_name, found), "ignore_port_in_host_matching": True}
+
+    def _host(self, host: Host) -> dict[str, object]:
+        """First what HTTPRoutes match, then models; the rest is answered 404."""
+        snapshot, name = self._snapshot, host.listener.name if self._are_named else None
+        removed = _engines_read_no(snapshot.gateway)
+        place = Place(
+            domain=host.domain,
+            listener=name,
+            port=host.listener.public_port or parse_address(self._group.address)[1],
+            is_tls=self._group.tls is not None,
+            is_open=snapshot.gateway.failure_mode == "Open",
+            engines_read_no=removed,
+        )
+        found = self._virtual_host(host.domain)
+        routes = list(http_routes(host, place, self._backends, self._memo))
+        if self._attached[host.listener.name]:
+            routes.extend(self._decided)
+            if name is not None:
+                told = self._memo.get(for_extproc, name)
+                found["typed_per_filter_config"] = {**_cors_config(snapshot.gateway), **told}
+            routes.append(self._without_decision(host.listener))
+        else:
+            routes.append(self._refusal(404, _NO_ROUTE, "not_found"))
+        found["routes"] = routes
+        return found
+
+    def _without_decision(self, listener: Listener) -> dict[str, object]:
+        """The last route where models are served: extproc is asked before it is taken, and decides otherwise."""
+        gateway = self._snapshot.gateway
+        if gateway.failure_mode == "Open":
+            return self._memo.get(_no_model, _fallback_domain(listener.name))
+        if gateway.cors is not None:
+            return self._memo.get(_no_model, "")
+        return self._memo.get(_refusal, 404, _NO_MODEL, "model_not_found")
+
+    def _other_domains(self) -> list[str]:
+        """What other HTTPS listeners of the address listen for, each with connections of its own."""
+        if self._group.tls is None:
+            return []
+        return [
+            domain_of(one)
+            for other in listener_groups(self._snapshot.gateway)
+            if other != self._group and other.address == self._group.address
+            for one in other.listeners
+        ]
+
+    def _refusing(self, domain: str, status: int, message: str, code: str) -> dict[str, object]:
+        return {**self._virtual_host(domain), "routes": [self._refusal(status, message, code)]}
+
+    def _refusal(self, status: int, message: str, code: str) -> dict[str, object]:
+        off = self._memo.get(without_inference, self._snapshot.gateway.failure_mode == "Open")
+        return {**self._memo.get(_refusal, status, message, code), "typed_per_filter_config": off}
+
+    def _virtual_host(self, domain: str) -> dict[str, object]:
+        return {**self._frame, "name": domain, "domains": [domain]}
+
+
+def _fallback_domain(listener: str) -> str:
+    """A name that no client can ask for: hosts have no slash."""
+    return f"without-extproc/{listener}"
+
+
+def _fallback_host(snapshot: Snapshot, listener: str, routes: Sequence[ModelRoute], memo: Memo) -> dict[str, object]:
+    """The routes of all models of a listener, once for all its hosts; requests that extproc did not decide are routed
+    again, as if for this one.
+    """
+    name, removed = _fallback_domain(listener), (*_OWN_HEADERS, *_engines_read_no(snapshot.gateway))
+    host = _virtual_host(snapshot, name, name, removed=removed)
+    # what none of them takes is answered 404 by Envoy itself
+    host["routes"] = routes_without_extproc(snapshot, routes, memo)
+    host["retry_policy"] = memo.get(default_retries)
+    return host
+
+
+def _refusal(status: int, message: str, code: str) -> dict[str, object]:
+    """The last route of a host."""
+    answer = error_answer(status, message, _INVALID, code)
+    return to_plain(Route(name=code, match=RouteMatch(prefix="/"), direct_response=answer))
+
+
+def _no_model(fallback: str) -> dict[str, object]:
+    """The same refusal by a route that leads nowhere: for one that answers by itself, Envoy has no policy of other
+    origins. ``fallback``: the host under which requests without extproc are looked for again, if there is one.
+    """
+    nowhere = RouteAction(
+        cluster=_NOWHERE, cluster_not_found_response_code=RouteActionClusterNotFoundResponseCode.NOT_FOUND
+    )
+    configs: dict[str, Any] = dict.fromkeys(BODY_FILTERS, Packed(looks_under(fallback))) if fallback else {}
+    route = Route(name="model_not_found", match=RouteMatch(prefix="/"), route=nowhere, typed_per_filter_config=configs)
+    return to_plain(route)
+
+
+def _engines_read_no(gateway: GatewayConfigSpec) -> tuple[str, ...]:
+    """Headers that engines do not get."""
+    # extproc may read a session's token; nothing can be hidden in what is compressed
+    hidden = ("accept-encoding",) if gateway.cached_tokens == "Hidden" else ()
+    return (*BODY_HEADERS, *ENGINE_HEADERS, *hidden)
+
+
+# routes are many, and kept one by one: the messages around them are made with a placeholder in their place
+def _virtual_host(snapshot: Snapshot, name: str, domain: str, *, removed: Sequence[str]) -> dict[str, object]:
+    """A virtual host without its routes."""
+    return to_plain(
+        VirtualHost(
+            name=name,
+            domains=[domain],
+            routes=[Route(name="placeholder")],
+            request_headers_to_remove=list(removed),
+            response_headers_to_add=[*_own_headers(snapshot), *_served_header(snapshot.gateway)],
+            request_body_buffer_limit=snapshot.gateway.max_body_size,
+            typed_per_filter_config=_cors(snapshot.gateway),
+        )
+    )
+
+
+def _cors(gateway: GatewayConfigSpec) -> dict[str, Any]:
+    """The gateway's policy; routes may have their own."""
+    return {} if gateway.cors is None else {CORS_FILTER: Packed(cors_policy(gateway.cors))}
+
+
+def _cors_config(gateway: GatewayConfigSpec) -> dict[str, object]:
+    """The same as plain data."""
+    return {} if gateway.cors is None else {CORS_FILTER: to_resource(cors_policy(gateway.cors))}
+
+
+def _configuration(name: str, hosts: list[dict[str, object]]) -> dict[str, object]:
+    """``hosts`` have routes of their own."""
+    made = RouteConfiguration(
+        name=name,
+        virtual_hosts=[VirtualHost(name="placeholder")],
+        # the list of models that Envoy gives by itself has all their names; Envoy's default is 4 KiB
+        max_direct_response_body_size_bytes=_LARGEST_LIST,
+    )
+    resource = to_resource(made)
+    resource["virtual_hosts"] = hosts
+    return resource
+
+
+def _own_headers(snapshot: Snapshot) -> list[HeaderValueOption]:
+    """The state of the caller's limits and where its session is, which extproc writes into metadata."""
+    has_limits = any(route.spec.rate_limits for route in snapshot.routes)
+    return [
+        HeaderValueOption(
+            header=HeaderValue(key=name, value=f"%DYNAMIC_METADATA({NAMESPACE}:{name})%"),
+            append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+        )
+        for name in (*(RATE_LIMIT_HEADERS if has_limits else ()), *session_headers(snapshot))
+    ]
+
+
+def _served_header(gateway: GatewayConfigSpec) -> list[HeaderValueOption]:
+    """Which engine answered, if clients are to know."""
+    if gateway.served_header is None:
+        return []
+    value = f"%DYNAMIC_METADATA({SERVED_NAMESPACE}:{SERVED_HOST})%"
+    return [
+        HeaderValueOption(
+            header=HeaderValue(key=gateway.served_header.lower(), value=value),
+            append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+        )
+    ]

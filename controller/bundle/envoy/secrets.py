@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Certificates, authorities and keys of Envoy, each a secret in a file of its own that Envoy follows.
+
+Their content lies in no other file of the bundle, so a new certificate changes neither listeners nor clusters:
+connections stay, and the next handshake shows it.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import xxhash
+from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import SdsSecretConfig, Secret
+
+from controller.bundle.envoy.bootstrap import file_source
+from controller.bundle.envoy.envoy_json import resources_file, to_resource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from extproc.api.connection import EngineConnection
+    from extproc.api.listeners import CertificateFiles, ClientCertificates, Listener
+    from extproc.api.snapshot import Snapshot
+
+SECRETS_FOLDER: Final = "secrets"
+
+
+class SecretSource(msgspec.Struct, frozen=True, tag=True):
+    """Where a secret comes from. Equal sources are one secret."""
+
+    @property
+    def name(self) -> str:
+        """How the secret is called, within Envoy and as a file."""
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(self))
+
+    @property
+    def file(self) -> str:
+        """The secret's file in the bundle."""
+        return f"{SECRETS_FOLDER}/{self.name}.json"
+
+
+class Certificate(SecretSource, frozen=True):
+    """A certificate with its private key."""
+
+    cert_file: str
+    key_file: str
+
+
+class Authorities(SecretSource, frozen=True):
+    """Who signs the certificates of the other side, and which of those are revoked."""
+
+    ca_file: str
+    crl_file: str | None = None
+
+
+class EngineKey(SecretSource, frozen=True):
+    """A key that engines ask for; from a file or a variable of the environment."""
+
+    file_name: str | None
+    variable: str | None
+
+
+def certificate(files: CertificateFiles) -> Certificate:
+    """The secret of a certificate."""
+    return Certificate(files.cert_file, files.key_file)
+
+
+def authorities(asked: ClientCertificates) -> Authorities:
+    """The secret by which clients' certificates are checked."""
+    return Authorities(asked.ca_file, asked.crl_file)
+
+
+def engine_key(connection: EngineConnection) -> EngineKey:
+    """The secret with the engines' key."""
+    return EngineKey(connection.api_key_file, connection.api_key_env)
+
+
+def secret_sources(snapshot: Snapshot) -> tuple[SecretSource, ...]:
+    """All secrets of a bundle, each once."""
+    found = dict.fromkeys(one for listener in snapshot.gateway.listeners for one in listener_secrets(listener))
+    for server in snapshot.servers:
+        found.update(dict.fromkeys(engine_secrets(server.spec.connection)))
+    return tuple(found)
+
+
+def listener_secrets(listener: Listener) -> Iterator[SecretSource]:
+    """What a listener needs."""
+    if listener.tls is None:
+        return
+    for one in listener.tls.certificates:
+        yield certificate(one)
+    if listener.tls.client_certificates is not None:
+        yield authorities(listener.tls.client_certificates)
+
+
+def engine_secrets(connection: EngineConnection) -> Iterator[SecretSource]:
+    """What connections to engines need."""
+    if connection.has_key:
+        yield engine_key(connection)
+    if connection.tls is None:
+        return
+    if connection.tls.ca_file is not None:
+        yield Authorities(connection.tls.ca_file)
+    if connection.tls.client_certificate is not None:
+        yield certificate(connection.tls.client_certificate)
+
+
+def secret_reference(source: SecretSource, directory: str) -> SdsSecretConfig:
+    """How listeners and clusters name a secret of the bundle in ``directory``."""
+    return SdsSecretConfig(name=source.name, sds_config=file_source(directory, source.file))
+
+
+def secret_file(source: SecretSource, content: Mapping[str, bytes]) -> str:
+    """The file of a secret. ``content``: by the name of the field in Envoy's schema."""
+    fields = {name: {"inline_bytes": base64.b64encode(text).decode()} for name, text in content.items()}
+    kind = {Certificate: "tls_certificate", Authorities: "validation_context", EngineKey: "generic_secret"}[
+        type(source)
+    ]
+    # the classes of Envoy's schema would print the key when they fail
+    return resources_file([{**to_resource(Secret(name=source.name)), kind: fields}])

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The filters for requests that extproc did not decide: one reads bodies, one changes them.
+
+Without extproc Envoy routes by the ``model`` of the body. What it reads must be what an engine reads, so the first
+filter finds the members by itself and refuses what two readers may understand differently (``json_members.py``). It
+leaves the model's name in metadata, on which routes match, and where each member stands.
+
+The second filter runs on the route that was found. It writes the name that the engines know, and removes or refuses the
+fields by which gateways steer engines, as extproc does. All other values are copied byte for byte, so numbers keep
+their digits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, get_args
+
+import msgspec
+from envoy_data_plane.envoy.config.core.v3 import DataSource
+from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua, LuaPerRoute
+from envoy_data_plane.google.protobuf import Struct, Value
+
+from controller.bundle.envoy.json_members import json_members
+from extproc.api.client_fields import InternalField, SteeringField
+from extproc.protocol import (
+    ANTHROPIC_VERSION,
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    COUNT_TOKENS_PATH,
+    EMBEDDINGS_PATH,
+    GENERATE_PATH,
+    MESSAGES_PATH,
+    MODELS_PATH,
+    RESPONSES_PATH,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+# Metadata with the model's name, for the routes without extproc.
+FALLBACK_NAMESPACE: Final = "attache.fallback"
+FALLBACK_MODEL: Final = "model"
+# The host that the client asked for, while the request is routed under another one.
+_FALLBACK_HOST: Final = "host"
+_MEMBERS: Final = "members"
+# Does nothing by itself; the routes without extproc say what it changes.
+CHANGES_FILTER: Final = "attache.changes_without_extproc"
+_CHANGES_SCRIPT: Final = "changes"
+
+_STEERING_FIELDS: Final[tuple[str, ...]] = get_args(SteeringField)
+_INTERNAL_FIELDS: Final[tuple[str, ...]] = get_args(InternalField)
+INFERENCE_PATHS: Final = (
+    *(CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH),
+    *(MESSAGES_PATH, COUNT_TOKENS_PATH, GENERATE_PATH),
+)
+
+_MOST_MODEL_BYTES: Final = 4096
+# After such a body its text is collected at once: collections come by the number of objects, not by their size.
+_LARGE_BYTES: Final = 256 * 1024
+
+_REFUSE: Final = r"""
+local ANTHROPIC_TYPES = {["400"] = "invalid_request_error", ["500"] = "api_error", ["503"] = "overloaded_error"}
+
+local function asks_anthropic(headers)
+  return headers:get("@ANTHROPIC_VERSION@") or string.find(headers:get(":path") or "", "@MESSAGES_PATH@", 1, true)
+end
+
+local function refuse(handle, status, kind, code, param, message)
+  if asks_anthropic(handle:headers()) then
+    local error = '{"error":{"type":"' .. ANTHROPIC_TYPES[status] .. '","message":"' .. message .. '"},"type":"error"}'
+    return handle:respond({[":status"] = status, ["content-type"] = "application/json"}, error)
+  end
+  local error = '{"error":{"message":"' .. message .. '","type":"' .. kind .. '","param":' .. param
+  error = error .. ',"code":' .. code .. '}}'
+  handle:respond({[":status"] = status, ["content-type"] = "application/json"}, error)
+end
+
+local function refuse_request(handle, param, message)
+  refuse(handle, "400", "invalid_request_error", "null", param and '"' .. param .. '"' or "null", message)
+end
+"""
+
+_READ: Final = r"""
+local PATHS = {@PATHS@}
+local KNOWN = {@KNOWN@}
+local STEERING = {@STEERING@}
+
+-- vLLM's connectors obey what stands in extra_args, too, and vllm_xargs is passed on as such. Both are looked into as
+-- text, so escapes are refused as well.
+local function check_arguments(json, arguments)
+  local text = arguments and sub(json, arguments.value, arguments.stop) or ""
+  local is_steering = find(text, "\\u", 1, true)
+  for name in pairs(STEERING) do is_steering = is_steering or find(text, name, 1, true) end
+  if is_steering then
+    local message = "Only requests without steering fields in vllm_xargs can be served at the moment; try again soon."
+    error({message = message, is_too_much = true})
+  end
+end
+
+local function check_sampling(json, sampling)
+  local text = sampling and sub(json, sampling.value, sampling.stop) or ""
+  if find(text, "extra_args", 1, true) or find(text, "\\u", 1, true) then
+    local message = "Only requests without extra_args can be served at the moment; try again soon."
+    error({message = message, is_too_much = true})
+  end
+end
+
+-- The name of the model, and the members as "START STOP NAME;" for each, NAME only where it matters.
+local function read(json)
+  local found, seen = members_of(json)
+  local model, parts = seen.model, {}
+  check_sampling(json, seen.sampling_params)
+  check_arguments(json, seen.vllm_xargs)
+  if not model then bad("The field 'model' is missing; it is required.", "model") end
+  if byte(json, model.value) ~= 34 or model.stop == model.value + 1 then
+    bad("The field 'model' must be a name; GET @MODELS_PATH@ lists them.", "model")
+  end
+  for _, one in ipairs(found) do
+    parts[#parts + 1] = one.start .. " " .. one.stop .. " " .. (KNOWN[one.name or ""] and one.name or "") .. ";"
+  end
+  local name = ""
+  if model.stop - model.value <= @MOST_MODEL@ then
+    name = unescaped(sub(json, model.value + 1, model.stop - 1)) or not_json()
+  end
+  return name, table.concat(parts)
+end
+
+-- A route that ends here for want of a better one names the host that has a route for each model. Engines serve more
+-- than inference: what has something in front of such a path is for HTTPRoutes alone, which cut it off.
+local function look_again(handle, is_for_models)
+  local host = is_for_models and handle:filterContext():get("host")
+  local headers = handle:headers()
+  local asked = headers:get(":authority")
+  if host and asked then
+    handle:streamInfo():dynamicMetadata():set("@NAMESPACE@", "@HOST@", asked)
+    headers:replace(":authority", host)
+  end
+  handle:clearRouteCache()
+end
+
+function envoy_on_request(handle)
+  local headers = handle:headers()
+  local method, path = headers:get(":method"), match(headers:get(":path") or "", "^[^?]*")
+  if method == "GET" and path == "@MODELS_PATH@" then return look_again(handle, true) end
+  if method ~= "POST" or not @IS_INFERENCE@ then return end
+  local body = handle:body()
+  local size = body and body:length() or 0
+  local fine, name, members = pcall(read, size > 0 and body:getBytes(0, size) or "")
+  if size > @LARGE@ then collectgarbage() end
+  if fine then
+    local metadata = handle:streamInfo():dynamicMetadata()
+    metadata:set("@NAMESPACE@", "@MEMBERS@", members)
+    metadata:set("@NAMESPACE@", "@MODEL@", name)
+    return look_again(handle, PATHS[path])
+  end
+  local problem = name
+  if type(problem) == "table" and not problem.is_too_much then
+    return refuse_request(handle, problem.param, problem.message)
+  end
+  if type(problem) ~= "table" then
+    -- what Lua itself raises, as when it has no more memory
+    handle:logErr("a body could not be read: " .. tostring(problem))
+  end
+  local message = type(problem) == "table" and problem.message or TOO_MUCH
+  refuse(handle, "503", "service_unavailable_error", '"no_picker"', "null", message)
+end
+"""
+
+_CHANGE: Final = r"""
+local REFUSED = {@STEERING@}
+local REMOVED = {@REMOVED@}
+
+-- The object without some members and with another model; nil if nothing changes; or the name of a field that is
+-- refused.
+local function changes(members, context)
+  local model, allowed = context:get("model"), context:get("allowed") or {}
+  local kept, is_changed = {}, false
+  for start, stop, name in string.gmatch(members, "(%d+) (%d+) (%S*);") do
+    if REFUSED[name] and not allowed[name] then return nil, name end
+    if REMOVED[name] and not allowed[name] then
+      is_changed = true
+    elseif name == "model" and model then
+      is_changed = true
+      kept[#kept + 1] = '"model":' .. model
+    else
+      kept[#kept + 1] = {start = tonumber(start), stop = tonumber(stop)}
+    end
+  end
+  return is_changed and kept or nil
+end
+
+local function change(handle)
+  local read = handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
+  -- an HTTPRoute sends other bodies here, too
+  if not read then return end
+  if read["@HOST@"] then handle:headers():replace(":authority", read["@HOST@"]) end
+  local kept, refused = changes(read["@MEMBERS@"], handle:filterContext())
+  if refused then
+    local message = "The field '" .. refused .. "' is for gateways, not for clients; leave it out."
+    return refuse_request(handle, refused, message)
+  end
+  if not kept then return end
+  local body = handle:body()
+  local size = body:length()
+  local json = body:getBytes(0, size)
+  for index, one in ipairs(kept) do
+    if type(one) == "table" then kept[index] = string.sub(json, one.start, one.stop) end
+  end
+  local length = body:setBytes("{" .. table.concat(kept, ",") .. "}")
+  if handle:headers():get("content-length") then
+    handle:headers():replace("content-length", tostring(length))
+  end
+  if size > @LARGE@ then
+    json, kept = nil, nil
+    collectgarbage()
+  end
+end
+
+function envoy_on_request(handle)
+  -- a script that fails lets the request pass as it is
+  local fine, problem = pcall(change, handle)
+  if not fine then
+    handle:logErr("a body could not be changed: " .. tostring(problem))
+    refuse(handle, "500", "server_error", '"internal_error"', "null", "The gateway failed over this request.")
+  end
+end
+"""
+
+
+def reads_body(*, with_prefixes: bool = False) -> Lua:
+    """The filter that reads the model's name and where the members stand; refuses what is ambiguous.
+
+    ``with_prefixes``: the paths of inference may have something in front of them.
+    """
+    is_inference = "PATHS[path]"
+    if with_prefixes:
+        is_inference = '(PATHS[match(path, "^.*(/v1/.*)$")] or PATHS[match(path, "^.*(/inference/v1/.*)$")])'
+    marks = {
+        "@PATHS@": ", ".join(f'["{path}"] = true' for path in INFERENCE_PATHS),
+        "@IS_INFERENCE@": is_inference,
+        "@KNOWN@": _lua_set(("model", *_INTERNAL_FIELDS)),
+        "@STEERING@": _lua_set(_STEERING_FIELDS),
+        "@MOST_MODEL@": str(_MOST_MODEL_BYTES),
+    }
+    return Lua(default_source_code=_script(_REFUSE + json_members() + _READ, marks))
+
+
+def changes_body() -> Lua:
+    """The filter that changes bodies where ``change_for`` is configured for the route, which stays as it is."""
+    removed = [name for name in _INTERNAL_FIELDS if name not in _STEERING_FIELDS]
+    marks = {"@STEERING@": _lua_set(_STEERING_FIELDS), "@REMOVED@": _lua_set(removed)}
+    return Lua(source_codes={_CHANGES_SCRIPT: _script(_REFUSE + _CHANGE, marks)}, clear_route_cache=False)
+
+
+def looks_under(host: str) -> LuaPerRoute:
+    """For the route of what no other route takes: requests without extproc are routed again, as if for ``host``."""
+    return LuaPerRoute(filter_context=Struct(fields={"host": Value(string_value=host)}))
+
+
+def change_for(allowed_fields: Collection[str], *, model: str | None = None) -> LuaPerRoute:
+    """What a route changes: ``model`` in place of the client's, and no field of gateways but those allowed."""
+    context: dict[str, Value] = {}
+    if allowed_fields:
+        allowed = {name: Value(bool_value=True) for name in sorted(allowed_fields)}
+        context["allowed"] = Value(struct_value=Struct(fields=allowed))
+    if model is not None:
+        context["model"] = Value(string_value=msgspec.json.encode(model).decode())
+    return LuaPerRoute(name=_CHANGES_SCRIPT, filter_context=Struct(fields=context))
+
+
+def _lua_set(names: Iterable[str]) -> str:
+    return ", ".join(f"{name} = true" for name in names)
+
+
+def _script(script: str, marks: Mapping[str, str]) -> DataSource:
+    common = {
+        "@NAMESPACE@": FALLBACK_NAMESPACE,
+        "@MODEL@": FALLBACK_MODEL,
+        "@MEMBERS@": _MEMBERS,
+        "@HOST@": _FALLBACK_HOST,
+        "@MODELS_PATH@": MODELS_PATH,
+        "@MESSAGES_PATH@": MESSAGES_PATH,
+        "@ANTHROPIC_VERSION@": ANTHROPIC_VERSION,
+        "@LARGE@": str(_LARGE_BYTES),
+    }
+    for mark, text in {**common, **marks}.items():
+        script = script.replace(mark, text)
+    return DataSource(inline_string=script)

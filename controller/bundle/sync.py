@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bundle command: writes the bundle of a directory and follows its changes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.bundle.acknowledgements import subscriptions_of, version_of
+from controller.bundle.degraded import without
+from controller.bundle.envoy.bootstrap import ENDPOINTS_FOLDER
+from controller.bundle.envoy.bundle import BundleWriter
+from controller.bundle.envoy.secrets import secret_sources
+from controller.bundle.key_files import KeyFiles
+from controller.bundle.publish import (
+    remove_orphans,
+    remove_unused_secrets,
+    steps,
+    write,
+    write_secrets,
+)
+from controller.bundle.secret_files import SecretFiles
+from extproc.api.directory import load_directory
+from extproc.api.errors import ConfigInvalid
+from extproc.api.lingering import Lingering
+from extproc.api.report import ConfigReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from controller.bundle.acknowledgements import Uptake
+    from controller.bundle.envoy.secrets import SecretSource
+    from controller.bundle.publish import Step
+    from extproc.api.directory import Directory
+    from extproc.api.errors import Mistake
+    from extproc.api.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+_POLL_S: Final = 0.2
+_RETRY_S: Final = 10.0
+# A bundle of a thousand models takes Envoy seconds to read. It is waited for so long, or so long without an answer.
+_LONGEST_STEP_S: Final = 30.0
+_SILENCE_S: Final = 5.0
+# extproc follows a change that names a new server within four seconds, and uses the old one until then.
+_LINGER_S: Final = 10.0
+
+# Where the golden bundles expect to be mounted.
+GOLDEN_PATH: Final = "/etc/attache/envoy"
+
+
+def write_once(snapshot: Snapshot, out: Path, path: str, folder: Path = Path()) -> None:
+    """Write the bundle of ``snapshot``, which was read from ``folder``, into ``out``; raises ConfigInvalid.
+
+    ``path``: where Envoy will find it.
+    """
+    now = datetime.now(UTC)
+    filled = KeyFiles(os.environ).fill(snapshot, now)
+    secrets = SecretFiles(os.environ, folder).read(secret_sources(filled), now)
+    _write_first(filled, secrets, out, BundleWriter(path))
+
+
+class Follower:
+    """Writes the bundle of a directory, and again on every change, and looks whether Envoy takes it.
+
+    A configuration that is broken later is logged, and the last good bundle stays. ``is_valid``: whether the directory
+    is usable as it is. ``missing_keys``: what is wrong with keys that it names, and that nobody can use so far.
+    ``written_at_s``: when the bundle last changed, wall clock. ``secrets``: certificates and keys, which Envoy follows
+    one by one. ``unusable``: those of them that were never good; the listeners and servers that need them are not
+    served. ``uptake``: None, if nobody looks.
+    """
+
+    def __init__(self, config: Directory, out: Path, path: str, uptake: Uptake | None = None) -> None:
+        """``path``: where Envoy will find the bundle."""
+        self.is_valid = True
+        self.missing_keys: tuple[Mistake, ...] = ()
+        self.unusable: Mapping[SecretSource, Mistake] = {}
+        self.written_at_s = 0.0
+        self.uptake = uptake
+        self._config = config
+        self._out = out
+        self._keys = KeyFiles(os.environ)
+        self.secrets = SecretFiles(os.environ, config.path, bundle=out)
+        self._lingering, self._writer = Lingering(_LINGER_S), BundleWriter(path)
+        # what is in the bundle, and what could not be written last: a configuration, and secrets by file
+        self._failed: tuple[Snapshot, Mapping[str, str]] | None = None
+        # digests of the files that the bundle was made from
+        self._in_bundle: Mapping[str, str] = {}
+        # why the directory as it is now cannot be used
+        self._refused = ""
+        self._retry_at_s = 0.0
+        self._stop = threading.Event()
+
+    @property
+    def report(self) -> ConfigReport:
+        """What of the directory is in use: by Envoy, or else, if nobody looks, in the bundle."""
+        known = ConfigReport(files=self._in_bundle) if self.uptake is None else self.uptake.report
+        refused = self._refused or known.refused
+        missing = tuple(f"{one.file}: {one.message}" for one in self.missing_keys)
+        return msgspec.structs.replace(known, refused=refused, missing_keys=missing)
+
+    def run(self, stop: threading.Event) -> None:
+        """Until ``stop``; raises ConfigInvalid at the start."""
+        clock = time.monotonic  # noqa: TID251 - the edge
+        self._stop = stop
+        self.start(clock)
+        if self.uptake is not None:
+            threading.Thread(target=_look_for_ever, args=(self.uptake, clock), daemon=True).start()
+        while not stop.wait(_POLL_S):
+            self.follow_once(clock)
+
+    def start(self, clock: Callable[[], float]) -> None:
+        """Write the first bundle; raises ConfigInvalid."""
+        self._snapshot = self._config.read()
+        self._written = self._with_secrets(self._fill(self._snapshot))
+        _write_first(*self._written, self._out, self._writer)
+        self._note_written(clock())
+
+    def follow_once(self, clock: Callable[[], float]) -> None:
+        """Write what has changed since."""
+        if self._config.has_changed():
+            fresh = self._read()
+            self.is_valid = fresh is not None
+            fresh = fresh or self._snapshot
+            self._lingering.follow(self._snapshot, fresh, clock())
+            if fresh.gateway.admin != self._snapshot.gateway.admin:
+                log.warning("the admin address has changed: restart Envoy for that")
+            self._snapshot = fresh
+        wanted = queued, secrets = self._with_secrets(self._fill(self._lingering.added_to(self._snapshot, clock())))
+        if wanted == self._written or (wanted == self._failed and clock() < self._retry_at_s):
+            return
+        if self._replace(queued, secrets, clock):
+            self._written, self._failed = wanted, None
+            self._note_written(clock())
+        else:
+            self._failed, self._retry_at_s = wanted, clock() + _RETRY_S
+
+    def _replace(self, after: Snapshot, secrets: Mapping[str, str], clock: Callable[[], float]) -> bool:
+        """Whether the bundle was replaced by that of ``after``. A full disk, say, must not end the process.
+
+        Secrets come first and go last. Where they alone have changed, nothing else is written.
+        """
+        before = self._written[0]
+        try:
+            write_secrets(self._out, secrets)
+            if before != after:
+                for step in steps(before, after, self._writer):
+                    time.sleep(step.wait_s)
+                    write(self._out, step)
+                    self._wait_until_used(step, after, clock)
+            remove_unused_secrets(self._out, secrets)
+        except Exception:
+            log.exception("the bundle could not be written, the last one stays; tried again in %g s", _RETRY_S)
+            return False
+        return True
+
+    def _wait_until_used(self, step: Step, after: Snapshot, clock: Callable[[], float]) -> None:
+        """Envoy must have the clusters before the routes that name them, and is not given more than it can read."""
+        if self.uptake is None or not self.uptake.has_met:
+            return
+        watched = subscriptions_of(after).keys()
+        # read once: a file may have 15 MB
+        versions = {
+            name: version_of(text)
+            for name, text in step.files.items()
+            if name in watched and not name.startswith(ENDPOINTS_FOLDER)
+        }
+        began_s = heard_s = clock()
+        while heard_s - began_s < _LONGEST_STEP_S and clock() - heard_s < _SILENCE_S and not self._stop.is_set():
+            used = self.uptake.uses(versions, after)
+            if used:
+                return
+            if used is not None:
+                heard_s = clock()
+            self._stop.wait(_POLL_S)
+
+    def _with_secrets(self, snapshot: Snapshot) -> tuple[Snapshot, Mapping[str, str]]:
+        """What of ``snapshot`` can be served, and its secrets. Raises ConfigInvalid only for what ``_read`` has not
+        seen.
+        """
+        secrets, unusable = self.secrets.read_available(secret_sources(snapshot), datetime.now(UTC))
+        served = without(snapshot, unusable)
+        if unusable != self.unusable:
+            self.unusable = unusable
+            if unusable:
+                said = ConfigInvalid(list(unusable.values()))
+                log.error(
+                    "the listeners and servers that need these files are not served until they are good:\n%s", said
+                )
+            else:
+                log.info("all certificates and keys are good")
+        return served, secrets
+
+    def _note_written(self, now: float) -> None:
+        self.written_at_s = datetime.now(UTC).timestamp()
+        self._in_bundle = self._written[0].digests
+        if self.uptake is not None:
+            self.uptake.wrote(self._written[0], self._out, now)
+
+    def _read(self) -> Snapshot | None:
+        try:
+            snapshot = self._config.read()
+            # Once read, they are there for good. What is not served already is waited for; what is served must not be
+            # replaced by what cannot be.
+            self.secrets.check(source for source in secret_sources(snapshot) if source not in self.unusable)
+            without(snapshot, self.unusable)
+        except ConfigInvalid as error:
+            log.error("configuration refused, the last good bundle stays:\n%s", error)
+            self._refused = str(error)
+            return None
+        self._refused = ""
+        return snapshot
+
+    def _fill(self, snapshot: Snapshot) -> Snapshot:
+        """Keys that are not there keep nobody else from being served: they are looked for again each time."""
+        filled, mistakes = self._keys.fill_available(snapshot, datetime.now(UTC))
+        if tuple(mistakes) != self.missing_keys:
+            self.missing_keys = tuple(mistakes)
+            if mistakes:
+                log.error("whoever uses these keys is refused until they are there:\n%s", ConfigInvalid(mistakes))
+            else:
+                log.info("all keys are there")
+        return filled
+
+
+def _look_for_ever(uptake: Uptake, clock: Callable[[], float]) -> None:
+    """In a thread of its own: an Envoy that answers late must not hold up the writing."""
+    while True:
+        try:
+            uptake.look(clock())
+        except Exception:
+            log.exception("Envoy could not be asked what it uses; please report this")
+            time.sleep(_RETRY_S)
+        time.sleep(_POLL_S)
+
+
+def wait_until_taken(snapshot: Snapshot, out: Path, uptake: Uptake, wait_s: float) -> bool:
+    """Whether Envoy uses the bundle of ``snapshot``, which is in ``out``, within ``wait_s``; what it is not is
+    logged.
+    """
+    clock = time.monotonic  # noqa: TID251 - the edge
+    began_at_s = clock()
+    uptake.wrote(snapshot, out, began_at_s)
+    while True:
+        verdict = uptake.look(clock())
+        is_late = clock() - began_at_s >= wait_s
+        if verdict.status == "Taken" or is_late or verdict.status == "Refused":
+            break
+        time.sleep(_POLL_S)
+    if verdict.status not in {"Taken", "Refused"}:
+        log.error("%s", verdict.text or f"nothing is known of Envoy within {wait_s:g} s")
+    return verdict.status == "Taken"
+
+
+def _write_first(snapshot: Snapshot, secrets: Mapping[str, str], out: Path, writer: BundleWriter) -> None:
+    write_secrets(out, secrets)
+    for step in steps(None, snapshot, writer):
+        write(out, step)
+    remove_orphans(out, snapshot)
+    remove_unused_secrets(out, secrets)
+
+
+def write_golden(folder: Path) -> None:
+    """Write ``bundles/NAME`` for every directory ``sources/NAME`` of ``folder``."""
+    for source in sorted((folder / "sources").iterdir()):
+        write_once(load_directory(source), folder / "bundles" / source.name, GOLDEN_PATH)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller's commands: options, and what they start."""

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``controller bundle``: write a configuration directory as an Envoy bundle, and keep it up to date."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from extproc.api.errors import ConfigInvalid
+from extproc.api.host_names import Patience
+from extproc.api.quantities import Duration
+from extproc.api.validation import parse_address, parse_endpoint
+from extproc.cli.lookup import resolved_directory
+from extproc.cli.mistakes import report
+
+if TYPE_CHECKING:
+    from controller.bundle.acknowledgements import Uptake
+
+DESCRIPTION: Final = (
+    "Write a configuration directory as Envoy's configuration: a bootstrap.json to start Envoy with, and the files that"
+    " Envoy then watches."
+)
+
+
+# Of engines' names: Envoy has a new address before extproc uses it, and an old one after extproc has left it.
+_PATIENCE: Final = Patience(keep_s=30.0, settle_s=0.0)
+
+
+def parser(prog: str = "controller bundle") -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
+        prog=prog,
+        description=DESCRIPTION,
+        epilog=(
+            "Exit status: 0, 1 if Envoy does not take the bundle (with --wait), or 2 for a mistake in the configuration"
+            " or the options."
+        ),
+    )
+    add = made.add_argument
+    add("--config", type=Path, metavar="DIR", help="the configuration directory")
+    add("--out", type=Path, metavar="DIR", help="where the bundle is written")
+    add("--path", metavar="DIR", help="where Envoy will find the bundle, if not at --out")
+    add("--watch", action="store_true", help="keep running, and write again whenever the configuration changes")
+    add(
+        "--admin",
+        metavar="ADDRESS",
+        help=(
+            "HOST:PORT of Envoy's admin interface, to see whether it takes the bundle, or 'off' "
+            "(default: that of the GatewayConfig)"
+        ),
+    )
+    add("--wait", metavar="DURATION", help="without --watch: wait so long for Envoy to use the bundle")
+    add(
+        "--metrics",
+        default="off",
+        metavar="ADDRESS",
+        help="with --watch: IP:PORT of /metrics and /readyz, or 'off' (default: %(default)s)",
+    )
+    add("--golden", action="store_true", help="in a clone: write envoy/bundles from envoy/sources")
+    return made
+
+
+def _looks(
+    options: argparse.Namespace, made: argparse.ArgumentParser, path: str
+) -> tuple[Uptake | None, float | None, tuple[str, int] | None]:
+    """Who looks at Envoy, for how long to wait for it, and where metrics are served."""
+    from controller.bundle.acknowledgements import Uptake  # noqa: PLC0415
+    from controller.bundle.envoy_admin import read_state  # noqa: PLC0415 - Envoy's schema, as above
+
+    try:
+        if options.admin not in {None, "off"}:
+            parse_endpoint(options.admin)
+        metrics = None if options.metrics == "off" else parse_address(options.metrics)
+        wait_s = None if options.wait is None else Duration(options.wait)
+    except ValueError as error:
+        made.error(str(error))
+    if options.wait is not None and (options.watch or options.admin == "off"):
+        made.error("--wait goes neither with --watch nor with --admin off")
+    if metrics is not None and not options.watch:
+        made.error("--metrics goes with --watch")
+    uptake = None if options.admin == "off" else Uptake(read_state, f"{path}/bootstrap.json", address=options.admin)
+    return uptake, wait_s, metrics
+
+
+def main(words: list[str], prog: str = "controller bundle") -> int:
+    """Exit status: 0, or 2 for a mistake in configuration or arguments."""
+    made = parser(prog)
+    options = made.parse_args(words)
+    # Envoy's schema takes half a second to import: not for --help
+    from controller.bundle.metrics import serve_metrics  # noqa: PLC0415
+    from controller.bundle.publish import return_large_texts  # noqa: PLC0415
+    from controller.bundle.sync import Follower, wait_until_taken, write_golden, write_once  # noqa: PLC0415
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        if options.golden:
+            write_golden(Path("envoy"))
+            return 0
+        if options.config is None or options.out is None:
+            made.error("write --config DIR and --out DIR")
+        path = options.path or str(options.out.resolve())
+        directory = resolved_directory(options.config, _PATIENCE)
+        uptake, wait_s, metrics = _looks(options, made, path)
+        if options.watch:
+            return_large_texts()
+            stop = threading.Event()
+            for one in (signal.SIGTERM, signal.SIGINT):
+                # no exception: raised inside a library's own code, it may get lost there
+                signal.signal(one, lambda *_: stop.set())
+            follower = Follower(directory, options.out, path, uptake)
+            if metrics is not None:
+                serve_metrics(follower, metrics)
+            follower.run(stop)
+        else:
+            snapshot = directory.read()
+            write_once(snapshot, options.out, path, options.config)
+            if uptake is not None and wait_s is not None:
+                return 0 if wait_until_taken(snapshot, options.out, uptake, wait_s) else 1
+    except ConfigInvalid as error:
+        return report(error)
+    except OSError as error:
+        print(f"cannot write the bundle: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 0
+    return 0

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls to the Kubernetes API with plain dicts: read, list, watch, create, replace, patch, apply, delete.
+
+The client retries nothing: whoever decides from what the cluster looked like decides again. Errors say when
+(``ApiError.retry_after_s``) and whether the call may have had an effect (``Unreachable``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import aiohttp
+import msgspec
+
+from controller.kube.errors import ClusterError, Expired, NotFound, Unreachable, error_for
+from controller.kube.resources import PODS, Object, Resource, split_key
+from controller.kube.watching import WatchEvent, events_in
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+
+    from controller.kube.access import Access
+
+_PAGE: Final = 500
+_MERGE: Final = "application/merge-patch+json"
+_APPLY: Final = "application/apply-patch+yaml"  # JSON is YAML
+_JSON: Final = "application/json"
+_MAX_ERROR_BYTES: Final = 100_000
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """All objects of a kind at one version of the server's data."""
+
+    items: list[Object]
+    resource_version: str
+
+
+class Client:
+    """One API server. Calls may run side by side; the session is the owner's to close (see ``connect``)."""
+
+    def __init__(self, access: Access, http: aiohttp.ClientSession, *, manager: str, timeout_s: float = 30.0) -> None:
+        self.access = access
+        self.manager = manager
+        self._http = http
+        self._tls = access.tls()
+        self._timeout_s = timeout_s
+
+    def as_manager(self, manager: str) -> Client:
+        """The same server and session under another field manager's name."""
+        return Client(self.access, self._http, manager=manager, timeout_s=self._timeout_s)
+
+    async def get(
+        self, resource: Resource, name: str, namespace: str | None = None, *, subresource: str | None = None
+    ) -> Object:
+        """One object, or a part of it such as its scale; raises NotFound."""
+        return await self._json("GET", resource.path(namespace, name, subresource))
+
+    async def find(self, resource: Resource, name: str, namespace: str | None = None) -> Object | None:
+        """One object, or None if there is none."""
+        try:
+            return await self.get(resource, name, namespace)
+        except NotFound:
+            return None
+
+    async def list(
+        self,
+        resource: Resource,
+        namespace: str | None = None,
+        *,
+        labels: str = "",
+        fields: str = "",
+        page: int = _PAGE,
+    ) -> Listed:
+        """All objects, of all namespaces without one, read page by page at one version of the data."""
+        try:
+            return await self._list(resource.path(namespace), _selecting(labels, fields), page)
+        except Expired:  # reading the pages took longer than the server remembers the first one's version
+            return await self._list(resource.path(namespace), _selecting(labels, fields), 0)
+
+    async def watch(
+        self,
+        resource: Resource,
+        namespace: str | None = None,
+        *,
+        since: str,
+        labels: str = "",
+        fields: str = "",
+        timeout_s: int = 290,
+        silence_s: float = 90.0,
+    ) -> AsyncGenerator[WatchEvent]:
+        """Changes after version ``since``, until the server ends the watch after ``timeout_s``.
+
+        Raises Expired if ``since`` is too old, and Unreachable if not even a bookmark, which servers send about every
+        minute, comes for ``silence_s``: such a connection is most likely dead.
+        """
+        query = _selecting(labels, fields) | {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": since,
+            "timeoutSeconds": str(timeout_s),
+        }
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s, sock_read=silence_s)
+        async with self._answer("GET", resource.path(namespace), query=query, timeout=timeout) as answer:
+            async for event in events_in(answer.content.iter_any()):
+                yield event
+
+    async def create(self, resource: Resource, thing: Object, *, dry_run: bool = False) -> Object:
+        """A new object; raises AlreadyExists. ``generateName`` works."""
+        path = resource.path(thing["metadata"].get("namespace"))
+        return await self._json("POST", path, body=thing, query=self._writing(dry_run=dry_run))
+
+    async def post(
+        self, resource: Resource, name: str, namespace: str | None, subresource: str, thing: Object
+    ) -> Object:
+        """Ask something of an object: ``pods/binding``, ``pods/eviction``, ``serviceaccounts/token``."""
+        return await self._json("POST", resource.path(namespace, name, subresource), body=thing, query=self._writing())
+
+    async def replace(self, resource: Resource, thing: Object, *, subresource: str | None = None) -> Object:
+        """Write the whole object. With ``metadata.resourceVersion``: only if nobody wrote since, else Conflict."""
+        return await self._json("PUT", _path(resource, thing, subresource), body=thing, query=self._writing())
+
+    async def merge_patch(
+        self,
+        resource: Resource,
+        name: str,
+        namespace: str | None,
+        patch: Mapping[str, Any],
+        *,
+        subresource: str | None = None,
+    ) -> Object:
+        """Change the fields in ``patch`` (RFC 7396: None removes a field, lists are replaced whole)."""
+        path = resource.path(namespace, name, subresource)
+        return await self._json("PATCH", path, body=patch, content_type=_MERGE, query=self._writing())
+
+    async def apply(
+        self,
+        resource: Resource,
+        thing: Object,
+        *,
+        subresource: str | None = None,
+        manager: str | None = None,
+        force: bool = False,
+        dry_run: bool = False,
+    ) -> Object:
+        """Server-side apply: own the fields of ``thing``, create the object if there is none, leave others' fields.
+
+        Fields that this manager applied before and that ``thing`` lacks are removed. Raises Conflict if another manager
+        owns a field with another value, unless ``force``.
+        """
+        query = self._writing(dry_run=dry_run) | {"force": "true" if force else "false"}
+        query["fieldManager"] = manager or self.manager
+        path = _path(resource, thing, subresource)
+        return await self._json("PATCH", path, body=thing, content_type=_APPLY, query=query)
+
+    async def delete(
+        self,
+        resource: Resource,
+        name: str,
+        namespace: str | None = None,
+        *,
+        grace_s: int | None = None,
+        uid: str | None = None,
+        propagation: str | None = None,
+    ) -> bool:
+        """Ask for the deletion; False if there is no such object.
+
+        ``uid``: only if the object still is this one, else Conflict. ``grace_s=0`` removes a pod at once.
+        ``propagation``: Background, Foreground or Orphan, of what the object owns.
+        """
+        options: dict[str, Any] = {"apiVersion": "v1", "kind": "DeleteOptions"}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        if uid is not None:
+            options["preconditions"] = {"uid": uid}
+        if propagation is not None:
+            options["propagationPolicy"] = propagation
+        try:
+            await self._json("DELETE", resource.path(namespace, name), body=options)
+        except NotFound:
+            return False
+        return True
+
+    async def log_tail(self, pod: str, container: str, *, previous: bool, lines: int, most_bytes: int) -> str:
+        """The last lines of a container's log, of its last run or of the one before. ``pod``: ``namespace/name``."""
+        namespace, name = split_key(pod)
+        query = {"container": container, "tailLines": str(lines), "limitBytes": str(most_bytes)}
+        query |= {"previous": "true"} if previous else {}
+        async with self._answer("GET", PODS.path(namespace, name, "log"), query=query) as answer:
+            return (await answer.content.read(most_bytes)).decode(errors="replace")
+
+    async def serves(self, resource: Resource) -> bool:
+        """Whether the server knows the kind, such as that of a CRD which may not be installed."""
+        try:
+            served = await self.served(resource.api_version)
+        except NotFound:
+            return False
+        return any(one.get("name") == resource.plural for one in served)
+
+    async def served(self, api_version: str) -> tuple[Object, ...]:
+        """The kinds and subresources of a version of a group, as discovery lists them; raises NotFound."""
+        group, _, version = api_version.rpartition("/")
+        found = await self._json("GET", Resource(group, version, "", "").group_path)
+        return tuple(found.get("resources") or ())
+
+    async def is_ready(self, path: str = "/readyz") -> bool:
+        """Whether the server's own health check is content."""
+        try:
+            async with self._answer("GET", path):
+                return True
+        except ClusterError:
+            return False
+
+    async def _list(self, path: str, query: Mapping[str, str], page: int) -> Listed:
+        items: list[Object] = []
+        token = ""
+        while True:
+            asked = {**query, **({"limit": str(page)} if page else {}), **({"continue": token} if token else {})}
+            answer = await self._json("GET", path, query=asked)
+            kind = str(answer.get("kind", "")).removesuffix("List")
+            for item in answer.get("items") or ():
+                # the items of a list lack what all of them have in common
+                item.setdefault("apiVersion", answer.get("apiVersion"))
+                item.setdefault("kind", kind)
+                items.append(item)
+            metadata = answer.get("metadata") or {}
+            token = metadata.get("continue", "")
+            if not token:
+                return Listed(items, metadata.get("resourceVersion", ""))
+
+    def _writing(self, *, dry_run: bool = False) -> dict[str, str]:
+        """Unknown fields are a mistake of ours, never dropped in silence."""
+        query = {"fieldManager": self.manager, "fieldValidation": "Strict"}
+        return query | {"dryRun": "All"} if dry_run else query
+
+    async def _json(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        content_type: str = _JSON,
+    ) -> Object:
+        async with self._answer(method, path, query=query, body=body, content_type=content_type) as answer:
+            return cast("Object", msgspec.json.decode(await answer.read()))
+
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        content_type: str = _JSON,
+        timeout: aiohttp.ClientTimeout | None = None,  # noqa: ASYNC109 - aiohttp's own
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        headers = self.access.headers() | {"accept": _JSON, "content-type": content_type}
+        url = self.access.server + path
+        try:
+            async with self._http.request(
+                method,
+                url,
+                params=query,
+                data=None if body is None else msgspec.json.encode(body),
+                headers=headers,
+                ssl=self._tls or True,
+                server_hostname=self.access.tls_server_name or None,
+                timeout=timeout or aiohttp.ClientTimeout(total=self._timeout_s),
+                allow_redirects=False,
+            ) as answer:
+                if answer.status >= 300:
+                    said = await answer.content.read(_MAX_ERROR_BYTES)
+                    raise error_for(answer.status, said, answer.headers.get("retry-after"))
+                yield answer
+        except (TimeoutError, aiohttp.ClientError, msgspec.DecodeError) as error:
+            raise Unreachable(f"{method} {url}: {error!r}") from error
+
+
+@contextlib.asynccontextmanager
+async def connect(access: Access, *, manager: str, timeout_s: float = 30.0) -> AsyncIterator[Client]:
+    """A client with a session of its own. ``manager``: the name under which fields are owned."""
+    # watches hold a connection each: no limit; no cookies, no proxies of the environment
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar()) as http:
+        yield Client(access, http, manager=manager, timeout_s=timeout_s)
+
+
+def _path(resource: Resource, thing: Object, subresource: str | None) -> str:
+    metadata = thing["metadata"]
+    return resource.path(metadata.get("namespace"), metadata["name"], subresource)
+
+
+def _selecting(labels: str, fields: str) -> dict[str, str]:
+    return {name: value for name, value in (("labelSelector", labels), ("fieldSelector", fields)) if value}

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conditions of objects: what is wanted, and how it is merged with what the object already says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import msgspec
+
+from extproc.api.spec import namespace_of, object_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+Truth = Literal["True", "False", "Unknown"]
+
+_LONGEST: Final = 4096
+# Messages of conditions that are as they should be.
+NO_MISTAKE: Final = "it has no mistake"
+IN_DIRECTORY: Final = "it is in the directory"
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A condition without its times."""
+
+    type: str
+    status: Truth
+    reason: str
+    message: str = ""
+
+
+class WantedEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """An item of a list in a status. ``identity``: the fields that tell it from the others. ``fields``: beside
+    those.
+    """
+
+    identity: Mapping[str, Any]
+    conditions: tuple[Wanted, ...]
+    fields: Mapping[str, Any] = {}
+
+
+class WantedList(msgspec.Struct, frozen=True, kw_only=True):
+    """A list of a status whose items have conditions of their own: ``listeners`` of a Gateway, ``parents`` of a route.
+
+    ``controller``: items with another ``controllerName`` are somebody else's and stay; empty: all are ours.
+    ``gateway``: of ours, only those about this Gateway are this role's; empty: all.
+    """
+
+    name: str
+    entries: tuple[WantedEntry, ...]
+    controller: str = ""
+    gateway: str = ""
+
+    def is_ours(self, item: Mapping[str, Any], namespace: str) -> bool:
+        """Whether ``item`` of an object in ``namespace`` is this role's to write and to remove."""
+        if self.controller and item.get("controllerName") != self.controller:
+            return False
+        parent = item.get("parentRef") or {}
+        return (
+            not self.gateway or object_key(parent.get("namespace") or namespace, parent.get("name", "")) == self.gateway
+        )
+
+
+class WantedStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The status that an object of this generation should have. ``fields``: beside the conditions. ``lists``: whose
+    items have conditions. ``is_plain``: the status has no ``observedGeneration`` of its own.
+    """
+
+    kind: str
+    key: str
+    generation: int
+    conditions: tuple[Wanted, ...]
+    fields: Mapping[str, Any] = {}
+    lists: tuple[WantedList, ...] = ()
+    is_plain: bool = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other controllers write into its lists, too."""
+        return any(one.controller for one in self.lists)
+
+
+def holds(type_: str, message: str = "") -> Wanted:
+    """A condition that is as it should be."""
+    return Wanted(type_, "True", type_, message)
+
+
+def fails(type_: str, reason: str, message: str) -> Wanted:
+    """A condition that is not; ``message`` says what to do."""
+    return Wanted(type_, "False", reason, message[:_LONGEST])
+
+
+def merged(wanted: WantedStatus, observed: Mapping[str, Any], now: str) -> dict[str, Any] | None:
+    """The status to write, or None if ``observed`` says all of it already. ``now``: RFC 3339.
+
+    The time of a condition changes only when its status does.
+    """
+    status: dict[str, Any] = dict(wanted.fields)
+    if not wanted.is_plain:
+        status["observedGeneration"] = wanted.generation
+    if wanted.conditions:
+        status["conditions"] = _conditions(wanted.conditions, observed, wanted.generation, now)
+    namespace = namespace_of(wanted.key)
+    for one in wanted.lists:
+        status[one.name] = _items(one, observed.get(one.name) or (), wanted.generation, now, namespace)
+    return None if _says(status, observed) else status
+
+
+def transitions(status: Mapping[str, Any], observed: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The conditions whose status or reason is not what it was, for Events, those of lists' items as well; what is not
+    known yet is none. The message of a listener's condition begins with the listener's name.
+    """
+    known = {about: (one.get("status"), one.get("reason")) for about, one in _all_conditions(observed)}
+    found = [(about, one) for about, one in _all_conditions(status) if one.get("status") != "Unknown"]
+    return [one for about, one in found if known.get(about) != (one["status"], one["reason"])]
+
+
+def item_about(identity: Mapping[str, Any], items: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The item of a list that has this identity; an empty one if there is none."""
+    return next((one for one in items if all(one.get(name) == value for name, value in identity.items())), {})
+
+
+def _conditions(
+    wanted: Iterable[Wanted], observed: Mapping[str, Any], generation: int, now: str
+) -> list[dict[str, Any]]:
+    known = {one.get("type"): one for one in observed.get("conditions") or ()}
+    return [_condition(one, known.get(one.type), generation, now) for one in wanted]
+
+
+def _items(
+    wanted: WantedList, observed: Sequence[Mapping[str, Any]], generation: int, now: str, namespace: str
+) -> list[Mapping[str, Any]]:
+    """Other controllers' items as they are, then ours."""
+    items = [one for one in observed if not wanted.is_ours(one, namespace)]
+    for entry in wanted.entries:
+        known = item_about(entry.identity, observed)
+        conditions = _conditions(entry.conditions, known, generation, now)
+        items.append({**entry.identity, **entry.fields, "conditions": conditions})
+    return items
+
+
+def _says(status: Mapping[str, Any], observed: Mapping[str, Any]) -> bool:
+    """Whether all of ``status`` is in ``observed``, in whatever order its conditions and items are."""
+    for name, value in status.items():
+        known = observed.get(name)
+        if isinstance(value, list):
+            known = known or []
+            if name == "conditions":
+                known = [one for one in known if any(one.get("type") == mine["type"] for mine in value)]
+            if len(value) != len(known) or any(one not in known for one in value):
+                return False
+        elif known != value:
+            return False
+    return True
+
+
+def _all_conditions(status: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Mapping[str, Any]]]:
+    """With what each is about."""
+    for one in status.get("conditions") or ():
+        yield ("", one.get("type", "")), one
+    for name in ("listeners", "parents"):
+        for item in status.get(name) or ():
+            identity = item.get("name") or msgspec.json.encode(item.get("parentRef"), order="deterministic").decode()
+            for one in item.get("conditions") or ():
+                told = _of_listener(item["name"], one) if item.get("name") else one
+                yield (f"{item.get('controllerName', '')} {identity}", one.get("type", "")), told
+
+
+def _of_listener(name: str, condition: Mapping[str, Any]) -> Mapping[str, Any]:
+    said = condition.get("message") or f"{condition.get('type')} is {condition.get('status')}"
+    return {**condition, "message": f"listener {name}: {said}"}
+
+
+def _condition(wanted: Wanted, known: Mapping[str, Any] | None, generation: int, now: str) -> dict[str, Any]:
+    same = known is not None and known.get("status") == wanted.status
+    return {
+        "type": wanted.type,
+        "status": wanted.status,
+        "reason": wanted.reason,
+        "message": wanted.message,
+        "observedGeneration": generation,
+        "lastTransitionTime": known.get("lastTransitionTime", now) if same and known is not None else now,
+    }

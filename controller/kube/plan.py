@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reconciler answers: what to write, the status, events, and when to look again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from controller.kube.resources import Object, Resource
+
+
+class Create(msgspec.Struct, frozen=True):
+    """Make ``thing``. That it is there already is no failure: the cache was late, and its name says what it is."""
+
+    resource: Resource
+    thing: Object
+
+
+class Apply(msgspec.Struct, frozen=True):
+    """Own the fields of ``thing`` by server-side apply. ``yields``: paths of fields, such as ``("spec", "replicas")``,
+    that are left out where another manager owns them with another value; all other fields are taken from others.
+    """
+
+    resource: Resource
+    thing: Object
+    yields: tuple[tuple[str, ...], ...] = ()
+
+
+class Annotate(msgspec.Struct, frozen=True):
+    """Set labels and annotations of one object, None removes; only while it still is the one with ``uid``."""
+
+    resource: Resource
+    key: str
+    uid: str
+    annotations: Mapping[str, str | None] = {}
+    labels: Mapping[str, str | None] = {}
+
+
+class Delete(msgspec.Struct, frozen=True):
+    """Delete one object, if it still is the one with ``uid``. ``grace_s``: None leaves it to the object."""
+
+    resource: Resource
+    key: str
+    uid: str
+    grace_s: int | None = None
+
+
+class SetStatus(msgspec.Struct, frozen=True):
+    """Say ``fields`` in the status of one object that the reconciled one owns; only while it still is the one with
+    ``uid``. Fields that are not named stay.
+    """
+
+    resource: Resource
+    key: str
+    uid: str
+    fields: Mapping[str, Any]
+
+
+Action = Create | Apply | Annotate | Delete | SetStatus
+
+
+class Happened(msgspec.Struct, frozen=True):
+    """An Event for ``kubectl describe``. ``reason``: one word in CamelCase."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do about one object now.
+
+    ``actions``: in their order; after one fails, the rest waits for the next look. ``status``: what the object's status
+    should say, without times of transitions, which the writer adds; None leaves it alone. ``events``: told once the
+    actions are done. ``look_again_at_s``: the next instant, in seconds since the epoch, at which time alone may change
+    the answer; None: only a change of an object does. ``asks_loads_of``: pods, by key, whose loads the next look needs.
+    """
+
+    actions: tuple[Action, ...] = ()
+    status: Mapping[str, Any] | None = None
+    events: tuple[Happened, ...] = ()
+    look_again_at_s: float | None = None
+    asks_loads_of: frozenset[str] = frozenset()
+
+
+def without(thing: Object, paths: Iterable[tuple[str, ...]]) -> Object:
+    """A copy that lacks the fields at ``paths``, such as those of ``Apply.yields``."""
+    new = copy.deepcopy(thing)
+    for *way, last in paths:
+        holder: Any = new
+        for name in way:
+            holder = holder.get(name) if isinstance(holder, dict) else None
+        if isinstance(holder, dict):
+            holder.pop(last, None)
+    return new

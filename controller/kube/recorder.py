@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of an object: its status, where that is new, and Events, the same of which are told once a minute."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Final
+
+from controller.kube.conditions import Wanted, WantedStatus, merged
+from controller.kube.errors import ClusterError
+from controller.kube.events import event_of, now
+from controller.kube.resources import EVENTS, Object, Resource, key_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from controller.kube.client import Client
+    from controller.kube.executing import Counted
+    from controller.kube.plan import Happened
+
+log = logging.getLogger(__name__)
+
+_NOTHING: Final[tuple[object, ...]] = (None, {}, [], ())
+_QUIET_S: Final = 60.0
+_REMEMBERED: Final = 4096
+
+
+async def write_status(
+    client: Client, resource: Resource, thing: Object, status: Mapping[str, Any], counted: Counted
+) -> Object | None:
+    """Write what ``thing`` does not say yet; the object as it is then, None if there was nothing to write.
+
+    ``status`` has conditions without times: they are those of the object where the condition's status stays.
+    """
+    before = thing.get("status") or {}
+    conditions = tuple(
+        Wanted(one["type"], one["status"], one["reason"], one.get("message", ""))
+        for one in status.get("conditions") or ()
+    )
+    # empty ones are left out: a map whose last item an applier takes away becomes null, which schemas refuse
+    fields = {name: value for name, value in status.items() if name != "conditions" and value not in _NOTHING}
+    wanted = WantedStatus(
+        kind=resource.kind,
+        key=key_of(thing),
+        generation=thing["metadata"].get("generation", 0),
+        conditions=conditions,
+        fields=fields,
+    )
+    new = merged(wanted, before, now())
+    if new is None:
+        left = before.keys() - fields.keys() - {"conditions", "observedGeneration"}
+        # the schema's defaults, 0 and nothing, come back of themselves
+        if not any(before[name] for name in left):
+            return None
+        new = merged(wanted, {"conditions": before.get("conditions") or []}, now())
+    metadata = {name: thing["metadata"][name] for name in ("name", "namespace") if name in thing["metadata"]}
+    applied = {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": metadata, "status": new}
+    written = await client.apply(resource, applied, subresource="status", force=True)
+    counted(resource.kind, "status")
+    return written
+
+
+def with_trouble(
+    status: Mapping[str, Any] | None, before: Mapping[str, Any], type_: str, truth: str, *, reason: str, message: str
+) -> dict[str, Any]:
+    """A status that says what is wrong in its condition ``type_``. Without a planned one, what the object says
+    stays.
+    """
+    said = dict(before if status is None else status)
+    trouble = {"type": type_, "status": truth, "reason": reason, "message": message}
+    said["conditions"] = [*(one for one in said.get("conditions") or () if one["type"] != type_), trouble]
+    return said
+
+
+class Recorder:
+    """Writes Events. ``clock``: seconds that only grow."""
+
+    def __init__(self, client: Client, component: str, clock: Callable[[], float], counted: Counted) -> None:
+        self._client = client
+        self._component = component
+        self._clock = clock
+        self._counted = counted
+        # when a reason was last told of an object, by uid and reason, and how often it came since; the oldest go
+        self._told: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
+
+    async def tell(self, thing: Object, events: Iterable[Happened]) -> None:
+        """An Event that cannot be written is logged: nothing depends on it."""
+        for one in events:
+            left_out = self._left_out((thing["metadata"]["uid"], one.reason))
+            if left_out is None:
+                continue
+            message = f"{one.message} (and {left_out} more since the last such Event)" if left_out else one.message
+            event = event_of(thing, one.type, reason=one.reason, message=message, component=self._component)
+            try:
+                await self._client.create(EVENTS, event)
+                self._counted(EVENTS.kind, "create")
+            except ClusterError as error:
+                log.info("the Event %s of %s is not written: %s", one.reason, key_of(thing), error)
+
+    def _left_out(self, about: tuple[str, str]) -> int | None:
+        """How many were left out since the last one; None if this one is, too."""
+        told_s, left_out = self._told.get(about, (None, 0))
+        now_s = self._clock()
+        if told_s is not None and now_s < told_s + _QUIET_S:
+            self._told[about] = told_s, left_out + 1
+            return None
+        self._told[about] = now_s, 0
+        self._told.move_to_end(about)
+        while len(self._told) > _REMEMBERED:
+            self._told.popitem(last=False)
+        return left_out

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manager role: webhooks, which every replica serves, and the leader's work on Models, ModelInfers and scaling."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Final
+
+from controller.kube.kopf_thread import Handlers
+from controller.kube.resources import (
+    CLUSTER_SERVING_RUNTIMES,
+    MODEL_INFER_ROLES,
+    MODEL_INFERS,
+    MODEL_TEMPLATES,
+    MODELS,
+    SERVING_RUNTIMES,
+)
+from controller.models.leading import Work
+
+if TYPE_CHECKING:
+    from controller.autoscaler.export.role import ExportRole
+    from controller.kube.client import Client
+    from controller.kube.lease import LeaderElection
+    from controller.kube.metrics import ManagerMetrics
+    from controller.models.leading import Bell, Decisions, WorkSettings
+    from controller.models.loads import Loads
+    from controller.webhooks.role import WebhookRole
+
+CONTROLLER: Final = "attache-manager"
+# What kopf follows: the kinds that people and other controllers write.
+FOLLOWED: Final = (
+    MODEL_INFERS,
+    MODEL_INFER_ROLES,
+    MODELS,
+    SERVING_RUNTIMES,
+    CLUSTER_SERVING_RUNTIMES,
+    MODEL_TEMPLATES,
+)
+
+
+Scaling = Callable[["Client"], Awaitable[None]]
+"""Scales, until cancelled, what AutoscalingPolicyBindings name."""
+
+
+class Leader:
+    """``run`` waits until it leads, and then does the work. Each term begins with empty hands: what informers have
+    heard, what is queued and what was written belongs to one term. ``scaling``: begins the scaling of a term; None:
+    others do it.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        settings: WorkSettings,
+        metrics: ManagerMetrics,
+        election: LeaderElection,
+        *,
+        decisions: Decisions,
+        bell: Bell | None,
+        loads: Loads | None = None,
+        scaling: Scaling | None = None,
+    ) -> None:
+        self._client = client
+        self._settings = settings
+        self._metrics = metrics
+        self._election = election
+        self._decisions = decisions
+        self._bell = bell
+        self._loads = loads
+        self._scaling = scaling
+        metrics.leader.set_function(lambda: float(election.is_leader))
+
+    def leads(self) -> bool:
+        """Whether this replica does the work now."""
+        return self._election.is_leader
+
+    async def run(self) -> None:
+        """Until cancelled; raises what ends the work by itself, such as the end of kopf's thread."""
+        await self._election.run(self._lead)
+
+    async def _lead(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._work(), name="work")
+            if self._scaling is not None:
+                tasks.create_task(_awaited(self._scaling(self._client)), name="scaling")
+
+    async def _work(self) -> None:
+        await Work(
+            self._client,
+            self._settings,
+            self._metrics,
+            component=CONTROLLER,
+            decisions=self._decisions,
+            bell=self._bell,
+            loads=self._loads,
+        ).run()
+
+
+class ManagerRole:
+    """``run`` does all of it. Either part may be left to other processes."""
+
+    def __init__(self, webhooks: WebhookRole | None, leader: Leader | None, exports: ExportRole | None = None) -> None:
+        self._webhooks = webhooks
+        self._leader = leader
+        self._exports = exports
+
+    def is_ready(self) -> bool:
+        """Whether webhooks and exports can be asked. Who leads is no question of readiness."""
+        if self._exports is not None and not self._exports.is_ready():
+            return False
+        return self._webhooks is None or self._webhooks.ready.is_set()
+
+    async def run(self) -> None:
+        """Until cancelled; raises OSError if the address is taken."""
+        async with asyncio.TaskGroup() as tasks:
+            if self._webhooks is not None:
+                tasks.create_task(self._webhooks.run(), name="webhooks")
+            if self._exports is not None:
+                tasks.create_task(self._exports.run(), name="exports")
+            if self._leader is not None:
+                tasks.create_task(self._leader.run(), name="leader")
+
+
+def kopf_rings(client: Client, namespace: str | None) -> Bell:
+    """kopf, told of events of our kinds."""
+
+    async def bell(ring: Callable[[str, str], None]) -> None:
+        await Handlers(client.access, FOLLOWED, ring, namespace=namespace).run()
+
+    return bell
+
+
+async def _awaited(scaling: Awaitable[None]) -> None:
+    await scaling

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The templates of engine pods: the preset's PodSpec, what we add to it, and what the Model says, in this order."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+from controller.models.model.observed import BACKEND, MODEL
+from controller.models.runtimes.arguments import words
+from controller.models.runtimes.merging import strategic
+from controller.models.runtimes.settings import MODEL_PATH, gpus_of, settings_of
+from controller.models.runtimes.weights import CACHE_PATH, MODELS, WEIGHTS, cache_volume
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from controller.api.engine import EngineConfig
+    from controller.models.model.observed import Settings
+    from controller.models.model.resolved import Resolved, ResolvedBackend, ResolvedRole
+    from controller.models.runtimes.settings import Node
+
+Plain = dict[str, Any]
+
+AGENT_PORT: Final = 9000
+DOWNLOAD: Final = "download"
+ENGINE: Final = "engine"
+_AGENT: Final = "agent"
+PRICE: Final = "attache.dev/price"
+# Where the agent reads which adapters are declared, and the file's name in the ConfigMap.
+ADAPTERS_PATH: Final = "/etc/attache/adapters"
+ADAPTERS_FILE: Final = "adapters.json"
+_ADAPTERS: Final = "adapters"
+# Beside the drain: SIGTERM, the sidecar's end, a slow node.
+_AFTER_DRAIN_S: Final = 30
+# What only a pod has that requests are sent to.
+_OF_ENTRIES: Final = ("readinessProbe", "livenessProbe", "startupProbe", "lifecycle", "ports")
+
+
+def template(model: Resolved, made: ResolvedBackend, role: ResolvedRole, node: Node, settings: Settings) -> Plain:
+    """A PodTemplate of a ModelInfer."""
+    preset, backend = made.preset.spec, made.backend
+    has_agent = preset.agent.enabled and node == "entry"
+    ours = _ours(model, made, role, node, settings, has_agent=has_agent)
+    pods = [preset.pod, *([preset.spot_pod] if backend.spot else []), ours, *role.pods]
+    spec = {name: value for name, value in strategic(*pods).items() if value != []}
+    if node == "worker":
+        spec["containers"] = [_without_entry(one) for one in spec["containers"]]
+    labels = {MODEL: model.name, BACKEND: backend.name}
+    return {
+        "metadata": {
+            "labels": {**preset.metadata.labels, **labels},
+            "annotations": {**preset.metadata.annotations, PRICE: f"{backend.cost:g}"},
+        },
+        "spec": spec,
+    }
+
+
+def _without_entry(container: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Workers of an engine answer no requests."""
+    if container["name"] != ENGINE:
+        return container
+    return {name: value for name, value in container.items() if name not in _OF_ENTRIES}
+
+
+def _ours(
+    model: Resolved, made: ResolvedBackend, role: ResolvedRole, node: Node, settings: Settings, *, has_agent: bool
+) -> Plain:
+    """What the preset need not say."""
+    config = role.engine.config
+    init = [download(model, settings)] if model.weights.is_downloaded else []
+    volumes = list(model.weights.volumes)
+    if has_agent:
+        init.append(_sidecar(model, made, config, settings))
+    if has_agent and model.spec.adapters:
+        volumes.append({"name": _ADAPTERS, "configMap": {"name": f"{model.name}-adapters"}})
+        if not model.weights.is_downloaded:
+            volumes.append(cache_volume(model.spec.cache))
+    return {
+        "initContainers": init,
+        "containers": [_engine(model, made, role, node, drains=has_agent)],
+        "volumes": volumes,
+        "terminationGracePeriodSeconds": _drain_s(config) + _AFTER_DRAIN_S,
+    }
+
+
+def _drain_s(config: EngineConfig) -> int:
+    return math.ceil(config.drain_timeout)
+
+
+def _engine(model: Resolved, made: ResolvedBackend, role: ResolvedRole, node: Node, *, drains: bool) -> Plain:
+    config, preset = role.engine.config, made.preset.spec
+    said = words(preset.arguments, settings_of(role.engine, node))
+    container: Plain = {"name": ENGINE}
+    if config.image:
+        container["image"] = config.image
+    if config.command is not None:
+        container["command"] = list(config.command)
+    container["args"] = [*said.args, *config.args]
+    env = strategic({"env": said.env}, {"env": _env(config)})["env"]
+    resources = _resources(config, preset.accelerator)
+    mounts = [*model.weights.mounts]
+    if drains and model.spec.adapters and not model.weights.is_downloaded:
+        mounts.append({"name": WEIGHTS, "mountPath": CACHE_PATH, "readOnly": True})
+    container |= {"ports": [{"name": "http", "containerPort": preset.port}], "volumeMounts": mounts}
+    container |= {name: value for name, value in (("env", env), ("resources", resources)) if value}
+    if drains:
+        # answers when nothing runs any more; the sidecar outlives this container
+        container["lifecycle"] = {"preStop": {"httpGet": {"path": "/drain", "port": AGENT_PORT}}}
+    return container
+
+
+def _env(config: EngineConfig) -> list[Plain]:
+    found = []
+    for one in config.env:
+        value = {"value": one.value} if one.value is not None else {}
+        source = {"valueFrom": one.value_from} if one.value_from is not None else {}
+        found.append({"name": one.name, **value, **source})
+    return found
+
+
+def _resources(config: EngineConfig, accelerator: str | None) -> Plain | None:
+    """What is written; and as many accelerators as the degrees of parallelism need, if nothing is written of them."""
+    written: Plain = dict(config.resources or {})
+    limits = dict(written.get("limits") or {})
+    gpus = gpus_of(config)
+    if accelerator is not None and gpus is not None and accelerator not in limits:
+        written["limits"] = {**limits, accelerator: str(gpus)}
+    return written or None
+
+
+def download(model: Resolved, settings: Settings) -> Plain:
+    """The container that fetches the weights; credentials reach no other."""
+    found: Plain = {
+        "name": DOWNLOAD,
+        "image": settings.image,
+        "args": ["download", model.spec.uri, f"--cache={CACHE_PATH}", f"--link={MODEL_PATH}"],
+        "volumeMounts": [
+            {"name": MODELS, "mountPath": MODEL_PATH.rpartition("/")[0]},
+            {"name": WEIGHTS, "mountPath": CACHE_PATH},
+        ],
+    }
+    return {**found, **_credentials(model), **_as_guest(model)}
+
+
+def _as_guest(model: Resolved) -> Plain:
+    """No rights that are not needed: a directory that a node makes for a host path is root's."""
+    user = {"runAsUser": 0, "runAsGroup": 0, "runAsNonRoot": False} if model.spec.cache.host_path else {}
+    return {
+        "securityContext": {**user, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
+    }
+
+
+def our_images(infer: Mapping[str, Any]) -> set[str]:
+    """The images of the containers of ours in a ModelInfer."""
+    roles = infer["spec"]["template"]["roles"]
+    templates = [role[field] for role in roles for field in ("entryTemplate", "workerTemplate") if field in role]
+    containers = [one for each in templates for one in each["spec"].get("initContainers") or ()]
+    return {one["image"] for one in containers if one.get("name") in (DOWNLOAD, _AGENT) and one.get("image")}
+
+
+def _credentials(model: Resolved) -> Plain:
+    return {"envFrom": [{"secretRef": {"name": model.spec.secret_ref}}]} if model.spec.secret_ref else {}
+
+
+def _sidecar(model: Resolved, made: ResolvedBackend, config: EngineConfig, settings: Settings) -> Plain:
+    """The sidecar: it starts before the engine and ends after it."""
+    preset = made.preset.spec
+    found: Plain = {
+        "name": _AGENT,
+        "image": settings.image,
+        "restartPolicy": "Always",
+        "args": [
+            "agent",
+            f"--listen=0.0.0.0:{AGENT_PORT}",
+            f"--engine=http://127.0.0.1:{preset.port}",
+            f"--dialect={preset.agent.dialect}",
+            f"--model={model.served_name}",
+            f"--drain-timeout={_drain_s(config)}",
+            # every pod can reach this port, and what it has fetched comes with the Model's credentials
+            "--declared-only",
+            *([f"--max-adapters={most}"] if model.spec.adapters and (most := config.lora.max_loaded) else []),
+            *(
+                [f"--adapters={ADAPTERS_PATH}/{ADAPTERS_FILE}", f"--weights-cache={CACHE_PATH}"]
+                if model.spec.adapters
+                else []
+            ),
+            *preset.agent.args,
+        ],
+        "ports": [{"name": "agent", "containerPort": AGENT_PORT}],
+        "readinessProbe": {
+            "httpGet": {"path": "/ready", "port": AGENT_PORT},
+            "periodSeconds": 2,
+            "timeoutSeconds": 5,
+            "failureThreshold": 3,
+        },
+        **_as_guest(model),
+    }
+    if model.spec.adapters:
+        # adapters are fetched by the sidecar, with the same credentials as the weights
+        found["volumeMounts"] = [
+            {"name": _ADAPTERS, "mountPath": ADAPTERS_PATH, "readOnly": True},
+            {"name": WEIGHTS, "mountPath": CACHE_PATH},
+        ]
+        found |= _credentials(model)
+    return found

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model: what to apply, to delete, and to say of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from controller.kube.plan import Apply, Delete, Happened, Plan
+from controller.kube.resources import MODEL_SERVERS, Object, key_of
+from controller.models.model.activation import told_start_times
+from controller.models.model.children import Child, children
+from controller.models.model.drift import digest_of, is_settled, stamped
+from controller.models.model.observed import CHILDREN
+from controller.models.model.pods import our_images
+from controller.models.model.resolved import Resolved, Unresolved, resolve
+from controller.models.model.status import Owned, Status, replicas_of, status_of, unresolved_status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from controller.models.model.observed import Observed
+
+
+def reconcile(observed: Observed, now_s: float) -> Plan:
+    """``now_s``: seconds since the epoch. A Model that is being deleted needs nothing: its children go with it."""
+    thing = observed.thing
+    if "deletionTimestamp" in thing["metadata"]:
+        return Plan()
+    owned, foreign = _sorted_out(observed)
+    model = resolve(observed)
+    if isinstance(model, Unresolved):
+        infers = [one.get("status") or {} for (kind, _), one in owned.items() if kind == "ModelInfer"]
+        ready, there = (sum(int(one.get(name) or 0) for one in infers) for name in ("readyReplicas", "replicas"))
+        status = unresolved_status(observed, model, ready, there, now_s)
+        return Plan(status=status, events=tuple(_events(thing, status)))
+    wanted = _wanted(model, observed, owned)
+    taken = [
+        f"{one.resource.kind} {name}" for one in wanted if (one.resource.kind, name := _name(one.thing)) in foreign
+    ]
+    status = status_of(observed, model, wanted, owned, taken, now_s)
+    return Plan(
+        actions=(*_applied(wanted, owned, foreign), *_deleted(wanted, owned)),
+        status=status,
+        events=tuple(_events(thing, status)),
+    )
+
+
+def _wanted(model: Resolved, observed: Observed, owned: Owned) -> list[Child]:
+    """An upgrade of ours alone starts no engine anew: pods keep the image of ours that they have until they change."""
+    ready = replicas_of(owned, model)
+    servers = {name: one for (kind, name), one in owned.items() if kind == MODEL_SERVERS.kind}
+    starts = told_start_times(model, observed.thing.get("status") or {}, servers)
+    found = [_stamped(one) for one in children(model, observed.settings, ready, starts)]
+    images = {image for (kind, _), one in owned.items() if kind == "ModelInfer" for image in our_images(one)}
+    for image in sorted(images - {observed.settings.image}):
+        settings = msgspec.structs.replace(observed.settings, image=image)
+        earlier = [_stamped(one) for one in children(model, settings, ready, starts)]
+        found = [old if _is_applied(old, owned) else new for old, new in zip(earlier, found, strict=True)]
+    return found
+
+
+def _stamped(child: Child) -> Child:
+    return Child(child.resource, stamped(child.thing), child.yields)
+
+
+def _is_applied(child: Child, owned: Owned) -> bool:
+    found = owned.get((child.resource.kind, _name(child.thing)))
+    return found is not None and digest_of(found) == digest_of(child.thing)
+
+
+def _name(thing: Object) -> str:
+    return str(thing["metadata"]["name"])
+
+
+def _sorted_out(observed: Observed) -> tuple[Owned, Owned]:
+    """By kind and name: what the Model controls, and what others have under names that begin with its."""
+    uid = observed.thing["metadata"].get("uid")
+    owned: dict[tuple[str, str], Object] = {}
+    foreign: dict[tuple[str, str], Object] = {}
+    for one in observed.children:
+        owners = one["metadata"].get("ownerReferences") or ()
+        is_ours = any(each.get("uid") == uid and each.get("controller") for each in owners)
+        (owned if is_ours else foreign)[str(one["kind"]), _name(one)] = one
+    return owned, foreign
+
+
+def _applied(wanted: Sequence[Child], owned: Owned, foreign: Owned) -> Iterator[Apply]:
+    for one in wanted:
+        place = one.resource.kind, _name(one.thing)
+        found = owned.get(place)
+        if place in foreign or (found is not None and is_settled(one.thing, found, one.yields)):
+            continue
+        yield Apply(resource=one.resource, thing=one.thing, yields=one.yields)
+
+
+def _deleted(wanted: Sequence[Child], owned: Owned) -> Iterator[Delete]:
+    """Last what requests depend on: routes no longer name what goes."""
+    kept = {(one.resource.kind, _name(one.thing)) for one in wanted}
+    resources = {one.kind: one for one in CHILDREN}
+    order = list(resources)
+    gone = [place for place in owned if place not in kept and place[0] in resources]
+    for place in sorted(gone, key=lambda one: (-order.index(one[0]), one[1])):
+        thing = owned[place]
+        if "deletionTimestamp" not in thing["metadata"]:
+            yield Delete(resource=resources[place[0]], key=key_of(thing), uid=str(thing["metadata"]["uid"]))
+
+
+def _events(thing: Object, status: Status) -> Iterator[Happened]:
+    """Changes of the phase, and why nothing can be made."""
+    before = thing.get("status") or {}
+    failure, last = status.get("failure"), before.get("failure")
+    if status["phase"] != before.get("phase"):
+        earlier = f"it was {before['phase']} before" if before.get("phase") else "it is new"
+        yield Happened("Normal", status["phase"], f"the model is {status['phase']}; {earlier}")
+    if failure and failure["reason"] != (last or {}).get("reason"):
+        yield Happened("Warning", failure["reason"], failure["message"])

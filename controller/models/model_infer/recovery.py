@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is made anew because a pod has failed, later each time that it fails again.
+
+How often something was made anew, and when, stands in the status: so it outlives this process, and people see it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from controller.kube.plan import Delete, Happened
+from controller.models.model_infer.draining import deletion
+from controller.models.model_infer.failures import LOST_AFTER_S, Failure, failure_of
+from controller.models.model_infer.names import Place
+from controller.models.model_infer.pod_state import Pod
+from controller.models.model_infer.times import seconds_of, text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from controller.kube.resources import Object
+    from controller.models.model_infer.groups import Group, Replica
+    from controller.models.model_infer.observed import Observed
+    from controller.models.model_infer.revisions import Revision
+    from controller.models.model_infer.target import Target
+
+_FIRST_WAIT_S: Final = 10.0
+_LONGEST_WAIT_S: Final = 300.0
+# what has run for so long has recovered
+FORGOTTEN_AFTER_S: Final = 600.0
+_MOST: Final = 256
+# reason of groups that were given up because they did not fit, which are counted apart
+NO_ROOM: Final = "NoRoom"
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """``name``: group, role, replica and pod, as far as it was made anew at once. ``count``: times in a row. ``at_s``:
+    the last one.
+    """
+
+    name: str
+    count: int
+    at_s: float
+    reason: str
+
+    @property
+    def wait_s(self) -> float:
+        """How long after ``at_s`` the next one may be."""
+        return min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2.0 ** min(self.count - 1, 10))
+
+
+class Scope(msgspec.Struct, frozen=True, kw_only=True):
+    """Pods that are made anew together. ``pods``: all of them that are not going. ``places``: of replicas."""
+
+    name: str
+    pods: tuple[Pod, ...]
+    places: frozenset[Place]
+    is_ready: bool
+
+
+class Recovered(msgspec.Struct, frozen=True, kw_only=True):
+    """``places``: replicas that are made anew. ``attempts``: for the status."""
+
+    deleted: tuple[Delete, ...] = ()
+    places: frozenset[Place] = frozenset()
+    attempts: tuple[Attempt, ...] = ()
+    events: tuple[Happened, ...] = ()
+    look_again_at_s: float | None = None
+
+
+def recover(
+    groups: Sequence[Group], target: Target, observed: Observed, unwanted: Collection[Place], now_s: float
+) -> Recovered:
+    """``unwanted``: replicas that go anyway."""
+    known = {one.name: one for one in attempts_of(target.owner.get("status") or {}) if one.reason != NO_ROOM}
+    deleted: list[Delete] = list(_forced(groups, observed, now_s))
+    places: set[Place] = set()
+    events: list[Happened] = []
+    times: list[float] = []
+    attempts: list[Attempt] = []
+    for scope, failure in _failing(groups, target, observed, unwanted, now_s):
+        before = known.pop(scope.name, None)
+        if failure is None:
+            kept = _still_told(scope, before, now_s)
+            attempts += kept
+            times += [one.at_s + FORGOTTEN_AFTER_S for one in kept if scope.is_ready]
+            continue
+        at_s = _due_s(failure, before, target)
+        if at_s is None or now_s < at_s:
+            times += [] if at_s is None else [at_s]
+            attempts += [before] if before is not None else []
+            continue
+        deleted += [deletion(one, observed.lost_nodes) for one in scope.pods]
+        places |= scope.places
+        attempts.append(_next(scope.name, before, failure, now_s))
+        events.append(
+            Happened("Warning", "Recovering", f"pod {failure.pod.key}: {failure.message}; {scope.name} is made anew")
+        )
+    # of what is not there yet again
+    rest = [one for one in known.values() if now_s < one.at_s + FORGOTTEN_AFTER_S]
+    attempts += rest
+    times += [one.at_s + FORGOTTEN_AFTER_S for one in rest]
+    return Recovered(
+        deleted=tuple({one.uid: one for one in deleted}.values()),
+        places=frozenset(places),
+        attempts=tuple(attempts),
+        events=tuple(events),
+        look_again_at_s=min(times, default=None),
+    )
+
+
+def attempts_of(status: Object) -> Iterator[Attempt]:
+    """As the status has them."""
+    for one in status.get("recoveries") or ():
+        at_s = seconds_of(one.get("at"))
+        if at_s is not None:
+            yield Attempt(name=one["name"], count=one["count"], at_s=at_s, reason=one.get("reason", ""))
+
+
+def as_status(attempts: Iterable[Attempt]) -> list[Mapping[str, Any]]:
+    """For the status, which has room for so many: the latest."""
+    latest = sorted(attempts, key=lambda one: -one.at_s)[:_MOST]
+    return [
+        {"name": one.name, "count": one.count, "at": text_of(one.at_s), "reason": one.reason}
+        for one in sorted(latest, key=lambda one: one.name)
+    ]
+
+
+def _still_told(scope: Scope, before: Attempt | None, now_s: float) -> list[Attempt]:
+    """Until it has been well for long enough."""
+    if before is None or (scope.is_ready and now_s >= before.at_s + FORGOTTEN_AFTER_S):
+        return []
+    return [before]
+
+
+def _due_s(failure: Failure, before: Attempt | None, target: Target) -> float | None:
+    """None where nothing is made anew."""
+    if target.spec.recovery == "None":
+        return None
+    grace_s = 0.0 if failure.is_final else target.spec.template.restart_grace_period
+    at_s = failure.at_s + max(failure.due_s, grace_s)
+    return at_s if before is None else max(at_s, before.at_s + before.wait_s)
+
+
+def _next(name: str, before: Attempt | None, failure: Failure, now_s: float) -> Attempt:
+    is_in_a_row = before is not None and failure.at_s - before.at_s < FORGOTTEN_AFTER_S
+    count = before.count + 1 if before is not None and is_in_a_row else 1
+    return Attempt(name=name, count=count, at_s=now_s, reason=failure.reason)
+
+
+def _forced(groups: Sequence[Group], observed: Observed, now_s: float) -> Iterator[Delete]:
+    """Pods that are going on a node that is lost: nobody else would say that they are gone."""
+    for group in groups:
+        for one in group.pods:
+            since_s = observed.lost_nodes.get(one.node)
+            if one.is_going and since_s is not None and now_s >= since_s + LOST_AFTER_S:
+                yield deletion(one, observed.lost_nodes)
+
+
+def _failing(
+    groups: Sequence[Group], target: Target, observed: Observed, unwanted: Collection[Place], now_s: float
+) -> Iterator[tuple[Scope, Failure | None]]:
+    """Each scope with the failure that is due first, if it has one."""
+    unresponsive_s = target.spec.template.unresponsive_timeout
+    revisions = {one.ordinal: one.revision for one in groups}
+    for scope, replicas in _scopes(groups, target, unwanted):
+        size = sum(one.size for one in replicas)
+        found = [failure_of(one, observed, unresponsive_s) for one in scope.pods]
+        if len(scope.pods) == 1 and size == 1 and target.spec.recovery != "None":
+            # its kubelet makes the only container anew in place, with the weights that are there
+            found = [one for one in found if one is not None and not one.is_restarted]
+        if target.spec.recovery in ("Group", "Role"):
+            found += _vanished(replicas, revisions, now_s)
+        known = [one for one in found if one is not None]
+        yield scope, min(known, key=lambda one: one.at_s + one.due_s, default=None)
+
+
+def _vanished(replicas: Sequence[Replica], revisions: Mapping[int, Revision], now_s: float) -> list[Failure | None]:
+    """Somebody has deleted some of the pods that work together: the others have lost them. ``revisions``: of groups."""
+    live = [pod for one in replicas for pod in one.live]
+    going = [
+        pod
+        for one in replicas
+        if not _is_our_doing(one, revisions[one.place.group])
+        for pod in one.pods
+        if pod.is_going
+    ]
+    is_broken = any(len(one.pods) < one.size and any(pod.is_ready for pod in one.live) for one in replicas)
+    if not live or not (going or is_broken):
+        return []
+    said = "a pod that it works with was deleted"
+    return [Failure(pod=live[0], at_s=now_s, reason="PodDeleted", message=said, is_final=True)]
+
+
+def _is_our_doing(replica: Replica, revision: Revision) -> bool:
+    """It was drained, or is of another revision than its group is to have."""
+    role = revision.role(replica.place.role)
+    return any(
+        one.draining_at_s is not None or (one.is_going and (role is None or one.role_revision != role.hash))
+        for one in replica.pods
+    )
+
+
+def _scopes(
+    groups: Sequence[Group], target: Target, unwanted: Collection[Place]
+) -> Iterator[tuple[Scope, list[Replica]]]:
+    """What is made anew together. A group that serves without the replica that fails, which is one of a rollout's
+    surplus, goes on serving: only that replica is made anew.
+    """
+    for group in groups:
+        wanted = [one for one in group.replicas if one.place not in unwanted]
+        match target.spec.recovery:
+            case "Group" if not group.is_ready:
+                yield _scope(str(group.ordinal), wanted, is_ready=group.is_ready), wanted
+            case "Role" | "Group":
+                for one in wanted:
+                    name = f"{group.ordinal}/{one.place.role}/{one.place.replica}"
+                    yield _scope(name, [one], is_ready=one.is_ready), [one]
+            case _:
+                for one in wanted:
+                    for pod in one.live:
+                        name = f"{group.ordinal}/{one.place.role}/{one.place.replica}/{pod.place.index}"
+                        alone = msgspec.structs.replace(one, pods=(pod,), size=1)
+                        yield _scope(name, [alone], is_ready=pod.is_ready), [alone]
+
+
+def _scope(name: str, replicas: Sequence[Replica], *, is_ready: bool) -> Scope:
+    return Scope(
+        name=name,
+        pods=tuple(pod for one in replicas for pod in one.live),
+        places=frozenset(one.place for one in replicas),
+        is_ready=is_ready,
+    )

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models: what is followed for them, and what of it each is decided from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from controller.kube.index import Index, owner_uid
+from controller.kube.plan import Plan
+from controller.kube.resources import (
+    AUTOSCALING_POLICIES,
+    CLUSTER_SERVING_RUNTIMES,
+    CONFIG_MAPS,
+    DAEMON_SETS,
+    JOBS,
+    MODEL_INFERS,
+    MODEL_TEMPLATES,
+    MODELS,
+    PODS,
+    SERVICES,
+    SERVING_RUNTIMES,
+    Object,
+    Resource,
+    split_key,
+)
+from controller.kube.slimming import slim, slim_pod
+from controller.models.keeper import Trouble, WorkKey
+from controller.models.model.observed import CHILDREN, MODEL, Observed, Settings
+from controller.models.model_infer import labels
+
+if TYPE_CHECKING:
+    from controller.kube.client import Client
+    from controller.kube.following import Following
+    from controller.kube.informer import Informer
+    from controller.models.keeper import Changed, Owned
+    from controller.models.loads import Asked
+
+DecideModel = Callable[[Observed, float], Plan]
+
+# Everybody has these: only ours are followed, by their label.
+_EVERYBODYS: Final = (CONFIG_MAPS, DAEMON_SETS, JOBS)
+_GATEWAYS: Final = "app.kubernetes.io/name=attache-gateway"
+
+
+class Shared(NamedTuple):
+    """Namespaces of what serves those of all others. ``templates``: whose ModelTemplates all Models may name.
+    ``gateways``: whose gateways serve them; others serve their own, for anybody may label a Service.
+    """
+
+    templates: str
+    gateways: tuple[str, ...]
+
+
+class ModelKeeper:
+    """See ``Keeper``. ``infers`` and ``infer_pods`` follow ModelInfers and their pods. ``changed``: called for a Model
+    when something that it is decided from changes.
+    """
+
+    resource = MODELS
+    trouble = Trouble("Ready", "False")
+
+    def __init__(
+        self,
+        client: Client,
+        following: Following,
+        changed: Changed,
+        decide: DecideModel,
+        *,
+        infers: Informer,
+        infer_pods: Informer,
+        shared: Shared,
+        settings: Settings,
+    ) -> None:
+        self._client = client
+        self._following = following
+        self._changed = changed
+        self._decide = decide
+        self._shared = shared.templates
+        self._serves = shared.gateways
+        self._settings = settings
+        self._things = following.add(MODELS, slim=slim, optional=True)
+        self._in_namespace = Index(self._things, _namespace)
+        self._children = {one: infers if one == MODEL_INFERS else self._follow(one) for one in CHILDREN}
+        self._by_namespace = {
+            one: Index(informer, _namespace, self._all_in if one == AUTOSCALING_POLICIES else self._child_changed)
+            for one, informer in self._children.items()
+        }
+        # those of warm-ups; the others belong to ModelInfers
+        warming = following.add(PODS, labels=f"{MODEL},!{labels.MODEL_INFER}", slim=slim_pod)
+        self._pods = [Index(one, _model, self._pod_changed) for one in (infer_pods, warming)]
+        self._runtimes = Index(following.add(SERVING_RUNTIMES, slim=slim, optional=True), _namespace, self._all_in)
+        self._cluster_runtimes = following.add(CLUSTER_SERVING_RUNTIMES, slim=slim, optional=True)
+        self._cluster_runtimes.subscribe(lambda _: self._everybody())
+        templates = following.add(MODEL_TEMPLATES, slim=slim, optional=True, everywhere=True)
+        self._templates = Index(templates, _namespace, self._all_in)
+        self._gateways = following.add(SERVICES, labels=_GATEWAYS, slim=slim, everywhere=True)
+        self._gateways.subscribe(lambda _: self._everybody())
+
+    def get(self, key: str) -> Object | None:
+        """See ``Keeper``."""
+        return self._things.get(key)
+
+    def subscribe(self, listener: Callable[[str], None]) -> None:
+        """Call ``listener`` with the key of each Model that changes."""
+        self._things.subscribe(listener)
+
+    def concerned(self, kind: str, key: str) -> Sequence[WorkKey]:
+        """See ``Keeper``."""
+        namespace, _ = split_key(key)
+        if kind == MODELS.kind:
+            return [WorkKey(kind, key)]
+        if kind == CLUSTER_SERVING_RUNTIMES.kind or (kind == MODEL_TEMPLATES.kind and namespace == self._shared):
+            return [WorkKey(MODELS.kind, one) for one in self._things.objects]
+        if kind in {SERVING_RUNTIMES.kind, MODEL_TEMPLATES.kind}:
+            return [_work(one) for one in self._in_namespace.of(str(namespace))]
+        return []
+
+    def owned(self, thing: Object) -> Owned:
+        """See ``Keeper``."""
+        namespace = thing["metadata"]["namespace"]
+        found: dict[Resource, Sequence[Object]] = {
+            one: [each for each in index.of(namespace) if _is_about(each, thing)]
+            for one, index in self._by_namespace.items()
+        }
+        found[PODS] = [each for index in self._pods for each in index.of(f"{namespace}/{thing['metadata']['name']}")]
+        return found
+
+    async def listed(self, thing: Object) -> Owned:
+        """See ``Keeper``."""
+        metadata = thing["metadata"]
+        found: dict[Resource, Sequence[Object]] = {}
+        for one, informer in self._children.items():
+            if self._following.serves(informer):
+                chosen = MODEL if one in _EVERYBODYS else ""
+                listed = await self._client.list(one, metadata["namespace"], labels=chosen)
+                found[one] = [slim(each) for each in listed.items if _is_about(each, thing)]
+        pods = await self._client.list(PODS, metadata["namespace"], labels=f"{MODEL}={metadata['name']}")
+        found[PODS] = [slim_pod(each) for each in pods.items]
+        return found
+
+    def decide(self, thing: Object, owned: Owned, asked: Asked, now_s: float) -> Plan:  # noqa: ARG002 - of the protocol
+        """See ``Keeper``."""
+        namespace = thing["metadata"]["namespace"]
+        observed = Observed(
+            thing=thing,
+            runtimes=self._runtimes.of(namespace),
+            cluster_runtimes=list(self._cluster_runtimes.objects.values()),
+            templates=self._templates.of(namespace),
+            shared_templates=self._templates.of(self._shared),
+            children=list(itertools.chain.from_iterable(owned.get(one, ()) for one in CHILDREN)),
+            pods=owned.get(PODS, ()),
+            gateways=sorted(
+                (one for one in self._gateways.objects.values() if _namespace(one) in (*self._serves, namespace)),
+                key=_worth,
+            ),
+            policies=self._by_namespace[AUTOSCALING_POLICIES].of(namespace),
+            settings=self._settings,
+        )
+        return self._decide(observed, now_s)
+
+    def _follow(self, resource: Resource) -> Informer:
+        if resource in _EVERYBODYS:
+            return self._following.add(resource, labels=MODEL, slim=slim)
+        return self._following.add(resource, slim=slim, optional=True)
+
+    def _child_changed(self, namespace: str, key: str) -> None:
+        """Also of what has such a name and is not ours: it may have made room."""
+        _, name = split_key(key)
+        for thing in self._in_namespace.of(namespace):
+            if name.startswith(thing["metadata"]["name"]):
+                self._changed(_work(thing))
+
+    def _pod_changed(self, model: str, _: str) -> None:
+        if model in self._things.objects:
+            self._changed(WorkKey(MODELS.kind, model))
+
+    def _all_in(self, namespace: str, _: str) -> None:
+        things = self._things.objects.values() if namespace == self._shared else self._in_namespace.of(namespace)
+        for thing in things:
+            self._changed(_work(thing))
+
+    def _everybody(self) -> None:
+        for key in self._things.objects:
+            self._changed(WorkKey(MODELS.kind, key))
+
+
+def _work(thing: Object) -> WorkKey:
+    return WorkKey(MODELS.kind, f"{thing['metadata']['namespace']}/{thing['metadata']['name']}")
+
+
+def _namespace(thing: Object) -> str:
+    return str(thing["metadata"].get("namespace", ""))
+
+
+def _model(pod: Object) -> str:
+    name = (pod["metadata"].get("labels") or {}).get(MODEL, "")
+    return f"{pod['metadata']['namespace']}/{name}" if name else ""
+
+
+def _is_about(thing: Object, model: Object) -> bool:
+    """Whether the Model owns an object, or it has its label, or a name like those of the Model's children."""
+    metadata, name = thing["metadata"], model["metadata"]["name"]
+    return (
+        str(metadata["name"]).startswith(name)
+        or (metadata.get("labels") or {}).get(MODEL) == name
+        or owner_uid(thing) == model["metadata"]["uid"]
+    )
+
+
+def _worth(service: Object) -> tuple[bool, str, str]:
+    """Services with an address for those outside come first."""
+    ingress = ((service.get("status") or {}).get("loadBalancer") or {}).get("ingress")
+    return not ingress, service["metadata"]["namespace"], service["metadata"]["name"]

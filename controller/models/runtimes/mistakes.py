@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a Model that no schema can tell; webhooks refuse it, and a Model that has it changes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Final
+
+from controller.api.pod_shapes import wrong_resources, wrong_shapes
+from controller.models.runtimes.presets import built_in
+from controller.models.runtimes.settings import gpus_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from controller.api.engine import EngineConfig
+    from controller.api.model import Backend, ModelSpec
+    from controller.models.runtimes.presets import Preset
+
+# Of nodes: what ``file://`` may name is nothing that a cache may name, whose files any Model of the namespace writes.
+FILE_PATHS: Final = ("/models", "/mnt/models")
+CACHE_PATHS: Final = ("/var/lib/attache",)
+# A pod's name is its host name: <ModelInfer>-<group>-<role>-<replica>-<worker>, of at most 63 characters.
+LONGEST_NAME: Final = 63 - len("-9999-prefill-63-999")
+_LABEL: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+# First words of paths that gateways serve.
+_RESERVED: Final = frozenset({"v1", "v2", "publishers"})
+
+
+def mistakes(name: str, spec: ModelSpec, file_paths: Sequence[str] = FILE_PATHS) -> Iterator[str]:
+    """Of a Model by itself, each with what to write instead. ``file_paths``: directories that it may name."""
+    yield from _names(name, spec)
+    yield from _places(spec, file_paths)
+    for backend in spec.backends:
+        yield from _backend(backend, spec)
+    if all(one.weight == 0 for one in spec.backends):
+        yield "the weight of every backend is 0, so no request could go anywhere; give one a positive weight"
+    if spec.autoscaling is not None and all(one.max_replicas is None for one in spec.backends):
+        yield "autoscaling needs a backend with maxReplicas; write one, or remove autoscaling"
+
+
+def unsupported(preset: Preset, backend: Backend, config: EngineConfig, *, has_adapters: bool) -> Iterator[str]:
+    """What ``preset`` cannot do for ``backend``."""
+    wanted = backend.disaggregation
+    if wanted is not None and wanted.connector not in preset.spec.connectors:
+        known = ", ".join(preset.spec.connectors) or "no connector"
+        yield f"{preset} has {known}, but disaggregation asks for {wanted.connector}"
+    if config.nodes > 1 and not preset.spec.multi_node:
+        yield f"{preset} cannot spread one engine over {config.nodes} nodes; use one node or another runtime"
+    if has_adapters and not preset.spec.adapters:
+        yield f"{preset} cannot load LoRA adapters; remove adapters or use another runtime"
+    if not config.image and not _has_image(preset, config):
+        yield f"{preset} names no image; write config.image"
+
+
+def _has_image(preset: Preset, config: EngineConfig) -> bool:
+    pods = (preset.spec.pod, config.pod)
+    containers = [one for pod in pods for one in pod.get("containers") or () if one.get("name") == "engine"]
+    return any(one.get("image") for one in containers)
+
+
+def _names(name: str, spec: ModelSpec) -> Iterator[str]:
+    if not _LABEL.fullmatch(name):
+        yield (
+            f"the name '{name}' becomes part of host names, which have no dots and begin with a letter; "
+            f"name the object otherwise and write servedName: {name}"
+        )
+    for backend in spec.backends:
+        if len(made := f"{name}-{backend.name}") > LONGEST_NAME:
+            yield f"'{made}' is longer than {LONGEST_NAME} characters, and host names of pods begin with it; shorten it"
+    adapters = [one.name for one in spec.adapters]
+    counts = Counter([spec.served_name or name, *spec.aliases, *adapters])
+    for one, times in counts.items():
+        if times > 1:
+            yield f"'{one}' is there {times} times among the served name, aliases and adapters; write it once"
+        if one in _RESERVED:
+            yield f"'{one}' is the beginning of paths that gateways serve; use another name"
+
+
+def _places(spec: ModelSpec, file_paths: Sequence[str]) -> Iterator[str]:
+    for uri in (spec.uri, *(one.uri for one in spec.adapters)):
+        scheme, _, place = uri.partition("://")
+        if scheme == "file":
+            yield from _outside(uri, place, file_paths)
+        elif scheme == "pvc" and (not place.partition("/")[0] or ".." in PurePosixPath(place).parts):
+            yield f"{uri}: write pvc://CLAIM/PATH, without '..'"
+    if any(one.uri.startswith(("file://", "pvc://")) for one in spec.adapters):
+        yield "adapters are downloaded into a running pod, which cannot mount more; use another URI than file or pvc"
+    if spec.cache.host_path:
+        yield from _outside("cache.hostPath", spec.cache.host_path, CACHE_PATHS)
+
+
+def _outside(what: str, path: str, file_paths: Sequence[str]) -> Iterator[str]:
+    place = PurePosixPath(path)
+    if ".." in place.parts or not any(place.is_relative_to(one) for one in file_paths):
+        yield f"{what}: the path must be below one of {', '.join(file_paths)}, without '..'"
+
+
+def _backend(backend: Backend, spec: ModelSpec) -> Iterator[str]:
+    where = f"backend '{backend.name}'"
+    configs = [backend.config]
+    if backend.disaggregation is not None:
+        configs += [backend.disaggregation.prefill_config, backend.disaggregation.decode_config]
+        if any(not one.pinned for one in spec.adapters):
+            yield f"{where}: adapters are loaded on demand only without disaggregation; write pinned: true for each"
+        yield from _cannot_disaggregate(backend, where)
+    for config in configs:
+        if gpus_of(config) is None:
+            yield f"{where}: tensor x pipeline x data GPUs cannot be shared out evenly over {config.nodes} nodes"
+        yield from wrong_shapes(config.pod, f"{where}: config.pod")
+        yield from wrong_resources(config.resources, f"{where}: config.resources")
+
+
+def _cannot_disaggregate(backend: Backend, where: str) -> Iterator[str]:
+    """Another preset of the same engine might: only who names none gets one of those that are known here."""
+    if backend.runtime is None and backend.engine not in (None, "Custom"):
+        known = [one for one in built_in().values() if one.spec.engine == backend.engine]
+        if known and not any(one.spec.connectors for one in known):
+            yield (
+                f"{where}: {backend.engine} has no disaggregation here; use vLLM or SGLang, or name a runtime that"
+                " has it"
+            )

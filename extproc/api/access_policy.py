@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ModelAccessPolicy: who may use which models.
+
+Rules are joined as everywhere else where access is decided: what no rule allows is denied, and a rule that denies wins.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Final, Literal
+
+import msgspec
+
+from extproc.api import patterns
+from extproc.api.authentication import Claim, ModelPattern
+from extproc.api.cel import Rule
+from extproc.api.spec import API_VERSION, Metadata, Name, NonEmpty, Spec
+
+_OURS: Final = API_VERSION.partition("/")[0]
+_GATEWAY_API: Final = "gateway.networking.k8s.io"
+_INFERENCE: Final = "inference.networking.k8s.io"
+# The group that each kind of target belongs to.
+TARGET_GROUPS: Final = MappingProxyType(
+    {
+        "GatewayConfig": _OURS,
+        "ModelRoute": _OURS,
+        "ModelServer": _OURS,
+        "Gateway": _GATEWAY_API,
+        "HTTPRoute": _GATEWAY_API,
+        "InferencePool": _INFERENCE,
+    }
+)
+TargetKind = Literal["GatewayConfig", "Gateway", "HTTPRoute", "InferencePool", "ModelRoute", "ModelServer"]
+
+_Texts = Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=1000)]
+_Patterns = Annotated[tuple[ModelPattern, ...], msgspec.Meta(max_length=1000)]
+_ServerPattern = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.WILDCARD)]
+
+_SECTIONED: Final = Rule(
+    "!has(self.sectionName) || self.kind in ['Gateway', 'GatewayConfig']",
+    "sectionName names a listener; write it with kind Gateway or GatewayConfig alone",
+)
+_GROUPED: Final = Rule(
+    "self.group == (self.kind in ['Gateway', 'HTTPRoute'] ? 'gateway.networking.k8s.io' : "
+    "self.kind == 'InferencePool' ? 'inference.networking.k8s.io' : 'attache.dev')",
+    "the kind is of another group; Gateway and HTTPRoute are of gateway.networking.k8s.io, InferencePool is of "
+    "inference.networking.k8s.io, and the others are of attache.dev",
+)
+
+
+class AccessTarget(Spec, frozen=True):
+    """What a policy is attached to: an object of the policy's own namespace.
+
+    ``kind``: what it is; a policy of a ``Gateway`` or a ``GatewayConfig`` is about all requests that come in there, one
+    of an ``HTTPRoute`` about those that it matches, one of a ``ModelRoute`` about its model and adapters, one of a
+    ``ModelServer`` or an ``InferencePool`` about what its engines are asked. ``group``: of the kind. ``name``: the
+    object's.
+    ``section_name``: one listener of a Gateway or a GatewayConfig.
+    """
+
+    CEL: ClassVar = (_SECTIONED, _GROUPED)
+
+    kind: TargetKind
+    name: Name
+    group: str = _OURS
+    section_name: NonEmpty | None = None
+
+
+class ClaimMatch(Spec, frozen=True):
+    """A claim of the caller's token. ``name``: of the claim; a dot goes into an object. ``values``: it is one of these,
+    or a list that has one of them. The words of ``scope`` and ``scp`` are a list.
+    """
+
+    name: Claim
+    values: Annotated[tuple[NonEmpty, ...], msgspec.Meta(min_length=1, max_length=256)]
+
+
+class AccessCallers(Spec, frozen=True):
+    """Some callers: all given fields must hold. ``tenants``, ``users``: as Envoy has verified them; users of any
+    tenant, unless ``tenants`` are given. ``api_keys``: by their names. ``claims``: the token has all of them.
+    """
+
+    CEL: ClassVar = (
+        Rule(
+            "has(self.tenants) || has(self.users) || has(self.apiKeys) || has(self.claims)",
+            "write tenants, users, apiKeys or claims; leave out from for everybody",
+        ),
+    )
+
+    tenants: _Texts = ()
+    users: _Texts = ()
+    api_keys: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1000)] = ()
+    claims: Annotated[tuple[ClaimMatch, ...], msgspec.Meta(max_length=16)] = ()
+
+
+class AccessRule(Spec, frozen=True):
+    """Who may, or may not, use what. A field that is left out restricts nothing.
+
+    Names may begin or end with ``*``, which stands for any text.
+
+    ``action``: a ``Deny`` wins over every ``Allow``. ``from_``: it is about callers that one of these describes.
+    ``models``: names that clients ask for, of models and of adapters, each by itself. ``base_models``: the
+    ``modelName`` of a ModelRoute, with all its adapters; adds to ``models``. ``servers``: ``namespace/name`` of
+    ModelServers; only requests that go there.
+    """
+
+    action: Literal["Allow", "Deny"] = "Allow"
+    from_: Annotated[tuple[AccessCallers, ...], msgspec.Meta(max_length=256)] = msgspec.field(default=(), name="from")
+    models: _Patterns = ()
+    base_models: _Patterns = ()
+    servers: Annotated[tuple[_ServerPattern, ...], msgspec.Meta(max_length=1000)] = ()
+
+
+class ModelAccessPolicySpec(Spec, frozen=True):
+    """What no rule allows is denied. Policies of one target add up; each target of a request that has policies must
+    allow it, so a policy of a route never widens one of its gateway.
+
+    ``target_refs``: what it is about; without them, all ModelRoutes and ModelServers of its namespace. ``rules``:
+    without any, nobody may use anything.
+    """
+
+    target_refs: Annotated[tuple[AccessTarget, ...], msgspec.Meta(max_length=1000)] = ()
+    rules: Annotated[tuple[AccessRule, ...], msgspec.Meta(max_length=1000)] = ()
+
+
+class ModelAccessPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """A ModelAccessPolicy document."""
+
+    metadata: Metadata
+    spec: ModelAccessPolicySpec

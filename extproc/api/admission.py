@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rate limits, flow control and objectives: who may ask how much, who goes first."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+from extproc.api.cel import Rule
+from extproc.api.quantities import ByteSize, Duration
+from extproc.api.spec import Metadata, Name, NonEmpty, Spec, keyed_by
+
+# As Kubernetes' and InferenceObjective's: higher goes first, below 0 is sheddable.
+Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
+Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
+PositiveWeight = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+
+Unit = Literal["second", "minute", "hour", "day", "month"]
+# A month is 30 days.
+UNIT_SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0, "month": 2592000.0}
+
+
+class RateLimit(Spec, frozen=True):
+    """What each tenant, user, API key or value of a header may use in a unit of time.
+
+    A bucket that fills at the limit's rate: in any time t no more than ``limit * t / unit + burst * limit`` passes.
+    At least one of the four limits is set.
+
+    ``per``: whose use is counted together; ``Route`` is everybody's. ``header``: the header's name, with ``per:
+    Header``. ``unit``: of time; a month is 30 days. ``requests``: how many. ``input_tokens``: tokens of prompts.
+    ``output_tokens``: tokens of answers. ``total_tokens``: of both. ``burst``: how much the bucket holds, as a
+    multiple of the limit.
+    """
+
+    CEL: ClassVar = (
+        Rule(
+            "has(self.requests) || has(self.inputTokens) || has(self.outputTokens) || has(self.totalTokens)",
+            "limits nothing; write requests, inputTokens, outputTokens or totalTokens",
+        ),
+        Rule("(self.per == 'Header') == has(self.header)", "per: Header and the field header go together"),
+        Rule("self.scope == 'Global' || self.withoutRedis == 'Local'", "withoutRedis goes with scope: Global"),
+    )
+
+    per: Literal["Tenant", "User", "ApiKey", "Header", "Route"] = "Tenant"
+    header: NonEmpty | None = None
+    unit: Unit = "minute"
+    requests: Tokens | None = None
+    input_tokens: Tokens | None = None
+    output_tokens: Tokens | None = None
+    total_tokens: Tokens | None = None
+    burst: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
+    # Local: each machine grants the whole limit. Global: machines that share a Redis grant it together.
+    scope: Literal["Local", "Global"] = "Local"
+    # While Redis cannot be reached, each process grants its part of what a Global limit had left, or its requests are
+    # answered 503.
+    without_redis: Literal["Local", "Refuse"] = "Local"
+
+    @property
+    def unit_s(self) -> float:
+        """The unit in seconds."""
+        return UNIT_SECONDS[self.unit]
+
+
+class SaturationLimits(msgspec.Struct, frozen=True):
+    """See Saturation."""
+
+    queue_depth: float
+    kv_usage: float
+    max_requests: float
+    max_tokens: float
+    max_wait_s: float
+    headroom: float
+
+
+def _number(limit: float | None) -> float:
+    return math.inf if limit is None else float(limit)
+
+
+class SaturationSpec(Spec, frozen=True):
+    """When an engine has room for one more. The fullest of these says how full an engine is; null: it does not count.
+
+    ``queue_depth``: requests that wait in the engine, as it reports, with what was sent since. ``kv_usage``: share
+    of the KV cache in use, in the same way. ``max_requests`` and ``max_tokens``: in flight, by our own count.
+    ``max_wait``: until the engine begins a new prompt, by our own estimate. ``headroom``: how far beyond its queue
+    depth, KV usage and wait a full engine may still be chosen, for what it has cached, while another has room.
+    """
+
+    queue_depth: Annotated[int, msgspec.Meta(ge=1)] | None = 5
+    kv_usage: Fraction | None = 0.8
+    max_requests: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_tokens: Tokens | None = None
+    max_wait: Duration | None = Duration("250ms")
+    headroom: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
+
+    def limits(self) -> SaturationLimits:
+        """The same in numbers; infinite where nothing is limited."""
+        return SaturationLimits(
+            queue_depth=_number(self.queue_depth),
+            kv_usage=_number(self.kv_usage),
+            max_requests=_number(self.max_requests),
+            max_tokens=_number(self.max_tokens),
+            max_wait_s=_number(self.max_wait),
+            headroom=self.headroom,
+        )
+
+
+Fairness = Literal["VirtualTokenCounter", "DeficitLocality", "SlidingWindow", "RoundRobin", "GlobalStrict"]
+Order = Literal["FirstCome", "Deadline", "ShortestFirst", "SessionBoost", "LeastAttained"]
+
+
+class Band(Spec, frozen=True):
+    """Requests of a priority and above, up to the next band's.
+
+    ``name``: in metrics. ``priority``: the lowest one of the band. ``share``: of the engines while all bands want
+    them, relative to the others' shares. ``ceiling``: send only while engines are less full than this.
+    ``max_requests``: most that may wait. ``max_bytes``: most that their bodies may hold. ``fairness`` and ``order``:
+    if not the queue's.
+    """
+
+    name: Name
+    priority: Priority
+    share: PositiveWeight
+    ceiling: Fraction = 1.0
+    max_requests: Annotated[int, msgspec.Meta(ge=1)] = 5000
+    # of the bodies that wait
+    max_bytes: ByteSize = ByteSize("1Gi")
+    fairness: Fairness | None = None
+    order: Order | None = None
+
+
+BANDS = (
+    Band(name="critical", priority=10, share=80),
+    Band(name="high", priority=1, share=15),
+    Band(name="standard", priority=0, share=4),
+    Band(name="best-effort", priority=-(2**31), share=1),
+)
+
+
+class FlowControl(Spec, frozen=True):
+    """Hold requests while engines are full; release them band by band, and within a band flow by flow.
+
+    ``saturation``: when engines are full. ``timeout``: longest wait for engines with room. ``no_endpoint_timeout``:
+    longest wait for a first engine. ``max_requests``: most that may wait, over all bands. ``max_bytes``: most that
+    their bodies may hold. ``bands``: by priority. ``sharing``: whether bands have shares of the engines, or higher
+    ones go first. ``fairness``: between flows of a band. ``order``: inside a flow. ``ageing``: a request is never
+    overtaken by one that arrived more than this later. ``flow_by``: what is treated fairly. ``session_header``:
+    names a session or program, for ``flow_by`` and ``order``. ``flow_headers``: with ``flowBy: Tenant``, the first of
+    these headers that a request has makes it part of a flow of its tenant's own, unless it has a fairness ID.
+    ``ceilings``: the bands' own, or ones that slow lower bands down as engines fill. ``weights``: by tenant, or by the
+    header's value. ``input_weight`` and ``output_weight``: what a token costs a flow. ``window``: of SlidingWindow.
+    ``quantum``: tokens of DeficitLocality. ``shed_from``: from this fullness on (1: engines full, 2: the queue, too)
+    requests of negative priority are refused at random.
+    """
+
+    CEL: ClassVar = (
+        Rule(
+            "self.bands.all(one, self.bands.exists_one(other, other.priority == one.priority))",
+            "two bands have one priority; give each its own",
+        ),
+    )
+
+    saturation: SaturationSpec = SaturationSpec()
+    timeout: Duration = Duration("60s")
+    no_endpoint_timeout: Duration = Duration("60s")
+    max_requests: Annotated[int, msgspec.Meta(ge=1)] = 20_000
+    # of the bodies that wait in all bands
+    max_bytes: ByteSize = ByteSize("2Gi")
+    bands: Annotated[
+        tuple[Band, ...], msgspec.Meta(min_length=1, max_length=16, extra_json_schema=keyed_by("name"))
+    ] = BANDS
+    sharing: Literal["Guaranteed", "Strict"] = "Guaranteed"
+    fairness: Fairness = "VirtualTokenCounter"
+    order: Order = "FirstCome"
+    ageing: Duration = Duration("30s")
+    flow_by: Literal["TenantAndModel", "Tenant", "User", "Header"] = "TenantAndModel"
+    session_header: NonEmpty = "x-session-id"
+    flow_headers: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=16)] = ()
+    ceilings: Literal["Fixed", "SoftReflective"] = "Fixed"
+    weights: dict[str, PositiveWeight] = msgspec.field(default_factory=dict)
+    input_weight: PositiveWeight = 1.0
+    # a token found in the cache costs the engine almost nothing
+    cached_weight: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.1
+    output_weight: PositiveWeight = 2.0
+    window: Duration = Duration("1m")
+    quantum: Tokens = 60_000
+    shed_from: Annotated[float, msgspec.Meta(ge=0, lt=2)] = 1.0
+
+    @property
+    def longest_wait_s(self) -> float:
+        """The longest time for which a request may be held."""
+        return max(self.timeout, self.no_endpoint_timeout)
+
+
+class ObjectiveSpec(Spec, frozen=True):
+    """An objective holds for every ModelServer of its namespace.
+
+    ``priority``: higher goes first; below 0 may be shed. ``pool_ref``: read and not used.
+    """
+
+    priority: Priority = 0
+    pool_ref: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class InferenceObjective(msgspec.Struct, frozen=True, kw_only=True):
+    """A document of the Gateway API Inference Extension, or llm-d's of the same form: a priority with a name."""
+
+    metadata: Metadata
+    spec: ObjectiveSpec = ObjectiveSpec()

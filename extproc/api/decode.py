@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One document to the object that it holds, or to every mistake in it."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from extproc.api.access_policy import ModelAccessPolicy
+from extproc.api.access_validation import check_access_policy
+from extproc.api.admission import InferenceObjective
+from extproc.api.backend import Backend
+from extproc.api.connection_validation import check_connection
+from extproc.api.documents import read, repeats_keys, split
+from extproc.api.errors import ConfigInvalid, Mistake
+from extproc.api.gateway_config import GatewayConfig
+from extproc.api.http_route import HTTPRoute
+from extproc.api.http_route_validation import check_cors, check_http_route
+from extproc.api.listener_validation import check_listeners
+from extproc.api.model_route import ModelRoute
+from extproc.api.model_server import ModelServer
+from extproc.api.picker_config import PICKER_KIND, EndpointPickerConfig, PickerFile
+from extproc.api.picker_flow_control import check_flow_control_section, flow_control_of
+from extproc.api.quantities import decode_quantity, decode_quantity_leniently
+from extproc.api.schema import check_shape, suggest
+from extproc.api.spec import API_VERSION
+from extproc.api.usage_limits import check_usage_limits, with_usage_limits
+from extproc.api.validation import check_backend, check_gateway, check_route, check_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from extproc.api.documents import Document
+    from extproc.api.errors import Finding
+
+_Ours = ModelRoute | ModelServer | GatewayConfig | HTTPRoute | Backend | ModelAccessPolicy | InferenceObjective
+Object = _Ours | PickerFile
+_Decoded = _Ours | EndpointPickerConfig
+
+_CLUSTER_KINDS: Final = frozenset({"Model", "ModelInfer", "AutoscalingPolicy", "AutoscalingPolicyBinding"})
+_KINDS: Final[Mapping[str, type[_Decoded]]] = MappingProxyType(
+    {
+        "ModelRoute": ModelRoute,
+        "ModelServer": ModelServer,
+        "GatewayConfig": GatewayConfig,
+        "HTTPRoute": HTTPRoute,
+        "Backend": Backend,
+        "ModelAccessPolicy": ModelAccessPolicy,
+        "InferenceObjective": InferenceObjective,
+        PICKER_KIND: EndpointPickerConfig,
+    }
+)
+# Kinds of others, under their own groups; an EndpointPickerConfig's type says its own.
+_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "ModelRoute": (API_VERSION,),
+        "ModelServer": (API_VERSION,),
+        "GatewayConfig": (API_VERSION,),
+        "HTTPRoute": ("gateway.networking.k8s.io/v1",),
+        "Backend": (API_VERSION,),
+        "ModelAccessPolicy": (API_VERSION,),
+        "InferenceObjective": ("inference.networking.x-k8s.io/v1alpha2", "llm-d.ai/v1alpha2"),
+    }
+)
+
+
+class _Head(msgspec.Struct, frozen=True, rename="camel"):
+    """What says how to read the rest."""
+
+    api_version: str
+    kind: str
+
+
+_HEAD: Final = msgspec.json.Decoder(_Head)
+_DECODERS: Final[Mapping[str, msgspec.json.Decoder[Any]]] = MappingProxyType(
+    {name: msgspec.json.Decoder(cls, dec_hook=decode_quantity) for name, cls in _KINDS.items()}
+)
+
+
+def decode(document: Document, *, listeners_may_come: bool = False) -> tuple[Object | None, list[Mistake]]:
+    """The object and the mistakes in it; no object, and mistakes unless the document is empty, if it has another shape.
+
+    An object with mistakes is not for use: it is returned so that references to it are not reported too.
+
+    A well-formed document is decoded straight into its type; only others are compared with it field by field.
+
+    ``listeners_may_come``: this is a GatewayConfig as it was applied to a cluster, where Gateways bring the listeners.
+    """
+    decoded = _decode_json(document) if document.is_json else None
+    findings: list[Finding] = []
+    if decoded is None:
+        try:
+            value, findings = read(document)
+        except ConfigInvalid as error:
+            return None, error.mistakes
+        if value is None or (document.is_json and _is_foreign(value)):
+            return None, []
+        repeats = bool(findings)
+        decoded, more = _convert(value)
+        findings.extend(more)
+        if decoded is not None and repeats:
+            # which of two values is meant is not known, so nothing is said of either
+            return None, document.mistakes(findings)
+    if decoded is None:
+        return None, document.mistakes(findings)
+    findings.extend(_check(decoded, listeners_may_come=listeners_may_come))
+    mistakes = document.mistakes(findings)
+    if not isinstance(decoded, EndpointPickerConfig):
+        return decoded, mistakes
+    flow_control = None if mistakes else with_usage_limits(flow_control_of(decoded), decoded)
+    return PickerFile(document, decoded, flow_control), mistakes
+
+
+def read_picker_file(file: str, text: str) -> PickerFile:
+    """The one EndpointPickerConfig in ``text``; raises ConfigInvalid with every mistake."""
+    documents = split(file, text)
+    if len(documents) != 1:
+        raise ConfigInvalid([Mistake(file, 0, "", f"has {len(documents)} documents; write one {PICKER_KIND}")])
+    (document,) = documents
+    found, mistakes = decode(document)
+    if not mistakes and not isinstance(found, PickerFile):
+        mistakes = document.mistakes([(("kind",), f"is not {PICKER_KIND}; write kind: {PICKER_KIND}")])
+    if mistakes or not isinstance(found, PickerFile):
+        raise ConfigInvalid(mistakes)
+    return found
+
+
+def _decode_json(document: Document) -> _Decoded | None:
+    """None if there is anything to be said against it."""
+    try:
+        head = _HEAD.decode(document.text)
+        if head.kind not in _KINDS or head.api_version not in _VERSIONS.get(head.kind, (head.api_version,)):
+            return None
+        decoded: _Decoded = _DECODERS[head.kind].decode(document.text)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return None if repeats_keys(document.text) else decoded
+
+
+def _is_foreign(value: object) -> bool:
+    """Other programs' JSON may lie in the directory: key sets of token issuers, bodies of requests."""
+    return isinstance(value, dict) and "apiVersion" not in value and "kind" not in value
+
+
+def _convert(value: object) -> tuple[_Decoded | None, list[Finding]]:
+    if not isinstance(value, dict):
+        return None, [((), "is not a mapping; write apiVersion, kind, metadata and spec")]
+    kind = str(value.get("kind"))
+    findings: list[Finding] = []
+    cls = _KINDS.get(kind)
+    if cls is None:
+        return None, [_no_kind(value)]
+    versions = _VERSIONS.get(kind, (API_VERSION,))
+    if kind != PICKER_KIND and value.get("apiVersion") not in versions:
+        findings.append((("apiVersion",), f"write apiVersion: {' or '.join(versions)}"))
+    if kind == PICKER_KIND:
+        value = _without_nulls(value)
+    try:
+        decoded: _Decoded = msgspec.convert(value, cls, dec_hook=decode_quantity)
+    except msgspec.ValidationError:
+        findings.extend(check_shape(value, cls))
+        return _convert_leniently(value, cls) or _plugins_alone(value, cls, findings), findings
+    return decoded, findings
+
+
+def _no_kind(value: Mapping[Any, object]) -> Finding:
+    if "kind" in value:
+        kind = str(value["kind"])
+        if kind in _CLUSTER_KINDS:
+            instead = "here write a ModelServer with endpoints, and a ModelRoute"
+            return ("kind",), f"{kind} is read in a cluster only; {instead}"
+        return ("kind",), f"'{kind}' is not a kind; {suggest(kind, _KINDS)}"
+    other = next((str(key) for key in value if str(key).lower() == "kind"), None)
+    if other is not None:
+        return (other,), "there is no such field; did you mean 'kind'?"
+    return ("kind",), f"the field 'kind' is missing; {suggest('', _KINDS)}"
+
+
+def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - plain data of any shape
+    """For Go, a field that is null is absent."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _convert_leniently(value: object, cls: type[_Decoded]) -> _Decoded | None:
+    """With placeholders for invalid durations and sizes, so that mistakes elsewhere in the document are found too."""
+    try:
+        found: _Decoded = msgspec.convert(value, cls, dec_hook=decode_quantity_leniently)
+    except msgspec.ValidationError:
+        return None
+    return found
+
+
+def _plugins_alone(
+    value: Any,  # noqa: ANN401 - plain data of any shape
+    cls: type[_Decoded],
+    findings: list[Finding],
+) -> _Decoded | None:
+    """An EndpointPickerConfig without its faulty sections, so that mistakes of plugins are found too.
+
+    None if the plugins or profiles themselves cannot be read: what refers to them would look wrong.
+    """
+    faulty = {str(path[0]) for path, _ in findings if path}
+    if cls is not EndpointPickerConfig or not faulty.isdisjoint({"plugins", "schedulingProfiles"}):
+        return None
+    return _convert_leniently({key: one for key, one in value.items() if str(key) not in faulty}, cls)
+
+
+def _check(decoded: _Decoded, *, listeners_may_come: bool) -> Iterator[Finding]:
+    match decoded:
+        case ModelServer():
+            yield from check_server(decoded.spec)
+            yield from check_connection(decoded.spec)
+        case ModelRoute():
+            yield from check_route(decoded.spec)
+        case GatewayConfig():
+            yield from check_gateway(decoded.spec)
+            yield from check_listeners(decoded.spec, may_come=listeners_may_come)
+            if decoded.spec.cors is not None:
+                yield from check_cors(decoded.spec.cors, ("spec", "cors"))
+        case HTTPRoute():
+            yield from check_http_route(decoded.spec)
+        case Backend():
+            yield from check_backend(decoded.spec)
+        case ModelAccessPolicy():
+            yield from check_access_policy(decoded.spec)
+        case EndpointPickerConfig():
+            yield from check_flow_control_section(decoded)
+            yield from check_usage_limits(decoded)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flow control section of llm-d's EndpointPickerConfig as our FlowControl."""
+
+from __future__ import annotations
+
+import re
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import msgspec
+
+from extproc.api.admission import Band, FlowControl, SaturationSpec
+from extproc.api.picker_config import BandSection, EndpointPickerConfig, FlowControlSection
+from extproc.api.quantities import ByteSize, Duration
+from extproc.api.schema import check_shape, suggest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from extproc.api.admission import Fairness, Order
+    from extproc.api.errors import Finding
+    from extproc.api.picker_config import PluginSpec
+
+FEATURE_GATE: Final = "flowControl"
+DEFAULT_DETECTOR: Final = "utilization-detector"
+_LOWEST: Final = -(2**31)
+# A wait without an end there ends here all the same: Envoy waits for an hour at most.
+LONGEST_WAIT: Final = Duration("59m")
+# What stands for no limit over all bands.
+_MOST_REQUESTS: Final = 1_000_000
+_MOST_BYTES: Final = ByteSize("64Gi")
+# A fullness that is only reached when the queue is full, and refuses everybody.
+_NEVER_SHED: Final = 1.999
+# A band's own limits where the file has none, as in llm-d.
+_BAND_REQUESTS: Final = 5000
+_BAND_BYTES: Final = ByteSize("1G")
+# Gates of releases of llm-d and of the Inference Extension: what they switched is always on here, or has no meaning.
+_OTHER_GATES: Final = frozenset(
+    {"dataLayer", "enableLegacyMetrics", "haPopulateNonLeaderDatastore", "prepareDataPlugins"}
+)
+_GATE_VALUES: Final[Mapping[str, bool]] = MappingProxyType(
+    {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
+)
+
+# Least service within the last minute stands for llm-d's service with a half-life of one.
+FAIRNESS: Final[Mapping[str, Fairness]] = MappingProxyType(
+    {
+        "round-robin-fairness-policy": "RoundRobin",
+        "global-strict-fairness-policy": "GlobalStrict",
+        "program-aware-fairness": "SlidingWindow",
+        # its name before llm-d-router 0.9
+        "program-aware-fairness-policy": "SlidingWindow",
+        # which also holds sessions back until there is room for their KV caches
+        "thunder-agent": "SlidingWindow",
+    }
+)
+ORDERS: Final[Mapping[str, Order]] = MappingProxyType(
+    {
+        "fcfs-ordering-policy": "FirstCome",
+        "edf-ordering-policy": "Deadline",
+        "slo-deadline-ordering-policy": "Deadline",
+    }
+)
+
+
+class UtilizationParameters(msgspec.Struct, frozen=True, rename="camel"):
+    """Of ``utilization-detector``: engines are full by what they report."""
+
+    queue_depth_threshold: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    kv_cache_util_threshold: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
+    headroom: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
+
+
+class ConcurrencyParameters(msgspec.Struct, frozen=True, rename="camel"):
+    """Of ``concurrency-detector``: engines are full by what was sent to them."""
+
+    concurrency_mode: Literal["requests", "tokens", "hybrid"] = "requests"
+    max_concurrency: Annotated[int, msgspec.Meta(ge=1)] = 100
+    max_token_concurrency: Annotated[int, msgspec.Meta(ge=1)] = 1_000_000
+    headroom: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
+
+
+def gates_of(config: EndpointPickerConfig) -> Mapping[str, bool]:
+    """Feature gates by name: ``flowControl`` and ``flowControl=true`` switch one on, ``flowControl=false`` off."""
+    found = {}
+    for gate in config.feature_gates:
+        name, has_value, value = gate.partition("=")
+        found[name.strip()] = _GATE_VALUES.get(value.strip().lower(), False) if has_value else True
+    return found
+
+
+def check_flow_control_section(config: EndpointPickerConfig) -> Iterator[Finding]:
+    """Feature gates can be read, bands differ in priority, and the saturation detector's parameters have their
+    shape.
+    """
+    yield from _check_gates(config)
+    section = config.flow_control or FlowControlSection()
+    seen: set[int] = set()
+    for index, band in enumerate(section.priority_bands):
+        if band.priority in seen:
+            place = ("flowControl", "priorityBands", index, "priority")
+            yield place, f"a second band of priority {band.priority}; write each priority once"
+        seen.add(band.priority)
+    plugins = _Plugins(config)
+    index, plugin = plugins.detector
+    if plugin is not None and plugin.parameters and plugins.has_flow_control:
+        for path, message in check_shape(plugin.parameters, plugins.detector_parameters):
+            yield ("plugins", index, "parameters", *path), message
+
+
+def _check_gates(config: EndpointPickerConfig) -> Iterator[Finding]:
+    for index, gate in enumerate(config.feature_gates):
+        name, has_value, value = gate.partition("=")
+        if has_value and value.strip().lower() not in _GATE_VALUES:
+            yield ("featureGates", index), f"'{value}' is neither true nor false; write {name}=true or {name}=false"
+        # llm-d refuses it, too
+        if name.strip() not in {FEATURE_GATE, *_OTHER_GATES}:
+            advice = suggest(name.strip(), {FEATURE_GATE, *_OTHER_GATES})
+            yield ("featureGates", index), f"there is no gate '{name}'; {advice}"
+
+
+def detector_name(config: EndpointPickerConfig) -> str:
+    """The name of the plugin that says how full engines are: ``flowControl``'s before the older top-level one's."""
+    section = config.flow_control
+    named = (section.saturation_detector if section else None) or config.saturation_detector
+    return (named.plugin_ref if named else "") or DEFAULT_DETECTOR
+
+
+def flow_control_of(config: EndpointPickerConfig) -> FlowControl | None:
+    """None without the feature gate. Expects a config in which ``check_flow_control_section`` finds nothing."""
+    plugins = _Plugins(config)
+    if not plugins.has_flow_control:
+        return None
+    section = config.flow_control or FlowControlSection()
+    ttl = section.default_request_ttl
+    return FlowControl(
+        saturation=_saturation(config, plugins),
+        timeout=_bounded(ttl),
+        no_endpoint_timeout=_bounded(
+            ttl if section.no_endpoint_request_ttl is None else section.no_endpoint_request_ttl
+        ),
+        # there, bands are bounded, and all together only if that is said
+        max_requests=int(section.max_requests or _MOST_REQUESTS),
+        max_bytes=ByteSize(int(section.max_bytes)) if section.max_bytes else _MOST_BYTES,
+        bands=tuple(_band(priority, band, plugins) for priority, band in _bands(section).items()),
+        sharing="Strict",
+        flow_by="Tenant",
+        # there, requests of negative priority wait like all others
+        shed_from=_NEVER_SHED,
+    )
+
+
+def _bands(section: FlowControlSection) -> Mapping[int, BandSection]:
+    """By the lowest priority of each. A named band is of one priority only: right above it the usual one goes on."""
+    usual = section.default_priority_band or BandSection()
+    negative = section.default_negative_priority_band or usual
+    named = {band.priority: band for band in section.priority_bands}
+    bands = {_LOWEST: negative, 0: usual, **named}
+    for priority in named:
+        above = min(priority + 1, 2**31 - 1)
+        bands.setdefault(above, negative if above < 0 else usual)
+    return dict(sorted(bands.items()))
+
+
+def _bounded(ttl: Duration | None) -> Duration:
+    return min(ttl or LONGEST_WAIT, LONGEST_WAIT)
+
+
+class _Plugins:
+    """Plugins by the names that references use; a name that no plugin has is a type with its defaults."""
+
+    def __init__(self, config: EndpointPickerConfig) -> None:
+        self._places = {one.called: (index, one) for index, one in enumerate(config.plugins)}
+        self.has_flow_control = gates_of(config).get(FEATURE_GATE, False)
+        self._detector = detector_name(config)
+
+    def type_of(self, name: str) -> str:
+        """The type of the plugin called ``name``."""
+        return self._places[name][1].type if name in self._places else name
+
+    @property
+    def detector(self) -> tuple[int, PluginSpec | None]:
+        """The plugin that says how full engines are, and its place among all."""
+        return self._places.get(self._detector, (-1, None))
+
+    @property
+    def detector_parameters(self) -> type[UtilizationParameters | ConcurrencyParameters]:
+        """What that plugin takes."""
+        is_concurrency = self.type_of(self._detector) == "concurrency-detector"
+        return ConcurrencyParameters if is_concurrency else UtilizationParameters
+
+
+def _band(priority: int, band: BandSection, plugins: _Plugins) -> Band:
+    own = re.sub(r"[^a-z0-9]+", "-", band.priority_name.lower()).strip("-") if band.priority == priority else ""
+    name = own or ("negative" if priority == _LOWEST else f"priority-{priority}")
+    return Band(
+        name=name,
+        priority=priority,
+        share=1.0,
+        max_requests=int(band.max_requests or _BAND_REQUESTS),
+        max_bytes=ByteSize(int(band.max_bytes)) if band.max_bytes else _BAND_BYTES,
+        fairness=FAIRNESS.get(plugins.type_of(band.fairness_policy_ref), "GlobalStrict"),
+        order=ORDERS.get(plugins.type_of(band.ordering_policy_ref), "FirstCome"),
+    )
+
+
+def _saturation(config: EndpointPickerConfig, plugins: _Plugins) -> SaturationSpec:
+    _, plugin = plugins.detector
+    given = (plugin and plugin.parameters) or {}
+    parameters = msgspec.convert(given, plugins.detector_parameters)
+    if isinstance(parameters, ConcurrencyParameters):
+        mode = parameters.concurrency_mode
+        return SaturationSpec(
+            queue_depth=None,
+            kv_usage=None,
+            max_wait=None,
+            max_requests=parameters.max_concurrency if mode != "tokens" else None,
+            max_tokens=parameters.max_token_concurrency if mode != "requests" else None,
+            headroom=parameters.headroom,
+        )
+    older = config.saturation_detector
+    depth, usage = parameters.queue_depth_threshold, parameters.kv_cache_util_threshold
+    if older is not None and plugin is None:
+        depth, usage = older.queue_depth_threshold or depth, older.kv_cache_util_threshold or usage
+    return SaturationSpec(queue_depth=max(1, round(depth)), kv_usage=usage, max_wait=None, headroom=parameters.headroom)

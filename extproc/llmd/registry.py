@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plugins by their configured names: llm-d's, Kthena's, ours, and other packages'."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal, get_args
+
+import msgspec
+
+from extproc.api.usage_limits import AGENT_IDENTITY, POLICIES, AgentIdentity
+from extproc.llmd import older_types
+from extproc.llmd.accepted import ACCEPTED, Accepted
+from extproc.scheduling.external_plugins import raised_at
+from extproc.scheduling.plugins import (
+    admitters,
+    affinity,
+    attributes,
+    cache_scorers,
+    clusters,
+    filters,
+    handlers,
+    label_plugins,
+    label_weights,
+    latency_scorers,
+    reporters,
+    rollouts,
+    selectors,
+    slo_filters,
+    topology,
+)
+from extproc.scheduling.plugins import load_scorers as load
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from importlib.metadata import EntryPoint
+
+Kind = Literal[
+    "filter",
+    "scorer",
+    "filter and scorer",
+    "picker",
+    "decider",
+    "profile handler",
+    "admitter",
+    "screener",
+    "reporter",
+    "flow control",
+    "data source",
+    "accepted",
+]
+
+# A package that brings plugins lists them in this group: each a name and a PluginType.
+ENTRY_POINTS: Final = "attache.scheduling"
+
+
+class PluginType(msgspec.Struct, frozen=True):
+    """A plugin is the struct of its parameters: ``cls`` is both. ``problem``: why it cannot be used, if it cannot."""
+
+    kind: Kind
+    cls: type
+    problem: str = ""
+
+
+def _all(kind: Kind, types: Mapping[str, type]) -> dict[str, PluginType]:
+    return {name: PluginType(kind, cls) for name, cls in types.items()}
+
+
+_FILTERS: Final = {
+    # llm-d's
+    "session-affinity-filter": affinity.SessionAffinityFilter,
+    "prefix-cache-affinity-filter": filters.PrefixCacheAffinity,
+    "utilization-detector": filters.SaturationFilter,
+    "concurrency-detector": filters.Concurrency,
+    "utilization-filter": filters.Utilization,
+    "topology-affinity-filter": topology.TopologyAffinityFilter,
+    "endpoint-attribute-filter": attributes.EndpointAttributeFilter,
+    "slo-headroom-tier-filter": slo_filters.SloHeadroomTier,
+    "label-selector-filter": label_plugins.LabelSelector,
+    "by-label-selector": label_plugins.LabelSelector,
+    "by-label": label_plugins.ByLabel,
+    "prefill-filter": label_plugins.PrefillRole,
+    "decode-filter": label_plugins.DecodeRole,
+    "encode-filter": label_plugins.EncodeRole,
+    "multicluster-session-affinity-filter": clusters.ClusterSession,
+    "header-based-testing-filter": older_types.HeaderBasedTesting,
+    "low-queue-filter": older_types.LowQueue,
+    "least-queue-filter": older_types.LeastQueue,
+    "least-kv-cache-filter": older_types.LeastKvCache,
+    "lora-affinity-filter": older_types.LoraSoftAffinity,
+    "decision-tree-filter": older_types.DecisionTree,
+    # Kthena's, and ours
+    "lora-affinity": filters.LoraLoaded,
+    "lora-loaded-filter": filters.LoraLoaded,
+    "least-request-filter": filters.LeastRequestFilter,
+    "model-loaded-filter": filters.ModelLoaded,
+    "healthy-filter": filters.Healthy,
+    "subset-hint-filter": filters.SubsetHint,
+}
+
+_SCORERS: Final = {
+    # llm-d's
+    "queue-scorer": load.Queue,
+    "running-requests-size-scorer": load.RunningRequests,
+    "active-request-scorer": load.ActiveRequests,
+    "load-aware-scorer": load.LoadAware,
+    "token-load-scorer": load.TokenLoad,
+    "lmetric-scorer": load.LMetric,
+    "kv-cache-utilization-scorer": cache_scorers.KvCacheUtilization,
+    "kv-cache-scorer": cache_scorers.KvCacheUtilization,  # its name before llm-d 0.3
+    "kvcache-aware-scorer": cache_scorers.PrecisePrefixCache,
+    "prefix-cache-scorer": cache_scorers.PrefixCacheScorer,
+    "precise-prefix-cache-scorer": cache_scorers.PrecisePrefixCache,
+    "no-hit-lru-scorer": cache_scorers.NoHitLru,
+    "lora-affinity-scorer": affinity.LoraAffinity,
+    "session-affinity-scorer": affinity.SessionAffinity,
+    "header-label-affinity-scorer": label_plugins.HeaderLabelAffinity,
+    "topology-affinity-scorer": topology.TopologyAffinityScorer,
+    "endpoint-attribute-scorer": attributes.EndpointAttributeScorer,
+    "latency-scorer": latency_scorers.LatencyScorer,
+    "endpoint-attribute-weight-scorer": label_weights.AttributeWeight,
+    "slo-aware-routing": older_types.SloAwareRouting,
+    "slo-scorer": older_types.SloAwareRouting,
+    "thunder-agent": affinity.ThunderAgent,
+    "latency-observation-scorer-hub": clusters.ClusterLatency,
+    "multicluster-kv-cache-utilization-scorer": clusters.ClusterKvCache,
+    "multicluster-prefix-cache-scorer": clusters.ClusterPrefixCache,
+    "multicluster-queue-scorer": clusters.ClusterQueue,
+    "multicluster-topology-scorer": clusters.ClusterTopology,
+    # Kthena's, and ours
+    "least-request": load.LeastRequestScorer,
+    "least-request-scorer": load.LeastRequestScorer,
+    "least-latency": latency_scorers.LeastLatency,
+    "least-latency-scorer": latency_scorers.LeastLatency,
+    "gpu-usage": cache_scorers.KvCacheUtilization,
+    "prefix-cache": cache_scorers.PrefixCacheScorer,
+    "kvcache-aware": cache_scorers.PrecisePrefixCache,
+    "random": latency_scorers.RandomScore,
+    "random-scorer": latency_scorers.RandomScore,
+    "cost-scorer": latency_scorers.CostScorer,
+}
+
+_PICKERS: Final = {
+    # llm-d's
+    "max-score-picker": selectors.MaxScore,
+    "max-score": selectors.MaxScore,
+    "random-picker": selectors.Random,
+    "weighted-random-picker": selectors.WeightedRandom,
+    # ours
+    "power-of-two-picker": selectors.PowerOfTwoSelector,
+    "softmax-picker": selectors.Softmax,
+}
+
+_HANDLERS: Final = {
+    "single-profile-handler": handlers.SingleProfile,
+    "single-profile": handlers.SingleProfile,
+    "header-profile-handler": handlers.HeaderProfile,
+    "data-parallel-profile-handler": handlers.DataParallel,
+    "header-phase-profile-handler": handlers.HeaderPhase,
+    "disagg-profile-handler": handlers.Disaggregation,
+    "pd-profile-handler": handlers.Disaggregation,
+    "ed-profile-handler": handlers.EncodeDecode,
+    "slo-aware-profile-handler": older_types.SloAwareProfile,
+}
+
+_DECIDERS: Final = {
+    "prefix-based-pd-decider": handlers.PrefixBasedDecider,
+    "always-disagg-pd-decider": handlers.AlwaysDecider,
+}
+
+_ADMITTERS: Final = {
+    "probabilistic-admitter": admitters.ProbabilisticAdmitter,
+    "latency-slo-admitter": admitters.LatencySloAdmitter,
+}
+
+_SCREENERS: Final = {
+    "disaggregatedset-rollout-screener": rollouts.RolloutScreener,
+    "endpoint-pin-screener": rollouts.EndpointPin,
+}
+
+_SOURCES: Final = {
+    topology.EXTRACTOR_TYPE: topology.TopologyExtractor,
+    "core-metrics-extractor": attributes.MetricsExtractor,
+    "model-server-protocol-metrics": attributes.MetricsExtractor,  # its name in the Inference Extension up to 1.3
+    "label-producer": label_weights.LabelProducer,
+    "session-id-producer": affinity.SessionIdProducer,
+}
+
+BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
+    {
+        **_all("accepted", dict.fromkeys(ACCEPTED, Accepted)),
+        **_all("filter", _FILTERS),
+        **_all("scorer", _SCORERS),
+        **_all("filter and scorer", {"context-length-aware": label_plugins.ContextLength}),
+        **_all("picker", _PICKERS),
+        **_all("profile handler", _HANDLERS),
+        **_all("decider", _DECIDERS),
+        **_all("reporter", {"request-attribute-reporter": reporters.RequestAttributeReporter}),
+        **_all("admitter", _ADMITTERS),
+        **_all("screener", _SCREENERS),
+        **_all("data source", _SOURCES),
+        **_all("flow control", {**POLICIES, AGENT_IDENTITY: AgentIdentity}),
+    }
+)
+
+
+def installed() -> Mapping[str, PluginType]:
+    """All that can be configured here. A package cannot take a name that is ours.
+
+    One that cannot be loaded is a problem only for a file that names it.
+    """
+    theirs = {entry.name: _loaded(entry) for entry in entry_points(group=ENTRY_POINTS)}
+    return MappingProxyType({**theirs, **BUILT_IN})
+
+
+def _loaded(entry: EntryPoint) -> PluginType:
+    try:
+        found: object = entry.load()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told where a file names the plugin
+        problem = f"cannot be loaded: {type(error).__name__}: {error} ({raised_at(error)})"
+    else:
+        cls: object = found.cls if isinstance(found, PluginType) else None
+        if not isinstance(found, PluginType) or not isinstance(cls, type) or not issubclass(cls, msgspec.Struct):
+            problem = "is no plugin; make it PluginType(KIND, CLASS), where CLASS is a msgspec.Struct"
+        elif found.kind not in get_args(Kind):
+            problem = f"has the kind '{found.kind}'; write one of {', '.join(get_args(Kind))}"
+        else:
+            return found
+    return PluginType("accepted", Accepted, f"{entry.value} {problem}")

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The definitions under manifests/crds are those of the types, and their rules say what the directory's checks say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from controller.api.crds.__main__ import files, main
+from controller.api.crds.definition import definition_of
+from controller.api.crds.kinds import KINDS, Kind
+from extproc.api.decode import decode
+from extproc.api.documents import split
+from tests.rule_cases import CASES, Case
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FOLDER = Path(__file__).parents[4] / "manifests" / "crds"
+
+
+def schemas(node: object) -> Iterator[dict[str, Any]]:
+    """Every schema within a schema."""
+    if isinstance(node, dict):
+        yield node
+        for one in node.values():
+            yield from schemas(one)
+    elif isinstance(node, list):
+        for one in node:
+            yield from schemas(one)
+
+
+def rules(kind: str) -> set[str]:
+    (found,) = (one for one in KINDS if one.name == kind)
+    return {
+        rule["rule"] for schema in schemas(definition_of(found)) for rule in schema.get("x-kubernetes-validations", ())
+    }
+
+
+def test_the_files_are_those_of_the_types() -> None:
+    assert {path.name: path.read_text() for path in FOLDER.iterdir()} == files(), "run make manifests"
+
+
+def test_check_tells_what_is_stale_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 0
+    assert main(["--check", str(tmp_path)]) == 0
+    stale = tmp_path / "attache.dev_models.yaml"
+    stale.write_text("")
+    (tmp_path / "attache.dev_old.yaml").write_text("")
+    assert main(["--check", str(tmp_path)]) == 1
+    assert "attache.dev_models.yaml, attache.dev_old.yaml differ" in capsys.readouterr().err
+    assert stale.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "conditions"),
+    [("ModelRoute", ["Accepted", "ResolvedRefs", "Programmed"]), ("GatewayConfig", ["Accepted", "Programmed"])],
+)
+def test_get_shows_the_condition_that_says_why_an_object_is_not_served(name: str, conditions: list[str]) -> None:
+    (kind,) = (one for one in KINDS if one.name == name)
+    assert [column.name for column in kind.columns if ".conditions[" in column.path] == conditions
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_list_that_a_rule_walks_is_bounded(kind: Kind) -> None:
+    """Kubernetes refuses rules whose cost it cannot bound."""
+    for schema in schemas(definition_of(kind)["spec"]["versions"][0]["schema"]):
+        if schema.get("type") == "array":
+            assert "maxItems" in schema
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}: {case.rule}")
+def test_each_case_breaks_what_it_is_for(case: Case) -> None:
+    assert case.accepted() != case.refused()
+
+
+def test_the_cases_are_of_every_kind_that_has_rules() -> None:
+    assert {case.kind for case in CASES} == {kind.name for kind in KINDS if rules(kind.name)}
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.in_directory], ids=lambda case: f"{case.kind}: {case.rule}"
+)
+def test_the_directory_takes_and_refuses_the_same(case: Case) -> None:
+    for document, is_accepted in ((case.accepted(), True), (case.refused(), False)):
+        (found,) = split("example.json", json.dumps(document))
+        _, mistakes = decode(found)
+        assert (not mistakes) == is_accepted, mistakes

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What bindings leave each other of nodes' accelerators."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from controller.autoscaler.decision.allocation.promises import Claim, Nodes, Share, left_for, room_of
+from controller.models.model_infer.observed import NodeRoom
+
+PRODUCT = "nvidia.com/gpu.product"
+NAMES = {"h100": "NVIDIA-H100-80GB-HBM3", "H100": "NVIDIA-H100-80GB-HBM3", "a100": "NVIDIA-A100-SXM4-80GB"}
+
+
+def node(name: str, gpus: int, product: str = NAMES["h100"]) -> NodeRoom:
+    return NodeRoom(name=name, free={"nvidia.com/gpu": float(gpus)}, labels={PRODUCT: product})
+
+
+def share(promised: int = 0, lacks: int = 0, *, accelerators: int = 1, kind: str = "h100") -> Share:
+    return Share(kind=kind, accelerators=accelerators, promised=promised, lacks=lacks)
+
+
+def test_two_targets_of_one_binding_and_another_binding_share_what_is_there() -> None:
+    nodes = Nodes([node("a", 8), node("b", 4)])
+    mine = Claim((0, "1", "x"), (share(2), share(1, accelerators=4)))
+    other = Claim((0, "2", "y"), (share(3),))
+    assert left_for(mine, ("h100",), nodes, [mine, other]) == 12 - 2 - 4 - 3
+
+
+def test_names_of_one_kind_are_one_kind() -> None:
+    nodes = Nodes([node("a", 8)])
+    other = Claim((0, "2", "y"), (share(3, kind="H100"),))
+    assert left_for(Claim((0, "1", "x")), ("h100",), nodes, [other]) == 5
+
+
+HBM3 = "NVIDIA-H100-80GB-HBM3"
+PCIE = "NVIDIA-H100-PCIe"
+
+
+def test_kinds_share_what_both_may_have() -> None:
+    nodes = Nodes([node("a", 8), node("b", 4, PCIE), node("c", 2, NAMES["a100"])])
+    # two spellings of one kind are one pool
+    assert nodes.pools((HBM3, "nvidia-h100-80gb")) == {(HBM3, "nvidia-h100-80gb")}
+    # one kind that is part of another one is limited by itself, and together with it
+    assert nodes.pools(("H100", PCIE)) == {("H100", PCIE), (PCIE,)}
+    assert (nodes.free(("H100", PCIE)), nodes.free((PCIE,))) == (12, 4)
+    assert nodes.pools(("A100", "B200", "H100")) == {("A100",), ("B200",), ("H100",)}
+    # 80GB are on both kinds of nodes, so it has to share with each of them
+    wide = Nodes([node("a", 8), node("c", 2, "NVIDIA-A100-SXM4-80GB"), node("d", 1, PCIE)])
+    assert wide.pools(("80gb", "h100")) == {("80gb",), ("h100",), ("80gb", "h100")}
+    assert wide.free(("80gb", "h100")) == 11
+
+
+def test_a_resource_is_a_kind_beside_what_labels_say() -> None:
+    nodes = Nodes([node("a", 8), node("c", 2, NAMES["a100"])])
+    assert nodes.pools(("h100", "nvidia.com/gpu")) == {("h100",), ("h100", "nvidia.com/gpu")}
+    assert nodes.free(("h100", "nvidia.com/gpu")) == 10
+
+
+def test_what_an_earlier_one_lacks_is_left_to_it() -> None:
+    nodes = Nodes([node("a", 8)])
+    first, second = Claim((0, "1", "x"), (share(lacks=6),)), Claim((0, "2", "y"), (share(lacks=6),))
+    assert left_for(first, ("h100",), nodes, [first, second]) == 8
+    assert left_for(second, ("h100",), nodes, [first, second]) == 2
+    urgent = msgspec.structs.replace(second, order=(-1, "2", "y"))
+    assert left_for(first, ("h100",), nodes, [first, urgent]) == 2
+
+
+def test_what_fits_nowhere_is_not_kept_from_others() -> None:
+    nodes = Nodes([node(name, 2) for name in "abcd"])
+    large = Claim((-5, "1", "x"), (share(promised=1, lacks=3, accelerators=8),))
+    assert left_for(Claim((0, "2", "y")), ("h100",), nodes, [large]) == 8
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_all_together_are_never_allowed_more_than_there_is(seed: int) -> None:
+    """Bindings look in any order and take what they may; pods find nodes, or end, whenever they do."""
+    rng = random.Random(seed)
+    kinds = list(NAMES)
+    free = {f"n{i}": (rng.randint(0, 8), NAMES[rng.choice(kinds)]) for i in range(rng.randint(1, 5))}
+    claims = [
+        Claim(
+            (-rng.randint(0, 2), str(rng.randint(0, 3)), f"b{i}"),
+            tuple(
+                share(kind=rng.choice(kinds), accelerators=rng.choice((1, 1, 2, 4))) for _ in range(rng.randint(1, 3))
+            ),
+        )
+        for i in range(rng.randint(2, 5))
+    ]
+    for _ in range(60):
+        nodes = Nodes([node(name, gpus, product) for name, (gpus, product) in free.items()])
+        turn = rng.randrange(len(claims))
+        mine = claims[turn]
+        shares = list(mine.shares)
+        for i, one in enumerate(shares):
+            mine = Claim(mine.order, tuple(shares))
+            allowed = room_of(one, left_for(mine, (one.kind,), nodes, claims), nodes)
+            wish = rng.randint(0, 6)
+            taken = min(wish, allowed)
+            shares[i] = msgspec.structs.replace(one, promised=one.promised + taken, lacks=wish - taken)
+        claims[turn] = Claim(mine.order, tuple(shares))
+        for product in set(NAMES.values()):
+            there = sum(gpus for gpus, of in free.values() if of == product)
+            promised = sum(
+                # what fits nowhere takes nothing
+                min(one.promised, nodes.fits(one)) * one.accelerators
+                for each in claims
+                for one in each.shares
+                if NAMES[one.kind] == product
+            )
+            assert promised <= there
+        _place_some(rng, free, claims)
+
+
+def _place_some(rng: random.Random, free: dict[str, tuple[int, str]], claims: list[Claim]) -> None:
+    """As a scheduler: one replica of each finds a node, if any has room for it."""
+    for turn, claim in enumerate(claims):
+        shares = list(claim.shares)
+        for i, one in enumerate(shares):
+            fitting = [
+                name
+                for name, (gpus, product) in free.items()
+                if product == NAMES[one.kind] and gpus >= one.accelerators
+            ]
+            if one.promised and fitting and rng.random() < 0.4:
+                gpus, product = free[fitting[0]]
+                free[fitting[0]] = gpus - one.accelerators, product
+                shares[i] = msgspec.structs.replace(one, promised=one.promised - 1)
+        claims[turn] = Claim(claim.order, tuple(shares))
+
+
+def test_the_first_in_order_gets_what_becomes_free() -> None:
+    first, second = Claim((0, "1", "x"), (share(lacks=2),)), Claim((0, "2", "y"), (share(lacks=5),))
+    full = Nodes([node("a", 0)])
+    assert left_for(second, ("h100",), full, [first, second]) == 0
+    freed = Nodes([node("a", 3)])
+    assert room_of(second.shares[0], left_for(second, ("h100",), freed, [first, second]), freed) == 1
+    assert room_of(first.shares[0], left_for(first, ("h100",), freed, [first, second]), freed) == 3

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which changes of objects make targets be resolved anew, and which ModelServers select their pods."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, cast
+
+from controller.autoscaler.reconciler.followed import Followed
+from controller.kube.client import Client, Listed
+from controller.kube.informer import InformerTiming
+from controller.kube.resources import MODEL_SERVERS, Object, Resource
+from controller.kube.watching import WatchEvent
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+def server(name: str, selector: dict[str, str], version: int, **status: str) -> Object:
+    metadata = {"name": name, "namespace": "default", "uid": name, "resourceVersion": f"{version}"}
+    spec = {"model": "m", "workloadSelector": {"matchLabels": selector}}
+    return {"metadata": metadata, "spec": spec, "status": status}
+
+
+class FakeClient:
+    """Lists ModelServers and tells their changes; there is nothing else."""
+
+    def __init__(self, servers: list[Object]) -> None:
+        self.servers = servers
+        self.events = asyncio.Queue[WatchEvent]()
+
+    async def list(self, resource: Resource, *_: object, **__: object) -> Listed:
+        return Listed(self.servers if resource == MODEL_SERVERS else [], "1")
+
+    async def watch(self, resource: Resource, *_: object, **__: object) -> AsyncIterator[WatchEvent]:
+        assert resource == MODEL_SERVERS
+        while True:
+            yield await self.events.get()
+            self.events.task_done()
+
+
+@contextlib.asynccontextmanager
+async def following(client: FakeClient) -> AsyncIterator[Followed]:
+    found = Followed(cast("Client", client), None, InformerTiming(resync_s=0), lambda _: None)
+    task = asyncio.create_task(found._servers.run())
+    await found._servers.synced.wait()
+    yield found
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def told(client: FakeClient, kind: str, thing: Object) -> None:
+    client.events.put_nowait(WatchEvent(kind, thing))
+    await client.events.join()
+
+
+async def test_a_status_of_a_model_server_resolves_no_target_anew() -> None:
+    client = FakeClient([server("a", {"app": "x"}, 1)])
+    async with following(client) as followed:
+        version = followed.servers_version
+        await told(client, "MODIFIED", server("a", {"app": "x"}, 2, phase="Ready"))
+        assert followed.servers_version == version
+        await told(client, "MODIFIED", server("a", {"app": "y"}, 3))
+        assert followed.servers_version == version + 1
+        await told(client, "DELETED", server("a", {"app": "y"}, 4))
+        assert followed.servers_version == version + 2
+
+
+async def test_servers_are_found_by_the_labels_of_pods() -> None:
+    both = {"app": "x", "role": "p"}
+    client = FakeClient([server("a", {"app": "x"}, 1), server("b", both, 2), server("c", {"app": "y"}, 3)])
+    async with following(client) as followed:
+        assert followed.servers_selecting("default", both) == [("default/a", {"app": "x"}), ("default/b", both)]
+        assert followed.servers_selecting("default", {"app": "x"}) == [("default/a", {"app": "x"})]
+        assert not followed.servers_selecting("other", both)
+        await told(client, "MODIFIED", server("a", {"app": "y"}, 4))
+        assert followed.servers_selecting("default", {"app": "x"}) == []
+        assert len(followed.servers_selecting("default", {"app": "y"})) == 2

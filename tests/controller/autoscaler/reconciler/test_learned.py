@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was learned of a binding fits into its annotation, and comes back from it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+from controller.autoscaler.decision.memory import Memory, StageMemory, decoded, encoded
+from controller.autoscaler.decision.season import MOST_PLACES, PredictiveMemory
+from controller.autoscaler.decision.situation import Speed
+from controller.autoscaler.decision.start_times import Start, StartTimes, expected_start_s
+from controller.autoscaler.reconciler.learned import Keeping, packed, unpacked
+
+
+def test_the_largest_binding_fits_and_comes_back() -> None:
+    rng = random.Random(1)
+    names = [f"llama-3-70b-instruct-{index}"[:20] for index in range(16)]
+
+    def starts() -> StartTimes:
+        pods = (f"{rng.getrandbits(160):x}-{rng.getrandbits(40):x}" for _ in range(32))
+        return StartTimes(tuple(Start(pod, rng.uniform(10, 600)) for pod in pods))
+
+    def stage(targets: list[str]) -> StageMemory:
+        season = PredictiveMemory(0.0, profile=tuple(rng.uniform(0, 99) for _ in range(MOST_PLACES)), season_s=86400.0)
+        speeds = {one: Speed(rng.uniform(1e3, 1e5), rng.random(), rng.random() / 1e6) for one in targets}
+        known = {one: starts() for one in targets}
+        return StageMemory(began_at_s=0.0, decided_at_s=0.0, laws={"Predictive": season}, speeds=speeds, starts=known)
+
+    memory = Memory({"Prefill": stage(names[:8]), "Decode": stage(names[8:])})
+    text = packed(encoded(memory))
+    assert text
+    again = decoded(unpacked(text), 5.0)
+    assert again.stages["Decode"].starts == memory.stages["Decode"].starts
+    assert again.stages["Prefill"].speeds == memory.stages["Prefill"].speeds
+    season = again.stages["Prefill"].laws["Predictive"]
+    assert isinstance(season, PredictiveMemory)
+    assert len(season.profile) == MOST_PLACES
+
+
+def test_measured_starts_count_before_what_the_target_says_after_a_restart_too() -> None:
+    stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, starts={"main": StartTimes((Start("a", 33.0),))})
+    again = decoded(unpacked(packed(encoded(Memory({"Both": stage})))), 5.0)
+    assert expected_start_s(again.stages["Both"].starts["main"], 240.0) == 33.0
+
+
+def test_what_is_not_ours_is_nothing() -> None:
+    assert unpacked("no base64!") == b""
+    assert packed(b"") == ""
+
+
+class Patches:
+    """Counts writes, at any time."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[float, str]] = []
+        self.now_s = 0.0
+
+    async def merge_patch(self, _: object, name: str, *__: object) -> None:
+        """As a client."""
+        self.written.append((self.now_s, name))
+
+
+async def looked(learned: str, hours: float) -> list[tuple[float, str]]:
+    """When a hundred bindings were written that a new leader looks at every five seconds, each time with new speeds."""
+    patches: Any = Patches()
+    keeping = Keeping(patches, random.Random(1))
+    views: list[Any] = [
+        SimpleNamespace(key=f"default/b{one}", learned=learned, claim=SimpleNamespace(uid="u")) for one in range(100)
+    ]
+    for now_s in range(0, int(hours * 3600), 5):
+        patches.now_s = float(now_s)
+        for view in views:
+            if keeping.is_due(view, float(now_s)):
+                await keeping.keep(view, b"%d" % now_s, float(now_s))
+    return list(patches.written)
+
+
+async def test_a_new_leader_does_not_write_anew_at_once_what_one_before_has_kept() -> None:
+    written = await looked(packed(b"before"), 0.2)
+    assert not [one for one in written if one[0] < 60]
+    assert {name for _, name in written} == {f"b{one}" for one in range(100)}
+    by_minute = Counter(int(at_s // 60) for at_s, _ in written)
+    assert max(by_minute.values()) <= 25
+
+
+async def test_bindings_that_began_together_write_apart_later_on_and_ever_less() -> None:
+    written = await looked("", 3)
+    assert len([one for one in written if one[0] == 0]) == 100
+    late = Counter(int(at_s // 60) for at_s, _ in written if at_s > 3600)
+    assert max(late.values()) <= 20
+    assert sum(late.values()) <= 100 * 4

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pods of a selector, whatever comes and goes."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+
+from controller.autoscaler.decision.situation import EngineState
+from controller.autoscaler.reconciler.pod_index import PodIndex
+from controller.autoscaler.reconciler.pods import PodView
+
+
+def pod(namespace: str, name: str, **labels: str) -> PodView:
+    key = f"{namespace}/{name}"
+    return PodView(key=key, uid=key, labels=labels, ip="", state=EngineState.READY, created_at_s=0.0)
+
+
+def test_it_finds_what_a_look_at_all_pods_finds() -> None:
+    rng, index, known = Random(1), PodIndex(), dict[str, PodView]()
+    for step in range(2000):
+        one = pod(rng.choice("ab"), str(rng.randrange(40)), app=rng.choice("xyz"), role=rng.choice("pq"))
+        if rng.random() < 0.3:
+            known.pop(one.key, None)
+            index.put(one.key, None)
+        else:
+            known[one.key] = one
+            index.put(one.key, one)
+        selector = {"app": rng.choice("xyz"), **({"role": "p"} if step > 500 and rng.random() < 0.5 else {})}
+        wanted = [
+            each
+            for key, each in sorted(known.items())
+            if key.startswith("a/") and selector.items() <= dict(each.labels).items()
+        ]
+        assert index.of("a", selector) == wanted
+
+
+def test_nothing_is_selected_by_nothing() -> None:
+    index = PodIndex()
+    index.put("a/1", pod("a", "1"))
+    assert index.of("a", {}) == []
+    assert index.of("a", {"app": "x"}) == []
+    index.put("a/1", msgspec.structs.replace(pod("a", "1"), labels={"app": "x"}))
+    assert [one.name for one in index.of("a", {"app": "x"})] == ["1"]

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of decisions, for how long, and how people read it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from controller.autoscaler.decision.decision import Decision, StageDecision, Step, TargetDecision
+from controller.autoscaler.decision.law import Recommendation
+from controller.autoscaler.decision.situation import Freshness, Waiting
+from controller.autoscaler.reconciler.explaining import explained
+from controller.autoscaler.reconciler.learned import packed, unpacked
+from controller.autoscaler.reconciler.records import Record, Records
+from controller.commands.explain_scaling import main
+
+
+def record(at_s: float, desired: int = 2) -> Record:
+    stage = StageDecision(
+        "Both",
+        (Recommendation("Work", 2.25, "queued work", {"rate": 1.5}), Recommendation("Slo", None, "no latency yet")),
+        2.25,
+        (Step("Stabilized", 2.25, 3.0, "the largest of 120 s"),),
+        Waiting(requests=3, tokens=1200.0, oldest_s=2.0),
+        Freshness(age_s=0.4, gateways=2, silent=("gateway-1",)),
+    )
+    decision = Decision(
+        binding="default/one",
+        at_s=at_s,
+        mode="Auto",
+        targets=(TargetDecision("main", 2, desired, ready=2, reason="3 are asked for"),),
+        stages=(stage,),
+    )
+    return Record(decision=decision, acts={"main": "scaled from 2 to 3"})
+
+
+def decoded(records: Records) -> list[Record]:
+    return [msgspec.json.decode(one, type=Record) for one in records.of("default/one")]
+
+
+def test_the_newest_comes_first_and_what_says_nothing_new_is_kept_once_a_minute() -> None:
+    records = Records()
+    for at_s in (0.0, 5.0, 10.0, 15.0, 62.0, 65.0):
+        records.add(record(at_s, desired=3 if at_s == 10.0 else 2))
+    # 65 is the latest; 5 and 62 said nothing new within a minute
+    assert [one.decision.at_s for one in decoded(records)] == [65.0, 15.0, 10.0, 0.0]
+
+
+def test_a_hundred_are_kept_until_the_binding_is_gone() -> None:
+    records = Records()
+    for number in range(300):
+        records.add(record(float(number), desired=number))
+    found = decoded(records)
+    assert (len(found), found[0].decision.at_s, found[-1].decision.at_s) == (100, 299.0, 200.0)
+    records.forget("default/one")
+    assert decoded(records) == []
+
+
+def test_of_hours_without_news_the_last_twenty_minutes_are_kept_and_all_news() -> None:
+    records = Records()
+    for minute in range(300):
+        records.add(record(60.0 * minute, desired=7 if 100 <= minute < 103 else 2))
+    found = [one.decision.at_s / 60 for one in decoded(records)]
+    # at 0, 100 and 103 something was new
+    assert found == [*range(299, 279, -1), 103, 100, 0]
+
+
+def test_a_decision_reads_like_its_way() -> None:
+    text = explained(record(0.0))
+    for said in ("default/one at 1970-01-01 00:00:00 UTC, mode Auto", "2.25", "unknown", "no latency yet"):
+        assert said in text
+    assert "then Stabilized: 2.25 -> 3, the largest of 120 s" in text
+    assert "silent gateways: gateway-1" in text
+    assert "scaled from 2 to 3" in text
+    assert "not proven" not in text
+    decision = record(0.0).decision
+    stages = (msgspec.structs.replace(decision.stages[0], is_proven=False),)
+    text = explained(Record(decision=msgspec.structs.replace(decision, stages=stages)))
+    assert "targets: not proven the cheapest; a slightly cheaper set may exist" in text
+
+
+def test_what_no_law_knows_and_nobody_waits_for_reads_so() -> None:
+    decision = record(0.0).decision
+    stage = msgspec.structs.replace(
+        decision.stages[0], combined=None, waiting=Waiting(), freshness=Freshness(gateways=1, unreported=("pod-1",))
+    )
+    text = explained(Record(decision=msgspec.structs.replace(decision, stages=(stage,))))
+    assert ": the laws do not know\n" in text
+    assert "  waiting: no requests\n" in text
+    assert "of 1 gateway; silent gateways: none; engines without reports: pod-1" in text
+    several = msgspec.structs.replace(stage, waiting=Waiting(requests=2, tokens=9.0, oldest_s=1.5, at_zero=1))
+    text = explained(Record(decision=msgspec.structs.replace(decision, stages=(several,))))
+    assert "  waiting: 2 requests with 9 tokens, the first for 1.5 s; 1 without any engine\n" in text
+
+
+@pytest.mark.parametrize("text", ["x", "0", "-1", "1.5"])
+def test_a_number_of_decisions_that_is_none(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["default/one", f"--last={text}"], "explain-scaling")
+    assert f"argument --last: '{text}' is not a number of decisions; write 1 or more" in capsys.readouterr().err
+
+
+def test_what_was_learned_survives_packing_and_what_is_too_long_is_left_out() -> None:
+    assert unpacked(packed(b'{"Both": 1}')) == b'{"Both": 1}'
+    assert packed(b"") == ""
+    assert unpacked("nothing of ours") == b""
+    assert unpacked("!") == b""

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of attache gateway: mistakes are told before a cluster is looked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from controller.commands import gateway as gateway_command
+from extproc.api.picker_config import check_shape_alone
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gateway-config", "gateway"], "--gateway-config: write NAMESPACE/NAME"),
+        (["--pool", "llama"], "--pool: write NAMESPACE/NAME"),
+        (["--pool", "/llama"], "--pool: write NAMESPACE/NAME"),
+        (["--pool", "a/b", "--namespace", "a"], "--namespace does not go with --pool"),
+        (["--pool", "a/b", "--gateway-config", "a/b"], "--gateway-config does not go with --pool"),
+        (["--picker-config", "a"], "--picker-config needs --pool"),
+        (["--pool", "a/b", "--picker-config", "a", "--picker-config-file", "b"], "write one of them"),
+        (["--pool", "a/b", "--pool-group", "x"], "--pool-group: write inference.networking.k8s.io or"),
+    ],
+)
+def test_options_that_do_not_fit_are_told(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gateway_command.main(["--config", "unused", *words], "attache gateway", check_shape_alone)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statuses are written only when they say something new, and conditions keep the time of their last transition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from controller.kube.conditions import (
+    Wanted,
+    WantedEntry,
+    WantedList,
+    WantedStatus,
+    fails,
+    holds,
+    merged,
+    transitions,
+)
+
+EARLY, LATE = "2026-11-01T00:00:00Z", "2026-11-02T00:00:00Z"
+
+
+def wanted(*conditions: Wanted, generation: int = 1, **fields: int) -> WantedStatus:
+    return WantedStatus(kind="ModelServer", key="a/b", generation=generation, conditions=conditions, fields=fields)
+
+
+def written(status: WantedStatus, observed: dict[str, Any], now: str) -> dict[str, Any]:
+    found = merged(status, observed, now)
+    assert found is not None
+    return found
+
+
+def test_a_settled_status_is_not_written() -> None:
+    status = written(wanted(holds("Accepted"), ready=1), {}, EARLY)
+    assert status["ready"] == 1
+    assert merged(wanted(holds("Accepted"), ready=1), status, LATE) is None
+
+
+def test_the_time_of_a_condition_changes_with_its_status_alone() -> None:
+    first = written(wanted(fails("Accepted", "Invalid", "x")), {}, EARLY)
+    second = written(wanted(fails("Accepted", "Conflict", "y"), generation=2), first, LATE)
+    assert second["conditions"][0]["lastTransitionTime"] == EARLY
+    assert second["conditions"][0]["observedGeneration"] == 2
+    third = written(wanted(holds("Accepted"), generation=2), second, LATE)
+    assert third["conditions"][0]["lastTransitionTime"] == LATE
+
+
+def test_transitions_are_what_changed_in_status_or_reason() -> None:
+    first = written(wanted(holds("Accepted"), fails("Available", "NoPods", "x")), {}, EARLY)
+    assert [one["type"] for one in transitions(first, {})] == ["Accepted", "Available"]
+    second = written(wanted(holds("Accepted"), fails("Available", "NoReadyPods", "x")), first, LATE)
+    assert [one["type"] for one in transitions(second, first)] == ["Available"]
+    reworded = written(wanted(holds("Accepted"), fails("Available", "NoReadyPods", "y")), second, LATE)
+    assert transitions(reworded, second) == []
+
+
+def test_messages_are_bounded() -> None:
+    assert len(fails("Accepted", "Invalid", "x" * 100_000).message) == 4096
+
+
+OURS, THEIRS = "attache.dev/gateway", "example.com/other"
+
+
+def parent(gateway: str, *conditions: Wanted) -> WantedEntry:
+    reference = {"kind": "Gateway", "name": gateway}
+    return WantedEntry(identity={"parentRef": reference, "controllerName": OURS}, conditions=conditions)
+
+
+def route(*entries: WantedEntry, gateway: str = "") -> WantedStatus:
+    parents = WantedList(name="parents", entries=entries, controller=OURS, gateway=gateway)
+    return WantedStatus(kind="HTTPRoute", key="a/b", generation=1, conditions=(), lists=(parents,), is_plain=True)
+
+
+def parents(status: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(one["parentRef"]["name"], one["controllerName"]) for one in status["parents"]]
+
+
+def test_items_of_other_controllers_stay_and_stale_ones_of_ours_go() -> None:
+    theirs = {"parentRef": {"name": "x"}, "controllerName": THEIRS, "conditions": []}
+    stale = {"parentRef": {"name": "y"}, "controllerName": OURS, "conditions": []}
+    status = written(route(parent("web", holds("Accepted"))), {"parents": [stale, theirs]}, EARLY)
+    assert parents(status) == [("x", THEIRS), ("web", OURS)]
+    assert "observedGeneration" not in status
+    assert merged(route(parent("web", holds("Accepted"))), status, LATE) is None
+    assert merged(route(), {"parents": [theirs]}, LATE) is None
+    assert merged(route(), {}, LATE) is None
+
+
+def test_a_role_of_one_gateway_leaves_what_other_roles_of_ours_say() -> None:
+    other = {"parentRef": {"name": "other"}, "controllerName": OURS, "conditions": []}
+    elsewhere = {"parentRef": {"name": "web", "namespace": "c"}, "controllerName": OURS, "conditions": []}
+    status = written(route(parent("web", holds("Accepted")), gateway="a/web"), {"parents": [other, elsewhere]}, EARLY)
+    assert parents(status) == [("other", OURS), ("web", OURS), ("web", OURS)]
+    gone = written(route(gateway="a/web"), status, LATE)
+    assert parents(gone) == [("other", OURS), ("web", OURS)]
+    assert gone["parents"][1] == elsewhere
+
+
+def test_conditions_of_items_keep_their_times_and_are_told_as_events() -> None:
+    first = written(route(parent("web", holds("Accepted"), fails("ResolvedRefs", "BackendNotFound", "x"))), {}, EARLY)
+    assert [one["type"] for one in transitions(first, {})] == ["Accepted", "ResolvedRefs"]
+    second = written(route(parent("web", holds("Accepted"), holds("ResolvedRefs"))), first, LATE)
+    (found,) = second["parents"]
+    assert [one["lastTransitionTime"] for one in found["conditions"]] == [EARLY, LATE]
+    assert [one["type"] for one in transitions(second, first)] == ["ResolvedRefs"]
+
+
+def test_events_of_listeners_say_which_one() -> None:
+    entries = tuple(
+        WantedEntry(identity={"name": name}, conditions=(holds("Accepted"), fails("ResolvedRefs", "X", "no Secret")))
+        for name in ("http", "https")
+    )
+    gateway = WantedStatus(
+        kind="Gateway",
+        key="a/web",
+        generation=1,
+        conditions=(holds("Accepted"),),
+        lists=(WantedList(name="listeners", entries=entries),),
+    )
+    assert [one["message"] for one in transitions(written(gateway, {}, EARLY), {})] == [
+        "",
+        "listener http: Accepted is True",
+        "listener http: no Secret",
+        "listener https: Accepted is True",
+        "listener https: no Secret",
+    ]

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pods get beside what their template says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from controller.api.common import PodTemplate
+from controller.models.model_infer import labels
+from controller.models.model_infer.names import Place
+from controller.models.model_infer.pods import Ask, pod
+from controller.models.model_infer.revisions import Revision, RoleRevision
+
+OWNER = {
+    "apiVersion": "attache.dev/v1alpha1",
+    "kind": "ModelInfer",
+    "metadata": {"name": "llama", "namespace": "default", "uid": "u"},
+}
+
+
+def made(index: int = 0, **spec: Any) -> dict[str, Any]:  # noqa: ANN401 - of a PodSpec
+    """The spec of a pod of a role with a worker."""
+    template = PodTemplate(spec={"containers": [{"name": "engine", "image": "i"}], **spec})
+    role = RoleRevision(name="decode", hash="abc", entry=template, worker=template, workers=1)
+    place = Place(group=1, role="decode", replica=0, index=index)
+    found: dict[str, Any] = pod(place, Revision(hash="all", roles=(role,), replicas={}), role, Ask(owner=OWNER))
+    return found
+
+
+def test_entry_pods_of_a_role_go_to_different_nodes_where_they_can() -> None:
+    found = made()
+    (spread,) = found["spec"]["topologySpreadConstraints"]
+    assert spread["whenUnsatisfiable"] == "ScheduleAnyway"
+    assert (spread["topologyKey"], spread["maxSkew"]) == ("kubernetes.io/hostname", 1)
+    chosen = spread["labelSelector"]["matchLabels"]
+    assert chosen.items() <= found["metadata"]["labels"].items()
+    assert chosen == {
+        labels.MODEL_INFER: "llama",
+        labels.ROLE: "decode",
+        labels.ROLE_REVISION: "abc",
+        labels.ENTRY: "true",
+    }
+
+
+def test_workers_stay_where_their_group_is() -> None:
+    assert "topologySpreadConstraints" not in made(index=1)["spec"]
+
+
+@pytest.mark.parametrize("own", [[], [{"maxSkew": 2, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}]])
+def test_what_the_template_says_of_spreading_replaces_ours(own: list[dict[str, Any]]) -> None:
+    assert made(topologySpreadConstraints=own)["spec"]["topologySpreadConstraints"] == own

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The built-in presets: the same as in manifests/runtimes, without mistakes, and what their rules make of settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from controller.api.engine import EngineConfig, LoraLimits, Parallelism
+from controller.api.model import ModelFormat
+from controller.api.serving_runtime import Arguments
+from controller.models.runtimes.arguments import unknown_settings, words
+from controller.models.runtimes.presets import built_in, objects
+from controller.models.runtimes.settings import Engine, settings_of
+
+ROOT = Path(__file__).parents[4]
+MANIFESTS = ROOT / "manifests" / "runtimes"
+
+
+def engine(**fields: Any) -> Engine:  # noqa: ANN401 - fields of Engine and of its config
+    own = {name: fields.pop(name) for name in ("role", "connector", "has_adapters", "format") if name in fields}
+    base = {"served_name": "llama", "path": "/mnt/models", "format": ModelFormat(name="huggingface"), "port": 8000}
+    return Engine(**{**base, **own, "config": EngineConfig(**fields)})
+
+
+def args(preset: str, node: str = "entry", **fields: object) -> list[str]:
+    settings = settings_of(engine(**fields), node)  # type: ignore[arg-type]  # a literal
+    return words(built_in()[preset].spec.arguments, settings).args
+
+
+def env(preset: str, **fields: object) -> dict[str, str]:
+    found = words(built_in()[preset].spec.arguments, settings_of(engine(**fields), "entry")).env
+    return {one["name"]: one.get("value", "") for one in found}
+
+
+def test_manifests_are_the_built_in_presets() -> None:
+    files = {path.name: yaml.safe_load(path.read_text()) for path in MANIFESTS.glob("*.yaml")}
+    kustomization = files.pop("kustomization.yaml")
+    assert kustomization["resources"] == sorted(files)
+    assert sorted(files.values(), key=str) == sorted(objects(), key=str), "run python -m controller.models.runtimes"
+
+
+@pytest.mark.parametrize("name", sorted(built_in()))
+def test_a_preset_has_no_mistake(name: str) -> None:
+    preset = built_in()[name]
+    assert preset.problem == ""
+    assert list(unknown_settings(preset.spec.arguments)) == []
+    assert [one["name"] for one in preset.spec.pod["containers"]] == ["engine"]
+
+
+def test_every_family_of_engines_has_a_preset() -> None:
+    families = {"vLLM", "SGLang", "TensorRT-LLM", "Triton", "MLServer", "OpenAI", "Custom"}
+    assert {one.spec.engine for one in built_in().values()} == families
+
+
+def test_vllm_as_it_comes() -> None:
+    assert args("vllm") == ["--model=/mnt/models", "--served-model-name=llama", "--port=8000"]
+
+
+def test_vllm_with_everything() -> None:
+    found = args(
+        "vllm",
+        parallelism=Parallelism(tensor=4, pipeline=2, data=2, expert=True),
+        max_length=8192,
+        prefix_caching=False,
+        prompt_token_details=True,
+        has_adapters=True,
+        lora=LoraLimits(max_loaded=2, max_cached=8, max_rank=16),
+    )
+    assert found[3:] == [
+        "--tensor-parallel-size=4",
+        "--pipeline-parallel-size=2",
+        "--data-parallel-size=2",
+        "--enable-expert-parallel",
+        "--max-model-len=8192",
+        "--no-enable-prefix-caching",
+        "--enable-prompt-tokens-details",
+        "--enable-lora",
+        "--max-loras=2",
+        "--max-cpu-loras=8",
+        "--max-lora-rank=16",
+    ]
+
+
+def test_limits_of_adapters_are_nothing_without_adapters() -> None:
+    assert args("vllm", lora=LoraLimits(max_loaded=2)) == args("vllm")
+
+
+@pytest.mark.parametrize(
+    ("connector", "role", "expected"),
+    [
+        ("NIXL", "prefill", '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'),
+        ("LMCache", "prefill", '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_producer"}'),
+        ("LMCache", "decode", '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_consumer"}'),
+        ("Mooncake", "decode", '{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}'),
+    ],
+)
+def test_vllm_moves_kv_caches(connector: str, role: str, expected: str) -> None:
+    assert args("vllm", connector=connector, role=role)[-1] == f"--kv-transfer-config={expected}"
+
+
+def test_vllm_over_nodes() -> None:
+    spread = {"nodes": 2, "parallelism": Parallelism(tensor=8, pipeline=2)}
+    entry, worker = args("vllm", **spread), args("vllm", "worker", **spread)
+    assert entry[-3:] == ["--nnodes=$(GROUP_SIZE)", "--node-rank=$(WORKER_INDEX)", "--master-addr=$(ENTRY_ADDRESS)"]
+    assert worker == [*entry, "--headless"]
+
+
+def test_sglang_prefill_over_nodes() -> None:
+    found = args(
+        "sglang", nodes=2, parallelism=Parallelism(tensor=16, expert=True), role="prefill", connector="Mooncake"
+    )
+    assert found[5:] == [
+        "--tp-size=16",
+        "--ep-size=16",
+        "--disaggregation-mode=prefill",
+        "--disaggregation-bootstrap-port=8998",
+        "--disaggregation-transfer-backend=mooncake",
+        "--nnodes=$(GROUP_SIZE)",
+        "--node-rank=$(WORKER_INDEX)",
+        "--dist-init-addr=$(ENTRY_ADDRESS):20000",
+    ]
+
+
+def test_mlserver_is_told_the_class_of_the_format() -> None:
+    found = env("mlserver", format=ModelFormat(name="xgboost"))
+    assert found["MLSERVER_MODEL_IMPLEMENTATION"] == "mlserver_xgboost.XGBoostModel"
+    assert found["MLSERVER_HTTP_PORT"] == "8000"
+
+
+def test_braces_of_json_and_of_kubernetes_are_left_alone() -> None:
+    rules = (Arguments(args=('--x={"a":{"b":1}}', "--y=$(POD_IP)", "--z={name}-{name}")),)
+    assert words(rules, {"name": "n"}).args == ['--x={"a":{"b":1}}', "--y=$(POD_IP)", "--z=n-n"]
+
+
+def test_names_in_rules_that_are_no_settings_are_found() -> None:
+    rules = (Arguments(when={"tensr": "*"}, args=("--x={modl}",)),)
+    assert list(unknown_settings(rules)) == ["modl", "tensr"]

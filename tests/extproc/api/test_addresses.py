@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Addresses: which may be host names, and what is said of text that is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.api.errors import ConfigInvalid
+from extproc.api.gateway_config import GatewayConfigSpec
+from extproc.api.load import load
+from extproc.api.meeting import missed_meeting
+from extproc.api.validation import parse_address, parse_endpoint, parse_target
+
+GATEWAY = """apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {{name: gateway}}
+spec: {{{field}: "{text}"}}
+"""
+
+
+def test_localhost_is_an_address_to_listen_on_and_to_call() -> None:
+    assert parse_address("localhost:8080") == parse_address("Localhost:8080") == ("127.0.0.1", 8080)
+    assert parse_target("localhost:9002") == ("127.0.0.1", 9002, True)
+    assert parse_target("extproc:9002") == ("extproc", 9002, False)
+    # for engines a name that is resolved: Envoy is told of IP addresses alone
+    assert parse_endpoint("localhost:8000") == ("localhost", 8000, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("gateway.example.com:8080", "not on a name: write 0.0.0.0:8080 for all interfaces, or 127.0.0.1:8080"),
+        (":8080", "write 0.0.0.0:8080 for all interfaces"),
+        ("*:8080", "write 0.0.0.0:8080 for all interfaces"),
+        ("http://10.0.0.1:8080/", "leave out scheme and path: 10.0.0.1:8080"),
+        ("http://10.0.0.1", "leave out scheme and path: 10.0.0.1:8000"),
+        ("10.0.0.1", "it has no port: write 10.0.0.1:8000"),
+        ("[::1]", "it has no port: write [::1]:8000"),
+        ("::1", "write an IPv6 address in brackets and a port after it: [::1]:8000"),
+        ("10.0.0.1:80800", "'80800' is not a port: write one from 1 to 65535"),
+        ("10.0.0.1:", "'' is not a port: write one from 1 to 65535"),
+        ("10.0.0:8080", "such as 127.0.0.1:8080"),
+        ("", "it has no port: write 127.0.0.1:8000"),
+    ],
+)
+def test_what_is_no_address_to_listen_on_is_told_how_to_write_it(text: str, advice: str) -> None:
+    with pytest.raises(ValueError, match="is not an address") as caught:
+        parse_address(text)
+    assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["engine 0:8000", "-a.example:8000", "10.0.0:8000", "a..b:8000"])
+def test_a_server_has_an_ip_address_or_a_name(text: str) -> None:
+    with pytest.raises(ValueError, match=r"write IP:PORT or NAME:PORT, such as 127\.0\.0\.1:8000"):
+        parse_endpoint(text)
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "said"),
+    [
+        ("listen", "localhost:8080", ""),
+        ("listen", "gateway:8080", "spec.listen: 'gateway:8080' is not an address; a process listens on an IP address"),
+        ("admin", "localhost:9901", ""),
+        ("admin", "envoy:9901", "spec.admin: 'envoy:9901' is not an address; a process listens on an IP address"),
+        ("extproc", "localhost:9002", ""),
+        ("extproc", "extproc:9002", ""),
+        ("extproc", "extproc", "spec.extproc: 'extproc' is not an address; it has no port: write extproc:8000"),
+    ],
+)
+def test_a_gateway_takes_names_where_it_calls_and_not_where_it_listens(field: str, text: str, said: str) -> None:
+    content = {"a.yaml": GATEWAY.format(field=field, text=text).encode()}
+    if not said:
+        assert getattr(load(content).gateway, field) == text
+        return
+    with pytest.raises(ConfigInvalid) as caught:
+        load(content)
+    (mistake,) = caught.value.mistakes
+    assert said in str(mistake)
+
+
+@pytest.mark.parametrize(
+    ("called", "listens", "meets"),
+    [
+        ("localhost:9002", "127.0.0.1:9002", True),
+        ("localhost:9002", "10.0.0.1:9002", False),
+        ("extproc:9002", "0.0.0.0:9002", True),
+        ("extproc:9002", "0.0.0.0:9003", False),
+    ],
+)
+def test_whether_a_name_reaches_extproc_is_judged_by_its_port(called: str, listens: str, *, meets: bool) -> None:
+    assert (missed_meeting(GatewayConfigSpec(extproc=called), [listens]) == "") == meets

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines that name changed servers alone say what whole ones say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.api.demand import Demand, ServerDemand, changed_since, completed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SERVERS = st.dictionaries(st.sampled_from("abc"), st.integers(0, 2), max_size=3)
+PAGES = st.lists(st.tuples(st.sampled_from(["x", "x", "y"]), SERVERS), min_size=1, max_size=8)
+
+
+def pages_of(said: Sequence[tuple[str, dict[str, int]]]) -> list[Demand]:
+    """A server that says the same as before is the same object."""
+    known: dict[tuple[str, int], ServerDemand] = {}
+    found = []
+    for sequence, (instance, servers) in enumerate(said, start=1):
+        one = {
+            name: known.setdefault((name, queued), ServerDemand(model=name, queued=queued))
+            for name, queued in servers.items()
+        }
+        found.append(Demand(instance, sequence, float(sequence), one, slot="s"))
+    return found
+
+
+@given(PAGES, st.data())
+def test_each_page_is_known_from_what_is_told_of_it(
+    said: list[tuple[str, dict[str, int]]], data: st.DataObject
+) -> None:
+    told: Demand | None = None
+    known: Demand | None = None
+    for page in pages_of(said):
+        if told is not None and data.draw(st.booleans(), label="is not told"):
+            continue
+        line = page if told is None else changed_since(page, told)
+        known = completed(msgspec.json.decode(msgspec.json.encode(line), type=Demand), known)
+        told = page
+        assert known == page
+
+
+def test_what_does_not_go_on_from_what_is_known_is_not_taken() -> None:
+    first, second, third = pages_of([("x", {"a": 1, "b": 1}), ("x", {"a": 2, "b": 1}), ("x", {"a": 2, "b": 2})])
+    assert list(changed_since(third, second).servers) == ["b"]
+    assert completed(changed_since(third, second), first) is None
+    assert completed(changed_since(third, second), None) is None
+    assert completed(Demand("x", 2, 2.0, {"c": ServerDemand()}, since=1), first) is None
+    # another process has numbers of its own
+    assert completed(Demand("y", 2, 2.0, since=1), first) is None

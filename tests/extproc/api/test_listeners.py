@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Listeners of a GatewayConfig: what is refused, and what is written instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.api.decode import decode
+from extproc.api.documents import split
+from extproc.api.errors import ConfigInvalid
+from extproc.api.load import load
+
+TLS = "tls: {certificates: [{certFile: /tls/tls.crt, keyFile: /tls/tls.key}]}"
+
+
+def refusals(listeners: str, more: str = "") -> str:
+    text = f"""apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {{name: gateway}}
+spec:
+  listeners:
+{listeners}
+{more}"""
+    with pytest.raises(ConfigInvalid) as caught:
+        load({"gateway.yaml": text.encode()})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("listeners", "said"),
+    [
+        (
+            "  - {name: a, address: 0.0.0.0:80}\n  - {name: a, address: 0.0.0.0:81}",
+            "gateway.yaml:7: spec.listeners[1].name: 'a' is there already; give each listener a name of its own",
+        ),
+        (
+            "  - {name: a, address: 0.0.0.0:80}\n  - {name: b, address: 0.0.0.0:80}",
+            "gateway.yaml:7: spec.listeners[1]: has the address and the host name of 'a'; change one of them",
+        ),
+        (
+            f"  - {{name: a, address: '[::1]:443', hostname: A.example, {TLS}}}\n"
+            f"  - {{name: b, address: '[0:0::1]:443', hostname: a.example, {TLS}}}",
+            "gateway.yaml:7: spec.listeners[1]: has the address and the host name of 'a'; change one of them",
+        ),
+        (
+            f"  - {{name: a, address: 0.0.0.0:80}}\n  - {{name: b, address: 0.0.0.0:80, {TLS}}}",
+            "gateway.yaml:7: spec.listeners[1].address: is that of 'a', and only one of them has tls",
+        ),
+        (
+            "  - {name: a, address: example.com}",
+            "gateway.yaml:6: spec.listeners[0].address: 'example.com' is not an address",
+        ),
+        (
+            "  - {name: a, address: 0.0.0.0:80, hostname: 'a.*.example'}",
+            "gateway.yaml:6: spec.listeners[0].hostname: 'a.*.example' is no host name; write a name such as",
+        ),
+        (
+            "  - {name: A/b, address: 0.0.0.0:80}",
+            "gateway.yaml:6: spec.listeners[0].name: 'A/b' is no name of a listener",
+        ),
+        ("  - {name: a, address: 0.0.0.0:80, tls: {certificates: []}}", "spec.listeners[0].tls.certificates"),
+    ],
+)
+def test_listeners_that_cannot_be_told_apart_or_reached_are_refused(listeners: str, said: str) -> None:
+    assert said in refusals(listeners)
+
+
+def test_callers_known_by_certificate_need_listeners_that_ask_for_one() -> None:
+    names = "clientCertificates: [{name: spiffe, field: URI, pattern: 'spiffe://a/{tenant}'}]"
+    said = refusals(f"  - {{name: a, address: 0.0.0.0:443, {TLS}}}", f"  authentication: {{{names}}}")
+    assert "spec.listeners[0]: asks for no client certificate, by which callers are identified" in said
+    said = refusals("    []", f"  authentication: {{{names}}}")
+    assert "spec.listen: asks for no client certificate" in said
+
+
+def test_where_gateways_bring_the_listeners_a_config_need_not_have_any() -> None:
+    names = "clientCertificates: [{name: spiffe, field: URI, pattern: 'spiffe://a/{tenant}'}]"
+    head = "{apiVersion: attache.dev/v1alpha1, kind: GatewayConfig, metadata: {name: a}, spec: {authentication: {"
+    (document,) = split("gateway.yaml", f"{head}{names}}}}}}}")
+    assert decode(document, listeners_may_come=True)[1] == []
+    assert len(decode(document)[1]) == 1
+    plain = "listeners: [{name: a, address: '0.0.0.0:80'}], authentication"
+    (document,) = split("gateway.yaml", f"{head.replace('authentication', plain)}{names}}}}}}}")
+    assert len(decode(document, listeners_may_come=True)[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("pattern: 'spiffe://a/{team}/{tenant}'", "may have {tenant} and {user}, each once"),
+        ("pattern: '{tenant}/{tenant}'", "may have {tenant} and {user}, each once"),
+        ("pattern: '{tenant}/}'", "may have {tenant} and {user}, each once"),
+        ("pattern: '{tenant}{user}'", "does not say where {tenant} ends and {user} begins"),
+        ("pattern: a", "write {tenant} in the pattern or tenant, one of the two"),
+        ("pattern: '{tenant}', tenant: a", "write {tenant} in the pattern or tenant, one of the two"),
+    ],
+)
+def test_patterns_of_certificates_say_who_the_tenant_is(named: str, said: str) -> None:
+    authentication = f"  authentication: {{clientCertificates: [{{name: a, field: URI, {named}}}]}}"
+    assert said in refusals("    []", authentication)
+
+
+def test_origins_that_no_browser_sends_are_refused() -> None:
+    assert "spec.cors.allowOrigins[0]: 'app.example.com' is no origin" in refusals(
+        "    []", "  cors: {allowOrigins: [app.example.com]}"
+    )
