@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from controller.agents.runtime.dialects import DIALECTS
-from extproc.api.address_advice import no_address
+from extproc.api.advice import no_address
 
 if TYPE_CHECKING:
     from controller.agents.runtime.settings import AgentSettings

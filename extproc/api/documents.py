@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import yaml
 
+from extproc.api.advice import explained, template_advice, unreadable
 from extproc.api.compose import Loader, Refused, bounded_events, compose
 from extproc.api.errors import ConfigInvalid, Mistake, to_text
-from extproc.api.yaml_advice import explained, template_advice, unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -9,7 +9,7 @@ from decimal import Decimal
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Self
 
-from extproc.api.quantity_advice import no_duration, no_quantity, no_size
+from extproc.api.advice import no_duration, no_quantity, no_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 from msgspec import inspect
 
+from extproc.api.advice import bounds_advice, shape_advice, shown
 from extproc.api.patterns import ADVICE
 from extproc.api.quantities import decode_quantity
-from extproc.api.shape_advice import bounds_advice, shape_advice, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -7,8 +7,8 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from extproc.api.address_advice import no_address
 from extproc.api.admission_validation import check_authentication, check_flow_control, check_limits, check_tenants
+from extproc.api.advice import no_address
 from extproc.api.header_validation import check_answer_header, check_header_name, check_matches
 
 if TYPE_CHECKING:

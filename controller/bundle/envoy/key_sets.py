@@ -42,7 +42,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 
 from controller.bundle.envoy.envoy_json import seconds, to_resource
 from controller.bundle.envoy.plain import Packed
-from extproc.api.address_advice import is_ip
+from extproc.api.advice import is_ip
 
 if TYPE_CHECKING:
     from extproc.api.authentication import Authentication, RemoteJwks

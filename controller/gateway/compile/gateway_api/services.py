@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.sources import to_bytes
-from extproc.api.address_advice import is_ip
+from extproc.api.advice import is_ip
 from extproc.api.spec import API_VERSION, namespace_of, object_key
 
 if TYPE_CHECKING:
