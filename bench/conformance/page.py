@@ -26,9 +26,10 @@ bench/conformance/remarks.toml. -->
 
 The conformance suites of the [Gateway API](https://gateway-api.sigs.k8s.io/concepts/conformance/) and of its
 [Inference Extension](https://gateway-api-inference-extension.sigs.k8s.io/) run as they are published, against the
-GatewayClass of controller `attache.dev/gateway`, on the [cluster on one machine](cluster.md): a real API server, pods
-in network namespaces of their own, and the gateway as `manifests/gateway` deploys it. `make conformance` builds and
-runs them and writes this page; the suites' own reports lie in `docs/conformance/`.
+GatewayClass of controller `attache.dev/gateway`, on the
+[cluster on one machine](kubernetes.md#a-cluster-on-one-machine): a real API server, pods in network namespaces of their
+own, and the gateway as `manifests/gateway` deploys it. `make conformance` builds and runs them and writes this page;
+the suites' own reports lie in `docs/conformance/`.
 
 The suite of the Gateway API runs with the profile `GATEWAY-HTTP` and the features that our GatewayClass names in its
 status. Cases of other features are skipped by the suite itself, and each says which feature it needs.

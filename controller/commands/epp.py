@@ -39,7 +39,7 @@ def parser(prog: str = "attache epp") -> argparse.ArgumentParser:
         description=DESCRIPTION,
         epilog=(
             "Exit status: 0 after SIGTERM or SIGINT, 1 if extproc ended by itself, 2 for a mistake in the flags or no "
-            "cluster. docs/llm-d.md lists flags that have no effect."
+            "cluster. docs/reference/llm-d-flags.md lists flags that have no effect."
         ),
         allow_abbrev=False,
     )

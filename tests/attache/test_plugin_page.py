@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of docs/plugins.md as it stands there, in a package of its own; and the same with a mistake in it."""
+"""The example of a plugin in docs/picking.md, in a package of its own; and the same with a mistake in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.plugin_package import install_plugin
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "picking.md").read_text().partition("\n## Plugins\n")[2]
 SERVER = """\
 apiVersion: attache.dev/v1alpha1
 kind: ModelServer
@@ -40,7 +40,7 @@ BODY = {"model": "m", "messages": [{"role": "user", "content": "Who are you?"}]}
 
 
 def block(language: str) -> str:
-    """The page's only block of code in this language."""
+    """The section's only block of code in this language."""
     (text,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
     return text
 

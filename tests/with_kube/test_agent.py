@@ -32,7 +32,7 @@ def asks(path: str, **more: int) -> dict[str, Any]:
 
 
 def engine_pod(namespace: str, name: str) -> Object:
-    """As docs/agent.md has it."""
+    """As docs/engines.md has it."""
     agent = {
         "name": "agent",
         "image": "attache",

@@ -2,7 +2,7 @@
 """A file of 2 GB, sparse where it is served: killed half way, resumed, and the memory that it takes.
 
 Real servers of S3 (versitygw) and of a container registry (crane's) are used where ``ATTACHE_VERSITYGW`` and
-``ATTACHE_REGISTRY`` name their binaries; docs/weights.md says how they are built.
+``ATTACHE_REGISTRY`` name their binaries; docs/engines.md says how they are built.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from controller.commands.epp_flags import FLAGS
 _HEADER: Final = """# llm-d's flags
 
 `attache epp` takes the flags of llm-d's endpoint picker and of the Inference Extension's before it, with one dash or
-two, and in `camelCase` too. How to move over: [llm-d](../llm-d.md). Any other flag is refused.
+two, and in `camelCase` too. Any other flag is refused.
+[Moving from llm-d](../migrating.md#from-llm-ds-endpoint-picker) has the steps.
 
 This page is written by `make generate`.
 """

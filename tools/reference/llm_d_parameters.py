@@ -211,8 +211,8 @@ _HEAD: Final = """\
 
 Every plugin type of llm-d, with each of its parameters: taken, without effect because something else does its work, or
 not built. A file that names a type that is not built is refused with a message, and so is a parameter that is not in
-this table. `attache check` tells for a file what of it has no effect. [The plugins page](../plugins.md) has formulas
-and defaults.
+this table. `attache check` reports what of a file has no effect. [Plugins](../picking.md#plugins) says how they work
+together.
 
 | type | parameter | here |
 |---|---|---|

@@ -35,7 +35,7 @@ _HEAD: Final = """\
 # Plugins
 
 The types that an EndpointPickerConfig may name, by kind, with their parameters. Types on one line are names of the same
-plugin. [The plugins page](../plugins.md) says how they work together and how to write one.
+plugin. [The plugins page](../picking.md#plugins) says how they work together and how to write one.
 """
 _ACCEPTED: Final = """\
 ## Accepted without effect

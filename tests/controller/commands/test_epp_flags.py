@@ -145,8 +145,8 @@ def test_for_the_conformance_suite_extproc_obeys_a_header_and_reads_no_plugins()
     assert parser().parse_args(["--config", "x", *found.extproc]).conformance
 
 
-def test_the_annotation_on_the_page_for_llm_d_is_valid() -> None:
-    page = (ROOT / "docs" / "llm-d.md").read_text()
+def test_the_annotation_on_the_page_about_moving_is_valid() -> None:
+    page = (ROOT / "docs" / "migrating.md").read_text()
     (text,) = re.findall(r"```yaml\n(metadata:\n.*?)```", page, re.DOTALL)
     spec = {"selector": {"matchLabels": {"app": "llama"}}, "targetPorts": [{"number": 8000}]}
     metadata = {"name": "llama", "namespace": "team", **yaml.safe_load(text)["metadata"]}
