@@ -21,11 +21,8 @@ from extproc.errors import (
     UnknownPath,
 )
 from extproc.protocol import MODEL_REWRITES, MODELS_PATH
-from extproc.request.api_by_body import api_by_body
-from extproc.request.fields import no_model
-from extproc.request.model import Api, InferenceRequest
-from extproc.request.parsing import INFERENCE_PATHS, parse
-from extproc.request.unread import steering_of_unread
+from extproc.request.model import Api, InferenceRequest, no_model
+from extproc.request.parsing import INFERENCE_PATHS, api_by_body, parse, steering_of_unread
 from extproc.routing.resolve import Destination
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 
 from extproc.core.types import LoadProblem
-from extproc.request.amounts import TokenId
+from extproc.request.model import TokenId
 
 _ALREADY: Final = re.compile(r"already (been )?loaded", re.IGNORECASE)
 _FULL: Final = re.compile(r"(maximum|max) number|max_(cpu_|loaded_)?loras|no (free |more )?(room|slot)", re.IGNORECASE)

@@ -12,7 +12,7 @@ import numpy as np
 
 from extproc.feeds.engine_answers import Unreadable, most_tokens, tokens_in_answer
 from extproc.feeds.engine_http import EngineHttp
-from extproc.request.anthropic_chat import chat_of
+from extproc.request.anthropic import chat_of
 from extproc.request.model import Api
 
 if TYPE_CHECKING:

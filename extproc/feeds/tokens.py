@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from extproc.feeds.chat_template import ChatTemplate, TemplateInvalid
-from extproc.request.anthropic_chat import chat_of
+from extproc.request.anthropic import chat_of
 from extproc.request.generate import tokens_in
 from extproc.request.model import Api
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of Anthropic's Messages API to an InferenceRequest.
+"""Bodies of Anthropic's Messages API: as an InferenceRequest, and as the chat that vLLM renders.
 
 Engines turn such a request into a chat and render that (vLLM's ``entrypoints/anthropic``). The prompt is written in the
 same order and with the same omissions: tools, system, messages, a user's tool results before the text beside them. What
@@ -11,19 +11,30 @@ API it comes by.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Final
+import json
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from extproc.request.amounts import MEDIA_TOKENS, Media, OutputTokens
-from extproc.request.anthropic_chat import BILLING
-from extproc.request.fields import ABSENT, LARGE_BYTES, Common, is_given, request_of
-from extproc.request.model import Api, InferenceRequest
+from extproc.request.model import (
+    ABSENT,
+    LARGE_BYTES,
+    MEDIA_TOKENS,
+    Api,
+    Common,
+    InferenceRequest,
+    Media,
+    OutputTokens,
+    is_given,
+    request_of,
+)
 from extproc.request.rewrite import span_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Mapping
 
+# vLLM leaves system blocks out that begin so: they have a hash of each request.
+BILLING: Final = "x-anthropic-billing-header"
 _QUOTE: Final = ord('"')
 _MEDIA: Final = frozenset({"image", "document"})
 _RESULT: Final = "tool_result"
@@ -65,8 +76,8 @@ def messages(body: bytes) -> InferenceRequest:
         prompt.add_message(message)
     contents = None
     if len(body) >= LARGE_BYTES:
-        said = [message.content for message in asked.messages if message.content]
-        contents = span_of(body, said[0], said[-1]) if said else None
+        found = [message.content for message in asked.messages if message.content]
+        contents = span_of(body, found[0], found[-1]) if found else None
     return request_of(Api.MESSAGES, asked, prompt.text(), asked.max_tokens, contents, media=prompt.media())
 
 
@@ -102,15 +113,15 @@ class _Prompt:
             return
         blocks = _blocks_of(system)
         if blocks is None:
-            self._say(b"\nsystem\n", [system])
+            self._add_texts(b"\nsystem\n", [system])
         else:
-            self._say(b"\nsystem\n", (block.text for block in blocks if not _is_billing(block.text)))
+            self._add_texts(b"\nsystem\n", (block.text for block in blocks if not _is_billing(block.text)))
 
     def add_message(self, message: _Message) -> None:
         heading = _HEADINGS.get(message.role) or f"\n{message.role}\n".encode()
         blocks = _blocks_of(message.content)
         if blocks is None:
-            self._say(heading, [message.content])
+            self._add_texts(heading, [message.content])
             return
         results = [block for block in blocks if block.type == _RESULT]
         for result in results:
@@ -120,8 +131,8 @@ class _Prompt:
         texts = [block.text for block in blocks if block.text]
         thoughts = [block.thinking for block in blocks if block.thinking]
         if thoughts:
-            self._say(b"\nthinking\n", thoughts)
-        self._say(heading, texts)
+            self._add_texts(b"\nthinking\n", thoughts)
+        self._add_texts(heading, texts)
         for block in blocks:
             self._add_media(block)
             if block.type == "tool_use":
@@ -130,14 +141,14 @@ class _Prompt:
     def _add_result(self, result: _Block) -> None:
         blocks = _blocks_of(result.content)
         if blocks is None:
-            self._say(b"\ntool\n", [result.content])
+            self._add_texts(b"\ntool\n", [result.content])
         else:
-            self._say(b"\ntool\n", (block.text for block in blocks if block.text))
+            self._add_texts(b"\ntool\n", (block.text for block in blocks if block.text))
             for block in blocks:
                 self._add_media(block)
         self._parts.append(memoryview(result.tool_use_id))
 
-    def _say(self, heading: bytes, texts: Iterable[msgspec.Raw]) -> None:
+    def _add_texts(self, heading: bytes, texts: Iterable[msgspec.Raw]) -> None:
         """Texts under a heading, as one JSON string."""
         self._parts += (heading, b'"')
         for text in texts:
@@ -171,6 +182,77 @@ def _is_billing(text: msgspec.Raw) -> bool:
 
 def _without_cache_control(tool: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
     return {name: value for name, value in tool.items() if name != "cache_control"}
+
+
+def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat, without pictures. Raises ValueError for what is no such body."""
+    try:
+        chat: dict[str, Any] = {"messages": [*_system(body.get("system")), *_messages(body["messages"])]}
+        if body.get("tools"):
+            chat["tools"] = [_tool(tool) for tool in body["tools"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the body is not one of the Messages API: {error}") from None
+    if "chat_template_kwargs" in body:
+        chat["chat_template_kwargs"] = body["chat_template_kwargs"]
+    return chat
+
+
+def _system(system: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401 - JSON
+    if isinstance(system, str):
+        text = system
+    else:
+        texts = [block["text"] for block in system or [] if block.get("text")]
+        text = "".join([one for one in texts if not one.startswith(BILLING)])
+    if text:
+        yield {"role": "system", "content": text}
+
+
+def _messages(messages: list[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if isinstance(content, str):
+            yield {"role": role, "content": content}
+            continue
+        if role == "user":
+            yield from (_result(block) for block in content if block["type"] == "tool_result")
+        rest = _without_results(role, content)
+        if len(rest) > 1:
+            yield rest
+
+
+def _without_results(role: str, blocks: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """The message of all blocks but results of tools; only the role if there are no others."""
+    message: dict[str, Any] = {"role": role}
+    texts, calls, thoughts = [], [], []
+    for block in blocks:
+        match block["type"]:
+            case "text":
+                texts.append(block["text"])
+            case "thinking":
+                thoughts.append(block["thinking"])
+            case "tool_use":
+                function = {"name": block["name"], "arguments": json.dumps(block["input"])}
+                calls.append({"id": block["id"], "type": "function", "function": function})
+    if thoughts:
+        message["reasoning"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    if texts:
+        message["content"] = texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+    return message
+
+
+def _result(block: Mapping[str, Any]) -> dict[str, Any]:
+    content = block.get("content") or ""
+    if not isinstance(content, str):
+        content = "\n".join([part["text"] for part in content if part["type"] == "text"])
+    return {"role": "tool", "tool_call_id": block.get("tool_use_id", ""), "content": content}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    schema = {"type": "object", **tool["input_schema"]}
+    function = {"name": tool["name"], "description": tool.get("description"), "parameters": schema}
+    return {"type": "function", "function": function}
 
 
 _BILLING: Final = BILLING.encode()

@@ -8,9 +8,21 @@ from typing import Final
 import msgspec
 
 from extproc.errors import BadRequest
-from extproc.request.amounts import Answers, OutputTokens, TokenId, prompts_in
-from extproc.request.fields import ABSENT, Common, is_given, large_contents, opened, request_of, steering_in
-from extproc.request.model import Api, InferenceRequest
+from extproc.request.model import (
+    ABSENT,
+    Answers,
+    Api,
+    Common,
+    InferenceRequest,
+    OutputTokens,
+    TokenId,
+    is_given,
+    large_contents,
+    opened,
+    prompts_in,
+    request_of,
+    steering_in,
+)
 
 
 class _Sampling(msgspec.Struct, gc=False):

@@ -10,9 +10,21 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.request.amounts import Answers, OutputTokens, OutputTokensOrNone, media_in, prompts_in
-from extproc.request.fields import ABSENT, LARGE_BYTES, Common, large_contents, opened, request_of
-from extproc.request.model import Api, InferenceRequest
+from extproc.request.model import (
+    ABSENT,
+    LARGE_BYTES,
+    Answers,
+    Api,
+    Common,
+    InferenceRequest,
+    OutputTokens,
+    OutputTokensOrNone,
+    large_contents,
+    media_in,
+    opened,
+    prompts_in,
+    request_of,
+)
 from extproc.request.rewrite import span_of
 
 if TYPE_CHECKING:

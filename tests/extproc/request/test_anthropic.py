@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 
 from extproc.errors import BadRequest
-from extproc.request.anthropic_chat import chat_of
+from extproc.request.anthropic import chat_of
 from extproc.request.model import Api
 from extproc.request.parsing import parse
 

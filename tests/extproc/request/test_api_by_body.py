@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.request.api_by_body import api_by_body
 from extproc.request.model import Api
+from extproc.request.parsing import api_by_body
 
 CLAUDE = {"anthropic-version": "2023-06-01"}
 

@@ -11,8 +11,7 @@ import pytest
 from extproc.errors import BadRequest
 from extproc.request.bounds import MOST_OBJECTS
 from extproc.request.model import STEERING_FIELDS, Api
-from extproc.request.parsing import parse
-from extproc.request.unread import steering_of_unread
+from extproc.request.parsing import parse, steering_of_unread
 
 HELLO = [{"role": "user", "content": "hello"}]
 BODIES = {
