@@ -12,7 +12,7 @@ import msgspec
 from controller.bundle.envoy.authentication import AUTHENTICATION_FILES, unused_files
 from controller.bundle.envoy.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
 from controller.bundle.envoy.bundle import endpoint_subscriptions, with_clusters_of
-from controller.bundle.envoy.listener_groups import ROUTES_FOLDER, routes_files
+from controller.bundle.envoy.listeners import ROUTES_FOLDER, routes_files
 from controller.bundle.envoy.secrets import SECRETS_FOLDER
 from controller.bundle.files import replace_file
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from controller.bundle.envoy.stream_usage import MOST_HELD_BYTES
+from controller.bundle.envoy.usage import MOST_HELD_BYTES
 from tests.with_envoy.stand_in import Gateway, gateway_on
 
 if TYPE_CHECKING:

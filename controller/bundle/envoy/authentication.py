@@ -1,15 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """API keys, signed tokens or client certificates, checked by Envoy before any other filter.
 
-These filters lie in files of their own, which Envoy follows: a change holds from the next request on. A change of the
+These filters lie in files of their own, which Envoy watches: a change holds from the next request on. A change of the
 listener would leave connections that are open with the old filters for minutes.
+
+Envoy lets a request pass whose Lua script has failed. So behind each script a second filter checks what the script
+alone can write: a header that Envoy strips from clients' requests, or metadata.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from itertools import count, islice
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
-from envoy_data_plane.envoy.config.core.v3 import DataSource, ExtensionConfigSource
+import msgspec
+from envoy_data_plane.envoy.config.cluster.v3 import Cluster, ClusterDiscoveryType, ClusterDnsLookupFamily
+from envoy_data_plane.envoy.config.core.v3 import (
+    Address,
+    DataSource,
+    ExtensionConfigSource,
+    HttpUri,
+    SocketAddress,
+    TransportSocket,
+)
+from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment, Endpoint, LbEndpoint, LocalityLbEndpoints
 from envoy_data_plane.envoy.config.rbac.v3 import (
     Permission,
     Policy,
@@ -19,8 +36,9 @@ from envoy_data_plane.envoy.config.rbac.v3 import (
     SourcedMetadata,
 )
 from envoy_data_plane.envoy.config.rbac.v3 import Rbac as Rules
-from envoy_data_plane.envoy.config.route.v3 import RouteMatch
+from envoy_data_plane.envoy.config.route.v3 import HeaderMatcher, RouteMatch
 from envoy_data_plane.envoy.extensions.filters.http.jwt_authn.v3 import (
+    JwksAsyncFetch,
     JwtAuthentication,
     JwtClaimToHeader,
     JwtHeader,
@@ -29,8 +47,17 @@ from envoy_data_plane.envoy.extensions.filters.http.jwt_authn.v3 import (
     JwtRequirementOrList,
     RequirementRule,
 )
+from envoy_data_plane.envoy.extensions.filters.http.jwt_authn.v3 import RemoteJwks as EnvoysRemoteJwks
+from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
 from envoy_data_plane.envoy.extensions.filters.http.rbac.v3 import Rbac
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
+from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
+    CertificateValidationContext,
+    CommonTlsContext,
+    SubjectAltNameMatcher,
+    SubjectAltNameMatcherSanType,
+    UpstreamTlsContext,
+)
 from envoy_data_plane.envoy.type.matcher.v3 import (
     MetadataMatcher,
     MetadataMatcherPathSegment,
@@ -40,28 +67,32 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
 )
 
 from controller.bundle.envoy.bootstrap import file_source
-from controller.bundle.envoy.client_certificates import known_certificates, named_by_certificates
-from controller.bundle.envoy.envoy_json import http_filter, resources_file, to_resource, typed
-from controller.bundle.envoy.key_sets import remote_key_set
-from controller.bundle.envoy.keys import identified_callers, known_keys
-from controller.bundle.envoy.plain import type_url
-from extproc.protocol import TENANT, TOKENS_NAMESPACE, USER
+from controller.bundle.envoy.envoy_json import (
+    Packed,
+    http_filter,
+    resources_file,
+    seconds,
+    to_resource,
+    type_url,
+    typed,
+)
+from extproc.api.advice import is_ip
+from extproc.protocol import CLIENT, TENANT, TOKENS_NAMESPACE, USER
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from betterproto2 import Message
 
-    from extproc.api.authentication import Authentication, JwtIssuer
+    from extproc.api.authentication import ApiKey, Authentication, CertificateName, JwtIssuer, RemoteJwks
 
 KEYS_FILE: Final = "keys.json"
 TOKENS_FILE: Final = "tokens.json"
 CALLERS_FILE: Final = "callers.json"
 CERTIFICATES_FILE: Final = "certificates.json"
 AUTHENTICATION_FILES: Final = (KEYS_FILE, TOKENS_FILE, CALLERS_FILE, CERTIFICATES_FILE)
-
 # Of a claim that names a tenant or a user.
-_NAME: Final = r"[^\x00-\x1f\x7f]+"
+_CLAIM_NAME: Final = r"[^\x00-\x1f\x7f]+"
 _JWT_FILTER: Final = TOKENS_NAMESPACE
 
 
@@ -71,25 +102,25 @@ def authentication_filters(authentication: Authentication | None, directory: str
     """
     if authentication is None:
         return []
-    followed = [
+    watched = [
         HttpFilter(
             name=name,
             config_discovery=ExtensionConfigSource(
                 config_source=file_source(directory, file), type_urls=[type_url(message)]
             ),
         )
-        for file, (name, message) in _followed(authentication).items()
+        for file, (name, message) in _watched_filters(authentication).items()
     ]
     if authentication.jwt:
-        return followed
+        return watched
     if authentication.client_certificates:
-        return [*followed, http_filter("attache.identified", known_certificates())]
-    return [*followed, http_filter("attache.identified", identified_callers())]
+        return [*watched, http_filter("attache.identified", known_certificates())]
+    return [*watched, http_filter("attache.identified", identified_callers())]
 
 
 def unused_files(authentication: Authentication | None) -> set[str]:
     """Those of AUTHENTICATION_FILES that a bundle with this authentication does not have."""
-    return set(AUTHENTICATION_FILES) - (set() if authentication is None else _followed(authentication).keys())
+    return set(AUTHENTICATION_FILES) - (set() if authentication is None else _watched_filters(authentication).keys())
 
 
 def authentication_files(authentication: Authentication | None) -> Mapping[str, str]:
@@ -98,11 +129,11 @@ def authentication_files(authentication: Authentication | None) -> Mapping[str, 
         return {}
     return {
         file: resources_file([to_resource(typed(name, message))])
-        for file, (name, message) in _followed(authentication).items()
+        for file, (name, message) in _watched_filters(authentication).items()
     }
 
 
-def _followed(authentication: Authentication) -> Mapping[str, tuple[str, Message]]:
+def _watched_filters(authentication: Authentication) -> Mapping[str, tuple[str, Message]]:
     """By file, the filter's name and configuration, in the order of the chain."""
     if authentication.client_certificates:
         script = named_by_certificates(authentication.client_certificates)
@@ -160,5 +191,317 @@ def _is_name(path: tuple[str, ...]) -> MetadataMatcher:
     return MetadataMatcher(
         filter=_JWT_FILTER,
         path=[MetadataMatcherPathSegment(key=step) for step in path],
-        value=ValueMatcher(string_match=StringMatcher(safe_regex=RegexMatcher(regex=_NAME))),
+        value=ValueMatcher(string_match=StringMatcher(safe_regex=RegexMatcher(regex=_CLAIM_NAME))),
+    )
+
+
+# Longer values are no key of ours, and are not hashed.
+_MOST_KEY_BYTES: Final = 4096
+
+# SHA-256 as FIPS 180-4 has it; numbers are 32 bits wide and signed, as LuaJIT's bit operations return them.
+_KEYS_SCRIPT: Final = """
+local CLIENTS = {@CLIENTS@}
+local EXPIRES_AT_MS = {@EXPIRES@}
+local INITIAL = {@INITIAL@}
+local ROUND = {@ROUND@}
+local band, bnot, bxor, bor = bit.band, bit.bnot, bit.bxor, bit.bor
+local lshift, ror, rshift, tobit, tohex = bit.lshift, bit.ror, bit.rshift, bit.tobit, bit.tohex
+
+local function compress(state, text, at, w)
+  for i = 1, 16 do
+    local b1, b2, b3, b4 = string.byte(text, at + 4 * i - 4, at + 4 * i - 1)
+    w[i] = bor(lshift(b1, 24), lshift(b2, 16), lshift(b3, 8), b4)
+  end
+  for i = 17, 64 do
+    local x, y = w[i - 15], w[i - 2]
+    local s0 = bxor(ror(x, 7), ror(x, 18), rshift(x, 3))
+    local s1 = bxor(ror(y, 17), ror(y, 19), rshift(y, 10))
+    w[i] = tobit(w[i - 16] + s0 + w[i - 7] + s1)
+  end
+  local a, b, c, d, e, f, g, h = unpack(state)
+  for i = 1, 64 do
+    local s1 = bxor(ror(e, 6), ror(e, 11), ror(e, 25))
+    local t1 = h + s1 + bxor(band(e, f), band(bnot(e), g)) + ROUND[i] + w[i]
+    local s0 = bxor(ror(a, 2), ror(a, 13), ror(a, 22))
+    local t2 = s0 + bxor(band(a, b), band(a, c), band(b, c))
+    h, g, f, e, d, c, b, a = g, f, e, tobit(d + t1), c, b, a, tobit(t1 + t2)
+  end
+  for i, value in ipairs({a, b, c, d, e, f, g, h}) do
+    state[i] = tobit(state[i] + value)
+  end
+end
+
+local function sha256(text)
+  local size = #text
+  local bits = {}
+  for i = 0, 7 do
+    bits[8 - i] = string.char(math.floor(size * 8 / 256 ^ i) % 256)
+  end
+  text = text .. "\\128" .. string.rep("\\0", (55 - size) % 64) .. table.concat(bits)
+  local state, w = {unpack(INITIAL)}, {}
+  for at = 1, #text, 64 do
+    compress(state, text, at, w)
+  end
+  for i = 1, 8 do
+    state[i] = tohex(state[i])
+  end
+  return table.concat(state)
+end
+
+-- With or without "Bearer" before it.
+local function key_in(value)
+  local scheme, rest = string.match(value, "^(%a+) +(.*)$")
+  return scheme and string.lower(scheme) == "bearer" and rest or value
+end
+
+function envoy_on_request(handle)
+  local headers = handle:headers()
+  local value = headers:get("authorization")
+  if not value or value == "" then
+    value = headers:get("x-api-key") or ""
+  end
+  local client
+  if #value > 0 and #value <= @MOST_BYTES@ then
+    local digest = sha256(key_in(value))
+    local expires_at_ms = EXPIRES_AT_MS[digest]
+    if not expires_at_ms or handle:timestamp() < expires_at_ms then
+      client = CLIENTS[digest]
+    end
+  end
+  if not client then
+    handle:respond({[":status"] = "401"}, "")
+    return
+  end
+  headers:remove("authorization")
+  headers:remove("x-api-key")
+  headers:replace("@CLIENT@", client)
+end
+"""
+
+
+def known_keys(keys: Sequence[ApiKey]) -> Lua:
+    """The filter for API keys: it writes the name of the caller's key into a header and removes the key.
+
+    A request without a known key gets 401. Keys that are still to be read are unknown. Envoy's own filter for API keys
+    compares them in plain text, so every bundle, and every page of Envoy that shows its configuration, would hold them
+    all. The script compares SHA-256 digests, however a key was given.
+    """
+    by_digest = {one.digest: one for one in reversed(keys) if one.digest is not None}
+    expires = {
+        digest: int(one.expires_at.timestamp() * 1000)
+        for digest, one in by_digest.items()
+        if one.expires_at is not None
+    }
+    script = _KEYS_SCRIPT
+    for mark, text in {
+        "@CLIENTS@": ",".join(f'["{digest}"]="{one.name}"' for digest, one in sorted(by_digest.items())),
+        "@EXPIRES@": ",".join(f'["{digest}"]={at_ms}' for digest, at_ms in sorted(expires.items())),
+        "@INITIAL@": ",".join(f"bit.tobit({math.isqrt(prime << 64) % 2**32})" for prime in islice(_primes(), 8)),
+        "@ROUND@": ",".join(f"bit.tobit({_cube_root(prime << 96) % 2**32})" for prime in islice(_primes(), 64)),
+        "@MOST_BYTES@": str(_MOST_KEY_BYTES),
+        "@CLIENT@": CLIENT,
+    }.items():
+        script = script.replace(mark, text)
+    return Lua(default_source_code=DataSource(inline_string=script))
+
+
+def identified_callers() -> Rbac:
+    """Lets through whom ``known_keys`` has named."""
+    named = Permission(header=HeaderMatcher(name=CLIENT, present_match=True))
+    policy = Policy(permissions=[named], principals=[Principal(any=True)])
+    return Rbac(rules=Rules(action=RbacAction.ALLOW, policies={"identified": policy}))
+
+
+def _primes() -> Iterator[int]:
+    return (number for number in count(2) if all(number % lower for lower in range(2, number)))
+
+
+def _cube_root(number: int) -> int:
+    """Rounded down."""
+    low, high = 0, 1 << (number.bit_length() // 3 + 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if middle**3 <= number else (low, middle - 1)
+    return low
+
+
+_CERTIFICATE_NAMESPACE: Final = "attache.certificate"
+_CERTIFICATE_KEY: Final = "name"
+_HOLE: Final = re.compile(r"\{(tenant|user)\}")
+# What {tenant} and {user} do not reach over; no control character, as the names go into headers.
+_HOLE_ENDS: Final = {"URI": "/", "DNS": "%.", "CommonName": "/@"}
+
+_CERTIFICATES_SCRIPT: Final = """
+local NAMES = {@NAMES@}
+
+local function values_of(ssl, field)
+  if field == "URI" then return ssl:uriSanPeerCertificate() end
+  if field == "DNS" then return ssl:dnsSansPeerCertificate() end
+  local subject = ssl:parsedSubjectPeerCertificate()
+  return subject and {subject:commonName()} or {}
+end
+
+-- Tenant and user; nothing if no value fits, or two do.
+local function read(ssl, one)
+  local found
+  for _, value in ipairs(values_of(ssl, one.field)) do
+    if one.field == "DNS" then value = string.lower(value) end
+    local groups = {string.match(value, one.pattern)}
+    if #groups > 0 then
+      if found then return nil end
+      found = groups
+    end
+  end
+  return found and (one.tenant or found[one.tenant_at]), found and found[one.user_at]
+end
+
+function envoy_on_request(handle)
+  local headers = handle:headers()
+  headers:remove("@TENANT@")
+  headers:remove("@USER@")
+  local ssl = handle:streamInfo():downstreamSslConnection()
+  if not ssl or not ssl:peerCertificateValidated() then
+    handle:respond({[":status"] = "401"}, "")
+    return
+  end
+  for _, one in ipairs(NAMES) do
+    local tenant, user = read(ssl, one)
+    if tenant then
+      headers:replace("@TENANT@", tenant)
+      if user then headers:replace("@USER@", user) end
+      handle:streamInfo():dynamicMetadata():set("@NAMESPACE@", "@KEY@", one.name)
+      return
+    end
+  end
+end
+"""
+
+
+def named_by_certificates(names: Sequence[CertificateName]) -> Lua:
+    """The filter for client certificates: it writes a certificate's tenant and user into headers.
+
+    Envoy has checked the certificate in the handshake. The script reads its names from the connection, never from a
+    request, and first removes the request's own tenant and user. Without a certificate: 401. If no name fits, it writes
+    no metadata.
+    """
+    script = _CERTIFICATES_SCRIPT
+    for mark, text in {
+        "@NAMES@": ", ".join(_name_entry(one) for one in names),
+        "@TENANT@": TENANT,
+        "@USER@": USER,
+        "@NAMESPACE@": _CERTIFICATE_NAMESPACE,
+        "@KEY@": _CERTIFICATE_KEY,
+    }.items():
+        script = script.replace(mark, text)
+    return Lua(default_source_code=DataSource(inline_string=script))
+
+
+def known_certificates() -> Rbac:
+    """Lets through whom ``named_by_certificates`` has named; others get 403."""
+    named = MetadataMatcher(
+        filter=_CERTIFICATE_NAMESPACE,
+        path=[MetadataMatcherPathSegment(key=_CERTIFICATE_KEY)],
+        value=ValueMatcher(present_match=True),
+    )
+    caller = Principal(sourced_metadata=SourcedMetadata(metadata_matcher=named))
+    policy = Policy(permissions=[Permission(any=True)], principals=[caller])
+    return Rbac(rules=Rules(action=RbacAction.ALLOW, policies={"named": policy}))
+
+
+def lua_pattern(one: CertificateName) -> str:
+    """Its pattern as Lua writes it, for the whole value."""
+    text = one.pattern.lower() if one.field == "DNS" else one.pattern
+    pieces = _HOLE.split(text)
+    # every second piece is the name of a hole
+    literals = [re.sub(r"([^A-Za-z0-9\x80-\U0010ffff])", r"%\1", piece) for piece in pieces[::2]]
+    return "^" + f"([^{_HOLE_ENDS[one.field]}%c%z]+)".join(literals) + "$"
+
+
+def _name_entry(one: CertificateName) -> str:
+    holes = _HOLE.findall(one.pattern)
+    fields = {"name": _quoted(one.name), "field": _quoted(one.field), "pattern": _quoted(lua_pattern(one))}
+    if one.tenant is not None:
+        fields["tenant"] = _quoted(one.tenant)
+    for hole in holes:
+        fields[f"{hole}_at"] = str(holes.index(hole) + 1)
+    # indexing with nil would fail: 0 is never there
+    for missing in {"tenant", "user"} - set(holes):
+        fields[f"{missing}_at"] = "0"
+    return "{" + ", ".join(f"{name} = {value}" for name, value in sorted(fields.items())) + "}"
+
+
+def _quoted(text: str) -> str:
+    """As a string of Lua, which spells quotes and backslashes as JSON does; there are no control characters."""
+    return msgspec.json.encode(text).decode()
+
+
+_HTTPS_PORT: Final = 443
+# After a fetch that failed.
+_RETRY_S: Final = 2.0
+
+
+def remote_key_set(issuer: str, remote: RemoteJwks) -> EnvoysRemoteJwks:
+    """How Envoy fetches the key set of ``issuer``, which is its name in the configuration.
+
+    Sets are fetched beside the requests; only the first requests after a start wait for one. A fetched set holds until
+    the next one arrives, however long that takes: while an issuer is away, its tokens stay valid. A set that a request
+    has waited for holds for ``cacheDuration``, in which the next one is fetched. A change of this part of the
+    configuration begins anew, without a set.
+
+    Envoy could hold the listener back until the first set is here, but not where the filter comes from a watched file:
+    it would never fetch after a change.
+    """
+    return EnvoysRemoteJwks(
+        http_uri=HttpUri(uri=remote.uri, cluster=_key_set_cluster_name(issuer), timeout=seconds(remote.timeout)),
+        cache_duration=seconds(remote.cache_duration),
+        # fast: the listener serves before the first set is here, and a request then waits for it
+        async_fetch=JwksAsyncFetch(fast_listener=True, failed_refetch_duration=seconds(_RETRY_S)),
+    )
+
+
+def key_set_clusters(authentication: Authentication | None) -> list[dict[str, object]]:
+    """A cluster for each issuer whose key set is fetched, as resources of xDS."""
+    issuers = () if authentication is None else authentication.jwt
+    return [
+        to_resource(_key_set_cluster(_key_set_cluster_name(one.name), one.remote_jwks))
+        for one in issuers
+        if one.remote_jwks is not None
+    ]
+
+
+def _key_set_cluster_name(issuer: str) -> str:
+    return f"jwks/{issuer}"
+
+
+def _key_set_cluster(name: str, remote: RemoteJwks) -> Cluster:
+    parts = urlsplit(remote.uri)
+    host, port = parts.hostname or "", parts.port or _HTTPS_PORT
+    is_address = is_ip(host)
+    endpoint = Endpoint(address=Address(socket_address=SocketAddress(address=host, port_value=port)))
+    return Cluster(
+        name=name,
+        type=ClusterDiscoveryType.STATIC if is_address else ClusterDiscoveryType.STRICT_DNS,
+        dns_lookup_family=ClusterDnsLookupFamily.V4_PREFERRED,
+        connect_timeout=seconds(remote.timeout),
+        load_assignment=ClusterLoadAssignment(
+            cluster_name=name, endpoints=[LocalityLbEndpoints(lb_endpoints=[LbEndpoint(endpoint=endpoint)])]
+        ),
+        transport_socket=TransportSocket(
+            name="envoy.transport_sockets.tls",
+            typed_config=Packed(_issuer_tls(host, remote.ca_file, is_address=is_address)),
+        ),
+    )
+
+
+def _issuer_tls(host: str, ca_file: str, *, is_address: bool) -> UpstreamTlsContext:
+    """Who answers must show a certificate for ``host``: whoever gives us keys decides who may come in."""
+    kind = SubjectAltNameMatcherSanType.IP_ADDRESS if is_address else SubjectAltNameMatcherSanType.DNS
+    return UpstreamTlsContext(
+        sni="" if is_address else host,
+        common_tls_context=CommonTlsContext(
+            validation_context=CertificateValidationContext(
+                trusted_ca=DataSource(filename=ca_file),
+                match_typed_subject_alt_names=[SubjectAltNameMatcher(san_type=kind, matcher=StringMatcher(exact=host))],
+            )
+        ),
     )

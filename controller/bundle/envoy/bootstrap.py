@@ -33,8 +33,7 @@ from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.
 from envoy_data_plane.envoy.extensions.resource_monitors.fixed_heap.v3 import FixedHeapConfig
 from envoy_data_plane.google.protobuf import Struct, Value
 
-from controller.bundle.envoy.envoy_json import address, seconds
-from controller.bundle.envoy.plain import Packed
+from controller.bundle.envoy.envoy_json import Packed, address, seconds
 from extproc.api.expressions import MAX_PROGRAM_SIZE
 
 if TYPE_CHECKING:

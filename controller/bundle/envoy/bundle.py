@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import msgspec
 
-from controller.bundle.envoy.authentication import authentication_files
-from controller.bundle.envoy.backends import (
+from controller.bundle.envoy.authentication import authentication_files, key_set_clusters
+from controller.bundle.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, bootstrap
+from controller.bundle.envoy.clusters import (
     backend_cluster,
     backend_cluster_name,
     backend_endpoints,
     backend_endpoints_file,
     backend_resource,
-)
-from controller.bundle.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, bootstrap
-from controller.bundle.envoy.clusters import (
     endpoints_file,
     extproc_cluster,
     server_cluster,
@@ -24,13 +22,10 @@ from controller.bundle.envoy.clusters import (
     server_endpoints,
     with_endpoints,
 )
-from controller.bundle.envoy.envoy_json import resources_file, to_json, to_resource
+from controller.bundle.envoy.envoy_json import Memo, resources_file, to_json, to_resource
 from controller.bundle.envoy.filters import Needs
 from controller.bundle.envoy.http_routes import needs_of
-from controller.bundle.envoy.key_sets import key_set_clusters
-from controller.bundle.envoy.listener import listener_resources
-from controller.bundle.envoy.listener_groups import listener_groups
-from controller.bundle.envoy.memo import Memo
+from controller.bundle.envoy.listeners import listener_groups, listener_resources
 from controller.bundle.envoy.route_configurations import route_configuration
 from extproc.api.backend import Backend, BackendSpec
 from extproc.api.failure_mode import failure_mode_of

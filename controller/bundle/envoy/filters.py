@@ -53,11 +53,8 @@ from envoy_data_plane.xds.type.matcher.v3 import (
 
 from controller.bundle.envoy.authentication import authentication_filters
 from controller.bundle.envoy.clusters import EXTPROC_CLUSTER
-from controller.bundle.envoy.cors import CORS_FILTER
-from controller.bundle.envoy.envoy_json import http_filter, seconds, typed
-from controller.bundle.envoy.plain import Packed
-from controller.bundle.envoy.responses_usage import responses_usage
-from controller.bundle.envoy.stream_usage import stream_usage
+from controller.bundle.envoy.envoy_json import Packed, http_filter, seconds, typed
+from controller.bundle.envoy.usage import responses_usage, stream_usage
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER, changes_body, reads_body
 from extproc.protocol import (
     BUNDLE_MARK,
@@ -89,6 +86,7 @@ if TYPE_CHECKING:
     from extproc.api.gateway_config import GatewayConfigSpec
 
 # Names of filters, by which routes and virtual hosts configure or disable them.
+CORS_FILTER: Final = "envoy.filters.http.cors"
 EXTPROC_FILTER: Final = "envoy.filters.http.ext_proc"
 _BODY_FILTER: Final = "attache.body_without_extproc"
 _USAGE_FILTER: Final = "attache.usage"

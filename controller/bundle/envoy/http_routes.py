@@ -1,51 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of HTTPRoutes as routes of Envoy: to engines, which extproc picks, to other servers, or to an answer."""
+"""Rules of HTTPRoutes as routes of Envoy: to engines, which extproc picks, to other servers, or to an answer.
+
+A rule has conditions (on path, method, headers and parameters) and filters (changes of headers, redirects, other paths
+and hosts, mirrors, CORS).
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 import msgspec
-from envoy_data_plane.envoy.config.core.v3 import HeaderValue
+from envoy_data_plane.envoy.config.core.v3 import (
+    HeaderValue,
+    HeaderValueOption,
+    HeaderValueOptionHeaderAppendAction,
+    RuntimeFractionalPercent,
+)
 from envoy_data_plane.envoy.config.route.v3 import (
     FilterConfig,
+    HeaderMatcher,
+    QueryParameterMatcher,
+    RedirectAction,
+    RedirectActionRedirectResponseCode,
     RetryPolicy,
     RetryPolicyRetryBackOff,
     Route,
     RouteAction,
     RouteActionClusterNotFoundResponseCode,
+    RouteActionRequestMirrorPolicy,
     RouteActionUpgradeConfig,
+    RouteMatch,
     WeightedCluster,
     WeightedClusterClusterWeight,
 )
+from envoy_data_plane.envoy.extensions.filters.http.cors.v3 import CorsPolicy
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExtProcOverrides, ExtProcPerRoute
+from envoy_data_plane.envoy.type.matcher.v3 import RegexMatchAndSubstitute, RegexMatcher, StringMatcher
+from envoy_data_plane.envoy.type.v3 import FractionalPercent, FractionalPercentDenominatorType
 
-from controller.bundle.envoy.backends import backend_cluster_name
-from controller.bundle.envoy.clusters import server_cluster_name
-from controller.bundle.envoy.cors import CORS_FILTER, cors_policy
-from controller.bundle.envoy.direct_answers import error_answer
+from controller.bundle.envoy.clusters import backend_cluster_name, server_cluster_name
 from controller.bundle.envoy.envoy_json import seconds, to_plain, to_resource
-from controller.bundle.envoy.filters import BODY_FILTERS, EXTPROC_FILTER, USAGE_FILTERS
-from controller.bundle.envoy.hosts import matches_of
-from controller.bundle.envoy.route_filters import change_headers, change_url, mirror_policy, redirect_action
-from controller.bundle.envoy.route_matches import route_match
-from controller.bundle.envoy.routes import retries
+from controller.bundle.envoy.filters import BODY_FILTERS, CORS_FILTER, EXTPROC_FILTER, USAGE_FILTERS
+from controller.bundle.envoy.hosts import conditions, matches_of, path_prefix
+from controller.bundle.envoy.local_replies import error_answer
+from controller.bundle.envoy.model_routes import retries
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER, change_for
 from extproc.api.backend import Backend
+from extproc.api.host_patterns import ANY_HOST
 from extproc.api.model_server import ModelServer
 from extproc.api.references import backend_key
 from extproc.protocol import HTTP_ROUTE_KEY, LISTENER_KEY, SERVER_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from envoy_data_plane.envoy.config.route.v3 import RouteActionRequestMirrorPolicy
-
+    from controller.bundle.envoy.envoy_json import Memo
     from controller.bundle.envoy.hosts import Host
-    from controller.bundle.envoy.memo import Memo
-    from extproc.api.http_route import BackendRef, HTTPRoute, HTTPRouteRetry, HTTPRouteRule, WeightedBackendRef
+    from extproc.api.http_route import (
+        BackendRef,
+        Cors,
+        HeaderModifier,
+        HTTPRoute,
+        HTTPRouteFilter,
+        HTTPRouteMatch,
+        HTTPRouteRetry,
+        HTTPRouteRule,
+        PathMatch,
+        PathModifier,
+        RequestMirror,
+        RequestRedirect,
+        ValueMatch,
+        WeightedBackendRef,
+    )
+    from extproc.api.http_route import HeaderValue as Header
     from extproc.api.snapshot import Snapshot
 
 _NO_BACKEND: Final = "The route has no backend that exists; its owner must mend its backendRefs."
@@ -59,7 +89,6 @@ _RULE_RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-c
 _BACKOFF_GROWTH: Final = 10
 # Nobody may say a word on a connection that was upgraded for so long.
 _UPGRADED_IDLE_S: Final = 3600.0
-
 # What a reference names; None: nothing that can be served.
 Named = ModelServer | Backend | None
 # What filters are told of a route, by their names, as plain data.
@@ -250,3 +279,179 @@ def _retries_of(retry: HTTPRouteRetry) -> RetryPolicy:
 
 def _backend_retries() -> RetryPolicy:
     return RetryPolicy(retry_on=_BACKEND_RETRY_ON, num_retries=_BACKEND_RETRIES)
+
+
+def route_match(match: HTTPRouteMatch) -> RouteMatch:
+    """All conditions of ``match``."""
+    headers, parameters = conditions(match)
+    found = _path_match(match.path)
+    found.headers = [HeaderMatcher(name=one.name.lower(), string_match=_value_match(one)) for one in headers]
+    if match.method is not None:
+        found.headers.append(HeaderMatcher(name=":method", string_match=StringMatcher(exact=match.method)))
+    found.query_parameters = [
+        QueryParameterMatcher(name=one.name, string_match=_value_match(one)) for one in parameters
+    ]
+    return found
+
+
+def _path_match(match: PathMatch) -> RouteMatch:
+    if match.type == "Exact":
+        return RouteMatch(path=match.value)
+    if match.type == "RegularExpression":
+        return RouteMatch(safe_regex=RegexMatcher(regex=match.value))
+    prefix = path_prefix(match)
+    return RouteMatch(path_separated_prefix=prefix) if prefix else RouteMatch(prefix="/")
+
+
+def _value_match(match: ValueMatch) -> StringMatcher:
+    if match.type == "Exact":
+        return StringMatcher(exact=match.value)
+    return StringMatcher(safe_regex=RegexMatcher(regex=match.value))
+
+
+_REDIRECT_CODE: Final = RedirectActionRedirectResponseCode
+_REDIRECT_CODES: Final = {
+    301: _REDIRECT_CODE.MOVED_PERMANENTLY,
+    302: _REDIRECT_CODE.FOUND,
+    303: _REDIRECT_CODE.SEE_OTHER,
+    307: _REDIRECT_CODE.TEMPORARY_REDIRECT,
+    308: _REDIRECT_CODE.PERMANENT_REDIRECT,
+}
+_WELL_KNOWN_PORTS: Final = {"http": 80, "https": 443}
+_MILLION: Final = 1_000_000
+
+
+def change_headers(target: Route | WeightedClusterClusterWeight, filters: Iterable[HTTPRouteFilter]) -> None:
+    """Set what ``filters`` change in the headers of requests and answers."""
+    for one in filters:
+        if one.request_header_modifier is not None:
+            target.request_headers_to_add.extend(_header_changes(one.request_header_modifier))
+            target.request_headers_to_remove.extend(one.request_header_modifier.remove)
+        if one.response_header_modifier is not None:
+            target.response_headers_to_add.extend(_header_changes(one.response_header_modifier))
+            target.response_headers_to_remove.extend(one.response_header_modifier.remove)
+
+
+def change_url(action: RouteAction, filters: Iterable[HTTPRouteFilter], match: HTTPRouteMatch) -> None:
+    """Set host and path that the backend gets."""
+    for one in filters:
+        if one.url_rewrite is not None:
+            if one.url_rewrite.hostname is not None:
+                action.host_rewrite_literal = one.url_rewrite.hostname
+            if one.url_rewrite.path is not None:
+                _change_path(action, one.url_rewrite.path, match)
+
+
+def redirect_action(
+    redirect: RequestRedirect, match: HTTPRouteMatch, *, domain: str, port: int, is_tls: bool
+) -> RedirectAction:
+    """Where clients are sent.
+
+    ``domain``: of the virtual host, which says the host that was asked for unless it begins with ``*``. ``port`` and
+    ``is_tls``: of the listener.
+    """
+    scheme = redirect.scheme or ("https" if is_tls else "http")
+    usual = _WELL_KNOWN_PORTS[scheme]
+    # without a port, a new scheme brings its own, and the old scheme stays at the listener's
+    final_port = redirect.port or (usual if redirect.scheme else port)
+    action = RedirectAction(response_code=_REDIRECT_CODES[redirect.status_code])
+    if redirect.scheme is not None:
+        action.scheme_redirect = redirect.scheme
+    host = redirect.hostname or ("" if domain.startswith(ANY_HOST) else domain)
+    if host:
+        action.host_redirect = host
+    # Envoy keeps the port that the client wrote unless it is told a host or a port
+    if final_port != usual or (not host and port not in _WELL_KNOWN_PORTS.values()):
+        action.port_redirect = final_port
+    if redirect.path is not None and redirect.path.type == "ReplaceFullPath":
+        action.path_redirect = redirect.path.replace_full_path or "/"
+    elif redirect.path is not None:
+        _change_path(action, redirect.path, match)
+    return action
+
+
+def mirror_policy(mirror: RequestMirror, cluster: str) -> RouteActionRequestMirrorPolicy:
+    """Copies to ``cluster``, under the host that the request has."""
+    return RouteActionRequestMirrorPolicy(
+        cluster=cluster,
+        runtime_fraction=RuntimeFractionalPercent(
+            default_value=FractionalPercent(
+                numerator=round(_mirror_share(mirror) * _MILLION), denominator=FractionalPercentDenominatorType.MILLION
+            )
+        ),
+        disable_shadow_host_suffix_append=True,
+    )
+
+
+def literal(value: str) -> str:
+    """A header's value in which Envoy finds no command to replace."""
+    return value.replace("%", "%%")
+
+
+def _mirror_share(mirror: RequestMirror) -> float:
+    if mirror.fraction is not None:
+        return mirror.fraction.numerator / mirror.fraction.denominator
+    return 1.0 if mirror.percent is None else mirror.percent / 100
+
+
+def _header_changes(modifier: HeaderModifier) -> list[HeaderValueOption]:
+    action = HeaderValueOptionHeaderAppendAction
+    return [
+        *(_header_option(one, action.OVERWRITE_IF_EXISTS_OR_ADD) for one in _first_of_each(modifier.set)),
+        *(_header_option(one, action.APPEND_IF_EXISTS_OR_ADD) for one in _first_of_each(modifier.add)),
+    ]
+
+
+def _first_of_each(headers: Iterable[Header]) -> Iterable[Header]:
+    """Of several for one name, the first counts."""
+    found: dict[str, Header] = {}
+    for one in headers:
+        found.setdefault(one.name.lower(), one)
+    return found.values()
+
+
+def _header_option(header: Header, action: HeaderValueOptionHeaderAppendAction) -> HeaderValueOption:
+    return HeaderValueOption(header=HeaderValue(key=header.name, value=literal(header.value)), append_action=action)
+
+
+def _change_path(action: RouteAction | RedirectAction, modifier: PathModifier, match: HTTPRouteMatch) -> None:
+    """The query stays in every case. Slashes at the ends of prefix and replacement make no difference."""
+    if modifier.type == "ReplaceFullPath":
+        action.regex_rewrite = _substitute("^/.*$", modifier.replace_full_path or "/")
+        return
+    prefix, new = path_prefix(match.path), (modifier.replace_prefix_match or "").rstrip("/")
+    if new and prefix:
+        action.prefix_rewrite = new
+    elif new:
+        # the prefix is the first slash of every path, which is to stay
+        action.prefix_rewrite = new + "/"
+    elif prefix:
+        # what is left of /prefix and /prefix/a begins with a slash, once
+        action.regex_rewrite = _substitute(f"^{re.escape(prefix)}/*", "/")
+
+
+def _substitute(regex: str, new: str) -> RegexMatchAndSubstitute:
+    return RegexMatchAndSubstitute(pattern=RegexMatcher(regex=regex), substitution=new.replace("\\", "\\\\"))
+
+
+# The filter's name in the chain, under which routes and virtual hosts have their policies.
+def cors_policy(cors: Cors) -> CorsPolicy:
+    """What the filter answers to a browser's question, and adds to answers for scripts."""
+    return CorsPolicy(
+        allow_origin_string_match=[_origin(one) for one in cors.allow_origins],
+        allow_methods=",".join(cors.allow_methods),
+        allow_headers=",".join(cors.allow_headers),
+        expose_headers=",".join(cors.expose_headers),
+        max_age=str(cors.max_age),
+        allow_credentials=cors.allow_credentials,
+        # a question is never a request of the backend's own, even if its origin may not ask
+        forward_not_matching_preflights=False,
+    )
+
+
+def _origin(origin: str) -> StringMatcher:
+    if "*" not in origin:
+        return StringMatcher(exact=origin, ignore_case=True)
+    # the one * stands for anything that a host name can have, any number of labels included
+    regex = ".*" if origin == "*" else "(?i)" + re.escape(origin).replace(r"\*", "[A-Za-z0-9._-]+")
+    return StringMatcher(safe_regex=RegexMatcher(regex=regex))

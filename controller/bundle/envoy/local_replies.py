@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Envoy's own answers as error objects that OpenAI's and Anthropic's clients parse."""
+"""Answers that Envoy gives by itself, as error objects that OpenAI's and Anthropic's clients parse."""
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -14,6 +15,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
     HeaderValueOptionHeaderAppendAction,
     SubstitutionFormatString,
 )
+from envoy_data_plane.envoy.config.route.v3 import DirectResponseAction
 from envoy_data_plane.envoy.extensions.access_loggers.filters.cel.v3 import ExpressionFilter
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
     LocalReplyConfig,
@@ -21,13 +23,12 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 )
 from envoy_data_plane.google.protobuf import NullValue, Struct, Value
 
-from controller.bundle.envoy.plain import Packed
+from controller.bundle.envoy.envoy_json import Packed
 from extproc.protocol import ANTHROPIC_TYPES, ANTHROPIC_VERSION, DETAILS_PREFIX, MESSAGES_PATH
 
 if TYPE_CHECKING:
     from extproc.api.authentication import Authentication
     from extproc.api.gateway_config import GatewayConfigSpec
-
 
 # Who asked: as ``error_form`` of extproc says it.
 _ASKS_ANTHROPIC: Final = f"('{ANTHROPIC_VERSION}' in request.headers || request.path.contains('{MESSAGES_PATH}'))"
@@ -43,8 +44,6 @@ _NO_JWT: Final = (
     "The request has no token, or one that is expired or not of this gateway's issuers; "
     "send a valid one as 'authorization: Bearer TOKEN'."
 )
-
-
 _NO_CERTIFICATE: Final = "The connection has no client certificate, by which this gateway knows callers; show one."
 _NO_NAME: Final = "The token does not say as text whose it is; ask its issuer for one with the claims of this gateway."
 _NO_TENANT: Final = "The client certificate has no name by which this gateway knows tenants; ask for one that has."
@@ -211,3 +210,9 @@ def _error_object(message: str, kind: str, code: str) -> SubstitutionFormatStrin
         }
     )
     return SubstitutionFormatString(json_format=Struct(fields={"error": Value(struct_value=error)}))
+
+
+def error_answer(status: int, message: str, kind: str, code: str) -> DirectResponseAction:
+    """An error of OpenAI's form; the listener's local replies say that it is JSON."""
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return DirectResponseAction(status=status, body=DataSource(inline_string=json.dumps({"error": error})))

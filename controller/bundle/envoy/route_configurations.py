@@ -19,15 +19,20 @@ from envoy_data_plane.envoy.config.route.v3 import (
     VirtualHost,
 )
 
-from controller.bundle.envoy.cors import CORS_FILTER, cors_policy
-from controller.bundle.envoy.direct_answers import error_answer
-from controller.bundle.envoy.envoy_json import to_plain, to_resource
-from controller.bundle.envoy.filters import BODY_FILTERS
+from controller.bundle.envoy.envoy_json import Packed, to_plain, to_resource
+from controller.bundle.envoy.filters import BODY_FILTERS, CORS_FILTER
 from controller.bundle.envoy.hosts import domain_of, hosts_of, is_more_specific
-from controller.bundle.envoy.http_routes import Backends, Place, for_extproc, http_routes, without_inference
-from controller.bundle.envoy.listener_groups import DEFAULT_LISTENER, listener_groups
-from controller.bundle.envoy.plain import Packed
-from controller.bundle.envoy.routes import decided_routes, default_retries, routes_without_extproc
+from controller.bundle.envoy.http_routes import (
+    Backends,
+    Place,
+    cors_policy,
+    for_extproc,
+    http_routes,
+    without_inference,
+)
+from controller.bundle.envoy.listeners import DEFAULT_LISTENER, listener_groups
+from controller.bundle.envoy.local_replies import error_answer
+from controller.bundle.envoy.model_routes import decided_routes, default_retries, routes_without_extproc
 from controller.bundle.envoy.without_extproc import looks_under
 from extproc.api.attachment import is_attached
 from extproc.api.host_patterns import ANY_HOST, covers
@@ -53,9 +58,9 @@ if TYPE_CHECKING:
 
     from envoy_data_plane.google.protobuf import Any
 
+    from controller.bundle.envoy.envoy_json import Memo
     from controller.bundle.envoy.hosts import Host
-    from controller.bundle.envoy.listener_groups import ListenerGroup
-    from controller.bundle.envoy.memo import Memo
+    from controller.bundle.envoy.listeners import ListenerGroup
     from extproc.api.gateway_config import GatewayConfigSpec
     from extproc.api.listeners import Listener
     from extproc.api.model_route import ModelRoute

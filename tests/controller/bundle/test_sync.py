@@ -16,8 +16,8 @@ import pytest
 
 from bench.sizes.configuration import Gateway, Sizes, configuration
 from controller.__main__ import main
-from controller.bundle.envoy.backends import backend_cluster, backend_resource
 from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES, BundleWriter, build
+from controller.bundle.envoy.clusters import backend_cluster, backend_resource
 from controller.bundle.envoy.envoy_json import to_json, to_resource
 from controller.bundle.envoy.local_replies import local_replies
 from controller.bundle.publish import Step, remove_orphans, steps, write

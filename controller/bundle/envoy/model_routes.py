@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes: by extproc's decision, or without extproc by the model's name."""
+"""Routes of models: by extproc's decision, or without extproc by the model's name."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Final
 
-from envoy_data_plane.envoy.config.core.v3 import (
-    DataSource,
-    HeaderValue,
-    HeaderValueOption,
-)
+from envoy_data_plane.envoy.config.core.v3 import DataSource, HeaderValue, HeaderValueOption
 from envoy_data_plane.envoy.config.route.v3 import (
     DirectResponseAction,
     HeaderMatcher,
@@ -34,27 +30,17 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
 )
 
 from controller.bundle.envoy.clusters import server_cluster_name
-from controller.bundle.envoy.envoy_json import seconds, to_plain
-from controller.bundle.envoy.plain import Packed
-from controller.bundle.envoy.without_extproc import (
-    CHANGES_FILTER,
-    FALLBACK_MODEL,
-    FALLBACK_NAMESPACE,
-    change_for,
-)
+from controller.bundle.envoy.envoy_json import Packed, seconds, to_plain
+from controller.bundle.envoy.without_extproc import CHANGES_FILTER, FALLBACK_MODEL, FALLBACK_NAMESPACE, change_for
 from extproc.api.model_server import TrafficPolicy
-from extproc.protocol import (
-    MODELS_PATH,
-    POLICY_HEADER,
-    SERVER_HEADER,
-)
+from extproc.protocol import MODELS_PATH, POLICY_HEADER, SERVER_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from envoy_data_plane.google.protobuf import Any
 
-    from controller.bundle.envoy.memo import Memo
+    from controller.bundle.envoy.envoy_json import Memo
     from extproc.api.model_route import ModelMatch, ModelRoute, RouteRule, StringMatch
     from extproc.api.model_server import ModelServer
     from extproc.api.snapshot import Snapshot

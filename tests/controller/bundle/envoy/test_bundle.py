@@ -7,8 +7,7 @@ from envoy_data_plane.envoy.config.endpoint.v3 import Endpoint, LbEndpoint
 
 from controller.bundle.envoy import clusters
 from controller.bundle.envoy.bundle import BundleWriter, build
-from controller.bundle.envoy.envoy_json import address, to_plain
-from controller.bundle.envoy.memo import Memo
+from controller.bundle.envoy.envoy_json import Memo, address, to_plain
 from extproc.api.load import Loader
 
 DOCUMENTS = """apiVersion: attache.dev/v1alpha1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters for the key sets that Envoy fetches: where to, and whose certificates are good."""
+"""Clusters for the key sets that Envoy fetches, patterns of certificates' names in Lua, and the files of filters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from controller.bundle.envoy.authentication import AUTHENTICATION_FILES, authentication_files, lua_pattern, unused_files
 from controller.bundle.envoy.bundle import build
+from extproc.api.authentication import Authentication, CertificateName
 from extproc.api.load import load
 
 
@@ -76,3 +78,25 @@ def test_the_set_is_fetched_beside_the_requests() -> None:
 def test_without_such_issuers_there_are_no_such_clusters() -> None:
     files = build(load({}), "/etc/attache/envoy")
     assert [one["name"] for one in json.loads(files["cds.json"])["resources"]] == ["attache-extproc"]
+
+
+@pytest.mark.parametrize(
+    ("field", "pattern", "expected"),
+    [
+        ("URI", "spiffe://a.b/{tenant}/{user}", "^spiffe%:%/%/a%.b%/([^/%c%z]+)%/([^/%c%z]+)$"),
+        ("DNS", "{user}.{tenant}.Example", "^([^%.%c%z]+)%.([^%.%c%z]+)%.example$"),
+        ("CommonName", "100%-{tenant}", "^100%%%-([^/@%c%z]+)$"),
+        ("CommonName", "billing", "^billing$"),
+    ],
+)
+def test_all_but_the_names_is_taken_literally(field: str, pattern: str, expected: str) -> None:
+    tenant = None if "{tenant}" in pattern else "fixed"
+    assert lua_pattern(CertificateName(name="a", field=field, pattern=pattern, tenant=tenant)) == expected  # type: ignore[arg-type]
+
+
+def test_the_bundle_has_the_files_of_one_way_to_authenticate() -> None:
+    named = CertificateName(name="a", field="URI", pattern='x"\\{tenant}')
+    authentication = Authentication(client_certificates=(named,))
+    files = authentication_files(authentication)
+    assert set(files) == {"certificates.json"}
+    assert unused_files(authentication) == set(AUTHENTICATION_FILES) - set(files)

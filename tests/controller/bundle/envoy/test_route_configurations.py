@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from controller.bundle.envoy.listener_groups import listener_groups
-from controller.bundle.envoy.memo import Memo
+from controller.bundle.envoy.envoy_json import Memo
+from controller.bundle.envoy.http_routes import literal, redirect_action
+from controller.bundle.envoy.listeners import listener_groups
 from controller.bundle.envoy.route_configurations import route_configuration
-from controller.bundle.envoy.route_filters import literal, redirect_action
 from extproc.api.http_route import HTTPRouteMatch, PathMatch, PathModifier, RequestRedirect
 from extproc.api.load import load
 from tests.with_envoy.http_stand import backend, document, ref, route, rule

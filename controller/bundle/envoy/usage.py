@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Filters that read token usage in answers, and that hide from clients how many tokens were cached.
+
+Two Lua scripts read usage: ``stream_usage`` in answers of the chat, completions and embeddings APIs,
+``responses_usage`` in plain answers of the responses and the Messages API. Plain answers are read as they pass: nothing
+is held, so no buffer bounds them. In text of a model all names stand behind escaped quotes, and do not match.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from envoy_data_plane.envoy.config.core.v3 import DataSource
+from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
+
+from extproc.protocol import (
+    CACHED_TOKENS,
+    COMPLETION_TOKENS,
+    HIDES_USAGE,
+    NAMESPACE,
+    PROMPT_TOKENS,
+    TICKET,
+    USAGE_NAMESPACE,
+)
+
+# OpenAI's name, and those of Anthropic's API.
+_NAMES: Final = ("cached_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+
+_HIDING: Final = """
+local HIDES_COUNTS, HIDDEN, DETAILS = @HIDES@, {@NAMES@}, '"prompt_tokens_details"'
+-- The end of a piece that may be the beginning of what is hidden.
+local USAGE = '("usage"%s*:%s*{)([^{}]*)'
+local BEGINNINGS = {
+  '"usage"%s*:%s*{[^{}]*$', ',%s*$', ',?%s*"[%w_]*"?%s*:?%s*[%w.+-]*$', ',?%s*' .. DETAILS .. '%s*:%s*{[^{}]*$'
+}
+
+-- The inside of a usage object of the Messages API, with all of the prompt as its input.
+local function whole_input(opening, usage)
+  if not string.find(usage, '"input_tokens"', 1, true) then return nil end
+  local sum = 0
+  for _, name in ipairs({"cache_read_input_tokens", "cache_creation_input_tokens"}) do
+    local key = '"' .. name .. '"%s*:%s*'
+    sum = sum + (tonumber(string.match(usage, key .. "([%d.eE+-]+)")) or 0)
+    usage = string.gsub(usage, ",%s*" .. key .. "[%w.+-]+", "")
+    usage = string.gsub(usage, key .. "[%w.+-]+%s*,%s*", "")
+  end
+  return opening .. string.gsub(usage, '("input_tokens"%s*:%s*)(%d+)', function(name, number)
+    return name .. string.format("%d", tonumber(number) + sum)
+  end)
+end
+
+-- Text for the client; tail: the end of what came before.
+local function without_counts(tail, text, is_end)
+  text = tail .. text
+  tail = ""
+  if not is_end then
+    local last, at = math.max(1, #text - 511), #text + 1
+    for _, beginning in ipairs(BEGINNINGS) do
+      at = math.min(at, string.find(text, beginning, last) or at)
+    end
+    text, tail = string.sub(text, 1, at - 1), string.sub(text, at)
+  end
+  if @DROPS_DETAILS@ and string.find(text, DETAILS, 1, true) then
+    text = string.gsub(text, ',%s*' .. DETAILS .. '%s*:%s*{[^{}]*}', "")
+    text = string.gsub(text, ',%s*' .. DETAILS .. '%s*:%s*null', "")
+  end
+  if string.find(text, '"cache', 1, true) then
+    text = string.gsub(text, USAGE, whole_input)
+    for _, name in ipairs(HIDDEN) do
+      text = string.gsub(text, '("' .. name .. '"%s*:%s*)[%d.eE+-]+', "%10")
+    end
+  end
+  return text, tail
+end
+
+-- What came in a piece, and whether it is the answer's end, which comes as an empty piece.
+local function read(chunk)
+  local size = chunk:length()
+  return size > 0 and chunk:getBytes(0, size) or "", size == 0
+end
+
+-- Give the client text in place of what came in the piece; returns what is held back of it.
+local function show(chunk, came, text, tail, is_end)
+  if HIDES_COUNTS then
+    text, tail = without_counts(tail, text, is_end)
+  end
+  if text ~= came then
+    chunk:setBytes(text)
+  end
+  return tail
+end
+"""
+
+
+def hiding_script(*, hides: bool, drops_details: bool) -> str:
+    """Defines HIDES_COUNTS, ``read`` and ``show`` for the scripts of filters, which take an answer piece by piece.
+
+    A hidden count becomes 0. In the Messages API cached tokens are no part of ``input_tokens``: they are added there,
+    and the counts of caches are removed. Engines leave ``prompt_tokens_details`` out, or write null, where nothing was
+    cached: so it is always removed. No byte of an answer, nor their number, depends on what was cached; so answers have
+    no ``content-length``.
+
+    The pieces of an answer may cut what is hidden in two: its beginning is held back until the next piece has come, at
+    most 512 bytes.
+
+    ``drops_details``: not for the responses API, whose answers always have theirs and repeat what clients sent.
+    """
+    names = ", ".join(f'"{name}"' for name in _NAMES)
+    marks = {"@HIDES@": _lua(value=hides), "@NAMES@": names, "@DROPS_DETAILS@": _lua(value=drops_details)}
+    script = _HIDING
+    for mark, text in marks.items():
+        script = script.replace(mark, text)
+    return script
+
+
+def _lua(*, value: bool) -> str:
+    return "true" if value else "false"
+
+
+# Of the object with usage, which has some hundred bytes.
+_MOST_KEPT: Final = 64 * 1024
+
+# Wrappers such as dynamicMetadata() are valid within one piece only.
+_NESTED: Final = """
+-- the first of several that is there; of the Messages API, input_tokens are those that were not cached
+local COUNTS = {
+  @PROMPT_TOKENS@ = {"input_tokens"},
+  @COMPLETION_TOKENS@ = {"output_tokens"},
+  @CACHED_TOKENS@ = {"cached_tokens", "cache_read_input_tokens"},
+}
+local CACHED_INPUT = {"cache_read_input_tokens", "cache_creation_input_tokens"}
+
+local function count_of(usage, names)
+  for _, name in ipairs(names) do
+    local number = tonumber(string.match(usage, '"' .. name .. '"%s*:%s*([%d.eE+-]+)'))
+    if number then return number end
+  end
+end
+
+-- word: the last string in the outermost object, as far as it may be "usage"
+-- kept: of the object with usage, while in it
+local function new_reader()
+  return {depth = 0, in_string = false, is_escaped = false, word = "", kept = nil}
+end
+
+local function keep(reader, text, from, to)
+  if reader.kept and #reader.kept < @MOST_KEPT@ then
+    reader.kept = reader.kept .. string.sub(text, from, to)
+  end
+end
+
+-- Through a string; returns where it goes on.
+local function through_string(reader, text, at)
+  if reader.is_escaped then
+    reader.is_escaped = false
+    return at + 1
+  end
+  local stop = string.find(text, '["\\\\]', at)
+  if reader.depth == 1 and #reader.word < 8 then
+    reader.word = reader.word .. string.sub(text, at, math.min(stop and stop - 1 or #text, at + 8))
+  end
+  if not stop then
+    return #text + 1
+  end
+  if string.byte(text, stop) == 34 then
+    reader.in_string = false
+  else
+    reader.is_escaped = true
+    -- no name of ours
+    reader.word = "\\\\"
+  end
+  return stop + 1
+end
+
+-- The object with usage as text, if it ends in this piece.
+local function follow(reader, text)
+  local at, from, found = 1, 1, nil
+  while at <= #text do
+    if reader.in_string then
+      at = through_string(reader, text, at)
+    else
+      local stop = string.find(text, '["{}%[%]]', at)
+      if not stop then
+        break
+      end
+      local mark = string.sub(text, stop, stop)
+      if mark == '"' then
+        reader.in_string = true
+        if reader.depth == 1 then
+          reader.word = ""
+        end
+      elseif mark == "{" or mark == "[" then
+        if mark == "{" and reader.depth == 1 and reader.word == "usage" then
+          reader.kept, from = "", stop
+        end
+        reader.depth = reader.depth + 1
+      else
+        reader.depth = reader.depth - 1
+        if reader.depth == 1 and reader.kept then
+          keep(reader, text, from, stop)
+          found, reader.kept = reader.kept, nil
+        end
+      end
+      at = stop + 1
+    end
+  end
+  keep(reader, text, from, #text)
+  return found
+end
+
+function envoy_on_response(handle)
+  local headers = handle:headers()
+  local encoding = headers:get("content-encoding")
+  if encoding and encoding ~= "identity" then
+    return
+  end
+  local kind = string.lower(headers:get("content-type") or "")
+  local is_plain = string.find(kind, "application/json", 1, true) == 1
+  if not is_plain and not (HIDES_COUNTS and string.find(kind, "text/event-stream", 1, true) == 1) then
+    return
+  end
+  local decision = handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
+  if not (decision and decision["@TICKET@"] or HIDES_COUNTS) then
+    return
+  end
+  if HIDES_COUNTS then
+    headers:remove("content-length")
+  end
+  local reader, tail = new_reader(), ""
+  for chunk in handle:bodyChunks() do
+    local came, is_end = read(chunk)
+    local usage = is_plain and follow(reader, came)
+    tail = show(chunk, came, came, tail, is_end)
+    if usage then
+      local metadata = handle:streamInfo():dynamicMetadata()
+      for key, names in pairs(COUNTS) do
+        local number = count_of(usage, names)
+        if number and key == "@PROMPT_TOKENS@" then
+          for _, name in ipairs(CACHED_INPUT) do
+            number = number + (count_of(usage, {name}) or 0)
+          end
+        end
+        if number then
+          metadata:set("@USAGE_NAMESPACE@", key, number)
+        end
+      end
+    end
+  end
+end
+"""
+
+
+def responses_usage(*, hides_counts: bool) -> Lua:
+    """Reads usage in plain answers of the responses and the Messages API.
+
+    Such an answer repeats what its client sent, tools and their schemas included, or has the input of tools as the
+    model wrote it: there may be a ``usage`` as well. Only the object of that name in the outermost object counts. So
+    the filter follows strings and brackets through the pieces of the answer, and keeps that object alone. Streams,
+    compressed answers and those that extproc has not decided pass untouched.
+
+    ``hides_counts``: of cached tokens, also in streams and in answers that extproc has not decided.
+    """
+    script = hiding_script(hides=hides_counts, drops_details=False) + _NESTED
+    for mark, text in {
+        "@PROMPT_TOKENS@": PROMPT_TOKENS,
+        "@COMPLETION_TOKENS@": COMPLETION_TOKENS,
+        "@CACHED_TOKENS@": CACHED_TOKENS,
+        "@USAGE_NAMESPACE@": USAGE_NAMESPACE,
+        "@NAMESPACE@": NAMESPACE,
+        "@TICKET@": TICKET,
+        "@MOST_KEPT@": str(_MOST_KEPT),
+    }.items():
+        script = script.replace(mark, text)
+    return Lua(default_source_code=DataSource(inline_string=script))
+
+
+# An event with usage has some hundred bytes.
+MOST_HELD_BYTES: Final = 64 * 1024
+# The usage of a plain answer is no longer than this.
+_OVERLAP_BYTES: Final = 2048
+
+# Quotes within JSON strings are escaped, so text that a model writes matches none of the patterns.
+# Wrappers such as dynamicMetadata() are valid within one piece only.
+_STREAMS: Final = """
+local USAGE = '"usage"%s*:%s*{'
+local NO_CHOICES = '"choices"%s*:%s*%[%s*%]'
+local COUNTS = {@COUNTS@}
+
+local function read_usage(handle, event)
+  local at = string.find(event, USAGE)
+  if not at then
+    return false
+  end
+  local metadata = handle:streamInfo():dynamicMetadata()
+  for key, pattern in pairs(COUNTS) do
+    local number = tonumber(string.match(event, pattern, at))
+    if number then
+      metadata:set("@USAGE_NAMESPACE@", key, number)
+    end
+  end
+  return true
+end
+
+-- Where the last whole event ends; 0 if none does.
+local function end_of_events(text)
+  if string.find(text, "\\n\\r?\\n$", -3) then
+    return #text
+  end
+  local last, at = 0, 1
+  while true do
+    local _, stop = string.find(text, "\\n\\r?\\n", at)
+    if not stop then
+      return last
+    end
+    last, at = stop, stop
+  end
+end
+
+-- The events of text without those that carry nothing but usage; nil if all stay.
+local function without_usage(handle, text, hides)
+  local kept, start, dropped = {}, 1, false
+  while start <= #text do
+    local _, stop = string.find(text, "\\n\\r?\\n", start)
+    stop = stop or #text
+    local event = string.sub(text, start, stop)
+    if read_usage(handle, event) and hides and string.find(event, NO_CHOICES) then
+      dropped = true
+    else
+      kept[#kept + 1] = event
+    end
+    start = stop + 1
+  end
+  return dropped and table.concat(kept) or nil
+end
+
+-- An answer that is not streamed passes as it comes; usage may be cut anywhere.
+local function read_plain(response_handle)
+  local before, tail = "", ""
+  for chunk in response_handle:bodyChunks() do
+    local came, is_end = read(chunk)
+    if not is_end then
+      local text = before .. came
+      if string.find(text, '"usage"', 1, true) then
+        read_usage(response_handle, text)
+      end
+      before = string.sub(text, -@OVERLAP@)
+    end
+    tail = show(chunk, came, came, tail, is_end)
+  end
+end
+
+function envoy_on_response(response_handle)
+  local headers = response_handle:headers()
+  local kind, encoding = string.lower(headers:get("content-type") or ""), headers:get("content-encoding")
+  if encoding and encoding ~= "identity" then
+    return
+  end
+  local decision = response_handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
+  if not (decision and decision["@TICKET@"] or HIDES_COUNTS) then
+    return
+  end
+  local is_plain = string.find(kind, "application/json", 1, true) == 1
+  if not is_plain and string.find(kind, "text/event-stream", 1, true) ~= 1 then
+    return
+  end
+  local hides = not is_plain and decision ~= nil and decision["@HIDES_USAGE@"] ~= nil
+  if hides or HIDES_COUNTS then
+    headers:remove("content-length")
+  end
+  if is_plain then
+    return read_plain(response_handle)
+  end
+  -- held: what came of an event that has not ended; is_long: so much came of it that it passes as it comes
+  local held, is_long, tail = "", false, ""
+  for chunk in response_handle:bodyChunks() do
+    local came, is_end = read(chunk)
+    local text, passed = held .. came, ""
+    if is_long then
+      local _, stop = string.find(text, "\\n\\r?\\n")
+      is_long = stop == nil
+      -- an end of the event may be cut in two
+      stop = stop or #text - #string.match(text, "[\\r\\n]*$")
+      passed, text = string.sub(text, 1, stop), string.sub(text, stop + 1)
+    end
+    local whole = is_end and #text or end_of_events(text)
+    if #text - whole > @MOST_HELD@ then
+      is_long, whole = true, #text - #string.match(text, "[\\r\\n]*$")
+    end
+    local events = string.sub(text, 1, whole)
+    if string.find(events, '"usage"', 1, true) then
+      events = without_usage(response_handle, events, hides) or events
+    end
+    held = string.sub(text, whole + 1)
+    tail = show(chunk, came, passed .. events, tail, is_end)
+  end
+end
+"""
+
+
+def stream_usage(*, hides_counts: bool) -> Lua:
+    """Reads usage in answers of all other APIs, and drops the chunk with usage that the client did not ask for.
+
+    Engines send usage in a chunk of its own, without choices, and only if ``stream_options.include_usage`` asks for it.
+    extproc sets that where the client did not, and marks it in metadata; a client that did not ask must not meet a
+    chunk without choices.
+
+    A piece of an answer may end anywhere. What follows its last whole event is held back until the rest of that event
+    has come: no client acts on half an event. What is held back is bounded; a longer event passes in pieces, and
+    nothing is read from it. Compressed answers pass untouched, and so do those that extproc has not decided.
+
+    ``hides_counts``: of cached tokens, also in answers that extproc has not decided.
+    """
+    patterns = {
+        PROMPT_TOKENS: "prompt_tokens",
+        COMPLETION_TOKENS: "completion_tokens",
+        CACHED_TOKENS: "cached_tokens",
+    }
+    counts = ", ".join(f"""{key} = '"{name}"%s*:%s*([%d.eE+-]+)'""" for key, name in patterns.items())
+    script = hiding_script(hides=hides_counts, drops_details=True) + _STREAMS
+    for mark, text in {
+        "@COUNTS@": counts,
+        "@USAGE_NAMESPACE@": USAGE_NAMESPACE,
+        "@NAMESPACE@": NAMESPACE,
+        "@TICKET@": TICKET,
+        "@HIDES_USAGE@": HIDES_USAGE,
+        "@MOST_HELD@": str(MOST_HELD_BYTES),
+        "@OVERLAP@": str(_OVERLAP_BYTES),
+    }.items():
+        script = script.replace(mark, text)
+    return Lua(default_source_code=DataSource(inline_string=script))
