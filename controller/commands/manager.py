@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from controller.autoscaler.export.role import ExportRole
     from controller.autoscaler.reconciler.records import Records
     from controller.kube.access import Access
-    from controller.kube.callers import Callers
+    from controller.kube.authorizer import Callers
     from controller.kube.client import Client
     from controller.kube.metrics import ManagerMetrics
     from controller.manager.role import Leader
@@ -77,9 +77,8 @@ async def _run(options: argparse.Namespace, access: Access, check_picker: Picker
     from controller.autoscaler.reconciler.pages import routes  # noqa: PLC0415
     from controller.autoscaler.reconciler.records import Records  # noqa: PLC0415
     from controller.commands.gateway import until_signalled  # noqa: PLC0415
-    from controller.kube.callers import Callers  # noqa: PLC0415
+    from controller.kube.authorizer import Callers, guarded_by  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415
-    from controller.kube.guarding import guarded_by  # noqa: PLC0415
     from controller.kube.metrics import ManagerMetrics  # noqa: PLC0415
     from controller.kube.pages import pages  # noqa: PLC0415
     from controller.manager.role import CONTROLLER, ManagerRole  # noqa: PLC0415
@@ -153,8 +152,7 @@ def _webhooks(
 def _leader(
     options: argparse.Namespace, client: Client, metrics: ManagerMetrics, image: str, records: Records
 ) -> Leader:
-    from controller.kube.leadership import LeaseTiming  # noqa: PLC0415
-    from controller.kube.lease import LeaderElection  # noqa: PLC0415
+    from controller.kube.lease import LeaderElection, LeaseTiming  # noqa: PLC0415
     from controller.manager.role import Leader, kopf_rings  # noqa: PLC0415
     from controller.models.leading import Decisions, WorkSettings  # noqa: PLC0415
     from controller.models.model import observed as of_models  # noqa: PLC0415

@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Literal
 
 from controller.kube.errors import ClusterError
-from controller.kube.events import event_of
+from controller.kube.recorder import event_of
 from controller.kube.resources import EVENTS
 
 if TYPE_CHECKING:

@@ -13,14 +13,55 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import aiohttp
 import msgspec
 
-from controller.kube.errors import ClusterError, Expired, NotFound, Unreachable, error_for
+from controller.kube.errors import ClusterError, Expired, NotFound, Unreachable, error_for, error_in_watch
 from controller.kube.resources import PODS, Object, Resource, split_key
-from controller.kube.watching import WatchEvent, events_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
     from controller.kube.access import Access
+
+ADDED: Final = "ADDED"
+MODIFIED: Final = "MODIFIED"
+DELETED: Final = "DELETED"
+BOOKMARK: Final = "BOOKMARK"
+
+
+class WatchEvent(msgspec.Struct, frozen=True):
+    """A change. A bookmark's object has nothing but the version up to which all changes have been sent."""
+
+    type: str
+    object: dict[str, Any]
+
+    @property
+    def resource_version(self) -> str:
+        """The version that this change made."""
+        return str(self.object["metadata"]["resourceVersion"])
+
+
+async def events_in(chunks: AsyncIterator[bytes]) -> AsyncIterator[WatchEvent]:
+    """One event a line, lines of any length; raises the ApiError of an ERROR event.
+
+    An unfinished last line, which a broken connection leaves, is dropped: the next watch gets that event anew.
+    """
+    decoder = msgspec.json.Decoder(WatchEvent)
+    rest: list[bytes] = []
+    async for chunk in chunks:
+        *lines, last = chunk.split(b"\n")
+        for line in lines:
+            whole = b"".join([*rest, line])
+            rest.clear()
+            if whole.strip():
+                yield _checked(decoder.decode(whole))
+        if last:
+            rest.append(last)
+
+
+def _checked(event: WatchEvent) -> WatchEvent:
+    if event.type == "ERROR":
+        raise error_in_watch(event.object)
+    return event
+
 
 _PAGE: Final = 500
 _MERGE: Final = "application/merge-patch+json"

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from controller.kube.client import Client
+    from controller.kube.informer import Slim
     from controller.kube.resources import Object, Resource
-    from controller.kube.store import Slim
 
 log = logging.getLogger(__name__)
 

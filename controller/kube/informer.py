@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a copy of all objects of a kind up to date: by a list, then by a watch.
+"""An informer keeps a copy of all objects of a kind up to date: by a list, then by a watch.
 
-Where the watch cannot go on, there is a new list.
-
-A deletion that happens while there is no watch is found by the next list, because a list replaces the whole copy.
+Where the watch cannot go on, there is a new list. A deletion that happens while there is no watch is found by the next
+list, because a list replaces the whole copy. Transforms make objects smaller before they are kept; an ``Index`` finds
+them by a property, such as their owner, so that a reconcile costs what one owner has.
 """
 
 from __future__ import annotations
@@ -11,26 +11,85 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from random import Random
-from typing import TYPE_CHECKING, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.kube.backoff import Backoff
-from controller.kube.errors import ClusterError, Expired, Forbidden, NotFound
-from controller.kube.store import Slim, Store
+from controller.kube.client import BOOKMARK, DELETED
+from controller.kube.errors import Backoff, ClusterError, Expired, Forbidden, NotFound
+from controller.kube.resources import Object, key_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from controller.kube.client import Client, WatchEvent
+    from controller.kube.resources import Resource
 
-    from controller.kube.client import Client
-    from controller.kube.resources import Object, Resource
+Slim = Callable[[Object], Object]
+"""Makes an object smaller before it is kept; it must keep ``metadata.name``, ``namespace``, ``uid`` and
+``resourceVersion``.
+"""
+
+
+class Store:
+    """Objects by key. Readers must not change them.
+
+    An object that cannot be made smaller, whatever its owner wrote into it, stays as it was known before, and is left
+    out if it was not: others are kept all the same.
+    """
+
+    def __init__(self, slim: Slim | None = None) -> None:
+        self._slim = slim or _as_it_is
+        self._objects: dict[str, Object] = {}
+        self.objects: Mapping[str, Object] = MappingProxyType(self._objects)
+
+    def replace(self, items: Iterable[Object]) -> list[str]:
+        """All objects are these from now on; the keys of those that came, changed or went."""
+        new = {key: slim for item in items if (slim := self._slimmed(key := key_of(item), item)) is not None}
+        gone = self._objects.keys() - new.keys()
+        changed = [key for key, item in new.items() if _differs(self._objects.get(key), item)]
+        self._objects.clear()
+        self._objects.update(new)
+        return [*changed, *sorted(gone)]
+
+    def take(self, event: WatchEvent) -> list[str]:
+        """Take in one event; the key of what changed, if anything did."""
+        if event.type == BOOKMARK:
+            return []
+        key = key_of(event.object)
+        if event.type == DELETED:
+            return [key] if self._objects.pop(key, None) is not None else []
+        if not _differs(self._objects.get(key), event.object):
+            return []
+        slim = self._slimmed(key, event.object)
+        if slim is None or slim is self._objects.get(key):
+            return []
+        self._objects[key] = slim
+        return [key]
+
+    def _slimmed(self, key: str, thing: Object) -> Object | None:
+        try:
+            return self._slim(thing)
+        except Exception:  # whatever is wrong with one object, the others are looked after
+            log.exception("%s %s cannot be read, and is as it was", thing.get("kind", "an object"), key)
+            return self._objects.get(key)
+
+
+def _differs(known: Object | None, item: Object) -> bool:
+    """Versions are opaque: they are compared for equality only. A new uid is another object of the same name."""
+    if known is None:
+        return True
+    old, new = known["metadata"], item["metadata"]
+    return any(old.get(name) != new.get(name) for name in ("resourceVersion", "uid"))
+
+
+def _as_it_is(thing: Object) -> Object:
+    return thing
+
 
 log = logging.getLogger(__name__)
-
 _SHORT_WATCH_S: Final = 1.0
-
 Listener = Callable[[str], None]
 """Gets the key of an object that changed; must not block and must not raise. What the object is now: see the informer.
 """
@@ -218,3 +277,119 @@ class _Interrupted(Exception):
         super().__init__(version)
         self.version = version
         self.why = why
+
+
+_POD_SPEC: Final = ("nodeName", "schedulerName", "hostname", "subdomain", "priority", "terminationGracePeriodSeconds")
+_POD_STATUS: Final = (
+    "phase",
+    "reason",
+    "message",
+    "podIP",
+    "conditions",
+    "containerStatuses",
+    "initContainerStatuses",
+    "startTime",
+)
+_CONTAINER: Final = ("name", "ready", "restartCount", "started", "state", "lastState")
+_NODE_CONDITIONS: Final = ("Ready",)
+
+
+def slim(thing: Object) -> Object:
+    """All but the record of who wrote which field."""
+    return {**thing, "metadata": _without(thing["metadata"], ("managedFields",))}
+
+
+def slim_pod(pod: Object) -> Object:
+    """Labels, annotations, owner, node, and what its containers do."""
+    status = _only(pod.get("status") or {}, _POD_STATUS)
+    for name in ("containerStatuses", "initContainerStatuses"):
+        if name in status:
+            status[name] = [_only(one, _CONTAINER) for one in status[name]]
+    return {
+        "apiVersion": pod["apiVersion"],
+        "kind": pod["kind"],
+        "metadata": _without(pod["metadata"], ("managedFields",)),
+        "spec": _only(pod.get("spec") or {}, _POD_SPEC),
+        "status": status,
+    }
+
+
+def slim_node(node: Object) -> Object:
+    """Labels, taints, what can be allocated, and whether it is ready."""
+    status = node.get("status") or {}
+    conditions = [one for one in status.get("conditions") or () if one.get("type") in _NODE_CONDITIONS]
+    # written every few minutes by the kubelet, and read by nobody
+    conditions = [_without(one, ("lastHeartbeatTime",)) for one in conditions]
+    return {
+        "apiVersion": node["apiVersion"],
+        "kind": node["kind"],
+        "metadata": _without(node["metadata"], ("managedFields", "annotations")),
+        "spec": _only(node.get("spec") or {}, ("taints", "unschedulable")),
+        "status": {"allocatable": status.get("allocatable") or {}, "conditions": conditions},
+    }
+
+
+def _only(thing: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: thing[name] for name in names if name in thing}
+
+
+def _without(thing: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    left = set(names)
+    return {name: value for name, value in thing.items() if name not in left}
+
+
+Says = Callable[[Object], str]
+"""What an object is found by; empty: not at all."""
+
+
+class Index:
+    """Follows ``informer``. ``told``: called with what a changed object said before or says now, and with its key."""
+
+    def __init__(self, informer: Informer, says: Says, told: Callable[[str, str], None] | None = None) -> None:
+        self._informer = informer
+        self._says = says
+        self._told = told
+        self._said: dict[str, str] = {}
+        self._keys: dict[str, set[str]] = {}
+        informer.subscribe(self._changed)
+
+    def of(self, what: str) -> list[Object]:
+        """The objects that say ``what``, by key."""
+        found = (self._informer.get(key) for key in sorted(self._keys.get(what, ())))
+        return [one for one in found if one is not None]
+
+    def _changed(self, key: str) -> None:
+        thing = self._informer.get(key)
+        before, now = self._said.get(key, ""), "" if thing is None else self._says(thing)
+        if before != now:
+            self._move(key, before, now)
+        if self._told is not None:
+            for one in {before, now} - {""}:
+                self._told(one, key)
+
+    def _move(self, key: str, before: str, now: str) -> None:
+        if before:
+            self._keys[before].discard(key)
+            if not self._keys[before]:
+                del self._keys[before]
+        if now:
+            self._keys.setdefault(now, set()).add(key)
+            self._said[key] = now
+        else:
+            del self._said[key]
+
+
+def owner_uid(thing: Object) -> str:
+    """The uid of the controller that owns an object; empty if none does."""
+    return str(_controller(thing).get("uid", ""))
+
+
+def owner_key(thing: Object) -> str:
+    """``Kind/namespace/name`` of the controller that owns an object; empty if none does."""
+    owner = _controller(thing)
+    return f"{owner['kind']}/{thing['metadata'].get('namespace', '')}/{owner['name']}" if owner else ""
+
+
+def _controller(thing: Object) -> Object:
+    references = thing["metadata"].get("ownerReferences") or ()
+    return next((one for one in references if one.get("controller")), {})

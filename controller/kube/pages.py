@@ -13,9 +13,8 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 
-from controller.kube.demand_relay import DemandRelay
 from controller.kube.exposition import page_of
-from controller.kube.loads import read_loads
+from controller.kube.gateway_reports import DemandRelay, read_loads
 from extproc.api.demand import DEMAND_PATH
 from extproc.api.loads import LOADS_PATH
 

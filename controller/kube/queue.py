@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
-from controller.kube.backoff import Backoff
-from controller.kube.errors import ApiError, ClusterError
+from controller.kube.errors import ApiError, Backoff, ClusterError
 
 if TYPE_CHECKING:
     from random import Random

@@ -1,26 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of an object: its status, where that is new, and Events, the same of which are told once a minute."""
+"""Writes the status of an object where it differs, and Events, the same of which are written at most once a minute."""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Final
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from controller.kube.conditions import Wanted, WantedStatus, merged
 from controller.kube.errors import ClusterError
-from controller.kube.events import event_of, now
 from controller.kube.resources import EVENTS, Object, Resource, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from controller.kube.client import Client
-    from controller.kube.executing import Counted
+    from controller.kube.executor import Counted
     from controller.kube.plan import Happened
 
-log = logging.getLogger(__name__)
+_LONGEST = 1024
 
+
+def event_of(
+    thing: Object, type_: Literal["Normal", "Warning"], *, reason: str, message: str, component: str
+) -> Object:
+    """An Event of ``thing``, to be created."""
+    metadata, written = thing["metadata"], now()
+    namespace = metadata.get("namespace", "")
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        # the API asks for this namespace where the object has none
+        "metadata": {"generateName": f"{metadata['name']}.", "namespace": namespace or "default"},
+        "involvedObject": {
+            "apiVersion": thing["apiVersion"],
+            "kind": thing["kind"],
+            "name": metadata["name"],
+            "namespace": namespace,
+            "uid": metadata.get("uid", ""),
+        },
+        "type": type_,
+        "reason": reason,
+        "message": message[:_LONGEST],
+        "source": {"component": component},
+        "firstTimestamp": written,
+        "lastTimestamp": written,
+        "count": 1,
+    }
+
+
+def now() -> str:
+    """The time as objects have it, RFC 3339."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+log = logging.getLogger(__name__)
 _NOTHING: Final[tuple[object, ...]] = (None, {}, [], ())
 _QUIET_S: Final = 60.0
 _REMEMBERED: Final = 4096

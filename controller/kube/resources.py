@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of objects and where the API serves them."""
+"""Kinds of objects and where the API serves them, keys of objects, and label selectors."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON has it. What comes out of a cache must not be changed."""
@@ -121,3 +123,57 @@ CLUSTER_SERVING_RUNTIMES: Final = Resource(
 MODEL_TEMPLATES: Final = Resource("attache.dev", "v1alpha1", "modeltemplates", "ModelTemplate")
 DAEMON_SETS: Final = Resource("apps", "v1", "daemonsets", "DaemonSet")
 JOBS: Final = Resource("batch", "v1", "jobs", "Job")
+
+_TERM: Final = re.compile(
+    r"\s*(?:(?P<key>[\w./-]+)\s*(?P<sign>==|=|!=)\s*(?P<value>[\w./-]*)"
+    r"|(?P<of>[\w./-]+)\s+(?P<set>in|notin)\s*\((?P<values>[^()]*)\)"
+    r"|(?P<absent>!\s*)?(?P<has>[\w./-]+))\s*(?:,|$)"
+)
+_LONGEST: Final = 4096
+Matches = Callable[[Mapping[str, str]], bool]
+
+
+def selector(text: str) -> Matches:
+    """Whether labels match all terms of it; raises ValueError."""
+    terms = [_term(one) for one in _terms(text)]
+    return lambda labels: all(term(labels) for term in terms)
+
+
+def required_labels(text: str) -> dict[str, str]:
+    """The labels of which a selector allows one value only: by these, what it selects can be looked up.
+
+    Raises ValueError.
+    """
+    found: dict[str, str] = {}
+    for one in _terms(text):
+        values: list[str] = one["values"].split(",") if one["set"] == "in" else []
+        if one["sign"] in ("=", "=="):
+            found[one["key"]] = one["value"]
+        elif len(values) == 1:
+            found[one["of"]] = values[0].strip()
+    return found
+
+
+def _terms(text: str) -> Iterator[re.Match[str]]:
+    end, at = len(text.strip()), 0
+    while at < end:
+        found = _TERM.match(text, at) if len(text) <= _LONGEST else None
+        if found is None:
+            raise ValueError(f"unable to parse the label selector {text[:100]!r}")
+        yield found
+        at = found.end()
+
+
+def _term(found: re.Match[str]) -> Matches:
+    if found["key"] is not None:
+        key, value = found["key"], found["value"]
+        if found["sign"] == "!=":
+            return lambda labels: labels.get(key) != value
+        return lambda labels: labels.get(key) == value
+    if found["set"] is not None:
+        of, values = found["of"], {one.strip() for one in found["values"].split(",")}
+        if found["set"] == "notin":
+            return lambda labels: labels.get(of) not in values
+        return lambda labels: labels.get(of) in values
+    has, is_absent = found["has"], found["absent"] is not None
+    return lambda labels: (has in labels) != is_absent

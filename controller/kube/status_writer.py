@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from controller.kube.conditions import WantedStatus, merged, transitions
 from controller.kube.errors import ClusterError, Conflict, NotFound
-from controller.kube.events import event_of, now
+from controller.kube.recorder import event_of, now
 from controller.kube.resources import (
     EVENTS,
     GATEWAY_CLASSES,

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import aiohttp
 import msgspec
 
-from controller.kube.executing import Executor, Refused
-from controller.kube.expectations import Expectations
+from controller.kube.executor import Executor, Expectations, Refused
 from controller.kube.following import Following
-from controller.kube.informer import InformerTiming
+from controller.kube.informer import InformerTiming, slim, slim_pod
 from controller.kube.plan import Happened
 from controller.kube.queue import QueueTiming, WorkQueue
 from controller.kube.recorder import Recorder, with_trouble, write_status
 from controller.kube.resources import PODS, Object, split_key
-from controller.kube.slimming import slim, slim_pod
 from controller.models.keeper import Keeper, WorkKey
 from controller.models.loads import Asked, GatewayLoads, Loads
 from controller.models.model.observed import Settings as ModelSettings

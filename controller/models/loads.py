@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from controller.kube.loads import loads_by_pod, may_have_requests
+from controller.kube.gateway_reports import loads_by_pod, may_have_requests
 from controller.kube.resources import split_key
 from controller.models.model_infer.observed import Load
 

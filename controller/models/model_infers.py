@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from controller.kube.index import Index, owner_key, owner_uid
+from controller.kube.informer import Index, owner_key, owner_uid, slim, slim_node, slim_pod
 from controller.kube.plan import Plan
 from controller.kube.resources import (
     CONTROLLER_REVISIONS,
@@ -20,7 +20,6 @@ from controller.kube.resources import (
     Object,
     Resource,
 )
-from controller.kube.slimming import slim, slim_node, slim_pod
 from controller.models.keeper import Trouble, WorkKey
 from controller.models.log_tails import LogTails
 from controller.models.model_infer import labels
@@ -30,8 +29,7 @@ from controller.models.node_room import LostNodes, not_ready_since_s, room, slim
 if TYPE_CHECKING:
     from controller.kube.client import Client
     from controller.kube.following import Following
-    from controller.kube.informer import Informer
-    from controller.kube.store import Slim
+    from controller.kube.informer import Informer, Slim
     from controller.models.keeper import Changed, Owned
     from controller.models.loads import Asked
 

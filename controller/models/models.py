@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from controller.kube.index import Index, owner_uid
+from controller.kube.informer import Index, owner_uid, slim, slim_pod
 from controller.kube.plan import Plan
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,
@@ -25,7 +25,6 @@ from controller.kube.resources import (
     Resource,
     split_key,
 )
-from controller.kube.slimming import slim, slim_pod
 from controller.models.keeper import Trouble, WorkKey
 from controller.models.model.observed import CHILDREN, MODEL, Observed, Settings
 from controller.models.model_infer import labels

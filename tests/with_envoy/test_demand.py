@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from bench.processes import free_ports
 from bench.stack import ALIAS, EngineFlags, running_stack
 from controller.autoscaler.decision.signals import Signals
-from controller.kube.demand import DemandFeed
+from controller.kube.gateway_reports import DemandFeed
 from controller.kube.pages import pages
 from extproc.api.loads import LOADS_LABEL
 from tests.waiting import eventually

@@ -13,8 +13,7 @@ import msgspec
 from bench.cluster.crds import apply_crds
 from controller.kube.client import Client, connect
 from controller.kube.informer import InformerTiming
-from controller.kube.leadership import LeaseTiming
-from controller.kube.lease import LeaderElection
+from controller.kube.lease import LeaderElection, LeaseTiming
 from controller.kube.metrics import ManagerMetrics
 from controller.kube.queue import QueueTiming
 from controller.kube.resources import EVENTS, MODEL_INFERS, PODS

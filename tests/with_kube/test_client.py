@@ -12,7 +12,7 @@ import pytest
 
 from bench.processes import free_ports
 from controller.kube.access import Access
-from controller.kube.client import Client, connect
+from controller.kube.client import Client, connect, events_in
 from controller.kube.errors import (
     AlreadyExists,
     BadRequest,
@@ -25,14 +25,13 @@ from controller.kube.errors import (
     Unreachable,
 )
 from controller.kube.resources import CONFIG_MAPS, DEPLOYMENTS, PODS, Resource
-from controller.kube.watching import events_in
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.objects import WIDGETS, config_map, define_widgets, widget
 
 if TYPE_CHECKING:
     from bench.cluster.fake.server import FakeServer
-    from controller.kube.watching import WatchEvent
+    from controller.kube.client import WatchEvent
     from tests.with_kube.kubes import Kube
 
 

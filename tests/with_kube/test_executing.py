@@ -10,8 +10,7 @@ import pytest
 import pytest_asyncio
 
 from bench.cluster.assets import ROOT
-from controller.kube.executing import Executor, Refused
-from controller.kube.expectations import Expectations
+from controller.kube.executor import Executor, Expectations, Refused
 from controller.kube.plan import Action, Annotate, Apply, Create, Delete, SetStatus
 from controller.kube.resources import CONFIG_MAPS, MODEL_INFERS
 from tests.with_kube.managing import define_kinds, model_infer

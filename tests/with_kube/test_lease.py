@@ -13,8 +13,7 @@ import pytest
 
 from bench.processes import free_ports
 from controller.kube.client import connect
-from controller.kube.leadership import LeaseTiming
-from controller.kube.lease import LeaderElection
+from controller.kube.lease import LeaderElection, LeaseTiming
 from controller.kube.resources import LEASES
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE

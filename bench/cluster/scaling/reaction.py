@@ -18,7 +18,7 @@ from bench.cluster.scaling.objects import Model
 from bench.cluster.scaling.site import PATIENCE_S, until
 from bench.cluster.scaling.watching import now_s
 from controller.autoscaler.reconciler.running import wall_s
-from controller.kube.demand import messages
+from controller.kube.gateway_reports import messages
 from extproc.api.demand import ServerDemand
 
 if TYPE_CHECKING:

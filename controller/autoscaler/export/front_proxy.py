@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.kube.callers import User
+from controller.kube.authorizer import User
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,7 +19,7 @@ from controller.kube.informer import Informer, InformerTiming, Selection
 from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, Object
 
 if TYPE_CHECKING:
-    from controller.kube.callers import Callers
+    from controller.kube.authorizer import Callers
     from controller.kube.client import Client
     from controller.webhooks.material import Pair
 

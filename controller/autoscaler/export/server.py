@@ -18,10 +18,9 @@ from aiohttp import web
 from controller.autoscaler.export import documents
 from controller.autoscaler.export.exported import METRICS, Exports
 from controller.autoscaler.export.front_proxy import CONFIG_MAP, FrontProxy, front_proxy_of
-from controller.kube.callers import Action, Callers, User
+from controller.kube.authorizer import Action, Callers, User
 from controller.kube.errors import ClusterError, NotFound
-from controller.kube.resources import CONFIG_MAPS
-from controller.kube.selectors import selector
+from controller.kube.resources import CONFIG_MAPS, selector
 from controller.webhooks.server import ServerTls
 from extproc.api.validation import parse_address
 

@@ -13,10 +13,9 @@ import msgspec
 from controller.autoscaler.decision.signals import Signals
 from controller.autoscaler.reconciler.demand import DemandView
 from controller.autoscaler.reconciler.engines import together
-from controller.kube.demand import DemandFeed
-from controller.kube.informer import Informer, InformerTiming, Selection
+from controller.kube.gateway_reports import DemandFeed
+from controller.kube.informer import Informer, InformerTiming, Selection, slim_pod
 from controller.kube.resources import PODS
-from controller.kube.slimming import slim_pod
 from extproc.api.demand import EngineDemand, ServerDemand, is_news_at
 from extproc.api.loads import LOADS_LABEL
 

@@ -28,7 +28,7 @@ from controller.autoscaler.reconciler.situations import situations_of, with_room
 from controller.autoscaler.reconciler.sources.gathering import Sources
 from controller.autoscaler.reconciler.telling import Looked, Scaled, acts_of, digest_of, events_of, status_of
 from controller.autoscaler.reconciler.unwritten import Unwritten
-from controller.kube.backoff import Backoff
+from controller.kube.errors import Backoff
 from controller.kube.recorder import Recorder, write_status
 from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from controller.autoscaler.reconciler.scalables import Scalable, ScalableKind, scalable_of
-from controller.kube.selectors import required_labels
+from controller.kube.resources import required_labels
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from controller.autoscaler.reconciler.bindings import PolicyView
     from controller.autoscaler.reconciler.followed import Followed
     from controller.kube.client import Client
-    from controller.kube.executing import Counted
+    from controller.kube.executor import Counted
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from controller.autoscaler.reconciler.followed import is_foreign
 from controller.autoscaler.reconciler.owning import Claim, Place, other_owner, rival
 from controller.autoscaler.reconciler.pods import PodView
 from controller.autoscaler.reconciler.scalables import Scalable, ScalableKind
-from controller.kube.selectors import selector
+from controller.kube.resources import selector
 
 if TYPE_CHECKING:
     from controller.autoscaler.reconciler.bindings import BindingView

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from controller.autoscaler.decision.allocation.promises import Claim, Kinds, Nodes, Share, left_for, room_of
-from controller.kube.informer import Informer, InformerTiming, Selection
+from controller.kube.informer import Informer, InformerTiming, Selection, slim_node
 from controller.kube.resources import NODES, PODS
-from controller.kube.slimming import slim_node
 from controller.models.node_room import room, slim_to_requests
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from controller.kube.backoff import Backoff
-from controller.kube.errors import ClusterError
+from controller.kube.errors import Backoff, ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -11,7 +11,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from bench.processes import free_ports
-from controller.kube.loads import loads_by_pod, read_loads
+from controller.kube.gateway_reports import loads_by_pod, read_loads
 from controller.kube.pages import pages
 from extproc.api.loads import LOADS_LABEL, LOADS_PATH, EndpointLoad
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's small parts: paths, errors, waits, the events of a watch, a copy of objects."""
+"""The client's small parts: paths, label selectors, errors, waits, the events of a watch, a copy of objects."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.kube.backoff import Backoff
+from controller.kube.client import WatchEvent, events_in
 from controller.kube.errors import (
     AlreadyExists,
     ApiError,
+    Backoff,
     Conflict,
     Expired,
     ServerError,
@@ -21,9 +22,8 @@ from controller.kube.errors import (
     Unreachable,
     error_for,
 )
-from controller.kube.resources import DEPLOYMENTS, NODES, PODS, Resource, key_of, split_key
-from controller.kube.store import Store
-from controller.kube.watching import WatchEvent, events_in
+from controller.kube.informer import Store
+from controller.kube.resources import DEPLOYMENTS, NODES, PODS, Resource, key_of, required_labels, selector, split_key
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -192,3 +192,21 @@ def test_the_copy_cannot_be_changed_by_its_readers() -> None:
     store = Store()
     with pytest.raises(TypeError):
         store.objects["x"] = {}  # type: ignore[index]
+
+
+def test_labels_with_one_value_are_required() -> None:
+    text = "app=llama, tier==gpu,zone in (a),rack in (a,b),kind!=x,!gone,there,of notin (y)"
+    assert required_labels(text) == {"app": "llama", "tier": "gpu", "zone": "a"}
+
+
+def test_all_terms_have_to_match() -> None:
+    matches = selector("app=llama,rack in (a, b),!gone")
+    assert matches({"app": "llama", "rack": "b"})
+    assert not matches({"app": "llama", "rack": "c"})
+    assert not matches({"app": "llama", "rack": "a", "gone": ""})
+
+
+@pytest.mark.parametrize("text", ["a in b", "(", "a=b c=d"])
+def test_what_is_no_selector_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="unable to parse"):
+        required_labels(text)

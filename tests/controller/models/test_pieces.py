@@ -11,12 +11,12 @@ import pytest
 
 from bench.processes import free_ports
 from controller.kube.errors import Conflict, ServerError
-from controller.kube.executing import yielded
+from controller.kube.executor import yielded
+from controller.kube.informer import slim_node, slim_pod
 from controller.kube.plan import Happened, without
 from controller.kube.recorder import Recorder, with_trouble, write_status
 from controller.kube.resources import MODEL_INFERS as RESOURCE
 from controller.kube.resources import key_of
-from controller.kube.slimming import slim_node, slim_pod
 from controller.models.loads import GatewayLoads
 from controller.models.log_tails import crash_of
 from controller.models.model_infer.observed import Load

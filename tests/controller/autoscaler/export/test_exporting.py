@@ -11,8 +11,8 @@ from multidict import CIMultiDict
 from controller.autoscaler.export.documents import quantity
 from controller.autoscaler.export.exported import CURRENT, DESIRED, RATIO, Exported, Exports
 from controller.autoscaler.export.front_proxy import front_proxy_of
-from controller.kube.callers import User
-from controller.kube.selectors import selector
+from controller.kube.authorizer import User
+from controller.kube.resources import selector
 
 LABELS = {"variant_name": "llama", "namespace": "shop"}
 

@@ -8,10 +8,9 @@ import contextlib
 from typing import TYPE_CHECKING, cast
 
 from controller.autoscaler.reconciler.followed import Followed
-from controller.kube.client import Client, Listed
+from controller.kube.client import Client, Listed, WatchEvent
 from controller.kube.informer import InformerTiming
 from controller.kube.resources import MODEL_SERVERS, Object, Resource
-from controller.kube.watching import WatchEvent
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows what gateways say of their demand: one open stream to each, opened anew when it breaks or says nothing."""
+"""What gateways report: the engines' loads, when asked, and their clients' demand, as an open stream.
+
+``loads_by_pod`` and ``DemandFeed`` read gateways' pods; ``DemandRelay`` joins the streams of a pod's extproc processes.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,95 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 import msgspec
 
-from controller.kube.backoff import Backoff
-from controller.kube.loads import teller
+from controller.kube.errors import Backoff
 from controller.kube.resources import split_key
-from extproc.api.demand import DEMAND_PATH, Demand, completed
+from extproc.api.demand import DEMAND_PATH, Demand, changed_since, completed
+from extproc.api.loads import LOADS_LABEL, LOADS_PATH, EndpointLoad, total
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+    from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
     from random import Random
 
     from controller.kube.resources import Object
 
+_TIMEOUT_S: Final = 2.0
+_MAX_BYTES: Final = 4_000_000
+_LOADS_DECODER: Final = msgspec.json.Decoder(dict[str, EndpointLoad])
+Loads = dict[str, EndpointLoad]
+
+
+async def read_loads(http: aiohttp.ClientSession, addresses: Iterable[str]) -> Loads | None:
+    """The sum of what is said at ``addresses`` (``ip:port``); None if one of them does not say it: it may have the
+    requests that count.
+    """
+    pages = await asyncio.gather(*(_read(http, one) for one in addresses))
+    found = [one for one in pages if one is not None]
+    return total(found) if len(found) == len(pages) else None
+
+
+async def loads_by_pod(
+    http: aiohttp.ClientSession, gateways: Iterable[Object], pods: Mapping[str, Object]
+) -> dict[str, EndpointLoad]:
+    """By key of ``pods``. ``gateways``: the pods with the label ``attache.dev/tells-loads``.
+
+    A pod that no gateway knows has nothing in flight. Empty if a gateway does not answer, for then nobody knows.
+    """
+    known = await read_loads(http, [one for one in map(teller, gateways) if one])
+    if known is None:
+        return {}
+    by_ip: dict[str, EndpointLoad] = {}
+    for address, load in known.items():
+        ip = address.rpartition(":")[0].strip("[]")
+        before = by_ip.get(ip, EndpointLoad())  # data-parallel ranks of a pod have a port each
+        by_ip[ip] = EndpointLoad(
+            before.in_flight + load.in_flight,
+            before.cached_tokens + load.cached_tokens,
+            before.reported + load.reported,
+        )
+    return {key: by_ip.get((pod.get("status") or {}).get("podIP", ""), EndpointLoad()) for key, pod in pods.items()}
+
+
+def may_have_requests(pod: Object) -> bool:
+    """Whether a gateway's pod runs: one that has not started yet, or has ended, has sent nothing that is still under
+    way.
+    """
+    return (pod.get("status") or {}).get("phase") == "Running"
+
+
+def teller(pod: Object) -> str:
+    """Where a gateway's pod is asked; empty while it does not run."""
+    status, port = pod.get("status") or {}, (pod["metadata"].get("labels") or {}).get(LOADS_LABEL, "")
+    ip = status.get("podIP")
+    if not ip or not may_have_requests(pod) or not port.isdecimal():
+        return ""
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
+async def _read(http: aiohttp.ClientSession, address: str) -> Loads | None:
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    # the decoder's error is a ValueError
+    with contextlib.suppress(TimeoutError, aiohttp.ClientError, ValueError, RecursionError):
+        async with http.get(f"http://{address}{LOADS_PATH}", timeout=timeout, allow_redirects=False) as answer:
+            if answer.status == HTTPStatus.OK:
+                return _LOADS_DECODER.decode(await _whole(answer))
+    return None
+
+
+async def _whole(answer: aiohttp.ClientResponse) -> bytes:
+    """The body; ValueError if it is longer than any page of ours."""
+    body = bytearray()
+    async for chunk in answer.content.iter_any():
+        body += chunk
+        if len(body) > _MAX_BYTES:
+            raise ValueError("the page is too long")
+    return bytes(body)
+
+
 log = logging.getLogger(__name__)
-
-
 # Gateways say something once a second.
 IDLE_S: Final = 3.0
+# A process of which nothing came for so long does not answer: followers are told before they give up.
+_SILENT_S: Final = IDLE_S / 2
 _CONNECT_S: Final = 2.0
 # Five hundred ModelServers of a hundred engines each.
 _LONGEST_LINE: Final = 16_000_000
@@ -44,7 +120,7 @@ _MOST_OWN: Final = 32
 _LOOK_AGAIN_S: Final = 30.0
 # Processes of a pod that a stream tells of.
 _MOST_SLOTS: Final = 64
-_DECODER: Final = msgspec.json.Decoder(Demand)
+_DEMAND_DECODER: Final = msgspec.json.Decoder(Demand)
 
 
 class BadStream(Exception):
@@ -75,7 +151,7 @@ async def messages(http: aiohttp.ClientSession, address: str, *, is_trusted: boo
         told = _Told(is_trusted=is_trusted)
         while True:
             async with asyncio.timeout(IDLE_S):
-                line = await _line(answer.content, rest, told.longest)
+                line = await _read_line(answer.content, rest, told.longest)
             yield told.message(line)
             if not is_trusted:
                 await asyncio.sleep(max(_SHORTEST_OWN_S, _OWN_LINE_S * len(line) / _LONGEST_OWN_LINE))
@@ -93,7 +169,7 @@ class _Told:
     def message(self, line: bytes) -> Demand:
         """From the next line; raises BadStream."""
         try:
-            said = _DECODER.decode(line)
+            said = _DEMAND_DECODER.decode(line)
         except (ValueError, RecursionError) as error:  # the decoder's error is a ValueError
             raise BadStream(f"a line is no message: {error}") from None
         whole = completed(said, self._last.get(said.slot) if self._is_trusted else None)
@@ -109,7 +185,7 @@ class _Told:
         return whole
 
 
-async def _line(content: aiohttp.StreamReader, rest: bytearray, longest: int) -> bytes:
+async def _read_line(content: aiohttp.StreamReader, rest: bytearray, longest: int) -> bytes:
     """The next line. ``rest``: what was read beyond the one before, and is then what was read beyond this one."""
     searched = 0
     while (end := rest.find(b"\n", searched)) < 0:
@@ -210,3 +286,80 @@ class DemandFeed:
             except Exception:  # whatever is wrong with one gateway, the others are followed
                 log.exception("gateway %s says what nobody can read", key)
             await asyncio.sleep(backoff.failed())
+
+
+class DemandRelay:
+    """What the processes of one pod say, for one who follows it: each process has a slot of its own.
+
+    Messages are sums, so of two of a process that wait to be read the older one is left out.
+    """
+
+    def __init__(self, http: aiohttp.ClientSession, addresses: Collection[str]) -> None:
+        """``addresses``: where the processes have their pages."""
+        self._http = http
+        self._addresses = addresses
+        self._latest: dict[str, Demand] = {}
+        self._news = asyncio.Event()
+
+    async def lines(self, *, changes: bool = False) -> AsyncGenerator[bytes]:
+        """As they come; of a process that does not answer, once a second that it does not. ``changes``: without servers
+        of which nothing new is to be told.
+        """
+        told: dict[str, Demand] = {}
+        following = [asyncio.create_task(self._follow(one), name=f"demand of {one}") for one in self._addresses]
+        loop = asyncio.get_running_loop()
+        said_at_s = dict.fromkeys(self._addresses, loop.time())
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        await self._news.wait()
+                self._news.clear()
+                latest, self._latest, now = self._latest, {}, loop.time()
+                for address in self._addresses:
+                    said = latest.get(address)
+                    if said is not None:
+                        before, told[address] = told.get(address), said
+                        said_at_s[address] = now
+                        yield _encoded(changed_since(said, before) if changes and before is not None else said)
+                    elif now - said_at_s[address] >= _SILENT_S:
+                        said_at_s[address] = now
+                        yield _encoded(_silent(address))
+        finally:
+            for task in following:
+                task.cancel()
+            await asyncio.gather(*following, return_exceptions=True)
+
+    async def once(self) -> bytes:
+        """A line of each process."""
+        return b"".join(await asyncio.gather(*(self._first(one) for one in self._addresses)))
+
+    async def _first(self, address: str) -> bytes:
+        with contextlib.suppress(*BROKEN):
+            async with contextlib.aclosing(messages(self._http, address)) as stream:
+                async for said in stream:
+                    return _encoded(_with_slot(address, said))
+        return _encoded(_silent(address))
+
+    async def _follow(self, address: str) -> None:
+        while True:
+            with contextlib.suppress(*BROKEN):
+                async with contextlib.aclosing(messages(self._http, address)) as stream:
+                    async for said in stream:
+                        self._latest[address] = _with_slot(address, said)
+                        self._news.set()
+            # on the same machine: it is asked often
+            await asyncio.sleep(FIRST_WAIT_S)
+
+
+def _with_slot(slot: str, said: Demand) -> Demand:
+    """A message that names no slot, with one."""
+    return msgspec.structs.replace(said, slot=slot)
+
+
+def _silent(slot: str) -> Demand:
+    return Demand("", 0, 0.0, slot=slot)
+
+
+def _encoded(said: Demand) -> bytes:
+    return msgspec.json.encode(said) + b"\n"

@@ -16,9 +16,8 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from bench.processes import free_ports
-from controller.kube import demand
-from controller.kube.demand import DemandFeed
-from controller.kube.demand_relay import DemandRelay
+from controller.kube import gateway_reports as demand
+from controller.kube.gateway_reports import DemandFeed, DemandRelay
 from controller.kube.pages import pages
 from extproc.api.demand import DEMAND_PATH, Demand, ServerDemand, completed
 from extproc.api.loads import LOADS_LABEL

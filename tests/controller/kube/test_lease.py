@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from controller.kube.leadership import LeaseTiming, Sight, may_lead, new_lease, released, seen, taken
+from controller.kube.lease import LeaseTiming, Sight, may_lead, new_lease, released, seen, taken
 
 TIMING = LeaseTiming()
 WALL = datetime(2030, 1, 2, 3, 4, 5, 678, tzinfo=UTC)

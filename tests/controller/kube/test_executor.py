@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from controller.kube.expectations import Expectations
+from controller.kube.executor import Expectations
 from controller.kube.resources import MODEL_INFERS, PODS, key_of
 
 if TYPE_CHECKING:

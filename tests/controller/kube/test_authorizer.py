@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from controller.kube.callers import ACCESS_REVIEWS, Action, Callers, Page, User
+from controller.kube.authorizer import ACCESS_REVIEWS, Action, Callers, Page, User
 from controller.kube.errors import Unreachable
 
 if TYPE_CHECKING:

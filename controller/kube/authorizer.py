@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who calls one of our servers, and what they may do: the API server is asked, and its answers are kept for seconds."""
+"""Who calls one of our servers, and what they may do: the API server is asked, its answers are cached for seconds."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
+from aiohttp import web
 
+from controller.kube.errors import ClusterError
 from controller.kube.resources import Resource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
+
+    from aiohttp.typedefs import Handler, Middleware
 
     from controller.kube.client import Client
 
@@ -125,3 +130,29 @@ class _Kept(Generic[Found]):
         self._found.move_to_end(key)
         while len(self._found) > _MOST:
             self._found.popitem(last=False)
+
+
+log = logging.getLogger(__name__)
+# Probes have no token.
+_OPEN: Final = ("/healthz", "/readyz")
+
+
+def guarded_by(callers: Callers) -> Middleware:
+    """For all paths but those of probes."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in _OPEN:
+            return await handler(request)
+        try:
+            user = await callers.user_of(request.headers.get("authorization", ""))
+            if user is None:
+                return web.Response(status=401, text="a token is needed\n", headers={"www-authenticate": "Bearer"})
+            if not await callers.may(user, Page(request.method.lower(), request.path)):
+                return web.Response(status=403, text=f"{user.name} may not {request.method} {request.path}\n")
+        except ClusterError as error:
+            log.warning("nobody can be let in to %s: %s", request.path, error)
+            return web.Response(status=503, text="the API server cannot be asked who may see this\n")
+        return await handler(request)
+
+    return guard
