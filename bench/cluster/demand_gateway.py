@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells demand as a gateway does: of many ModelServers, all or some of them busy."""
+"""A process that reports demand as a gateway does, for many ModelServers, all or some of them busy."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _PROMPT_TOKENS: Final = 1000.0
 _OUTPUT_TOKENS: Final = 200.0
-# Of a server without requests only its engines' reports are new, and told so often.
-_QUIET_S: Final = 5
+# A server without requests has new engine reports alone, and only as often as this.
+_IDLE_PERIOD_S: Final = 5
 _TTFT_S: Final = (0.1, 0.15, 0.3, 0.6)
 _TPOT_S: Final = (0.01, 0.012, 0.015, 0.02)
 
@@ -41,7 +41,7 @@ def address_of(number: int) -> str:
 
 
 class Server:
-    """What was counted of one ModelServer, whose engines are those of the ``addresses``."""
+    """Counters of one ModelServer with engines at ``addresses``."""
 
     def __init__(self, addresses: list[str], rng: Random) -> None:
         self._addresses = addresses
@@ -75,8 +75,7 @@ class Server:
         )
 
     def _engine(self, is_busy: bool) -> EngineDemand:
-        # load is steady: what is in flight at all engines together hardly ever doubles, which would call for a look at
-        # once
+        # load is steady: the total in flight hardly ever doubles, which would cause a reconcile at once
         in_flight = self._rng.randrange(1, 3) if is_busy else 0
         return EngineDemand(
             in_flight=in_flight,
@@ -101,7 +100,7 @@ class Gateway:
         self._busy = busy
 
     def pages(self) -> web.Application:
-        """Serves the page, one follower at a time."""
+        """The demand page as an application; streams to one client at a time."""
         app = web.Application()
         app.add_routes([web.get(DEMAND_PATH, self._page)])
         return app
@@ -109,13 +108,12 @@ class Gateway:
     async def _page(self, request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse()
         await answer.prepare(request)
-        told: Demand | None = None
+        sent: Demand | None = None
         for second in itertools.count(1):
-            page = Demand(
-                "teller", second, float(second), dict(self._said(second, {} if told is None else told.servers))
-            )
-            line = page if told is None or request.query.get("watch") != "changes" else changed_since(page, told)
-            told = page
+            before = {} if sent is None else sent.servers
+            page = Demand("gateway", second, float(second), dict(self._servers_at(second, before)))
+            line = page if sent is None or request.query.get("watch") != "changes" else changed_since(page, sent)
+            sent = page
             try:
                 await answer.write(msgspec.json.encode(line) + b"\n")
             except ConnectionError:
@@ -123,11 +121,11 @@ class Gateway:
             await asyncio.sleep(1.0)
         return answer
 
-    def _said(self, second: int, before: Mapping[str, ServerDemand]) -> Iterator[tuple[str, ServerDemand]]:
+    def _servers_at(self, second: int, before: Mapping[str, ServerDemand]) -> Iterator[tuple[str, ServerDemand]]:
         for number, (name, one) in enumerate(self._servers.items()):
             if number < self._busy:
                 yield name, one.after(self._requests_per_s)
-            elif name in before and (second + number) % _QUIET_S:
+            elif name in before and (second + number) % _IDLE_PERIOD_S:
                 yield name, before[name]
             else:
                 yield name, one.after(0.0)
