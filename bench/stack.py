@@ -18,7 +18,7 @@ import yaml
 
 from bench.processes import Processes, free_ports, ports_in_a_row
 from controller.bundle.sync import write_once
-from extproc.api.directory import load_directory
+from extproc.api.load import load_directory
 from extproc.api.spec import API_VERSION
 
 if TYPE_CHECKING:

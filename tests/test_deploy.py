@@ -14,7 +14,7 @@ import yaml
 from attache.commands import COMMANDS
 from attache.misspelt import misspelt_option
 from controller.bundle.metrics import READY_PATH
-from extproc.api.directory import load_directory
+from extproc.api.load import load_directory
 from tests.programs import program
 
 DEPLOY = Path(__file__).parent.parent / "deploy"

@@ -16,8 +16,7 @@ from attache.misspelt import misspelt_option
 from controller.bundle.acknowledgements import Uptake
 from controller.bundle.metrics import FollowerSeries
 from controller.bundle.sync import Follower
-from extproc.api.directory import ConfigDirectory
-from extproc.api.load import load
+from extproc.api.load import ConfigDirectory, load
 from extproc.metrics.registry import Metrics
 from tools.site_pages import PAGES, with_site_links
 

@@ -25,7 +25,7 @@ from controller.bundle.sync import Follower
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.picker_metrics import PickerMetrics
 from controller.kube.metrics import ManagerMetrics
-from extproc.api.directory import ConfigDirectory
+from extproc.api.load import ConfigDirectory
 from extproc.metrics.registry import Metrics
 from extproc.metrics.tls import TlsMetrics
 from tests.controller.agents.runtime.test_engine_page import STATE

@@ -19,7 +19,7 @@ from controller.bundle.metrics import FollowerSeries
 from controller.bundle.sync import Follower
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.picker_metrics import PickerMetrics
-from extproc.api.directory import ConfigDirectory
+from extproc.api.load import ConfigDirectory
 from extproc.metrics.registry import Metrics
 from extproc.metrics.tls import TlsMetrics
 from tools.dashboard import FILE, dashboard

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bench.autoscale.replicas import Replica
     from controller.api.autoscaling import LatencyObjective
     from controller.autoscaler.decision.engine_signals import EngineSignal
-    from extproc.api.demand import Demand, EngineDemand
+    from extproc.api.status_pages import Demand, EngineDemand
 
 # In a namespace of its own, with the ModelServer.
 _GATEWAY: Final = "default/lab"

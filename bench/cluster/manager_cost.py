@@ -46,7 +46,7 @@ from controller.kube.resources import (
     MODEL_SERVERS,
     PODS,
 )
-from extproc.api.loads import LOADS_LABEL
+from extproc.api.status_pages import LOADS_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable

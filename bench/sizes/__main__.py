@@ -23,7 +23,7 @@ from bench.processes import Processes, free_ports
 from bench.sizes.configuration import Gateway, Sizes, configuration, key_of
 from bench.stack import envoy_command
 from bench.usage import cpu_seconds, rss_bytes
-from extproc.api.report import REPORT_PATH, ConfigReport, content_digest
+from extproc.api.status_pages import REPORT_PATH, ConfigReport, content_digest
 from extproc.protocol import CHAT_PATH
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from controller.api.scaling_laws import (
     WorkParameters,
 )
 from controller.api.statuses import AutoscalingPolicyStatus
-from extproc.api.cel import Rule
 from extproc.api.quantities import Duration
-from extproc.api.spec import Metadata, Name, NonEmpty, Spec, keyed_by
+from extproc.api.spec import Metadata, Name, NonEmpty, Rule, Spec, keyed_by
 
 
 class PrometheusSource(Spec, frozen=True):

@@ -9,9 +9,8 @@ import msgspec
 
 from controller.api.common import ObjectReference, Positive, Replicas, Share, ShortName
 from controller.api.statuses import AutoscalingPolicyBindingStatus
-from extproc.api.cel import Rule
 from extproc.api.quantities import Duration
-from extproc.api.spec import Metadata, Name, NonEmpty, Spec, keyed_by
+from extproc.api.spec import Metadata, Name, NonEmpty, Rule, Spec, keyed_by
 
 
 class EngineCapacity(Spec, frozen=True):

@@ -11,10 +11,8 @@ from controller.api.common import Layered, Replicas, ShortName
 from controller.api.engine import Connector, Engine, EngineConfig
 from controller.api.model_infer import RolloutStrategy
 from controller.api.statuses import ModelStatus, Status
-from extproc.api.cel import Rule
 from extproc.api.quantities import Duration
-from extproc.api.spec import Metadata, Name, NonEmpty, keyed_by
-from extproc.api.workload import ParentReference
+from extproc.api.spec import Metadata, Name, NonEmpty, ParentReference, Rule, keyed_by
 
 ModelUri = Annotated[
     str, msgspec.Meta(pattern=r"^(hf|s3|gs|az|https?|oci|pvc|hdfs|file)://.+$", min_length=6, max_length=2048)

@@ -9,9 +9,8 @@ import msgspec
 
 from controller.api.common import IntOrPercent, PodTemplate, Replicas, ShortName
 from controller.api.statuses import ModelInferRoleStatus, ModelInferStatus
-from extproc.api.cel import Rule
 from extproc.api.quantities import Duration
-from extproc.api.spec import Metadata, NonEmpty, Spec, keyed_by
+from extproc.api.spec import Metadata, NonEmpty, Rule, Spec, keyed_by
 
 Workers = Annotated[int, msgspec.Meta(ge=0, le=1000)]
 

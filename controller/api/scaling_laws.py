@@ -7,9 +7,8 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from extproc.api.cel import Rule
 from extproc.api.quantities import Duration
-from extproc.api.spec import Spec
+from extproc.api.spec import Rule, Spec
 
 _Utilization = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _Amount = Annotated[float, msgspec.Meta(gt=0, le=1e12)]

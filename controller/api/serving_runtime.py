@@ -10,9 +10,7 @@ import msgspec
 from controller.api.common import EnvVar, ObjectMetadata
 from controller.api.engine import Connector, Engine, EngineConfig
 from controller.api.statuses import Status
-from extproc.api.cel import Rule
-from extproc.api.spec import Metadata, Name, NonEmpty, Spec
-from extproc.api.workload import Port
+from extproc.api.spec import Metadata, Name, NonEmpty, Port, Rule, Spec
 
 
 class SupportedFormat(Spec, frozen=True):

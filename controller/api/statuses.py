@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from controller.api.common import Conditions
-from extproc.api.spec import NonEmpty, Spec, keyed_by
-from extproc.api.workload import ParentReference
+from extproc.api.spec import NonEmpty, ParentReference, Spec, keyed_by
 
 
 class Status(Spec, frozen=True):

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from extproc.api.validation import parse_endpoint
+from extproc.api.addresses import parse_endpoint
 
 # While Envoy reads a bundle of thousands of routes it answers nobody for seconds.
 _BUSY_S: Final = 5.0

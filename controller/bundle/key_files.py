@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.api.authentication import has_usable_key
 from extproc.api.errors import ConfigInvalid, Mistake
-from extproc.api.key_sets import has_usable_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from controller.bundle.acknowledgements import Status
 from controller.bundle.envoy_admin import why_not_ready
-from extproc.api.report import REPORT_PATH
+from extproc.api.status_pages import REPORT_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

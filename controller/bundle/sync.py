@@ -27,10 +27,10 @@ from controller.bundle.publish import (
     write_secrets,
 )
 from controller.bundle.secret_files import SecretFiles
-from extproc.api.directory import load_directory
 from extproc.api.errors import ConfigInvalid
-from extproc.api.lingering import Lingering
-from extproc.api.report import ConfigReport
+from extproc.api.load import load_directory
+from extproc.api.make_before_break import Lingering
+from extproc.api.status_pages import ConfigReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from controller.bundle.acknowledgements import Uptake
     from controller.bundle.envoy.secrets import SecretSource
     from controller.bundle.publish import Step
-    from extproc.api.directory import Directory
     from extproc.api.errors import Mistake
+    from extproc.api.load import Directory
     from extproc.api.snapshot import Snapshot
 
 log = logging.getLogger(__name__)

@@ -231,7 +231,7 @@ def _drain(agent: str) -> int:
 
 
 def _listen(text: str) -> tuple[str, int]:
-    """As extproc.api.validation does it, whose import costs each pod 2.4 MB."""
+    """As extproc.api.addresses does it, whose import costs each pod 2.4 MB."""
     host, _, port = text.rpartition(":")
     host = "127.0.0.1" if host.lower() == "localhost" else host
     try:

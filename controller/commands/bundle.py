@@ -11,10 +11,10 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from extproc.api.addresses import parse_address, parse_endpoint
 from extproc.api.errors import ConfigInvalid
 from extproc.api.host_names import Patience
 from extproc.api.quantities import Duration
-from extproc.api.validation import parse_address, parse_endpoint
 from extproc.cli.lookup import resolved_directory
 from extproc.cli.mistakes import report
 

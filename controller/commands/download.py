@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from extproc.api.addresses import parse_address
 from extproc.api.quantities import ByteSize, Duration
-from extproc.api.validation import parse_address
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

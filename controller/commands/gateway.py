@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from controller.gateway.compile.gateway_api.settings import ANY, GatewayApiSettings, parse_addresses
-from extproc.api.validation import parse_endpoint
+from extproc.api.addresses import parse_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

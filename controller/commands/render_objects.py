@@ -16,9 +16,9 @@ from controller.gateway.compile.pickers import LABEL
 from controller.gateway.compile.secrets import Pointer
 from controller.gateway.compile.sources import DOCUMENT_KINDS
 from controller.kube.conditions import Wanted, WantedStatus
-from extproc.api.directory import SUFFIXES
 from extproc.api.documents import read, split
 from extproc.api.errors import ConfigInvalid
+from extproc.api.load import SUFFIXES
 from extproc.api.spec import object_key
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.gateway.compile.programmed import Follower
-from extproc.api.report import REPORT_PATH, ConfigReport
-from extproc.api.validation import parse_address
+from extproc.api.addresses import parse_address
+from extproc.api.status_pages import REPORT_PATH, ConfigReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

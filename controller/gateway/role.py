@@ -25,7 +25,7 @@ from controller.gateway.watched import Watched
 from controller.kube.informer import InformerTiming
 from controller.kube.status_writer import StatusWriter
 from extproc.api.picker_config import check_shape_alone
-from extproc.api.report import ConfigReport, content_digest
+from extproc.api.status_pages import ConfigReport, content_digest
 
 if TYPE_CHECKING:
     from collections.abc import Collection

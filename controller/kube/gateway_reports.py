@@ -17,8 +17,16 @@ import msgspec
 
 from controller.kube.errors import Backoff
 from controller.kube.resources import split_key
-from extproc.api.demand import DEMAND_PATH, Demand, changed_since, completed
-from extproc.api.loads import LOADS_LABEL, LOADS_PATH, EndpointLoad, total
+from extproc.api.status_pages import (
+    DEMAND_PATH,
+    LOADS_LABEL,
+    LOADS_PATH,
+    Demand,
+    EndpointLoad,
+    changed_since,
+    completed,
+    total,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping

@@ -15,8 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 
 from controller.kube.exposition import page_of
 from controller.kube.gateway_reports import DemandRelay, read_loads
-from extproc.api.demand import DEMAND_PATH
-from extproc.api.loads import LOADS_PATH
+from extproc.api.status_pages import DEMAND_PATH, LOADS_PATH
 
 if TYPE_CHECKING:
     import ssl

@@ -7,7 +7,7 @@ import argparse
 from typing import Final
 
 from controller.autoscaler.keda.streams import MOST_STREAMS
-from extproc.api.validation import parse_address
+from extproc.api.addresses import parse_address
 
 SERVICE: Final = "attache-manager"
 

@@ -24,7 +24,7 @@ from controller.models.loads import Asked, GatewayLoads, Loads
 from controller.models.model.observed import Settings as ModelSettings
 from controller.models.model_infers import ModelInferKeeper
 from controller.models.models import ModelKeeper, Shared
-from extproc.api.loads import LOADS_LABEL
+from extproc.api.status_pages import LOADS_LABEL
 
 if TYPE_CHECKING:
     from controller.kube.client import Client

@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from controller.webhooks.admission.reviews import Verdict, answer, read_review
-from extproc.api.validation import parse_address
+from extproc.api.addresses import parse_address
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

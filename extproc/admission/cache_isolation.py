@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from extproc.api.failure_mode import cache_isolation_of
+from extproc.api.snapshot import cache_isolation_of
 from extproc.request.model import Api
 
 if TYPE_CHECKING:

@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """ModelAccessPolicy: who may use which models.
 
-Rules are joined as everywhere else where access is decided: what no rule allows is denied, and a rule that denies wins.
+What no rule allows is denied, and a rule that denies wins.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import MappingProxyType
-from typing import Annotated, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 import msgspec
 
 from extproc.api import patterns
 from extproc.api.authentication import Claim, ModelPattern
-from extproc.api.cel import Rule
-from extproc.api.spec import API_VERSION, Metadata, Name, NonEmpty, Spec
+from extproc.api.documents import Unread
+from extproc.api.schema import suggest
+from extproc.api.spec import API_VERSION, Metadata, Name, NonEmpty, Rule, Spec, namespace_of, object_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from extproc.api.errors import Finding
 
 _OURS: Final = API_VERSION.partition("/")[0]
 _GATEWAY_API: Final = "gateway.networking.k8s.io"
@@ -31,11 +38,9 @@ TARGET_GROUPS: Final = MappingProxyType(
     }
 )
 TargetKind = Literal["GatewayConfig", "Gateway", "HTTPRoute", "InferencePool", "ModelRoute", "ModelServer"]
-
 _Texts = Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=1000)]
 _Patterns = Annotated[tuple[ModelPattern, ...], msgspec.Meta(max_length=1000)]
 _ServerPattern = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.WILDCARD)]
-
 _SECTIONED: Final = Rule(
     "!has(self.sectionName) || self.kind in ['Gateway', 'GatewayConfig']",
     "sectionName names a listener; write it with kind Gateway or GatewayConfig alone",
@@ -128,3 +133,70 @@ class ModelAccessPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     metadata: Metadata
     spec: ModelAccessPolicySpec
+
+
+_WITH_LISTENERS = frozenset({"Gateway", "GatewayConfig"})
+
+
+class Targets(msgspec.Struct, frozen=True, kw_only=True):
+    """What a directory holds that policies can be attached to. Routes and servers by ``namespace/name``, listeners by
+    name.
+    """
+
+    model_routes: Collection[str]
+    model_servers: Collection[str]
+    http_routes: Collection[str]
+    listeners: Collection[str]
+    unread: Unread = Unread()
+
+
+def check_access_policy(spec: ModelAccessPolicySpec) -> Iterator[Finding]:
+    """Targets are of their kinds' groups, and every description of callers describes something."""
+    for index, target in enumerate(spec.target_refs):
+        path = ("spec", "targetRefs", index)
+        if target.group != TARGET_GROUPS[target.kind]:
+            yield (*path, "group"), f"{target.kind} is of another group; write {TARGET_GROUPS[target.kind]}"
+        if target.section_name is not None and target.kind not in _WITH_LISTENERS:
+            yield (*path, "sectionName"), "names a listener; write it with kind Gateway or GatewayConfig alone"
+    for index, rule in enumerate(spec.rules):
+        for number, one in enumerate(rule.from_):
+            if not (one.tenants or one.users or one.api_keys or one.claims):
+                said = "describes nobody; write tenants, users, apiKeys or claims, or leave out from for everybody"
+                yield ("spec", "rules", index, "from", number), said
+
+
+def check_targets(policy: ModelAccessPolicy, known: Targets) -> Iterator[Finding]:
+    """A policy whose target is misspelt would protect nothing."""
+    namespace = policy.metadata.namespace
+    for index, target in enumerate(policy.spec.target_refs):
+        path = ("spec", "targetRefs", index)
+        if target.kind == "InferencePool":
+            yield (
+                (*path, "kind"),
+                "a directory has no InferencePools; write ModelServer, or apply the policy to a cluster",
+            )
+            continue
+        if target.kind in _WITH_LISTENERS:
+            yield from _check_listener(target, known, path)
+            continue
+        keys = _keys(target, known)
+        if object_key(namespace, target.name) not in keys and not known.unread.may_hold(target.name):
+            near = [key.removeprefix(f"{namespace}/") for key in keys if namespace_of(key) == namespace]
+            yield (*path, "name"), f"no {target.kind} is called '{target.name}' here; {suggest(target.name, near)}"
+
+
+def _check_listener(target: AccessTarget, known: Targets, path: tuple[str | int, ...]) -> Iterator[Finding]:
+    if target.kind == "Gateway":
+        yield (*path, "kind"), "a directory has no Gateways; write GatewayConfig, or apply the policy to a cluster"
+    elif target.section_name is not None and target.section_name not in known.listeners:
+        yield (*path, "sectionName"), f"no listener has this name; {suggest(target.section_name, known.listeners)}"
+
+
+def _keys(target: AccessTarget, known: Targets) -> Collection[str]:
+    match target.kind:
+        case "ModelRoute":
+            return known.model_routes
+        case "ModelServer":
+            return known.model_servers
+        case _:
+            return known.http_routes

@@ -3,14 +3,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from extproc.api.errors import Finding, Path
+
+
 import math
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from extproc.api.cel import Rule
 from extproc.api.quantities import ByteSize, Duration
-from extproc.api.spec import Metadata, Name, NonEmpty, Spec, keyed_by
+from extproc.api.spec import Metadata, Name, NonEmpty, Rule, Spec, keyed_by
 
 # As Kubernetes' and InferenceObjective's: higher goes first, below 0 is sheddable.
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -209,3 +216,29 @@ class InferenceObjective(msgspec.Struct, frozen=True, kw_only=True):
 
     metadata: Metadata
     spec: ObjectiveSpec = ObjectiveSpec()
+
+
+def check_limits(limits: Sequence[RateLimit]) -> Iterator[Finding]:
+    """Each limits something; the field 'header' goes with ``per: Header``."""
+    for index, limit in enumerate(limits):
+        path: Path = ("spec", "rateLimits", index)
+        if not any((limit.requests, limit.input_tokens, limit.output_tokens, limit.total_tokens)):
+            yield path, "limits nothing; write requests, inputTokens, outputTokens or totalTokens"
+        if (limit.per == "Header") != (limit.header is not None):
+            yield path, "per: Header and the field 'header' go together; write both or neither"
+        if limit.scope == "Local" and limit.without_redis == "Refuse":
+            yield (*path, "withoutRedis"), "has no effect on a Local limit; write scope: Global, or leave it out"
+
+
+def check_flow_control(control: FlowControl) -> Iterator[Finding]:
+    """Bands differ in name and priority, and the limits let requests through."""
+    path: Path = ("spec", "flowControl")
+    if control.saturation.limits().max_wait_s == 0:
+        yield (*path, "saturation", "maxWait"), "nothing could ever go; write a longer time, or null"
+    names: set[str] = set()
+    priorities: set[int] = set()
+    for index, band in enumerate(control.bands):
+        if band.name in names or band.priority in priorities:
+            yield (*path, "bands", index), "another band has this name or priority; give each its own"
+        names.add(band.name)
+        priorities.add(band.priority)

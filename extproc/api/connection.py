@@ -8,9 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from extproc.api import patterns
-from extproc.api.cel import Rule
-from extproc.api.listeners import CertificateFiles
-from extproc.api.spec import Name, NonEmpty, Spec
+from extproc.api.spec import Name, NonEmpty, Rule, Spec
 
 DataKey = Annotated[str, msgspec.Meta(pattern=patterns.DATA_KEY, max_length=253)]
 
@@ -109,3 +107,12 @@ class EngineConnection(Spec, frozen=True):
     def has_key(self) -> bool:
         """Whether engines ask for a key."""
         return self.api_key_file is not None or self.api_key_env is not None
+
+
+class CertificateFiles(Spec, frozen=True):
+    """A certificate. ``cert_file``: it and its chain in PEM. ``key_file``: its private key. The bundle's writer follows
+    both, and Envoy takes a new pair up without a restart.
+    """
+
+    cert_file: NonEmpty
+    key_file: NonEmpty

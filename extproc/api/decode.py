@@ -8,26 +8,24 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from extproc.api.access_policy import ModelAccessPolicy
-from extproc.api.access_validation import check_access_policy
+from extproc.api.access_policy import ModelAccessPolicy, check_access_policy
 from extproc.api.admission import InferenceObjective
-from extproc.api.backend import Backend
-from extproc.api.connection_validation import check_connection
 from extproc.api.documents import read, repeats_keys, split
 from extproc.api.errors import ConfigInvalid, Mistake
-from extproc.api.gateway_config import GatewayConfig
-from extproc.api.http_route import HTTPRoute
-from extproc.api.http_route_validation import check_cors, check_http_route
-from extproc.api.listener_validation import check_listeners
-from extproc.api.model_route import ModelRoute
-from extproc.api.model_server import ModelServer
+from extproc.api.gateway_config import GatewayConfig, check_gateway, check_listeners
+from extproc.api.http_route import Backend, HTTPRoute, check_backend, check_cors, check_http_route
+from extproc.api.model_route import ModelRoute, check_route
+from extproc.api.model_server import ModelServer, check_connection, check_server
 from extproc.api.picker_config import PICKER_KIND, EndpointPickerConfig, PickerFile
-from extproc.api.picker_flow_control import check_flow_control_section, flow_control_of
+from extproc.api.picker_flow_control import (
+    check_flow_control_section,
+    check_usage_limits,
+    flow_control_of,
+    with_usage_limits,
+)
 from extproc.api.quantities import decode_quantity, decode_quantity_leniently
 from extproc.api.schema import check_shape, suggest
 from extproc.api.spec import API_VERSION
-from extproc.api.usage_limits import check_usage_limits, with_usage_limits
-from extproc.api.validation import check_backend, check_gateway, check_route, check_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

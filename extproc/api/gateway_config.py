@@ -1,19 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GatewayConfig: how Envoy listens, and how it talks to extproc."""
+"""GatewayConfig: how Envoy listens, what its listeners show and ask for, and how it reaches extproc."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import ipaddress
+import posixpath
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 import msgspec
 
 from extproc.api import patterns
-from extproc.api.authentication import Authentication, Tenant
-from extproc.api.client_fields import CacheIsolation
+from extproc.api.addresses import (
+    check_address,
+    check_endpoint,
+    is_hostname,
+    parse_address,
+    parse_target,
+    worker_addresses,
+)
+from extproc.api.authentication import Authentication, Tenant, check_authentication, check_tenants
+from extproc.api.connection import CertificateFiles
 from extproc.api.http_route import Cors
-from extproc.api.listeners import Listener
-from extproc.api.quantities import ByteSize, Duration
-from extproc.api.spec import Metadata, Spec, keyed_by
+from extproc.api.matches import check_answer_header
+from extproc.api.model_server import CacheIsolation
+from extproc.api.quantities import LONGEST_MESSAGE_S, ByteSize, Duration, check_duration
+from extproc.api.spec import Metadata, NonEmpty, Rule, Spec, keyed_by
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from extproc.api.errors import Finding, Path
+
+
+class ClientCertificates(Spec, frozen=True):
+    """What clients' certificates must be like. ``ca_file``: who signs them, in PEM. ``crl_file``: which of them are
+    revoked, one list of each authority, in PEM. ``mode``: ``Require`` refuses a connection without one; ``Optional``
+    checks one that is shown. The bundle's writer follows the files.
+    """
+
+    ca_file: NonEmpty
+    crl_file: NonEmpty | None = None
+    mode: Literal["Require", "Optional"] = "Require"
+
+
+class ListenerTls(Spec, frozen=True):
+    """TLS of a listener. ``certificates``: the one whose names fit is shown. ``client_certificates``: what clients must
+    show. ``min_version``: older versions of TLS are refused.
+    """
+
+    certificates: Annotated[tuple[CertificateFiles, ...], msgspec.Meta(min_length=1, max_length=64)]
+    client_certificates: ClientCertificates | None = None
+    min_version: Literal["1.2", "1.3"] = "1.2"
+
+
+class Listener(Spec, frozen=True):
+    """One listener. Several may share an address if their ``hostname`` differ.
+
+    ``name``: routes attach to it by this name (``sectionName``); in a cluster ``namespace/gateway/listener``.
+    ``address``: ``ip:port``. ``hostname``: only requests to this host, which may begin with ``*.``. ``tls``: without
+    it, plain HTTP.
+    ``public_port``: where clients connect if it is not the port of ``address``; redirects that name no port use it.
+    """
+
+    CEL: ClassVar[tuple[Rule, ...]] = ()
+
+    name: Annotated[str, msgspec.Meta(pattern=patterns.LISTENER, max_length=200)]
+    address: NonEmpty
+    hostname: NonEmpty | None = None
+    tls: ListenerTls | None = None
+    public_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All files that it names."""
+        if self.tls is None:
+            return ()
+        asked = self.tls.client_certificates
+        checked = () if asked is None else (asked.ca_file, asked.crl_file)
+        pairs = (file for one in self.tls.certificates for file in (one.cert_file, one.key_file))
+        return tuple(one for one in (*pairs, *checked) if one is not None)
+
+
+_LARGEST_BODY: Final = 2**32 - 1
+# The address of a socket file has 108 bytes, and the numbers of workers need some.
+_LONGEST_SOCKET: Final = 100
 
 
 class GatewayConfigSpec(Spec, frozen=True):
@@ -72,3 +142,117 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     metadata: Metadata
     spec: GatewayConfigSpec
+
+
+def check_gateway(spec: GatewayConfigSpec) -> Iterator[Finding]:
+    """Addresses parse, and authentication is well formed."""
+    yield from check_address(spec.listen, ("spec", "listen"))
+    yield from check_address(spec.admin, ("spec", "admin"))
+    yield from _check_extproc_address(spec.extproc, ("spec", "extproc"))
+    yield from check_duration(spec.message_timeout, ("spec", "messageTimeout"), longest_s=LONGEST_MESSAGE_S)
+    yield from check_duration(spec.access_log_flush, ("spec", "accessLogFlush"))
+    yield from check_duration(spec.request_timeout, ("spec", "requestTimeout"), shortest_s=0.0)
+    if not 0 < spec.max_body_size <= _LARGEST_BODY:
+        yield ("spec", "maxBodySize"), f"Envoy takes no body of {spec.max_body_size}; write a size from 1 to 4095Mi"
+    if spec.max_heap == 0:
+        yield ("spec", "maxHeap"), "leaves Envoy no memory; write a size such as 2Gi"
+    if spec.served_header is not None:
+        yield from check_answer_header(spec.served_header, ("spec", "servedHeader"))
+    if spec.authentication is not None:
+        yield from check_authentication(spec.authentication)
+    yield from check_tenants(spec.tenants)
+
+
+def _check_extproc_address(text: str, path: Path) -> Iterator[Finding]:
+    if not text.startswith("unix:"):
+        yield from check_endpoint(text, path)
+        return
+    file = text.removeprefix("unix:")
+    if not file or "\0" in file:
+        yield path, f"{text!a} names no file; write unix:/run/attache/extproc.sock"
+    elif len(file.encode()) > _LONGEST_SOCKET:
+        yield path, f"the name of a socket file has at most {_LONGEST_SOCKET} bytes; write a shorter one"
+
+
+def check_listeners(spec: GatewayConfigSpec, *, may_come: bool = False) -> Iterator[Finding]:
+    """Listeners can be told apart, and show what authentication needs. ``may_come``: Gateways may bring the listeners,
+    so that having none is no mistake.
+    """
+    names: set[str] = set()
+    hosts: dict[tuple[tuple[str, int], str], str] = {}
+    plain: dict[tuple[str, int], Listener] = {}
+    for index, one in enumerate(spec.listeners):
+        path: Path = ("spec", "listeners", index)
+        if one.name in names:
+            yield (*path, "name"), f"'{one.name}' is there already; give each listener a name of its own"
+        names.add(one.name)
+        if one.hostname is not None and not is_hostname(one.hostname.removeprefix("*.")):
+            advice = "write a name such as api.example.com, which may begin with '*.'"
+            yield (*path, "hostname"), f"'{one.hostname}' is no host name; {advice}"
+        try:
+            address = parse_address(one.address)
+        except ValueError as error:
+            yield (*path, "address"), str(error)
+            continue
+        first = plain.setdefault(address, one)
+        if (first.tls is None) != (one.tls is None):
+            advice = "an address has either; write another port"
+            yield (*path, "address"), f"is that of '{first.name}', and only one of them has tls; {advice}"
+        other = hosts.setdefault((address, (one.hostname or "").lower()), one.name)
+        if other != one.name:
+            yield path, f"has the address and the host name of '{other}'; change one of them"
+    if spec.listeners or not may_come:
+        yield from _check_certificates_shown(spec)
+
+
+def _check_certificates_shown(spec: GatewayConfigSpec) -> Iterator[Finding]:
+    """Who authenticates by certificates asks for them on every listener."""
+    if spec.authentication is None or not spec.authentication.client_certificates:
+        return
+    asks = "asks for no client certificate, by which callers are identified; write tls.clientCertificates"
+    if not spec.listeners:
+        yield ("spec", "listen"), f"{asks} of listeners"
+    for index, one in enumerate(spec.listeners):
+        if one.tls is None or one.tls.client_certificates is None:
+            yield ("spec", "listeners", index), asks
+
+
+def missed_meeting(gateway: GatewayConfigSpec, listens: Sequence[str]) -> str:
+    """What is wrong if Envoy calls where nobody listens, or somebody listens where Envoy does not call; else empty.
+
+    ``listens``: an address for each process of extproc.
+    """
+    called = worker_addresses(gateway.extproc, gateway.extproc_workers)
+    unanswered = [one for one in called if not any(_reaches(one, listener) for listener in listens)]
+    uncalled = [one for one in listens if not any(_reaches(call, one) for call in called)]
+    if not unanswered and not uncalled:
+        return ""
+    advice = "make the GatewayConfig's 'extproc' and 'extprocWorkers' and extproc's --listen and --workers agree"
+    return f"Envoy is configured to call {_shown(called)}, and extproc listens on {_shown(listens)}; {advice}"
+
+
+def _shown(addresses: Sequence[str]) -> str:
+    return addresses[0] if len(addresses) == 1 else f"{addresses[0]} to {addresses[-1]}"
+
+
+def _reaches(called: str, listener: str) -> bool:
+    """Whether a call to one address arrives at the other, on this machine or through the address of another."""
+    if called.startswith("unix:") or listener.startswith("unix:"):
+        return _path(called) == _path(listener)
+    to, (own, own_port) = parse_target(called), parse_address(listener)
+    if to.port != own_port:
+        return False
+    if not to.is_ip:
+        # whose name it is, Envoy's resolver knows
+        return True
+    target, bound = ipaddress.ip_address(to.host), ipaddress.ip_address(own)
+    if bound.is_unspecified:
+        # :: takes IPv4 too
+        return bound.version == 6 or target.version == 4
+    # whoever calls 0.0.0.0 gets 127.0.0.1
+    return target == bound or (target.is_unspecified and bound.is_loopback and target.version == bound.version)
+
+
+def _path(address: str) -> str:
+    scheme, _, path = address.partition(":")
+    return posixpath.normpath(path) if scheme == "unix" else ""

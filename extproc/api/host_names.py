@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host names of engines and Backends: which addresses stand for them, decided without a network or a clock.
+"""Host names of engines and Backends, resolved: a name is as many endpoints as it has addresses.
 
-A name is as many endpoints as it has addresses. Name servers may answer with a few of many addresses at a time, and
-extproc and Envoy's bundle are resolved by two processes. So an address stays for some seconds after it was answered
-last, and extproc uses a new one only after the bundle's writer must have met it: what extproc chooses, Envoy knows.
+Name servers may answer with a few of many addresses at a time, and extproc and Envoy's bundle are resolved by two
+processes. So an address stays for some seconds after it was answered last, and extproc uses a new one only after the
+bundle's writer must have resolved it: what extproc chooses is in Envoy's clusters. ``KnownNames`` decides this without
+a network or a clock; ``ResolvedDirectory`` calls the resolver in threads.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.api.own_addresses import OF_CLUSTER, is_own
-from extproc.api.validation import parse_endpoint
+from extproc.api.addresses import OF_CLUSTER, is_own, parse_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
-    from extproc.api.backend import Backend
+    from extproc.api.http_route import Backend
+    from extproc.api.load import ConfigDirectory
     from extproc.api.model_server import ModelServer, ModelServerSpec, StaticEndpoint
     from extproc.api.snapshot import Snapshot
 
@@ -153,3 +157,126 @@ def _publisher(text: str | None, ip: str, addresses: Addresses) -> str | None:
 
 def _joined(ip: str, port: int) -> str:
     return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
+log = logging.getLogger(__name__)
+# Between two lookups of a name.
+_INTERVAL_S: Final = 2.0
+# New names are waited for so long; those that take longer follow when they come.
+_FIRST_S: Final = 5.0
+_TICK_S: Final = 0.1
+# A name server that does not answer holds up one of these.
+_THREADS: Final = 8
+
+
+class ResolvedDirectory:
+    """``directory``, read as if it had addresses in place of names. It has changed, too, when a name's addresses have.
+
+    ``lookup``: the addresses of a name; may raise OSError and take long. Threads start with the first name, and look
+    names up from then on; reading waits only for names that are new.
+    """
+
+    def __init__(
+        self,
+        directory: ConfigDirectory,
+        patience: Patience,
+        *,
+        clock: Callable[[], float],
+        lookup: Callable[[str], Sequence[str]],
+    ) -> None:
+        self._directory = directory
+        self._lookup = lookup
+        self._clock = clock
+        self._known = KnownNames(patience)
+        self._used: Addresses = {}
+        self._condition = threading.Condition()
+        # by name, when it is to be looked up next; those that are being looked up are not in it
+        self._due_at_s: dict[str, float] = {}
+        self._wanted: frozenset[str] = frozenset()
+        self._pending: set[str] = set()
+        self._said: dict[str, str] = {}
+        self._threads = 0
+
+    @property
+    def path(self) -> Path:
+        """That of the directory with the names."""
+        return self._directory.path
+
+    def has_changed(self) -> bool:
+        """Whether files or addresses have changed since ``read``."""
+        return self._directory.has_changed() or (bool(self._wanted) and self._usable() != self._used)
+
+    def read(self) -> Snapshot:
+        """The snapshot of what is there now; raises ConfigInvalid. May wait for name servers: not in an event loop."""
+        # what cannot be read is not read again because of a name
+        self._used = self._usable()
+        snapshot = self._directory.read()
+        names = names_in(snapshot)
+        self._follow(names)
+        if not names:
+            return snapshot
+        self._used = self._usable()
+        return with_addresses(snapshot, self._used)
+
+    def _usable(self) -> Addresses:
+        with self._condition:
+            return self._known.usable(self._clock())
+
+    def _follow(self, names: frozenset[str]) -> None:
+        with self._condition:
+            new = names - self._wanted
+            self._wanted = names
+            self._known.forget_all_but(names)
+            self._due_at_s = {name: at for name, at in self._due_at_s.items() if name in names}
+            self._due_at_s.update(dict.fromkeys(new, self._clock()))
+            self._pending = (self._pending & names) | new
+            missing = min(_THREADS, len(names)) - self._threads
+            self._threads += max(0, missing)
+        for _ in range(missing):
+            threading.Thread(target=self._look_up_for_ever, name="host names", daemon=True).start()
+        with self._condition:
+            self._condition.wait_for(lambda: not self._pending, timeout=_FIRST_S)
+
+    def _look_up_for_ever(self) -> None:
+        while True:
+            name = self._take()
+            if name is not None:
+                self._look_up(name)
+                continue
+            with self._condition:
+                self._condition.wait(_TICK_S)
+
+    def _take(self) -> str | None:
+        now = self._clock()
+        with self._condition:
+            due = next((name for name, at in self._due_at_s.items() if at <= now), None)
+            if due is not None:
+                del self._due_at_s[due]
+            return due
+
+    def _look_up(self, name: str) -> None:
+        try:
+            found, problem = self._lookup(name), "it has no address"
+        except (OSError, UnicodeError) as error:
+            found, problem = (), str(error)
+        now = self._clock()
+        with self._condition:
+            if name in self._wanted:
+                self._say(name, found, problem)
+                if found:
+                    self._known.heard(name, found, now)
+                self._due_at_s[name] = now + _INTERVAL_S
+            self._pending.discard(name)
+            self._condition.notify_all()
+
+    def _say(self, name: str, found: Sequence[str], problem: str) -> None:
+        """Once for each change."""
+        said = f"is {', '.join(found)}" if found else problem
+        if self._said.get(name) == said:
+            return
+        self._said[name] = said
+        if found:
+            log.info("the host name %s %s", name, said)
+        else:
+            kept = ", ".join(self._known.usable(self._clock()).get(name, ())) or "none"
+            log.warning("cannot resolve the host name %s: %s; its last addresses stay: %s", name, problem, kept)

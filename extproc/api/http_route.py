@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTPRoute, as the Gateway API has it: which requests go to which backends, and what is changed on the way.
+"""HTTPRoute, as the Gateway API has it (gateway.networking.k8s.io/v1), and Backend: servers that are no engines.
 
-Source: Gateway API, gateway.networking.k8s.io/v1, HTTPRoute.
+Envoy routes such requests. extproc has no part in those that go to a Backend.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 
+from extproc.api.addresses import check_endpoint
+from extproc.api.matches import check_header_name, compile_expression
 from extproc.api.quantities import Duration
-from extproc.api.spec import API_VERSION, Metadata, NonEmpty, Spec
-from extproc.api.workload import ParentReference, Port
+from extproc.api.spec import API_VERSION, Metadata, NonEmpty, ParentReference, Port, Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from extproc.api.errors import Finding, Path
+
 
 ATTACHE_GROUP = API_VERSION.partition("/")[0]
 
@@ -225,3 +233,219 @@ class HTTPRoute(msgspec.Struct, frozen=True, kw_only=True):
 
     metadata: Metadata
     spec: HTTPRouteSpec
+
+
+class BackendSpec(Spec, frozen=True):
+    """Servers over which Envoy balances by itself. ``endpoints``: ``ip:port`` or ``name:port``; without any, requests
+    are answered 503. ``protocol``: ``H2C`` is HTTP/2 without TLS, ``WebSocket`` lets connections be upgraded.
+    ``unresolved``: the reference to it cannot be resolved; requests are answered 500, as the Gateway API says.
+    """
+
+    endpoints: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=10_000)] = ()
+    protocol: Literal["HTTP", "H2C", "WebSocket"] = "HTTP"
+    unresolved: bool = False
+
+
+class Backend(msgspec.Struct, frozen=True, kw_only=True):
+    """A Backend document."""
+
+    metadata: Metadata
+    spec: BackendSpec
+
+
+_LABEL: Final = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_HOSTNAME: Final = re.compile(rf"(\*\.)?{_LABEL}(\.{_LABEL})*")
+_IPV4: Final = re.compile(r"[0-9.]+")
+_MOST_HOSTNAME: Final = 253
+# Paths are normalized before they are compared, so these never match.
+_NEVER_IN_PATHS: Final = re.compile(r"//|/\.{1,2}(/|$)|%2[fF]|[\x00-\x20\x7f?#]")
+_ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://(\*|(\*\.)?[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
+_SHORTEST_S: Final = 0.001
+_LONGEST_S: Final = 366 * 86400.0
+# By type: the field of a filter that belongs to it.
+_FIELDS: Final = {
+    "RequestHeaderModifier": "request_header_modifier",
+    "ResponseHeaderModifier": "response_header_modifier",
+    "RequestMirror": "request_mirror",
+    "RequestRedirect": "request_redirect",
+    "URLRewrite": "url_rewrite",
+    "CORS": "cors",
+}
+_SPELLED: Final = {name: re.sub(r"_(\w)", lambda found: found[1].upper(), name) for name in _FIELDS.values()}
+# Envoy applies these to one backend; all others to the whole rule.
+_OF_BACKENDS: Final = frozenset({"RequestHeaderModifier", "ResponseHeaderModifier"})
+
+
+def check_http_route(spec: HTTPRouteSpec) -> Iterator[Finding]:
+    """What Envoy can do: every match can be met, every filter has its fields, no two contradict each other."""
+    for index, hostname in enumerate(spec.hostnames):
+        yield from check_hostname(hostname, ("spec", "hostnames", index))
+    for number, rule in enumerate(spec.rules):
+        yield from _check_rule(rule, ("spec", "rules", number))
+
+
+def check_hostname(hostname: str, path: Path) -> Iterator[Finding]:
+    """A host name as the Gateway API has it: of lower case, no IP address, ``*.`` at most in front."""
+    if not _HOSTNAME.fullmatch(hostname) or _IPV4.fullmatch(hostname) or len(hostname) > _MOST_HOSTNAME:
+        yield path, f"{hostname[:100]!a} is no host name; write one such as api.example.com or *.example.com"
+
+
+def _check_rule(rule: HTTPRouteRule, path: Path) -> Iterator[Finding]:
+    for number, match in enumerate(rule.matches):
+        at = (*path, "matches", number)
+        yield from _check_path(match.path, (*at, "path", "value"))
+        for index, header in enumerate(match.headers):
+            yield from check_header_name(header.name, (*at, "headers", index, "name"))
+            yield from _check_value(header, (*at, "headers", index, "value"))
+        for index, parameter in enumerate(match.query_params):
+            yield from _check_value(parameter, (*at, "queryParams", index, "value"))
+    yield from _check_filters(rule.filters, (*path, "filters"))
+    yield from _check_together(rule, path)
+    for number, backend in enumerate(rule.backend_refs):
+        at = (*path, "backendRefs", number, "filters")
+        yield from _check_filters(backend.filters, at)
+        for index, one in enumerate(backend.filters):
+            if one.type not in _OF_BACKENDS:
+                yield (*at, index, "type"), f"{one.type} is applied to whole rules; write it under the rule's filters"
+    yield from _check_timeouts(rule.timeouts, (*path, "timeouts"))
+    backoff = None if rule.retry is None else rule.retry.backoff
+    if backoff is not None and not _SHORTEST_S <= backoff <= _LONGEST_S:
+        advice = f"write a time from {_SHORTEST_S:g}s to {_LONGEST_S:g}s"
+        yield (*path, "retry", "backoff"), f"Envoy takes no {backoff} here; {advice}"
+
+
+def _check_path(match: PathMatch, path: Path) -> Iterator[Finding]:
+    if match.type == "RegularExpression":
+        yield from _check_expression(match.value, path)
+    elif not match.value.startswith("/") or _NEVER_IN_PATHS.search(match.value):
+        yield (
+            path,
+            f"{match.value[:100]!a} is no path that a request can have; write one such as /v1/files, without query",
+        )
+
+
+def _check_value(match: ValueMatch, path: Path) -> Iterator[Finding]:
+    if match.type == "RegularExpression":
+        yield from _check_expression(match.value, path)
+
+
+def _check_expression(text: str, path: Path) -> Iterator[Finding]:
+    try:
+        compile_expression(text)
+    except ValueError as error:
+        yield path, str(error)
+
+
+def _check_filters(filters: Sequence[HTTPRouteFilter], path: Path) -> Iterator[Finding]:
+    seen: set[str] = set()
+    for index, one in enumerate(filters):
+        at = (*path, index)
+        own = _FIELDS[one.type]
+        if getattr(one, own) is None:
+            yield at, f"is of type {one.type}, so it needs '{_SPELLED[own]}'"
+        for field in _FIELDS.values():
+            if field != own and getattr(one, field) is not None:
+                yield (*at, _SPELLED[field]), f"does not belong to a filter of type {one.type}; write a filter for each"
+        if one.type in seen and one.type != "RequestMirror":
+            yield (*at, "type"), f"a second {one.type}; put both into one"
+        seen.add(one.type)
+        yield from _check_filter(one, at)
+
+
+def _check_filter(one: HTTPRouteFilter, at: Path) -> Iterator[Finding]:
+    for field, modifier in (
+        ("requestHeaderModifier", one.request_header_modifier),
+        ("responseHeaderModifier", one.response_header_modifier),
+    ):
+        if modifier is not None:
+            yield from _check_modifier(modifier, (*at, field))
+    if one.request_mirror is not None:
+        yield from _check_mirror(one.request_mirror, (*at, "requestMirror"))
+    if one.request_redirect is not None:
+        yield from _check_hostname_and_path(
+            one.request_redirect.hostname, one.request_redirect.path, (*at, "requestRedirect")
+        )
+    if one.url_rewrite is not None:
+        yield from _check_hostname_and_path(one.url_rewrite.hostname, one.url_rewrite.path, (*at, "urlRewrite"))
+    if one.cors is not None:
+        yield from check_cors(one.cors, (*at, "cors"))
+
+
+def _check_modifier(modifier: HeaderModifier, path: Path) -> Iterator[Finding]:
+    names = [
+        *((("set", index, "name"), one.name) for index, one in enumerate(modifier.set)),
+        *((("add", index, "name"), one.name) for index, one in enumerate(modifier.add)),
+        *((("remove", index), name) for index, name in enumerate(modifier.remove)),
+    ]
+    for at, name in names:
+        yield from check_header_name(name, (*path, *at))
+        if name.lower() == "host":
+            yield (*path, *at), "the host is not changed as a header; write a URLRewrite with hostname"
+
+
+def _check_mirror(mirror: RequestMirror, path: Path) -> Iterator[Finding]:
+    if mirror.percent is not None and mirror.fraction is not None:
+        yield path, "has both percent and fraction; write one of them"
+    if mirror.fraction is not None and mirror.fraction.numerator > mirror.fraction.denominator:
+        yield (*path, "fraction"), "is more than all requests; write a numerator up to the denominator"
+
+
+def _check_hostname_and_path(hostname: str | None, modifier: PathModifier | None, path: Path) -> Iterator[Finding]:
+    if hostname is not None:
+        yield from check_hostname(hostname, (*path, "hostname"))
+        if hostname.startswith("*"):
+            yield (*path, "hostname"), "begins with *, and clients need a whole name here; write one"
+    if modifier is None:
+        return
+    is_full = modifier.type == "ReplaceFullPath"
+    own = modifier.replace_full_path if is_full else modifier.replace_prefix_match
+    other = modifier.replace_prefix_match if is_full else modifier.replace_full_path
+    field = "replaceFullPath" if is_full else "replacePrefixMatch"
+    if own is None or other is not None:
+        yield (*path, "path"), f"is of type {modifier.type}, so it has {field} and nothing else"
+    elif (own and not own.startswith("/")) or re.search(r"[\x00-\x20\x7f?#]", own):
+        yield (*path, "path", field), f"{own[:100]!a} is no path; write one such as /v1, without query"
+
+
+def check_cors(cors: Cors, path: Path) -> Iterator[Finding]:
+    """Origins that a browser can send, names that headers can have."""
+    for index, origin in enumerate(cors.allow_origins):
+        if not _ORIGIN.fullmatch(origin):
+            advice = "write one such as https://app.example.com, https://*.example.com, or *"
+            yield (*path, "allowOrigins", index), f"{origin[:100]!a} is no origin; {advice}"
+    for field, names in (("allowHeaders", cors.allow_headers), ("exposeHeaders", cors.expose_headers)):
+        for index, name in enumerate(names):
+            yield from check_header_name(name, (*path, field, index))
+
+
+def _check_together(rule: HTTPRouteRule, path: Path) -> Iterator[Finding]:
+    redirects = [one for one in rule.filters if one.request_redirect is not None]
+    if redirects and any(one.url_rewrite is not None for one in rule.filters):
+        yield (*path, "filters"), "has both RequestRedirect and URLRewrite; a redirected request goes to no backend"
+    if redirects and rule.backend_refs:
+        yield (*path, "backendRefs"), "has no effect beside a RequestRedirect; leave one of the two out"
+    paths = [one.request_redirect.path for one in redirects if one.request_redirect is not None]
+    paths += [one.url_rewrite.path for one in rule.filters if one.url_rewrite is not None]
+    replaces = any(one is not None and one.type == "ReplacePrefixMatch" for one in paths)
+    if replaces and any(match.path.type != "PathPrefix" for match in rule.matches):
+        yield (*path, "filters"), "ReplacePrefixMatch replaces what a PathPrefix matched; write such matches alone"
+
+
+def _check_timeouts(timeouts: HTTPRouteTimeouts, path: Path) -> Iterator[Finding]:
+    request, backend = timeouts.request, timeouts.backend_request
+    for field, value in (("request", request), ("backendRequest", backend)):
+        if value is not None and not 0 <= value <= _LONGEST_S:
+            yield (*path, field), f"Envoy takes no {value} here; write a time up to {_LONGEST_S:g}s, 0s for none"
+    if request and backend is not None and backend > request:
+        yield (*path, "backendRequest"), "is longer than request, which ends all tries; write a shorter one"
+
+
+def check_backend(spec: BackendSpec) -> Iterator[Finding]:
+    """Addresses are ``ip:port`` or ``name:port`` and differ."""
+    seen: set[str] = set()
+    for index, endpoint in enumerate(spec.endpoints):
+        path: Path = ("spec", "endpoints", index)
+        yield from check_endpoint(endpoint, path)
+        if endpoint in seen:
+            yield path, f"'{endpoint}' is listed twice; write each server once"
+        seen.add(endpoint)

@@ -3,15 +3,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+import re
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 import msgspec
 
-from extproc.api.admission import Priority, RateLimit
-from extproc.api.cel import Rule, exactly_one
+from extproc.api.admission import Priority, RateLimit, check_limits
+from extproc.api.matches import check_header_name, compile_expression
 from extproc.api.quantities import Duration
-from extproc.api.spec import Metadata, Name, NonEmpty, Spec, object_key
-from extproc.api.workload import ParentReference
+from extproc.api.spec import Metadata, Name, NonEmpty, ParentReference, Rule, Spec, exactly_one, object_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from extproc.api.errors import Finding, Path
+
+
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
+# What cannot be part of the path that conditions are compared with.
+_NOT_IN_PATHS: Final = re.compile(r"[\x00-\x20\x7f?#]")
 
 
 class StringMatch(Spec, frozen=True):
@@ -97,3 +107,62 @@ class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):
     def server_key(self, target: TargetModel) -> str:
         """The ModelServer that ``target`` names: one of this route's own namespace."""
         return object_key(self.metadata.namespace, target.model_server_name)
+
+
+def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
+    """A client can ask for it, every rule can be reached and has a target, and its expressions compile."""
+    if spec.model_name is None and not spec.lora_adapters:
+        yield ("spec",), "no client can ask for this route; write modelName, loraAdapters or both"
+    yield from check_limits(spec.rate_limits)
+    for index, limit in enumerate(spec.rate_limits):
+        if limit.header is not None:
+            yield from check_header_name(limit.header, ("spec", "rateLimits", index, "header"))
+    for number, rule in enumerate(spec.rules):
+        path: Path = ("spec", "rules", number)
+        if not any(target.weight for target in rule.target_models):
+            yield (*path, "targetModels"), "all weights are 0, so nothing could be chosen; give one a positive weight"
+        if rule.model_match is not None:
+            yield from check_matches(rule.model_match, (*path, "modelMatch"))
+        elif number < len(spec.rules) - 1:
+            yield path, "has no modelMatch, so the rules after it are never reached; write it last"
+
+
+def check_matches(given: ModelMatch, path: Path) -> Iterator[Finding]:
+    """Conditions that Envoy takes and that a request can meet."""
+    for header, match in given.headers.items():
+        yield from check_header_name(header, (*path, "headers", header))
+        yield from _check_match(match, (*path, "headers", header))
+        yield from _check_header_values(match, (*path, "headers", header))
+    if given.uri is not None:
+        yield from _check_match(given.uri, (*path, "uri"))
+        yield from _check_paths(given.uri, (*path, "uri"))
+
+
+def _check_match(match: StringMatch, path: Path) -> Iterator[Finding]:
+    given = [name for name in ("exact", "prefix", "regex") if getattr(match, name) is not None]
+    if len(given) != 1:
+        yield path, f"has {' and '.join(given) or 'no condition'}; write exactly one of exact, prefix, regex"
+    if match.prefix == "":
+        yield (*path, "prefix"), "is empty, so it always holds; write a prefix, or leave the condition out"
+    if match.regex is not None:
+        try:
+            compile_expression(match.regex)
+        except ValueError as error:
+            yield (*path, "regex"), str(error)
+
+
+def _check_header_values(match: StringMatch, path: Path) -> Iterator[Finding]:
+    for field, value in (("exact", match.exact), ("prefix", match.prefix)):
+        if value is None:
+            continue
+        if _CONTROL.search(value):
+            yield (*path, field), f"{value[:100]!a} has a control character, which no header's value can have"
+        elif value.lstrip(" ") != value or (field == "exact" and value.rstrip(" ") != value):
+            yield (*path, field), f"'{value[:100]}' begins or ends with a space, which is cut off headers; leave it out"
+
+
+def _check_paths(match: StringMatch, path: Path) -> Iterator[Finding]:
+    for field, value in (("exact", match.exact), ("prefix", match.prefix)):
+        if value is not None and (value[:1] != "/" or _NOT_IN_PATHS.search(value)):
+            advice = "write a path such as /v1/chat/completions, without a query"
+            yield (*path, field), f"{value[:100]!a} is not the beginning of a path; {advice}"

@@ -3,20 +3,99 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 import msgspec
 
 from extproc.api import patterns
-from extproc.api.activation import Activation
-from extproc.api.adapter_loading import AdapterLoading
-from extproc.api.admission import FlowControl
-from extproc.api.cel import Rule, exactly_one, together
-from extproc.api.client_fields import CacheIsolation, InternalField
+from extproc.api.addresses import check_endpoint, is_hostname, parse_endpoint
+from extproc.api.admission import FlowControl, check_flow_control
 from extproc.api.connection import EngineConnection
-from extproc.api.quantities import Duration
-from extproc.api.spec import Metadata, NonEmpty, Spec, keyed_by
-from extproc.api.workload import WorkloadPort, WorkloadSelector
+from extproc.api.matches import check_header_name
+from extproc.api.quantities import LONGEST_MESSAGE_S, ByteSize, Duration, check_duration
+from extproc.api.spec import (
+    Metadata,
+    NonEmpty,
+    Rule,
+    Spec,
+    WorkloadPort,
+    WorkloadSelector,
+    exactly_one,
+    keyed_by,
+    together,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from extproc.api.errors import Finding, Path
+
+
+_NO_NAME: Final = "nothing says which name the engines' certificates have; write serverName"
+
+
+CacheIsolation = Annotated[str, msgspec.Meta(pattern=patterns.ISOLATION)]
+# Whoever sets one of these makes an engine connect somewhere, or chooses where a request runs, with which adapter
+# (beside ``model``, which alone is checked) or in whose session.
+SteeringField = Literal[
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "data_parallel_rank",
+    "routed_dp_rank",
+    "disagg_prefill_dp_rank",
+    "disaggregated_params",
+    "lora_path",
+    "lora_request",
+    "session_params",
+]
+# These affect a request's order, name or cache only.
+MarkingField = Literal["priority", "request_id", "rid", "extra_key", "cache_salt"]
+# All fields by which gateways steer engines.
+InternalField = Literal[SteeringField, MarkingField]
+
+
+class Activation(Spec, frozen=True):
+    """While no engine can take them, requests wait for the first one; without this field they are answered 503 at once.
+
+    ``hold_timeout``: the longest that a request waits so. ``start_time``: what a start takes, for ``retry-after``,
+    until one was measured. ``max_requests`` and ``max_bytes``: how many may wait in each process, and the size of their
+    bodies; further ones are answered 429.
+    """
+
+    hold_timeout: Duration = Duration("10m")
+    start_time: Duration = Duration("60s")
+    max_requests: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 1000
+    max_bytes: ByteSize = ByteSize("256Mi")
+
+
+class AdapterSource(Spec, frozen=True):
+    """One adapter that may be loaded. ``name``: what clients ask for, as a ModelRoute's ``loraAdapters`` has it.
+    ``source``: where its weights are, a path or a URI; engines and agents get it as ``lora_path``.
+    """
+
+    name: NonEmpty
+    source: NonEmpty
+
+
+class AdapterLoading(Spec, frozen=True):
+    """Engines load an adapter when a request asks for it, and unload the least recently used one to make room.
+
+    ``adapters``: those that may be loaded. ``port``: of the runtime agents beside the engines, which then load;
+    without it the engines do, and vLLM needs ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` for that. ``slots``: how many
+    adapters an engine may hold at a time; without it, as many as the engine reports that a batch may use
+    (``max_lora``), or else as many as it had when it refused another. ``timeout``: the longest that a request waits for
+    its adapter.
+    """
+
+    adapters: Annotated[
+        tuple[AdapterSource, ...], msgspec.Meta(min_length=1, max_length=1000, extra_json_schema=keyed_by("name"))
+    ]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+    slots: Annotated[int, msgspec.Meta(ge=1, le=10_000)] | None = None
+    timeout: Duration = Duration("60s")
 
 
 class StaticEndpoint(Spec, frozen=True):
@@ -184,3 +263,118 @@ class ModelServer(msgspec.Struct, frozen=True, kw_only=True):
 
     metadata: Metadata
     spec: ModelServerSpec
+
+
+def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
+    """Endpoint addresses are ``ip:port`` or ``name:port`` and differ; no field is without effect."""
+    if (spec.listed is None) == (spec.workload_selector is None):
+        yield ("spec",), "write endpoints or, in a cluster, workloadSelector, one of the two"
+    if (spec.workload_selector is None) != (spec.workload_port is None):
+        yield ("spec",), "workloadSelector and workloadPort go together; write both or neither"
+    seen: set[str] = set()
+    for index, endpoint in enumerate(spec.endpoints):
+        path: Path = ("spec", "endpoints", index, "address")
+        yield from check_endpoint(endpoint.address, path)
+        if endpoint.address in seen:
+            yield path, f"'{endpoint.address}' is listed twice; write each engine once"
+        seen.add(endpoint.address)
+        for name, address in (("kvEvents", endpoint.kv_events), ("kvReplay", endpoint.kv_replay)):
+            if address is not None:
+                yield from check_endpoint(address, ("spec", "endpoints", index, name))
+    if spec.picker_config is not None and spec.pd_group is not None:
+        yield ("spec", "pdGroup"), "has no effect beside pickerConfig; set groupKey of its disagg-profile-handler"
+    if spec.cache_scope_header is not None:
+        yield from check_header_name(spec.cache_scope_header, ("spec", "cacheScopeHeader"))
+    yield from _check_adapters(spec, spec.adapter_loading)
+    yield from _check_activation(spec.activation)
+    if spec.flow_control is not None:
+        yield from check_header_name(spec.flow_control.session_header, ("spec", "flowControl", "sessionHeader"))
+        yield from check_flow_control(spec.flow_control)
+    yield from _check_traffic(spec.traffic_policy, ("spec", "trafficPolicy"))
+
+
+def _check_adapters(spec: ModelServerSpec, loading: AdapterLoading | None) -> Iterator[Finding]:
+    """Who loads can be asked, each adapter has one source, and none has the base model's name."""
+    if loading is None:
+        return
+    path: Path = ("spec", "adapterLoading")
+    if spec.pd_group is not None:
+        yield path, "has no effect beside pdGroup: adapters are loaded where one engine does both prefill and decode"
+    if loading.port is None and spec.engine != "vLLM":
+        yield path, f"{spec.engine} is asked to load nothing; write port, of the runtime agents beside the engines"
+    yield from check_duration(loading.timeout, (*path, "timeout"), longest_s=LONGEST_MESSAGE_S)
+    seen: set[str] = set()
+    for index, adapter in enumerate(loading.adapters):
+        place = (*path, "adapters", index, "name")
+        if adapter.name in seen:
+            yield place, f"'{adapter.name}' is listed twice; write each adapter once"
+        if adapter.name == spec.model:
+            yield place, f"'{adapter.name}' is the base model; give the adapter another name"
+        seen.add(adapter.name)
+
+
+def _check_activation(activation: Activation | None) -> Iterator[Finding]:
+    """Envoy can wait as long."""
+    if activation is not None:
+        path: Path = ("spec", "activation")
+        yield from check_duration(activation.hold_timeout, (*path, "holdTimeout"), longest_s=LONGEST_MESSAGE_S)
+        yield from check_duration(activation.start_time, (*path, "startTime"))
+
+
+def _check_traffic(policy: TrafficPolicy, path: Path) -> Iterator[Finding]:
+    yield from check_duration(policy.timeout, (*path, "timeout"), shortest_s=0.0)
+    yield from check_duration(policy.connect_timeout, (*path, "connectTimeout"))
+    ejection_time = policy.outlier_detection.ejection_time
+    yield from check_duration(ejection_time, (*path, "outlierDetection", "ejectionTime"))
+
+
+def check_connection(spec: ModelServerSpec) -> Iterator[Finding]:
+    """A certificate can be checked, and there is one key."""
+    connection = spec.connection
+    path: Path = ("spec", "connection")
+    keys = connection.api_key_file, connection.api_key_env, connection.api_key_ref
+    if sum(one is not None for one in keys) > 1:
+        yield path, "write apiKeyFile or apiKeyEnv, not both; or in a cluster apiKeyRef alone"
+    tls = connection.tls
+    if tls is None:
+        return
+    authorities = tls.ca_file, tls.ca_certificate_ref
+    if sum(one is not None for one in authorities) + tls.insecure_skip_verify != 1:
+        said = "write caFile, or insecureSkipVerify: true to accept any certificate; in a cluster caCertificateRef"
+        yield (*path, "tls"), f"{said} in place of caFile"
+    if tls.client_certificate is not None and tls.client_certificate_ref is not None:
+        yield (*path, "tls"), "write clientCertificate, or in a cluster clientCertificateRef, not both"
+    names = [((*path, "tls", "serverName"), tls.server_name)]
+    names += [(("spec", "endpoints", index, "serverName"), one.server_name) for index, one in enumerate(spec.endpoints)]
+    for where, name in names:
+        if name is not None and not is_hostname(name):
+            yield where, f"'{name}' is no host name; write a name that the certificate has"
+    if not tls.insecure_skip_verify and tls.server_name is None:
+        yield from _check_names(spec)
+
+
+def check_no_references(spec: ModelServerSpec) -> Iterator[Finding]:
+    """For directories: the gateway role of a cluster puts files in the place of references."""
+    connection = spec.connection
+    path: Path = ("spec", "connection")
+    said = "is in an object of a cluster, which a directory has none of"
+    if connection.api_key_ref is not None:
+        yield (*path, "apiKeyRef"), f"{said}; write apiKeyFile or apiKeyEnv, or apply it to a cluster"
+    if connection.tls is None:
+        return
+    if connection.tls.ca_certificate_ref is not None:
+        yield (*path, "tls", "caCertificateRef"), f"{said}; write caFile, or apply it to a cluster"
+    if connection.tls.client_certificate_ref is not None:
+        yield (*path, "tls", "clientCertificateRef"), f"{said}; write clientCertificate, or apply it to a cluster"
+
+
+def _check_names(spec: ModelServerSpec) -> Iterator[Finding]:
+    if spec.workload_selector is not None:
+        yield ("spec", "connection", "tls"), _NO_NAME
+    for index, one in enumerate(spec.endpoints):
+        try:
+            named = one.server_name is not None or not parse_endpoint(one.address).is_ip
+        except ValueError:
+            continue
+        if not named:
+            yield ("spec", "endpoints", index), f"{_NO_NAME} here or in connection.tls"

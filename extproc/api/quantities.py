@@ -12,8 +12,17 @@ from typing import TYPE_CHECKING, Final, Self
 from extproc.api.advice import no_duration, no_quantity, no_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
+    from extproc.api.errors import Finding, Path
+
+
+# Protocol buffers hold no duration of more than 10,000 years, and Envoy multiplies some; nobody waits for a year.
+_LONGEST_FOR_ENVOY_S: Final = 366 * 86400.0
+# Envoy counts milliseconds.
+_SHORTEST_S: Final = 0.001
+# What Envoy takes as the time for one message to extproc.
+LONGEST_MESSAGE_S: Final = 3600.0
 # No longer text is read: the patterns below try ever shorter numbers where a unit is missing, and Decimal overflows.
 _MOST_CHARACTERS: Final = 64
 _PART: Final = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h|d)", re.ASCII)
@@ -155,3 +164,11 @@ def _bytes_of(match: re.Match[str]) -> int | None:
     factor = _BINARY[binary] if binary else _DECIMAL[decimal] if decimal else 10 ** int(exponent or 0)
     size = Decimal(number) * factor
     return int(size) if size == int(size) and size <= _LARGEST_SIZE else None
+
+
+def check_duration(
+    duration: Duration, path: Path, *, shortest_s: float = _SHORTEST_S, longest_s: float = _LONGEST_FOR_ENVOY_S
+) -> Iterator[Finding]:
+    """Envoy takes a duration from ``shortest_s`` to ``longest_s``; in some places 0 means none."""
+    if not shortest_s <= duration <= longest_s:
+        yield path, f"Envoy takes no {duration} here; write a time from {shortest_s:g}s to {longest_s:g}s"

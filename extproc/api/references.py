@@ -9,28 +9,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from extproc.api.access_policy import ModelAccessPolicy
-from extproc.api.access_validation import Targets, check_targets
-from extproc.api.attachment import is_attached
-from extproc.api.backend import Backend
-from extproc.api.connection_validation import check_no_references
-from extproc.api.documents import Document
-from extproc.api.failure_mode import who_may
+from extproc.api.access_policy import ModelAccessPolicy, Targets, check_targets
+from extproc.api.documents import Document, Unread
 from extproc.api.gateway_config import GatewayConfig
-from extproc.api.http_route import ATTACHE_GROUP, HTTPRoute
+from extproc.api.http_route import ATTACHE_GROUP, Backend, HTTPRoute
 from extproc.api.model_route import ModelRoute
-from extproc.api.model_server import ModelServer
+from extproc.api.model_server import ModelServer, check_no_references
 from extproc.api.schema import suggest
-from extproc.api.spec import namespace_of, object_key
-from extproc.api.unread import Unread
+from extproc.api.snapshot import who_may
+from extproc.api.spec import is_attached, namespace_of, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from extproc.api.errors import Finding, Mistake, Path
     from extproc.api.http_route import BackendRef
-    from extproc.api.spec import Metadata
-    from extproc.api.workload import ParentReference
+    from extproc.api.spec import Metadata, ParentReference
 
 
 class _Named(Protocol):

@@ -1,21 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One consistent reading of a configuration directory, with all its objects."""
+"""One consistent reading of a configuration directory, and what follows from all of it.
+
+Beside the objects: what Envoy does without extproc, which limits need a Redis that is not there, and what reading
+thousands of engines costs one process in time and file descriptors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
 from extproc.api.access_policy import ModelAccessPolicy
 from extproc.api.admission import FlowControl, InferenceObjective
-from extproc.api.backend import Backend
 from extproc.api.gateway_config import GatewayConfigSpec
-from extproc.api.http_route import HTTPRoute
+from extproc.api.http_route import Backend, HTTPRoute
 from extproc.api.model_route import ModelRoute
 from extproc.api.model_server import ModelServer, ModelServerSpec
 from extproc.api.picker_config import PickerFile
-from extproc.api.usage_limits import with_usage_limits
+from extproc.api.picker_flow_control import with_usage_limits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from extproc.api.model_server import ModelServerSpec
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,3 +64,122 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         for_engine_s = 0.0 if activation is None else float(activation.hold_timeout)
         for_adapter_s = 0.0 if loading is None else float(loading.timeout)
         return for_engine_s + for_adapter_s + (0.0 if control is None else control.longest_wait_s)
+
+
+# Tenants and users of callers; extproc knows them.
+_WRITTEN_BY_GATEWAYS: Final = "x-attache-"
+
+
+def failure_mode_of(snapshot: Snapshot) -> Literal["Open", "Close"]:
+    """What is configured; if nothing is, Close where requests would get round something in mode Open."""
+    if snapshot.gateway.failure_mode is not None:
+        return snapshot.gateway.failure_mode
+    return "Close" if decided_by_extproc(snapshot) else "Open"
+
+
+def decided_by_extproc(snapshot: Snapshot) -> list[str]:
+    """What holds only while extproc decides, and requests would get round in failure mode Open."""
+    found = []
+    for route in snapshot.routes:
+        if route.spec.rate_limits:
+            found.append(f"ModelRoute {route.metadata.key}: rateLimits")
+        matches = [rule.model_match for rule in route.spec.rules if rule.model_match is not None]
+        if any(name.lower().startswith(_WRITTEN_BY_GATEWAYS) for one in matches for name in one.headers):
+            found.append(f"ModelRoute {route.metadata.key}: rules by tenant or user")
+    return [*found, *who_may(snapshot.gateway, snapshot.access_policies), *_isolated_caches(snapshot)]
+
+
+def who_may(gateway: GatewayConfigSpec, policies: Sequence[ModelAccessPolicy]) -> list[str]:
+    """What says who may use which models. Envoy cannot say it without extproc, so failure mode Open is refused beside
+    it.
+    """
+    asked = gateway.authentication
+    models = [] if asked is None else [one.models for one in asked.api_keys]
+    models += [] if asked is None else [one.models for one in asked.api_key_secrets]
+    models += [one.models for one in gateway.tenants]
+    found = [f"ModelAccessPolicy {one.metadata.key}" for one in policies]
+    if any(one is not None for one in models):
+        found.insert(0, "GatewayConfig: models of tenants or keys")
+    return found
+
+
+def cache_isolation_of(spec: ModelServerSpec, snapshot: Snapshot) -> str:
+    """Whose prompts share a prefix cache of this server: ``Tenant``, ``User``, ``Shared`` or ``Header:NAME``."""
+    if spec.cache_isolation is None and spec.cache_scope_header is not None:
+        return f"Header:{spec.cache_scope_header}"
+    gateway = snapshot.gateway
+    return spec.cache_isolation or gateway.cache_isolation or ("Shared" if gateway.authentication is None else "Tenant")
+
+
+def _isolated_caches(snapshot: Snapshot) -> Iterator[str]:
+    for server in snapshot.servers:
+        mode = cache_isolation_of(server.spec, snapshot)
+        if mode != "Shared":
+            yield f"ModelServer {server.metadata.key}: cacheIsolation {mode}"
+
+
+def limits_without_redis(snapshot: Snapshot) -> list[str]:
+    """A warning for every Global limit: without Redis, machines cannot share it."""
+    return [
+        f"ModelRoute {route.metadata.key}: rateLimits[{index}] is Global, and there is no --redis: "
+        + ("all its requests get 503" if limit.without_redis == "Refuse" else "every machine grants it by itself")
+        for route in snapshot.routes
+        for index, limit in enumerate(route.spec.rate_limits)
+        if limit.scope == "Global"
+    ]
+
+
+# Engines' pages that the process reads. A page of vLLM's costs some 65 us, so these take a sixth of a core.
+MOST_SCRAPES_PER_S: Final = 2_500.0
+# For connections of Envoys and of readers of pages, files, and libraries: never taken by connections to engines.
+RESERVED_DESCRIPTORS: Final = 1_024
+# Of a subscription to KV events: two sockets of ZeroMQ, each with a descriptor to wake it, and the connection.
+_OF_A_SUBSCRIPTION: Final = 4
+
+
+def scrape_stretch(servers: Iterable[ModelServer]) -> float:
+    """By what every ``scrapeInterval`` is multiplied, 1 or more, so that reading engines leaves time for requests."""
+    specs = [one.spec for one in servers]
+    asked_per_s = sum(len(one.endpoints) / one.scrape_interval for one in specs if one.scrape_interval > 0)
+    return max(1.0, asked_per_s / MOST_SCRAPES_PER_S)
+
+
+def kept_connections(limit: float) -> float:
+    """How many connections to engines may stay open between two reads. ``limit``: descriptors of the process."""
+    return max(0.0, limit - max(RESERVED_DESCRIPTORS, limit / 8))
+
+
+def stretched_intervals(snapshot: Snapshot) -> Iterator[str]:
+    """That engines are read less often than configured."""
+    stretch = scrape_stretch(snapshot.servers)
+    if stretch > 1:
+        read = [one.spec for one in snapshot.servers if one.spec.scrape_interval > 0]
+        endpoints = sum(len(one.endpoints) for one in read)
+        shortest_s = min(float(one.scrape_interval) for one in read if one.endpoints)
+        yield (
+            f"{endpoints} endpoints: their scrapeIntervals ask for {stretch * MOST_SCRAPES_PER_S:.0f} reads a second,"
+            f" and one process reads {MOST_SCRAPES_PER_S:.0f}; all intervals are {stretch:.3g} times as long as written"
+            f" ({shortest_s:g} s is {shortest_s * stretch:.3g} s); write longer ones where loads change slowly, so that"
+            " the others stay as they are"
+        )
+
+
+def wanted_descriptors(snapshot: Snapshot) -> int:
+    """What connections to all engines take, and subscriptions to their events."""
+    wanted = 0
+    for server in snapshot.servers:
+        spec = server.spec
+        ranks = 0 if spec.kv_events is None else spec.kv_events.data_parallel_size
+        wanted += len(spec.endpoints) * ((spec.scrape_interval > 0) + ranks * _OF_A_SUBSCRIPTION)
+    return wanted
+
+
+def missing_descriptors(snapshot: Snapshot, limit: float) -> Iterator[str]:
+    """That connections to engines are made anew for each read, for want of descriptors."""
+    wanted = wanted_descriptors(snapshot)
+    if wanted > kept_connections(limit):
+        yield (
+            f"the engines want {wanted} file descriptors, and a process may have {limit:.0f}, of which some are kept"
+            f" for Envoy: connections to engines beyond that are made anew for each read; raise the hard limit to"
+            f" {wanted * 8 // 7 + RESERVED_DESCRIPTORS} (ulimit -Hn, LimitNOFILE= of systemd)"
+        )

@@ -8,15 +8,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from extproc.api.attachment import is_attached
-from extproc.api.directory import load_directory
+from extproc.api.addresses import parse_address, worker_addresses
 from extproc.api.errors import ConfigInvalid
-from extproc.api.failure_mode import decided_by_extproc, failure_mode_of
-from extproc.api.host_patterns import ANY_HOST, have_common_hosts
-from extproc.api.meeting import missed_meeting
+from extproc.api.gateway_config import missed_meeting
+from extproc.api.load import load_directory
+from extproc.api.matches import ANY_HOST, have_common_hosts
 from extproc.api.schema import suggest
-from extproc.api.scrapes import missing_descriptors, stretched_intervals
-from extproc.api.validation import parse_address, worker_addresses
+from extproc.api.snapshot import decided_by_extproc, failure_mode_of, missing_descriptors, stretched_intervals
+from extproc.api.spec import is_attached
 from extproc.cli.check_notes import (
     crowded_limits,
     forgotten_prompts,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from extproc.api.directory import load_directory
+from extproc.api.load import load_directory
 from extproc.core.core import Core
 from extproc.core.explanation import Explanation, to_text
 from extproc.core.types import Attachment, Head

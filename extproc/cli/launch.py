@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from extproc.api.addresses import parse_address, worker_addresses
 from extproc.api.quantities import Duration
 from extproc.api.spec import full_key
-from extproc.api.validation import parse_address, worker_addresses
 from extproc.cli.descriptors import raise_limit
 from extproc.replication.redis_bus import RedisMissing
 from extproc.runtime import app, workers
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from extproc.api.directory import Directory
+    from extproc.api.load import Directory
     from extproc.api.snapshot import Snapshot
 
 

@@ -7,8 +7,8 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from extproc.api.directory import ConfigDirectory
-from extproc.api.resolved_directory import ResolvedDirectory
+from extproc.api.host_names import ResolvedDirectory
+from extproc.api.load import ConfigDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from extproc.api.addresses import parse_address
 from extproc.api.errors import ConfigInvalid
 from extproc.api.gateway_config import GatewayConfigSpec
 from extproc.api.host_names import Patience
 from extproc.api.quantities import Duration
 from extproc.api.snapshot import Snapshot
 from extproc.api.spec import full_key
-from extproc.api.validation import parse_address
 from extproc.cli.lookup import resolved_directory
 from extproc.cli.mistakes import report
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from extproc.api.addresses import parse_endpoint
 from extproc.api.quantities import Duration
-from extproc.api.validation import parse_endpoint
 from extproc.cli.top_sample import Sample
 from extproc.cli.top_view import UNBOUNDED, render
 from extproc.cli.web_page import printable, read_page

@@ -27,7 +27,7 @@ from extproc.scheduling.pool import Pool
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from extproc.api.activation import Activation
+    from extproc.api.model_server import Activation
     from extproc.core.dispatch import Dispatcher
     from extproc.core.loading import LoadingRequests
     from extproc.core.types import Arrival

@@ -14,7 +14,7 @@ from extproc.admission.access import Access
 from extproc.admission.cache_isolation import CacheIsolation
 from extproc.admission.identity import Identities
 from extproc.admission.limits import Grant
-from extproc.api.scrapes import scrape_stretch
+from extproc.api.snapshot import scrape_stretch
 from extproc.core.accounts import Accounts
 from extproc.core.admission_controller import AdmissionController
 from extproc.core.awaiting import AwaitingRequests
@@ -46,9 +46,8 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterator, Sequence
 
-    from extproc.api.demand import Demand
-    from extproc.api.loads import EndpointLoad
     from extproc.api.snapshot import Snapshot
+    from extproc.api.status_pages import Demand, EndpointLoad
     from extproc.core.awaiting import ZeroDemand
     from extproc.core.entering import Answer, Own
     from extproc.core.explanation import Explanation

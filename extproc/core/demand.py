@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from extproc.api.demand import Counted, Demand, EngineDemand, ServerDemand
+from extproc.api.status_pages import Counted, Demand, EngineDemand, ServerDemand
 from extproc.core.demand_meter import NEVER, InFlight, ModelMeter, ServerMeter, Wait, add_model
 from extproc.core.feedback import usage_of
 from extproc.core.states import State

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.api.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S, is_news_at
+from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, is_news_at
 
 NEVER: Final = sys.maxsize
 # Adapters come and go with the configuration: beyond so many, new ones count as their base model.

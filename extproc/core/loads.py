@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from extproc.api.loads import EndpointLoad
+from extproc.api.status_pages import EndpointLoad
 from extproc.core.states import State
 
 if TYPE_CHECKING:

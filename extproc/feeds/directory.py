@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.errors import ConfigInvalid
-from extproc.api.lingering import LingeringChosen
-from extproc.api.report import ConfigReport
-from extproc.api.settling import Settling
+from extproc.api.make_before_break import LingeringChosen, Settling
+from extproc.api.status_pages import ConfigReport
 from extproc.feeds.envoy_endpoints import endpoints_in_envoy
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping
 
-    from extproc.api.directory import Directory
+    from extproc.api.load import Directory
     from extproc.api.snapshot import Snapshot
     from extproc.core.core import Core
     from extproc.metrics.registry import Metrics

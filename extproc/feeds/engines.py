@@ -15,8 +15,8 @@ import logging
 import math
 from typing import TYPE_CHECKING, Final
 
-from extproc.api.scrapes import scrape_stretch, stretched_intervals
-from extproc.api.validation import parse_address
+from extproc.api.addresses import parse_address
+from extproc.api.snapshot import scrape_stretch, stretched_intervals
 from extproc.core.peer_events import EngineSaid
 from extproc.endpoints.engine_reports import EngineReport
 from extproc.endpoints.metric_names import NAMES

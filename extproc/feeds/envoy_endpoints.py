@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 import msgspec
 
-from extproc.api.validation import parse_address
+from extproc.api.addresses import parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from extproc.api.validation import parse_address, parse_endpoint
+from extproc.api.addresses import parse_address, parse_endpoint
 from extproc.prefix.kv_events import UnreadableEvents
 from extproc.prefix.kv_index import Source
 from extproc.prefix.kv_stream import KvStream

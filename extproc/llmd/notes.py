@@ -13,10 +13,11 @@ from extproc.api.picker_flow_control import (
     FEATURE_GATE,
     LONGEST_WAIT,
     ORDERS,
+    AgentIdentity,
+    PriorityHoldback,
     detector_name,
     gates_of,
 )
-from extproc.api.usage_limits import AgentIdentity, PriorityHoldback
 from extproc.llmd.accepted import ACCEPTED
 from extproc.scheduling.cache_tiers import tier_capacities
 from extproc.scheduling.plugins.attributes import (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import msgspec
 
-from extproc.api.usage_limits import AGENT_IDENTITY, POLICIES, AgentIdentity
+from extproc.api.picker_flow_control import AGENT_IDENTITY, POLICIES, AgentIdentity
 from extproc.llmd import older_types
 from extproc.llmd.accepted import ACCEPTED, Accepted
 from extproc.scheduling.external_plugins import raised_at

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Final, get_args
 import msgspec
 import numpy as np
 
-from extproc.api.client_fields import InternalField, SteeringField
+from extproc.api.model_server import InternalField, SteeringField
 from extproc.errors import BadRequest
 from extproc.request.rewrite import span_of
 

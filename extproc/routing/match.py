@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from extproc.api.expressions import compile_expression
+from extproc.api.matches import compile_expression
 
 if TYPE_CHECKING:
     from extproc.api.model_route import ModelMatch, StringMatch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from extproc.api.attachment import is_attached
+from extproc.api.spec import is_attached
 from extproc.errors import UnknownModel
 from extproc.routing.match import Condition, compile_match
 

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import disable_created_metrics
 
-from extproc.api.limits_without_redis import limits_without_redis
-from extproc.api.meeting import missed_meeting
-from extproc.api.scrapes import kept_connections, missing_descriptors
+from extproc.api.gateway_config import missed_meeting
+from extproc.api.snapshot import kept_connections, limits_without_redis, missing_descriptors
 from extproc.core.core import Core
 from extproc.failures import Supervisor
 from extproc.feeds.directory import DirectoryFeed

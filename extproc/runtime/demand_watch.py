@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.api.demand import changed_since, is_news_at
+from extproc.api.status_pages import changed_since, is_news_at
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection
 
-    from extproc.api.demand import Demand, ServerDemand
+    from extproc.api.status_pages import Demand, ServerDemand
     from extproc.core.core import Core
 
 # Who follows: the manager, the one before it that has not hung up, and people.

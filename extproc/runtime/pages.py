@@ -11,16 +11,13 @@ import msgspec
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from extproc.api.demand import DEMAND_PATH
-from extproc.api.loads import LOADS_PATH
-from extproc.api.report import REPORT_PATH
+from extproc.api.status_pages import DEMAND_PATH, LOADS_PATH, REPORT_PATH
 from extproc.core.loads import add_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from extproc.api.loads import EndpointLoad
-    from extproc.api.report import ConfigReport
+    from extproc.api.status_pages import ConfigReport, EndpointLoad
     from extproc.metrics.exposition import Registry
     from extproc.runtime.demand_watch import DemandWatch
     from extproc.runtime.explain_page import ExplainPage

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from extproc.api.directory import Directory
+from extproc.api.load import Directory
 from extproc.streams.context import GatewayOptions
 from extproc.streams.tls import TlsFiles
 

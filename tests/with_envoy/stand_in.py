@@ -17,7 +17,7 @@ from aiohttp import web
 from bench.processes import Processes, free_ports
 from bench.stack import documents, envoy_command
 from controller.bundle.sync import write_once
-from extproc.api.directory import load_directory
+from extproc.api.load import load_directory
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -17,14 +17,14 @@ from bench.stack import ALIAS, EngineFlags, running_stack
 from controller.autoscaler.decision.signals import Signals
 from controller.kube.gateway_reports import DemandFeed
 from controller.kube.pages import pages
-from extproc.api.loads import LOADS_LABEL
+from extproc.api.status_pages import LOADS_LABEL
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from controller.autoscaler.decision.traffic import Totals
-    from extproc.api.demand import Demand
+    from extproc.api.status_pages import Demand
 
 POD = "attache/gateway"
 

@@ -19,7 +19,7 @@ from bench.stack import envoy_command
 from controller.bundle.acknowledgements import Uptake
 from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES
 from controller.bundle.envoy_admin import read_state, why_not_ready
-from extproc.api.directory import load_directory
+from extproc.api.load import load_directory
 from extproc.protocol import CHAT_PATH, MODELS_PATH
 from tests.waiting import eventually
 

@@ -17,7 +17,7 @@ from bench.processes import Processes, free_ports
 from bench.stack import documents, envoy_command
 from controller.bundle.acknowledgements import Uptake
 from controller.bundle.envoy_admin import read_state
-from extproc.api.directory import load_directory
+from extproc.api.load import load_directory
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

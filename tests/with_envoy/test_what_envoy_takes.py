@@ -13,8 +13,8 @@ from aiohttp import web
 from bench.processes import Processes, free_ports
 from bench.stack import ALIAS, documents, envoy_command
 from controller.bundle.sync import write_once
-from extproc.api.expressions import MAX_PROGRAM_SIZE
 from extproc.api.load import load
+from extproc.api.matches import MAX_PROGRAM_SIZE
 from extproc.routing.match import compile_match
 from tests.waiting import until_served
 

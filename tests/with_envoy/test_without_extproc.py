@@ -17,7 +17,7 @@ from aiohttp import web
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
 from controller.bundle.sync import write_once
-from extproc.api.directory import load_directory
+from extproc.api.load import load_directory
 from extproc.api.spec import API_VERSION
 from tests.waiting import until_served
 from tests.with_envoy.trailers import with_trailers

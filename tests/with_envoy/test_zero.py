@@ -21,8 +21,8 @@ import pytest_asyncio
 import yaml
 
 from bench.stack import MODEL, EngineFlags, Stack, running_stack
-from extproc.api.report import content_digest
 from extproc.api.spec import API_VERSION
+from extproc.api.status_pages import content_digest
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, runni
 from bench.cluster.fake.server import FakeServer, running_fake
 from controller.kube.client import Client, connect
 from controller.kube.resources import DEPLOYMENTS, NAMESPACES, NODES, PODS, SERVICE_ACCOUNTS, key_of
-from extproc.api.loads import LOADS_LABEL
+from extproc.api.status_pages import LOADS_LABEL
 from tests.programs import not_tested
 from tests.waiting import eventually
 from tests.with_kube.kubes import Kube

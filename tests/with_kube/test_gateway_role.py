@@ -34,9 +34,9 @@ from controller.kube.resources import (
     PODS,
     Resource,
 )
-from extproc.api.directory import load_directory
 from extproc.api.errors import ConfigInvalid
-from extproc.api.report import REPORT_PATH, ConfigReport
+from extproc.api.load import load_directory
+from extproc.api.status_pages import REPORT_PATH, ConfigReport
 from tests.kube_objects import Object, picker_config, route, server
 from tests.waiting import eventually
 from tests.with_kube.pods import make_pod, set_ready

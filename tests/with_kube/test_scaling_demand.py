@@ -25,8 +25,7 @@ from controller.commands import explain_scaling as explain_scaling_command
 from controller.kube.client import connect
 from controller.kube.pages import pages
 from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, DEPLOYMENTS, PODS
-from extproc.api.demand import DEMAND_PATH, Demand, ServerDemand
-from extproc.api.loads import LOADS_LABEL
+from extproc.api.status_pages import DEMAND_PATH, LOADS_LABEL, Demand, ServerDemand
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.managing import IMPATIENT, QUICK_QUEUE, define_kinds

@@ -31,7 +31,7 @@ from controller.kube.resources import (
     PODS,
 )
 from controller.models.model_infer import labels
-from extproc.api.loads import LOADS_LABEL, LOADS_PATH
+from extproc.api.status_pages import LOADS_LABEL, LOADS_PATH
 from extproc.llmd.pickers import InstalledPlugins
 from tests.kube_objects import resource, route
 from tests.waiting import eventually

@@ -12,8 +12,7 @@ from msgspec import inspect
 from controller.api.crds import field_docs
 from controller.api.crds import kinds as crds
 from extproc.api.admission import InferenceObjective
-from extproc.api.backend import Backend
-from extproc.api.http_route import HTTPRoute
+from extproc.api.http_route import Backend, HTTPRoute
 from extproc.api.spec import API_VERSION
 from tools.reference.field_types import as_yaml, default_of, default_text, structs_in, type_text
 

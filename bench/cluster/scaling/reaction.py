@@ -19,7 +19,7 @@ from bench.cluster.scaling.site import PATIENCE_S, until
 from bench.cluster.scaling.watching import now_s
 from controller.autoscaler.reconciler.running import wall_s
 from controller.kube.gateway_reports import messages
-from extproc.api.demand import ServerDemand
+from extproc.api.status_pages import ServerDemand
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence

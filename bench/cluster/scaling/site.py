@@ -34,7 +34,7 @@ from controller.kube.resources import (
     PODS,
     SERVICE_ACCOUNTS,
 )
-from extproc.api.loads import LOADS_LABEL
+from extproc.api.status_pages import LOADS_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

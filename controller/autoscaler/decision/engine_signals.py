@@ -13,7 +13,7 @@ from controller.autoscaler.decision.situation import EngineReport
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from extproc.api.demand import EngineDemand, ServerDemand
+    from extproc.api.status_pages import EngineDemand, ServerDemand
 
 
 class EngineSignal(msgspec.Struct, frozen=True, gc=False):

@@ -13,7 +13,7 @@ from controller.autoscaler.decision.heard import Heard, bounded
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.api.demand import Demand
+    from extproc.api.status_pages import Demand
 
 # They say something once a second.
 SILENT_AFTER_S: Final = 3.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 
 from controller.autoscaler.decision.history import MOST_COUNTED, NONE_OF_TPOT, NONE_OF_TTFT, Sums
-from extproc.api.demand import EngineDemand, ServerDemand
+from extproc.api.status_pages import EngineDemand, ServerDemand
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

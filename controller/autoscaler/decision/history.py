@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, overload
 import msgspec
 
 from controller.autoscaler.decision.traffic import Point, Points, Totals
-from extproc.api.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S
+from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -29,7 +29,7 @@ from controller.autoscaler.decision.traffic import Traffic
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from extproc.api.demand import Demand, ServerDemand
+    from extproc.api.status_pages import Demand, ServerDemand
 
 # A tick a second, however often it is asked for.
 _SHORTEST_TICK_S: Final = 0.9

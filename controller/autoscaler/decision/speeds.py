@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from controller.api.autoscaling import LatencyObjective
     from controller.api.autoscaling_binding import EngineCapacity
     from controller.autoscaler.decision.load import PerRequest
-    from extproc.api.demand import EngineDemand
+    from extproc.api.status_pages import EngineDemand
 
 # An 8B model on an H100. They fill in what is missing where something is known.
 _TYPICAL: Final = Speed(prefill_tokens_per_s=15_000.0, step_s=0.0075, step_s_per_token=8e-8)

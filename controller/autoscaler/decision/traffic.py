@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from extproc.api.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S, percentile
+from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, percentile
 
 
 class Totals(msgspec.Struct, frozen=True):
     """Sums over gateways since the first sample; they only grow. ``ttft`` and ``tpot``: requests by bucket, as in
-    ``extproc.api.demand``. The other fields are those of ``Counted``.
+    ``extproc.api.status_pages``. The other fields are those of ``Counted``.
     """
 
     arrivals: float = 0.0

@@ -22,7 +22,7 @@ from controller.kube.authorizer import Action, Callers, User
 from controller.kube.errors import ClusterError, NotFound
 from controller.kube.resources import CONFIG_MAPS, selector
 from controller.webhooks.server import ServerTls
-from extproc.api.validation import parse_address
+from extproc.api.addresses import parse_address
 
 if TYPE_CHECKING:
     from typing import Any

@@ -10,7 +10,7 @@ import msgspec
 
 from controller.autoscaler.decision.situation import EngineReport, Freshness, Waiting
 from controller.autoscaler.decision.traffic import Traffic
-from extproc.api.demand import EngineDemand
+from extproc.api.status_pages import EngineDemand
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.signals import Calm

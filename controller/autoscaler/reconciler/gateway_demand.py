@@ -16,8 +16,7 @@ from controller.autoscaler.reconciler.engines import together
 from controller.kube.gateway_reports import DemandFeed
 from controller.kube.informer import Informer, InformerTiming, Selection, slim_pod
 from controller.kube.resources import PODS
-from extproc.api.demand import EngineDemand, ServerDemand, is_news_at
-from extproc.api.loads import LOADS_LABEL
+from extproc.api.status_pages import LOADS_LABEL, EngineDemand, ServerDemand, is_news_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import EngineReport
     from controller.autoscaler.reconciler.demand import Urgent
     from controller.kube.client import Client
-    from extproc.api.demand import Demand
+    from extproc.api.status_pages import Demand
 
 _TICK_S: Final = 1.0
 

@@ -34,7 +34,7 @@ from envoy_data_plane.envoy.extensions.resource_monitors.fixed_heap.v3 import Fi
 from envoy_data_plane.google.protobuf import Struct, Value
 
 from controller.bundle.envoy.envoy_json import Packed, address, seconds
-from extproc.api.expressions import MAX_PROGRAM_SIZE
+from extproc.api.matches import MAX_PROGRAM_SIZE
 
 if TYPE_CHECKING:
     from extproc.api.gateway_config import GatewayConfigSpec

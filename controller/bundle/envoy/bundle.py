@@ -27,9 +27,9 @@ from controller.bundle.envoy.filters import Needs
 from controller.bundle.envoy.http_routes import needs_of
 from controller.bundle.envoy.listeners import listener_groups, listener_resources
 from controller.bundle.envoy.route_configurations import route_configuration
-from extproc.api.backend import Backend, BackendSpec
-from extproc.api.failure_mode import failure_mode_of
-from extproc.api.lingering import with_servers
+from extproc.api.http_route import Backend, BackendSpec
+from extproc.api.make_before_break import with_servers
+from extproc.api.snapshot import failure_mode_of
 from extproc.api.spec import Metadata
 
 if TYPE_CHECKING:

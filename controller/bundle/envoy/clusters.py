@@ -47,8 +47,8 @@ from envoy_data_plane.envoy.type.v3 import Percent
 from controller.bundle.envoy.bootstrap import ENDPOINTS_FOLDER, file_source
 from controller.bundle.envoy.envoy_json import Packed, address, http_filter, seconds, to_plain, to_resource, typed
 from controller.bundle.envoy.secrets import engine_key, engine_socket, secret_reference
+from extproc.api.addresses import parse_address, parse_target, worker_addresses
 from extproc.api.connection import EngineConnection
-from extproc.api.validation import parse_address, parse_target, worker_addresses
 from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE, SERVER_CLUSTER
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from betterproto2 import Message
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 
-    from extproc.api.backend import Backend
     from extproc.api.gateway_config import GatewayConfigSpec
+    from extproc.api.http_route import Backend
     from extproc.api.model_server import ModelServer
     from extproc.api.model_server import OutlierDetection as OutlierPolicy
 

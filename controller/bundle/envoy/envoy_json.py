@@ -27,7 +27,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.google.protobuf import Any
 from envoy_data_plane.message_pool import default_message_pool
 
-from extproc.api.validation import parse_target
+from extproc.api.addresses import parse_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from extproc.api.attachment import is_attached
-from extproc.api.host_patterns import ANY_HOST, covers
+from extproc.api.gateway_config import Listener
 from extproc.api.http_route import HTTPRoute, HTTPRouteMatch
-from extproc.api.listeners import Listener
+from extproc.api.matches import ANY_HOST, covers
+from extproc.api.spec import is_attached
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

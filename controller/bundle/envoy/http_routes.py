@@ -48,8 +48,8 @@ from controller.bundle.envoy.hosts import conditions, matches_of, path_prefix
 from controller.bundle.envoy.local_replies import error_answer
 from controller.bundle.envoy.model_routes import retries
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER, change_for
-from extproc.api.backend import Backend
-from extproc.api.host_patterns import ANY_HOST
+from extproc.api.http_route import Backend
+from extproc.api.matches import ANY_HOST
 from extproc.api.model_server import ModelServer
 from extproc.api.references import backend_key
 from extproc.protocol import HTTP_ROUTE_KEY, LISTENER_KEY, SERVER_KEY

@@ -42,8 +42,8 @@ from controller.bundle.envoy.envoy_json import Packed, address, seconds, to_plai
 from controller.bundle.envoy.filters import NO_NEEDS, Needs, extproc_service, http_filters
 from controller.bundle.envoy.local_replies import local_replies
 from controller.bundle.envoy.secrets import listener_socket
-from extproc.api.listeners import Listener, ListenerTls
-from extproc.api.validation import parse_address
+from extproc.api.addresses import parse_address
+from extproc.api.gateway_config import Listener, ListenerTls
 from extproc.protocol import (
     ACCESS_LOG_NAME,
     CLIENT,

@@ -34,10 +34,10 @@ from controller.bundle.envoy.listeners import DEFAULT_LISTENER, listener_groups
 from controller.bundle.envoy.local_replies import error_answer
 from controller.bundle.envoy.model_routes import decided_routes, default_retries, routes_without_extproc
 from controller.bundle.envoy.without_extproc import looks_under
-from extproc.api.attachment import is_attached
-from extproc.api.host_patterns import ANY_HOST, covers
+from extproc.api.addresses import parse_address
+from extproc.api.matches import ANY_HOST, covers
 from extproc.api.session_affinity import session_headers
-from extproc.api.validation import parse_address
+from extproc.api.spec import is_attached
 from extproc.protocol import (
     BODY_HEADERS,
     CLIENT,
@@ -61,8 +61,7 @@ if TYPE_CHECKING:
     from controller.bundle.envoy.envoy_json import Memo
     from controller.bundle.envoy.hosts import Host
     from controller.bundle.envoy.listeners import ListenerGroup
-    from extproc.api.gateway_config import GatewayConfigSpec
-    from extproc.api.listeners import Listener
+    from extproc.api.gateway_config import GatewayConfigSpec, Listener
     from extproc.api.model_route import ModelRoute
     from extproc.api.snapshot import Snapshot
 

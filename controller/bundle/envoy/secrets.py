@@ -29,8 +29,8 @@ from controller.bundle.envoy.envoy_json import Packed, resources_file, to_resour
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from extproc.api.connection import EngineConnection, EngineTls
-    from extproc.api.listeners import CertificateFiles, ClientCertificates, Listener, ListenerTls
+    from extproc.api.connection import CertificateFiles, EngineConnection, EngineTls
+    from extproc.api.gateway_config import ClientCertificates, Listener, ListenerTls
     from extproc.api.snapshot import Snapshot
 
 SECRETS_FOLDER: Final = "secrets"

@@ -25,7 +25,7 @@ from envoy_data_plane.envoy.config.core.v3 import DataSource
 from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua, LuaPerRoute
 from envoy_data_plane.google.protobuf import Struct, Value
 
-from extproc.api.client_fields import InternalField, SteeringField
+from extproc.api.model_server import InternalField, SteeringField
 from extproc.protocol import (
     ANTHROPIC_VERSION,
     CHAT_PATH,

@@ -26,16 +26,15 @@ from controller.gateway.compile.servers import empty_server
 from controller.gateway.compile.sizes import size_problem
 from controller.gateway.compile.sources import DOCUMENT_KINDS, Source, source_of
 from controller.kube.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
-from extproc.api.failure_mode import failure_mode_of
 from extproc.api.gateway_config import GatewayConfig
 from extproc.api.model_route import ModelRoute
 from extproc.api.picker_config import check_shape_alone
-from extproc.api.snapshot import Snapshot
+from extproc.api.snapshot import Snapshot, failure_mode_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from extproc.api.listeners import Listener
+    from extproc.api.gateway_config import Listener
     from extproc.api.picker_config import PickerCheck
 
 GATEWAY_FILE: Final = "gateway.json"

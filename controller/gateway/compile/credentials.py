@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from extproc.api import patterns
-from extproc.api.key_sets import has_usable_key
+from extproc.api.authentication import has_usable_key
 from extproc.api.spec import object_key
 
 if TYPE_CHECKING:

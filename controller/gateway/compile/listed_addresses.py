@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.api.own_addresses import is_own
-from extproc.api.validation import parse_endpoint
+from extproc.api.addresses import is_own, parse_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

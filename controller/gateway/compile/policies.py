@@ -15,7 +15,7 @@ import msgspec
 from controller.gateway.compile.pools import server_key
 from controller.kube.conditions import Wanted, WantedStatus, fails, holds
 from extproc.api.access_policy import TARGET_GROUPS, AccessTarget, ModelAccessPolicy
-from extproc.api.failure_mode import who_may
+from extproc.api.snapshot import who_may
 from extproc.api.spec import API_VERSION, object_key
 
 if TYPE_CHECKING:

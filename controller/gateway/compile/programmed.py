@@ -9,7 +9,7 @@ import msgspec
 
 from controller.gateway.compile.compiler import GATEWAY_FILE, file_name
 from controller.kube.conditions import Wanted, WantedList, WantedStatus, fails, holds, item_about
-from extproc.api.report import ConfigReport
+from extproc.api.status_pages import ConfigReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

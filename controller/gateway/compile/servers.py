@@ -15,8 +15,8 @@ from controller.gateway.compile.pods import PRICE, pod_endpoints
 from controller.gateway.compile.secrets import Pointer
 from controller.gateway.compile.sources import Source, to_bytes
 from controller.kube.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
+from extproc.api.addresses import OF_CLUSTER
 from extproc.api.model_server import ModelServer, ModelServerSpec
-from extproc.api.own_addresses import OF_CLUSTER
 from extproc.api.spec import API_VERSION, namespace_of, object_key
 
 if TYPE_CHECKING:

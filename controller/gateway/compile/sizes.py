@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from extproc.api.directory import MAX_DIRECTORY_BYTES, SUFFIXES, max_bytes
+from extproc.api.load import MAX_DIRECTORY_BYTES, SUFFIXES, max_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,7 +11,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from extproc.api.label_requirement import requirement_holds
+from extproc.api.spec import requirement_holds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

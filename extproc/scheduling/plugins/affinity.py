@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 
 from extproc.api.patterns import HEADER_OR_EMPTY
+from extproc.api.picker_flow_control import AGENT_IDENTITY, SESSION_HEADERS, AgentIdentity
 from extproc.api.session_affinity import (
     UNUSED,
     SessionAffinityParameters,
     SessionIdConfig,
     SessionSource,
 )
-from extproc.api.usage_limits import AGENT_IDENTITY, SESSION_HEADERS, AgentIdentity
 from extproc.scheduling.sessions import SessionNote, address_in
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 import msgspec
 import numpy as np
 
-from extproc.api.label_requirement import requirement_holds
+from extproc.api.spec import requirement_holds
 from extproc.scheduling.labels import rows_where
 
 if TYPE_CHECKING:

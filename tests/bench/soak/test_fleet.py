@@ -10,8 +10,8 @@ import pytest
 
 from bench.soak.fleet import BROKEN, CHANGES, applied, content, first_fleet, hosts, next_change, spare
 from bench.soak.run import names_of
-from extproc.api.directory import ConfigDirectory
 from extproc.api.errors import ConfigInvalid
+from extproc.api.load import ConfigDirectory
 
 if TYPE_CHECKING:
     from pathlib import Path

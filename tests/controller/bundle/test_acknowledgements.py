@@ -24,9 +24,8 @@ from controller.bundle.metrics import FollowerSeries, serve_metrics
 from controller.bundle.sync import Follower, write_once
 from controller.commands.bundle import main
 from controller.gateway.in_use import read_report
-from extproc.api.directory import ConfigDirectory
-from extproc.api.load import load
-from extproc.api.report import ConfigReport
+from extproc.api.load import ConfigDirectory, load
+from extproc.api.status_pages import ConfigReport
 
 if TYPE_CHECKING:
     from pathlib import Path

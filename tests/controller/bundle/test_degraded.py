@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from controller.bundle.sync import Follower
-from extproc.api.directory import ConfigDirectory
 from extproc.api.errors import ConfigInvalid
+from extproc.api.load import ConfigDirectory
 from tests.certificates import Authority
 
 if TYPE_CHECKING:

@@ -17,10 +17,9 @@ from controller.bundle.envoy.bundle import BundleWriter, build
 from controller.bundle.key_files import SIGNS_NOTHING, KeyFiles
 from controller.bundle.publish import remove_orphans, steps, write
 from controller.bundle.sync import Follower, write_once
-from extproc.api.directory import ConfigDirectory
+from extproc.api.authentication import has_usable_key
 from extproc.api.errors import ConfigInvalid
-from extproc.api.key_sets import has_usable_key
-from extproc.api.load import load
+from extproc.api.load import ConfigDirectory, load
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,10 +22,9 @@ from controller.bundle.envoy.envoy_json import to_json, to_resource
 from controller.bundle.envoy.local_replies import local_replies
 from controller.bundle.publish import Step, remove_orphans, steps, write
 from controller.bundle.sync import GOLDEN_PATH
-from extproc.api.backend import Backend, BackendSpec
-from extproc.api.directory import load_directory
-from extproc.api.lingering import Lingering, with_servers
-from extproc.api.load import load
+from extproc.api.http_route import Backend, BackendSpec
+from extproc.api.load import load, load_directory
+from extproc.api.make_before_break import Lingering, with_servers
 from extproc.api.spec import Metadata
 from tests.waiting import eventually
 

@@ -19,8 +19,7 @@ from bench.processes import free_ports
 from controller.kube import gateway_reports as demand
 from controller.kube.gateway_reports import DemandFeed, DemandRelay
 from controller.kube.pages import pages
-from extproc.api.demand import DEMAND_PATH, Demand, ServerDemand, completed
-from extproc.api.loads import LOADS_LABEL
+from extproc.api.status_pages import DEMAND_PATH, LOADS_LABEL, Demand, ServerDemand, completed
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

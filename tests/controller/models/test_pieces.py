@@ -21,7 +21,7 @@ from controller.models.loads import GatewayLoads
 from controller.models.log_tails import crash_of
 from controller.models.model_infer.observed import Load
 from controller.models.node_room import LostNodes, quantity, requests_of, room, slim_to_requests
-from extproc.api.loads import LOADS_LABEL
+from extproc.api.status_pages import LOADS_LABEL
 
 if TYPE_CHECKING:
     from controller.kube.resources import Object, Resource

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from extproc.api.addresses import parse_address, parse_endpoint, parse_target
 from extproc.api.errors import ConfigInvalid
-from extproc.api.gateway_config import GatewayConfigSpec
+from extproc.api.gateway_config import GatewayConfigSpec, missed_meeting
 from extproc.api.load import load
-from extproc.api.meeting import missed_meeting
-from extproc.api.validation import parse_address, parse_endpoint, parse_target
 
 GATEWAY = """apiVersion: attache.dev/v1alpha1
 kind: GatewayConfig

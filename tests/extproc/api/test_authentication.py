@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from extproc.api.errors import ConfigInvalid
-from extproc.api.failure_mode import failure_mode_of
 from extproc.api.load import load
+from extproc.api.snapshot import failure_mode_of
 
 ISSUER: dict[str, Any] = {"name": "login", "issuer": "https://login.example", "audiences": ["attache"]}
 

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
+from extproc.api.addresses import HostPort, parse_endpoint
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load
-from extproc.api.validation import HostPort, parse_endpoint
 
 
 def refusals(spec: str) -> str:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.directory import ConfigDirectory
 from extproc.api.errors import ConfigInvalid
+from extproc.api.load import ConfigDirectory
 
 if TYPE_CHECKING:
     from pathlib import Path

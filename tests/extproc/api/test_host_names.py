@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.directory import ConfigDirectory
 from extproc.api.errors import ConfigInvalid
-from extproc.api.host_names import KnownNames, Patience, names_in, with_addresses
-from extproc.api.load import load
-from extproc.api.resolved_directory import ResolvedDirectory
+from extproc.api.host_names import KnownNames, Patience, ResolvedDirectory, names_in, with_addresses
+from extproc.api.load import ConfigDirectory, load
 from extproc.cli.lookup import lookup
 from tests.waiting import eventually
 

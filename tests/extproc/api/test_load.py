@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.directory import load_directory
 from extproc.api.errors import ConfigInvalid
-from extproc.api.failure_mode import decided_by_extproc, failure_mode_of
-from extproc.api.limits_without_redis import limits_without_redis
-from extproc.api.load import load
+from extproc.api.load import load, load_directory
+from extproc.api.snapshot import decided_by_extproc, failure_mode_of, limits_without_redis
 
 if TYPE_CHECKING:
     from pathlib import Path

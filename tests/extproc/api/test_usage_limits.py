@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from extproc.api.admission import Band, FlowControl
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load
-from extproc.api.usage_limits import SESSION_HEADERS, PriorityHoldback
+from extproc.api.picker_flow_control import SESSION_HEADERS, PriorityHoldback
 
 DIRECTORY = """
 apiVersion: attache.dev/v1alpha1

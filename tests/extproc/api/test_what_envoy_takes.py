@@ -10,8 +10,8 @@ import yaml
 
 from bench.stack import documents
 from extproc.api.errors import ConfigInvalid
-from extproc.api.expressions import MAX_PROGRAM_SIZE
 from extproc.api.load import load
+from extproc.api.matches import MAX_PROGRAM_SIZE
 
 _SERVED = [{"modelServerName": "llama"}]
 _KEY_SET = json.dumps({"keys": [{"kty": "oct", "k": "AAAA"}]})

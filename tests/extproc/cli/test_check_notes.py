@@ -157,7 +157,7 @@ def test_more_endpoints_than_prompts_are_remembered_of_are_noted(check: Check, m
 def test_engines_that_are_read_less_often_than_written_are_noted(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoints = [{"address": f"127.0.1.{number}:80"} for number in range(1, 101)]
     assert check(ModelServer={**SERVER, "endpoints": endpoints}) == []
-    monkeypatch.setattr("extproc.api.scrapes.MOST_SCRAPES_PER_S", 250.0)
+    monkeypatch.setattr("extproc.api.snapshot.MOST_SCRAPES_PER_S", 250.0)
     monkeypatch.setattr("extproc.cli.check.hard_limit", lambda: 1_024)
     reads, descriptors = check(ModelServer={**SERVER, "endpoints": endpoints})
     assert "all intervals are 2 times as long as written (0.2 s is 0.4 s)" in reads

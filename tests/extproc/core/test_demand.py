@@ -9,7 +9,8 @@ import random
 import msgspec
 import pytest
 
-from extproc.api.demand import (
+from extproc.api.load import load
+from extproc.api.status_pages import (
     TPOT_BOUNDS_S,
     TTFT_BOUNDS_S,
     Counted,
@@ -19,7 +20,6 @@ from extproc.api.demand import (
     bucket_of,
     is_news_at,
 )
-from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Refused, Tell
 from extproc.core.peer_events import EventBatch

@@ -7,7 +7,7 @@ import json
 import random
 
 from extproc.api.load import load
-from extproc.api.loads import EndpointLoad, total
+from extproc.api.status_pages import EndpointLoad, total
 from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.endpoints.engine_reports import EngineReport, apply_report

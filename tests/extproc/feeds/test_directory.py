@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.directory import ConfigDirectory
-from extproc.api.report import ConfigReport, content_digest
+from extproc.api.load import ConfigDirectory
+from extproc.api.status_pages import ConfigReport, content_digest
 from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.errors import NoEndpoint

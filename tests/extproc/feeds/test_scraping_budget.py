@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from bench.processes import free_ports
-from extproc.api import scrapes
+from extproc.api import snapshot as scrapes
 from extproc.api.load import load
-from extproc.api.scrapes import kept_connections, missing_descriptors, scrape_stretch, stretched_intervals
+from extproc.api.snapshot import kept_connections, missing_descriptors, scrape_stretch, stretched_intervals
 from extproc.cli.top_engines import EngineState
 from extproc.core.core import Core
 from extproc.core.explanation import silent_now

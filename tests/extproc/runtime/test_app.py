@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.__main__ import main
-from extproc.api.report import ConfigReport
+from extproc.api.status_pages import ConfigReport
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse, StreamAccessLogsMessage
 from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually

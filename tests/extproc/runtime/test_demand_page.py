@@ -15,9 +15,8 @@ import msgspec
 import pytest
 
 from bench.processes import free_ports
-from extproc.api.demand import DEMAND_PATH, Demand, completed
 from extproc.api.load import load
-from extproc.api.report import ConfigReport
+from extproc.api.status_pages import DEMAND_PATH, ConfigReport, Demand, completed
 from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.metrics.exposition import Registry

@@ -15,8 +15,7 @@ import msgspec
 from bench.processes import free_ports
 from bench.sizes.configuration import Gateway, Sizes, configuration
 from extproc.api.load import load
-from extproc.api.loads import EndpointLoad
-from extproc.api.report import ConfigReport
+from extproc.api.status_pages import ConfigReport, EndpointLoad
 from extproc.core.core import Core
 from extproc.metrics.registry import Metrics
 from extproc.runtime.demand_watch import DemandWatch

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.api.label_requirement import requirement_holds
+from extproc.api.spec import requirement_holds
 
 GROUP: Final = "gateway.networking.k8s.io"
 

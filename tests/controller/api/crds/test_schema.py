@@ -9,9 +9,8 @@ import msgspec
 import pytest
 
 from controller.api.crds.schema import schema_of
-from extproc.api.cel import exactly_one
 from extproc.api.quantities import ByteSize, Duration
-from extproc.api.spec import Spec, keyed_by
+from extproc.api.spec import Spec, exactly_one, keyed_by
 
 
 class Inner(Spec, frozen=True):

@@ -22,8 +22,8 @@ from controller.autoscaler.decision.situation import (
     Waiting,
 )
 from controller.autoscaler.decision.traffic import Point, Totals, Traffic
-from extproc.api.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_of
 from extproc.api.spec import Metadata
+from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

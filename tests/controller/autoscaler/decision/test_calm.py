@@ -13,7 +13,7 @@ import pytest
 
 from controller.autoscaler.decision.signals import Signals
 from controller.autoscaler.decision.situation import Waiting
-from extproc.api.demand import Counted, Demand, EngineDemand, ServerDemand
+from extproc.api.status_pages import Counted, Demand, EngineDemand, ServerDemand
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.signals import ServerSignals

@@ -24,8 +24,8 @@ from controller.autoscaler.decision.situation import (
     Waiting,
 )
 from controller.autoscaler.decision.speeds import speed_of
-from extproc.api.demand import EngineDemand
 from extproc.api.quantities import decode_quantity
+from extproc.api.status_pages import EngineDemand
 from tests.controller.autoscaler.decision.situations import (
     NOW_S,
     binding_of,

@@ -13,7 +13,7 @@ from controller.autoscaler.decision.heard import MOST, cleaned
 from controller.autoscaler.decision.history import History, PackedPoints, Sums, summed
 from controller.autoscaler.decision.load import load_of
 from controller.autoscaler.decision.traffic import Totals, Traffic
-from extproc.api.demand import EngineDemand, ServerDemand
+from extproc.api.status_pages import EngineDemand, ServerDemand
 
 SECONDS = 700
 

@@ -15,7 +15,7 @@ from controller.autoscaler.decision.gateways import SILENT_AFTER_S
 from controller.autoscaler.decision.heard import MOST
 from controller.autoscaler.decision.signals import ServerSignals, Signals
 from controller.autoscaler.decision.situation import EngineReport, Waiting
-from extproc.api.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S, Counted, Demand, EngineDemand, ServerDemand
+from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, Counted, Demand, EngineDemand, ServerDemand
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

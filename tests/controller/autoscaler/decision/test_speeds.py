@@ -10,8 +10,8 @@ from controller.api.autoscaling_binding import EngineCapacity
 from controller.autoscaler.decision.load import PerRequest
 from controller.autoscaler.decision.situation import Speed
 from controller.autoscaler.decision.speeds import seconds_of_replica, smoothed, speed_of, work_of
-from extproc.api.demand import EngineDemand
 from extproc.api.quantities import Duration
+from extproc.api.status_pages import EngineDemand
 
 LEARNED = EngineDemand(prefill_tokens_per_s=10_000.0, step_s=0.01, step_s_per_token=5e-7, kv_capacity_tokens=300_000.0)
 MEAN = PerRequest(prefill_work=1000.0, prompt_tokens=1000.0, output_tokens=200.0)

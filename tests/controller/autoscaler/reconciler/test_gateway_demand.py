@@ -12,7 +12,7 @@ from controller.autoscaler.decision.engine_signals import EngineSignal
 from controller.autoscaler.decision.situation import EngineReport
 from controller.autoscaler.reconciler.gateway_demand import GatewayDemand, by_pod
 from controller.kube.informer import InformerTiming
-from extproc.api.demand import Demand, EngineDemand, ServerDemand
+from extproc.api.status_pages import Demand, EngineDemand, ServerDemand
 
 if TYPE_CHECKING:
     from controller.kube.client import Client

@@ -30,8 +30,7 @@ from pydantic import ValidationError
 from controller.bundle.envoy import envoy_json
 from controller.bundle.envoy.bundle import build
 from controller.bundle.envoy.envoy_json import PROTO_NAMES, Packed, to_plain, typed
-from extproc.api.directory import load_directory
-from extproc.api.load import load
+from extproc.api.load import load, load_directory
 
 if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.bundle.envoy.hosts import Entry, Host, conditions, hosts_of, path_prefix
-from extproc.api.host_patterns import covers
+from extproc.api.gateway_config import Listener
 from extproc.api.http_route import HTTPRoute, HTTPRouteMatch, HTTPRouteRule, HTTPRouteSpec, PathMatch, ValueMatch
-from extproc.api.listeners import Listener
-from extproc.api.spec import Metadata
-from extproc.api.workload import ParentReference
+from extproc.api.matches import covers
+from extproc.api.spec import Metadata, ParentReference
 from tests.examples import examples
 
 if TYPE_CHECKING:

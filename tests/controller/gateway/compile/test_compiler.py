@@ -14,9 +14,8 @@ from controller.gateway.compile.compiler import Compiler, Outcome, file_name
 from controller.gateway.compile.pods import pod_of, slim_pod
 from controller.gateway.directory import DirectoryWriter
 from controller.kube.resources import key_of
-from extproc.api.directory import load_directory
-from extproc.api.failure_mode import failure_mode_of
-from extproc.api.load import load
+from extproc.api.load import load, load_directory
+from extproc.api.snapshot import failure_mode_of
 from extproc.api.spec import object_key
 from extproc.llmd.pickers import InstalledPlugins, picker_notes, pickers_for
 from tests.examples import examples

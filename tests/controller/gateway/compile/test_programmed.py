@@ -7,7 +7,7 @@ from typing import Any
 
 from controller.gateway.compile.programmed import Follower, is_settled, with_use
 from controller.kube.conditions import Wanted, WantedEntry, WantedList, WantedStatus, fails, holds, merged
-from extproc.api.report import ConfigReport
+from extproc.api.status_pages import ConfigReport
 
 FILE = "modelserver.default.llama.json"
 NEW = {FILE: "new", "gateway.json": "g"}

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from extproc.api.picker_flow_control import SESSION_HEADERS, AgentIdentity
 from extproc.api.session_affinity import SessionSource
-from extproc.api.usage_limits import SESSION_HEADERS, AgentIdentity
 from extproc.scheduling.plugins.affinity import SessionAffinity, SessionIdProducer, ThunderAgent
 
 OTHERS = {

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attache.__main__ import main
-from extproc.api.failure_mode import decided_by_extproc, failure_mode_of
 from extproc.api.load import load
+from extproc.api.snapshot import decided_by_extproc, failure_mode_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regular expressions as Envoy reads them: RE2, whole values, and a bound on size."""
+"""Regular expressions, host names with wildcards and header names, as Envoy and the Gateway API read them."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final, Protocol
 
 import re2  # type: ignore[import-untyped]  # it brings no annotations
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from extproc.api.errors import Finding, Path
 
 # Of a compiled expression, in RE2's instructions: the bundle's bootstrap tells Envoy the same number. Envoy's own
 # default of 100 is exceeded by [a-z]{1,50}.
@@ -58,3 +61,40 @@ def _compile(text: str) -> _Compiled:
         )
         raise ValueError(msg) from None
     return compiled
+
+
+# All hosts.
+ANY_HOST: Final = "*"
+
+
+def covers(pattern: str, domain: str) -> bool:
+    """Whether all hosts of ``domain`` are hosts of ``pattern``. A wildcard stands for one label or more."""
+    if ANY_HOST in (pattern, domain):
+        return pattern == ANY_HOST
+    return pattern == domain or (pattern.startswith("*.") and domain.endswith(pattern[1:]))
+
+
+def have_common_hosts(one: str, other: str) -> bool:
+    """Whether a host can belong to both."""
+    return covers(one, other) or covers(other, one)
+
+
+# A token of RFC 9110.
+_NAME: Final = re.compile(r"[0-9A-Za-z!#$%&'*+.^_`|~-]+")
+# Answers cannot do without these as they are.
+_FRAMING: Final = frozenset(
+    {"connection", "content-encoding", "content-length", "content-type", "host", "transfer-encoding", "upgrade"}
+)
+
+
+def check_header_name(name: str, path: Path) -> Iterator[Finding]:
+    """A name that a header can have."""
+    if not _NAME.fullmatch(name):
+        shown = ascii(name[:100])
+        yield path, f"{shown} is no name of a header; write letters, digits and '-' (for the path, use uri)"
+
+
+def check_answer_header(name: str, path: Path) -> Iterator[Finding]:
+    """A header that the gateway may write into answers."""
+    if name.lower() in _FRAMING:
+        yield path, f"'{name}' is needed as engines send it; write another name, such as x-served-by"

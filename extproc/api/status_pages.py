@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients ask of an extproc and what it knows of its engines, on the wire: the page /demand, for autoscalers.
+"""Pages of extproc and of the bundle's writer, as JSON, by which the controller follows them.
 
-A page is one JSON object. With ``?watch`` it is a stream of them, a line each: one a second, and one at once when a
-request begins to wait for a ModelServer without engines, or when far more requests are unfinished than the last line
-said. With ``?watch=changes`` lines after the first leave out ModelServers of which nothing new is to be told.
+``/demand``, for autoscalers: what clients ask for and what is known of the engines. With ``?watch`` it is a stream of
+objects, a line each: one a second, and one at once when a request begins to wait for a ModelServer without engines, or
+when far more requests are unfinished than in the last line. With ``?watch=changes`` lines after the first leave out
+ModelServers that have not changed.
+
+``/loads``: what the engines do for one extproc, by which the controller chooses and drains pods.
+
+``/config``: which files of the configuration directory are in use. Whoever writes the directory reads it there.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from typing import Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
 
 import msgspec
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 DEMAND_PATH: Final = "/demand"
 # Upper bounds of the buckets, a fifth of a decade each; the last bucket has no bound.
@@ -146,3 +156,62 @@ def percentile(counts: tuple[int, ...], bounds: tuple[float, ...], percent: floa
             return low + (bounds[index] - low) * max(0.0, rank - seen) / count
         seen += count
     return bounds[-1]
+
+
+LOADS_PATH: Final = "/loads"
+# On pods of gateways: the port that serves this page for all extproc processes of the pod.
+LOADS_LABEL: Final = "attache.dev/tells-loads"
+
+
+class EndpointLoad(msgspec.Struct, frozen=True, rename="camel"):
+    """``in_flight``: requests that this process has sent there. ``cached_tokens``: of prompts, in its cache, as far as
+    this process knows. ``reported``: requests that the engine itself says it has: those that came from others too, and
+    those that went to another engine than was decided, because Envoy could not reach that one or did not know it yet.
+    """
+
+    in_flight: int = 0
+    cached_tokens: int = 0
+    reported: int = 0
+
+    @property
+    def busy_with(self) -> int:
+        """Requests at the engine. What was sent is known sooner than what is reported."""
+        return max(self.in_flight, self.reported)
+
+
+def total(pages: Iterable[Mapping[str, EndpointLoad]]) -> dict[str, EndpointLoad]:
+    """Of several processes. Requests are each process's own and add up. Caches and reports are the same, seen by
+    all.
+    """
+    found: dict[str, EndpointLoad] = {}
+    for page in pages:
+        for address, one in page.items():
+            before = found.get(address, EndpointLoad())
+            found[address] = EndpointLoad(
+                before.in_flight + one.in_flight,
+                max(before.cached_tokens, one.cached_tokens),
+                max(before.reported, one.reported),
+            )
+    return found
+
+
+REPORT_PATH = "/config"
+
+
+class ConfigReport(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """``files``: those in use, by name, as ``content_digest`` has their content. ``refused``: why newer ones are not
+    used, empty if they are. ``waiting``: what newer ones wait for, if that is known. ``missing_keys``: files and
+    variables with keys that cannot be read, with the reason of each. ``has_nothing``: it serves nothing at all, as
+    after a restart with files that it refuses.
+    """
+
+    files: Mapping[str, str] = {}
+    refused: str = ""
+    waiting: str = ""
+    missing_keys: tuple[str, ...] = ()
+    has_nothing: bool = False
+
+
+def content_digest(content: bytes) -> str:
+    """Of a file; equal for equal content."""
+    return xxhash.xxh3_64_hexdigest(content)

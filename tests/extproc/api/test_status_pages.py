@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.api.demand import Demand, ServerDemand, changed_since, completed
+from extproc.api.status_pages import Demand, ServerDemand, changed_since, completed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from extproc.api.attachment import is_attached
 from extproc.api.errors import ConfigInvalid
-from extproc.api.http_route import HTTPRouteSpec
-from extproc.api.http_route_validation import check_http_route
+from extproc.api.http_route import HTTPRouteSpec, check_http_route
 from extproc.api.load import load
 from extproc.api.quantities import decode_quantity
-from extproc.api.workload import ParentReference
+from extproc.api.spec import ParentReference, is_attached
 
 if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from extproc.api.load import load
-from extproc.api.settling import Settling
+from extproc.api.make_before_break import Settling
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
