@@ -1,25 +1,193 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names on the wire between Envoy, extproc and the bundle: paths, headers, metadata keys."""
+"""Names on the wire between clients, Envoy, extproc and engines: inference APIs, headers, metadata keys."""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final, Literal
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+import msgspec
 
-# The paths that are routed to engines; MODELS_PATH is answered by extproc. Clients reach nothing else of the engines.
-CHAT_PATH: Final = "/v1/chat/completions"
-COMPLETIONS_PATH: Final = "/v1/completions"
-EMBEDDINGS_PATH: Final = "/v1/embeddings"
-RESPONSES_PATH: Final = "/v1/responses"
-# Anthropic's Messages API, as engines serve it.
-MESSAGES_PATH: Final = "/v1/messages"
-COUNT_TOKENS_PATH: Final = "/v1/messages/count_tokens"
-# vLLM's own: tokens in, tokens out.
-GENERATE_PATH: Final = "/inference/v1/generate"
+# Clients of Anthropic's API send it with every request.
+ANTHROPIC_VERSION: Final = "anthropic-version"
+# Answered by the gateway itself.
 MODELS_PATH: Final = "/v1/models"
+
+
+class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """An inference API: what extproc, Envoy's filters, the engine simulator and the reference page are made from.
+
+    To add one, write its row in ``Api``, its parser, and how the simulator answers (``bench/engine``).
+
+    ``paths``: the API's own, then its aliases; a request keeps its path. ``parser``: ``module:function`` of
+    ``extproc.request``, from a body to an InferenceRequest. ``example``: the fields of a valid request beside
+    ``model``. ``fields_of``: the top-level fields by which a body is known where a gateway does not send the path. Each
+    text is a set of them; ``name[]`` is a list of other things than objects, and a header's name counts as a field. Of
+    the sets that fit, the largest decides, then the first. Empty: it looks like an API that costs more.
+
+    ``needs_model``: engines require ``model``; where a ModelRoute decides, every API needs it. ``waits_in_queue``:
+    requests pass through flow control; not those for which engines compute nothing that others wait for. ``prompt``:
+    what tokenizers read: ``messages`` of OpenAI's or Anthropic's form, ``text`` in the field ``prompt``, or ``tokens``
+    that the client has sent; None: nothing. ``takes_salt``: engines read ``cache_salt``. ``errors``: whose form
+    they have.
+
+    ``usage``: what answers call the prompt's tokens. ``prompt_tokens`` stand anywhere; ``input_tokens`` stand beside
+    JSON that clients and models wrote, and count in their own place only. ``reports_usage``: answers have usage.
+    ``usage_if_asked``: streams have it only where ``stream_options`` asks.
+
+    ``owner``, ``engines``, ``input``, ``output``: for the reference page: who defined the API, which engines serve it,
+    and which tokens count.
+    """
+
+    paths: tuple[str, ...]
+    parser: str
+    example: Mapping[str, object]
+    owner: str
+    engines: str
+    input: str
+    output: str
+    fields_of: tuple[str, ...] = ()
+    needs_model: bool = True
+    waits_in_queue: bool = True
+    prompt: Literal["messages", "anthropic messages", "text", "tokens"] | None = None
+    takes_salt: bool = False
+    errors: Literal["openai", "anthropic"] = "openai"
+    usage: Literal["prompt_tokens", "input_tokens"] = "prompt_tokens"
+    reports_usage: bool = True
+    usage_if_asked: bool = False
+
+
+_MESSAGES: Final = ({"role": "user", "content": "hello"},)
+_CHAT_PROMPT: Final = "messages and tools"
+_WRITTEN: Final = "what is written"
+
+
+class Api(enum.Enum):
+    """The inference APIs that are routed to engines: clients reach nothing else of them."""
+
+    CHAT = ApiSpec(
+        paths=("/v1/chat/completions",),
+        parser="openai:chat",
+        fields_of=("messages",),
+        prompt="messages",
+        takes_salt=True,
+        usage_if_asked=True,
+        example={"messages": _MESSAGES, "max_tokens": 3},
+        owner="OpenAI",
+        engines="all",
+        input=_CHAT_PROMPT,
+        output=_WRITTEN,
+    )
+    COMPLETIONS = ApiSpec(
+        paths=("/v1/completions",),
+        parser="openai:completion",
+        fields_of=("prompt",),
+        prompt="text",
+        takes_salt=True,
+        usage_if_asked=True,
+        example={"prompt": "once upon", "max_tokens": 3},
+        owner="OpenAI",
+        engines="all",
+        input="all prompts",
+        output=_WRITTEN,
+    )
+    EMBEDDINGS = ApiSpec(
+        paths=("/v1/embeddings",),
+        parser="openai:embeddings",
+        fields_of=("input dimensions", "input encoding_format", "input[]"),
+        usage_if_asked=True,
+        example={"input": ["one", "two"]},
+        owner="OpenAI",
+        engines="all",
+        input="all texts",
+        output="nothing",
+    )
+    RESPONSES = ApiSpec(
+        paths=("/v1/responses",),
+        parser="openai:responses",
+        fields_of=("input",),
+        takes_salt=True,
+        usage="input_tokens",
+        example={"input": "hello", "max_output_tokens": 3},
+        owner="OpenAI",
+        engines="all",
+        input="input, instructions and tools",
+        output=_WRITTEN,
+    )
+    MESSAGES = ApiSpec(
+        paths=("/v1/messages",),
+        parser="anthropic:messages",
+        fields_of=("messages system", f"messages {ANTHROPIC_VERSION}"),
+        prompt="anthropic messages",
+        takes_salt=True,
+        errors="anthropic",
+        usage="input_tokens",
+        example={"messages": _MESSAGES, "max_tokens": 3},
+        owner="Anthropic",
+        engines="vLLM",
+        input="messages, system and tools",
+        output=_WRITTEN,
+    )
+    COUNT_TOKENS = ApiSpec(
+        paths=("/v1/messages/count_tokens",),
+        parser="anthropic:count_tokens",
+        waits_in_queue=False,
+        errors="anthropic",
+        usage="input_tokens",
+        reports_usage=False,
+        example={"messages": _MESSAGES},
+        owner="Anthropic",
+        engines="vLLM",
+        input="nothing",
+        output="nothing",
+    )
+    GENERATE = ApiSpec(
+        paths=("/inference/v1/generate",),
+        parser="generate:generate",
+        fields_of=("token_ids sampling_params",),
+        needs_model=False,
+        prompt="tokens",
+        takes_salt=True,
+        usage_if_asked=True,
+        example={"token_ids": (1, 2), "sampling_params": {"max_tokens": 3}},
+        owner="vLLM",
+        engines="vLLM",
+        input="the tokens sent",
+        output=_WRITTEN,
+    )
+
+    def __init__(self, spec: ApiSpec) -> None:
+        # an attribute of its own: a member's value is found by Python code
+        self.spec = spec
+
+
+APIS_BY_PATH: Final[Mapping[str, Api]] = MappingProxyType({path: api for api in Api for path in api.spec.paths})
+# A path that contains one of these is of Anthropic's: prefixes may stand before it, and other calls of it behind.
+ANTHROPIC_PATHS: Final = tuple(
+    path
+    for path, api in APIS_BY_PATH.items()
+    if api.spec.errors == "anthropic" and not any(other in path for other in APIS_BY_PATH if other != path)
+)
+CHAT_PATH: Final = Api.CHAT.spec.paths[0]
+COMPLETIONS_PATH: Final = Api.COMPLETIONS.spec.paths[0]
+EMBEDDINGS_PATH: Final = Api.EMBEDDINGS.spec.paths[0]
+RESPONSES_PATH: Final = Api.RESPONSES.spec.paths[0]
+MESSAGES_PATH: Final = Api.MESSAGES.spec.paths[0]
+COUNT_TOKENS_PATH: Final = Api.COUNT_TOKENS.spec.paths[0]
+GENERATE_PATH: Final = Api.GENERATE.spec.paths[0]
+
+
+def api_of_path(path: str) -> Api | None:
+    """The API of a path that Envoy may still change: ``/team/v1/chat/completions`` is one of chat."""
+    found = APIS_BY_PATH.get(path)
+    if found is None:
+        # the longest: /team/v1/score is an end of /score, too
+        ends = [one for one in APIS_BY_PATH if path.endswith(one)]
+        found = APIS_BY_PATH[max(ends, key=len)] if ends else None
+    return found
+
 
 # The endpoint picker protocol of the Gateway API Inference Extension: header and metadata key, and the key's namespace.
 DESTINATION: Final = "x-gateway-destination-endpoint"
@@ -62,8 +230,6 @@ TENANT: Final = "x-attache-tenant"
 USER: Final = "x-attache-user"
 # Dynamic metadata with the claims of a verified token, by the name of its issuer in our configuration.
 TOKENS_NAMESPACE: Final = "envoy.filters.http.jwt_authn"
-# Clients of Anthropic's API send it with every request.
-ANTHROPIC_VERSION: Final = "anthropic-version"
 # Milliseconds from arrival until the first token is wanted.
 DEADLINE_MS: Final = "x-attache-deadline-ms"
 # Priority by InferenceObjective, the flow for fair queueing, and latency targets: llm-d's names, then the older ones of

@@ -52,13 +52,6 @@ class ResponsesRequest(msgspec.Struct):
     max_output_tokens: Tokens | None = None
 
 
-class EmbeddingsRequest(msgspec.Struct):
-    """POST /v1/embeddings."""
-
-    model: str
-    input: str | list[str]
-
-
 class Job(msgspec.Struct, frozen=True):
     """What the engine has to do, whichever API asked. ``max_tokens``: of the answer, if the request limits it.
     ``options``: more that its format needs.

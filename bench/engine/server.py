@@ -18,7 +18,6 @@ from bench.engine.adapters import AdapterLimits, Adapters
 from bench.engine.api import (
     ChatRequest,
     CompletionRequest,
-    EmbeddingsRequest,
     Job,
     ResponsesRequest,
     chat_job,
@@ -34,19 +33,22 @@ from bench.engine.hardware import Hardware
 from bench.engine.illness import answer_wrongly
 from bench.engine.messages import MessagesFormat, MessagesRequest, count, in_its_form, messages_job
 from bench.engine.metrics import Observation, ServerMetrics
+from bench.engine.pooling import POOLING, Pooling
 from bench.engine.publisher import KvEventPublisher, KvEventsConfig
 from bench.engine.scheduler import EngineLimits
 from bench.engine.text import count_tokens
 from bench.engine.tokenize import tokenize
+from extproc.protocol import APIS_BY_PATH, Api
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from bench.engine.request import Request
 
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
 _MAX_BODY: Final = 256 * 1024 * 1024
 _SHUTDOWN_S: Final = 0.1
-_EMBEDDING_SIZE: Final = 64
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
@@ -98,16 +100,10 @@ class EngineServer:
     async def run(self) -> None:
         """Serve until cancelled."""
         app = web.Application(client_max_size=_MAX_BODY)
-        to_chat = sglang_chat_job if self._settings.is_sglang else chat_job
+        handlers = self._handlers()
         app.add_routes(
             [
-                web.post("/v1/chat/completions", self._generating(ChatRequest, to_chat, ChatFormat)),
-                web.post("/v1/completions", self._generating(CompletionRequest, completion_job, CompletionFormat)),
-                web.post("/v1/responses", self._generating(ResponsesRequest, responses_job, ResponsesFormat)),
-                web.post("/v1/messages", in_its_form(self._generating(MessagesRequest, messages_job, MessagesFormat))),
-                web.post("/v1/messages/count_tokens", count),
-                web.post("/inference/v1/generate", self._generating(GenerateRequest, generate_job, GenerateFormat)),
-                web.post("/v1/embeddings", self._embed),
+                *(web.post(path, handlers[api]) for path, api in APIS_BY_PATH.items()),
                 web.post("/tokenize", tokenize),
                 web.get("/v1/models", self._list_models),
                 web.get("/health", self._health),
@@ -131,14 +127,25 @@ class EngineServer:
             if self._publisher is not None:
                 self._publisher.close()
 
+    def _handlers(self) -> dict[Api, Handler]:
+        """How each API is answered."""
+        to_chat = sglang_chat_job if self._settings.is_sglang else chat_job
+        return {
+            Api.CHAT: self._generating(ChatRequest, to_chat, ChatFormat),
+            Api.COMPLETIONS: self._generating(CompletionRequest, completion_job, CompletionFormat),
+            Api.RESPONSES: self._generating(ResponsesRequest, responses_job, ResponsesFormat),
+            Api.MESSAGES: in_its_form(self._generating(MessagesRequest, messages_job, MessagesFormat)),
+            Api.COUNT_TOKENS: count,
+            Api.GENERATE: self._generating(GenerateRequest, generate_job, GenerateFormat),
+            **{api: self._pooling(one) for api, one in POOLING.items()},
+        }
+
     async def _listen(self) -> None:
         assert self._runner is not None
         self._site = web.TCPSite(self._runner, self._settings.host, self._settings.port, reuse_address=True)
         await self._site.start()
 
-    def _generating(
-        self, kind: type[Any], to_job: Callable[[Any], Job], new_format: Callable[..., Format]
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _generating(self, kind: type[Any], to_job: Callable[[Any], Job], new_format: Callable[..., Format]) -> Handler:
         decoder = msgspec.json.Decoder(kind)
 
         async def handle(http: web.Request) -> web.StreamResponse:
@@ -218,28 +225,26 @@ class EngineServer:
     def _observed(self, request: Request) -> Observation:
         return Observation(self._metrics, request, self._settings.speed)
 
-    async def _embed(self, http: web.Request) -> web.Response:
-        """Vectors of the texts' first bytes: equal texts have equal vectors. Costs a prefill and one token."""
-        status = self._faults.next_status()
-        if status is not None:
-            return _error(status, "The engine is asked to fail.", "service_unavailable_error")
-        try:
-            body = msgspec.json.decode(await http.read(), type=EmbeddingsRequest)
-        except msgspec.DecodeError as error:
-            return _error(400, str(error), "BadRequestError")
-        texts = [body.input] if isinstance(body.input, str) else body.input
-        prompt = "".join(texts).encode()
-        refused = self._refuse(Job(model=body.model, prompt=prompt, max_tokens=1, is_streamed=False, wants_usage=False))
-        if refused is not None:
-            return refused
-        request = self._driver.new_request(prompt, 1, model=body.model)
-        async for _ in self._driver.tokens(request):
-            pass
-        vectors = [
-            {"object": "embedding", "index": index, "embedding": _vector(text)} for index, text in enumerate(texts)
-        ]
-        usage = {"prompt_tokens": request.prompt_tokens, "total_tokens": request.prompt_tokens}
-        return web.json_response({"object": "list", "data": vectors, "model": body.model, "usage": usage})
+    def _pooling(self, pooling: Pooling) -> Handler:
+        decoder = msgspec.json.Decoder(pooling.body)
+
+        async def handle(http: web.Request) -> web.StreamResponse:
+            status = self._faults.next_status()
+            if status is not None:
+                return _error(status, "The engine is asked to fail.", "service_unavailable_error")
+            try:
+                body = decoder.decode(await http.read())
+            except msgspec.DecodeError as error:
+                return _error(400, str(error), "BadRequestError")
+            job = pooling.to_job(body)
+            if (refused := self._refuse(job)) is not None:
+                return refused
+            request = self._driver.new_request(job.prompt, 1, model=job.model)
+            async for _ in self._driver.tokens(request):
+                pass
+            return web.json_response(pooling.answer(body, request))
+
+        return handle
 
     async def _list_models(self, _: web.Request) -> web.Response:
         base = {"object": "model", "created": 0, "owned_by": "vllm", "max_model_len": self._settings.max_model_len}
@@ -293,11 +298,6 @@ def _cut(http: web.Request) -> None:
     """Reset the connection, as when a process is killed."""
     if http.transport is not None:
         http.transport.abort()
-
-
-def _vector(text: str) -> list[float]:
-    padded = text.encode().ljust(_EMBEDDING_SIZE, b" ")
-    return [byte / 255 for byte in padded[:_EMBEDDING_SIZE]]
 
 
 def _wall_clock() -> float:

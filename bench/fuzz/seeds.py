@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Valid requests of every endpoint, and what parsers of JSON and HTTP find special."""
+"""Valid requests of every API, and what parsers of JSON and HTTP find special."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from bench.stack import ALIAS
+from extproc.protocol import APIS_BY_PATH
 
 _WEATHER: Final = {
     "type": "function",
@@ -32,8 +33,13 @@ def _said(text: object, **fields: object) -> dict[str, object]:
     return {"model": ALIAS, "messages": [{"role": "user", "content": text}], "max_tokens": 3, **fields}
 
 
+def _plain(value: object) -> object:
+    """As it comes out of JSON: lists are lists."""
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
 SEEDS: Final = (
-    Seed("/v1/chat/completions", _said("hello")),
+    *(Seed(path, _plain({"model": ALIAS, **api.spec.example})) for path, api in APIS_BY_PATH.items()),
     Seed("/v1/chat/completions", _said("hello", stream=True, stream_options={"include_usage": True}, n=1)),
     Seed(
         "/v1/chat/completions",
@@ -57,8 +63,6 @@ SEEDS: Final = (
     Seed("/v1/embeddings", {"model": ALIAS, "input": ["one", "two"], "encoding_format": "float"}),
     Seed("/v1/messages", _said("hello", system="be short")),
     Seed("/v1/messages", _said([{"type": "text", "text": "hi"}], system=[{"type": "text", "text": "x"}], stream=True)),
-    Seed("/v1/messages/count_tokens", _said("hello")),
-    Seed("/inference/v1/generate", {"model": ALIAS, "token_ids": [1, 2], "sampling_params": {"max_tokens": 3}}),
     Seed("/v1/audio/transcriptions", _MULTIPART, content_type="multipart/form-data; boundary=cut"),
     Seed("/v1/models", method="GET"),
     Seed(f"/v1/models/{ALIAS}", method="GET"),

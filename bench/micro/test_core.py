@@ -26,7 +26,7 @@ from extproc.llmd.registry import installed
 from extproc.prefix.hashing import hash_blocks
 from extproc.prefix.kv_events import Removed, Stored
 from extproc.prefix.kv_index import KvIndex, Source
-from extproc.request.model import Api
+from extproc.protocol import Api
 from extproc.request.parsing import parse
 from extproc.request.rewrite import with_changes
 from extproc.scheduling.picker import Demand, RequestFacts, View

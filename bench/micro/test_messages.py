@@ -12,7 +12,7 @@ import pytest
 from bench.micro.test_core import body
 from extproc.core.effects import Decision
 from extproc.endpoints.table import EndpointRef
-from extproc.request.model import Api
+from extproc.protocol import Api
 from extproc.request.parsing import parse
 from extproc.scheduling.assignment import Assignment
 from extproc.streams.http_headers import read_head

@@ -40,7 +40,7 @@ from extproc.core.effects import (
 from extproc.core.types import Head
 from extproc.errors import Refusal
 from extproc.llmd.pickers import make_picker
-from extproc.request.model import Api
+from extproc.protocol import Api
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

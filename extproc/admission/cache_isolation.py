@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from extproc.api.snapshot import cache_isolation_of
-from extproc.request.model import Api
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
     from extproc.api.model_server import ModelServerSpec
     from extproc.api.snapshot import Snapshot
     from extproc.request.model import InferenceRequest
-
-# Engines cache nothing that is worth a salt for the other APIs, and may refuse it there.
-_SALTED = frozenset({Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.MESSAGES, Api.GENERATE})
 
 
 class CacheIsolation:
@@ -52,7 +48,8 @@ class CacheIsolation:
         """The salt to send, None for none. A client's own, where it may set one, divides its part further."""
         own = request.cache_salt if "cache_salt" in spec.allowed_fields else None
         mode = self.mode_of(spec)
-        if mode == "Shared" or request.api not in _SALTED:
+        # engines cache nothing that is worth a salt for the other APIs, and may refuse it there
+        if mode == "Shared" or request.api is None or not request.api.spec.takes_salt:
             return own
         if mode == "Tenant":
             scope = ["tenant", caller.tenant]

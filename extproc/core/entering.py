@@ -26,7 +26,6 @@ from extproc.core.effects import (
 from extproc.core.states import Event, IllegalEvent, State, is_legal
 from extproc.core.waiting import WaitingRequests, no_longer_served
 from extproc.errors import InternalError, Refusal
-from extproc.request.model import Api
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -266,7 +265,7 @@ class EnteringRequests:
 
     def _gate_for(self, arrival: Arrival) -> Gate | None:
         """None if the request passes by the queue: to count tokens takes nothing that generations wait for."""
-        if arrival.request.api is Api.COUNT_TOKENS and arrival.pool.readiness.can_serve:
+        if not arrival.request.waits_in_queue and arrival.pool.readiness.can_serve:
             return None
         return self._admission.gates.get(arrival.pool.name)
 

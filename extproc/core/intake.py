@@ -20,9 +20,9 @@ from extproc.errors import (
     UnknownModel,
     UnknownPath,
 )
-from extproc.protocol import MODEL_REWRITES, MODELS_PATH
-from extproc.request.model import Api, InferenceRequest, no_model
-from extproc.request.parsing import INFERENCE_PATHS, api_by_body, parse, steering_of_unread
+from extproc.protocol import APIS_BY_PATH, MODEL_REWRITES, MODELS_PATH, Api, api_of_path
+from extproc.request.model import InferenceRequest, no_model
+from extproc.request.parsing import api_by_body, parse, steering_of_unread
 from extproc.routing.resolve import Destination
 
 if TYPE_CHECKING:
@@ -98,9 +98,9 @@ class Intake:
 
     def admit(self, head: Head) -> Api:
         """Refuse what can be refused before the body is here."""
-        api = INFERENCE_PATHS.get(head.path)
+        api = APIS_BY_PATH.get(head.path)
         if api is None:
-            known = ", ".join(INFERENCE_PATHS)
+            known = ", ".join(APIS_BY_PATH)
             raise UnknownPath(
                 f"Nothing is served under {head.method} {head.path[:100]}; there are {known}, {MODELS_PATH}."
             )
@@ -151,7 +151,7 @@ class Intake:
         Raises a Refusal.
         """
         request = InferenceRequest(
-            Api.UNKNOWN,
+            None,
             "",
             b"",
             is_streamed=False,
@@ -167,7 +167,7 @@ class Intake:
         The model stays as the client wrote it. If a ModelRoute of the listener serves that model, its limits hold here,
         too: no request gets round them by another path.
         """
-        api = _api_of(head)
+        api = api_of_path(head.path) if head.method == "POST" else None
         if api is None:
             return self.receive_unread(server, head, body)
         try:
@@ -193,7 +193,7 @@ class Intake:
         """
         if pool is None:
             return self.receive(self.admit(head), head, body)
-        api = INFERENCE_PATHS.get(head.path) if head.path else api_by_body(body, head.headers)
+        api = APIS_BY_PATH.get(head.path) if head.path else api_by_body(body, head.headers)
         if api is None:
             return self.receive_unread(pool, head, body)
         try:
@@ -257,7 +257,7 @@ class Intake:
         if not route and pool is not None:
             base_model = pool.spec.model
         destination = Destination(server, _model_asked_of_engine(request, head), route, base_model=base_model)
-        model = None if request.api is Api.UNKNOWN else request.model
+        model = None if request.api is None else request.model
         if visit is not None and not visit.may(model, destination):
             raise not_allowed(model)
         return self._arrival(request, destination, head, body, visit)
@@ -298,16 +298,6 @@ class Intake:
 
 def _model_asked_of_engine(request: InferenceRequest, head: Head) -> str:
     """Where no ModelRoute decides: what a trusted gateway writes, else what the client asks for."""
-    if head.is_trusted and request.api is not Api.UNKNOWN:
+    if head.is_trusted and request.api is not None:
         return next((head.headers[name] for name in MODEL_REWRITES if head.headers.get(name)), request.model)
     return request.model
-
-
-def _api_of(head: Head) -> Api | None:
-    """The API of a request whose path Envoy may still change: ``/team/v1/chat/completions`` is one of chat."""
-    if head.method != "POST":
-        return None
-    found = INFERENCE_PATHS.get(head.path)
-    if found is None:
-        found = next((api for path, api in INFERENCE_PATHS.items() if head.path.endswith(path)), None)
-    return found

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from extproc.errors import SteeringRefused
-from extproc.request.model import STEERING_FIELDS, Api
+from extproc.request.model import STEERING_FIELDS
 from extproc.request.rewrite import is_plain, with_changes
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def changed_body(arrival: Arrival, *, with_usage: bool) -> bytes | None:
     repeated or escaped come out once and plain.
     """
     request = arrival.request
-    if request.api is Api.UNKNOWN:
+    if request.api is None:
         return None
     changes: dict[str, object] = {}
     if arrival.cache_salt is not None and arrival.cache_salt != request.cache_salt:

@@ -12,8 +12,7 @@ import numpy as np
 
 from extproc.feeds.engine_answers import Unreadable, most_tokens, tokens_in_answer
 from extproc.feeds.engine_http import EngineHttp
-from extproc.request.anthropic import chat_of
-from extproc.request.model import Api
+from extproc.request.anthropic import chat_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,10 +61,9 @@ class EngineTokenizer:
     async def tokens(self, arrival: Arrival) -> Sequence[int] | None:
         """Tokenize in the engine, which applies its own chat template. Raises OSError and ValueError."""
         body: dict[str, Any] = msgspec.json.decode(arrival.body)
-        if arrival.request.api is Api.MESSAGES:
-            asked: dict[str, Any] = chat_of(body)
-        elif arrival.request.api is Api.CHAT:
-            asked = {name: body[name] for name in _KEPT_FIELDS if name in body}
+        chat = chat_in(body, arrival.request)
+        if chat is not None:
+            asked: dict[str, Any] = {name: chat[name] for name in _KEPT_FIELDS if name in chat}
         elif isinstance(body.get("prompt"), str):
             asked = {"prompt": body["prompt"]}
         else:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from extproc.feeds.chat_template import ChatTemplate, TemplateInvalid
-from extproc.request.anthropic import chat_of
+from extproc.request.anthropic import chat_in
 from extproc.request.generate import tokens_in
-from extproc.request.model import Api
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_TOKENIZED: Final = frozenset({Api.CHAT, Api.COMPLETIONS, Api.MESSAGES})
 # Longer texts are encoded in a thread, so as not to delay other requests (the tokenizer releases the GIL).
 _THREAD_BYTES: Final = 16 * 1024
 
@@ -57,13 +55,14 @@ class Tokenizers:
     async def tokens_of(self, arrival: Arrival) -> Sequence[int] | None:
         """The prompt's tokens, or None if that fails or takes too long."""
         pool = arrival.pool
-        if arrival.request.api is Api.GENERATE:
-            # the client says them; its parser has refused those that no engine knows
-            return tokens_in(arrival.body)
         request = arrival.request
+        prompt = None if request.api is None else request.api.spec.prompt
+        if prompt == "tokens":
+            # the client has sent them; the parser has refused those that no engine knows
+            return tokens_in(arrival.body)
         # of pictures in a chat an engine knows, but not in the chat that is made of another body
-        has_pictures = request.api is Api.MESSAGES and bool(request.media.tokens)
-        if request.api not in _TOKENIZED or has_pictures:
+        has_pictures = prompt == "anthropic messages" and bool(request.media.tokens)
+        if prompt is None or has_pictures:
             self._metrics.tokenized(pool.name, "unsupported")
             return None
         try:
@@ -134,10 +133,9 @@ class LocalTokenizer:
     async def tokens(self, arrival: Arrival) -> Sequence[int] | None:
         """Tokenize as vLLM does: chats with the template, completions with the leading special tokens."""
         body = msgspec.json.decode(arrival.body)
-        if arrival.request.api is Api.MESSAGES:
-            return await self._encode(self._template.render(chat_of(body)), special=False)
-        if arrival.request.api is Api.CHAT:
-            return await self._encode(self._template.render(body), special=False)
+        chat = chat_in(body, arrival.request)
+        if chat is not None:
+            return await self._encode(self._template.render(chat), special=False)
         prompt = body.get("prompt")
         if isinstance(prompt, str):
             return await self._encode(prompt, special=True)

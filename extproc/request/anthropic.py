@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from extproc.protocol import Api
 from extproc.request.model import (
     ABSENT,
     LARGE_BYTES,
     MEDIA_TOKENS,
-    Api,
     Common,
     InferenceRequest,
     Media,
@@ -182,6 +182,20 @@ def _is_billing(text: msgspec.Raw) -> bool:
 
 def _without_cache_control(tool: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
     return {name: value for name, value in tool.items() if name != "cache_control"}
+
+
+def chat_in(body: dict[str, Any], request: InferenceRequest) -> dict[str, Any] | None:
+    """The chat of OpenAI's form that ``body``, decoded, asks for or stands for; None if the prompt is no chat.
+
+    Raises ValueError if the body is not of its API.
+    """
+    match request.api:
+        case None:
+            return None
+        case api if api.spec.prompt == "anthropic messages":
+            return chat_of(body)
+        case api:
+            return body if api.spec.prompt == "messages" else None
 
 
 def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from typing import Final
 import msgspec
 
 from extproc.errors import BadRequest
+from extproc.protocol import Api
 from extproc.request.model import (
     ABSENT,
     Answers,
-    Api,
     Common,
     InferenceRequest,
     OutputTokens,

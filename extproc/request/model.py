@@ -7,7 +7,6 @@ huge.
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Mapping
 from operator import attrgetter
@@ -19,6 +18,7 @@ import numpy as np
 
 from extproc.api.model_server import InternalField, SteeringField
 from extproc.errors import BadRequest
+from extproc.protocol import Api
 from extproc.request.rewrite import span_of
 
 if TYPE_CHECKING:
@@ -197,34 +197,19 @@ STEERING_FIELDS: tuple[str, ...] = get_args(SteeringField)
 INTERNAL_FIELDS: tuple[str, ...] = get_args(InternalField)
 
 
-class Api(enum.Enum):
-    """The inference APIs that are routed."""
-
-    CHAT = "chat"
-    COMPLETIONS = "completions"
-    EMBEDDINGS = "embeddings"
-    RESPONSES = "responses"
-    MESSAGES = "messages"
-    COUNT_TOKENS = "count_tokens"
-    GENERATE = "generate"
-    # any other path, from a gateway whose requests all go to one pool
-    UNKNOWN = "unknown"
-
-
 class InferenceRequest(msgspec.Struct, frozen=True):
     """A parsed request body.
 
-    ``prompt``: the text whose prefixes an engine caches, in the order in which a chat template writes it, so that the
-    prompt of a longer conversation begins with the prompt of the shorter one. ``stream_options``: the client's, values
-    undecoded.
+    ``api``: None if it is of no known one, and was only searched for steering fields. ``prompt``: the text whose
+    prefixes an engine caches, in the order in which a chat template writes it, so that the prompt of a longer
+    conversation begins with the prompt of the shorter one. ``stream_options``: the client's, values undecoded.
     ``cache_salt``: vLLM's field; only prompts with the same salt share cached blocks. ``contents``: the byte span of a
     large body that holds its messages, prompt or input, for ``rewrite.with_changes``. ``max_output_tokens``: of each
-    answer.
-    ``answers``: how many are written, over all prompts; 0 for embeddings.
-    ``internal_fields``: the INTERNAL_FIELDS that the body has.
+    answer. ``answers``: how many are written, over all prompts; 0 for embeddings. ``internal_fields``: the
+    INTERNAL_FIELDS that the body has.
     """
 
-    api: Api
+    api: Api | None
     model: str
     prompt: bytes
     is_streamed: bool
@@ -249,13 +234,8 @@ class InferenceRequest(msgspec.Struct, frozen=True):
 
     @property
     def leaves_usage_out(self) -> bool:
-        """Whether a streamed answer will lack token usage because the client did not ask for it.
-
-        Streams of some APIs always end with usage, and it cannot be asked for. Counting tokens has none.
-        """
-        api = self.api
-        # a set of enum members is looked up by Python code
-        if not self.is_streamed or api is Api.RESPONSES or api is Api.MESSAGES or api is Api.COUNT_TOKENS:
+        """Whether a streamed answer will lack token usage because the client did not ask for it."""
+        if not self.is_streamed or self.api is None or not self.api.spec.usage_if_asked:
             return False
         asked = self.stream_options.get("include_usage")
         return asked is None or bytes(asked) not in _TRUE
@@ -268,7 +248,12 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     @property
     def asks_for_usage(self) -> bool:
         """Whether its answer reports token usage without a change of the request."""
-        return self.api is not Api.UNKNOWN and self.api is not Api.COUNT_TOKENS and not self.leaves_usage_out
+        return self.api is not None and self.api.spec.reports_usage and not self.leaves_usage_out
+
+    @property
+    def waits_in_queue(self) -> bool:
+        """Whether it passes through flow control; not if an engine computes nothing for it that others wait for."""
+        return self.api is None or self.api.spec.waits_in_queue
 
 
 ABSENT: Final = msgspec.Raw(b"")
@@ -318,7 +303,7 @@ def request_of(
     media: Media = NO_MEDIA,
 ) -> InferenceRequest:
     """The request; raises BadRequest if it names no model."""
-    if not fields.model and api is not Api.GENERATE:
+    if not fields.model and api.spec.needs_model:
         raise no_model()
     return InferenceRequest(
         api,

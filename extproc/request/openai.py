@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.protocol import Api
 from extproc.request.model import (
     ABSENT,
     LARGE_BYTES,
     Answers,
-    Api,
     Common,
     InferenceRequest,
     OutputTokens,

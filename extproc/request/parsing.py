@@ -8,39 +8,19 @@ from __future__ import annotations
 
 import json
 import re
+from operator import attrgetter
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 
 from extproc.errors import BadRequest
-from extproc.protocol import (
-    ANTHROPIC_VERSION,
-    CHAT_PATH,
-    COMPLETIONS_PATH,
-    COUNT_TOKENS_PATH,
-    EMBEDDINGS_PATH,
-    GENERATE_PATH,
-    MESSAGES_PATH,
-    RESPONSES_PATH,
-)
-from extproc.request import anthropic, openai
+from extproc.protocol import ANTHROPIC_VERSION, Api
 from extproc.request.bounds import check_bounds, check_rest
-from extproc.request.generate import generate
-from extproc.request.model import ABSENT, NUMBERS, STEERING_FIELDS, Api, InferenceRequest, steering_in
+from extproc.request.model import ABSENT, NUMBERS, STEERING_FIELDS, InferenceRequest, steering_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-
-INFERENCE_PATHS: Final = {
-    CHAT_PATH: Api.CHAT,
-    COMPLETIONS_PATH: Api.COMPLETIONS,
-    EMBEDDINGS_PATH: Api.EMBEDDINGS,
-    RESPONSES_PATH: Api.RESPONSES,
-    MESSAGES_PATH: Api.MESSAGES,
-    COUNT_TOKENS_PATH: Api.COUNT_TOKENS,
-    GENERATE_PATH: Api.GENERATE,
-}
 
 
 def parse(api: Api, body: bytes) -> InferenceRequest:
@@ -81,52 +61,27 @@ def _refuse_shape(problem: str) -> NoReturn:
 
 
 _PARSERS: Final[dict[Api, Callable[[bytes], InferenceRequest]]] = {
-    Api.CHAT: openai.chat,
-    Api.COMPLETIONS: openai.completion,
-    Api.EMBEDDINGS: openai.embeddings,
-    Api.RESPONSES: openai.responses,
-    Api.MESSAGES: anthropic.messages,
-    Api.COUNT_TOKENS: anthropic.count_tokens,
-    Api.GENERATE: generate,
+    api: resolve_name(f"{__package__}.{api.spec.parser}") for api in Api
 }
 
 
-class _Shape(msgspec.Struct, gc=False):
-    """The fields by which APIs differ, undecoded."""
-
-    messages: msgspec.Raw = ABSENT
-    system: msgspec.Raw = ABSENT
-    prompt: msgspec.Raw = ABSENT
-    token_ids: msgspec.Raw = ABSENT
-    sampling_params: msgspec.Raw = ABSENT
-    input: msgspec.Raw = ABSENT
-    dimensions: msgspec.Raw = ABSENT
-    encoding_format: msgspec.Raw = ABSENT
-
-
 def api_by_body(body: bytes, headers: Mapping[str, str]) -> Api | None:
-    """By the field that holds what is asked; None if it is no JSON object with such a field.
+    """By its fields, where a gateway does not send the path; None if it is no JSON object with those of an API.
 
     Messages are Anthropic's if the client names a version of that API, or writes ``system`` beside them. A request to
     count tokens looks the same; it is taken for the one that costs more, because a client could leave out what tells
     them apart and be charged nothing for a generation.
     """
     try:
-        shape = _decoder.decode(body)
+        shape = _shape.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    if shape.messages:
-        return Api.MESSAGES if shape.system or headers.get(ANTHROPIC_VERSION) else Api.CHAT
-    if shape.prompt:
-        return Api.COMPLETIONS
-    if shape.token_ids and shape.sampling_params:
-        return Api.GENERATE
-    return _api_of_input(shape) if shape.input else None
-
-
-def _api_of_input(shape: _Shape) -> Api:
-    is_embedded = shape.dimensions or shape.encoding_format or _is_list_of_texts(shape.input)
-    return Api.EMBEDDINGS if is_embedded else Api.RESPONSES
+    found = {name for name, value in zip(_NAMES, _values(shape), strict=True) if value}
+    found |= {f"{name}[]" for name in found if _is_list_of_texts(getattr(shape, name))}
+    if headers.get(ANTHROPIC_VERSION):
+        found.add(ANTHROPIC_VERSION)
+    fitting = [(len(fields), api) for api, sets in _FIELDS_OF.items() for fields in sets if fields <= found]
+    return max(fitting, key=lambda one: one[0])[1] if fitting else None
 
 
 def _is_list_of_texts(field: msgspec.Raw) -> bool:
@@ -135,7 +90,15 @@ def _is_list_of_texts(field: msgspec.Raw) -> bool:
     return text[:1] == b"[" and text[1:].lstrip()[:1] != b"{"
 
 
-_decoder: Final = msgspec.json.Decoder(_Shape)
+_FIELDS_OF: Final = {api: [frozenset(one.split()) for one in api.spec.fields_of] for api in Api}
+# those of all APIs, undecoded
+_NAMES: Final = sorted(
+    {name.removesuffix("[]") for sets in _FIELDS_OF.values() for one in sets for name in one} - {ANTHROPIC_VERSION}
+)
+_shape: Final = msgspec.json.Decoder(
+    msgspec.defstruct("_Shape", [(name, msgspec.Raw, ABSENT) for name in _NAMES], gc=False)
+)
+_values: Final = attrgetter(*_NAMES)
 
 
 class _Nested(msgspec.Struct, gc=False):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from extproc.core.effects import Pending
     from extproc.core.entering import Answer
     from extproc.core.types import Arrival, Head
-    from extproc.request.model import Api
+    from extproc.protocol import Api
     from extproc.streams.context import StreamContext
     from extproc.streams.messages import HttpBody, ProcessingRequest
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 from extproc.core.types import Head
 from extproc.errors import ErrorForm
 from extproc.protocol import (
+    ANTHROPIC_PATHS,
     ANTHROPIC_VERSION,
     LB_NAMESPACE,
-    MESSAGES_PATH,
     SERVED,
     SUBSET,
     SUBSET_NAMESPACE,
@@ -59,8 +59,8 @@ def error_form(head: Head | None) -> ErrorForm:
     """By the path, or by the header that Anthropic's clients send wherever they ask for something else."""
     if head is None:
         return ErrorForm.OPENAI
-    asks_anthropic = MESSAGES_PATH in head.path or ANTHROPIC_VERSION in head.headers
-    return ErrorForm.ANTHROPIC if asks_anthropic else ErrorForm.OPENAI
+    is_anthropic = any(path in head.path for path in ANTHROPIC_PATHS) or ANTHROPIC_VERSION in head.headers
+    return ErrorForm.ANTHROPIC if is_anthropic else ErrorForm.OPENAI
 
 
 def read_status(message: HttpHeaders) -> int:

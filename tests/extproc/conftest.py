@@ -12,7 +12,7 @@ from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Refused, Settled
 from extproc.core.states import State
-from extproc.request.model import Api
+from extproc.protocol import Api
 from extproc.streams.context import GatewayOptions, StreamContext
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from extproc.core.core import Core
 from extproc.core.effects import Decision, Effect, Tell
 from extproc.core.types import Head
 from extproc.metrics.registry import Metrics
+from extproc.protocol import Api
 from extproc.replication.local_bus import LocalBus
 from extproc.replication.peers import Bus, Peers
 from extproc.replication.redis_bus import RedisBus
-from extproc.request.model import Api
 from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually
 

@@ -17,7 +17,7 @@ from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.feeds.tokens import LocalTokenizer
-from extproc.request.model import Api
+from extproc.protocol import Api
 from tests.waiting import eventually
 from tests.with_vllm.conftest import BLOCK, Engines, gateway
 from tests.with_vllm.model import NAME

@@ -8,7 +8,7 @@ import json
 from extproc.admission.cache_isolation import CacheIsolation
 from extproc.admission.identity import Caller
 from extproc.api.load import load
-from extproc.request.model import Api
+from extproc.protocol import Api
 from extproc.request.parsing import parse
 
 KEYS = """

@@ -40,7 +40,7 @@ from extproc.core.peer_events import SILENCE_S, Alive, EventBatch, Learned, Peer
 from extproc.core.states import TRANSITIONS, Event, State
 from extproc.core.types import Head, LoadProblem, LoadResult, Outcome
 from extproc.errors import RateLimited, Refusal
-from extproc.request.model import Api
+from extproc.protocol import Api
 from extproc.scheduling.request_started import RequestStarted
 from tests.extproc.core.setting import (
     GATES,

@@ -15,7 +15,7 @@ from extproc.core.effects import AwaitAdapter, Decision, Effect, LoadAdapter, Te
 from extproc.core.states import TRANSITIONS, Event, State
 from extproc.core.types import Head, LoadResult, Outcome
 from extproc.prefix.turns import Tail
-from extproc.request.model import Api
+from extproc.protocol import Api
 from extproc.scheduling.request_started import RequestStarted
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Hold
 from extproc.core.types import Head
-from extproc.request.model import Api
+from extproc.protocol import Api
 
 if TYPE_CHECKING:
     from extproc.admission.queued_request import QueuedRequest

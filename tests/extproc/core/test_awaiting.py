@@ -13,7 +13,7 @@ from extproc.core.effects import Decision
 from extproc.core.states import State
 from extproc.core.types import Attachment, Head
 from extproc.errors import EngineStarting, NoEndpoint, QueueFull, QueueTimeout
-from extproc.request.model import Api
+from extproc.protocol import Api
 from tests.extproc.core.zero import ACTIVATION, BIG, GATE, SMALL, Zero, engine
 
 BOTH = {SMALL: 1, BIG: 1}

@@ -17,7 +17,7 @@ from extproc.endpoints.engine_reports import EngineReport, apply_report
 from extproc.endpoints.ledger import backlogs, requests_in_backlog
 from extproc.endpoints.table import LoraState
 from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownModel, UnknownPath
-from extproc.request.model import Api
+from extproc.protocol import Api
 from extproc.streams.messages import ProcessingResponse
 from extproc.streams.responses import decision_answer
 from tests.extproc.conftest import CONFIG, decide, in_some_state, settle

@@ -25,7 +25,7 @@ from extproc.core.effects import Decision, Refused, Tell
 from extproc.core.peer_events import EventBatch
 from extproc.core.types import Head, Outcome
 from extproc.endpoints.engine_reports import EngineReport, apply_report
-from extproc.request.model import Api
+from extproc.protocol import Api
 
 SERVER = "default/llama"
 FIRST = "10.0.0.1:8000"

@@ -14,7 +14,7 @@ from extproc.core.effects import AskLimits, AskTokens, Decision, Hold, Refused, 
 from extproc.core.states import IllegalEvent, State
 from extproc.core.types import Head
 from extproc.errors import LimitsUnavailable, RateLimited
-from extproc.request.model import Api
+from extproc.protocol import Api
 from tests.extproc.core.setting import GATES, ONE, body, snapshot
 
 CONFIG = """

@@ -10,7 +10,7 @@ from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Refused
 from extproc.core.types import Head, Outcome
-from extproc.request.model import Api
+from extproc.protocol import Api
 
 CONFIG = b"""
 apiVersion: attache.dev/v1alpha1

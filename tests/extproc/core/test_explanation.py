@@ -24,7 +24,7 @@ from extproc.endpoints.engine_reports import EngineReport, apply_report
 from extproc.endpoints.health import Failure
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics
-from extproc.request.model import Api
+from extproc.protocol import Api
 from extproc.runtime.explain_page import ExplainPage
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.streams.context import GatewayOptions

@@ -20,7 +20,7 @@ from extproc.core.types import Head, Outcome
 from extproc.errors import BadRequest, InternalError, NoEndpoint
 from extproc.llmd.profiles import picker_from_text
 from extproc.llmd.registry import BUILT_IN, PluginType
-from extproc.request.model import Api
+from extproc.protocol import Api
 from tests.extproc.conftest import in_some_state
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 from extproc.core.effects import Decision, HealthChanged
 from extproc.core.types import Outcome
 from extproc.endpoints.health import Failure
-from extproc.request.model import Api
+from extproc.protocol import Api
 from tests.extproc.core.test_core import HEAD, arrive, chat
 
 if TYPE_CHECKING:

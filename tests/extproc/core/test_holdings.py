@@ -12,7 +12,7 @@ from extproc.core.holdings import Bounds, Holdings
 from extproc.core.record import Record
 from extproc.core.states import State
 from extproc.core.types import Head
-from extproc.request.model import Api
+from extproc.protocol import Api
 from tests.extproc.core.zero import SMALL, Zero, engine
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from extproc.core.types import Head
 from extproc.request.parsing import parse
 
 if TYPE_CHECKING:
-    from extproc.request.model import Api, InferenceRequest
+    from extproc.protocol import Api
+    from extproc.request.model import InferenceRequest
 
 DIRECTORY = """
 apiVersion: attache.dev/v1alpha1

@@ -13,7 +13,7 @@ from extproc.core.core import Core
 from extproc.core.effects import Decision, Effect, Refused, Tell
 from extproc.core.peer_events import AskLevels, EventBatch, Levels, decode, encode
 from extproc.core.types import Head
-from extproc.request.model import Api
+from extproc.protocol import Api
 from tests.extproc.conftest import CONFIG
 
 if TYPE_CHECKING:

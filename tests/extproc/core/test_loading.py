@@ -18,7 +18,7 @@ from extproc.core.types import Head, LoadProblem, LoadResult, Outcome
 from extproc.endpoints.engine_reports import EngineReport
 from extproc.endpoints.table import LoraState
 from extproc.errors import AdapterBroken, AdapterUnavailable, Refusal
-from extproc.request.model import Api
+from extproc.protocol import Api
 
 if TYPE_CHECKING:
     from extproc.core.effects import Effect

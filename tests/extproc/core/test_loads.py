@@ -11,7 +11,7 @@ from extproc.api.status_pages import EndpointLoad, total
 from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.endpoints.engine_reports import EngineReport, apply_report
-from extproc.request.model import Api
+from extproc.protocol import Api
 
 ROUTE = """
 apiVersion: attache.dev/v1alpha1

@@ -29,7 +29,7 @@ from extproc.core.peer_events import (
 from extproc.core.states import State
 from extproc.core.types import Head, Outcome
 from extproc.endpoints.engine_reports import CacheConfig, EngineReport
-from extproc.request.model import Api
+from extproc.protocol import Api
 from tests.extproc.conftest import CONFIG, decide
 
 HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)

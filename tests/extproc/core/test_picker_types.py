@@ -14,7 +14,7 @@ from extproc.core.core import Core
 from extproc.core.effects import Decision, Hold, Refused
 from extproc.core.types import Head
 from extproc.errors import Shed
-from extproc.request.model import Api
+from extproc.protocol import Api
 
 if TYPE_CHECKING:
     from extproc.core.effects import Effect

@@ -12,7 +12,7 @@ import pytest
 from extproc.api.model_server import ModelServerSpec
 from extproc.core.rewriting import asks_for_usage
 from extproc.core.types import BUNDLE, Arrival, Attachment, Head
-from extproc.request.model import Api
+from extproc.protocol import Api
 from extproc.request.parsing import parse
 from extproc.routing.resolve import Destination
 

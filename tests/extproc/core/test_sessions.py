@@ -16,7 +16,7 @@ from extproc.core.core import Core
 from extproc.core.effects import Decision, Tell
 from extproc.core.peer_events import EventBatch
 from extproc.core.types import Attachment, Head
-from extproc.request.model import Api
+from extproc.protocol import Api
 from extproc.scheduling.request_started import RequestStarted
 from extproc.scheduling.sessions import SessionBindings, TenantSessions, session_token
 from tests.extproc.conftest import CONFIG

@@ -26,7 +26,7 @@ from extproc.core.states import TRANSITIONS, Event, IllegalEvent, State
 from extproc.core.types import Head, LoadProblem
 from extproc.endpoints.engine_reports import EngineReport
 from extproc.errors import Refusal
-from extproc.request.model import Api
+from extproc.protocol import Api
 from extproc.scheduling.request_started import RequestStarted
 from tests.extproc.core.life import Life
 from tests.extproc.core.setting import (

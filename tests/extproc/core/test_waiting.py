@@ -15,7 +15,7 @@ from extproc.core.effects import Decision, Effect, Hold, Left, Refused
 from extproc.core.states import State
 from extproc.core.types import Head, Outcome
 from extproc.errors import NoEndpoint, QueueFull, QueueTimeout, RateLimited, Shed
-from extproc.request.model import Api
+from extproc.protocol import Api
 
 FLOW_CONTROL = """
   flowControl:

@@ -13,7 +13,7 @@ from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.errors import BadRequest, ModelNotAllowed, Refusal, UnknownModel
-from extproc.request.model import Api
+from extproc.protocol import Api
 
 DIRECTORY = """
 apiVersion: attache.dev/v1alpha1

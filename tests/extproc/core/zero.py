@@ -21,7 +21,7 @@ from extproc.core.effects import (
     WakeAt,
 )
 from extproc.core.types import BUNDLE, Attachment, Head, LoadResult
-from extproc.request.model import Api
+from extproc.protocol import Api
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

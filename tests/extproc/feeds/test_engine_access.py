@@ -18,7 +18,7 @@ from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.engine_tokenizer import EngineTokenizers
-from extproc.request.model import Api
+from extproc.protocol import Api
 from tests.certificates import Authority
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.engine_tokenizer import EngineTokenizer, EngineTokenizers
 from extproc.feeds.tokens import Tokenizers
 from extproc.metrics.registry import Metrics
-from extproc.request.model import Api
+from extproc.protocol import Api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -9,8 +9,8 @@ from typing import Any, Final
 import pytest
 
 from extproc.errors import BadRequest
+from extproc.protocol import Api
 from extproc.request.anthropic import chat_of
-from extproc.request.model import Api
 from extproc.request.parsing import parse
 
 CACHE: Final = {"cache_control": {"type": "ephemeral"}}

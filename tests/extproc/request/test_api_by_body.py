@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.request.model import Api
+from extproc.protocol import Api
 from extproc.request.parsing import api_by_body
 
 CLAUDE = {"anthropic-version": "2023-06-01"}

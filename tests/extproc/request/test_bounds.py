@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.errors import BadRequest
+from extproc.protocol import Api
 from extproc.request.bounds import (
     MOST_COMMAS,
     MOST_MEMBERS,
@@ -21,7 +22,6 @@ from extproc.request.bounds import (
     check_bounds,
     count_outside_strings,
 )
-from extproc.request.model import Api
 from extproc.request.parsing import parse
 
 

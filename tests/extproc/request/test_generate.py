@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import pytest
 
 from extproc.errors import BadRequest
+from extproc.protocol import Api
 from extproc.request.generate import tokens_in
-from extproc.request.model import Api, InferenceRequest
 from extproc.request.parsing import parse
+
+if TYPE_CHECKING:
+    from extproc.request.model import InferenceRequest
 
 
 def generate(**fields: object) -> InferenceRequest:

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.errors import BadRequest, Refusal
-from extproc.request.model import Api, InferenceRequest
-from extproc.request.parsing import INFERENCE_PATHS, parse
+from extproc.protocol import Api
+from extproc.request.parsing import parse
+
+if TYPE_CHECKING:
+    from extproc.request.model import InferenceRequest
 
 HELLO = {"role": "user", "content": "hello"}
 
@@ -118,7 +121,7 @@ def test_what_cannot_be_read_is_refused_with_what_to_mend(content: bytes, messag
 
 @given(st.binary(max_size=300) | st.text(max_size=100).map(str.encode))
 def test_no_bytes_raise_anything_but_a_refusal(content: bytes) -> None:
-    for api in INFERENCE_PATHS.values():
+    for api in Api:
         try:
             parse(api, content)
         except Refusal:
@@ -133,7 +136,7 @@ def test_no_bytes_raise_anything_but_a_refusal(content: bytes) -> None:
     )
 )
 def test_no_json_raises_anything_but_a_refusal(value: object) -> None:
-    for api in INFERENCE_PATHS.values():
+    for api in Api:
         for field in ("model", "messages", "prompt", "input", "stream_options", "tools"):
             content = {"model": "m", "messages": [HELLO], "prompt": "p", "input": "i", field: value}
             try:

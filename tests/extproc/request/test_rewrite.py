@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from extproc.request.model import Api
+from extproc.protocol import Api
 from extproc.request.parsing import parse
 from extproc.request.rewrite import is_plain, span_of, with_changes
 

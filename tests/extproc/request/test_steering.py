@@ -9,8 +9,9 @@ import tracemalloc
 import pytest
 
 from extproc.errors import BadRequest
+from extproc.protocol import Api
 from extproc.request.bounds import MOST_OBJECTS
-from extproc.request.model import STEERING_FIELDS, Api
+from extproc.request.model import STEERING_FIELDS
 from extproc.request.parsing import parse, steering_of_unread
 
 HELLO = [{"role": "user", "content": "hello"}]

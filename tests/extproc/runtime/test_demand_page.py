@@ -20,7 +20,7 @@ from extproc.api.status_pages import DEMAND_PATH, ConfigReport, Demand, complete
 from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.metrics.exposition import Registry
-from extproc.request.model import Api
+from extproc.protocol import Api
 from extproc.runtime import demand_watch
 from extproc.runtime.demand_watch import MOST_WATCHERS, DemandWatch
 from extproc.runtime.pages import serve_pages

@@ -19,7 +19,7 @@ from extproc.errors import InternalError, QueueTimeout
 from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.tokens import Tokenizers
 from extproc.metrics.registry import Metrics
-from extproc.request.model import Api
+from extproc.protocol import Api
 from extproc.runtime.performer import Performer
 
 if TYPE_CHECKING:
