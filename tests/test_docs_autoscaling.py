@@ -16,7 +16,7 @@ from controller.api.autoscaling import AutoscalingPolicySpec
 from controller.api.autoscaling_binding import AutoscalingPolicyBindingSpec
 from controller.api.model import ModelSpec
 from controller.autoscaler.decision.decision import Rule
-from controller.autoscaler.reconciler.telling import LIMITING
+from controller.autoscaler.reconciler.status import LIMITING
 from extproc.api.load import load
 from extproc.api.quantities import decode_quantity
 

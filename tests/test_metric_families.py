@@ -16,8 +16,7 @@ from controller.agents.runtime.counters import Counters
 from controller.agents.runtime.dialects import FAMILIES
 from controller.agents.runtime.engine_page import EnginePage
 from controller.agents.runtime.exposition import write_page
-from controller.autoscaler.decision.decision import StageDecision, Step
-from controller.autoscaler.decision.law import Recommendation
+from controller.autoscaler.decision.decision import Recommendation, StageDecision, Step
 from controller.autoscaler.reconciler.metrics import BindingSeries, ScalingMetrics, TargetSeries
 from controller.bundle.acknowledgements import Uptake
 from controller.bundle.metrics import FollowerSeries

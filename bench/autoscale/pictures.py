@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bench.autoscale.fleet import Fleet
     from bench.autoscale.replicas import Replica
     from controller.api.autoscaling import LatencyObjective
-    from controller.autoscaler.decision.engine_signals import EngineSignal
+    from controller.autoscaler.decision.gateway_reports import EngineSignal
     from extproc.api.status_pages import Demand, EngineDemand
 
 # In a namespace of its own, with the ModelServer.

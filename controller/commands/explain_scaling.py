@@ -13,8 +13,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from controller.autoscaler.reconciler.explaining import explained
-from controller.autoscaler.reconciler.records import Record
+from controller.autoscaler.reconciler.records import Record, explained
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -108,9 +108,9 @@ async def _run(options: argparse.Namespace, access: Access, check_picker: Picker
 def _exports(options: argparse.Namespace, client: Client, callers: Callers) -> ExportRole | None:
     if not options.external_metrics and not options.keda:
         return None
+    from controller.autoscaler.export.keda import TlsFiles  # noqa: PLC0415
+    from controller.autoscaler.export.keda_access import readers_of  # noqa: PLC0415
     from controller.autoscaler.export.role import ExportRole, ExportSettings  # noqa: PLC0415
-    from controller.autoscaler.keda.access import readers_of  # noqa: PLC0415
-    from controller.autoscaler.keda.tls import TlsFiles  # noqa: PLC0415
 
     tls = None
     if options.keda_certificate:
@@ -183,10 +183,9 @@ def _leader(
 def _scaling(
     options: argparse.Namespace, client: Client, metrics: ManagerMetrics, records: Records
 ) -> Callable[[Client], Awaitable[None]]:
-    from controller.autoscaler.reconciler.live import scaling_of  # noqa: PLC0415
+    from controller.autoscaler.reconciler.metric_sources import SourceSettings  # noqa: PLC0415
     from controller.autoscaler.reconciler.metrics import ScalingMetrics  # noqa: PLC0415
-    from controller.autoscaler.reconciler.running import ScalingSettings  # noqa: PLC0415
-    from controller.autoscaler.reconciler.sources.gathering import SourceSettings  # noqa: PLC0415
+    from controller.autoscaler.reconciler.scaling import ScalingSettings, scaling_of  # noqa: PLC0415
 
     settings = ScalingSettings(
         sources=SourceSettings(prometheus_allow=tuple(options.prometheus_allow)),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from controller.autoscaler.keda.streams import MOST_STREAMS
+from controller.autoscaler.export.keda_access import MOST_STREAMS
 from extproc.api.addresses import parse_address
 
 SERVICE: Final = "attache-manager"
@@ -167,11 +167,11 @@ def parsed(words: list[str], prog: str) -> argparse.Namespace:
             if address:
                 parse_address(address)
         if options.prometheus_allow:
-            from controller.autoscaler.reconciler.sources.allowed import Allowed  # noqa: PLC0415 - not for --help
+            from controller.autoscaler.reconciler.source_http import Allowed  # noqa: PLC0415 - not for --help
 
             Allowed(options.prometheus_allow)
         if options.keda_client_name:
-            from controller.autoscaler.keda.access import readers_of  # noqa: PLC0415 - not for --help
+            from controller.autoscaler.export.keda_access import readers_of  # noqa: PLC0415 - not for --help
 
             readers_of((), options.keda_client_name)
     except ValueError as error:

@@ -14,12 +14,11 @@ from controller.autoscaler.decision.decision import Decision, StageDecision, Tar
 from controller.autoscaler.decision.situation import EngineReport, Freshness, Waiting
 from controller.autoscaler.reconciler.deciding import Deciding
 from controller.autoscaler.reconciler.demand import DemandView
-from controller.autoscaler.reconciler.live import DECIDING
+from controller.autoscaler.reconciler.metric_sources import SourceSettings
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
 from controller.autoscaler.reconciler.records import Records
-from controller.autoscaler.reconciler.running import Scaling, ScalingSettings
 from controller.autoscaler.reconciler.scalables import STATEFUL_SETS
-from controller.autoscaler.reconciler.sources.gathering import SourceSettings
+from controller.autoscaler.reconciler.scaling import DECIDING, Scaling, ScalingSettings
 from controller.kube.client import Client, connect
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest_asyncio
 
 from bench.cluster.assets import ROOT
-from controller.autoscaler.reconciler import rooms
-from controller.autoscaler.reconciler.names import SCALED_BY
+from controller.autoscaler.reconciler import accelerators as rooms
+from controller.autoscaler.reconciler.scalables import SCALED_BY
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,

@@ -16,11 +16,10 @@ from prometheus_client import CollectorRegistry
 
 from bench.cluster.assets import ROOT
 from bench.processes import free_ports
-from controller.autoscaler.reconciler.live import scaling_of
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
 from controller.autoscaler.reconciler.pages import routes
 from controller.autoscaler.reconciler.records import Records
-from controller.autoscaler.reconciler.running import ScalingSettings
+from controller.autoscaler.reconciler.scaling import ScalingSettings, scaling_of
 from controller.commands import explain_scaling as explain_scaling_command
 from controller.kube.client import connect
 from controller.kube.pages import pages

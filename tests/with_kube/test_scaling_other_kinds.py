@@ -10,7 +10,7 @@ import yaml
 
 from bench.cluster.assets import ROOT
 from bench.cluster.crds import apply_crds
-from controller.autoscaler.reconciler.names import SCALED_BY
+from controller.autoscaler.reconciler.scalables import SCALED_BY
 from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, PODS, Object, Resource
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL

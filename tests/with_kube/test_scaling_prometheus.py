@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest_asyncio
 
 from bench.cluster.assets import ROOT
-from controller.autoscaler.reconciler.sources.gathering import SourceSettings
+from controller.autoscaler.reconciler.metric_sources import SourceSettings
 from controller.kube.resources import DEPLOYMENTS, SECRETS
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from bench.cluster.assets import ROOT
 from bench.processes import free_ports
-from controller.autoscaler.reconciler.sources.gathering import SourceSettings
-from controller.autoscaler.reconciler.sources.http import Failed, page_of
+from controller.autoscaler.reconciler.metric_sources import SourceSettings
+from controller.autoscaler.reconciler.source_http import Failed, page_of
 from controller.kube.resources import DEPLOYMENTS
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE

@@ -16,7 +16,7 @@ import msgspec
 from bench.autoscale.peers.peer import HpaMemory, began, bounded, current_of, ready_reports, waiting_each
 from controller.api.autoscaling import Behavior, ScalingRules
 from controller.autoscaler.decision.behavior import Past, Recommended, remembered, stabilized
-from controller.autoscaler.decision.metrics import kv_usage_of, running_of
+from controller.autoscaler.decision.strategies.reading import kv_usage_of, running_of
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import EngineReport, Situation

@@ -14,7 +14,7 @@ import msgspec
 
 from controller.api.autoscaling import Behavior
 from controller.autoscaler.decision.behavior import Past, Recommended, Scaled, behaved, remembered
-from controller.autoscaler.decision.law import Law
+from controller.autoscaler.decision.decision import Law
 from controller.autoscaler.decision.situation import EngineReport, EngineState, Situation
 from controller.autoscaler.decision.strategies.target import Pool, Tolerance, of_total
 

@@ -19,7 +19,7 @@ from bench.autoscale.peers.peer import began, current_of, merged, ready_reports,
 from controller.api.autoscaling import Behavior, ScalingRule, ScalingRules
 from controller.api.scaling_laws import SpareCapacityParameters
 from controller.autoscaler.decision.behavior import Past
-from controller.autoscaler.decision.metrics import kv_usage_of
+from controller.autoscaler.decision.strategies.reading import kv_usage_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -24,7 +24,7 @@ from bench.autoscale.peers.peer import began, current_of, ready_reports, through
 from bench.autoscale.peers.wva_v1 import hpa_of
 from controller.api.scaling_laws import TokensParameters
 from controller.autoscaler.decision.behavior import Past
-from controller.autoscaler.decision.metrics import kv_usage_of
+from controller.autoscaler.decision.strategies.reading import kv_usage_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

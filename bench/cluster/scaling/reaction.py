@@ -17,7 +17,7 @@ from bench.cluster.scaling.asking import Asking
 from bench.cluster.scaling.objects import Model
 from bench.cluster.scaling.site import PATIENCE_S, until
 from bench.cluster.scaling.watching import now_s
-from controller.autoscaler.reconciler.running import wall_s
+from controller.autoscaler.reconciler.scaling import wall_s
 from controller.kube.gateway_reports import messages
 from extproc.api.status_pages import ServerDemand
 

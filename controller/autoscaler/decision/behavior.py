@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast replicas change: the behaviour block of HorizontalPodAutoscaler v2, exactly.
+"""How fast and within which bounds replicas change: HPA's behaviour block, panic, schedules.
+
+The behaviour block is that of HorizontalPodAutoscaler v2, exactly.
 
 Source: kubernetes, ``pkg/controller/podautoscaler/horizontal.go``, ``normalizeDesiredReplicasWithBehaviors`` (1.36).
 First the recommendation is stabilised: between the smallest one of the window of ``scaleUp`` and the largest one of
@@ -18,25 +20,41 @@ Where nothing is written, the defaults are those of Kubernetes:
 One difference: HPA may forget a change after the longest period of the policies of its own direction, although those of
 the other direction count it, too. Here it is remembered for as long as any policy looks back.
 
-The history has recommendations as the laws made them: what stabilising made of them is never stored, or else one old
-peak would keep itself alive. Bounds of a target come after this. Where several targets differ in capacity, replicas are
-fractions: nothing is rounded then (``whole=False``), and "Pods" are replicas of the first target.
+The history has recommendations as the strategies made them: what stabilising made of them is never stored, or else one
+old peak would keep itself alive. Bounds of a target come after this. Where several targets differ in capacity, replicas
+are fractions: nothing is rounded then (``whole=False``), and "Pods" are replicas of the first target.
+
+Panic: while a steep rise lasts, and some time after it, replicas only grow.
+
+Source: knative/serving, ``pkg/autoscaler/scaling/autoscaler.go``. A panic begins when what is asked for reaches
+``threshold`` times what is ready, and ends ``hold_s`` after it last did. While it lasts, no answer is below the largest
+one of this panic.
+
+Schedules are bounds by time: windows that begin at a cron line's times and hold for a duration. Cron lines are read in
+their own time zone. Where clocks change, they do what Debian's cron does: a time that does not exist is taken at once
+after the change, and a time that exists twice counts once. A duration is time that passes, whatever clocks show.
+
+Where windows overlap, the largest minimum and the smallest maximum hold. Where these contradict, the maximum does: it
+is the one that limits what is spent.
 """
 
 from __future__ import annotations
 
 import math
+from datetime import datetime, tzinfo
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from cronsim import CronSim, CronSimError
 
 from controller.api.autoscaling import ScalingRule
+from controller.api.autoscaling_mistakes import mistake_of, zone_of
 from controller.autoscaler.decision.decision import Step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from controller.api.autoscaling import Behavior, ScalingRules
+    from controller.api.autoscaling import Behavior, Panic, ScalingRules, Schedule
 
 DEFAULT_TOLERANCE: Final = 0.1
 _UP_WINDOW_S: Final = 0
@@ -178,3 +196,96 @@ def _why_stabilized(behavior: Behavior, recommended: float, current: float) -> s
         return f"so few were enough within the last {window_s} s (scaleUp.stabilizationWindowSeconds)"
     window_s = _window_s(behavior.scale_down, _DOWN_WINDOW_S)
     return f"so many were needed within the last {window_s} s (scaleDown.stabilizationWindowSeconds)"
+
+
+class PanicState(msgspec.Struct, frozen=True):
+    """``last_at_s``: when the threshold was last reached. ``most``: the largest answer so far, in replicas."""
+
+    last_at_s: float
+    most: float
+
+
+def follow(
+    state: PanicState | None, *, asked: float, ready: float, threshold: float, hold_s: float, now_s: float
+) -> PanicState | None:
+    """The state after what is asked for is known: begun, prolonged, ended, or as it was; None: no panic.
+
+    ``asked`` and ``ready``: replicas; none ready counts as one.
+    """
+    if asked / max(ready, 1.0) >= threshold:
+        return PanicState(now_s, state.most if state is not None else 0.0)
+    if state is not None and state.last_at_s + hold_s < now_s:
+        return None
+    return state
+
+
+def held(state: PanicState, desired: float) -> PanicState:
+    """The state with an answer counted in; ``most`` of it is the answer to give."""
+    return PanicState(state.last_at_s, max(state.most, desired))
+
+
+def panicking(
+    panic: Panic, state: PanicState | None, *, recommended: float, ready: float, now_s: float
+) -> PanicState | None:
+    """For laws without windows of their own: the state after a combined recommendation; None: no panic.
+
+    While it is not None, ``most`` of it is the answer, and limits of scaling out do not apply.
+    """
+    state = follow(
+        state,
+        asked=recommended,
+        ready=ready,
+        threshold=panic.threshold_percent / 100,
+        hold_s=float(panic.hold),
+        now_s=now_s,
+    )
+    return None if state is None else held(state, recommended)
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """``least`` and ``most``: replicas; None: no bound. ``until_s``: they hold until then. ``problems``: schedules that
+    cannot be read.
+    """
+
+    least: int | None = None
+    most: int | None = None
+    until_s: float = math.inf
+    problems: tuple[str, ...] = ()
+
+
+def bounds_at(schedules: Sequence[Schedule], now_s: float) -> Bounds:
+    """``now_s``: since 1970."""
+    least: list[int] = []
+    most: list[int] = []
+    until_s, problems = math.inf, []
+    for schedule in schedules:
+        try:
+            began_s, next_s = _neighbours(schedule.start, zone_of(schedule.time_zone), now_s)
+        except (CronSimError, ValueError) as error:
+            problems.append(mistake_of(schedule, error))
+            continue
+        until_s = min(until_s, next_s)
+        ends_s = began_s + schedule.duration
+        if now_s < ends_s:
+            until_s = min(until_s, ends_s)
+            least += [schedule.min_replicas] if schedule.min_replicas is not None else []
+            most += [schedule.max_replicas] if schedule.max_replicas is not None else []
+    highest = min(most) if most else None
+    lowest = max(least) if least else None
+    if lowest is not None and highest is not None:
+        lowest = min(lowest, highest)
+    return Bounds(lowest, highest, until_s, tuple(problems))
+
+
+def _neighbours(line: str, zone: tzinfo, now_s: float) -> tuple[float, float]:
+    """The last time that is not later than ``now_s``, and the next one; infinite where there is none."""
+    now = datetime.fromtimestamp(now_s, zone)
+    # backwards, a fraction of a second makes the present second count
+    past = _first(line, now.replace(microsecond=1), -math.inf, reverse=True)
+    return past, _first(line, now, math.inf, reverse=False)
+
+
+def _first(line: str, now: datetime, otherwise: float, *, reverse: bool) -> float:
+    times = CronSim(line, now, reverse=reverse)
+    found = next(times, None)
+    return found.timestamp() if found is not None else otherwise

@@ -1,34 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole way of a scaling decision: from situations and memory to what each target should have, with reasons.
+"""A scaling decision: from situations and memory to the replicas that each target should have, with reasons.
 
-laws -> combined -> carried by the rest? -> fresh? -> behaviour -> restarted? -> from zero -> schedules and bounds
-     -> one is kept? -> shared out among targets -> ratios -> somebody else's hand -> mode
+strategies -> combined -> carried by the remaining replicas? -> fresh? -> behaviour -> restarted? -> from zero
+     -> schedules and bounds -> one is kept? -> shared out among targets -> ratios -> manual override -> mode
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.autoscaler.decision.decision import Decision, TargetDecision
-from controller.autoscaler.decision.memory import Memory, StageMemory
-from controller.autoscaler.decision.preparing import prepared
+from controller.autoscaler.decision.allocation.allocate import allocate_stages, rules_of
+from controller.autoscaler.decision.allocation.ratios import repair
+from controller.autoscaler.decision.allocation.variants import variant_of
+from controller.autoscaler.decision.behavior import Bounds, bounds_at
+from controller.autoscaler.decision.decision import Decision, Step, TargetDecision
+from controller.autoscaler.decision.memory import Memory, Shared, StageMemory
 from controller.autoscaler.decision.resting import rest_of, rested, stands
-from controller.autoscaler.decision.schedule import Bounds, bounds_at
-from controller.autoscaler.decision.sharing import shared_out
 from controller.autoscaler.decision.situation import EngineState, Situation, Target
-from controller.autoscaler.decision.stage import StageAnswer, decided, keeps_one, told
+from controller.autoscaler.decision.stage import StageAnswer, decided, keeps_one, prepared, told
 from controller.autoscaler.decision.strategies.registry import laws_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from controller.api.autoscaling import AutoscalingPolicySpec
-    from controller.api.autoscaling_binding import AutoscalingPolicyBinding
-    from controller.autoscaler.decision.decision import StageDecision
-    from controller.autoscaler.decision.law import Recommendation
-    from controller.autoscaler.decision.sharing import Sharing
+    from controller.api.autoscaling_binding import AutoscalingPolicyBinding, AutoscalingPolicyBindingSpec
+    from controller.autoscaler.decision.allocation.variants import Allocation, Rules, Variant
+    from controller.autoscaler.decision.decision import Recommendation, StageDecision
+    from controller.autoscaler.decision.situation import Target
+    from controller.autoscaler.decision.stage import StageAnswer
 
 _ONE: Final = 1.0
 
@@ -150,3 +154,175 @@ def _target(target: Target, desired: int | None, reason: str) -> TargetDecision:
 
 def _as_it_is(target: Target) -> TargetDecision:
     return _target(target, target.current, "the policy is paused")
+
+
+# Where targets differ, needs and capacities are rounded to these steps: noise of learned speeds moves no replicas.
+_NEED_STEP: Final = 0.1
+_CAPACITY_DIGITS: Final = 2
+_EPSILON: Final = 1e-6
+# Of the cost without other targets' new replicas.
+_WORTH_MOVING: Final = 0.9
+UNPROVEN: Final = "not proven the cheapest"
+
+
+class Sharing(msgspec.Struct, frozen=True):
+    """``replicas`` and ``reasons``: by target. ``steps``: what ratios changed. ``limits``: what kept a stage from what
+    it needs, by stage. ``lacks``: replicas that were missed for want of accelerators, by target. ``unproven``: stages
+    for which a slightly cheaper set of targets may exist. ``shared``: to be remembered.
+    """
+
+    replicas: Mapping[str, int | None]
+    reasons: Mapping[str, str]
+    steps: tuple[Step, ...]
+    limits: Mapping[str, Step]
+    lacks: Mapping[str, int]
+    unproven: frozenset[str]
+    shared: Shared | None
+
+
+def shared_out(
+    stages: Sequence[StageAnswer],
+    policy: AutoscalingPolicySpec,
+    binding: AutoscalingPolicyBindingSpec,
+    free: Mapping[str, int] | None,
+    before: Shared | None,
+) -> Sharing:
+    """``free``: accelerators that nodes have left, by pool. ``before``: what this remembered last."""
+    now_s = stages[0].situation.now_s
+    fixed = {
+        target.name: why
+        for stage in stages
+        for target in stage.situation.targets
+        if (why := _why_fixed(target, policy, now_s))
+    }
+    needs: dict[str, float] = {}
+    variants: dict[str, tuple[Variant, ...]] = {}
+    for stage in stages:
+        targets = [one for one in stage.situation.targets if one.name not in fixed]
+        if targets:
+            name = targets[0].spec.stage
+            held = sum((one.current or 0) * one.capacity for one in stage.situation.targets if one.name in fixed)
+            variants[name] = tuple(_variant(one, stage, policy) for one in targets)
+            needs[name] = _need(max(0.0, stage.answer.replicas - held), stage)
+            if stage.answer.replicas <= stage.situation.current + _EPSILON:
+                # rounding up must not ask for more than there is, or it would at each decision
+                there = [(one.current or 0) * each.capacity for one, each in zip(targets, variants[name], strict=True)]
+                needs[name] = min(needs[name], sum(there))
+    rules = rules_of(binding, free)
+    shared = before
+    if before is None or (before.needs, before.variants, before.rules) != (needs, variants, rules):
+        found = _without_moving_about(needs, variants, rules) if needs else {}
+        shared = Shared(needs, variants, rules, found) if needs else None
+    return _with_ratios(stages, fixed, shared if needs else None, binding)
+
+
+def _without_moving_about(
+    needs: Mapping[str, float], variants: Mapping[str, tuple[Variant, ...]], rules: Rules
+) -> dict[str, Allocation]:
+    """The allocation; where what runs is enough, replicas of one target take the place of another's only if that saves
+    a tenth of the cost. Needs and learned capacities move by less than that from look to look.
+    """
+    found = allocate_stages(needs, variants, rules)
+    if rules.mode != "Cheapest" or not any(_is_move(found[stage], variants[stage]) for stage in found):
+        return found
+    there = {stage: tuple(_no_more(one) for one in several) for stage, several in variants.items()}
+    fewer = allocate_stages(needs, there, rules)
+    is_enough = not any(one.missing for one in fewer.values())
+    return fewer if is_enough and _cost(found, variants) > _WORTH_MOVING * _cost(fewer, variants) else found
+
+
+def _is_move(found: Allocation, variants: Sequence[Variant]) -> bool:
+    changes = [found.replicas[one.name] - one.running for one in variants]
+    return min(changes) < 0 < max(changes)
+
+
+def _no_more(variant: Variant) -> Variant:
+    return msgspec.structs.replace(variant, most=max(variant.least, min(variant.most, variant.running)))
+
+
+def _cost(found: Mapping[str, Allocation], variants: Mapping[str, Sequence[Variant]]) -> float:
+    return sum(one.cost * found[stage].replicas[one.name] for stage in found for one in variants[stage])
+
+
+def _with_ratios(
+    stages: Sequence[StageAnswer],
+    fixed: Mapping[str, str],
+    shared: Shared | None,
+    binding: AutoscalingPolicyBindingSpec,
+) -> Sharing:
+    found = {} if shared is None else shared.found
+    replicas = {name: count for allocation in found.values() for name, count in allocation.replicas.items()}
+    reasons = {
+        name: reason if allocation.is_proven else f"{reason}; {UNPROVEN}"
+        for allocation in found.values()
+        for name, reason in allocation.reasons.items()
+    }
+    targets = [target for stage in stages for target in stage.situation.targets]
+    there = {one.name: one.current or 0 if one.name in fixed else replicas[one.name] for one in targets}
+    most = {one.name: there[one.name] if one.name in fixed else one.spec.max_replicas for one in targets}
+    repaired, steps = repair(there, binding.ratios, most)
+    by_name = {one.name: one for one in targets}
+    return Sharing(
+        replicas={name: by_name[name].current if name in fixed else count for name, count in repaired.items()},
+        reasons={**reasons, **fixed},
+        steps=tuple(steps),
+        limits={} if shared is None else {name: one for name in found if (one := _limit(name, shared)) is not None},
+        lacks={} if shared is None else _lacks(shared),
+        unproven=frozenset(stage for stage, one in found.items() if not one.is_proven),
+        shared=shared,
+    )
+
+
+def _limit(stage: str, shared: Shared) -> Step | None:
+    """What budgets and nodes do not allow."""
+    need, found = shared.needs[stage], shared.found[stage]
+    if found.missing <= _EPSILON:
+        return None
+    return Step("Budget", need, need - found.missing, "; ".join(found.problems) or "limits leave no room for more")
+
+
+def _lacks(shared: Shared) -> dict[str, int]:
+    """Of each stage that is short: what the target would take that does the most for its cost among those without
+    room.
+    """
+    lacks: dict[str, int] = {}
+    for stage, found in shared.found.items():
+        short = [
+            one
+            for one in shared.variants[stage]
+            if one.room is not None and not one.blocked and found.replicas[one.name] < one.most
+        ]
+        if found.missing > _EPSILON and short:
+            best = min(short, key=lambda one: (one.cost / one.capacity, one.name))
+            wanted = math.ceil(found.missing / best.capacity - _EPSILON)
+            lacks[best.name] = min(wanted, best.most - found.replicas[best.name])
+    return lacks
+
+
+def _need(units: float, stage: StageAnswer) -> float:
+    """Whole replicas as they are; otherwise in steps."""
+    if len(stage.situation.targets) == 1:
+        return units
+    return math.ceil(units / _NEED_STEP - 1e-6) * _NEED_STEP
+
+
+def _variant(target: Target, stage: StageAnswer, policy: AutoscalingPolicySpec) -> Variant:
+    """As the allocation sees it. In doubt, and if nothing may be scaled in, it keeps what it has.
+
+    A bound that is below what there is holds in doubt as well: it does not come from data.
+    """
+    variant = variant_of(target)
+    least = variant.least
+    is_held = bool(stage.doubt) and stage.answer.replicas >= stage.situation.current
+    if is_held or policy.mode == "ScaleUpOnly":
+        least = max(least, min(target.current or 0, variant.most))
+    return msgspec.structs.replace(variant, least=least, capacity=round(variant.capacity, _CAPACITY_DIGITS) or 0.01)
+
+
+def _why_fixed(target: Target, policy: AutoscalingPolicySpec, now_s: float) -> str:
+    if target.current is None:
+        return "the object is not there"
+    held_s = target.set_at_s + policy.manual_hold - now_s
+    if target.set_by and held_s > 0:
+        return f"{target.set_by} set the replicas; they stay so for another {held_s:.0f} s"
+    return ""

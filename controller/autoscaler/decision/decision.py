@@ -1,15 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of one scaling decision: what was known, what each law asked for, and what became of it, step by step."""
+"""The record of a scaling decision: recommendations of strategies, and each step that changed the answer after them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import msgspec
 
-from controller.autoscaler.decision.law import Recommendation
 from controller.autoscaler.decision.situation import Freshness, Waiting
+
+if TYPE_CHECKING:
+    from controller.autoscaler.decision.situation import Situation
+
+Memory = TypeVar("Memory")
+
+
+class Recommendation(msgspec.Struct, frozen=True):
+    """``law``: whose. ``replicas``: of the first target, a fraction where targets differ in capacity; None: the law
+    does not know, so nothing may be scaled in because of it. ``reason``: for people. ``inputs``: the numbers that led
+    there, by name and unit.
+    """
+
+    law: str
+    replicas: float | None
+    reason: str
+    inputs: Mapping[str, float] = {}
+
+
+class Law(Protocol[Memory]):
+    """Laws know nothing of bounds, behaviour blocks and modes, which come after."""
+
+    @property
+    def name(self) -> str:
+        """The strategy's name."""
+        ...
+
+    def recommend(self, situation: Situation, memory: Memory | None) -> tuple[Recommendation, Memory | None]:
+        """``memory``: what the law returned last; None at first, and after a restart."""
+        ...
+
 
 Rule = Literal[
     "Unknown",
@@ -85,3 +115,24 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     look_again_at_s: float = 0.0
     inputs: Mapping[str, float] = {}
     lacks: Mapping[str, int] = {}
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """``replicas``: of the stage's first target. ``steps``: what changed it, in order."""
+
+    replicas: float
+    steps: tuple[Step, ...] = ()
+
+    def changed(self, rule: Rule, replicas: float, reason: str) -> Answer:
+        """The same if ``replicas`` are; otherwise one step further."""
+        if replicas == self.replicas:
+            return self
+        return Answer(replicas, (*self.steps, Step(rule, self.replicas, replicas, reason)))
+
+    def at_least(self, rule: Rule, replicas: float, reason: str) -> Answer:
+        """A lower bound."""
+        return self.changed(rule, max(self.replicas, replicas), reason)
+
+    def at_most(self, rule: Rule, replicas: float, reason: str) -> Answer:
+        """An upper bound."""
+        return self.changed(rule, min(self.replicas, replicas), reason)

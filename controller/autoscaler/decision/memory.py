@@ -15,15 +15,12 @@ from controller.api.autoscaling import AutoscalingPolicySpec, Schedule
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding
 from controller.autoscaler.decision.allocation.blocked import Blockage
 from controller.autoscaler.decision.allocation.variants import Allocation, Rules, Variant
-from controller.autoscaler.decision.behavior import Past
+from controller.autoscaler.decision.behavior import Bounds, PanicState, Past
 from controller.autoscaler.decision.decision import Decision
-from controller.autoscaler.decision.panic import PanicState
-from controller.autoscaler.decision.room import Peaks
-from controller.autoscaler.decision.schedule import Bounds
-from controller.autoscaler.decision.season import MOST_PLACES, KeptSeason, kept_season, remembered_season
 from controller.autoscaler.decision.situation import Speed
-from controller.autoscaler.decision.start_times import MOST_STARTS, StartTimes
-from controller.autoscaler.decision.work_memory import kept_peaks, remembered_peaks
+from controller.autoscaler.decision.speeds import MOST_STARTS, StartTimes
+from controller.autoscaler.decision.strategies.predictive import MOST_PLACES, KeptSeason, kept_season, remembered_season
+from controller.autoscaler.decision.strategies.work import Peaks, kept_peaks, remembered_peaks
 
 # Growth after a small scale-in is remembered for so long, and so many times of it at most.
 TURNS_COUNT_S: Final = 1800.0

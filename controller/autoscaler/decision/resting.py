@@ -18,11 +18,11 @@ import msgspec
 
 from controller.api.scaling_laws import WorkParameters
 from controller.autoscaler.decision.behavior import Past
-from controller.autoscaler.decision.freshness import not_for_scale_in, too_old
 from controller.autoscaler.decision.memory import Memory, Rest, StageMemory
+from controller.autoscaler.decision.rules import not_for_scale_in, too_old
 from controller.autoscaler.decision.situation import EngineState, Situation, Target
 from controller.autoscaler.decision.stage import LEAST_KNOWN_S, behavior_of
-from controller.autoscaler.decision.work_memory import WorkMemory
+from controller.autoscaler.decision.strategies.work import WorkMemory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -19,12 +19,17 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.autoscaler.decision.engine_signals import EngineSignal, merged
-from controller.autoscaler.decision.gateways import SILENT_AFTER_S, Gateway, Process
-from controller.autoscaler.decision.heard import Heard, cleaned
-from controller.autoscaler.decision.history import History, Sums, summed
+from controller.autoscaler.decision.gateway_reports import (
+    SILENT_AFTER_S,
+    EngineSignal,
+    Gateway,
+    Heard,
+    Process,
+    cleaned,
+    merged,
+)
 from controller.autoscaler.decision.situation import Freshness, Waiting
-from controller.autoscaler.decision.traffic import Traffic
+from controller.autoscaler.decision.traffic import History, Sums, Traffic, summed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

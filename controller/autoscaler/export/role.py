@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.autoscaler.export.exported import Exported, Exports
-from controller.autoscaler.export.server import MetricsServer
-from controller.autoscaler.keda.access import Readers
-from controller.autoscaler.keda.decisions import Decisions, wanted_of
-from controller.autoscaler.keda.scaler import KedaScaler
-from controller.autoscaler.keda.streams import MOST_STREAMS
-from controller.autoscaler.keda.tls import TlsFiles, server_credentials
+from controller.autoscaler.export.exports import Decisions, Exported, Exports, wanted_of
+from controller.autoscaler.export.external_metrics import MetricsServer
+from controller.autoscaler.export.keda import KedaScaler, TlsFiles, server_credentials
+from controller.autoscaler.export.keda_access import MOST_STREAMS, Readers
 from controller.kube.informer import Informer, InformerTiming, Selection
 from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, Object
 

@@ -1,18 +1,149 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AutoscalingPolicies and their bindings as informers keep them: decoded once, when they change."""
+"""AutoscalingPolicies and their bindings, decoded when they change, and who may write a target's replicas."""
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from controller.api.autoscaling import AutoscalingPolicy
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding
-from controller.autoscaler.reconciler.names import LEARNED
-from controller.autoscaler.reconciler.owning import Claim, Place, claim_of, place_of
-from controller.kube.resources import AUTOSCALING_POLICIES, AUTOSCALING_POLICY_BINDINGS, Object, key_of
+from controller.autoscaler.reconciler.scalables import LEARNED
+from controller.kube.resources import (
+    AUTOSCALING_POLICIES,
+    AUTOSCALING_POLICY_BINDINGS,
+    MODEL_INFER_ROLES,
+    MODEL_INFERS,
+    Object,
+    key_of,
+)
+from controller.models.model_infer.names import role_scale_name
 from extproc.api.quantities import decode_quantity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from controller.api.autoscaling_binding import ScaleTarget
+    from controller.autoscaler.reconciler.scalables import Scalable
+
+
+# Metrics of ours that are numbers of replicas, with the older prefix, too.
+_REPLICAS: Final = ("wva_desired_replicas", "inferno_desired_replicas")
+Place = tuple[str, str, str, str]
+"""What is scaled: namespace, group, kind, name."""
+
+
+class Claim(NamedTuple):
+    """A binding's. The older one has the right; between equally old ones the name decides."""
+
+    created: str
+    key: str
+    uid: str
+
+    @property
+    def text(self) -> str:
+        """As the target's annotation has it."""
+        return f"{self.key}/{self.uid}"
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """Replicas that somebody else has set stay for a while. ``writer``: who, as managedFields name them."""
+
+    writer: str
+    replicas: int
+    until_s: float
+
+
+def claim_of(binding: Object) -> Claim:
+    """A binding's."""
+    metadata = binding["metadata"]
+    return Claim(metadata.get("creationTimestamp", ""), key_of(binding), metadata.get("uid", ""))
+
+
+def place_of(namespace: str, target: ScaleTarget) -> Place:
+    """What a target of a binding in ``namespace`` scales: the roles of a ModelInfer are objects of their own."""
+    ref, group = target.ref, target.ref.api_version.rpartition("/")[0]
+    if target.role is not None and (group, ref.kind) == (MODEL_INFERS.group, MODEL_INFERS.kind):
+        return namespace, group, MODEL_INFER_ROLES.kind, role_scale_name(ref.name, target.role)
+    return namespace, group, ref.kind, ref.name
+
+
+def rival(mine: Claim, others: Iterable[Claim]) -> str:
+    """The binding that has the right instead; empty if ``mine`` has it."""
+    first = min((*others, mine))
+    return "" if first == mine else first.key
+
+
+def other_owner(found: Scalable, mine: Claim, exists: Callable[[str], bool]) -> str:
+    """The binding that the target's annotation names, if it is another one that is still there. ``exists``: by the text
+    of its claim.
+    """
+    said = found.scaled_by
+    return said.rpartition("/")[0] if said and said != mine.text and exists(said) else ""
+
+
+def scaled_by_others(autoscalers: Iterable[Object]) -> Mapping[Place, str]:
+    """What HorizontalPodAutoscalers and ScaledObjects scale, with their kind and name."""
+    found: dict[Place, str] = {}
+    for one in autoscalers:
+        reference, namespace = one["ref"], one["metadata"].get("namespace", "")
+        if reference is None:
+            continue
+        place = namespace, reference[0], reference[1], reference[2]
+        found.setdefault(place, f"{one['kind']} {one['metadata']['name']}")
+    return found
+
+
+def misused_by(autoscalers: Iterable[Object]) -> Mapping[Place, str]:
+    """HorizontalPodAutoscalers that take our metric for a ratio, by what they scale."""
+    return {
+        (one["metadata"].get("namespace", ""), *one["ref"]): one["metadata"]["name"]
+        for one in autoscalers
+        if one["ref"] and one["misuses"]
+    }
+
+
+def slim_autoscaler(kind: str, default_kind: str = "", default_group: str = "") -> Callable[[Object], Object]:
+    """Keeps what an autoscaler scales."""
+
+    def slim(thing: Object) -> Object:
+        metadata = thing["metadata"]
+        kept = {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion") if name in metadata}
+        said = (thing.get("spec") or {}).get("scaleTargetRef") or {}
+        named = said.get("kind") or default_kind
+        group = str(said["apiVersion"]).rpartition("/")[0] if said.get("apiVersion") else default_group
+        ref = (group, named, said["name"]) if said.get("name") else None
+        return {"metadata": kept, "kind": kind, "ref": ref, "misuses": _misuses(thing)}
+
+    return slim
+
+
+def _misuses(autoscaler: Object) -> bool:
+    """By a target of type Value an HPA multiplies the replicas that there are by those that there should be."""
+    for one in (autoscaler.get("spec") or {}).get("metrics") or ():
+        external = one.get("external") or {}
+        name = (external.get("metric") or {}).get("name", "")
+        if name in _REPLICAS and (external.get("target") or {}).get("type") == "Value":
+            return True
+    return False
+
+
+def is_changed(found: Scalable, mine: Claim) -> bool:
+    """Whether somebody else has changed the replicas since we took the target over, or last wrote them."""
+    is_known = found.scaled_by == mine.text and bool(found.scaled_to)
+    return is_known and found.replicas not in found.scaled_to and not found.is_ours
+
+
+def hold_of(found: Scalable, mine: Claim, noticed_at_s: float, hold_s: float, now_s: float) -> Hold | None:
+    """While somebody's change is honoured; None otherwise. ``noticed_at_s``: when we saw it, which counts where the
+    object does not say when it was made.
+    """
+    if not is_changed(found, mine):
+        return None
+    until_s = (found.written_at_s or noticed_at_s) + hold_s
+    return Hold(found.writer or "somebody", found.replicas, until_s) if now_s < until_s else None
+
 
 _METADATA: Final = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp")
 Decoded = TypeVar("Decoded")

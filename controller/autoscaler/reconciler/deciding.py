@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import msgspec
 
 from controller.autoscaler.decision.decision import Decision, TargetDecision
-from controller.autoscaler.reconciler.owning import Hold
-from controller.autoscaler.reconciler.resolving import Resolved
+from controller.autoscaler.reconciler.bindings import Hold
+from controller.autoscaler.reconciler.resolver import Resolved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

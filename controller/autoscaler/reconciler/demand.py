@@ -1,19 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scaling wants to know of clients' demand, whoever gathers it."""
+"""Clients' demand: the gateways' streams, merged, and the jumps that call for a decision at once."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from random import Random
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
+from controller.autoscaler.decision.signals import Signals
 from controller.autoscaler.decision.situation import EngineReport, Freshness, Waiting
 from controller.autoscaler.decision.traffic import Traffic
-from extproc.api.status_pages import EngineDemand
+from controller.kube.gateway_reports import DemandFeed
+from controller.kube.informer import Informer, InformerTiming, Selection, slim_pod
+from controller.kube.resources import PODS
+from extproc.api.status_pages import LOADS_LABEL, EngineDemand, ServerDemand, is_news_at
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from controller.autoscaler.decision.gateway_reports import EngineSignal
     from controller.autoscaler.decision.signals import Calm
+    from controller.kube.client import Client
+    from extproc.api.status_pages import Demand
+
+
+def together(reports: Sequence[EngineReport]) -> EngineReport:
+    """Of several engines as one: amounts add up, the oldest one says how old it is, and the fullest cache counts."""
+    if len(reports) == 1:
+        return reports[0]
+    return EngineReport(
+        at_s=min(one.at_s for one in reports),
+        in_flight=sum(one.in_flight for one in reports),
+        in_flight_tokens=sum(one.in_flight_tokens for one in reports),
+        waiting=_sum(one.waiting for one in reports),
+        running=_sum(one.running for one in reports),
+        kv_usage=max((one.kv_usage for one in reports if one.kv_usage is not None), default=None),
+        kv_capacity_tokens=sum(one.kv_capacity_tokens for one in reports),
+    )
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [one for one in values if one is not None]
+    return sum(known) if known else None
+
 
 Urgent = Callable[[str], None]
 """Gets the key of a ModelServer about which something should be decided at once."""
@@ -55,3 +87,150 @@ class DemandSource(Protocol):
     def view(self, servers: Sequence[str], now_s: float) -> DemandView:
         """What is known of these ModelServers. ``now_s``: since the epoch, as all times of the answer."""
         ...
+
+
+_TICK_S: Final = 1.0
+
+
+class _Said(msgspec.Struct):
+    """Of one process. ``servers``: what it said last. ``unfinished``: requests at zero, and all, at the last jump or
+    fewest since then, by server.
+    """
+
+    instance: str
+    servers: Mapping[str, ServerDemand]
+    unfinished: dict[str, tuple[int, int]]
+
+
+class GatewayDemand:
+    """See ``DemandSource``. ``trusted``: namespaces whose gateways speak for ModelServers of all namespaces. ``clock``:
+    seconds since the epoch.
+    """
+
+    def __init__(
+        self, client: Client, trusted: Collection[str], timing: InformerTiming, clock: Callable[[], float]
+    ) -> None:
+        self._clock = clock
+        self._gateways = Informer(client, PODS, Selection(labels=LOADS_LABEL), timing=timing, slim=slim_pod)
+        self._signals = Signals(trusted)
+        self._feed = DemandFeed(lambda: self._gateways.objects, self._hear, clock=clock, rng=Random(), trusted=trusted)
+        self._urgent: Urgent = _nobody
+        self._wanted: Collection[str] | None = None
+        # by gateway and slot
+        self._said: dict[tuple[str, str], _Said] = {}
+        self._last: tuple[tuple[str, ...], float, DemandView] | None = None
+
+    async def run(self, urgent: Urgent) -> None:
+        """See ``DemandSource``."""
+        self._urgent = urgent
+        self._gateways.subscribe(self._feed.look)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._gateways.run(), name="informer of gateways")
+            await self._gateways.synced.wait()
+            tasks.create_task(self._feed.run(), name="demand of gateways")
+            while True:
+                now_s = self._clock()
+                present = self._feed.present().keys()
+                self._signals.present(present, now_s)
+                self._said = {slot: said for slot, said in self._said.items() if slot[0] in present}
+                self._follow(now_s)
+                self._signals.tick(now_s)
+                await asyncio.sleep(_TICK_S)
+
+    def follow(self, servers: Collection[str]) -> None:
+        """See ``DemandSource``."""
+        self._wanted = servers
+
+    def calm(self, servers: Sequence[str], now_s: float) -> Calm | None:
+        """See ``DemandSource``."""
+        self._follow(now_s)
+        return self._signals.calm(servers, now_s)
+
+    def view(self, servers: Sequence[str], now_s: float) -> DemandView:
+        """See ``DemandSource``. Asked for again at the same instant, it is the same."""
+        asked = tuple(servers)
+        if self._last is not None and self._last[:2] == (asked, now_s):
+            return self._last[2]
+        self._follow(now_s)
+        found = self._signals.of(asked, now_s)
+        reports, learned = by_pod(found.engines)
+        view = DemandView(found.traffic, found.waiting, found.freshness, reports, learned)
+        self._last = asked, now_s, view
+        return view
+
+    def _follow(self, now_s: float) -> None:
+        if self._wanted is not None:
+            self._signals.follow(frozenset(self._wanted), now_s)
+            self._wanted = None
+
+    def _hear(self, gateway: str, said: Demand, at_s: float) -> None:
+        if not self._signals.hear(gateway, said, at_s):
+            return
+        before = self._said.get((gateway, said.slot))
+        if before is None or before.instance != said.instance:
+            before = _Said(said.instance, {}, {})
+        now = _Said(said.instance, said.servers, {})
+        for name, server in said.servers.items():
+            if not self._signals.may_speak(gateway, name):
+                continue
+            known = before.unfinished.get(name, (0, 0))
+            # what is the same object jumps no more than it did
+            if server is before.servers.get(name):
+                jumps, unfinished = False, known
+            else:
+                jumps, unfinished = _jump(known, server)
+            if unfinished != (0, 0):
+                now.unfinished[name] = unfinished
+            if jumps:
+                self._urgent(name)
+        self._said[gateway, said.slot] = now
+
+
+def _jump(before: tuple[int, int], server: ServerDemand) -> tuple[bool, tuple[int, int]]:
+    """Whether more wait at zero than the last time, or many more wait or are in flight at all; and what to compare with
+    the next time.
+
+    Where nothing queues here, because flow control is off, all are in flight. A burst takes gateways seconds to read:
+    a message is compared with the last jump, or with the fewest since then, and not with the one before it alone.
+    """
+    at_zero, unfinished = server.at_zero, server.queued + sum(one.in_flight for one in server.engines.values())
+    if (at_zero, unfinished) == (0, 0):
+        return False, (0, 0)
+    is_more = unfinished >= is_news_at(before[1])
+    return at_zero > before[0] or is_more, (at_zero, unfinished if is_more else min(unfinished, before[1]))
+
+
+def by_pod(
+    engines: Mapping[str, EngineSignal],
+) -> tuple[Mapping[str, EngineReport], Mapping[str, EngineDemand]]:
+    """Reports and learned speeds by IP address: the ranks of a pod have a port each."""
+    several: dict[str, list[EngineSignal]] = {}
+    for address, one in engines.items():
+        several.setdefault(address.rpartition(":")[0].strip("[]"), []).append(one)
+    reports = {ip: together([one.report for one in found]) for ip, found in several.items()}
+    learned = {ip: _learned(found) for ip, found in several.items()}
+    return reports, learned
+
+
+def _learned(engines: Sequence[EngineSignal]) -> EngineDemand:
+    """Ranks of a pod are alike, and work side by side."""
+    one, number = engines[0], len(engines)
+    made = EngineDemand(
+        role=one.role,
+        kv_capacity_tokens=sum(each.report.kv_capacity_tokens for each in engines),
+        prefill_tokens_per_s=one.prefill_tokens_per_s,
+        step_s=one.step_s,
+        step_s_per_token=one.step_s_per_token,
+    )
+    if number == 1:
+        return made
+    prefill, per_token = one.prefill_tokens_per_s, one.step_s_per_token
+    return msgspec.structs.replace(
+        made,
+        prefill_tokens_per_s=None if prefill is None else prefill * number,
+        step_s_per_token=None if per_token is None else per_token / number,
+    )
+
+
+def _nobody(_: str) -> None:
+    """Until it runs."""

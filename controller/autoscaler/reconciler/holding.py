@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from controller.autoscaler.reconciler.owning import hold_of, is_changed
+from controller.autoscaler.reconciler.bindings import hold_of, is_changed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from controller.autoscaler.reconciler.bindings import BindingView
-    from controller.autoscaler.reconciler.owning import Hold
-    from controller.autoscaler.reconciler.resolving import Resolved
+    from controller.autoscaler.reconciler.bindings import BindingView, Hold
+    from controller.autoscaler.reconciler.resolver import Resolved
 
 
 class Holds:

@@ -7,7 +7,7 @@ import base64
 import zlib
 from typing import TYPE_CHECKING, Final
 
-from controller.autoscaler.reconciler.names import LEARNED
+from controller.autoscaler.reconciler.scalables import LEARNED
 from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, split_key
 
 if TYPE_CHECKING:

@@ -10,23 +10,21 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.autoscaler.reconciler.acting import Actor
-from controller.autoscaler.reconciler.awaiting import Awaiting
+from controller.autoscaler.reconciler.accelerators import Allowed, Rooms
+from controller.autoscaler.reconciler.actuator import SOON_S, Actor, Doer
 from controller.autoscaler.reconciler.blockages import Blockages
 from controller.autoscaler.reconciler.deciding import Deciding, Memory, steps_of
 from controller.autoscaler.reconciler.demand import DemandSource
-from controller.autoscaler.reconciler.doing import SOON_S, Doer
-from controller.autoscaler.reconciler.followed import Followed
 from controller.autoscaler.reconciler.holding import Holds
+from controller.autoscaler.reconciler.informers import Followed
 from controller.autoscaler.reconciler.learned import Keeping, unpacked
+from controller.autoscaler.reconciler.metric_sources import Sources
+from controller.autoscaler.reconciler.metrics import Series
 from controller.autoscaler.reconciler.records import Record, Records
-from controller.autoscaler.reconciler.resolving import Resolver
-from controller.autoscaler.reconciler.rooms import Allowed, Rooms
-from controller.autoscaler.reconciler.series import Series
+from controller.autoscaler.reconciler.resolver import Resolver
 from controller.autoscaler.reconciler.settling import Settled, version_of
 from controller.autoscaler.reconciler.situations import situations_of, with_rooms
-from controller.autoscaler.reconciler.sources.gathering import Sources
-from controller.autoscaler.reconciler.telling import Looked, Scaled, acts_of, digest_of, events_of, status_of
+from controller.autoscaler.reconciler.status import Awaiting, Looked, Scaled, acts_of, digest_of, events_of, status_of
 from controller.autoscaler.reconciler.unwritten import Unwritten
 from controller.kube.errors import Backoff
 from controller.kube.recorder import Recorder, write_status
@@ -35,7 +33,7 @@ from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS
 if TYPE_CHECKING:
     from controller.api.autoscaling import AutoscalingPolicySpec
     from controller.autoscaler.reconciler.bindings import BindingView
-    from controller.autoscaler.reconciler.resolving import Resolved
+    from controller.autoscaler.reconciler.resolver import Resolved
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ import msgspec
 
 from controller.autoscaler.decision.decision import Decision
 from controller.autoscaler.decision.signals import Calm
-from controller.autoscaler.reconciler.resolving import Resolved
-from controller.autoscaler.reconciler.rooms import Allowed
+from controller.autoscaler.reconciler.accelerators import Allowed
+from controller.autoscaler.reconciler.resolver import Resolved
 
 if TYPE_CHECKING:
     from controller.autoscaler.reconciler.bindings import BindingView
-    from controller.autoscaler.reconciler.telling import Looked
+    from controller.autoscaler.reconciler.status import Looked
 
 
 class Settled(msgspec.Struct, frozen=True):

@@ -1,30 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From targets and demand to situations, one for each stage of a binding."""
+"""From targets, pods and demand to situations, one for each stage of a binding."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from controller.api.autoscaling_binding import EngineCapacity
-from controller.autoscaler.decision.situation import EngineState, Freshness, Situation, Speed, Target
+from controller.autoscaler.decision.situation import (
+    Engine,
+    EngineReport,
+    EngineState,
+    Freshness,
+    Situation,
+    Speed,
+    Target,
+)
 from controller.autoscaler.decision.speeds import speed_of
-from controller.autoscaler.reconciler.engines import engines_of
+from controller.autoscaler.reconciler.demand import together
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from controller.api.autoscaling import AutoscalingPolicySpec
+    from controller.autoscaler.reconciler.bindings import Hold
     from controller.autoscaler.reconciler.demand import DemandView
-    from controller.autoscaler.reconciler.owning import Hold
-    from controller.autoscaler.reconciler.resolving import Resolved
+    from controller.autoscaler.reconciler.resolver import Resolved
+    from controller.autoscaler.reconciler.scalables import PodView, ScalableKind
+
+# A replica of several pods is what the worst of them is.
+_WORST_FIRST: Final = (
+    EngineState.DRAINING,
+    EngineState.FAILING,
+    EngineState.UNSCHEDULABLE,
+    EngineState.STARTING,
+    EngineState.READY,
+)
+
+
+def engines_of(kind: ScalableKind, pods: Iterable[PodView], reports: Mapping[str, EngineReport]) -> tuple[Engine, ...]:
+    """One for each replica, by name. Pods that have ended are none: their controller replaces them.
+
+    ``reports``: by the IP address of a pod.
+    """
+    living = [one for one in pods if not one.is_ended]
+    if len(living) == 1:
+        return (_engine(living, reports),)
+    units: dict[str, list[PodView]] = defaultdict(list)
+    for pod in living:
+        units[kind.unit_of(pod)].append(pod)
+    return tuple([_engine(units[one], reports) for one in sorted(units)])
+
+
+def _engine(pods: Sequence[PodView], reports: Mapping[str, EngineReport]) -> Engine:
+    if len(pods) == 1:
+        pod = pods[0]
+        report = reports.get(pod.ip) if pod.ip else None
+        return Engine(pod.name, pod.state, pod.created_at_s, pod.ready_at_s, report)
+    states = {one.state for one in pods}
+    found = [report for one in pods if one.ip and (report := reports.get(one.ip)) is not None]
+    ready_at_s = [one.ready_at_s for one in pods if one.ready_at_s is not None]
+    return Engine(
+        name=min(one.name for one in pods),
+        state=next(one for one in _WORST_FIRST if one in states),
+        created_at_s=min(one.created_at_s for one in pods),
+        ready_at_s=max(ready_at_s) if len(ready_at_s) == len(pods) else None,
+        report=together(found) if found else None,
+    )
+
 
 _UNDECLARED: Final = EngineCapacity()
-
 View = Callable[[Sequence[str]], "DemandView"]
 """What is known of the demand for some ModelServers together."""
-
-
 Blocked = Callable[[Target], str]
 """Why no more replicas of a target can be had; empty if they can."""
 

@@ -9,7 +9,7 @@ Source: knative/serving, ``pkg/autoscaler/scaling/autoscaler.go``. With ``t = ta
     in panic: max(stable, panic), never below the largest answer of this panic; otherwise: stable
 
 Requests that wait at the gateways count as in flight: they are what Knative's activator has. After a restart with more
-than one ready engine the law begins in panic, for without history the mean would be too small. The panic window is
+than one ready engine the strategy begins in panic, for without history the mean would be too small. The panic window is
 ``window_percent`` of the stable one; without a ``panic`` block Knative's values hold (10 %, 200 %, one stable window).
 """
 
@@ -23,10 +23,15 @@ import msgspec
 
 from controller.api.autoscaling import Panic
 from controller.api.scaling_laws import ConcurrencyParameters
-from controller.autoscaler.decision.law import Recommendation
-from controller.autoscaler.decision.metrics import gateway_metric
-from controller.autoscaler.decision.panic import PanicState, follow, held
-from controller.autoscaler.decision.strategies.reading import growth_only, ready_units, rounded_down, rounded_up
+from controller.autoscaler.decision.behavior import PanicState, follow, held
+from controller.autoscaler.decision.decision import Recommendation
+from controller.autoscaler.decision.strategies.reading import (
+    gateway_metric,
+    growth_only,
+    ready_units,
+    rounded_down,
+    rounded_up,
+)
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import Situation

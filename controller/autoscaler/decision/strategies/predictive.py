@@ -9,8 +9,8 @@ Each ``window`` gives one observation: arrivals a second. From these:
   them so far. It needs one whole season; until then Holt's method alone answers.
 
 The largest forecast between now and ``lead`` ahead counts: replicas that are needed on the way are needed too. From
-requests to replicas it is the same work as in the strategy Work, at ``utilization``. While the law knows too little it
-asks for nothing, and the other laws decide. The means of past seasons outlive a restart of the manager.
+requests to replicas it is the same work as in the strategy Work, at ``utilization``. While too little is known the
+strategy asks for nothing, and the other strategies decide. The means of past seasons outlive a restart of the manager.
 """
 
 from __future__ import annotations
@@ -20,13 +20,51 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.api.scaling_laws import PredictiveParameters
-from controller.autoscaler.decision.law import Recommendation
+from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.load import load_of
-from controller.autoscaler.decision.season import MOST_PLACES, PredictiveMemory
 from controller.autoscaler.decision.speeds import work_of
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import Situation
+
+# Places of a profile: at most so many, whatever the season and the window.
+MOST_PLACES: Final = 288
+_DIGITS: Final = 3
+
+
+class PredictiveMemory(msgspec.Struct, frozen=True):
+    """``observed_at_s``: of the last observation. ``count``: of observations. ``level`` and ``trend``: arrivals a
+    second, and their growth in a window. ``profile``: arrivals a second by place in the season; negative: never seen.
+    ``factor``: of today over the profile. ``season_s``: the season that the profile is of.
+    """
+
+    observed_at_s: float
+    count: int = 0
+    level: float = 0.0
+    trend: float = 0.0
+    profile: tuple[float, ...] = ()
+    factor: float = 1.0
+    season_s: float = 0.0
+
+
+class KeptSeason(msgspec.Struct, frozen=True):
+    """``profile``: with three digits, which are more than anybody knows. ``season_s``: of what season."""
+
+    profile: tuple[float, ...]
+    season_s: float
+
+
+def kept_season(memory: object) -> KeptSeason | None:
+    """What of a law's memory is slow to learn; None if nothing is."""
+    if not isinstance(memory, PredictiveMemory) or max(memory.profile, default=-1.0) < 0:
+        return None
+    return KeptSeason(tuple(float(f"{one:.{_DIGITS}g}") for one in memory.profile[:MOST_PLACES]), memory.season_s)
+
+
+def remembered_season(kept: KeptSeason, now_s: float) -> PredictiveMemory:
+    """As after a restart: level, trend and how today compares are seen anew, the profile goes on."""
+    return PredictiveMemory(now_s, profile=kept.profile, season_s=kept.season_s)
+
 
 _LEVEL: Final = 0.3
 _TREND: Final = 0.1

@@ -26,7 +26,7 @@ from controller.autoscaler.decision.strategies.work import WorkLaw
 
 if TYPE_CHECKING:
     from controller.api.autoscaling import AutoscalingPolicySpec, Strategy
-    from controller.autoscaler.decision.law import Law
+    from controller.autoscaler.decision.decision import Law
 
 
 def laws_of(policy: AutoscalingPolicySpec) -> tuple[Law[Any], ...]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from controller.api.scaling_laws import SaturationParameters
-from controller.autoscaler.decision.law import Recommendation
+from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.strategies.reading import (
     is_unknown,
     kv_and_queue,

@@ -23,7 +23,7 @@ import msgspec
 
 from controller.api.autoscaling import LatencyObjective
 from controller.api.scaling_laws import SloParameters
-from controller.autoscaler.decision.law import Recommendation
+from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.strategies.reading import (
     one_fewer,
     ready_loads,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from controller.api.scaling_laws import SpareCapacityParameters
-from controller.autoscaler.decision.law import Recommendation
+from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.strategies.reading import (
     Load,
     is_unknown,

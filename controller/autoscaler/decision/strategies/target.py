@@ -29,10 +29,9 @@ import msgspec
 
 from controller.api.autoscaling import MetricTarget
 from controller.autoscaler.decision.behavior import DEFAULT_TOLERANCE
-from controller.autoscaler.decision.law import Recommendation
-from controller.autoscaler.decision.metrics import gateway_metric
+from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.situation import EngineState, Metric, Situation
-from controller.autoscaler.decision.strategies.reading import is_whole
+from controller.autoscaler.decision.strategies.reading import gateway_metric, is_whole
 
 
 class Tolerance(msgspec.Struct, frozen=True):

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.api.scaling_laws import TokensParameters
-from controller.autoscaler.decision.law import Recommendation
+from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.strategies.reading import (
     Load,
     kv_and_queue,

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our law, the default: work to come over what an engine may carry, plus what waits, checked by measured latency.
+"""The default strategy: work to come over what an engine may carry, plus what waits, checked by measured latency.
 
     need = correction * max(carried(rate in start time), carried(rate) * crowd), and at least what drains the backlog
 
 ``rate``: arrivals a second (``load``), continued by their trend over the time that a replica takes to start, if there
 is one; of what is beyond all load of the last hour, half. ``carried``: replicas for that rate with room for more
-(``room``), the largest of four bounds (``queueing``): engines' time for the objective's TPOT (or ``utilization``),
+(headroom), the largest of four bounds (``speeds``): engines' time for the objective's TPOT (or ``utilization``),
 waiting for prefill for its TTFT, tokens in caches, and nine tenths of all time. The reason names the bound.
 
-Correction: the model may be wrong about engines, see ``correction``.
+Correction: the model may be wrong about engines, so a factor moves until it says what is measured.
 
 Crowd: by Little's law, requests in flight are arrivals a second times how long an answer takes. Where they are more
 than the objective allows although there have been enough replicas for a minute, engines are slower than the model says
@@ -22,36 +22,282 @@ half of the start time if that is longer. So what replicas that are starting wil
 Scale-in: the answer for n - 1 replicas has to hold with 15% more load as well, so load at an edge does not make
 replicas come and go.
 
-Unknown speeds: the law then asks for ``_IN_FLIGHT`` requests for each replica, and never for fewer than there are.
+Unknown speeds: the strategy then asks for ``_IN_FLIGHT`` requests for each replica, and never for fewer than there are.
+
+Headroom: replicas take a minute and more to start, and until then a rise that nobody could foresee is served by those
+that there are. Room for a multiple of load pays where load rises again soon, and is wasted at a peak, which is where it
+costs most. What load has been is the best guess at how far it may rise. So there is room for ``headroom`` times the
+load of now, but not for more than the largest load of the last hour. While no more than minutes are known, all of it is
+kept.
+
+The factor: learned speeds have errors, and the model leaves things out. Measured TPOT says how busy engines were: 1 -
+alpha / TPOT. The factor moves towards what makes the model say the same, so errors of learned speeds cancel out but for
+alpha's.
+
+- Latency within the objective: it moves both ways. Answers of the last minute were served by the replicas of that time,
+  so the most that there were count; after many have gone, nothing is concluded.
+- Latency above the objective: it only grows. The fewest replicas of that time count. Besides, where no more were called
+  for than are ready since a while, it grows slowly whatever TPOT says: TTFT may be what is late.
+
+It stays within its bounds, and without news it falls back to 1 over hours.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from controller.api.scaling_laws import WorkParameters
-from controller.autoscaler.decision.correction import corrected
-from controller.autoscaler.decision.latency import crowd
-from controller.autoscaler.decision.law import Recommendation
+from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.load import Load, load_of
-from controller.autoscaler.decision.queueing import (
+from controller.autoscaler.decision.situation import EngineState, Situation, Speed
+from controller.autoscaler.decision.speeds import (
     MOST_UTILIZATION,
     RequestWork,
     replicas_for_cache,
     replicas_for_tpot,
     replicas_for_ttft,
+    utilization_for_tpot,
+    work_of,
 )
-from controller.autoscaler.decision.room import Peaks, with_room
-from controller.autoscaler.decision.situation import EngineState, Situation, Speed
-from controller.autoscaler.decision.speeds import work_of
-from controller.autoscaler.decision.work_memory import WorkMemory
 
 if TYPE_CHECKING:
     from controller.api.autoscaling import LatencyObjective
-    from controller.autoscaler.decision.load import PerRequest
-    from controller.autoscaler.decision.situation import Target
+    from controller.autoscaler.decision.load import Load, PerRequest
+    from controller.autoscaler.decision.situation import Situation, Speed, Target
+    from controller.autoscaler.decision.speeds import RequestWork
+
+_REMEMBERED_S: Final = 3600.0
+_PLACE_S: Final = 300.0
+# Of an hour, and the one that is leaving it.
+MOST_PLACES: Final = 13
+# Less is no hint at what load may rise to.
+_KNOWN_S: Final = 300.0
+
+
+class Peak(msgspec.Struct, frozen=True):
+    """The highest load of a span of five minutes, in requests a second. ``at_s``: when it began."""
+
+    at_s: float
+    per_s: float
+
+
+class Peaks(msgspec.Struct, frozen=True):
+    """The last hour. ``since_s``: since when load is known without a gap of an hour. ``places``: by time."""
+
+    since_s: float
+    places: tuple[Peak, ...] = ()
+
+    def seen(self, per_s: float, now_s: float) -> Peaks:
+        """With the load of now."""
+        places = [one for one in self.places if now_s - _REMEMBERED_S < one.at_s <= now_s]
+        since_s = self.since_s if places else now_s
+        if places and now_s - places[-1].at_s < _PLACE_S:
+            places[-1] = Peak(places[-1].at_s, max(places[-1].per_s, per_s))
+        else:
+            places.append(Peak(now_s, per_s))
+        return Peaks(since_s, tuple(places))
+
+    def most(self, now_s: float) -> float:
+        """The highest load; infinite while too little is known."""
+        if now_s - self.since_s <= _KNOWN_S:
+            return math.inf
+        return max((one.per_s for one in self.places), default=math.inf)
+
+
+def with_room(per_s: float, headroom: float, most: float) -> float:
+    """The load that replicas should be able to carry. ``most``: see ``Peaks``."""
+    return max(per_s, min(per_s * headroom, most))
+
+
+# In which the factor follows what is measured.
+_FOLLOWING_S: Final = 60.0
+# Where more replicas than that share have just gone, measured answers say nothing about those that are left.
+_AS_MANY: Final = 1.15
+# It grows by so much of itself in a second for each multiple of the objective. It halves its distance from 1 in an
+# hour: what the model does not know of an engine stays so, and each trial of less makes replicas come and go.
+_GROWTH_PER_S: Final = 1 / 240
+_HALVING_S: Final = 3600.0
+_SETTLED_S: Final = 180.0
+_MOST_ELAPSED_S: Final = 60.0
+
+
+class Extreme(msgspec.Struct, frozen=True):
+    """A number of replicas, and when there were as many."""
+
+    replicas: float
+    at_s: float
+
+
+class Correction(msgspec.Struct, frozen=True, kw_only=True):
+    """``factor``: see the module. ``at_s``: when it was looked at last. ``enough_since_s``: since when no more replicas
+    were called for than were ready; None: they are now. ``ready``: replicas; ``steady_since_s``: since when they are as
+    many, nothing waits and none is starting. ``most`` and ``fewest``: replicas ready in the time of measured answers.
+    """
+
+    at_s: float
+    factor: float = 1.0
+    enough_since_s: float | None = None
+    ready: float = 0.0
+    steady_since_s: float = 0.0
+    most: Extreme | None = None
+    fewest: Extreme | None = None
+
+
+def corrected(
+    situation: Situation,
+    before: Correction | None,
+    *,
+    needed: float,
+    work: RequestWork,
+    speed: Speed,
+    guard: bool,
+) -> Correction:
+    """``needed``: replicas for load as it is, by the model. ``guard``: whether measured latencies count at all."""
+    now_s, ready = situation.now_s, situation.units(EngineState.READY)
+    before = before or Correction(at_s=now_s, ready=ready, steady_since_s=now_s)
+    elapsed_s = min(_MOST_ELAPSED_S, max(0.0, now_s - before.at_s))
+    is_calm = not situation.waiting.requests and not situation.starting
+    steady_since_s = before.steady_since_s if is_calm and ready == before.ready else now_s
+    # what waits is late for another reason: it came when there were too few
+    is_enough = needed * before.factor <= ready and not situation.waiting.requests
+    since_s = (before.enough_since_s if before.enough_since_s is not None else now_s) if is_enough else None
+    most, fewest = _extreme(before.most, ready, now_s, sign=1), _extreme(before.fewest, ready, now_s, sign=-1)
+    factor = 1 + (before.factor - 1) * 0.5 ** (elapsed_s / _HALVING_S)
+    if guard:
+        worst = worst_latency(situation) or 0.0
+        # what arrived before there were enough is late, and ends late
+        is_settled = since_s is not None and now_s - max(since_s, steady_since_s) > _SETTLED_S
+        if worst > 1:
+            if is_settled and is_calm:
+                factor = before.factor * (1 + min(1.0, worst - 1) * elapsed_s * _GROWTH_PER_S)
+            if not situation.waiting.requests:
+                shown = measured_correction(situation, fewest.replicas, work, speed) or 0.0
+                factor = max(factor, _towards(before.factor, shown, elapsed_s))
+        elif not situation.waiting.requests and most.replicas <= _AS_MANY * ready:
+            measured = measured_correction(situation, most.replicas, work, speed)
+            factor = factor if measured is None else _towards(before.factor, measured, elapsed_s)
+    return Correction(
+        at_s=now_s,
+        factor=min(MOST_CORRECTION, max(LEAST_CORRECTION, factor)),
+        enough_since_s=since_s,
+        ready=ready,
+        steady_since_s=steady_since_s,
+        most=most,
+        fewest=fewest,
+    )
+
+
+def _towards(before: float, measured: float, elapsed_s: float) -> float:
+    return before + (measured - before) * min(1.0, elapsed_s / _FOLLOWING_S)
+
+
+def _extreme(before: Extreme | None, ready: float, now_s: float, *, sign: int) -> Extreme:
+    """The most (``sign`` 1) or fewest (-1) replicas that were ready in the time of the measured answers."""
+    if before is None or (ready - before.replicas) * sign >= 0 or now_s - before.at_s > ANSWERED_S:
+        return Extreme(ready, now_s)
+    return before
+
+
+LEAST_CORRECTION: Final = 0.5
+MOST_CORRECTION: Final = 2.0
+# Measured steps that are hardly slower than idle ones say little about how busy an engine is.
+_LEAST_BUSY: Final = 0.1
+# Only from this share of the objective on can measured TPOT call for more than the model does.
+_NEAR_OBJECTIVE: Final = 0.62
+_MOST_CROWD: Final = 1.5
+_LATENCY_WINDOW_S: Final = 60.0
+# Answers that end in the window began before it.
+ANSWERED_S: Final = 90.0
+_FEWEST_ANSWERS: Final = 20
+
+
+def crowd(situation: Situation, load: Load, work: RequestWork) -> float:
+    """In flight over what would be at the objective, by Little's law, within bounds: engines that are slower than
+    expected, or load that has risen since it was measured, show here first.
+    """
+    objective = situation.objective
+    if objective is None or objective.tpot is None or load.arrivals_per_s <= 0 or work.output_tokens <= 0:
+        return 1.0
+    in_flight = sum(one.report.in_flight for one in situation.engines if one.report is not None)
+    allowed = load.arrivals_per_s * work.output_tokens * objective.tpot
+    spare = 2 * math.sqrt(max(1.0, allowed))
+    return min(_MOST_CROWD, max(1.0, (in_flight + situation.waiting.requests - spare) / allowed))
+
+
+def measured_correction(situation: Situation, ready: float, work: RequestWork, speed: Speed) -> float | None:
+    """How much more work measured TPOT shows than the model expects; None if it shows nothing. ``ready``: replicas of
+    the time in which the requests were answered that are measured.
+    """
+    objective = situation.objective
+    rates = situation.traffic.rates(ANSWERED_S, situation.now_s)
+    if objective is None or objective.tpot is None or work.output_tokens <= 0 or rates is None or rates.arrivals <= 0:
+        return None
+    _, tpot_s = situation.traffic.latencies_s(objective.percentile, _LATENCY_WINDOW_S, situation.now_s)
+    if tpot_s is None:
+        return None
+    limits = {"step_s": speed.step_s, "tpot_s": float(objective.tpot)}
+    expected = replicas_for_tpot(rates.arrivals, work, percent=objective.percentile, **limits) * utilization_for_tpot(
+        **limits
+    )
+    busy = ready * max(_LEAST_BUSY, 1 - speed.step_s / tpot_s)
+    # far below the objective the idle step's error would count more than what is measured
+    most = MOST_CORRECTION if tpot_s > _NEAR_OBJECTIVE * objective.tpot else 1.0
+    return min(most, max(LEAST_CORRECTION, busy / expected))
+
+
+def worst_latency(situation: Situation) -> float | None:
+    """The larger of TTFT and TPOT, each over its objective; None with few answers, or without an objective."""
+    objective = situation.objective
+    rates = situation.traffic.rates(_LATENCY_WINDOW_S, situation.now_s)
+    if objective is None or rates is None or rates.finished * rates.window_s < _FEWEST_ANSWERS:
+        return None
+    ttft_s, tpot_s = situation.traffic.latencies_s(objective.percentile, _LATENCY_WINDOW_S, situation.now_s)
+    pairs = ((ttft_s, objective.ttft), (tpot_s, objective.tpot))
+    shares = [value / limit for value, limit in pairs if value is not None and limit]
+    return max(shares) if shares else None
+
+
+# More digits than anybody knows of a load; times are whole seconds.
+_DIGITS: Final = 3
+_MOST_PER_S: Final = 1e12
+
+
+class WorkMemory(msgspec.Struct, frozen=True):
+    """``at_s``: of the last answer. ``correction``: None before the first one. ``peaks``: None as well."""
+
+    at_s: float
+    correction: Correction | None = None
+    peaks: Peaks | None = None
+
+    def without_load(self, now_s: float) -> WorkMemory:
+        """As of now, after a look at which nothing came: nothing is measured then."""
+        correction = self.correction
+        if correction is not None:
+            correction = msgspec.structs.replace(correction, at_s=now_s, enough_since_s=None)
+        return WorkMemory(now_s, correction, self.peaks)
+
+
+def kept_peaks(memory: object) -> Peaks | None:
+    """What of a law's memory is slow to learn; None if nothing is. Without it, a restart would look like a load of
+    which nothing is known, and call for room at once.
+    """
+    if not isinstance(memory, WorkMemory) or memory.peaks is None:
+        return None
+    places = tuple(Peak(round(one.at_s), float(f"{one.per_s:.{_DIGITS}g}")) for one in memory.peaks.places)
+    return Peaks(round(memory.peaks.since_s), places)
+
+
+def remembered_peaks(kept: Peaks, now_s: float) -> WorkMemory | None:
+    """As after a restart; None for what cannot have been seen."""
+    times = [kept.since_s, *(one.at_s for one in kept.places)]
+    is_seen = times == sorted(times) and times[0] >= 0 and times[-1] <= now_s + 1
+    if not is_seen or len(kept.places) > MOST_PLACES or not all(0 <= one.per_s <= _MOST_PER_S for one in kept.places):
+        return None
+    return WorkMemory(now_s, peaks=kept)
+
 
 _UTILIZATION: Final = 0.8
 _MOST_LEAD_S: Final = 600.0

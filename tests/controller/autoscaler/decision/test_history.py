@@ -7,8 +7,16 @@ import gc
 import random
 import sys
 
-from controller.autoscaler.decision.history import COARSE, EACH, EACH_OLD_HISTOGRAM, FINE, RECENT, History, Sums
-from controller.autoscaler.decision.traffic import Traffic
+from controller.autoscaler.decision.traffic import (
+    COARSE,
+    EACH,
+    EACH_OLD_HISTOGRAM,
+    FINE,
+    RECENT,
+    History,
+    Sums,
+    Traffic,
+)
 
 HOURS_S = 7800
 

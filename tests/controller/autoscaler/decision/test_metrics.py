@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from controller.api.autoscaling_mistakes import GATEWAY_METRICS
-from controller.autoscaler.decision.metrics import gateway_metric, kv_usage_of, running_of
 from controller.autoscaler.decision.situation import EngineState, Situation, Waiting
+from controller.autoscaler.decision.strategies.reading import gateway_metric, kv_usage_of, running_of
 from tests.scaling_scenes import engine, pool, report, situation, steady, target
 
 BUSY = report(kv=0.5, waiting=2, running=7, in_flight=10, tokens=9_000.0)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from controller.api.autoscaling import Panic
-from controller.autoscaler.decision.panic import PanicState, panicking
+from controller.autoscaler.decision.behavior import PanicState, panicking
 from extproc.api.quantities import Duration
 
 PANIC = Panic(threshold_percent=200.0, hold=Duration("30s"))

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from controller.autoscaler.decision.queueing import (
+from controller.autoscaler.decision.speeds import (
     RequestWork,
     replicas_for_cache,
     replicas_for_tpot,

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.autoscaler.decision.memory import Memory, StageMemory, decoded, encoded
-from controller.autoscaler.decision.room import MOST_PLACES, Peaks, with_room
-from controller.autoscaler.decision.strategies.work import WorkLaw
-from controller.autoscaler.decision.work_memory import WorkMemory
+from controller.autoscaler.decision.strategies.work import MOST_PLACES, Peaks, WorkLaw, WorkMemory, with_room
 from tests.controller.autoscaler.decision.situations import NOW_S, situation_of, target_of, traffic_of
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.api.autoscaling import Schedule
-from controller.autoscaler.decision.schedule import Bounds, bounds_at
+from controller.autoscaler.decision.behavior import Bounds, bounds_at
 from extproc.api.quantities import Duration
 
 

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING
 
 from controller.api.scaling_laws import PredictiveParameters
 from controller.autoscaler.decision.memory import Memory, StageMemory, decoded, encoded
-from controller.autoscaler.decision.season import MOST_PLACES, PredictiveMemory, kept_season
-from controller.autoscaler.decision.strategies.predictive import PredictiveLaw
+from controller.autoscaler.decision.strategies.predictive import (
+    MOST_PLACES,
+    PredictiveLaw,
+    PredictiveMemory,
+    kept_season,
+)
 from controller.autoscaler.decision.traffic import Point, Totals, Traffic
 from extproc.api.quantities import Duration
 from tests.controller.autoscaler.decision.situations import situation_of, target_of
 
 if TYPE_CHECKING:
-    from controller.autoscaler.decision.law import Recommendation
+    from controller.autoscaler.decision.decision import Recommendation
 
 HOURLY = PredictiveLaw(PredictiveParameters(season=Duration("1h"), lead=Duration("60s")))
 

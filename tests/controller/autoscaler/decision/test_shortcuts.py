@@ -8,11 +8,9 @@ import random
 import msgspec
 import pytest
 
-from controller.autoscaler.decision.engine_signals import merged
-from controller.autoscaler.decision.heard import MOST, cleaned
-from controller.autoscaler.decision.history import History, PackedPoints, Sums, summed
+from controller.autoscaler.decision.gateway_reports import MOST, cleaned, merged
 from controller.autoscaler.decision.load import load_of
-from controller.autoscaler.decision.traffic import Totals, Traffic
+from controller.autoscaler.decision.traffic import History, PackedPoints, Sums, Totals, Traffic, summed
 from extproc.api.status_pages import EngineDemand, ServerDemand
 
 SECONDS = 700

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.autoscaler.decision.gateways import SILENT_AFTER_S
-from controller.autoscaler.decision.heard import MOST
+from controller.autoscaler.decision.gateway_reports import MOST, SILENT_AFTER_S
 from controller.autoscaler.decision.signals import ServerSignals, Signals
 from controller.autoscaler.decision.situation import EngineReport, Waiting
 from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, Counted, Demand, EngineDemand, ServerDemand

@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from controller.autoscaler.decision.situation import Engine, EngineState
-from controller.autoscaler.decision.start_times import StartTimes, expected_start_s
+from controller.autoscaler.decision.speeds import StartTimes, expected_start_s
 from tests.controller.autoscaler.decision.situations import target_of
 
 

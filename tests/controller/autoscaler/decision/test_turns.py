@@ -7,8 +7,7 @@ import pytest
 
 from controller.api.autoscaling import AutoscalingPolicySpec
 from controller.autoscaler.decision.memory import MOST_TURNS, TURNS_COUNT_S, StageMemory
-from controller.autoscaler.decision.preparing import prepared
-from controller.autoscaler.decision.stage import SCALE_IN_WINDOW_S, behavior_of
+from controller.autoscaler.decision.stage import SCALE_IN_WINDOW_S, behavior_of, prepared
 from tests.controller.autoscaler.decision.situations import NOW_S, situation_of, target_of
 
 POLICY = AutoscalingPolicySpec()

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict
 
-from controller.autoscaler.export.documents import quantity
-from controller.autoscaler.export.exported import CURRENT, DESIRED, RATIO, Exported, Exports
-from controller.autoscaler.export.front_proxy import front_proxy_of
+from controller.autoscaler.export.exports import CURRENT, DESIRED, RATIO, Exported, Exports
+from controller.autoscaler.export.external_metrics import front_proxy_of, quantity
 from controller.kube.authorizer import User
 from controller.kube.resources import selector
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.autoscaler.keda.access import readers_of
+from controller.autoscaler.export.keda_access import readers_of
 
 
 def test_without_lists_everybody_may_read_everything() -> None:

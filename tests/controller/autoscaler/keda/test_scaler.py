@@ -18,10 +18,9 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from controller.autoscaler.keda.access import Readers
-from controller.autoscaler.keda.decisions import Decisions, Wanted, wanted_of
-from controller.autoscaler.keda.scaler import KedaScaler
-from controller.autoscaler.keda.tls import TlsFiles, server_credentials
+from controller.autoscaler.export.exports import Decisions, Wanted, wanted_of
+from controller.autoscaler.export.keda import KedaScaler, TlsFiles, server_credentials
+from controller.autoscaler.export.keda_access import Readers
 from tests.certificates import Authority
 from tests.waiting import eventually
 

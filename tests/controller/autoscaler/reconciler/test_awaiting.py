@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from controller.autoscaler.decision.decision import Decision, StageDecision
-from controller.autoscaler.reconciler.awaiting import Awaiting, patience_s
+from controller.autoscaler.reconciler.status import Awaiting, patience_s
 
 
 def decision(*combined: float | None) -> Decision:

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from controller.autoscaler.decision.situation import EngineReport, EngineState
-from controller.autoscaler.reconciler.draining import HEARD_S, drain, undone, victims
-from controller.autoscaler.reconciler.names import DELETION_COST, DRAINING
-from controller.autoscaler.reconciler.pods import PodView
+from controller.autoscaler.reconciler.actuator import HEARD_S, drain, undone, victims
+from controller.autoscaler.reconciler.scalables import DELETION_COST, DRAINING, PodView
 
 NOW_S = 1_800_000_000.0
 

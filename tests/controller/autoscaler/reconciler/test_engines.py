@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from controller.autoscaler.decision.situation import EngineReport, EngineState
-from controller.autoscaler.reconciler.engines import engines_of
-from controller.autoscaler.reconciler.pods import view_of
-from controller.autoscaler.reconciler.scalables import KINDS, ScalableKind
+from controller.autoscaler.reconciler.scalables import KINDS, ScalableKind, view_of
+from controller.autoscaler.reconciler.situations import engines_of
 from controller.kube.resources import DEPLOYMENTS, MODEL_INFERS
 from controller.models.model_infer import labels
 

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, cast
 
-from controller.autoscaler.reconciler.followed import Followed
+from controller.autoscaler.reconciler.informers import Followed
 from controller.kube.client import Client, Listed, WatchEvent
 from controller.kube.informer import InformerTiming
 from controller.kube.resources import MODEL_SERVERS, Object, Resource

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from controller.autoscaler.decision.memory import Memory, StageMemory, decoded, encoded
-from controller.autoscaler.decision.season import MOST_PLACES, PredictiveMemory
 from controller.autoscaler.decision.situation import Speed
-from controller.autoscaler.decision.start_times import Start, StartTimes, expected_start_s
+from controller.autoscaler.decision.speeds import Start, StartTimes, expected_start_s
+from controller.autoscaler.decision.strategies.predictive import MOST_PLACES, PredictiveMemory
 from controller.autoscaler.reconciler.learned import Keeping, packed, unpacked
 
 

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from controller.autoscaler.reconciler.other_kinds import OtherKinds
-from controller.autoscaler.reconciler.other_kinds_read import Read
+from controller.autoscaler.reconciler.other_kinds import OtherKinds, Read
 from controller.kube.errors import NotFound
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from controller.autoscaler.reconciler.owning import Place
+    from controller.autoscaler.reconciler.bindings import Place
     from controller.kube.client import Client
     from controller.kube.resources import Object, Resource
 

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from controller.api.autoscaling_binding import ScaleTarget
-from controller.autoscaler.reconciler.names import SCALED_BY, SCALED_TO, SCALER
-from controller.autoscaler.reconciler.owning import (
+from controller.autoscaler.reconciler.bindings import (
     Claim,
     hold_of,
     other_owner,
@@ -19,7 +18,15 @@ from controller.autoscaler.reconciler.owning import (
     scaled_by_others,
     slim_autoscaler,
 )
-from controller.autoscaler.reconciler.scalables import KINDS, Scalable, kind_of, scalable_of
+from controller.autoscaler.reconciler.scalables import (
+    KINDS,
+    SCALED_BY,
+    SCALED_TO,
+    SCALER,
+    Scalable,
+    kind_of,
+    scalable_of,
+)
 from controller.kube.resources import DEPLOYMENTS
 
 MINE = Claim("2026-11-22T08:00:00Z", "default/a", "1")

@@ -8,8 +8,8 @@ from random import Random
 import msgspec
 
 from controller.autoscaler.decision.situation import EngineState
-from controller.autoscaler.reconciler.pod_index import PodIndex
-from controller.autoscaler.reconciler.pods import PodView
+from controller.autoscaler.reconciler.informers import PodIndex
+from controller.autoscaler.reconciler.scalables import PodView
 
 
 def pod(namespace: str, name: str, **labels: str) -> PodView:

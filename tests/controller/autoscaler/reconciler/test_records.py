@@ -6,12 +6,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from controller.autoscaler.decision.decision import Decision, StageDecision, Step, TargetDecision
-from controller.autoscaler.decision.law import Recommendation
+from controller.autoscaler.decision.decision import Decision, Recommendation, StageDecision, Step, TargetDecision
 from controller.autoscaler.decision.situation import Freshness, Waiting
-from controller.autoscaler.reconciler.explaining import explained
 from controller.autoscaler.reconciler.learned import packed, unpacked
-from controller.autoscaler.reconciler.records import Record, Records
+from controller.autoscaler.reconciler.records import Record, Records, explained
 from controller.commands.explain_scaling import main
 
 

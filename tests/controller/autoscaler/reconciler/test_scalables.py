@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.autoscaler.reconciler.names import SCALED_TO
-from controller.autoscaler.reconciler.scalables import kind_of, scalable_of
+from controller.autoscaler.reconciler.scalables import SCALED_TO, kind_of, scalable_of
 from controller.kube.resources import DEPLOYMENTS
 
 

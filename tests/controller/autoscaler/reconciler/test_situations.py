@@ -7,7 +7,7 @@ import msgspec
 
 from controller.api.autoscaling import AutoscalingPolicySpec
 from controller.autoscaler.reconciler.demand import DemandView
-from controller.autoscaler.reconciler.resolving import Resolved
+from controller.autoscaler.reconciler.resolver import Resolved
 from controller.autoscaler.reconciler.scalables import Scalable, kind_of
 from controller.autoscaler.reconciler.situations import situations_of, with_rooms
 from controller.kube.resources import DEPLOYMENTS

@@ -17,21 +17,22 @@ from hypothesis import strategies as st
 from controller.api.autoscaling import AutoscalingPolicySpec
 from controller.api.autoscaling_binding import ObjectReference, ScaleTarget
 from controller.autoscaler.decision.situation import EngineState
-from controller.autoscaler.reconciler.pods import PodView
-from controller.autoscaler.reconciler.resolving import Resolved
-from controller.autoscaler.reconciler.scalables import kind_of
-from controller.autoscaler.reconciler.sources.allowed import Allowed, CheckedResolver, NotAllowed
-from controller.autoscaler.reconciler.sources.answers import (
+from controller.autoscaler.reconciler.metric_sources import Taken, entry_pods, shares_of, total_of
+from controller.autoscaler.reconciler.resolver import Resolved
+from controller.autoscaler.reconciler.scalables import PodView, kind_of
+from controller.autoscaler.reconciler.source_http import (
+    Allowed,
+    CheckedResolver,
+    Latest,
+    NotAllowed,
     PodUsage,
     Value,
     asked,
+    credentials_of,
     page_values,
     prometheus_value,
     usage_by_pod,
 )
-from controller.autoscaler.reconciler.sources.credentials import credentials_of
-from controller.autoscaler.reconciler.sources.latest import Latest
-from controller.autoscaler.reconciler.sources.mapping import Taken, entry_pods, shares_of, total_of
 from controller.kube.resources import MODEL_INFERS
 from controller.models.model_infer import labels
 

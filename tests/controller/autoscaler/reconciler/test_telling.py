@@ -9,16 +9,14 @@ import msgspec
 
 from controller.api.autoscaling import AutoscalingPolicy, AutoscalingPolicySpec, Schedule
 from controller.api.autoscaling_binding import ScaleTarget
-from controller.autoscaler.decision.decision import Decision, StageDecision, Step, TargetDecision
-from controller.autoscaler.decision.law import Recommendation
+from controller.autoscaler.decision.decision import Decision, Recommendation, StageDecision, Step, TargetDecision
 from controller.autoscaler.decision.situation import Engine, EngineState, Freshness, Situation, Target
 from controller.autoscaler.reconciler import deciding
-from controller.autoscaler.reconciler.bindings import PolicyView
-from controller.autoscaler.reconciler.owning import Hold
-from controller.autoscaler.reconciler.policies import policy_status
-from controller.autoscaler.reconciler.resolving import Problem, Resolved
+from controller.autoscaler.reconciler.bindings import Hold, PolicyView
+from controller.autoscaler.reconciler.resolver import Problem, Resolved
 from controller.autoscaler.reconciler.scalables import KINDS, Scalable
-from controller.autoscaler.reconciler.telling import Looked, Scaled, digest_of, events_of, status_of
+from controller.autoscaler.reconciler.scaling import policy_status
+from controller.autoscaler.reconciler.status import Looked, Scaled, digest_of, events_of, status_of
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata
 

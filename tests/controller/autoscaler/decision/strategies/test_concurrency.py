@@ -14,7 +14,7 @@ import pytest
 
 from controller.api.autoscaling import Panic
 from controller.api.scaling_laws import ConcurrencyParameters
-from controller.autoscaler.decision.panic import PanicState
+from controller.autoscaler.decision.behavior import PanicState
 from controller.autoscaler.decision.situation import Situation, Waiting
 from controller.autoscaler.decision.strategies.concurrency import ConcurrencyLaw, ConcurrencyMemory, Sample, mean_of
 from extproc.api.quantities import Duration

@@ -19,7 +19,7 @@ from tests.controller.autoscaler.decision.situations import situation_of, target
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from controller.autoscaler.decision.law import Recommendation
+    from controller.autoscaler.decision.decision import Recommendation
 
 
 def followed(

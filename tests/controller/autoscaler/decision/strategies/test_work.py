@@ -11,15 +11,13 @@ import pytest
 
 from controller.api.autoscaling import LatencyObjective
 from controller.api.scaling_laws import WorkParameters
-from controller.autoscaler.decision.correction import Correction
 from controller.autoscaler.decision.situation import EngineReport, Situation, Waiting
-from controller.autoscaler.decision.strategies.work import WorkLaw
-from controller.autoscaler.decision.work_memory import WorkMemory
+from controller.autoscaler.decision.strategies.work import Correction, WorkLaw, WorkMemory
 from extproc.api.quantities import Duration
 from tests.controller.autoscaler.decision.situations import NOW_S, SPEED, situation_of, spec_of, target_of, traffic_of
 
 if TYPE_CHECKING:
-    from controller.autoscaler.decision.law import Recommendation
+    from controller.autoscaler.decision.decision import Recommendation
 
 # 0.21 s of an engine a request, see `situations`.
 TPOT = LatencyObjective(tpot=Duration("40ms"), percentile=50.0)

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KEDA's external scaler service, with push: the desired replicas of a binding's target, as a metric.
+
+A ScaledObject names the binding, and the target if it has several. The metric is the number of replicas that we decided
+on and its target value is 1, so that the HPA, which divides the one by the other (``metricType: AverageValue``, the
+default), comes to the same number. Nothing is known without a decision: then calls fail, and KEDA keeps what is there
+or follows its ``fallback``; zero is never made up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import grpc
+import msgspec
+
+from controller.autoscaler.export.exports import Unknown, Wanted
+from controller.autoscaler.export.keda_access import MOST_STREAMS, OpenStreams, Readers, TooMany
+from controller.autoscaler.export.keda_messages import (
+    SERVICE,
+    GetMetricSpecResponse,
+    GetMetricsRequest,
+    GetMetricsResponse,
+    IsActiveResponse,
+    MetricSpec,
+    MetricValue,
+    ScaledObjectRef,
+)
+
+log = logging.getLogger(__name__)
+
+
+class TlsFiles(msgspec.Struct, frozen=True):
+    """``certificate`` and ``key``: of the server. ``clients``: authorities of those who may call; None: anybody."""
+
+    certificate: Path
+    key: Path
+    clients: Path | None = None
+
+    def contents(self) -> tuple[bytes, bytes, bytes | None]:
+        """Raises OSError."""
+        clients = None if self.clients is None else self.clients.read_bytes()
+        return self.certificate.read_bytes(), self.key.read_bytes(), clients
+
+
+def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """New connections use what the files hold then; while they do not fit together, what was good last.
+
+    Raises OSError or ValueError if the first ones cannot be used.
+    """
+    following = _Following(files)
+    return grpc.dynamic_ssl_server_credentials(
+        following.first,
+        following.newer,  # type: ignore[arg-type]  # types-grpcio leaves out that None is for "no change"
+        require_client_authentication=files.clients is not None,
+    )
+
+
+class _Following:
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._seen = files.contents()
+        self.first = _configuration(*self._seen)
+
+    def newer(self) -> grpc.ServerCertificateConfiguration | None:
+        """For gRPC, which asks at every new connection, in a thread of its own; None: nothing has changed."""
+        try:
+            contents = self._files.contents()
+            if contents == self._seen:
+                return None
+            self._seen = contents
+            return _configuration(*contents)
+        except (OSError, ValueError) as error:
+            log.error("the certificate is refused, the last good one stays: %s", error)
+            return None
+
+
+def _configuration(certificate: bytes, key: bytes, clients: bytes | None) -> grpc.ServerCertificateConfiguration:
+    """Raises ValueError."""
+    # gRPC itself says nothing of what it cannot use, it breaks connections
+    from cryptography import x509  # noqa: PLC0415 - only with TLS
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key  # noqa: PLC0415
+
+    chain = x509.load_pem_x509_certificates(certificate)
+    try:
+        public = load_pem_private_key(key, password=None).public_key()
+    except TypeError:
+        raise ValueError("the private key needs a password") from None
+    if public != chain[0].public_key():
+        raise ValueError("the private key is not that of the certificate")
+    if clients is not None:
+        x509.load_pem_x509_certificates(clients)
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], clients)
+
+
+METRIC: Final = "attache-desired-replicas"
+# Streams are told at least this often: KEDA and what is between notice broken connections sooner.
+_REPEAT_S: Final = 30.0
+# Calls at a time beside the streams.
+_MOST_CALLS: Final = 1024
+# Names of Kubernetes' objects are no longer.
+_LONGEST_NAME: Final = 253
+_OPTIONS: Final = (
+    # a second process on the same port would share its connections without a word
+    ("grpc.so_reuseport", 0),
+    # ScaledObjects hold a stream each, over one connection; OpenStreams says how many
+    ("grpc.max_concurrent_streams", 100_000),
+    # a reference to a ScaledObject is short
+    ("grpc.max_receive_message_length", 64 * 1024),
+    # a client that is gone without a word keeps its streams no longer than this
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.max_connection_idle_ms", 600_000),
+)
+
+
+class Source(Protocol):
+    """Who knows decisions. ``binding``: its key, ``namespace/name``. ``target``: its name; empty: the only one."""
+
+    def wanted(self, binding: str, target: str) -> Wanted:
+        """The last decision; raises Unknown."""
+        ...
+
+    async def other_than(self, last: Wanted | None, binding: str, target: str) -> Wanted | None:
+        """Until what is known differs from ``last``: what it is then; None: nothing is known."""
+        ...
+
+
+class KedaScaler:
+    """Answers KEDA from ``source``, on one grpc.aio server, which serves once.
+
+    Only the replica that decides serves: behind a Service the others refuse connections, and KEDA's client tries on
+    until it finds the one that knows.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        readers: Readers = Readers(),  # noqa: B008 - frozen
+        most_streams: int = MOST_STREAMS,
+        repeat_s: float = _REPEAT_S,
+    ) -> None:
+        self._source = source
+        self._readers = readers
+        self._streams = OpenStreams(most_streams)
+        self._repeat_s = repeat_s
+        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=most_streams + _MOST_CALLS)
+        self._server.add_generic_rpc_handlers((self._service(),))
+
+    async def run(self, address: str, credentials: grpc.ServerCredentials | None = None) -> None:
+        """Until cancelled. Raises OSError."""
+        await self.start(address, credentials)
+        try:
+            await self._server.wait_for_termination()
+        finally:
+            await self.stop(None)
+
+    async def start(self, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
+        """Listen on ``ip:port``; returns the port. ``credentials``: for TLS. Raises OSError."""
+        try:
+            if credentials is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: {error}") from None
+        await self._server.start()
+        return port
+
+    async def stop(self, grace_s: float | None = 1.0) -> None:
+        """Take no more calls, and end streams after ``grace_s``."""
+        await self._server.stop(grace_s)
+
+    def _service(self) -> grpc.GenericRpcHandler:
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "IsActive": unary(self._is_active, ScaledObjectRef.FromString, IsActiveResponse.SerializeToString),
+            "StreamIsActive": stream(
+                self._stream_is_active, ScaledObjectRef.FromString, IsActiveResponse.SerializeToString
+            ),
+            "GetMetricSpec": unary(
+                self._metric_spec, ScaledObjectRef.FromString, GetMetricSpecResponse.SerializeToString
+            ),
+            "GetMetrics": unary(self._metrics, GetMetricsRequest.FromString, GetMetricsResponse.SerializeToString),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    async def _is_active(self, ref: ScaledObjectRef, context: _Context) -> IsActiveResponse:
+        return IsActiveResponse(result=(await self._wanted(ref, context)).is_active)
+
+    async def _stream_is_active(self, ref: ScaledObjectRef, context: _Context) -> None:
+        binding, target = await self._named(ref, context)
+        try:
+            with self._streams.one(_caller(context), ref.namespace):
+                await self._push(binding, target, context)
+        except TooMany as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+
+    async def _push(self, binding: str, target: str, context: _Context) -> None:
+        """At once, whenever it changes, and now and then; while nothing is known, nothing is said."""
+        last: Wanted | None = None
+        told: bool | None = None
+        while True:
+            try:
+                async with asyncio.timeout(self._repeat_s):
+                    last = await self._source.other_than(last, binding, target)
+            except TimeoutError:
+                told = None
+            if last is not None and last.is_active != told:
+                told = last.is_active
+                await context.write(IsActiveResponse(result=told))
+
+    async def _metric_spec(self, ref: ScaledObjectRef, context: _Context) -> GetMetricSpecResponse:
+        """The same for all; a mistake in the ScaledObject is told already here."""
+        await self._named(ref, context)
+        return GetMetricSpecResponse(metricSpecs=[MetricSpec(metricName=METRIC, targetSize=1, targetSizeFloat=1.0)])
+
+    async def _metrics(self, request: GetMetricsRequest, context: _Context) -> GetMetricsResponse:
+        wanted = await self._wanted(request.scaledObjectRef, context)
+        name = request.metricName or METRIC
+        value = MetricValue(metricName=name, metricValue=wanted.desired, metricValueFloat=float(wanted.desired))
+        return GetMetricsResponse(metricValues=[value])
+
+    async def _wanted(self, ref: ScaledObjectRef, context: _Context) -> Wanted:
+        binding, target = await self._named(ref, context)
+        try:
+            return self._source.wanted(binding, target)
+        except Unknown as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    async def _named(self, ref: ScaledObjectRef, context: _Context) -> tuple[str, str]:
+        """The binding's key and the target, from the trigger's metadata; ends the call if they are not said, or not for
+        this caller.
+
+        The binding is of the ScaledObject's namespace, as the caller says it: KEDA does, see ``Readers`` for others.
+        """
+        binding, target = ref.scalerMetadata.get("binding", ""), ref.scalerMetadata.get("target", "")
+        if not binding or "/" in binding:
+            text = (
+                "write the name of an AutoscalingPolicyBinding of the same namespace as 'binding' into the trigger's"
+                " metadata"
+            )
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+        if max(map(len, (ref.namespace, binding, target))) > _LONGEST_NAME:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "names have at most 253 characters")
+        refusal = self._readers.refusal(_names(context), ref.namespace)
+        if refusal:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, refusal)
+        return f"{ref.namespace}/{binding}", target
+
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def _names(context: _Context) -> list[str]:
+    """In the client's certificate: the common name and the alternative ones; none without a certificate."""
+    known = context.auth_context()
+    found = [*known.get("x509_common_name", ()), *known.get("x509_subject_alternative_name", ())]
+    return [one.decode(errors="replace") for one in found]
+
+
+def _caller(context: _Context) -> str:
+    """Its certificate's first name, or else its address without the port."""
+    return next(iter(_names(context)), "") or context.peer().rpartition(":")[0]

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may read which decisions at KEDA's port, and how many streams each caller may hold open.
+
+A request names a namespace, and nothing in KEDA's protocol proves that the caller may speak for it. So it is believed
+of whoever reaches the port, unless namespaces or names of certificates are listed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Readers(msgspec.Struct, frozen=True):
+    """``namespaces``: whose decisions are told at all; empty: those of all. ``clients``: by a name in a client's
+    certificate, the namespaces that it may ask for; none of them: all. Without ``clients``, certificates need no name.
+    """
+
+    namespaces: frozenset[str] = frozenset()
+    clients: Mapping[str, frozenset[str]] = {}
+
+    def refusal(self, names: Collection[str], namespace: str) -> str:
+        """Why a caller must not ask about a namespace, and what to do; empty if it may. ``names``: in its
+        certificate.
+        """
+        if self.namespaces and namespace not in self.namespaces:
+            return (
+                f"decisions of the namespace {namespace} are not told here; start attache manager with --keda-namespace"
+                f" {namespace}"
+            )
+        if not self.clients:
+            return ""
+        known = [self.clients[one] for one in names if one in self.clients]
+        if not known:
+            said = ", ".join(sorted(names)[:5]) or "none"
+            return f"no --keda-client-name of attache manager is in the client's certificate, whose names are: {said}"
+        if not any(not one or namespace in one for one in known):
+            return f"this client's certificate is not for the namespace {namespace}; add that to its --keda-client-name"
+        return ""
+
+
+def readers_of(namespaces: Iterable[str], clients: Iterable[str]) -> Readers:
+    """``clients``: each is ``NAME`` or ``NAME=NAMESPACE,NAMESPACE``. Raises ValueError."""
+    found: dict[str, frozenset[str]] = {}
+    for text in clients:
+        name, sign, said = text.partition("=")
+        its = frozenset(one.strip() for one in said.split(",")) if sign else frozenset[str]()
+        if not name or "" in its:
+            raise ValueError(f"{text!r}: write NAME, or NAME=NAMESPACE,NAMESPACE")
+        if name in found:
+            raise ValueError(f"{name!r} is there twice; write all of its namespaces together")
+        found[name] = its
+    return Readers(frozenset(namespaces), found)
+
+
+# Each takes some 26 KiB.
+MOST_STREAMS: Final = 4096
+_OF_A_CALLER: Final = 2
+_OF_A_NAMESPACE: Final = 8
+
+
+class TooMany(Exception):
+    """No more streams; the message says of whom, and what to do."""
+
+
+class OpenStreams:
+    """At most ``most`` of them: half of these of one caller, so that another one finds room beside one that takes all
+    it can get, and an eighth about one namespace.
+    """
+
+    def __init__(self, most: int = MOST_STREAMS) -> None:
+        self._most = most
+        self._of_callers = Counter[str]()
+        self._of_namespaces = Counter[str]()
+
+    def __len__(self) -> int:
+        return self._of_callers.total()
+
+    @contextlib.contextmanager
+    def one(self, caller: str, namespace: str) -> Iterator[None]:
+        """While the stream is open. Raises TooMany."""
+        self._check(caller, namespace)
+        self._of_callers[caller] += 1
+        self._of_namespaces[namespace] += 1
+        try:
+            yield
+        finally:
+            _take_one(self._of_callers, caller)
+            _take_one(self._of_namespaces, namespace)
+
+    def _check(self, caller: str, namespace: str) -> None:
+        else_ = "answers to polling go on; close streams that nobody needs, or raise attache manager's --keda-streams"
+        of_namespace, of_caller = max(1, self._most // _OF_A_NAMESPACE), max(1, self._most // _OF_A_CALLER)
+        if self._of_namespaces[namespace] >= of_namespace:
+            raise TooMany(
+                f"{of_namespace} streams are open about the namespace {namespace}, the most there may be; {else_}"
+            )
+        if self._of_callers[caller] >= of_caller:
+            raise TooMany(f"{of_caller} streams of {caller} are open, the most that one caller may have; {else_}")
+        if len(self) >= self._most:
+            raise TooMany(f"{self._most} streams are open, the most there may be; {else_}")
+
+
+def _take_one(counter: Counter[str], name: str) -> None:
+    counter[name] -= 1
+    if not counter[name]:
+        del counter[name]

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each binding may ask for of nodes' accelerators; nodes are followed only while a binding has to know."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from controller.autoscaler.decision.allocation.promises import Claim, Kinds, Nodes, Share, left_for, room_of
+from controller.kube.informer import Informer, InformerTiming, Selection, slim_node
+from controller.kube.resources import NODES, PODS
+from controller.models.node_room import room, slim_to_requests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from controller.autoscaler.reconciler.bindings import BindingView
+    from controller.autoscaler.reconciler.deciding import Step
+    from controller.autoscaler.reconciler.resolver import Resolved
+    from controller.kube.client import Client
+
+# All pods of a cluster are added up at most so often.
+_EACH_S: Final = 2.0
+# Replicas without pods are promised room for so long after they were ordered: a quota may refuse their pods, and
+# somebody who only exports numbers may never have any. Nobody else is kept from nodes by them.
+_PROMISED_S: Final = 60.0
+# Kinds of accelerators that are told of.
+_MOST_KINDS: Final = 8
+
+
+class Allowed(msgspec.Struct, frozen=True):
+    """``rooms``: replicas beyond those that were asked for, by target. ``free``: accelerators for them, by pool. What
+    is not named is not limited. ``pools``: of which of these each target takes its own. ``homeless``: why no node
+    counts for a target that is limited.
+    """
+
+    rooms: Mapping[str, int] = {}
+    free: Mapping[str, int] = {}
+    pools: Mapping[str, tuple[str, ...]] = {}
+    homeless: Mapping[str, str] = {}
+
+
+class _Ordered(NamedTuple):
+    """What a binding decided last. ``replicas`` and ``lacks``: by target. ``grown_at_s``: when it last asked for
+    more.
+    """
+
+    view: BindingView
+    resolved: Sequence[Resolved]
+    replicas: Mapping[str, int]
+    lacks: Mapping[str, int]
+    grown_at_s: float
+
+
+class Rooms:
+    """``run`` follows nodes and all pods while ``of`` is asked about a binding that has to know."""
+
+    def __init__(self, client: Client, timing: InformerTiming) -> None:
+        self._client = client
+        self._timing = timing
+        self._askers: set[str] = set()
+        self._wake = asyncio.Event()
+        self._followed: tuple[Informer, Informer] | None = None
+        self._is_old = True
+        self._read_at_s = float("-inf")
+        self._nodes = Nodes()
+        self._placed: frozenset[str] = frozenset()
+        self._ordered: dict[str, _Ordered] = {}
+
+    def of(self, view: BindingView, resolved: Sequence[Resolved]) -> Allowed:
+        """Empty where that is unknown, and where no target of a stage would find a node: then all may be asked for, as
+        nodes may be added for pods that find none.
+        """
+        limited = [one for one in resolved if is_limited(one, resolved, view)]
+        if not limited:
+            self._ask_no_more(view.key)
+            return Allowed()
+        if view.key not in self._askers:
+            self._askers.add(view.key)
+            self._wake.set()
+        if not self._look():
+            return Allowed()
+        # its decision begins with what was asked for, whatever it has decided before
+        before = self._ordered.get(view.key)
+        mine = self._claim(_Ordered(view, resolved, {}, {}, -math.inf if before is None else before.grown_at_s))
+        others = [self._claim(one) for key, one in self._ordered.items() if key != view.key]
+        shares = {one.spec.name: share for one in resolved if (share := self._share(one)) is not None}
+        names = [
+            one.spec.name
+            for one in limited
+            if one.spec.name in shares and _is_possible(one, resolved, shares, self._nodes)
+        ]
+        return _allowed(names, shares, self._nodes, lambda kinds: left_for(mine, kinds, self._nodes, others))
+
+    def order(
+        self, view: BindingView, resolved: Sequence[Resolved], steps: Sequence[Step], lacks: Mapping[str, int]
+    ) -> None:
+        """What a binding has decided: from now on others count it. ``lacks``: how many more replicas it would take, by
+        target.
+        """
+        owned = [one for one in resolved if one.may_write and self._share(one) is not None]
+        replicas = {one.target.spec.name: one.replicas for one in steps if one.is_ordered and one.replicas is not None}
+        if owned:
+            before = self._ordered.get(view.key)
+            known = {} if before is None else before.replicas
+            is_more = any(count > known.get(name, 0) for name, count in replicas.items())
+            grown_at_s = _now_s() if before is None or is_more else before.grown_at_s
+            self._ordered[view.key] = _Ordered(view, owned, replicas, lacks, grown_at_s)
+        else:
+            self._ordered.pop(view.key, None)
+
+    def forget(self, key: str) -> None:
+        """The binding is gone."""
+        self._ordered.pop(key, None)
+        self._ask_no_more(key)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self._wake.clear()
+            if self._askers:
+                await self._follow()
+            else:
+                await self._wake.wait()
+
+    def _ask_no_more(self, key: str) -> None:
+        if key in self._askers:
+            self._askers.discard(key)
+            self._wake.set()
+
+    async def _follow(self) -> None:
+        nodes = Informer(self._client, NODES, Selection(), timing=self._timing, slim=slim_node)
+        pods = Informer(self._client, PODS, Selection(), timing=self._timing, slim=slim_to_requests)
+        for one in (nodes, pods):
+            one.subscribe(self._changed)
+        self._followed, self._is_old = (nodes, pods), True
+        tasks = [asyncio.create_task(one.run(), name=f"room: {one.resource.plural}") for one in (nodes, pods)]
+        try:
+            while self._askers:
+                self._wake.clear()
+                await self._wake.wait()
+        finally:
+            self._followed = None
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _changed(self, _: str) -> None:
+        self._is_old = True
+
+    def _look(self) -> bool:
+        """Whether it is known what nodes have left, and which pods take what is not."""
+        if self._followed is None:
+            return False
+        nodes, pods = self._followed
+        if not (nodes.synced.is_set() and pods.synced.is_set()):
+            return False
+        now_s = _now_s()
+        if self._is_old and now_s >= self._read_at_s + _EACH_S:
+            self._read_at_s, self._is_old = now_s, False
+            self._nodes = Nodes(room(nodes.objects.values(), pods.objects.values()))
+            self._placed = frozenset(key for key, pod in pods.objects.items() if pod["node"])
+        return True
+
+    def _claim(self, ordered: _Ordered) -> Claim:
+        view = ordered.view
+        priority = 0 if view.binding is None else view.binding.spec.priority
+        is_new = _now_s() - ordered.grown_at_s < _PROMISED_S
+        shares = (
+            self._share(one, ordered.replicas.get(one.spec.name, 0), ordered.lacks.get(one.spec.name, 0), is_new=is_new)
+            for one in ordered.resolved
+        )
+        return Claim((-priority, view.claim.created, view.key), tuple(one for one in shares if one is not None))
+
+    def _share(self, target: Resolved, replicas: int = 0, lacks: int = 0, *, is_new: bool = True) -> Share | None:
+        """None if it takes no accelerators that are known. ``is_new``: replicas that have no pods yet may soon have."""
+        spec, found = target.spec, target.found
+        if spec.accelerator is None or spec.accelerators < 1 or found is None or target.kind is None:
+            return None
+        units: dict[str, list[bool]] = {}
+        for pod in target.pods:
+            if not pod.is_ended:
+                units.setdefault(target.kind.unit_of(pod), []).append(pod.key in self._placed)
+        placed = sum(all(one) for one in units.values())
+        without_pods = max(0, max(found.replicas, replicas) - len(units))
+        return Share(
+            kind=spec.accelerator,
+            accelerators=spec.accelerators,
+            pods=max((len(one) for one in units.values()), default=1),
+            promised=len(units) - placed + (without_pods if is_new else 0),
+            lacks=lacks,
+        )
+
+
+def _allowed(names: Sequence[str], shares: Mapping[str, Share], nodes: Nodes, left: Callable[[Kinds], int]) -> Allowed:
+    """``names``: of the targets that are limited. ``shares``: of all, by target. ``left``: of some kinds together."""
+    open_ = {share.kind for name, share in shares.items() if name not in names}
+    counts: dict[str, int] = {}
+    of_kind: dict[str, set[str]] = {}
+    for kinds in nodes.pools(tuple(sorted({share.kind for share in shares.values()}))):
+        limited = [one for one in kinds if one not in open_]
+        if limited:
+            pool, count = " or ".join(limited), left(kinds)
+            counts[pool] = min(count, counts.get(pool, count))
+            for one in limited:
+                of_kind.setdefault(one, set()).add(pool)
+    return Allowed(
+        {name: room_of(shares[name], left((shares[name].kind,)), nodes) for name in names},
+        counts,
+        {name: tuple(sorted(of_kind.get(share.kind, ()))) for name, share in shares.items()},
+        {name: _homeless(shares[name].kind, nodes) for name in names if not nodes.has(shares[name].kind)},
+    )
+
+
+def _homeless(kind: str, nodes: Nodes) -> str:
+    return f"no node has accelerators of the kind {kind}; nodes have {', '.join(nodes.kinds()[:_MOST_KINDS])}"
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def is_limited(target: Resolved, resolved: Sequence[Resolved], view: BindingView) -> bool:
+    """Whether nodes' accelerators limit it: it is one of several of its stage, or shares a budget."""
+    spec = target.spec
+    several = sum(one.spec.stage == spec.stage for one in resolved) > 1
+    has_budget = view.binding is not None and view.binding.spec.budget is not None
+    return (several or has_budget) and spec.accelerator is not None and spec.accelerators > 0
+
+
+def _is_possible(one: Resolved, resolved: Sequence[Resolved], shares: Mapping[str, Share], nodes: Nodes) -> bool:
+    """Whether some target of the stage would find a node, or may."""
+    same = [each.spec.name for each in resolved if each.spec.stage == one.spec.stage]
+    return any(name not in shares or nodes.fits(shares[name]) > 0 for name in same)

@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries a decision out: claims targets, drains engines, writes replicas; each target for itself.
+
+Where the target's own controller would delete engines at once, those that go are marked first, so that gateways send
+them nothing new; the replicas are lowered once these engines are idle.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.autoscaler.reconciler.scalables import DELETION_COST, DRAINING, SCALED_BY, SCALED_TO, PodView
+from controller.autoscaler.reconciler.status import Looked, Scaled
+from controller.kube.errors import ApiError, ClusterError, Conflict, NotFound, TooManyRequests
+from controller.kube.resources import PODS, split_key
+from controller.models.model_infer.times import text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from controller.autoscaler.decision.situation import EngineReport
+    from controller.autoscaler.reconciler.bindings import BindingView, Claim, Place
+    from controller.autoscaler.reconciler.deciding import Step
+    from controller.autoscaler.reconciler.demand import DemandSource
+    from controller.autoscaler.reconciler.scalables import Scalable
+    from controller.kube.client import Client
+
+# until every gateway has heard of the mark and the last request that was on its way is counted
+HEARD_S: Final = 3.0
+_LOOK_EACH_S: Final = 1.0
+# far below what people write
+_FIRST: Final = "-1000000"
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """Annotations to set on a pod, None removes; only while it still is the one with ``uid``."""
+
+    pod: PodView
+    annotations: Mapping[str, str | None]
+
+
+class Draining(msgspec.Struct, frozen=True):
+    """``marks``: to write now. ``may_go``: the replicas may be lowered. ``look_again_at_s``: when this may change by
+    itself. ``waits_for``: pods that have something left, by name.
+    """
+
+    marks: tuple[Mark, ...] = ()
+    may_go: bool = False
+    look_again_at_s: float | None = None
+    waits_for: tuple[str, ...] = ()
+
+
+def drain(
+    pods: Sequence[PodView],
+    excess: int,
+    reports: Mapping[str, EngineReport],
+    *,
+    is_ordered: bool,
+    now_s: float,
+    drain_s: float,
+) -> Draining:
+    """``excess``: how many replicas go. ``is_ordered``: those with the highest ordinals go. ``drain_s``: the longest
+    that anything is waited for. ``reports``: by IP address; one of before the mark was heard says nothing.
+    """
+    leaving = victims(pods, excess, reports, is_ordered=is_ordered)
+    names = {one.key for one in leaving}
+    marks = undone(one for one in pods if one.key not in names)
+    # what never served has nothing to finish
+    serving = [one for one in leaving if one.is_ready]
+    unmarked = [one for one in serving if one.draining_at_s is None]
+    if drain_s > 0:
+        marks += [Mark(one, {DRAINING: text_of(now_s), DELETION_COST: _FIRST}) for one in unmarked]
+        if unmarked:
+            return Draining(tuple(marks), look_again_at_s=now_s + HEARD_S)
+        busy = [one for one in serving if not _is_done(one, reports, now_s, drain_s)]
+        if busy:
+            names_of = tuple(sorted(one.name for one in busy))
+            return Draining(tuple(marks), look_again_at_s=now_s + _LOOK_EACH_S, waits_for=names_of)
+    elif not is_ordered:
+        marks += [Mark(one, {DELETION_COST: _FIRST}) for one in leaving if one.deletion_cost != _FIRST]
+    return Draining(tuple(marks), may_go=True)
+
+
+def undone(pods: Iterable[PodView]) -> list[Mark]:
+    """Marks taken off pods that stay."""
+    found: list[Mark] = []
+    for one in pods:
+        gone: dict[str, str | None] = {DRAINING: None} if one.draining_at_s is not None else {}
+        if one.deletion_cost == _FIRST:
+            gone[DELETION_COST] = None
+        if gone and not one.is_going:
+            found.append(Mark(one, gone))
+    return found
+
+
+def victims(
+    pods: Sequence[PodView], excess: int, reports: Mapping[str, EngineReport], *, is_ordered: bool
+) -> list[PodView]:
+    """Who goes: the highest ordinals; or what does not serve, then what drains already, then the least busy, the
+    youngest first among equals.
+    """
+    live = [one for one in pods if not one.is_ended and not one.is_going]
+    if is_ordered:
+        return sorted(live, key=_ordinal, reverse=True)[: max(0, excess)]
+
+    def order(one: PodView) -> tuple[bool, bool, float, float, str]:
+        return one.is_ready, one.draining_at_s is None, _busy_with(one, reports), -one.created_at_s, one.key
+
+    return sorted(live, key=order)[: max(0, excess)]
+
+
+def _ordinal(pod: PodView) -> tuple[int, str]:
+    number = pod.name.rpartition("-")[2]
+    return (int(number) if number.isdecimal() else -1), pod.name
+
+
+def _busy_with(pod: PodView, reports: Mapping[str, EngineReport]) -> float:
+    """Where nobody knows, an engine may be as busy as can be."""
+    report = reports.get(pod.ip)
+    return float("inf") if report is None else requests_at(report)
+
+
+def requests_at(report: EngineReport) -> float:
+    """What was sent there, or what the engine itself says, whichever is more: others may send it requests, too."""
+    return max(float(report.in_flight), (report.running or 0.0) + (report.waiting or 0.0))
+
+
+def _is_done(pod: PodView, reports: Mapping[str, EngineReport], now_s: float, drain_s: float) -> bool:
+    since_s = now_s if pod.draining_at_s is None else pod.draining_at_s
+    if now_s >= since_s + drain_s:
+        return True
+    report = reports.get(pod.ip)
+    heard = report is not None and report.at_s >= since_s + HEARD_S
+    return heard and report is not None and requests_at(report) == 0
+
+
+class DecideAgain(Exception):
+    """A target is not what was decided about any more."""
+
+
+class Wrote(msgspec.Struct, frozen=True):
+    """What we wrote last and may not have heard of yet."""
+
+    uid: str
+    version: str
+    replicas: int
+
+
+def _nobody(_: Place) -> None:
+    """Needs to be told."""
+
+
+class Actor:
+    """``client``: under our own manager's name. ``counted``: called with kind and verb of each write. ``changed``:
+    called with a target that is not as it was heard of any more.
+    """
+
+    def __init__(
+        self, client: Client, counted: Callable[[str, str], None], changed: Callable[[Place], None] = _nobody
+    ) -> None:
+        self.client = client
+        self._counted = counted
+        self._changed = changed
+        self._wrote: dict[Place, Wrote] = {}
+
+    def latest(self, place: Place, found: Scalable) -> Scalable:
+        """A target as it is after our own last write, of which the informer may not have told yet."""
+        wrote = self._wrote.get(place)
+        if wrote is None:
+            return found
+        if wrote.uid != found.uid or not is_older(found.version, wrote.version):
+            del self._wrote[place]
+            return found
+        return msgspec.structs.replace(
+            found,
+            replicas=wrote.replicas,
+            scaled_to=frozenset({wrote.replicas}),
+            is_ours=True,
+            version=wrote.version,
+        )
+
+    def forget(self, places: Sequence[Place]) -> None:
+        """Nobody scales these any more."""
+        for one in places:
+            self._wrote.pop(one, None)
+
+    async def claim(self, place: Place, found: Scalable, mine: Claim) -> None:
+        """Say on the target that ``mine`` scales it. Raises DecideAgain if it has changed since."""
+        try:
+            await self._annotate(found, {SCALED_BY: mine.text, SCALED_TO: str(found.replicas)}, found.version)
+        finally:
+            self._changed(place)
+
+    async def scale(self, place: Place, found: Scalable, replicas: int) -> None:
+        """Write the replicas of a target, if it still is what was decided about: others' writes of anything else do not
+        matter. Raises DecideAgain otherwise.
+
+        What is intended is written first: a leader that ends in between leaves a number that its successor knows.
+        """
+        try:
+            await self._scale(place, found, replicas)
+        finally:
+            self._changed(place)
+
+    async def _scale(self, place: Place, found: Scalable, replicas: int) -> None:
+        namespace, name = split_key(found.key)
+        version = found.version
+        for _ in range(3):
+            try:
+                intended = {SCALED_TO: f"{replicas} from {found.replicas}"}
+                version = await self._patch(found, intended, version)
+                patch = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
+                written = await self.client.merge_patch(found.resource, name, namespace, patch, subresource="scale")
+                break
+            except NotFound as error:
+                raise DecideAgain(f"{found.key} is gone") from error
+            except Conflict:
+                scale = await self._scale_of(found)
+                if (scale["metadata"].get("uid"), scale["spec"].get("replicas", 0)) != (found.uid, found.replicas):
+                    raise DecideAgain(f"{found.key} has changed") from None
+                version = str(scale["metadata"]["resourceVersion"])
+        else:
+            raise DecideAgain(f"{found.key} changes all the time")
+        self._counted(found.resource.kind, "scale")
+        self._wrote[place] = Wrote(found.uid, written["metadata"]["resourceVersion"], replicas)
+        # by this it is known later whether somebody else has changed them
+        version = await self._annotate(found, {SCALED_TO: str(replicas)})
+        self._wrote[place] = Wrote(found.uid, version, replicas)
+
+    async def mark(self, marks: Sequence[Mark]) -> None:
+        """Pods that are gone, or others of the same name by now, need no marks."""
+        for one in marks:
+            namespace, name = split_key(one.pod.key)
+            patch = {"metadata": {"uid": one.pod.uid, "annotations": one.annotations}}
+            try:
+                await self.client.merge_patch(PODS, name, namespace, patch)
+            except (NotFound, Conflict):
+                continue
+            self._counted(PODS.kind, "mark")
+
+    async def _scale_of(self, found: Scalable) -> dict[str, dict[str, object]]:
+        namespace, name = split_key(found.key)
+        try:
+            return await self.client.get(found.resource, name, namespace, subresource="scale")
+        except NotFound as error:
+            raise DecideAgain(f"{found.key} is gone") from error
+
+    async def _annotate(self, found: Scalable, annotations: dict[str, str], version: str = "") -> str:
+        """The version of the object after that. Raises DecideAgain."""
+        try:
+            return await self._patch(found, annotations, version)
+        except (NotFound, Conflict) as error:
+            raise DecideAgain(f"{found.key} has changed") from error
+
+    async def _patch(self, found: Scalable, annotations: dict[str, str], version: str) -> str:
+        namespace, name = split_key(found.key)
+        metadata: dict[str, object] = {"uid": found.uid, "annotations": annotations}
+        if version:
+            metadata["resourceVersion"] = version
+        written = await self.client.merge_patch(found.resource, name, namespace, {"metadata": metadata})
+        self._counted(found.resource.kind, "claim")
+        return str(written["metadata"]["resourceVersion"])
+
+
+def is_older(version: str, than: str) -> bool:
+    """Of two versions of one object. Where a server does not count, any other one is taken for newer."""
+    if version.isdecimal() and than.isdecimal():
+        return int(version) < int(than)
+    return version == than
+
+
+log = logging.getLogger(__name__)
+SOON_S: Final = 0.2
+_SCALING: Final = ("Auto", "ScaleUpOnly")
+_SERVER_FAULTS: Final = 500
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """``looked``: with what drains and what was refused. ``scaled``: what was written. ``again_s``: in how many seconds
+    more is to be done. ``is_stale``: a target is not what was decided about any more. ``error``: why something could
+    not be written; the look has failed then.
+    """
+
+    looked: Looked
+    scaled: tuple[Scaled, ...] = ()
+    again_s: float = float("inf")
+    is_stale: bool = False
+    error: ClusterError | None = None
+
+
+class Doer:
+    """What is wrong with one target keeps no other one of its binding from being scaled."""
+
+    def __init__(self, actor: Actor, demand: DemandSource) -> None:
+        self._actor = actor
+        self._demand = demand
+
+    async def do(self, view: BindingView, looked: Looked) -> Done:
+        """All steps of a decision."""
+        again_s, is_stale, errors = float("inf"), False, list[ClusterError]()
+        waits_for, refused = dict[str, Sequence[str]](), dict[str, str]()
+        scaled: list[Scaled] = []
+        reports = _reports(self._demand, looked)
+        for step in looked.steps:
+            if not step.target.may_write or looked.policy is None or looked.policy.mode not in _SCALING:
+                continue
+            name = step.target.spec.name
+            try:
+                if await self._claimed(view, step):
+                    # what it is from now on comes by the informer
+                    again_s = min(again_s, SOON_S)
+                if not step.writes or step.is_as_decided:
+                    continue
+                may_go, look_s, waits = await self._drained(step, reports, looked)
+                again_s = min(again_s, look_s)
+                if waits:
+                    waits_for[name] = waits
+                if may_go and (one := await self._scale(step)) is not None:
+                    scaled.append(one)
+            except DecideAgain:
+                is_stale = True
+            except ClusterError as error:
+                errors.append(error)
+                log.warning("%s: the target %s is not scaled: %s", view.key, name, error)
+                if _is_refusal(error):
+                    refused[name] = str(error)
+        looked = msgspec.structs.replace(looked, waits_for=waits_for, refused=refused)
+        # of several, the one that asks for the longest rest
+        worst = max(errors, key=_asked_s, default=None)
+        return Done(looked=looked, scaled=tuple(scaled), again_s=again_s, is_stale=is_stale, error=worst)
+
+    async def _claimed(self, view: BindingView, step: Step) -> bool:
+        """Whether it had to be said on the target that the binding scales it."""
+        found = step.target.found
+        if found is None or found.scaled_by == view.claim.text:
+            return False
+        await self._actor.claim(step.target.place, found, view.claim)
+        return True
+
+    async def _drained(
+        self, step: Step, reports: Mapping[str, EngineReport], looked: Looked
+    ) -> tuple[bool, float, Sequence[str]]:
+        """Whether the replicas may be written, when to look again, and which pods are waited for."""
+        target = step.target
+        if target.kind is None or target.found is None or step.replicas is None or looked.policy is None:
+            return False, float("inf"), ()
+        if target.kind.drains_itself:
+            return True, float("inf"), ()
+        excess = target.found.replicas - step.replicas
+        if excess <= 0:
+            await self._actor.mark(undone(target.pods))
+            return True, float("inf"), ()
+        plan = drain(
+            [one for one in target.pods if target.kind.serves(one)],
+            excess,
+            reports,
+            is_ordered=target.kind.is_ordered,
+            now_s=looked.now_s,
+            drain_s=float(looked.policy.drain),
+        )
+        await self._actor.mark(plan.marks)
+        again_s = float("inf") if plan.look_again_at_s is None else plan.look_again_at_s - looked.now_s
+        return plan.may_go, max(SOON_S, again_s), plan.waits_for
+
+    async def _scale(self, step: Step) -> Scaled | None:
+        target = step.target
+        if target.found is None or step.replicas is None or step.replicas == target.found.replicas:
+            return None
+        await self._actor.scale(target.place, target.found, step.replicas)
+        what = f"{target.place[2]} {target.place[3]}"
+        return Scaled(target.spec.name, what, target.found.replicas, step.replicas, step.decided.reason)
+
+
+def _is_refusal(error: ClusterError) -> bool:
+    """Whether it comes again whenever this is tried: people have to hear of it. Busy servers are no news for a
+    status.
+    """
+    return (
+        isinstance(error, ApiError)
+        and error.status < _SERVER_FAULTS
+        and not isinstance(error, Conflict | TooManyRequests)
+    )
+
+
+def _asked_s(error: ClusterError) -> float:
+    asked_s = error.retry_after_s if isinstance(error, ApiError) else None
+    return 0.0 if asked_s is None else asked_s
+
+
+def _reports(demand: DemandSource, looked: Looked) -> Mapping[str, EngineReport]:
+    """By IP address of a pod. Only where something may drain: what each engine does."""
+    if not looked.situations or all(one.target.kind is None or one.target.kind.drains_itself for one in looked.steps):
+        return {}
+    servers = sorted({one.server for one in looked.resolved if one.server})
+    return demand.view(servers, looked.now_s).reports

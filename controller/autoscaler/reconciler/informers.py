@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The informers of one term of leadership, the index of pods by label, and the bindings that a change concerns."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final
+
+from controller.autoscaler.reconciler.bindings import (
+    BindingView,
+    PolicyView,
+    misused_by,
+    scaled_by_others,
+    slim_autoscaler,
+    slim_binding,
+    slim_policy,
+)
+from controller.autoscaler.reconciler.other_kinds import OtherKinds
+from controller.autoscaler.reconciler.scalables import KINDS, Scalable, ScalableKind, kind_of, reader, slim_pod
+from controller.kube.following import Following
+from controller.kube.informer import Informer, InformerTiming, Selection
+from controller.kube.resources import (
+    AUTOSCALING_POLICIES,
+    AUTOSCALING_POLICY_BINDINGS,
+    MODEL_SERVERS,
+    PODS,
+    Object,
+    Resource,
+    key_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    from controller.autoscaler.reconciler.bindings import Claim, Place
+    from controller.autoscaler.reconciler.scalables import PodView
+    from controller.kube.client import Client
+    from controller.kube.informer import InformerTiming
+
+_Bucket = tuple[str, str, str]
+_Query = tuple[str, tuple[tuple[str, str], ...]]
+
+
+class PodIndex:
+    """Only labels that somebody has asked for are indexed: pods have many more. What was found is kept until one of its
+    pods changes, or another one comes that has one of its labels.
+    """
+
+    def __init__(self) -> None:
+        self._pods: dict[str, PodView] = {}
+        self._labels: set[str] = set()
+        self._keys: dict[_Bucket, set[str]] = {}
+        self._found: dict[_Query, list[PodView]] = {}
+        self._queries: dict[_Bucket, set[_Query]] = {}
+        # grows with each change
+        self.version = 0
+
+    def put(self, key: str, pod: PodView | None) -> None:
+        """A pod as last heard; None once it is gone."""
+        self.version += 1
+        before = self._pods.pop(key, None)
+        if before is not None:
+            for bucket in self._buckets(before, self._labels):
+                found = self._keys[bucket]
+                found.discard(key)
+                if not found:
+                    del self._keys[bucket]
+                self._forget(bucket)
+        if pod is not None:
+            self._pods[key] = pod
+            for bucket in self._add(pod, self._labels):
+                self._forget(bucket)
+
+    def of(self, namespace: str, selector: Mapping[str, str]) -> list[PodView]:
+        """Pods with all of these labels, by name; none where ``selector`` is empty. The list must not be changed."""
+        query = namespace, tuple(selector.items())
+        found = self._found.get(query)
+        if found is None and selector:
+            found = self._found[query] = self._looked_up(namespace, selector)
+            for name, value in selector.items():
+                self._queries.setdefault((namespace, name, value), set()).add(query)
+        return [] if found is None else found
+
+    def _looked_up(self, namespace: str, selector: Mapping[str, str]) -> list[PodView]:
+        missing = selector.keys() - self._labels
+        if missing:
+            self._labels |= missing
+            for pod in self._pods.values():
+                self._add(pod, missing)
+        buckets = [self._keys.get((namespace, name, value)) for name, value in selector.items()]
+        full = [one for one in buckets if one]
+        if len(full) < len(buckets):
+            return []
+        keys = min(full, key=len)
+        return [self._pods[key] for key in sorted(keys) if all(key in one for one in full)]
+
+    def _forget(self, bucket: _Bucket) -> None:
+        for query in self._queries.pop(bucket, ()):
+            self._found.pop(query, None)
+
+    def _add(self, pod: PodView, labels: Iterable[str]) -> list[_Bucket]:
+        buckets = self._buckets(pod, labels)
+        for bucket in buckets:
+            self._keys.setdefault(bucket, set()).add(pod.key)
+        return buckets
+
+    def _buckets(self, pod: PodView, labels: Iterable[str]) -> list[_Bucket]:
+        namespace = pod.key.partition("/")[0]
+        return [(namespace, name, pod.labels[name]) for name in labels if name in pod.labels]
+
+
+# a watch is a connection and a task
+_MOST: Final = 16
+
+
+class NamespacedPods:
+    """``index``: all pods that are followed. ``run`` does the work; ``want`` says of which namespaces."""
+
+    def __init__(self, client: Client, timing: InformerTiming, synced: Callable[[], None]) -> None:
+        self._client = client
+        self._timing = timing
+        self._synced = synced
+        self._informers: dict[str | None, Informer] = {}
+        self._tasks: dict[str | None, asyncio.Task[None]] = {}
+        self._wanted: frozenset[str | None] = frozenset()
+        self._wake = asyncio.Event()
+        self.index = PodIndex()
+
+    def want(self, namespaces: Collection[str]) -> None:
+        """From now on those of these namespaces are followed."""
+        wanted: frozenset[str | None] = frozenset(namespaces) if len(namespaces) <= _MOST else frozenset({None})
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self._wake.set()
+
+    def knows(self, namespace: str) -> bool:
+        """Whether all pods of a namespace have been heard of."""
+        found = self._informers.get(namespace) or self._informers.get(None)
+        return found is not None and found.synced.is_set()
+
+    def cut_off_s(self, namespace: str) -> float | None:
+        """How long nothing can have been heard of the pods of a namespace; None if it can."""
+        found = self._informers.get(namespace) or self._informers.get(None)
+        return None if found is None else found.cut_off_for_s()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                self._wake.clear()
+                for one in self._wanted - self._informers.keys():
+                    self._informers[one] = self._made(one)
+                    self._tasks[one] = tasks.create_task(self._follow(one), name=f"informer of pods in {one or 'all'}")
+                # what is not wanted any more goes once all that is wanted is known: no pod is missed in between
+                if all(self._informers[one].synced.is_set() for one in self._wanted):
+                    self._drop(self._informers.keys() - self._wanted)
+                await self._wake.wait()
+
+    def _made(self, namespace: str | None) -> Informer:
+        informer = Informer(self._client, PODS, Selection(namespace), timing=self._timing, slim=slim_pod)
+
+        def changed(key: str) -> None:
+            found = informer.get(key)
+            self.index.put(key, None if found is None else found["view"])
+
+        informer.subscribe(changed)
+        return informer
+
+    async def _follow(self, namespace: str | None) -> None:
+        informer = self._informers[namespace]
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(informer.run())
+            await informer.synced.wait()
+            self._wake.set()
+            self._synced()
+
+    def _drop(self, namespaces: Collection[str | None]) -> None:
+        kept = [one for name, one in self._informers.items() if name not in namespaces]
+        for name in list(namespaces):
+            self._tasks.pop(name).cancel()
+            for key in self._informers.pop(name).objects:
+                if not any(key in one.objects for one in kept):
+                    self.index.put(key, None)
+
+
+_HPAS: Final = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
+_SCALED_OBJECTS: Final = Resource("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
+
+
+class Followed:
+    """``run`` does the work. ``changed``: called with the key of each binding about which something has changed."""
+
+    def __init__(
+        self, client: Client, namespace: str | None, timing: InformerTiming, changed: Callable[[str], None]
+    ) -> None:
+        self._changed = changed
+        self._following = Following(client, namespace, timing)
+        add = self._following.add
+        self._policies = add(AUTOSCALING_POLICIES, slim=slim_policy)
+        self._bindings = add(AUTOSCALING_POLICY_BINDINGS, slim=slim_binding)
+        self._servers = add(MODEL_SERVERS, slim=_slim_server)
+        self._scalables: Mapping[Resource, Informer] = {
+            one.resource: add(one.resource, slim=reader(one), optional=one.optional) for one in KINDS
+        }
+        # a fake cluster lacks HorizontalPodAutoscalers, and so may one whose account may not list them
+        self._others = [
+            add(_HPAS, slim=slim_autoscaler(_HPAS.kind), optional=True),
+            add(_SCALED_OBJECTS, slim=slim_autoscaler(_SCALED_OBJECTS.kind, "Deployment", "apps"), optional=True),
+        ]
+        self.pods = NamespacedPods(client, timing, self._all_changed)
+        self.other_kinds = OtherKinds(client, lambda place: self._tell(self._by_place.get(place, ())))
+        self._by_place: dict[Place, set[str]] = defaultdict(set)
+        self._by_policy: dict[str, set[str]] = defaultdict(set)
+        self._known: dict[str, BindingView] = {}
+        self._claims: dict[str, str] = {}
+        self._others_scale: Mapping[Place, str] | None = None
+        # what ModelServers say, by key, and those with a selector by its namespace and first label
+        self._served: dict[str, tuple[object, ...]] = {}
+        self._selectors: dict[tuple[str, str, str], list[tuple[str, Mapping[str, str]]]] | None = None
+        # grows with each change of what a ModelServer says, of what a binding asks for, and of what other autoscalers
+        # scale
+        self.servers_version = 0
+        self.owners_version = 0
+        self._scalables_version = 0
+        self._bindings.subscribe(self._binding_changed)
+        self._policies.subscribe(lambda key: self._tell(self._by_policy.get(key, ())))
+        self._servers.subscribe(self._server_changed)
+        for one in self._others:
+            one.subscribe(self._other_changed(one))
+        for resource, informer in self._scalables.items():
+            informer.subscribe(self._scalable_changed(resource))
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._following.run(), name="informers of scaling")
+            tasks.create_task(self.pods.run(), name="pods of targets")
+            tasks.create_task(self.other_kinds.run(), name="targets of others' kinds")
+
+    def versions(self) -> tuple[int, ...]:
+        """While they are the same, all targets resolve to the same."""
+        served = sum(self._following.serves(one) for one in self._scalables.values())
+        scalables = self._scalables_version + self.other_kinds.version
+        return self.servers_version, self.owners_version, scalables, self.pods.index.version, served
+
+    def knows(self, view: BindingView) -> bool:
+        """Whether all that a binding is about has been heard of."""
+        return self.pods.knows(view.namespace) and self.other_kinds.are_read(view.key)
+
+    def cut_off_s(self, namespace: str) -> float | None:
+        """How long nothing can have been heard of pods of a namespace or of what is scaled; None if it can."""
+        found = [self.pods.cut_off_s(namespace), self.other_kinds.cut_off_s(namespace)]
+        found += [one.cut_off_for_s() for one in self._scalables.values()]
+        return max((one for one in found if one is not None), default=None)
+
+    async def synced(self) -> None:
+        """Returns once all has been listed but pods, which are followed where there are bindings."""
+        await self._following.synced()
+
+    def binding(self, key: str) -> BindingView | None:
+        """As last heard."""
+        found = self._bindings.get(key)
+        return None if found is None else found["view"]
+
+    def bindings(self) -> Iterable[str]:
+        """The keys of all."""
+        return self._known
+
+    def policy(self, key: str) -> PolicyView | None:
+        """As last heard."""
+        found = self._policies.get(key)
+        return None if found is None else found["view"]
+
+    def policies(self) -> Iterable[str]:
+        """The keys of all."""
+        return list(self._policies.objects)
+
+    def users_of(self, policy: str) -> int:
+        """How many bindings use a policy."""
+        return len(self._by_policy.get(policy, ()))
+
+    def kind_at(self, place: Place) -> ScalableKind | None:
+        """The kind that a place names, if it can be scaled here."""
+        kind = kind_of(place[1], place[2])
+        return kind if kind is not None and self._following.serves(self._scalables[kind.resource]) else None
+
+    def scalable(self, kind: ScalableKind, place: Place) -> Scalable | None:
+        """As last heard."""
+        found = self._scalables[kind.resource].get(f"{place[0]}/{place[3]}")
+        return None if found is None else found["view"]
+
+    def claims_on(self, place: Place) -> list[Claim]:
+        """Of all bindings that have this target."""
+        return [self._known[key].claim for key in self._by_place.get(place, ())]
+
+    def exists(self, claim: str) -> bool:
+        """Whether the binding with this claim is still there."""
+        return claim in self._claims
+
+    def scaler_of(self, place: Place) -> str:
+        """Another autoscaler that scales it; empty if none does."""
+        if self._others_scale is None:
+            self._others_scale = scaled_by_others(one for each in self._others for one in each.objects.values())
+        return self._others_scale.get(place, "")
+
+    def misused_by(self, place: Place) -> str:
+        """The HorizontalPodAutoscaler that scales it by our metric, but takes that for a ratio; empty if none does."""
+        return misused_by(self._others[0].objects.values()).get(place, "") if self.scaler_of(place) else ""
+
+    def has_server(self, key: str) -> bool:
+        """Whether this ModelServer is there."""
+        return key in self._servers.objects
+
+    def servers_selecting(self, namespace: str, labels: Mapping[str, str]) -> list[tuple[str, Mapping[str, str]]]:
+        """Keys and selectors of ModelServers that select pods with these labels."""
+        if self._selectors is None:
+            self._selectors = defaultdict(list)
+            for key, one in self._servers.objects.items():
+                # a pod that is selected has each label of the selector: one of them is enough to find it by
+                for label in itertools.islice(one["selector"].items(), 1):
+                    self._selectors[(key.partition("/")[0], *label)].append((key, one["selector"]))
+        return [
+            (key, selector)
+            for label in labels.items()
+            for key, selector in self._selectors.get((namespace, *label), ())
+            if selector.items() <= labels.items()
+        ]
+
+    def model_of(self, server: str) -> str:
+        """The model that a ModelServer says to serve; its key if it says none, empty if there is none."""
+        found = self._servers.get(server)
+        return "" if found is None else str(found["model"])
+
+    def port_of(self, server: str) -> int | None:
+        """Where the engines of a ModelServer serve; None if there is none."""
+        found = self._servers.get(server)
+        return None if found is None else found["port"]
+
+    def _binding_changed(self, key: str) -> None:
+        before, now = self._known.pop(key, None), self.binding(key)
+        if before is not None:
+            self._claims.pop(before.claim.text, None)
+            self._by_policy[before.policy_key].discard(key)
+            for place in before.places:
+                self._by_place[place].discard(key)
+                self._tell(self._by_place[place])
+                if not self._by_place[place]:
+                    del self._by_place[place]
+        if now is not None:
+            self._known[key] = now
+            self._claims[now.claim.text] = key
+            self._by_policy[now.policy_key].add(key)
+            for place in now.places:
+                self._by_place[place].add(key)
+        # what only says what we wrote changes nothing
+        if _asks(before) != _asks(now):
+            self.owners_version += 1
+            self.pods.want({one.namespace for one in self._known.values()})
+            self.other_kinds.want(key, _foreign(now))
+            self._tell([key, *(other for place in now.places for other in self._by_place[place])] if now else [key])
+
+    def _server_changed(self, key: str) -> None:
+        found = self._servers.get(key)
+        now = None if found is None else (found["selector"], found["model"], found["port"])
+        # most changes are of statuses, and a resync changes nothing
+        if _is_new(self._served, key, now):
+            self._selectors = None
+            self.servers_version += 1
+
+    def _other_changed(self, informer: Informer) -> Callable[[str], None]:
+        said: dict[str, tuple[object, ...]] = {}
+
+        def changed(key: str) -> None:
+            found = informer.get(key)
+            now = None if found is None else (found["ref"], found["misuses"])
+            # most changes are of statuses
+            if _is_new(said, key, now):
+                self._others_scale = None
+                self.owners_version += 1
+
+        return changed
+
+    def _scalable_changed(self, resource: Resource) -> Callable[[str], None]:
+        informer, said = self._scalables[resource], dict[str, tuple[object, ...]]()
+
+        def changed(key: str) -> None:
+            self._scalables_version += 1
+            namespace, _, name = key.partition("/")
+            concerned = self._by_place.get((namespace, resource.group, resource.kind, name))
+            found = informer.get(key)
+            view: Scalable | None = None if found is None else found["view"]
+            now = () if view is None else (view.uid, view.replicas, view.scaled_by, view.is_going, view.template)
+            # most changes are of statuses
+            if not concerned:
+                said.pop(key, None)
+            elif said.get(key) != now:
+                said[key] = now
+                self._tell(concerned)
+
+        return changed
+
+    def _all_changed(self) -> None:
+        self._tell(self._known)
+
+    def _tell(self, keys: Iterable[str]) -> None:
+        for key in set(keys):
+            self._changed(key)
+
+
+def _is_new(said: dict[str, tuple[object, ...]], key: str, now: tuple[object, ...] | None) -> bool:
+    """Whether an object says something else than before; ``now``: None if it is gone. ``said`` has it then."""
+    if said.get(key) == now:
+        return False
+    if now is None:
+        del said[key]
+    else:
+        said[key] = now
+    return True
+
+
+def _asks(view: BindingView | None) -> tuple[object, ...] | None:
+    return None if view is None else (view.claim, view.thing["metadata"].get("generation"), view.problem)
+
+
+def is_foreign(place: Place) -> bool:
+    """Whether it is of a kind of somebody else's."""
+    return kind_of(place[1], place[2]) is None
+
+
+def _foreign(view: BindingView | None) -> dict[Place, str]:
+    if view is None or view.binding is None:
+        return {}
+    pairs = zip(view.places, view.binding.spec.targets, strict=True)
+    return {place: one.ref.api_version for place, one in pairs if is_foreign(place)}
+
+
+def _slim_server(thing: Object) -> Object:
+    metadata = thing["metadata"]
+    kept = {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion") if name in metadata}
+    spec = thing.get("spec") or {}
+    selector = (spec.get("workloadSelector") or {}).get("matchLabels") or {}
+    port = (spec.get("workloadPort") or {}).get("port")
+    return {"metadata": kept, "selector": selector, "model": spec.get("model") or key_of(thing), "port": port}

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The targets of a binding: their objects, pods and ModelServers, or what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from controller.api.autoscaling_binding import ScaleTarget
+from controller.autoscaler.reconciler.bindings import Claim, Place, other_owner, rival
+from controller.autoscaler.reconciler.informers import is_foreign
+from controller.autoscaler.reconciler.scalables import PodView, Scalable, ScalableKind
+from controller.kube.resources import selector
+
+if TYPE_CHECKING:
+    from controller.autoscaler.reconciler.bindings import BindingView
+    from controller.autoscaler.reconciler.informers import Followed
+
+# Reasons of conditions, the gravest first.
+PROBLEMS: Final = (
+    "Conflict",
+    "WrongMetricTarget",
+    "OtherAutoscaler",
+    "UnknownKind",
+    "TargetForbidden",
+    "TargetNotFound",
+    "SelectorUnknown",
+    "ServerNotFound",
+)
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """``reason``: one of ``PROBLEMS``. ``message``: for people. ``forbids``: the replicas must not be written."""
+
+    reason: str
+    message: str
+    forbids: bool = True
+
+
+class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+    """One target. ``found`` and ``kind``: None if it is not there, or not known. ``server``: the key of its
+    ModelServer; empty if none is known.
+    """
+
+    spec: ScaleTarget
+    place: Place
+    kind: ScalableKind | None = None
+    found: Scalable | None = None
+    pods: Sequence[PodView] = ()
+    server: str = ""
+    problem: Problem | None = None
+
+    @property
+    def may_write(self) -> bool:
+        """Whether its replicas may be written."""
+        return self.found is not None and (self.problem is None or not self.problem.forbids)
+
+
+class _Known(NamedTuple):
+    """What a target was resolved from. Objects of informers are never changed, so the same one says the same."""
+
+    claim: Claim
+    spec: ScaleTarget
+    found: Scalable
+    pods: Sequence[PodView]
+    versions: tuple[int, int]
+
+
+class Resolver:
+    """Remembers targets as they were resolved: most of them are the same at the next look."""
+
+    def __init__(self, followed: Followed) -> None:
+        self._followed = followed
+        self._version = -1
+        self._servers: dict[Place, tuple[Mapping[str, str], str]] = {}
+        self._known: dict[tuple[str, Place], tuple[_Known, Resolved]] = {}
+        self._whole: dict[str, tuple[BindingView, tuple[int, ...], tuple[Resolved, ...]]] = {}
+
+    def forget(self, key: str) -> None:
+        """The binding is gone."""
+        self._known = {place: known for place, known in self._known.items() if place[0] != key}
+        self._whole.pop(key, None)
+
+    def resolve(self, view: BindingView) -> tuple[Resolved, ...]:
+        """All targets of a binding without mistakes, in their order."""
+        if view.binding is None:
+            return ()
+        versions, known = self._followed.versions(), self._whole.get(view.key)
+        if known is not None and known[0] is view and known[1] == versions:
+            return known[2]
+        targets = view.binding.spec.targets
+        found = tuple(self._one(view, spec, place) for spec, place in zip(targets, view.places, strict=True))
+        self._whole[view.key] = view, versions, found
+        return found
+
+    def _one(self, view: BindingView, spec: ScaleTarget, place: Place) -> Resolved:
+        if is_foreign(place):
+            read = self._followed.other_kinds.of(place)
+            if read.kind is None or read.found is None:
+                problem = None if read.lacks is None else Problem(*read.lacks)
+                return Resolved(spec=spec, place=place, kind=read.kind, problem=problem)
+            return self._found(view, spec, place, read.kind, read.found)
+        kind = self._followed.kind_at(place)
+        if kind is None:
+            said = f"{spec.ref.api_version} {spec.ref.kind} cannot be scaled here"
+            return Resolved(spec=spec, place=place, problem=Problem("UnknownKind", said))
+        found = self._followed.scalable(kind, place)
+        if found is None or found.is_going:
+            said = f"there is no {place[2]} {place[3]}"
+            if spec.role is not None:
+                said += f": the ModelInfer {spec.ref.name} needs a role {spec.role} with scalable: true"
+            return Resolved(spec=spec, place=place, kind=kind, problem=Problem("TargetNotFound", said))
+        return self._found(view, spec, place, kind, found)
+
+    def _found(
+        self, view: BindingView, spec: ScaleTarget, place: Place, kind: ScalableKind, found: Scalable
+    ) -> Resolved:
+        pods = self._followed.pods.index.of(view.namespace, found.selector)
+        versions = self._followed.servers_version, self._followed.owners_version
+        now = _Known(view.claim, spec, found, pods, versions)
+        before = self._known.get((view.key, place))
+        if before is not None and _is_same(before[0], now):
+            return before[1]
+        made = self._made(view, now, place, kind)
+        self._known[view.key, place] = now, made
+        return made
+
+    def _made(self, view: BindingView, now: _Known, place: Place, kind: ScalableKind) -> Resolved:
+        spec, found = now.spec, now.found
+        pods = _selected(now.pods, found)
+        server = self._server(view.namespace, spec, place, found)
+        return Resolved(
+            spec=spec,
+            place=place,
+            kind=kind,
+            found=found,
+            pods=pods,
+            server=server,
+            problem=self._problem(view, place, found, server),
+        )
+
+    def _problem(self, view: BindingView, place: Place, found: Scalable, server: str) -> Problem | None:
+        name = f"{place[2]} {place[3]}"
+        others = [one for one in self._followed.claims_on(place) if one != view.claim]
+        first = rival(view.claim, others) or ("" if others else other_owner(found, view.claim, self._followed.exists))
+        if first:
+            return Problem("Conflict", f"{name} is scaled by the AutoscalingPolicyBinding {first}, which is older")
+        wrong = self._followed.misused_by(place)
+        if wrong:
+            said = (
+                f"the HorizontalPodAutoscaler {wrong} scales {name} by our metric with a target of type Value, and so "
+                "without end; write AverageValue 1"
+            )
+            return Problem("WrongMetricTarget", said)
+        other = self._followed.scaler_of(place)
+        if other:
+            return Problem("OtherAutoscaler", f"{name} is scaled by the {other}; delete one, or use the mode Export")
+        if server and not self._followed.has_server(server):
+            said = f"there is no ModelServer {server.partition('/')[2]}, which the field server of the target names"
+            return Problem("ServerNotFound", said, forbids=False)
+        if not server:
+            said = f"no ModelServer selects the pods of {name}; name one in the target's field server"
+            return Problem("ServerNotFound", said, forbids=False)
+        return None
+
+    def _server(self, namespace: str, spec: ScaleTarget, place: Place, found: Scalable) -> str:
+        if spec.server is not None:
+            return f"{namespace}/{spec.server}"
+        if self._version != self._followed.servers_version:
+            self._servers.clear()
+            self._version = self._followed.servers_version
+        known = self._servers.get(place)
+        if known is None or known[0] != found.template:
+            known = found.template, self._selecting(namespace, found)
+            self._servers[place] = known
+        return known[1]
+
+    def _selecting(self, namespace: str, found: Scalable) -> str:
+        """The ModelServer with the most labels among those that select the pods; the first by name among equals."""
+        templates = [one for one in (found.template, *found.roles.values()) if one]
+        fitting = [
+            (-len(selector), key)
+            for template in templates
+            for key, selector in self._followed.servers_selecting(namespace, template)
+        ]
+        return min(fitting)[1] if fitting else ""
+
+
+def _selected(pods: Sequence[PodView], found: Scalable) -> Sequence[PodView]:
+    """Those that the whole selector matches."""
+    if not found.selects:
+        return pods
+    matches = selector(found.selects)
+    return [one for one in pods if matches(one.labels)]
+
+
+def _is_same(before: _Known, now: _Known) -> bool:
+    return (
+        before.found is now.found
+        and before.pods is now.pods
+        and before.spec is now.spec
+        and before.versions == now.versions
+        and before.claim == now.claim
+    )

@@ -1,0 +1,480 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Prometheus, engines' pages and the resource metrics API answer: bounded GETs to addresses that may be asked.
+
+Whoever may write a policy chooses the addresses, so not all of them are asked. Credentials come from Secrets of the
+policy's namespace. An answer is a number, or a problem; what was fetched last is shared by all who ask for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import ipaddress
+import math
+import re
+import socket
+import ssl
+from collections.abc import Hashable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+import aiohttp
+import msgspec
+from aiohttp.abc import AbstractResolver
+from aiohttp.resolver import ThreadedResolver
+from yarl import URL
+
+from controller.kube.access import Access
+from controller.kube.errors import AccessInvalid, ClusterError, Forbidden, NotFound
+from controller.kube.resources import SECRETS
+from controller.models.node_room import quantity
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+
+    from aiohttp.abc import ResolveResult
+
+    from controller.kube.client import Client
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+Found = TypeVar("Found")
+
+
+# What nobody has asked for so long is forgotten.
+_FORGET_S: Final = 600.0
+
+
+class _Entry(Generic[Found]):
+    def __init__(self) -> None:
+        self.found: Found | None = None
+        self.begun_at_s = float("-inf")
+        self.asked_at_s = 0.0
+        self.is_quick = True
+        self.task: asyncio.Task[None] | None = None
+
+
+class Latest(Generic[Key, Found]):
+    """``patience_s``: how long who asks waits for a fetch. One that took longer than that is waited for no more, until
+    it has been quick again: what it brings is used the next time.
+    """
+
+    def __init__(self, patience_s: float = 0.3) -> None:
+        self._patience_s = patience_s
+        self._entries: dict[Key, _Entry[Found]] = {}
+        self._pruned_at_s = 0.0
+
+    async def get(self, key: Key, fetch: Callable[[], Awaitable[Found]], max_age_s: float) -> Found | None:
+        """What was fetched at most ``max_age_s`` ago, or else is fetched now; meanwhile what was fetched before; None
+        if nothing was yet. ``fetch`` must not raise.
+        """
+        now_s = asyncio.get_running_loop().time()
+        entry = self._entries.setdefault(key, _Entry())
+        entry.asked_at_s = now_s
+        if entry.task is None and now_s - entry.begun_at_s >= max_age_s:
+            entry.begun_at_s = now_s
+            entry.task = asyncio.create_task(self._fetch(entry, fetch), name=f"metric {key}")
+        if entry.task is not None and entry.is_quick:
+            await asyncio.wait([entry.task], timeout=self._patience_s)
+            entry.is_quick = entry.task is None
+        self._prune(now_s)
+        return entry.found
+
+    async def close(self) -> None:
+        """Ends what is under way."""
+        tasks = [one.task for one in self._entries.values() if one.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._entries.clear()
+
+    async def _fetch(self, entry: _Entry[Found], fetch: Callable[[], Awaitable[Found]]) -> None:
+        try:
+            entry.found = await fetch()
+            entry.is_quick = asyncio.get_running_loop().time() - entry.begun_at_s <= self._patience_s
+        finally:
+            entry.task = None
+
+    def _prune(self, now_s: float) -> None:
+        if now_s - self._pruned_at_s < _FORGET_S:
+            return
+        self._pruned_at_s = now_s
+        old = [key for key, one in self._entries.items() if one.task is None and now_s - one.asked_at_s > _FORGET_S]
+        for key in old:
+            del self._entries[key]
+
+
+# Where clouds serve credentials outside of the link-local range: AWS by IPv6, Alibaba, Oracle.
+_METADATA: Final = frozenset(map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200", "192.0.0.192")))
+# Stands for the IPv4 addresses in its last 32 bits.
+_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+class NotAllowed(OSError):
+    """The address must not be asked; the message says why."""
+
+
+def is_public_enough(address: str) -> bool:
+    """Whether an IP address may be one of a Prometheus. Not: this machine itself, and where clouds serve credentials,
+    link-local addresses above all.
+    """
+    one = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(one, ipaddress.IPv6Address) and one.ipv4_mapped is not None:
+        one = one.ipv4_mapped
+    if isinstance(one, ipaddress.IPv6Address) and one in _NAT64:
+        one = ipaddress.IPv4Address(int(one) & 0xFFFF_FFFF)
+    return not (one.is_loopback or one.is_link_local or one.is_multicast or one.is_unspecified or one in _METADATA)
+
+
+class Allowed:
+    """``prefixes``: URLs below which everything may be asked, whatever their IP addresses, and nothing else; empty: all
+    addresses but those that ``is_public_enough`` refuses.
+    """
+
+    def __init__(self, prefixes: Sequence[str] = ()) -> None:
+        self._prefixes = [URL(one) for one in prefixes]
+        for one in self._prefixes:
+            if one.scheme not in {"http", "https"} or not one.host or one.user or one.query_string or one.fragment:
+                raise ValueError(f"{one} is no URL such as https://prometheus.monitoring.svc:9090")
+
+    @property
+    def is_list(self) -> bool:
+        """Whether there are prefixes."""
+        return bool(self._prefixes)
+
+    def checked(self, address: str) -> URL:
+        """The URL of an address; raises NotAllowed."""
+        try:
+            url = URL(address)
+        except ValueError as error:
+            raise NotAllowed(f"{address} is no URL: {error}") from None
+        if url.scheme not in {"http", "https"} or not url.host:
+            raise NotAllowed(f"{address} is no URL with http or https")
+        if url.user is not None or url.password is not None or url.query_string or url.fragment:
+            raise NotAllowed("the address must have neither a user, nor a query, nor a fragment; use secretRef")
+        if self._prefixes:
+            if not any(_is_below(url, one) for one in self._prefixes):
+                raise NotAllowed(
+                    f"{url.origin()} is none of the addresses that the manager may ask (--prometheus-allow)"
+                )
+            return url
+        try:
+            good = is_public_enough(url.host)
+        except ValueError:
+            if not set(url.host) - set("0123456789."):
+                # 2130706433 and 127.1 are 127.0.0.1 to some, and no resolver is asked about numbers
+                raise NotAllowed(f"{url.host} is neither a name nor an IP address with four numbers") from None
+            return url  # a name: the resolver looks at what it stands for
+        if not good:
+            raise NotAllowed(f"{url.host} is an address that the manager does not ask without --prometheus-allow")
+        return url
+
+
+def _is_below(url: URL, prefix: URL) -> bool:
+    if (url.scheme, url.host, url.port) != (prefix.scheme, prefix.host, prefix.port):
+        return False
+    path, wanted = url.path.rstrip("/"), prefix.path.rstrip("/")
+    return ".." not in url.parts and (path == wanted or path.startswith(wanted + "/"))
+
+
+class CheckedResolver(AbstractResolver):
+    """Leaves out IP addresses that must not be asked, after the name was looked up: a name may stand for another one
+    later.
+    """
+
+    def __init__(self) -> None:
+        self._resolver = ThreadedResolver()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """Raises NotAllowed if nothing is left."""
+        found = await self._resolver.resolve(host, port, family)
+        good = [one for one in found if is_public_enough(one["host"])]
+        if not good:
+            raise NotAllowed(f"{host} stands for an address that the manager does not ask without --prometheus-allow")
+        return good
+
+    async def close(self) -> None:
+        """Nothing is held."""
+        await self._resolver.close()
+
+
+class Credentials(msgspec.Struct, frozen=True):
+    """``problem``: why there are none. ``tls``: None for the machine's authorities, without a client certificate."""
+
+    headers: dict[str, str] = {}
+    tls: ssl.SSLContext | None = None
+    problem: str = ""
+    version: str = ""
+
+    def __repr__(self) -> str:
+        return f"Credentials({self.version!r})"  # never a credential in a log
+
+
+class SecretCredentials:
+    """``every_s``: how often a Secret in use is read."""
+
+    def __init__(self, client: Client, every_s: float) -> None:
+        self._client = client
+        self._every_s = every_s
+        self._latest = Latest[tuple[str, str], Credentials]()
+        self._known: dict[tuple[str, str], Credentials] = {}
+
+    async def of(self, namespace: str, name: str) -> Credentials:
+        """Never raises: ``problem`` says what is wrong."""
+        key = namespace, name
+        found = await self._latest.get(key, lambda: self._read(key), self._every_s)
+        return found or Credentials(problem=f"the Secret {name} is not read yet")
+
+    async def close(self) -> None:
+        """Ends what is under way, and forgets all of them."""
+        await self._latest.close()
+        self._known.clear()
+
+    async def _read(self, key: tuple[str, str]) -> Credentials:
+        namespace, name = key
+        before = self._known.get(key)
+        try:
+            secret = await self._client.get(SECRETS, name, namespace)
+        except NotFound:
+            return self._keep(key, Credentials(problem=f"there is no Secret {namespace}/{name}"))
+        except Forbidden:
+            said = (
+                f"the manager may not read the Secret {namespace}/{name}; a Role must let it get this one by its name"
+            )
+            return self._keep(key, Credentials(problem=said))
+        except ClusterError as error:
+            return before or Credentials(problem=f"the Secret {namespace}/{name} cannot be read now: {error}")
+        version = str(secret["metadata"].get("resourceVersion", ""))
+        if before is not None and before.version == version and version:
+            return before
+        return self._keep(key, credentials_of(secret.get("data") or {}, f"{namespace}/{name}", version))
+
+    def _keep(self, key: tuple[str, str], found: Credentials) -> Credentials:
+        self._known[key] = found
+        return found
+
+
+def credentials_of(data: Mapping[str, Any], name: str, version: str) -> Credentials:
+    """From the data of a Secret."""
+    try:
+        texts = {one: base64.b64decode(data.get(one) or "", validate=True).decode().strip() for one in _KEYS}
+    except (binascii.Error, UnicodeDecodeError, TypeError):
+        return Credentials(problem=f"the Secret {name} is not readable text", version=version)
+    if not any(texts.values()):
+        return Credentials(problem=f"the Secret {name} has none of {', '.join(_KEYS)}", version=version)
+    if bool(texts["tls.crt"]) != bool(texts["tls.key"]):
+        return Credentials(problem=f"the Secret {name} needs tls.crt and tls.key together", version=version)
+    if any(ord(one) < 32 or ord(one) > 126 for one in texts["token"]):  # a line break would begin another header
+        return Credentials(problem=f"the token in the Secret {name} is not one line of plain text", version=version)
+    # the scheme alone matters
+    access = Access(
+        "https://prometheus",
+        ca=texts["ca.crt"],
+        token=texts["token"],
+        certificate=texts["tls.crt"],
+        key=texts["tls.key"],
+    )
+    try:
+        return Credentials(access.headers(), access.tls(), version=version)
+    except AccessInvalid:
+        return Credentials(problem=f"the certificates in the Secret {name} cannot be used", version=version)
+
+
+_KEYS = ("token", "ca.crt", "tls.crt", "tls.key")
+
+
+class Failed(Exception):
+    """There is no page; the message says why, without anything of what the server said."""
+
+
+async def page_of(
+    http: aiohttp.ClientSession,
+    url: URL | str,
+    *,
+    most_bytes: int,
+    timeout_s: float,
+    query: Mapping[str, str] | None = None,
+    headers: Mapping[str, str] | None = None,
+    tls: ssl.SSLContext | None = None,
+    also: tuple[int, ...] = (),
+) -> bytes:
+    """The body. ``also``: statuses whose body is wanted, beside 200. Raises Failed."""
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with http.get(
+            url, params=query, headers=headers, ssl=tls or True, timeout=timeout, allow_redirects=False
+        ) as answer:
+            if answer.status != HTTPStatus.OK and answer.status not in also:
+                raise Failed(f"the server answers {answer.status}")
+            body = bytearray()
+            async for chunk in answer.content.iter_any():
+                body += chunk
+                if len(body) > most_bytes:
+                    raise Failed(f"the answer is longer than {most_bytes} bytes")
+            return bytes(body)
+    except TimeoutError:
+        raise Failed(f"no answer within {timeout_s:g} s") from None
+    except aiohttp.ClientConnectorCertificateError as error:
+        raise Failed(f"the server's certificate is not trusted: {error.certificate_error}") from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise Failed(f"the server cannot be asked: {error}") from None
+
+
+_LONGEST: Final = 200
+_SELECTOR: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*\s*(\{[^{}]*\})?|\{[^{}]*\}")
+# After the name of a metric on a page.
+_AFTER_NAME: Final = re.compile(rb"(?:\{[^\n]*\})?[ \t]+([^ \t\n]+)")
+# Of a metric, and those whose names begin with its name: engines have a few.
+_MOST_LINES: Final = 10_000
+_WHICH: Final = "attache_sample"
+# Of several series of one page, as of data-parallel ranks, these are shares: the fullest counts. Others add up.
+_SHARES: Final = ("_perc", "_percent", "_ratio", "_usage", "_utilization")
+
+
+class Value(msgspec.Struct, frozen=True):
+    """``number``: None if there is none; ``problem`` says why. ``age_s``: of the sample. ``is_partial``: the server
+    says that it did not reach all of its data.
+    """
+
+    number: float | None = None
+    problem: str = ""
+    age_s: float = 0.0
+    is_partial: bool = False
+
+
+class _Data(msgspec.Struct, frozen=True, rename="camel"):
+    result_type: str = ""
+    result: Any = None
+
+
+class _Answer(msgspec.Struct, frozen=True, rename="camel"):
+    status: str
+    data: _Data = _Data()
+    error_type: str = ""
+    error: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+class _Series(msgspec.Struct, frozen=True):
+    metric: dict[str, str]
+    value: tuple[float, str]
+
+
+_ANSWERS: Final = msgspec.json.Decoder(_Answer)
+
+
+def asked(query: str) -> str:
+    """What is sent for a query. Prometheus gives no sample's own time, only that of the evaluation, unless it is asked
+    for; of a plain selector it is.
+    """
+    stripped = query.strip()
+    if _SELECTOR.fullmatch(stripped) is None:
+        return query
+    value = f'label_replace({stripped}, "{_WHICH}", "value", "", "")'
+    return f'{value} or label_replace(timestamp({stripped}), "{_WHICH}", "time", "", "")'
+
+
+def prometheus_value(body: bytes) -> Value:
+    """From the answer to an instant query. No series, several, and what is no finite number are problems, never 0."""
+    try:
+        answer = _ANSWERS.decode(body)
+        if answer.status != "success":
+            said = f"{answer.error_type}: {answer.error}"[:_LONGEST]
+            return Value(problem=f"the query fails: {said}")
+        return _of(answer)
+    except (msgspec.DecodeError, ValueError, OverflowError, RecursionError):
+        return Value(problem="the answer is not that of a Prometheus")
+
+
+def _of(answer: _Answer) -> Value:
+    is_partial = bool(answer.warnings)
+    if answer.data.result_type == "scalar":
+        at_s, text = msgspec.convert(answer.data.result, tuple[float, str])
+        return _finite(text, 0.0, is_partial=is_partial)
+    if answer.data.result_type != "vector":
+        return Value(problem=f"the query gives a {answer.data.result_type}; it must give one number")
+    series = msgspec.convert(answer.data.result, list[_Series])
+    values = [one for one in series if one.metric.get(_WHICH) != "time"]
+    times = [one for one in series if one.metric.get(_WHICH) == "time"]
+    if not values:
+        return Value(problem="the query finds nothing")
+    if len(values) > 1:
+        return Value(problem=f"the query gives {len(values)} series; it must give one, for instance with sum()")
+    at_s, text = values[0].value
+    age_s = max(0.0, at_s - min(float(one.value[1]) for one in times)) if times else 0.0
+    return _finite(text, age_s, is_partial=is_partial)
+
+
+def _finite(text: str, age_s: float, *, is_partial: bool) -> Value:
+    number = float(text)
+    if not math.isfinite(number) or not math.isfinite(age_s):
+        return Value(problem=f"the query gives {text}")
+    return Value(number, age_s=age_s, is_partial=is_partial)
+
+
+def page_values(page: bytes, names: Iterable[str]) -> dict[str, float]:
+    """The metrics of these names on a page in Prometheus' text format; those that are not there, have very many series,
+    or are no finite number, are left out.
+    """
+    found: dict[str, float] = {}
+    for name in names:
+        numbers = _numbers_of(name.encode(), page)
+        if numbers and all(map(math.isfinite, numbers)):
+            found[name] = max(numbers) if name.endswith(_SHARES) else sum(numbers)
+    return found
+
+
+def _numbers_of(name: bytes, page: bytes) -> list[float]:
+    """Of each series of a metric. Pages are long, and mostly about other metrics: lines are searched for, not read."""
+    numbers: list[float] = []
+    sought = b"\n" + name
+    at = len(name) if page.startswith(name) else _end_of(sought, page, 0)
+    for _ in range(_MOST_LINES):
+        if at < 0:
+            return numbers
+        line = _AFTER_NAME.match(page, at)
+        if line is not None:
+            try:
+                numbers.append(float(line[1]))
+            except ValueError:
+                numbers.append(math.nan)
+        at = _end_of(sought, page, at)
+    return []
+
+
+def _end_of(sought: bytes, page: bytes, begin: int) -> int:
+    """Where it ends that is found next; -1: nowhere."""
+    at = page.find(sought, begin)
+    return at + len(sought) if at >= 0 else -1
+
+
+class PodUsage(msgspec.Struct, frozen=True):
+    """What a pod uses: cores and bytes. ``age_s`` is not told: ``at`` is the time of the sample as the API has it."""
+
+    cpu: float
+    memory: float
+    at: str = ""
+
+
+def usage_by_pod(items: Iterable[Mapping[str, Any]]) -> dict[str, PodUsage]:
+    """From the items of a PodMetricsList, by the pods' names. Pods with containers that have no usage are left out."""
+    found: dict[str, PodUsage] = {}
+    for item in items:
+        containers = item.get("containers") or ()
+        usages = [one.get("usage") or {} for one in containers]
+        if not usages or any("cpu" not in one or "memory" not in one for one in usages):
+            continue
+        try:
+            found[item["metadata"]["name"]] = PodUsage(
+                cpu=sum(quantity(one["cpu"]) for one in usages),
+                memory=sum(quantity(one["memory"]) for one in usages),
+                at=str(item.get("timestamp", "")),
+            )
+        except (KeyError, ValueError):
+            continue
+    return found

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A binding's status and Events, from the result of a reconciliation; nothing in them changes each time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from controller.api.autoscaling import AutoscalingPolicySpec
+from controller.api.autoscaling_mistakes import schedule_mistakes
+from controller.autoscaler.decision.decision import Decision
+from controller.autoscaler.decision.signals import Calm
+from controller.autoscaler.decision.situation import Situation
+from controller.autoscaler.reconciler.bindings import Hold
+from controller.autoscaler.reconciler.deciding import Step
+from controller.autoscaler.reconciler.resolver import PROBLEMS, Problem, Resolved
+from controller.kube.plan import Happened
+from controller.models.model_infer.times import text_of
+
+if TYPE_CHECKING:
+    from controller.autoscaler.decision.decision import Rule, StageDecision
+
+# Gateways that say nothing for so long are silent; other sources are read once a period.
+_LEAST_S: Final = 3.0
+_PERIODS: Final = 6
+_NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
+
+
+def patience_s(period_s: float) -> float:
+    """How long a signal may take to come, from the first look at a binding."""
+    return max(_LEAST_S, _PERIODS * period_s)
+
+
+class Awaiting:
+    """Remembers when each binding was first looked at by this process."""
+
+    def __init__(self) -> None:
+        self._began_at_s: dict[str, tuple[str, float]] = {}
+
+    def is_early(self, key: str, uid: str, decision: Decision, *, period_s: float, now_s: float) -> bool:
+        """Whether something is not known that may still come by itself. ``uid``: of the binding, which may have been
+        made anew.
+        """
+        known_uid, began_at_s = self._began_at_s.get(key, ("", 0.0))
+        if known_uid != uid:
+            began_at_s = now_s
+            self._began_at_s[key] = uid, now_s
+        is_unknown = not decision.stages or any(one.combined is None for one in decision.stages)
+        return is_unknown and 0 <= now_s - began_at_s < patience_s(period_s)
+
+    def forget(self, key: str) -> None:
+        """The binding is gone."""
+        self._began_at_s.pop(key, None)
+
+
+def reasons_of(stage: StageDecision) -> list[str]:
+    """Why its laws cannot tell."""
+    return [one.reason for one in stage.recommendations if one.replicas is None]
+
+
+def unknown_of(stage: StageDecision) -> list[str] | None:
+    """What nobody can tell of a stage, without numbers that change all the time; None if enough is known."""
+    return None if stage.combined is not None else [without_numbers(one) for one in reasons_of(stage)]
+
+
+def without_numbers(text: str) -> str:
+    """The same for all numbers in it."""
+    return _NUMBERS.sub("#", text)
+
+
+# Rules of a decision's steps that kept it from what the laws asked for.
+LIMITING: Final[frozenset[Rule]] = frozenset({"Limited", "ScalingLimited", "Schedule", "Budget"})
+_LONGEST: Final = 1000
+_MISSING: Final = "DataMissing"
+_AWAITED: Final = "DataAwaited"
+# Messages of these conditions have numbers that change all the time: they stay while status and reason do.
+_STEADY: Final = frozenset({"MetricsAvailable", "ScalingLimited", "CapacityBlocked"})
+
+
+class Scaled(msgspec.Struct, frozen=True):
+    """Replicas that were written. ``name``: of the target. ``what``: its kind and name."""
+
+    name: str
+    what: str
+    before: int
+    after: int
+    reason: str
+
+
+class Looked(msgspec.Struct, frozen=True, kw_only=True):
+    """What a look at a binding came to. ``policy``: None if there is none; ``problem``: why nothing can be decided, as
+    reason and message. ``holds``: whose changes are honoured, ``waits_for``: pods that drain, ``homeless``: why no node
+    counts, and ``refused``: why the API server does not let us write, by target. ``calm``: where nothing goes on; None
+    where it does, or nobody knows. ``awaits_data``: what is not known may still come by itself.
+    """
+
+    now_s: float
+    policy: AutoscalingPolicySpec | None = None
+    problem: tuple[str, str] | None = None
+    resolved: Sequence[Resolved] = ()
+    situations: Sequence[Situation] = ()
+    decision: Decision | None = None
+    steps: Sequence[Step] = ()
+    scaled: Sequence[Scaled] = ()
+    holds: Mapping[str, Hold] = {}
+    waits_for: Mapping[str, Sequence[str]] = {}
+    homeless: Mapping[str, str] = {}
+    refused: Mapping[str, str] = {}
+    calm: Calm | None = None
+    awaits_data: bool = False
+
+
+def status_of(looked: Looked, before: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole status. ``before``: what the binding says."""
+    known = {one.get("type"): one for one in before.get("conditions") or ()}
+    status: dict[str, Any] = {
+        "targets": list(_targets(looked, {one.get("name"): one for one in before.get("targets") or ()})),
+        "conditions": [_steady(one, known.get(one["type"])) for one in _conditions(looked, known)],
+    }
+    for name in ("lastScaledAt", "lastDecision"):
+        if before.get(name):
+            status[name] = before[name]
+    if looked.scaled:
+        at = datetime.fromtimestamp(looked.now_s, UTC)
+        status["lastScaledAt"] = at.strftime("%Y-%m-%dT%H:%M:%SZ")
+        said = "; ".join(f"{one.name} from {one.before} to {one.after}: {one.reason}" for one in looked.scaled)
+        status["lastDecision"] = said[:_LONGEST]
+    return status
+
+
+def digest_of(looked: Looked) -> tuple[object, ...]:
+    """Changes whenever the status would: cheaper than the status, of which most looks change nothing."""
+    decision = looked.decision
+    stages = () if decision is None else decision.stages
+    targets = [target for one in looked.situations for target in one.targets]
+    return (
+        looked.problem,
+        None if looked.policy is None else (looked.policy.mode, looked.policy.schedules),
+        [(one.replicas, one.held, one.hold) for one in looked.steps],
+        [(None if one.found is None else one.found.replicas, one.problem) for one in looked.resolved],
+        [(_ready(one.engines), one.blocked) for one in targets],
+        [(unknown_of(one), [step.rule for step in one.steps if step.rule in LIMITING]) for one in stages],
+        sorted(looked.waits_for),
+        looked.homeless,
+        sorted(looked.refused.items()),
+        looked.scaled,
+        looked.awaits_data,
+    )
+
+
+def events_of(looked: Looked, status: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[Happened]:
+    """One for each write, and one for each condition that has become what people should know of."""
+    for one in looked.scaled:
+        yield Happened("Normal", "Scaled", f"{one.what}: from {one.before} to {one.after} replicas; {one.reason}")
+    known = {one.get("type"): (one.get("status"), one.get("reason")) for one in before.get("conditions") or ()}
+    for condition in status["conditions"]:
+        type_, said = condition["type"], (condition["status"], condition["reason"])
+        # TargetsResolved tells of these already
+        if known.get(type_) == said or (type_ == "ScalingActive" and condition["reason"] in PROBLEMS):
+            continue
+        event = _event(type_, *said)
+        if event is not None:
+            yield Happened(event[0], event[1], condition["message"])
+
+
+def acts_of(looked: Looked) -> Mapping[str, str]:
+    """What was done about each target, for people."""
+    scaled = {one.name: f"scaled from {one.before} to {one.after}" for one in looked.scaled}
+    said: dict[str, str] = {}
+    for step in looked.steps:
+        name = step.target.spec.name
+        waits = looked.waits_for.get(name)
+        if name in scaled:
+            said[name] = scaled[name]
+        elif step.held:
+            said[name] = f"not written: {step.held}"
+        elif name in looked.refused:
+            said[name] = f"not written: {looked.refused[name]}"
+        elif waits:
+            said[name] = f"waits for {', '.join(waits[:5])}"
+        elif step.replicas is None:
+            said[name] = "nothing is known"
+        else:
+            said[name] = "as it is"
+    return said
+
+
+def _event(type_: str, truth: str, reason: str) -> Any:  # noqa: ANN401 - a pair of literals, or None
+    match type_, truth:
+        case "TargetsResolved", "False":
+            return "Warning", reason
+        case "MetricsAvailable", "False":
+            return None if reason == _AWAITED else ("Warning", "FailedGetMetrics")
+        case "ScalingActive", "False":
+            return ("Normal", "ManualChangeHonoured") if reason == "ManualHold" else ("Warning", reason)
+        case "ScalingLimited", "True":
+            return "Normal", "ScalingLimited"
+        case "CapacityBlocked", "True":
+            return "Warning", "CapacityBlocked"
+    return None
+
+
+def _targets(looked: Looked, before: Mapping[Any, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    steps = {one.target.spec.name: one for one in looked.steps}
+    scaled = {one.name: one for one in looked.scaled}
+    ready = {one.name: _ready(one.engines) for each in looked.situations for one in each.targets}
+    for target in looked.resolved:
+        name, step = target.spec.name, steps.get(target.spec.name)
+        said: dict[str, Any] = {"name": name}
+        if target.found is not None:
+            said["current"] = scaled[name].after if name in scaled else target.found.replicas
+            said["ready"] = ready.get(name, 0)
+        if step is not None and step.replicas is not None:
+            said["desired"] = step.replicas
+        reason = looked.refused.get(name, "")[:_LONGEST]
+        reason = reason or _reason(_problem(target, looked), step, looked.waits_for.get(name, ()))
+        old = before.get(name) or {}
+        # reasons have numbers that change all the time
+        if old.get("reason") and all(old.get(one) == said.get(one) for one in ("current", "desired", "ready")):
+            reason = old["reason"]
+        yield {**said, "reason": reason} if reason else said
+
+
+def _ready(engines: Sequence[Any]) -> int:
+    return sum(one.state.value == "ready" for one in engines)
+
+
+def _problem(target: Resolved, looked: Looked) -> Problem | None:
+    """Another autoscaler is none where we only tell what we have decided."""
+    problem, policy = target.problem, looked.policy
+    told = policy is not None and policy.mode in ("Export", "Recommend")
+    return None if told and problem is not None and problem.reason == "OtherAutoscaler" else problem
+
+
+def _reason(problem: Problem | None, step: Step | None, waits_for: Sequence[str]) -> str:
+    if problem is not None and problem.forbids:
+        return problem.message[:_LONGEST]
+    if step is None:
+        return ""
+    if step.held and not step.is_told_only:
+        return step.held[:_LONGEST]
+    if waits_for:
+        return "engines finish what they have before they go"
+    return step.decided.reason[:_LONGEST]
+
+
+def _conditions(looked: Looked, before: Mapping[Any, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """``before``: those of the binding, by type."""
+    yield _resolved(looked)
+    if looked.decision is not None:
+        # what was missing before is not awaited anew because a manager has started
+        was_missing = before.get("MetricsAvailable", {}).get("reason") == _MISSING
+        is_awaited = looked.awaits_data and not was_missing
+        yield _available(looked.decision, looked.situations, _AWAITED if is_awaited else _MISSING)
+    yield _active(looked)
+    if looked.decision is not None:
+        yield _limited(looked.decision, looked.resolved)
+        yield _blocked(looked)
+
+
+def _resolved(looked: Looked) -> dict[str, Any]:
+    problems = [problem for one in looked.resolved if (problem := _problem(one, looked)) is not None]
+    if problems:
+        gravest = min(problems, key=lambda one: PROBLEMS.index(one.reason))
+        said = "; ".join(dict.fromkeys(one.message for one in problems))
+        return _condition("TargetsResolved", truth=False, reason=gravest.reason, message=said)
+    return _condition("TargetsResolved", truth=True, reason="Resolved", message="all targets are there")
+
+
+def _available(decision: Decision, situations: Sequence[Situation], otherwise: str) -> dict[str, Any]:
+    unknown = [one for one in decision.stages if one.combined is None]
+    if not unknown and decision.stages:
+        return _condition("MetricsAvailable", truth=True, reason="DataFound", message="demand is known")
+    silent = sorted({name for one in situations for name in one.freshness.silent})
+    said = "; ".join(dict.fromkeys(reason for one in unknown for reason in reasons_of(one)))
+    also = f"; silent gateways: {', '.join(silent)}" if silent else ""
+    message = (said or "no law knows the demand") + also
+    return _condition("MetricsAvailable", truth=False, reason=otherwise, message=message)
+
+
+def _active(looked: Looked) -> dict[str, Any]:
+    if looked.problem is not None:
+        return _condition("ScalingActive", truth=False, reason=looked.problem[0], message=looked.problem[1])
+    mode = "Auto" if looked.policy is None else looked.policy.mode
+    holds = [one for one in looked.steps if one.hold is not None]
+    barred = [one.problem for one in looked.resolved if not one.may_write and one.problem is not None]
+    if mode in ("Auto", "ScaleUpOnly") and barred and len(barred) == len(looked.resolved):
+        said = "; ".join(dict.fromkeys(one.message for one in barred))
+        return _condition("ScalingActive", truth=False, reason=barred[0].reason, message=said)
+    if mode == "Paused":
+        return _condition("ScalingActive", truth=False, reason="Paused", message="the mode of the policy is Paused")
+    if holds and mode in ("Auto", "ScaleUpOnly"):
+        said = "; ".join(
+            f"{one.target.spec.name}: {one.hold.writer} has set {one.hold.replicas} replicas, which stay until "
+            f"{text_of(one.hold.until_s)}"
+            for one in holds
+            if one.hold is not None
+        )
+        return _condition("ScalingActive", truth=False, reason="ManualHold", message=said)
+    if looked.refused:
+        said = "; ".join(f"{name}: {why}" for name, why in looked.refused.items())
+        return _condition("ScalingActive", truth=False, reason="WriteRefused", message=said)
+    reason = {"Recommend": "Recommending", "Export": "Exporting"}.get(mode, "Scaling")
+    left_out = schedule_mistakes(() if looked.policy is None else looked.policy.schedules)
+    message = "; ".join((f"the mode of the policy is {mode}", *left_out))
+    return _condition("ScalingActive", truth=True, reason=reason, message=message)
+
+
+def _limited(decision: Decision, resolved: Sequence[Resolved]) -> dict[str, Any]:
+    """Bounds of what is not there limit nothing."""
+    for stage in decision.stages if any(one.found is not None for one in resolved) else ():
+        for step in stage.steps:
+            if step.rule in LIMITING and step.after != step.before:
+                return _condition("ScalingLimited", truth=True, reason=step.rule, message=step.reason)
+    return _condition("ScalingLimited", truth=False, reason="NotLimited", message="the laws get what they ask for")
+
+
+def _blocked(looked: Looked) -> dict[str, Any]:
+    blocked = [f"{one.name}: {one.blocked}" for each in looked.situations for one in each.targets if one.blocked]
+    said = "; ".join([*blocked, *(f"{name}: {why}" for name, why in looked.homeless.items())])
+    if said:
+        reason = "NoCapacity" if blocked else "NoSuchAccelerator"
+        return _condition("CapacityBlocked", truth=True, reason=reason, message=said)
+    return _condition("CapacityBlocked", truth=False, reason="NotBlocked", message="engines find nodes")
+
+
+def _condition(type_: str, *, truth: bool, reason: str, message: str) -> dict[str, Any]:
+    return {"type": type_, "status": "True" if truth else "False", "reason": reason, "message": message[:_LONGEST]}
+
+
+def _steady(condition: dict[str, Any], known: Mapping[str, Any] | None) -> dict[str, Any]:
+    same = known is not None and all(known.get(one) == condition[one] for one in ("status", "reason"))
+    if known is None or not same or condition["type"] not in _STEADY:
+        return condition
+    message = known.get("message", "")
+    # another cause is news
+    if condition["type"] == "MetricsAvailable" and without_numbers(message) != without_numbers(condition["message"]):
+        return condition
+    return {**condition, "message": message}
