@@ -24,7 +24,7 @@ _SOURCES: Final = (
 # These choose cells and tell about them.
 _WITHOUT_EFFECT: Final = frozenset(
     f"bench/autoscale/{name}.py"
-    for name in ("command", "experiment", "fingerprint", "frontier", "page", "plot", "real_step", "report", "runner")
+    for name in ("command", "experiment", "fingerprint", "frontier", "page", "plot", "report", "runner")
 )
 
 

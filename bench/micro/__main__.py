@@ -18,7 +18,7 @@ import msgspec
 import uvloop
 from rich.console import Console
 
-from bench.micro import instructions, limits, overhead, scraping, streams
+from bench.micro import overhead
 from bench.micro.figures import ServerFigures, figures, table, threads
 from bench.micro.page import markdown
 from bench.micro.servers import GATEWAY_MISSING, GATEWAY_PYTHON
@@ -34,13 +34,10 @@ _WIDTH = 230  # of the table where there is no terminal
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Everything: figures, and the rounds that they come from. What was not run is None or empty."""
+    """Figures, and the rounds that they come from."""
 
     figures: list[ServerFigures]
     rounds: list[overhead.Found]
-    streams: streams.Streams | None = None
-    limits: list[limits.Latency] = []
-    scraping: dict[str, scraping.Cost] = {}
 
 
 def parser(prog: str = "bench.micro") -> argparse.ArgumentParser:
@@ -56,7 +53,7 @@ def parser(prog: str = "bench.micro") -> argparse.ArgumentParser:
     add = made.add_argument
     add("--out", type=Path, metavar="DIR", default=Path("bench/out"), help="for overhead.json (default: %(default)s)")
     add("--only", metavar="TEXT", default="", help="only cases whose name contains TEXT, such as 2KB or pieces")
-    add("--quick", action="store_true", help="only 2 KB and 100 KB with 8 endpoints, and nothing else")
+    add("--quick", action="store_true", help="only 2 KB and 100 KB with 8 endpoints")
     add(
         "--rounds",
         type=int,
@@ -77,15 +74,13 @@ def main(arguments: list[str] | None = None, prog: str = "bench.micro") -> int:
     if options.quick:
         cases = [case for case in cases if case in overhead.QUICK_CASES]
     try:
-        report = uvloop.run(_measure(console, cases, _plan(options), against=options.against))
+        report = uvloop.run(_measure(console, cases, _effort(options), against=options.against))
     except (StartFailed, EnvoyMissing) as error:
         console.print(str(error), style="red", markup=False)
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("stopped; all processes are ended")
         return 130
-    if _plan(options).is_whole:
-        report = msgspec.structs.replace(report, scraping=scraping.measure())
     _print(console, report)
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "overhead.json"
@@ -100,61 +95,26 @@ def _squeezed(name: str) -> str:
     return name.replace(" ", "").lower()
 
 
-class _Plan(msgspec.Struct, frozen=True):
-    """How long to look, and whether to measure more than the servers of the cases."""
-
-    effort: overhead.Effort
-    is_whole: bool
-
-
-def _plan(options: argparse.Namespace) -> _Plan:
+def _effort(options: argparse.Namespace) -> overhead.Effort:
     effort = overhead.QUICK if options.quick else overhead.FULL
-    if options.rounds is not None:
-        effort = msgspec.structs.replace(effort, rounds=options.rounds)
-    return _Plan(effort, is_whole=not (options.quick or options.only))
+    return effort if options.rounds is None else msgspec.structs.replace(effort, rounds=options.rounds)
 
 
-async def _measure(console: Console, cases: Sequence[Case], plan: _Plan, *, against: Path | None) -> Report:
-    counts = await instructions.available()
-    if not counts:
-        console.print(instructions.NOT_AVAILABLE)
+async def _measure(console: Console, cases: Sequence[Case], effort: overhead.Effort, *, against: Path | None) -> Report:
     if not GATEWAY_PYTHON.is_file():
         console.print(GATEWAY_MISSING)
     rounds = []
     for number, case in enumerate(cases):
         console.print(f"{number + 1} of {len(cases)}: {case.name}")
         with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:
-            found = await overhead.measure(
-                case, Path(directory), plan.effort, counts_instructions=counts, against=against
-            )
-            rounds.append(found)
-    report = Report([one for found in rounds for one in figures(found)], rounds)
-    if not plan.is_whole:
-        return report
-    console.print("answers of 1 and of 1,000 tokens")
-    with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:
-        answers = await streams.measure(Path(directory))
-    console.print("limits")
-    with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:
-        return msgspec.structs.replace(report, streams=answers, limits=await limits.measure(Path(directory)))
+            rounds.append(await overhead.measure(case, Path(directory), effort, against=against))
+    return Report([one for found in rounds for one in figures(found)], rounds)
 
 
 def _print(console: Console, report: Report) -> None:
     console.print(table(report.figures))
     for line in threads(report.figures):
         console.print(line)
-    found = report.streams
-    if found is not None:
-        console.print(
-            f"extproc's processor time for an answer of 1 token {found.one_token_us:.0f} µs, for a streamed one of"
-            f" 1,000 {found.thousand_tokens_us:.0f} µs: ratio {found.ratio:.2f} (at most 1.1)"
-        )
-        console.print(limits.describe(report.limits))
-    for name, cost in report.scraping.items():
-        console.print(
-            f"asking {scraping.ENGINES} engines {scraping.HERTZ} times a second, {name}: {cost.pages_per_s:.0f}"
-            f" pages/s, {cost.core_share:.1%} of one core"
-        )
 
 
 if __name__ == "__main__":

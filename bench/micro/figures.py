@@ -36,7 +36,7 @@ class Spread(msgspec.Struct, frozen=True):
 class PhaseFigures(msgspec.Struct, frozen=True):
     """One server in one phase.
 
-    Times and instructions are for one request; ``ratio``: to the no-op server of the same round.
+    Times are of one request; ``ratio``: to the no-op server of the same round.
     """
 
     requests_per_s: float
@@ -45,7 +45,6 @@ class PhaseFigures(msgspec.Struct, frozen=True):
     cpu_us: float
     envoy_cpu_us: float | None
     threads_us: dict[str, float]
-    instructions: float | None
     rate_ratio: Spread
     cpu_ratio: Spread
 
@@ -99,7 +98,6 @@ def _of_phase(phase: str, one: Measured, base: Measured) -> PhaseFigures:
         threads_us={
             name: statistics.median(load.threads_us.get(name, 0.0) for load in loads) for name in sorted(names)
         },
-        instructions=_median(load.instructions for load in loads),
         rate_ratio=_ratio(loads, base.loads[phase], lambda load: load.requests_per_s, best=max),
         cpu_ratio=_ratio(loads, base.loads[phase], lambda load: load.cpu_us, best=min),
     )
@@ -195,13 +193,12 @@ def _spread(one: Spread) -> str:
 
 
 def threads(found: Sequence[ServerFigures]) -> list[str]:
-    """For each case, CPU of extproc's threads for a request under load, and instructions where they were counted."""
+    """For each case, CPU of extproc's threads for a request under load."""
     lines = []
     for one in found:
         busy = one.phases.get(BUSY.name)
         if one.server != EXTPROC or busy is None:
             continue
         parts = [f"{name} {us:.0f}" for name, us in busy.threads_us.items() if us >= 1]
-        counted = "" if busy.instructions is None else f"; {busy.instructions / 1e6:.2f} million instructions"
-        lines.append(f"{one.case}: extproc's threads, µs for a request, {BUSY.name}: {', '.join(parts)}{counted}")
+        lines.append(f"{one.case}: extproc's threads, µs for a request, {BUSY.name}: {', '.join(parts)}")
     return lines

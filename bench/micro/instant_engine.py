@@ -11,11 +11,11 @@ import argparse
 import asyncio
 import socket
 import sys
+from importlib.resources import files
 from typing import Final, cast
 
 import uvloop
 
-from bench.micro.scraping import recorded_page
 from bench.stack import MODEL
 
 _CHOICE: Final = '{"index":0,"message":{"role":"assistant","content":"ok"},"finish_reason":"stop"}'
@@ -41,7 +41,8 @@ def _answer(body: bytes) -> bytes:
 
 _ANSWER_TO_POST: Final = _answer(_CHAT)
 _ANSWER_TO_GET: Final = _answer(_ABOUT)
-_METRICS: Final = _answer(recorded_page())
+# a whole metrics page of vLLM 0.32, as recorded
+_METRICS: Final = _answer((files("bench.micro") / "vllm_metrics.txt").read_bytes())
 
 
 class _Connection(asyncio.Protocol):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.micro import instructions
 from bench.micro.servers import ANSWER_BY_ENVOY, Case, Servers
 from bench.micro.wire import WireLoad, questions
 from bench.processes import Processes, StartFailed
@@ -66,7 +65,7 @@ QUICK: Final = Effort(rounds=10, phase_s=0.3)
 class Load(msgspec.Struct, frozen=True):
     """One server in one phase of one round.
 
-    Times and instructions are for one request; ``busy``: the server's share of one processor.
+    Times are of one request; ``busy``: the server's share of one processor.
     """
 
     requests_per_s: float
@@ -76,7 +75,6 @@ class Load(msgspec.Struct, frozen=True):
     threads_us: dict[str, float]
     busy: float
     envoy_cpu_us: float | None = None
-    instructions: float | None = None
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -94,9 +92,7 @@ class Found(msgspec.Struct, frozen=True):
     servers: dict[str, Measured]
 
 
-async def measure(
-    case: Case, directory: Path, effort: Effort, *, counts_instructions: bool, against: Path | None = None
-) -> Found:
+async def measure(case: Case, directory: Path, effort: Effort, *, against: Path | None = None) -> Found:
     """Start all servers of ``case`` and load them in turn.
 
     ``directory`` is there and empty; ``against``: another checkout.
@@ -119,8 +115,7 @@ async def measure(
             for server in servers[turn:] + servers[:turn]:
                 for phase in _phases_of(server):
                     load = WireLoad(prepared[phase.name], connections=phase.at_once)
-                    counted = counts_instructions and phase is BUSY
-                    found = await _load(server, load, effort.phase_s, counts_instructions=counted)
+                    found = await _load(server, load, effort.phase_s)
                     loads[server.name].setdefault(phase.name, []).append(found)
         return Found(
             case,
@@ -144,9 +139,8 @@ def _phases_of(server: Server) -> list[Phase]:
     return [phase for phase in PHASES if server.envoy_pid is not None or not phase.by_envoy]
 
 
-async def _load(server: Server, load: WireLoad, seconds: float, *, counts_instructions: bool) -> Load:
+async def _load(server: Server, load: WireLoad, seconds: float) -> Load:
     clock = asyncio.get_running_loop().time
-    counting = asyncio.create_task(instructions.count(server.pid, seconds)) if counts_instructions else None
     threads, began_s = thread_seconds(server.pid), clock()
     envoy_s = None if server.envoy_pid is None else cpu_seconds(server.envoy_pid)
     rate = await load.run("127.0.0.1", server.port, seconds=seconds)
@@ -154,7 +148,6 @@ async def _load(server: Server, load: WireLoad, seconds: float, *, counts_instru
     answered, took_s = len(load.taken_s), clock() - began_s
     each = 1e6 / answered
     ordered = sorted(load.taken_s)
-    total = None if counting is None else await counting
     return Load(
         requests_per_s=rate,
         p50_ms=1000 * nearest_rank(ordered, 0.5),
@@ -165,5 +158,4 @@ async def _load(server: Server, load: WireLoad, seconds: float, *, counts_instru
         envoy_cpu_us=None
         if envoy_s is None or server.envoy_pid is None
         else (cpu_seconds(server.envoy_pid) - envoy_s) * each,
-        instructions=None if total is None else total / answered,
     )

@@ -2,7 +2,7 @@
 """A minimal HTTP GET client over a persistent connection, for scraping engines.
 
 It uses callbacks instead of coroutines: for a hundred engines scraped five times a second, tasks, futures and
-timeouts would cost more than reading the pages (``bench/micro/scraping.py`` compares it with aiohttp's client). It
+timeouts would cost more than reading the pages (docs/performance.md has the figures beside aiohttp's client). It
 supports what engines' servers send: a content length or chunks. Anything else closes the connection with a failure,
 redirects included.
 """

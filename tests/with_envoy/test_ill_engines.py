@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from bench.live.ill import DrillResult, DrillSettings, drill
 from bench.stack import ALIAS, EngineFlags, Stack, running_stack
+from tests.with_envoy.drill import DrillResult, DrillSettings, drill
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

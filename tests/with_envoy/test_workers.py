@@ -6,19 +6,56 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import statistics
+from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
+import msgspec
 import pytest
 
-from bench.live.workers import measure
+from bench.load.client import LoadClient
+from bench.reporting.summary import cached_token_ratio
 from bench.stack import ALIAS, EngineFlags, running_stack
+from bench.workload.generators import conversations
 from bench.workload.shapes import Conversations
+from tests.decision_log import read_outcomes
 from tests.waiting import eventually
 from tests.with_envoy.load import Load
 
+if TYPE_CHECKING:
+    from bench.reporting.results import RequestResult
+
 PICKED = 'attache_requests_total{outcome="picked"}'
 SHAPE = Conversations(sessions=100, sessions_per_s=5.0, system_prompts=12, system_tokens=3000)
+
+
+class Routed(msgspec.Struct, frozen=True):
+    """``imbalance``: the busiest engine's requests over the mean."""
+
+    cached_token_ratio: float
+    imbalance: float
+    failed: int
+
+
+async def routed(directory: Path, workers: int) -> Routed:
+    """Play the conversations over ``workers`` extproc processes, which replicate their events over sockets."""
+    results: list[RequestResult] = []
+    flags = EngineFlags(count=4, speed=6.0, kv_blocks=3000, apart=True)
+    logged = ("--decision-log", str(directory / "decisions"), "--decision-sample", "1")
+    async with running_stack(directory / "stack", flags, workers=workers, extproc_flags=logged) as stack:
+        client = LoadClient(stack.url, ALIAS, speed=6.0, on_result=results.append)
+        await client.send(conversations(SHAPE))
+    served = served_by(directory)
+    good = [one for one in results if not one.error]
+    imbalance = max(served.values()) / statistics.fmean(served.values())
+    return Routed(cached_token_ratio(good), imbalance, len(results) - len(good))
+
+
+def served_by(directory: Path) -> Counter[str]:
+    """Requests by the engine that answered, from the logs of all processes."""
+    return Counter(one.served for file in directory.glob("decisions*") for one in read_outcomes(file))
 
 
 def folder(directory: Path, name: str) -> Path:
@@ -30,9 +67,7 @@ def folder(directory: Path, name: str) -> Path:
 @pytest.mark.real_time
 async def test_two_workers_find_as_much_in_caches_as_one(tmp_path: Path) -> None:
     # side by side, so that both have the same machine
-    one, two = await asyncio.gather(
-        measure(folder(tmp_path, "one"), 1, shape=SHAPE), measure(folder(tmp_path, "two"), 2, shape=SHAPE)
-    )
+    one, two = await asyncio.gather(routed(folder(tmp_path, "one"), 1), routed(folder(tmp_path, "two"), 2))
     assert one.failed == two.failed == 0
     assert two.cached_token_ratio > one.cached_token_ratio - 0.03
     assert two.imbalance < one.imbalance + 0.35

@@ -19,10 +19,10 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.live.prediction import LoggedOutcome, read_outcomes
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
 from extproc.api.spec import API_VERSION
+from tests.decision_log import LoggedOutcome, read_outcomes
 from tests.programs import not_tested
 from tests.waiting import eventually
 from tests.with_vllm.model import NAME, adapter_script, write_model

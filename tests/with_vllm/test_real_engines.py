@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from bench.live.prediction import LoggedOutcome
     from extproc.core.types import Arrival
+    from tests.decision_log import LoggedOutcome
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

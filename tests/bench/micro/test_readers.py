@@ -5,17 +5,8 @@ import asyncio
 import os
 
 from bench.micro.instant_engine import _Connection
-from bench.micro.instructions import read_count
 from bench.micro.profile import read_libraries, read_stacks
 from bench.usage import cpu_seconds, is_running, peak_rss_bytes, thread_seconds
-
-
-def test_a_count_of_perf_stat_is_read() -> None:
-    assert read_count("123456789,,instructions,1000,100.00,,\n") == 123456789
-
-
-def test_a_counter_that_the_machine_does_not_have_is_no_count() -> None:
-    assert read_count("<not supported>,,instructions,0,100.00,,\n") is None
 
 
 def test_shares_by_library_are_read_from_perf_report() -> None:

@@ -1,52 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m bench.live.ill``: one of three engines is ill, behind a real Envoy.
+"""A drill: one of three engines is ill, behind a real Envoy.
 
-Each kind of illness gets a stack of its own: three engines that serve for a while, then one of them falls ill, and
-stays ill until the end. Requests arrive evenly, each with another prompt, every second one streamed. A request has
-failed if its client saw anything but a whole answer within the client's patience. A request counts where it was sent:
-in the first seconds of the illness, or after them.
+Three engines serve for a while, then one of them falls ill, and stays ill until the end. Requests arrive evenly, each
+with another prompt, every second one streamed. A request has failed if its client saw anything but a whole answer
+within the client's patience. A request counts where it was sent: in the first seconds of the illness, or after them.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
-import signal
-import sys
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
 import msgspec
-from rich.console import Console
 
-from bench.reporting.tables import Table
-from bench.stack import ALIAS, EngineFlags, running_stack
+from bench.stack import ALIAS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from bench.stack import Stack
 
-# What ``POST /faults`` gets. ``freeze`` is done with signals.
-FAULTS: Final[Mapping[str, Mapping[str, object] | None]] = {
-    "none": None,
+# What ``POST /faults`` gets.
+FAULTS: Final[Mapping[str, Mapping[str, object]]] = {
     "500": {"fault": "unavailable", "status": 500, "times": 1_000_000},
     "429": {"fault": "unavailable", "status": 429, "times": 1_000_000},
     "400": {"fault": "unavailable", "status": 400, "times": 1_000_000},
     "garbage": {"fault": "ill", "kind": "garbage", "times": 1_000_000},
     "cut": {"fault": "cut", "after_tokens": 3, "times": 1_000_000},
-    "silence": {"fault": "ill", "kind": "silence", "times": 1_000_000},
-    "drip": {"fault": "ill", "kind": "drip", "times": 1_000_000},
-    "freeze": None,
 }
-_FROZEN_S: Final = 4.0
-_THAWED_S: Final = 4.0
 _PROMPT_WORDS: Final = 40
-# The share of requests that may fail after the onset.
-BOUND: Final = 0.005
 
 
 class DrillSettings(msgspec.Struct, frozen=True):
@@ -77,11 +60,6 @@ class DrillResult(msgspec.Struct):
     ill_share: float = 0.0
     errors: dict[str, int] = msgspec.field(default_factory=dict)
 
-    @property
-    def failed_share(self) -> float:
-        """Of the requests that were sent after the onset."""
-        return self.failed_after / max(1, self.after)
-
 
 async def drill(stack: Stack, kind: str, settings: DrillSettings) -> DrillResult:
     """Run one drill on a fresh stack, whose engines are processes of their own. The first of them falls ill."""
@@ -92,34 +70,20 @@ async def drill(stack: Stack, kind: str, settings: DrillSettings) -> DrillResult
         async with asyncio.TaskGroup() as tasks:
             asker = _Asker(http, stack.url, result, settings, tasks)
             await asker.ask_for(settings.warm_s, "warm")
-            illness = tasks.create_task(_fall_ill(stack, kind, http))
+            await _fall_ill(stack, kind, http)
             await asker.ask_for(settings.onset_s, "onset")
             before = await _requests_by_engine(stack, http)
             ends_at_s = clock() + settings.ill_s - settings.onset_s
             await asker.ask_for(ends_at_s - clock(), "after")
             after = await _requests_by_engine(stack, http)
-            illness.cancel()
         gained = {engine: count - before[engine] for engine, count in after.items()}
         result.ill_share = gained[stack.engines[0].removeprefix("http://")] / max(1, sum(gained.values()))
     return result
 
 
 async def _fall_ill(stack: Stack, kind: str, http: aiohttp.ClientSession) -> None:
-    fault = FAULTS[kind]
-    if fault is not None:
-        async with http.post(f"{stack.engines[0]}/faults", json=fault) as answer:
-            answer.raise_for_status()
-    if kind != "freeze":
-        return
-    pid = stack.pids["engine-0"]
-    try:
-        while True:
-            os.kill(pid, signal.SIGSTOP)
-            await asyncio.sleep(_FROZEN_S)
-            os.kill(pid, signal.SIGCONT)
-            await asyncio.sleep(_THAWED_S)
-    finally:
-        os.kill(pid, signal.SIGCONT)
+    async with http.post(f"{stack.engines[0]}/faults", json=FAULTS[kind]) as answer:
+        answer.raise_for_status()
 
 
 async def _requests_by_engine(stack: Stack, http: aiohttp.ClientSession) -> dict[str, int]:
@@ -192,56 +156,3 @@ class _Asker:
             return str(answer.status)
         is_whole = whole.endswith(b"data: [DONE]\n\n") if is_streamed else b'"usage"' in whole
         return "" if is_whole else "not an answer"
-
-
-def table(results: list[DrillResult]) -> Table:
-    """One row an illness."""
-    columns = ["illness", "requests", "failed in the first 5 s", "failed after", "share", "share of the ill engine"]
-    rows = [
-        [
-            one.kind,
-            str(one.at_onset + one.after),
-            f"{one.failed_at_onset} of {one.at_onset}",
-            f"{one.failed_after} of {one.after}",
-            f"{one.failed_share:.2%}",
-            f"{one.ill_share:.1%}",
-        ]
-        for one in results
-    ]
-    return Table("One of three engines is ill", columns, rows)
-
-
-async def run(kinds: list[str], settings: DrillSettings, console: Console) -> list[DrillResult]:
-    """One drill after the other, each on a stack of its own."""
-    results = []
-    flags = EngineFlags(count=3, speed=5.0, stream_headers="first-token", apart=True)
-    for kind in kinds:
-        with tempfile.TemporaryDirectory(prefix="attache-ill-") as directory:
-            async with running_stack(Path(directory) / "stack", flags) as stack:
-                results.append(await drill(stack, kind, settings))
-        console.print(f"{kind}: {results[-1].errors or 'no client saw a failure after the onset'}", highlight=False)
-    return results
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the drills and print a table; exit status 1 if a kind is above the bound."""
-    parser = argparse.ArgumentParser(prog="python -m bench.live.ill", description=__doc__)
-    parser.add_argument("kinds", nargs="*", default=list(FAULTS), metavar="KIND", help=", ".join(FAULTS))
-    parser.add_argument("--rate", type=float, default=30.0, help="requests a second (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=25.0, help="how long the engine is ill (%(default)s)")
-    parser.add_argument("--json", type=Path, help="write the counts there, too")
-    read = parser.parse_args(arguments)
-    unknown = [kind for kind in read.kinds if kind not in FAULTS]
-    if unknown:
-        parser.error(f"no illness is called {unknown[0]!r}; there are {', '.join(FAULTS)}")
-    console = Console()
-    settings = DrillSettings(rate=read.rate, ill_s=read.seconds)
-    results = asyncio.run(run(read.kinds, settings, console))
-    console.print(table(results).on_terminal())
-    if read.json is not None:
-        read.json.write_bytes(msgspec.json.encode(results))
-    return 1 if any(one.failed_share > BOUND for one in results) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
