@@ -171,12 +171,6 @@ ANTHROPIC_PATHS: Final = tuple(
     if api.spec.errors == "anthropic" and not any(other in path for other in APIS_BY_PATH if other != path)
 )
 CHAT_PATH: Final = Api.CHAT.spec.paths[0]
-COMPLETIONS_PATH: Final = Api.COMPLETIONS.spec.paths[0]
-EMBEDDINGS_PATH: Final = Api.EMBEDDINGS.spec.paths[0]
-RESPONSES_PATH: Final = Api.RESPONSES.spec.paths[0]
-MESSAGES_PATH: Final = Api.MESSAGES.spec.paths[0]
-COUNT_TOKENS_PATH: Final = Api.COUNT_TOKENS.spec.paths[0]
-GENERATE_PATH: Final = Api.GENERATE.spec.paths[0]
 
 
 def api_of_path(path: str) -> Api | None:

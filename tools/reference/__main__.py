@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tools.reference import commands, kinds, llm_d_files, llm_d_flags, llm_d_parameters, plugins
+from tools.reference import apis, commands, kinds, llm_d_files, llm_d_flags, llm_d_parameters, plugins
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +17,12 @@ FOLDER: Final = Path(__file__).parents[2] / "docs" / "reference"
 def pages() -> Mapping[str, str]:
     """Every page by the name of its file."""
     found = {f"{name}.md": kinds.page(cls) for name, cls in kinds.KINDS.items()}
-    others = {"plugins.md": plugins.page(), "commands.md": commands.page(), "llm-d-flags.md": llm_d_flags.page()}
+    others = {
+        "apis.md": apis.page(),
+        "plugins.md": plugins.page(),
+        "commands.md": commands.page(),
+        "llm-d-flags.md": llm_d_flags.page(),
+    }
     llm_d = {"llm-d-plugins.md": llm_d_parameters.page(), "llm-d-files.md": llm_d_files.page()}
     return {**found, **others, **llm_d}
 

@@ -57,20 +57,15 @@ from controller.bundle.envoy.envoy_json import Packed, http_filter, seconds, typ
 from controller.bundle.envoy.usage import responses_usage, stream_usage
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER, changes_body, reads_body
 from extproc.protocol import (
+    APIS_BY_PATH,
     BUNDLE_MARK,
     CACHED_TOKENS,
-    CHAT_PATH,
     COMPLETION_TOKENS,
-    COMPLETIONS_PATH,
     CREATED_TOKENS,
-    EMBEDDINGS_PATH,
-    GENERATE_PATH,
     LB_NAMESPACE,
     LONGEST_MESSAGE_TIMEOUT_S,
-    MESSAGES_PATH,
     NAMESPACE,
     PROMPT_TOKENS,
-    RESPONSES_PATH,
     SERVER_HEADER,
     TOKENS_NAMESPACE,
     UNCACHED_TOKENS,
@@ -99,10 +94,19 @@ USAGE_FILTERS: Final = (_USAGE_FILTER, _RESPONSES_FILTER, _STREAMED_RESPONSES_FI
 # The last event of the responses API repeats the whole answer beside its usage.
 _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 
-# The responses API, the Messages API, and the others: answers of the first two have JSON in them that a client or a
-# model has written, where anybody may write ``usage``, and they have other names for it.
-_NESTED_PATHS: Final = f"({RESPONSES_PATH}|{MESSAGES_PATH}(/[^?]*)?)(\\?.*)?"
-_OTHER_PATHS: Final = f"({CHAT_PATH}|{COMPLETIONS_PATH}|{EMBEDDINGS_PATH}|{GENERATE_PATH})(\\?.*)?"
+
+def _paths_where(usage: str) -> str:
+    """A regular expression of the paths whose answers have usage under these names, with their query."""
+    found = [path for path, api in APIS_BY_PATH.items() if api.spec.usage == usage]
+    # one that others stand beneath stands for them
+    shortest = [path for path in found if not any(path.startswith(f"{other}/") for other in found)]
+    texts = [path + "(/[^?]*)?" * any(other.startswith(f"{path}/") for other in found) for path in shortest]
+    return f"({'|'.join(texts)})(\\?.*)?"
+
+
+# Answers of the first have JSON in them that a client or a model has written, where anybody may write ``usage``.
+_INPUT_TOKENS_PATHS: Final = _paths_where("input_tokens")
+_PROMPT_TOKENS_PATHS: Final = _paths_where("prompt_tokens")
 # Where an HTTPRoute may cut a prefix off.
 _ANY_PREFIX: Final = "[^?]*"
 
@@ -155,9 +159,9 @@ def http_filters(gateway: GatewayConfigSpec, directory: str, needs: Needs = NO_N
         chain.append(http_filter(_BODY_FILTER, read))
         chain.append(http_filter(CHANGES_FILTER, changes_body()))
     hides = gateway.cached_tokens == "Hidden"
-    chain.append(_read_usage(_USAGE_FILTER, prefix + _NESTED_PATHS, stream_usage(hides_counts=hides)))
+    chain.append(_read_usage(_USAGE_FILTER, prefix + _INPUT_TOKENS_PATHS, stream_usage(hides_counts=hides)))
     # answers come the other way: what is hidden here has been read below
-    chain.append(_read_usage(_RESPONSES_FILTER, prefix + _OTHER_PATHS, responses_usage(hides_counts=hides)))
+    chain.append(_read_usage(_RESPONSES_FILTER, prefix + _PROMPT_TOKENS_PATHS, responses_usage(hides_counts=hides)))
     chain.append(http_filter(_STREAMED_RESPONSES_FILTER, _read_usage_of_streamed_responses(prefix)))
     chain.append(http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
     return chain
@@ -213,7 +217,7 @@ def _read_usage_of_streamed_responses(prefix: str) -> ExtensionWithMatcher:
             content_parser=typed("envoy.content_parsers.json", parser), max_event_size=_MAX_EVENT_BYTES
         )
     )
-    return _skipped_if(":path", prefix + _OTHER_PATHS, typed("envoy.filters.http.sse_to_metadata", reads))
+    return _skipped_if(":path", prefix + _PROMPT_TOKENS_PATHS, typed("envoy.filters.http.sse_to_metadata", reads))
 
 
 def _usage_rules() -> Iterator[JsonToMetadataRule]:

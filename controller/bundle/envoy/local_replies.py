@@ -24,14 +24,15 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.google.protobuf import NullValue, Struct, Value
 
 from controller.bundle.envoy.envoy_json import Packed
-from extproc.protocol import ANTHROPIC_TYPES, ANTHROPIC_VERSION, DETAILS_PREFIX, MESSAGES_PATH
+from extproc.protocol import ANTHROPIC_PATHS, ANTHROPIC_TYPES, ANTHROPIC_VERSION, DETAILS_PREFIX
 
 if TYPE_CHECKING:
     from extproc.api.authentication import Authentication
     from extproc.api.gateway_config import GatewayConfigSpec
 
 # Who asked: as ``error_form`` of extproc says it.
-_ASKS_ANTHROPIC: Final = f"('{ANTHROPIC_VERSION}' in request.headers || request.path.contains('{MESSAGES_PATH}'))"
+_HAS_ANTHROPIC_PATH: Final = " || ".join(f"request.path.contains('{path}')" for path in ANTHROPIC_PATHS)
+_ASKS_ANTHROPIC: Final = f"('{ANTHROPIC_VERSION}' in request.headers || {_HAS_ANTHROPIC_PATH})"
 _IS_DIRECT: Final = "response.code_details == 'direct_response'"
 _NO_ENGINE: Final = "No engine could take the request; try again soon."
 _OTHER: Final = "The gateway refuses the request. %LOCAL_REPLY_BODY%"

@@ -18,6 +18,7 @@ their digits.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final, get_args
 
 import msgspec
@@ -27,15 +28,10 @@ from envoy_data_plane.google.protobuf import Struct, Value
 
 from extproc.api.model_server import InternalField, SteeringField
 from extproc.protocol import (
+    ANTHROPIC_PATHS,
     ANTHROPIC_VERSION,
-    CHAT_PATH,
-    COMPLETIONS_PATH,
-    COUNT_TOKENS_PATH,
-    EMBEDDINGS_PATH,
-    GENERATE_PATH,
-    MESSAGES_PATH,
+    APIS_BY_PATH,
     MODELS_PATH,
-    RESPONSES_PATH,
 )
 
 if TYPE_CHECKING:
@@ -192,10 +188,8 @@ CHANGES_FILTER: Final = "attache.changes_without_extproc"
 _CHANGES_SCRIPT: Final = "changes"
 _STEERING_FIELDS: Final[tuple[str, ...]] = get_args(SteeringField)
 _INTERNAL_FIELDS: Final[tuple[str, ...]] = get_args(InternalField)
-INFERENCE_PATHS: Final = (
-    *(CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH),
-    *(MESSAGES_PATH, COUNT_TOKENS_PATH, GENERATE_PATH),
-)
+# A path up to its version, or to its first slash if it has none.
+_VERSION: Final = re.compile(r"^((?:/.*)?/v\d+/|/).*$")
 _MOST_MODEL_BYTES: Final = 4096
 # After such a body its text is collected at once: collections come by the number of objects, not by their size.
 _LARGE_BYTES: Final = 256 * 1024
@@ -204,7 +198,7 @@ _REFUSE: Final = r"""
 local ANTHROPIC_TYPES = {["400"] = "invalid_request_error", ["500"] = "api_error", ["503"] = "overloaded_error"}
 
 local function asks_anthropic(headers)
-  return headers:get("@ANTHROPIC_VERSION@") or string.find(headers:get(":path") or "", "@MESSAGES_PATH@", 1, true)
+  return headers:get("@ANTHROPIC_VERSION@") or @IS_ANTHROPIC@
 end
 
 local function refuse(handle, status, kind, code, param, message)
@@ -376,9 +370,9 @@ def reads_body(*, with_prefixes: bool = False) -> Lua:
     """
     is_inference = "PATHS[path]"
     if with_prefixes:
-        is_inference = '(PATHS[match(path, "^.*(/v1/.*)$")] or PATHS[match(path, "^.*(/inference/v1/.*)$")])'
+        is_inference = f"({' or '.join(f'PATHS[match(path, {pattern})]' for pattern in _lua_patterns())})"
     marks = {
-        "@PATHS@": ", ".join(f'["{path}"] = true' for path in INFERENCE_PATHS),
+        "@PATHS@": ", ".join(f'["{path}"] = true' for path in APIS_BY_PATH),
         "@IS_INFERENCE@": is_inference,
         "@KNOWN@": _lua_set(("model", *_INTERNAL_FIELDS)),
         "@STEERING@": _lua_set(_STEERING_FIELDS),
@@ -410,6 +404,12 @@ def change_for(allowed_fields: Collection[str], *, model: str | None = None) -> 
     return LuaPerRoute(name=_CHANGES_SCRIPT, filter_context=Struct(fields=context))
 
 
+def _lua_patterns() -> list[str]:
+    """Each takes the path of an API out of one that has something before it."""
+    starts = dict.fromkeys(_VERSION.sub(r"\1", path) for path in APIS_BY_PATH)
+    return [f'"^.*({start}{"[^/]*" if start == "/" else ".*"})$"' for start in starts]
+
+
 def _lua_set(names: Iterable[str]) -> str:
     return ", ".join(f"{name} = true" for name in names)
 
@@ -421,7 +421,9 @@ def _script(script: str, marks: Mapping[str, str]) -> DataSource:
         "@MEMBERS@": _MEMBERS,
         "@HOST@": _FALLBACK_HOST,
         "@MODELS_PATH@": MODELS_PATH,
-        "@MESSAGES_PATH@": MESSAGES_PATH,
+        "@IS_ANTHROPIC@": " or ".join(
+            f'string.find(headers:get(":path") or "", "{path}", 1, true)' for path in ANTHROPIC_PATHS
+        ),
         "@ANTHROPIC_VERSION@": ANTHROPIC_VERSION,
         "@LARGE@": str(_LARGE_BYTES),
         "@MOST_STEPS@": str(MOST_STEPS),
