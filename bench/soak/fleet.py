@@ -194,8 +194,15 @@ BROKEN: Final[Mapping[str, str]] = {
 
 
 def first_fleet(models: int, engines: int) -> dict[int, Model]:
-    """As many models as that, by number, each on one engine process."""
-    return {number: Model(number, (number % engines,)) for number in range(models)}
+    """As many models as that, by number. Changes add and remove engines and adapters; the first fleet has as many of
+    them as there will be after many changes, as the fleet must not grow while memory is judged.
+    """
+    return {number: _model(number, number % engines, number // engines, engines) for number in range(models)}
+
+
+def _model(number: int, first: int, more: int, engines: int) -> Model:
+    on = tuple((first + one) % engines for one in range(1 + more % min(engines, _MOST_PORTS)))
+    return Model(number, on, adapters=_MOST_ADAPTERS)
 
 
 def next_change(fleet: Mapping[int, Model], rng: random.Random, *, size: int, engines: int) -> Change:
