@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _TIMEOUT_S: Final = 60.0
 _PREFIXES: Final = 4
 _PREFIX_TOKENS: Final = 700
-# With these the caches that engines report are full within the warm-up, and so is what extproc remembers of them.
-_TAIL_TOKENS: Final = 2_000
+# Two prompts fill what extproc remembers of an engine's small cache (64 KiB of text): all are full after the warm-up.
+_TAIL_TOKENS: Final = 10_000
 _OUTPUT_TOKENS: Final = 16
 # In which a stream's end must be: the last event of a response repeats all of it.
 _END_BYTES: Final = 4000
