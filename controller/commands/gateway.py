@@ -140,7 +140,7 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     return 0
 
 
-def _followers(options: argparse.Namespace) -> dict[str, str]:
+def _consumers(options: argparse.Namespace) -> dict[str, str]:
     """Who uses the directory, by name, and where each says what it uses."""
     several = len(options.extproc) > 1
     found = {f"extproc at {one}" if several else "extproc": one for one in options.extproc}
@@ -171,7 +171,7 @@ def _mistake(options: argparse.Namespace) -> str:
         parse_addresses(options.address or ANY)
         if not 0 <= (options.port_offset or 0) < _HIGHEST_PORT:
             raise ValueError(f"--port-offset: write a number from 0 to {_HIGHEST_PORT - 1}")
-        for address in _followers(options).values():
+        for address in _consumers(options).values():
             parse_endpoint(address)
     except ValueError as error:
         return str(error)
@@ -226,7 +226,7 @@ def _gateway_role(
         namespace=options.namespace,
         gateway_config=options.gateway_config,
         gateway_api=gateway_api_settings(options, client.access.namespace, _own_address()),
-        followers=_followers(options),
+        consumers=_consumers(options),
     )
     election = LeaderElection(
         client,

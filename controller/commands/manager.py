@@ -153,8 +153,8 @@ def _leader(
     options: argparse.Namespace, client: Client, metrics: ManagerMetrics, image: str, records: Records
 ) -> Leader:
     from controller.kube.lease import LeaderElection, LeaseTiming  # noqa: PLC0415
-    from controller.manager.role import Leader, kopf_rings  # noqa: PLC0415
-    from controller.models.leading import Decisions, WorkSettings  # noqa: PLC0415
+    from controller.manager.role import Leader, kopf_source  # noqa: PLC0415
+    from controller.models.controller import Decisions, ModelControllerSettings  # noqa: PLC0415
     from controller.models.model import observed as of_models  # noqa: PLC0415
     from controller.models.model import reconcile as models  # noqa: PLC0415
     from controller.models.model_infer import reconcile as model_infers  # noqa: PLC0415
@@ -167,7 +167,7 @@ def _leader(
         identity=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
         timing=LeaseTiming(long_s, renew_deadline_s=long_s * 2 / 3, retry_s=long_s * 2 / 15),
     )
-    settings = WorkSettings(
+    settings = ModelControllerSettings(
         namespace=options.watch_namespace,
         workers=options.workers,
         shared_namespace=client.access.namespace,
@@ -175,9 +175,9 @@ def _leader(
         models=of_models.Settings(image=image),
     )
     decisions = Decisions(model_infers.reconcile, models.reconcile)
-    bell = kopf_rings(client, options.watch_namespace)
+    source = kopf_source(client, options.watch_namespace)
     scaling = None if options.no_scaling else _scaling(options, client, metrics, records)
-    return Leader(client, settings, metrics, election, decisions=decisions, bell=bell, scaling=scaling)
+    return Leader(client, settings, metrics, election, decisions=decisions, source=source, scaling=scaling)
 
 
 def _scaling(

@@ -28,7 +28,6 @@ _OF_MODELS: Final = frozenset({"Model", "ModelTemplate", "ServingRuntime", "Clus
 _SUFFIXES: Final = (".yaml", ".yml", ".json")
 # An API server that does not answer is not waited for any longer.
 _PATIENCE_S: Final = 20.0
-_GATHER_S: Final = 0.5
 
 
 def parser(prog: str = "attache render") -> argparse.ArgumentParser:
@@ -174,21 +173,19 @@ async def _rendered(options: argparse.Namespace, access: Access, check_picker: P
 
 
 async def _listed(client: Client, namespace: str | None) -> list[Object]:
-    from controller.gateway.watched import Watched  # noqa: PLC0415
-    from controller.kube.informer import InformerTiming  # noqa: PLC0415
+    from controller.gateway.inputs import gateway_informers  # noqa: PLC0415
+    from controller.kube.cache import Cache  # noqa: PLC0415
 
-    informers = Watched.by_a_gateway(client, namespace, InformerTiming())
-    watched = Watched(client, informers, optional=Watched.OPTIONAL)
-    following = asyncio.create_task(watched.run())
+    cache = Cache(client, namespace)
+    informers = gateway_informers(cache)
+    reading = asyncio.create_task(cache.run())
     try:
         async with asyncio.timeout(_PATIENCE_S):
-            await watched.synced()
-            found = await watched.changes(_GATHER_S)
+            await cache.synced()
     finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-    things = [watched.get(kind, key) for kind, key in found]
-    return [one for one in things if one is not None]
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+    return [one for _, informer in sorted(informers.items()) for _, one in sorted(informer.objects.items())]
 
 
 def _bundle(rendered: Rendered) -> Mapping[str, str]:

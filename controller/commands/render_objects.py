@@ -103,7 +103,7 @@ def _with_pointed(compiler: Compiler, given: Mapping[tuple[str, str], Object]) -
             return outcome, followed
         followed |= fresh
         for one in fresh:
-            compiler.put(one.watched_as, one.key, given.get((one.kind, one.key)))
+            compiler.put(one.compiled_as, one.key, given.get((one.kind, one.key)))
 
 
 def objects_in(file: str, text: str, namespace: str) -> Iterator[Object]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells what is wrong with an InferencePool: in the log, as metrics, and as Events of the pool.
+"""Reports what is wrong with an InferencePool: in the log, as metrics, and as Events of the pool.
 
 The pool's ``status.parents`` belongs to gateways and is left alone.
 """
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class PickerProblems:
-    """``tell`` says what is wrong, once for each change. ``pool``: the object as last heard, None if it is not
+    """``report`` reports what is wrong, once for each change. ``pool``: the object as last heard, None if it is not
     there.
     """
 
@@ -38,7 +38,7 @@ class PickerProblems:
         self._component = component
         self._told: dict[str, str] = {}
 
-    async def tell(self, problems: Sequence[Problem]) -> None:
+    async def report(self, problems: Sequence[Problem]) -> None:
         """``problems`` are all that there are now."""
         wrong = {one.reason: one.message for one in problems}
         told, self._told = self._told, wrong

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,13 +16,14 @@ import msgspec
 from controller.gateway.compile.picker_mode import LLM_D_OBJECTIVES as LLM_D
 from controller.gateway.compile.picker_mode import OBJECTIVES, PickerCompiler
 from controller.gateway.compile.pickers import LABEL
-from controller.gateway.compile.pods import slim_pod
+from controller.gateway.compile.pods import trimmed_pod
 from controller.gateway.compile.pools import KIND
 from controller.gateway.directory import DirectoryWriter
+from controller.gateway.inputs import Inputs
 from controller.gateway.picker_metrics import PickerMetrics
 from controller.gateway.picker_problems import PickerProblems
-from controller.gateway.watched import Watched
-from controller.kube.informer import Informer, InformerTiming, Selection
+from controller.kube.controller import Controller, ControllerSettings, Outcome
+from controller.kube.informer import Informer, InformerTiming
 from controller.kube.resources import (
     ALPHA_INFERENCE_POOLS,
     CONFIG_MAPS,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from controller.gateway.compile.picker_mode import PickerOutcome
     from controller.gateway.directory import Written
     from controller.gateway.metrics import GatewayMetrics
+    from controller.kube.cache import Cache
     from controller.kube.client import Client
     from controller.kube.resources import Object
     from extproc.api.picker_config import PickerCheck
@@ -85,7 +88,14 @@ class PickerRole:
         named = _FILE if settings.picker_file is not None else settings.picker_config
         self._file_key = f"{namespace}/{_FILE}"
         self._settings = settings
-        self._watched = Watched(client, _informers(client, settings, timing))
+        controller = Controller[str](
+            client,
+            self._reconcile,
+            component=CONTROLLER,
+            settings=ControllerSettings(namespace=namespace, workers=1, coalesce_s=_TOGETHER_S, informers=timing),
+        )
+        informers = _informers(controller.cache, settings)
+        self._inputs = Inputs(informers, lambda: controller.enqueue_soon(settings.pool))
         picker = None if named is None else f"{namespace}/{named}"
         self._compiler = PickerCompiler(settings.pool, picker, settings.server_fields, check_picker=check_picker)
         if settings.fixed_pool is not None:
@@ -95,34 +105,34 @@ class PickerRole:
         self._pool_metrics = PickerMetrics(metrics.registry, settings.pool)
         self._problems = PickerProblems(client, self._pool_metrics, self._pool, CONTROLLER)
         self.ready = asyncio.Event()
+        # even where there is nothing, that is something to report
+        controller.on_synced(lambda: controller.enqueue_soon(settings.pool))
+        if settings.picker_file is not None:
+            controller.add_source("picker file", partial(self._poll_file, settings.picker_file))
+        self._controller = controller
 
     def _pool(self) -> Object | None:
-        return None if self._settings.fixed_pool is not None else self._watched.get(KIND, self._settings.pool)
+        return None if self._settings.fixed_pool is not None else self._inputs.get(KIND, self._settings.pool)
 
     async def run(self) -> None:
-        """Until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watched.run(), name="informers")
-            tasks.create_task(self._follow(), name="compile and write")
-            if self._settings.picker_file is not None:
-                tasks.create_task(self._follow_file(self._settings.picker_file), name="picker file")
+        """Run until cancelled."""
+        await self._controller.run()
 
-    async def _follow(self) -> None:
-        await self._watched.synced()
-        while True:
-            changed = await self._watched.changes(_TOGETHER_S)
+    async def _reconcile(self, _: str) -> Outcome:
+        with self._inputs.changes() as changed:
             began_s = time.perf_counter()
             for kind, key in changed:
                 self._compiler.put(kind, key, self._thing(kind, key))
-            outcome = self._compiler.compile()
+            compiled = self._compiler.compile()
             self._metrics.compiled(len(changed), time.perf_counter() - began_s)
-            await self._publish(outcome)
-            await self._problems.tell(outcome.problems)
+        await self._publish(compiled)
+        await self._problems.report(compiled.problems)
+        return Outcome("written")
 
     def _thing(self, kind: str, key: str) -> Mapping[str, Any] | None:
         if key == self._file_key and self._settings.picker_file is not None:
             return _as_config_map(self._settings.picker_file)
-        return self._watched.get(kind, key)
+        return self._inputs.get(kind, key)
 
     async def _publish(self, outcome: PickerOutcome) -> None:
         self._metrics.refused.set(outcome.files is None)
@@ -144,33 +154,32 @@ class PickerRole:
                 log.error("the directory cannot be written, tried again in %g s: %s", _RETRY_S, error)
             await asyncio.sleep(_RETRY_S)
 
-    async def _follow_file(self, file: Path) -> None:
+    async def _poll_file(self, file: Path) -> None:
         """Polling works on every file system, mounted ConfigMaps included."""
         known: object = ()
         while True:
             found = await asyncio.to_thread(_as_config_map, file)
             if found != known:
                 known = found
-                self._watched.note("ConfigMap", self._file_key)
+                self._inputs.note("ConfigMap", self._file_key)
             await asyncio.sleep(_FILE_POLL_S)
 
 
-def _informers(client: Client, settings: PickerSettings, timing: InformerTiming) -> dict[str, Informer]:
-    namespace, name = split_key(settings.pool)
+def _informers(cache: Cache, settings: PickerSettings) -> dict[str, Informer]:
+    _, name = split_key(settings.pool)
     pools = INFERENCE_POOLS if settings.group == INFERENCE_POOLS.group else ALPHA_INFERENCE_POOLS
-    everything, one_pool = Selection(namespace), Selection(namespace, fields=f"metadata.name={name}")
     found = {
-        OBJECTIVES: Informer(client, INFERENCE_OBJECTIVES, everything, timing=timing),
-        LLM_D: Informer(client, LLM_D_OBJECTIVES, everything, timing=timing),
-        "Pod": Informer(client, PODS, everything, timing=timing, slim=slim_pod),
+        OBJECTIVES: cache.add(INFERENCE_OBJECTIVES, optional=True),
+        LLM_D: cache.add(LLM_D_OBJECTIVES, optional=True),
+        "Pod": cache.add(PODS, transform=trimmed_pod),
     }
     if settings.fixed_pool is None:
-        found[KIND] = Informer(client, pools, one_pool, timing=timing)
+        found[KIND] = cache.add(pools, fields=f"metadata.name={name}")
     if settings.picker_file is None and settings.reads_config_maps:
-        chosen = Selection(namespace, labels=LABEL)
         if settings.picker_config is not None:
-            chosen = Selection(namespace, fields=f"metadata.name={settings.picker_config}")
-        found["ConfigMap"] = Informer(client, CONFIG_MAPS, chosen, timing=timing)
+            found["ConfigMap"] = cache.add(CONFIG_MAPS, fields=f"metadata.name={settings.picker_config}")
+        else:
+            found["ConfigMap"] = cache.add(CONFIG_MAPS, labels=LABEL)
     return found
 
 

@@ -17,20 +17,17 @@ import msgspec
 
 from controller.gateway.compile.compiler import Compiler
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
-from controller.gateway.compile.programmed import Follower, is_settled, with_use
+from controller.gateway.compile.programmed import Consumer, is_settled, with_use
 from controller.gateway.directory import DirectoryWriter
-from controller.gateway.in_use import InUse
-from controller.gateway.pointed import POINTED_KINDS, PointedObjects
-from controller.gateway.watched import Watched
+from controller.gateway.inputs import REFERENCED_KINDS, Inputs, ReferencedObjects, gateway_informers
+from controller.gateway.statuses import ConsumerReports, StatusWriter
+from controller.kube.controller import Controller, ControllerSettings, Outcome
 from controller.kube.informer import InformerTiming
-from controller.kube.status_writer import StatusWriter
 from extproc.api.picker_config import check_shape_alone
 from extproc.api.status_pages import ConfigReport, content_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from controller.gateway.compile.compiler import Outcome
+    from controller.gateway.compile.compiler import Outcome as Compiled
     from controller.gateway.metrics import GatewayMetrics
     from controller.kube.client import Client
     from controller.kube.lease import LeaderElection
@@ -42,24 +39,27 @@ log = logging.getLogger(__name__)
 # Changes that come together, such as a rollout's pods, are compiled together.
 _TOGETHER_S: Final = 0.03
 _RETRY_S: Final = 1.0
-# The longest wait for Secrets and ConfigMaps that are pointed to for the first time.
-_POINTED_S: Final = 5.0
+# The longest wait for Secrets and ConfigMaps that are referred to for the first time.
+_REFERENCED_S: Final = 5.0
 CONTROLLER: Final = "attache-gateway"
+# The only key: everything is compiled together.
+DIRECTORY: Final = "directory"
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """``config``: the directory to write. ``namespace``: whose objects are served; None: all namespaces'.
     ``gateway_config``: the GatewayConfig to serve, as ``namespace/name``; None: that of the Gateways, or else the
-    defaults. ``gateway_api``: which Gateways are served, and where. ``followers``: addresses, by name, where those who
-    use the directory say what of it they use. ``look_again_s``: how often kinds are looked for that the cluster lacks.
+    defaults. ``gateway_api``: which Gateways are served, and where. ``consumers``: addresses, by name, where the
+    directory's consumers report what of it they use. ``probe_s``: how often the cluster is asked for kinds that it
+    lacks.
     """
 
     config: Path
     namespace: str | None = None
     gateway_config: str | None = None
     gateway_api: GatewayApiSettings = GatewayApiSettings()
-    followers: Mapping[str, str] = {}
-    look_again_s: float = 30.0
+    consumers: Mapping[str, str] = {}
+    probe_s: float = 30.0
 
 
 class GatewayRole:
@@ -78,25 +78,36 @@ class GatewayRole:
         check_picker: PickerCheck = check_shape_alone,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
     ) -> None:
-        self._watched = Watched(
+        controller = Controller[str](
             client,
-            Watched.by_a_gateway(client, settings.namespace, timing),
-            optional=Watched.OPTIONAL,
-            look_again_s=settings.look_again_s,
+            self._reconcile,
+            component=CONTROLLER,
+            settings=ControllerSettings(
+                namespace=settings.namespace,
+                workers=1,
+                coalesce_s=_TOGETHER_S,
+                probe_s=settings.probe_s,
+                informers=timing,
+            ),
         )
-        self._pointed = PointedObjects(client, timing, self._watched.note)
+        self._inputs = Inputs(gateway_informers(controller.cache), lambda: controller.enqueue_soon(DIRECTORY))
+        self._referenced = ReferencedObjects(controller.cache, self._inputs.note)
         self._compiler = Compiler(settings.gateway_config, settings.gateway_api, check_picker=check_picker)
         self._writer = DirectoryWriter(settings.config)
-        self._statuses = StatusWriter(client, self._watched.get, CONTROLLER)
-        self._election = election
+        self._statuses = StatusWriter(client, self._inputs.get, CONTROLLER)
         self._metrics = metrics
-        self._in_use = InUse(settings.followers, self._say)
+        self._reports = ConsumerReports(settings.consumers, self._update_statuses)
         self._refused = ""
-        self._outcome: Outcome | None = None
+        self._compiled: Compiled | None = None
         # of what is in the directory, and of what should be
         self._published: Mapping[str, str] = {}
         self._digests: Mapping[str, str] = {}
         self.ready = asyncio.Event()
+        # even where there is nothing, that is something to write
+        controller.on_synced(lambda: controller.enqueue_soon(DIRECTORY))
+        controller.add_source("reports of consumers", self._reports.run)
+        controller.add_source("statuses", lambda: election.run(self._statuses.run))
+        self._controller = controller
 
     @property
     def status_writes(self) -> int:
@@ -104,73 +115,66 @@ class GatewayRole:
         return self._statuses.writes
 
     async def run(self) -> None:
-        """Until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watched.run(), name="informers")
-            tasks.create_task(self._pointed.run(), name="informers of what is pointed to")
-            tasks.create_task(self._follow(), name="compile and write")
-            tasks.create_task(self._in_use.run(), name="what is in use")
-            tasks.create_task(self._election.run(self._statuses.run), name="statuses")
+        """Run until cancelled."""
+        await self._controller.run()
 
-    async def _follow(self) -> None:
-        await self._watched.synced()
-        is_written = True
-        while True:
-            # what has changed in the meantime may be what makes the next attempt succeed
-            changed = await self._watched.changes(_TOGETHER_S) if is_written else self._watched.take_changes()
-            outcome = self._compile(changed)
-            # without its certificates a listener would be taken away and come back
-            while await self._pointed.follow(outcome.pointers, _POINTED_S):
-                outcome = self._compile(self._watched.take_changes())
-            self._digests = {name: content_digest(content) for name, content in outcome.files.items()}
-            is_written = await self._publish(outcome)
-            if is_written:
-                self._outcome = outcome
-                self._say()
-            else:
-                await asyncio.sleep(_RETRY_S)
+    async def _reconcile(self, _: str) -> Outcome:
+        """Compile what has changed, and write the directory."""
+        compiled = self._compile()
+        # without its certificates a listener would be taken away and come back
+        while await self._referenced.read(compiled.pointers, _REFERENCED_S):
+            compiled = self._compile()
+        self._digests = {name: content_digest(content) for name, content in compiled.files.items()}
+        if not await self._publish(compiled):
+            # what changes in the meantime may be what makes the next attempt succeed
+            await asyncio.sleep(_RETRY_S)
+            return Outcome("failed", 0.0)
+        self._compiled = compiled
+        self._update_statuses()
+        return Outcome("written")
 
-    def _compile(self, changed: Collection[tuple[str, str]]) -> Outcome:
-        for kind, key in changed:
-            self._compiler.put(kind, key, self._object(kind, key))
-            self._statuses.look_at((kind, key))
-        began_s = time.perf_counter()
-        outcome = self._compiler.compile()
-        self._metrics.compiled(len(changed), time.perf_counter() - began_s)
-        return outcome
+    def _compile(self) -> Compiled:
+        with self._inputs.changes() as changed:
+            for kind, key in changed:
+                self._compiler.put(kind, key, self._object(kind, key))
+                self._statuses.note((kind, key))
+            began_s = time.perf_counter()
+            compiled = self._compiler.compile()
+            self._metrics.compiled(len(changed), time.perf_counter() - began_s)
+            return compiled
 
     def _object(self, kind: str, key: str) -> Object | None:
-        return self._pointed.get(kind, key) if kind in POINTED_KINDS else self._watched.get(kind, key)
+        return self._referenced.get(kind, key) if kind in REFERENCED_KINDS else self._inputs.get(kind, key)
 
-    def _say(self) -> None:
-        """What objects' statuses should be by now."""
-        if self._outcome is None:
+    def _update_statuses(self) -> None:
+        """Give the writer the statuses that objects should have by now."""
+        if self._compiled is None:
             return
         refused = f"{self._refused}; until that is corrected nothing changes" if self._refused else ""
         directory = ConfigReport(files=self._published, refused=refused)
-        followers = [Follower("the gateway role", directory, is_writer=True), *self._in_use.followers]
+        consumers = [Consumer("the gateway role", directory, is_writer=True), *self._reports.consumers]
         wanted = {
-            key: with_use(one, self._status(*key), self._digests, followers)
-            for key, one in self._outcome.statuses.items()
+            key: with_use(one, self._status(*key), self._digests, consumers)
+            for key, one in self._compiled.statuses.items()
         }
-        self._in_use.is_settled = is_settled(wanted.values())
+        self._reports.is_settled = is_settled(wanted.values())
         self._statuses.want(wanted)
 
     def _status(self, kind: str, key: str) -> Mapping[str, Any]:
-        thing = self._watched.get(kind, key)
+        thing = self._inputs.get(kind, key)
         return {} if thing is None else thing.get("status") or {}
 
-    async def _publish(self, outcome: Outcome) -> bool:
-        """Write the outcome, unless it must not be served; whether nothing remains to be tried again."""
-        if outcome.refused != self._refused:
-            self._refused = outcome.refused
-            self._metrics.refused.set(bool(outcome.refused))
-            if outcome.refused:
-                log.error("nothing is changed, and what is served stays: %s", outcome.refused)
-        if outcome.refused:
+    async def _publish(self, compiled: Compiled) -> bool:
+        """Write the files, unless it must not be served; whether nothing remains to be tried again."""
+        if compiled.refused != self._refused:
+            self._refused = compiled.refused
+            self._metrics.refused.set(bool(compiled.refused))
+            if compiled.refused:
+                log.error("nothing is changed, and what is served stays: %s", compiled.refused)
+        if compiled.refused:
             return True
         try:
-            done = await asyncio.to_thread(self._writer.write, outcome.files)
+            done = await asyncio.to_thread(self._writer.write, compiled.files)
         except OSError as error:
             self._metrics.failures.inc()
             log.error("the directory cannot be written, tried again in %g s: %s", _RETRY_S, error)
@@ -180,7 +184,7 @@ class GatewayRole:
         for name in done.removed:
             log.info("removed %s", name)
         self._published = self._digests
-        self._in_use.ask_soon()
-        self._metrics.published(len(done.written), len(done.removed), len(outcome.files))
+        self._reports.ask_soon()
+        self._metrics.published(len(done.written), len(done.removed), len(compiled.files))
         self.ready.set()
         return True

@@ -20,6 +20,7 @@ from controller.kube.resources import Object, Resource, key_of, split_key
 
 if TYPE_CHECKING:
     from controller.kube.client import Client
+    from controller.kube.recorder import Counted
 
 Copy = Callable[[Resource, str], Object | None]
 """An object as last heard, by kind and key."""
@@ -45,7 +46,7 @@ class Expectations:
         # whose work waits to see an object
         self._about: dict[tuple[Resource, str], set[Hashable]] = {}
 
-    def heard(self, resource: Resource, key: str) -> None:
+    def observed(self, resource: Resource, key: str) -> None:
         """An object has changed in our copies. What is seen once is seen, even if it is gone by the next look."""
         for work in list(self._about.get((resource, key), ())):
             self._check(work)
@@ -104,10 +105,6 @@ def _has_reached(known: Object, version: str) -> bool:
     if seen.isdecimal() and version.isdecimal():
         return int(seen) >= int(version)
     return seen == version
-
-
-Counted = Callable[[str, str], None]
-"""Gets the kind and the verb of each write."""
 
 
 class Refused(ClusterError):

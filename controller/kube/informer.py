@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from controller.kube.client import Client, WatchEvent
     from controller.kube.resources import Resource
 
-Slim = Callable[[Object], Object]
+log = logging.getLogger(__name__)
+
+_SHORT_WATCH_S: Final = 1.0
+
+Transform = Callable[[Object], Object]
 """Makes an object smaller before it is kept; it must keep ``metadata.name``, ``namespace``, ``uid`` and
 ``resourceVersion``.
 """
@@ -39,14 +43,14 @@ class Store:
     out if it was not: others are kept all the same.
     """
 
-    def __init__(self, slim: Slim | None = None) -> None:
-        self._slim = slim or _as_it_is
+    def __init__(self, transform: Transform | None = None) -> None:
+        self._transform = transform or _as_it_is
         self._objects: dict[str, Object] = {}
         self.objects: Mapping[str, Object] = MappingProxyType(self._objects)
 
     def replace(self, items: Iterable[Object]) -> list[str]:
         """All objects are these from now on; the keys of those that came, changed or went."""
-        new = {key: slim for item in items if (slim := self._slimmed(key := key_of(item), item)) is not None}
+        new = {key: kept for item in items if (kept := self._transformed(key := key_of(item), item)) is not None}
         gone = self._objects.keys() - new.keys()
         changed = [key for key, item in new.items() if _differs(self._objects.get(key), item)]
         self._objects.clear()
@@ -62,15 +66,15 @@ class Store:
             return [key] if self._objects.pop(key, None) is not None else []
         if not _differs(self._objects.get(key), event.object):
             return []
-        slim = self._slimmed(key, event.object)
-        if slim is None or slim is self._objects.get(key):
+        kept = self._transformed(key, event.object)
+        if kept is None or kept is self._objects.get(key):
             return []
-        self._objects[key] = slim
+        self._objects[key] = kept
         return [key]
 
-    def _slimmed(self, key: str, thing: Object) -> Object | None:
+    def _transformed(self, key: str, thing: Object) -> Object | None:
         try:
-            return self._slim(thing)
+            return self._transform(thing)
         except Exception:  # whatever is wrong with one object, the others are looked after
             log.exception("%s %s cannot be read, and is as it was", thing.get("kind", "an object"), key)
             return self._objects.get(key)
@@ -88,8 +92,6 @@ def _as_it_is(thing: Object) -> Object:
     return thing
 
 
-log = logging.getLogger(__name__)
-_SHORT_WATCH_S: Final = 1.0
 Listener = Callable[[str], None]
 """Gets the key of an object that changed; must not block and must not raise. What the object is now: see the informer.
 """
@@ -130,7 +132,7 @@ class Informer:
         selection: Selection = Selection(),  # noqa: B008 - frozen
         *,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
-        slim: Slim | None = None,
+        transform: Transform | None = None,
         rng: Random | None = None,
     ) -> None:
         self.resource = resource
@@ -140,7 +142,7 @@ class Informer:
         self._client = client
         self._selection = selection
         self._timing = timing
-        self._store = Store(slim)
+        self._store = Store(transform)
         self._rng = rng or Random()
         self._backoff = Backoff(timing.backoff_s, timing.backoff_max_s, self._rng)
         # a list is the dearest of all calls: events in between do not show that the next one may come at once
@@ -294,12 +296,12 @@ _CONTAINER: Final = ("name", "ready", "restartCount", "started", "state", "lastS
 _NODE_CONDITIONS: Final = ("Ready",)
 
 
-def slim(thing: Object) -> Object:
+def without_managed_fields(thing: Object) -> Object:
     """All but the record of who wrote which field."""
     return {**thing, "metadata": _without(thing["metadata"], ("managedFields",))}
 
 
-def slim_pod(pod: Object) -> Object:
+def trimmed_pod(pod: Object) -> Object:
     """Labels, annotations, owner, node, and what its containers do."""
     status = _only(pod.get("status") or {}, _POD_STATUS)
     for name in ("containerStatuses", "initContainerStatuses"):
@@ -314,7 +316,7 @@ def slim_pod(pod: Object) -> Object:
     }
 
 
-def slim_node(node: Object) -> Object:
+def trimmed_node(node: Object) -> Object:
     """Labels, taints, what can be allocated, and whether it is ready."""
     status = node.get("status") or {}
     conditions = [one for one in status.get("conditions") or () if one.get("type") in _NODE_CONDITIONS]

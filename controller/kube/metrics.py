@@ -60,7 +60,7 @@ class ManagerMetrics:
         self._depth.set_function(depth)
         self._failing.set_function(failing)
 
-    def looked(self, kind: str, outcome: str, seconds: float) -> None:
+    def reconciled(self, kind: str, outcome: str, seconds: float) -> None:
         """One look has ended."""
         self._looks.labels(kind, outcome).inc()
         self._seconds.labels(kind).observe(seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -13,10 +14,9 @@ from controller.kube.errors import ClusterError
 from controller.kube.resources import EVENTS, Object, Resource, key_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from controller.kube.client import Client
-    from controller.kube.executor import Counted
     from controller.kube.plan import Happened
 
 _LONGEST = 1024
@@ -56,6 +56,9 @@ def now() -> str:
 
 
 log = logging.getLogger(__name__)
+
+Counted = Callable[[str, str], None]
+"""Gets the kind and the verb of each write."""
 _NOTHING: Final[tuple[object, ...]] = (None, {}, [], ())
 _QUIET_S: Final = 60.0
 _REMEMBERED: Final = 4096
@@ -96,16 +99,16 @@ async def write_status(
     return written
 
 
-def with_trouble(
+def with_failure(
     status: Mapping[str, Any] | None, before: Mapping[str, Any], type_: str, truth: str, *, reason: str, message: str
 ) -> dict[str, Any]:
     """A status that says what is wrong in its condition ``type_``. Without a planned one, what the object says
     stays.
     """
-    said = dict(before if status is None else status)
-    trouble = {"type": type_, "status": truth, "reason": reason, "message": message}
-    said["conditions"] = [*(one for one in said.get("conditions") or () if one["type"] != type_), trouble]
-    return said
+    found = dict(before if status is None else status)
+    failure = {"type": type_, "status": truth, "reason": reason, "message": message}
+    found["conditions"] = [*(one for one in found.get("conditions") or () if one["type"] != type_), failure]
+    return found
 
 
 class Recorder:
@@ -116,10 +119,10 @@ class Recorder:
         self._component = component
         self._clock = clock
         self._counted = counted
-        # when a reason was last told of an object, by uid and reason, and how often it came since; the oldest go
-        self._told: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
+        # when an Event was last written, by the object's uid and its reason, and how many came since; the oldest go
+        self._written: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
 
-    async def tell(self, thing: Object, events: Iterable[Happened]) -> None:
+    async def record(self, thing: Object, events: Iterable[Happened]) -> None:
         """An Event that cannot be written is logged: nothing depends on it."""
         for one in events:
             left_out = self._left_out((thing["metadata"]["uid"], one.reason))
@@ -135,13 +138,13 @@ class Recorder:
 
     def _left_out(self, about: tuple[str, str]) -> int | None:
         """How many were left out since the last one; None if this one is, too."""
-        told_s, left_out = self._told.get(about, (None, 0))
+        written_s, left_out = self._written.get(about, (None, 0))
         now_s = self._clock()
-        if told_s is not None and now_s < told_s + _QUIET_S:
-            self._told[about] = told_s, left_out + 1
+        if written_s is not None and now_s < written_s + _QUIET_S:
+            self._written[about] = written_s, left_out + 1
             return None
-        self._told[about] = now_s, 0
-        self._told.move_to_end(about)
-        while len(self._told) > _REMEMBERED:
-            self._told.popitem(last=False)
+        self._written[about] = now_s, 0
+        self._written.move_to_end(about)
+        while len(self._written) > _REMEMBERED:
+            self._written.popitem(last=False)
         return left_out

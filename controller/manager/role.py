@@ -16,15 +16,15 @@ from controller.kube.resources import (
     MODELS,
     SERVING_RUNTIMES,
 )
-from controller.models.leading import Work
+from controller.models.controller import ModelController
 
 if TYPE_CHECKING:
     from controller.autoscaler.export.role import ExportRole
     from controller.kube.client import Client
     from controller.kube.lease import LeaderElection
     from controller.kube.metrics import ManagerMetrics
-    from controller.models.leading import Bell, Decisions, WorkSettings
-    from controller.models.loads import Loads
+    from controller.models.adapter import Loads
+    from controller.models.controller import Decisions, ModelControllerSettings, Source
     from controller.webhooks.role import WebhookRole
 
 CONTROLLER: Final = "attache-manager"
@@ -52,12 +52,12 @@ class Leader:
     def __init__(
         self,
         client: Client,
-        settings: WorkSettings,
+        settings: ModelControllerSettings,
         metrics: ManagerMetrics,
         election: LeaderElection,
         *,
         decisions: Decisions,
-        bell: Bell | None,
+        source: Source | None,
         loads: Loads | None = None,
         scaling: Scaling | None = None,
     ) -> None:
@@ -66,7 +66,7 @@ class Leader:
         self._metrics = metrics
         self._election = election
         self._decisions = decisions
-        self._bell = bell
+        self._source = source
         self._loads = loads
         self._scaling = scaling
         metrics.leader.set_function(lambda: float(election.is_leader))
@@ -86,13 +86,13 @@ class Leader:
                 tasks.create_task(_awaited(self._scaling(self._client)), name="scaling")
 
     async def _work(self) -> None:
-        await Work(
+        await ModelController(
             self._client,
             self._settings,
             self._metrics,
             component=CONTROLLER,
             decisions=self._decisions,
-            bell=self._bell,
+            source=self._source,
             loads=self._loads,
         ).run()
 
@@ -122,13 +122,13 @@ class ManagerRole:
                 tasks.create_task(self._leader.run(), name="leader")
 
 
-def kopf_rings(client: Client, namespace: str | None) -> Bell:
+def kopf_source(client: Client, namespace: str | None) -> Source:
     """kopf, told of events of our kinds."""
 
-    async def bell(ring: Callable[[str, str], None]) -> None:
-        await Handlers(client.access, FOLLOWED, ring, namespace=namespace).run()
+    async def source(enqueue: Callable[[str, str], None]) -> None:
+        await Handlers(client.access, FOLLOWED, enqueue, namespace=namespace).run()
 
-    return bell
+    return source
 
 
 async def _awaited(scaling: Awaitable[None]) -> None:

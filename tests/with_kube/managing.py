@@ -17,8 +17,8 @@ from controller.kube.lease import LeaderElection, LeaseTiming
 from controller.kube.metrics import ManagerMetrics
 from controller.kube.queue import QueueTiming
 from controller.kube.resources import EVENTS, MODEL_INFERS, PODS
-from controller.manager.role import CONTROLLER, Leader, ManagerRole, kopf_rings
-from controller.models.leading import Decisions, WorkSettings
+from controller.manager.role import CONTROLLER, Leader, ManagerRole, kopf_source
+from controller.models.controller import Decisions, ModelControllerSettings
 from controller.models.model.reconcile import reconcile
 from tests.with_kube.stand_in import stand_in
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from controller.kube.access import Access
     from controller.kube.resources import Object
-    from controller.models.leading import Bell
-    from controller.models.loads import Loads
-    from controller.models.model_infers import Decide
+    from controller.models.adapter import Loads
+    from controller.models.controller import Source
+    from controller.models.model_infer_adapter import Decide
 
 IMPATIENT = InformerTiming(backoff_s=0.05, backoff_max_s=0.5, resync_s=2.0)
 QUICK_QUEUE = QueueTiming(backoff_s=0.05, backoff_max_s=1.0)
@@ -60,9 +60,9 @@ class Managing(msgspec.Struct, frozen=True):
         await asyncio.wait([self.task])
 
 
-def settings(namespace: str | None, **more: Any) -> WorkSettings:  # noqa: ANN401 - fields of the struct
+def settings(namespace: str | None, **more: Any) -> ModelControllerSettings:  # noqa: ANN401 - fields of the struct
     """Work that retries quickly."""
-    return WorkSettings(namespace=namespace, informers=IMPATIENT, queue=QUICK_QUEUE, **more)
+    return ModelControllerSettings(namespace=namespace, informers=IMPATIENT, queue=QUICK_QUEUE, **more)
 
 
 @contextlib.asynccontextmanager
@@ -72,9 +72,9 @@ async def managing(
     *,
     decide: Decide = stand_in,
     with_kopf: bool = False,
-    bell: Bell | None = None,
+    source: Source | None = None,
     loads: Loads | None = None,
-    work: WorkSettings | None = None,
+    work: ModelControllerSettings | None = None,
     lease: str = "manager",
 ) -> AsyncIterator[Managing]:
     """The manager's work for the objects of ``namespace``, with a Lease in it."""
@@ -89,14 +89,14 @@ async def managing(
         )
         metrics = ManagerMetrics()
         if with_kopf:
-            bell = kopf_rings(client, (work or settings(namespace)).namespace)
+            source = kopf_source(client, (work or settings(namespace)).namespace)
         leader = Leader(
             client,
             work or settings(namespace),
             metrics,
             election,
             decisions=Decisions(decide, reconcile),
-            bell=bell,
+            source=source,
             loads=loads,
         )
         managed = Managing(client, metrics, asyncio.create_task(ManagerRole(None, leader).run()))

@@ -192,7 +192,7 @@ async def serving(
         config=config,
         namespace=namespace,
         gateway_config=f"{namespace}/main",
-        followers={"extproc": metrics, "Envoy": reports},
+        consumers={"extproc": metrics, "Envoy": reports},
         gateway_api=gateways,
     )
     node = gpu_node(f"node-{namespace}", 8, {"test": namespace})

@@ -115,9 +115,7 @@ async def create(client: Client, namespace: str, *things: Object) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    client: Client, namespace: str, folder: Path, look_again_s: float = 30.0
-) -> AsyncIterator[GatewayRole]:
+async def serving(client: Client, namespace: str, folder: Path, probe_s: float = 30.0) -> AsyncIterator[GatewayRole]:
     """A role that has written its directory once."""
     async with connect(client.access, manager=CONTROLLER) as own:
         election = LeaderElection(own, namespace=namespace, name="gateway", identity="a")
@@ -125,7 +123,7 @@ async def serving(
             config=folder,
             namespace=namespace,
             gateway_api=GatewayApiSettings(bind=("127.0.9.1", "127.0.9.2")),
-            look_again_s=look_again_s,
+            probe_s=probe_s,
         )
         role = GatewayRole(own, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
         task = asyncio.create_task(role.run())
@@ -271,7 +269,7 @@ async def test_kinds_that_come_later_are_served_then(
         for resource in OPTIONAL:
             await bare.delete(CRDS, f"{resource.plural}.{resource.group}", None)
         await create(bare, namespace, server())
-        async with serving(bare, namespace, tmp_path, look_again_s=0.1):
+        async with serving(bare, namespace, tmp_path, probe_s=0.1):
             assert addresses(tmp_path) == []
             for resource in OPTIONAL:
                 await bare.create(CRDS, loose(resource))

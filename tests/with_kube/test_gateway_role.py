@@ -83,7 +83,7 @@ async def serving(
             config=folder,
             namespace=namespace,
             gateway_config=config,
-            followers={} if extproc is None else {"extproc": extproc},
+            consumers={} if extproc is None else {"extproc": extproc},
         )
         role = GatewayRole(own, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
         task = asyncio.create_task(role.run())

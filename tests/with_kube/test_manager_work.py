@@ -344,11 +344,11 @@ async def test_a_manager_that_is_ended_at_any_moment_is_continued(client: Client
 
 @FAKE
 async def test_an_end_of_kopf_ends_the_role_with_an_error(client: Client, kube: Kube, namespace: str) -> None:
-    async def bell(_: object) -> None:
+    async def source(_: object) -> None:
         await asyncio.sleep(0.3)
         raise HandlersEnded("kopf's thread has ended") from RuntimeError("nobody expects this")
 
-    async with managing(kube.admin, namespace, bell=bell) as manager:
+    async with managing(kube.admin, namespace, source=source) as manager:
         await asyncio.wait([manager.task], timeout=SOON_S)
         error = manager.task.exception()
         assert error is not None

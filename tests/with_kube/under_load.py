@@ -70,7 +70,7 @@ async def gateway(client: Client, kube: Kube, namespace: str, folder: Path) -> A
         config=config,
         namespace=namespace,
         gateway_config=f"{namespace}/main",
-        followers={"extproc": metrics, "Envoy": reports},
+        consumers={"extproc": metrics, "Envoy": reports},
     )
     async with connect(kube.admin, manager=CONTROLLER) as own, Processes(folder) as processes:
         election = LeaderElection(own, namespace=namespace, name="gateway", identity="a")

@@ -51,7 +51,7 @@ class ExportRole:
             AUTOSCALING_POLICY_BINDINGS,
             Selection(namespace=settings.namespace),
             timing=settings.informers,
-            slim=_slim,
+            transform=_slim,
         )
         self._informer.subscribe(lambda key: self._exports.put(key, self._informer.get(key)))
         address = settings.external_metrics

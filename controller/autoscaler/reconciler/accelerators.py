@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from controller.autoscaler.decision.allocation.promises import Claim, Kinds, Nodes, Share, left_for, room_of
-from controller.kube.informer import Informer, InformerTiming, Selection, slim_node
+from controller.kube.informer import Informer, InformerTiming, Selection, trimmed_node
 from controller.kube.resources import NODES, PODS
-from controller.models.node_room import room, slim_to_requests
+from controller.models.node_capacity import room, trimmed_to_requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -133,8 +133,8 @@ class Rooms:
             self._wake.set()
 
     async def _follow(self) -> None:
-        nodes = Informer(self._client, NODES, Selection(), timing=self._timing, slim=slim_node)
-        pods = Informer(self._client, PODS, Selection(), timing=self._timing, slim=slim_to_requests)
+        nodes = Informer(self._client, NODES, Selection(), timing=self._timing, transform=trimmed_node)
+        pods = Informer(self._client, PODS, Selection(), timing=self._timing, transform=trimmed_to_requests)
         for one in (nodes, pods):
             one.subscribe(self._changed)
         self._followed, self._is_old = (nodes, pods), True

@@ -14,7 +14,7 @@ from controller.autoscaler.decision.signals import Signals
 from controller.autoscaler.decision.situation import EngineReport, Freshness, Waiting
 from controller.autoscaler.decision.traffic import Traffic
 from controller.kube.gateway_reports import DemandFeed
-from controller.kube.informer import Informer, InformerTiming, Selection, slim_pod
+from controller.kube.informer import Informer, InformerTiming, Selection, trimmed_pod
 from controller.kube.resources import PODS
 from extproc.api.status_pages import LOADS_LABEL, EngineDemand, ServerDemand, is_news_at
 
@@ -111,7 +111,7 @@ class GatewayDemand:
         self, client: Client, trusted: Collection[str], timing: InformerTiming, clock: Callable[[], float]
     ) -> None:
         self._clock = clock
-        self._gateways = Informer(client, PODS, Selection(labels=LOADS_LABEL), timing=timing, slim=slim_pod)
+        self._gateways = Informer(client, PODS, Selection(labels=LOADS_LABEL), timing=timing, transform=trimmed_pod)
         self._signals = Signals(trusted)
         self._feed = DemandFeed(lambda: self._gateways.objects, self._hear, clock=clock, rng=Random(), trusted=trusted)
         self._urgent: Urgent = _nobody

@@ -19,7 +19,7 @@ from controller.autoscaler.reconciler.bindings import (
 )
 from controller.autoscaler.reconciler.other_kinds import OtherKinds
 from controller.autoscaler.reconciler.scalables import KINDS, Scalable, ScalableKind, kind_of, reader, slim_pod
-from controller.kube.following import Following
+from controller.kube.cache import Cache
 from controller.kube.informer import Informer, InformerTiming, Selection
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,
@@ -159,7 +159,7 @@ class NamespacedPods:
                 await self._wake.wait()
 
     def _made(self, namespace: str | None) -> Informer:
-        informer = Informer(self._client, PODS, Selection(namespace), timing=self._timing, slim=slim_pod)
+        informer = Informer(self._client, PODS, Selection(namespace), timing=self._timing, transform=slim_pod)
 
         def changed(key: str) -> None:
             found = informer.get(key)
@@ -196,18 +196,18 @@ class Followed:
         self, client: Client, namespace: str | None, timing: InformerTiming, changed: Callable[[str], None]
     ) -> None:
         self._changed = changed
-        self._following = Following(client, namespace, timing)
-        add = self._following.add
-        self._policies = add(AUTOSCALING_POLICIES, slim=slim_policy)
-        self._bindings = add(AUTOSCALING_POLICY_BINDINGS, slim=slim_binding)
-        self._servers = add(MODEL_SERVERS, slim=_slim_server)
+        self._cache = Cache(client, namespace, timing)
+        add = self._cache.add
+        self._policies = add(AUTOSCALING_POLICIES, transform=slim_policy)
+        self._bindings = add(AUTOSCALING_POLICY_BINDINGS, transform=slim_binding)
+        self._servers = add(MODEL_SERVERS, transform=_slim_server)
         self._scalables: Mapping[Resource, Informer] = {
-            one.resource: add(one.resource, slim=reader(one), optional=one.optional) for one in KINDS
+            one.resource: add(one.resource, transform=reader(one), optional=one.optional) for one in KINDS
         }
         # a fake cluster lacks HorizontalPodAutoscalers, and so may one whose account may not list them
         self._others = [
-            add(_HPAS, slim=slim_autoscaler(_HPAS.kind), optional=True),
-            add(_SCALED_OBJECTS, slim=slim_autoscaler(_SCALED_OBJECTS.kind, "Deployment", "apps"), optional=True),
+            add(_HPAS, transform=slim_autoscaler(_HPAS.kind), optional=True),
+            add(_SCALED_OBJECTS, transform=slim_autoscaler(_SCALED_OBJECTS.kind, "Deployment", "apps"), optional=True),
         ]
         self.pods = NamespacedPods(client, timing, self._all_changed)
         self.other_kinds = OtherKinds(client, lambda place: self._tell(self._by_place.get(place, ())))
@@ -235,13 +235,13 @@ class Followed:
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._following.run(), name="informers of scaling")
+            tasks.create_task(self._cache.run(), name="informers of scaling")
             tasks.create_task(self.pods.run(), name="pods of targets")
             tasks.create_task(self.other_kinds.run(), name="targets of others' kinds")
 
     def versions(self) -> tuple[int, ...]:
         """While they are the same, all targets resolve to the same."""
-        served = sum(self._following.serves(one) for one in self._scalables.values())
+        served = sum(self._cache.serves(one) for one in self._scalables.values())
         scalables = self._scalables_version + self.other_kinds.version
         return self.servers_version, self.owners_version, scalables, self.pods.index.version, served
 
@@ -257,7 +257,7 @@ class Followed:
 
     async def synced(self) -> None:
         """Returns once all has been listed but pods, which are followed where there are bindings."""
-        await self._following.synced()
+        await self._cache.synced()
 
     def binding(self, key: str) -> BindingView | None:
         """As last heard."""
@@ -284,7 +284,7 @@ class Followed:
     def kind_at(self, place: Place) -> ScalableKind | None:
         """The kind that a place names, if it can be scaled here."""
         kind = kind_of(place[1], place[2])
-        return kind if kind is not None and self._following.serves(self._scalables[kind.resource]) else None
+        return kind if kind is not None and self._cache.serves(self._scalables[kind.resource]) else None
 
     def scalable(self, kind: ScalableKind, place: Place) -> Scalable | None:
         """As last heard."""

@@ -242,7 +242,7 @@ class Looker:
             return
         self._said[view.key] = version, digest
         self._untold.pop(view.key, None)
-        await parts.recorder.tell(view.thing, events_of(looked, status, before))
+        await parts.recorder.record(view.thing, events_of(looked, status, before))
 
     async def _keep(self, view: BindingView, now_s: float) -> None:
         if self._parts.keeping.is_due(view, now_s):

@@ -12,7 +12,7 @@ from controller.autoscaler.decision.situation import EngineState
 from controller.kube.resources import DEPLOYMENTS, MODEL_INFER_ROLES, MODEL_INFERS, Object, Resource, key_of
 from controller.models.model_infer import labels
 from controller.models.model_infer.times import seconds_of
-from controller.models.node_room import quantity
+from controller.models.node_capacity import quantity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

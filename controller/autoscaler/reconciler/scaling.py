@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from controller.autoscaler.reconciler.metrics import ScalingMetrics
     from controller.autoscaler.reconciler.records import Records
     from controller.kube.client import Client
-    from controller.kube.executor import Counted
+    from controller.kube.recorder import Counted
 
 _CLOCK: Final = time.perf_counter
 

@@ -28,7 +28,7 @@ from yarl import URL
 from controller.kube.access import Access
 from controller.kube.errors import AccessInvalid, ClusterError, Forbidden, NotFound
 from controller.kube.resources import SECRETS
-from controller.models.node_room import quantity
+from controller.models.node_capacity import quantity
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence

@@ -101,7 +101,7 @@ def pod_endpoints(ports: Sequence[int], pods: Iterable[Pod]) -> list[Mapping[str
     return [found[address] for address in sorted(found)]
 
 
-def slim_pod(thing: Mapping[str, Any]) -> dict[str, Any]:
+def trimmed_pod(thing: Mapping[str, Any]) -> dict[str, Any]:
     """What ``pod_of`` reads: a tenth of the whole."""
     metadata, status = thing["metadata"], thing.get("status") or {}
     kept = ("name", "namespace", "uid", "resourceVersion", "labels", "deletionTimestamp")

@@ -19,7 +19,7 @@ PROGRAMMED: Final = "Programmed"
 _IN_GATEWAY_FILE: Final = ("GatewayConfig", "Gateway")
 
 
-class Follower(msgspec.Struct, frozen=True):
+class Consumer(msgspec.Struct, frozen=True):
     """Somebody who uses the directory. ``name``: for people. ``report``: None if there is none, since it does not
     answer.
     ``is_writer``: it is the one who writes the directory.
@@ -55,9 +55,9 @@ def with_use(
     wanted: WantedStatus,
     observed: Mapping[str, Any],
     digests: Mapping[str, str],
-    followers: Sequence[Follower],
+    consumers: Sequence[Consumer],
 ) -> WantedStatus:
-    """``wanted`` with what the followers say. ``observed``: the status of the object as it is. ``digests``: of the
+    """``wanted`` with what the consumers say. ``observed``: the status of the object as it is. ``digests``: of the
     files that the directory should have.
 
     Endpoints come and go, and each time a file is new. An object that was in use stays so until its generation changes,
@@ -72,12 +72,12 @@ def with_use(
         """``before``: the object's status, or the item of a list in it, as it is."""
         if not _is_programmed(conditions):
             return conditions
-        programmed = _programmed(file, digest, followers, was_used=_was_used(before, wanted.generation))
+        programmed = _programmed(file, digest, consumers, was_used=_was_used(before, wanted.generation))
         return tuple(programmed if one.type == PROGRAMMED else one for one in conditions)
 
     conditions = as_used(wanted.conditions, observed)
     if wanted.kind == "GatewayConfig" and _is_programmed(wanted.conditions):
-        conditions += () if any(one.type == "ResolvedRefs" for one in conditions) else tuple(_keys(followers))
+        conditions += () if any(one.type == "ResolvedRefs" for one in conditions) else tuple(_keys(consumers))
     return msgspec.structs.replace(
         wanted, conditions=conditions, lists=tuple(_list_as_used(one, observed, as_used) for one in wanted.lists)
     )
@@ -112,13 +112,13 @@ def _is_programmed(conditions: Iterable[Wanted]) -> bool:
     return any(one.type == PROGRAMMED and one.status == "True" for one in conditions)
 
 
-def _programmed(file: str, digest: str, followers: Sequence[Follower], *, was_used: bool) -> Wanted:
-    behind = [one for one in followers if not one.uses(file, digest)]
+def _programmed(file: str, digest: str, consumers: Sequence[Consumer], *, was_used: bool) -> Wanted:
+    behind = [one for one in consumers if not one.uses(file, digest)]
     refusing = next((one for one in behind if one.refused), None)
-    why = next((one.refused for one in followers if one.refused), "")
+    why = next((one.refused for one in consumers if one.refused), "")
     # what was used before is used still, unless somebody has lost it
-    if not behind or (was_used and not any(one.has_nothing for one in followers)):
-        users = [one.name for one in followers if not one.is_writer]
+    if not behind or (was_used and not any(one.has_nothing for one in consumers)):
+        users = [one.name for one in consumers if not one.is_writer]
         said = f"in use by {' and '.join(users)}" if users else "in the directory; nobody is asked whether it is in use"
         return holds(PROGRAMMED, f"{said}; no change is used: {why}" if why else said)
     if refusing is not None:
@@ -132,9 +132,9 @@ def _was_used(observed: Mapping[str, Any], generation: int) -> bool:
     return any(one.get("status") == "True" and one.get("observedGeneration") == generation for one in known)
 
 
-def _keys(followers: Sequence[Follower]) -> Iterable[Wanted]:
+def _keys(consumers: Sequence[Consumer]) -> Iterable[Wanted]:
     """Keys and key sets are read by the bundle's writer, which says what is missing."""
-    reports = [one.report for one in followers if one.report is not None]
+    reports = [one.report for one in consumers if one.report is not None]
     missing = sorted({text for report in reports for text in report.missing_keys})
     if missing:
         said = f"whoever uses one of these keys is refused until it is there: {'; '.join(missing)}"

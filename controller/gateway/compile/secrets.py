@@ -2,7 +2,7 @@
 """Secrets and ConfigMaps that other objects point to, as files of the directory.
 
 Only what is pointed to is read from the cluster. A compiler says what that is (``Outcome.pointers``), gets it by
-``put`` under the pointer's ``watched_as``, and makes files of it with ``file_of``.
+``put`` under the pointer's ``compiled_as``, and makes files of it with ``file_of``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Pointer(msgspec.Struct, frozen=True, order=True):
     key: str
 
     @property
-    def watched_as(self) -> str:
+    def compiled_as(self) -> str:
         """The kind under which a compiler gets it; ``ConfigMap`` alone are those that hold picker configurations."""
         return "PointedConfigMap" if self.kind == "ConfigMap" else self.kind
 

@@ -77,11 +77,11 @@ class ServerSet:
         self._stale |= {one for one in self._sources if namespace_of(one) == namespace}
 
     def pointed_changed(self, kind: str, key: str) -> None:
-        """An object that ``read`` gives has changed. ``kind``: as a pointer's ``watched_as``."""
+        """An object that ``read`` gives has changed. ``kind``: as a pointer's ``compiled_as``."""
         self._stale |= {
             name
             for name, one in self.results.items()
-            if any((pointer.watched_as, pointer.key) == (kind, key) for pointer in one.pointers)
+            if any((pointer.compiled_as, pointer.key) == (kind, key) for pointer in one.pointers)
         }
 
     def compile(self) -> None:

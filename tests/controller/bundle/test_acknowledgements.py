@@ -23,7 +23,7 @@ from controller.bundle.envoy_admin import EnvoyState, read_state
 from controller.bundle.metrics import FollowerSeries, serve_metrics
 from controller.bundle.sync import Follower, write_once
 from controller.commands.bundle import main
-from controller.gateway.in_use import read_report
+from controller.gateway.statuses import read_report
 from extproc.api.load import ConfigDirectory, load
 from extproc.api.status_pages import ConfigReport
 

@@ -21,11 +21,11 @@ class Copies:
 
     def hear(self, thing: Object, resource: Resource = PODS) -> None:
         self.objects[resource, key_of(thing)] = thing
-        self.expectations.heard(resource, key_of(thing))
+        self.expectations.observed(resource, key_of(thing))
 
     def lose(self, thing: Object, resource: Resource = PODS) -> None:
         del self.objects[resource, key_of(thing)]
-        self.expectations.heard(resource, key_of(thing))
+        self.expectations.observed(resource, key_of(thing))
 
 
 def pod(version: str, uid: str = "u", **more: Any) -> Object:  # noqa: ANN401 - JSON

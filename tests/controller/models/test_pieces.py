@@ -12,15 +12,15 @@ import pytest
 from bench.processes import free_ports
 from controller.kube.errors import Conflict, ServerError
 from controller.kube.executor import yielded
-from controller.kube.informer import slim_node, slim_pod
+from controller.kube.informer import trimmed_node, trimmed_pod
 from controller.kube.plan import Happened, without
-from controller.kube.recorder import Recorder, with_trouble, write_status
+from controller.kube.recorder import Recorder, with_failure, write_status
 from controller.kube.resources import MODEL_INFERS as RESOURCE
 from controller.kube.resources import key_of
-from controller.models.loads import GatewayLoads
-from controller.models.log_tails import crash_of
+from controller.models.adapter import GatewayLoads
 from controller.models.model_infer.observed import Load
-from controller.models.node_room import LostNodes, quantity, requests_of, room, slim_to_requests
+from controller.models.model_infer_adapter import crash_of
+from controller.models.node_capacity import LostNodes, quantity, requests_of, room, trimmed_to_requests
 from extproc.api.status_pages import LOADS_LABEL
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ def test_a_pod_asks_for_its_containers_or_its_largest_init_container() -> None:
 def test_room_is_what_running_pods_leave_on_nodes_that_take_pods() -> None:
     running = pod(spec={"nodeName": "one", "containers": [container(cpu="1")]}, status={"phase": "Running"})
     ended = pod(spec={"nodeName": "one", "containers": [container(cpu="1")]}, status={"phase": "Succeeded"})
-    nodes = [slim_node(one) for one in (node(), node("bad", ready="Unknown"), node("shut", unschedulable=True))]
-    (found,) = room(nodes, [slim_to_requests(running), slim_to_requests(ended)])
+    nodes = [trimmed_node(one) for one in (node(), node("bad", ready="Unknown"), node("shut", unschedulable=True))]
+    (found,) = room(nodes, [trimmed_to_requests(running), trimmed_to_requests(ended)])
     assert (found.name, found.free) == ("one", {"cpu": 3.0, "memory": 8 * 2.0**30, "pods": 9.0})
 
 
@@ -117,11 +117,11 @@ def test_a_lost_node_is_lost_since_it_was_not_ready_or_since_it_was_missed() -> 
 
 def test_what_nobody_reads_is_not_kept() -> None:
     status = {"phase": "Running", "hostIP": "x", "containerStatuses": [{"name": "c", "imageID": "x", "ready": True}]}
-    lean = slim_pod(pod(spec={"nodeName": "one", "containers": ["long"]}, status=status))
+    lean = trimmed_pod(pod(spec={"nodeName": "one", "containers": ["long"]}, status=status))
     assert "managedFields" not in lean["metadata"]
     assert lean["spec"] == {"nodeName": "one"}
     assert lean["status"] == {"phase": "Running", "containerStatuses": [{"name": "c", "ready": True}]}
-    assert "annotations" not in slim_node(node())["metadata"]
+    assert "annotations" not in trimmed_node(node())["metadata"]
 
 
 @pytest.mark.parametrize(
@@ -144,14 +144,14 @@ async def test_the_same_reason_is_told_once_a_minute() -> None:
     recorder = Recorder(server, "manager", lambda: clock[0], lambda *_: None)  # type: ignore[arg-type]
     for seconds in (0, 1, 2, 59):
         clock[0] = 100.0 + seconds
-        await recorder.tell(thing(), [Happened("Warning", "Crashed", "it crashed")])
-    await recorder.tell(thing(), [Happened("Normal", "Ready", "it is ready")])
+        await recorder.record(thing(), [Happened("Warning", "Crashed", "it crashed")])
+    await recorder.record(thing(), [Happened("Normal", "Ready", "it is ready")])
     clock[0] = 161.0
-    await recorder.tell(thing(), [Happened("Warning", "Crashed", "it crashed")])
+    await recorder.record(thing(), [Happened("Warning", "Crashed", "it crashed")])
     said = [one["message"] for one in server.written]
     assert said == ["it crashed", "it is ready", "it crashed (and 3 more since the last such Event)"]
     server.error = ServerError(500)
-    await recorder.tell(thing(), [Happened("Normal", "Other", "nobody hears of it")])
+    await recorder.record(thing(), [Happened("Normal", "Other", "nobody hears of it")])
 
 
 async def test_a_status_is_written_where_it_says_something_new() -> None:
@@ -175,7 +175,7 @@ async def test_a_status_is_written_where_it_says_something_new() -> None:
 
 def test_what_the_server_refuses_is_one_condition_beside_the_others() -> None:
     planned = {"replicas": 1, "conditions": [{"type": "Degraded", "status": "False"}, {"type": "Available"}]}
-    said = with_trouble(planned, {}, "Degraded", "True", reason="NameTaken", message="rename it")
+    said = with_failure(planned, {}, "Degraded", "True", reason="NameTaken", message="rename it")
     assert [one["type"] for one in said["conditions"]] == ["Available", "Degraded"]
     assert said["conditions"][1]["reason"] == "NameTaken"
     assert planned["conditions"][0]["status"] == "False"

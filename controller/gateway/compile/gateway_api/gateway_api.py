@@ -209,7 +209,7 @@ class GatewayApi:
 
     def pointed(self, pointer: Pointer) -> Pointed | None:
         """What ``pointer`` points to; None if it is not there, or not known yet."""
-        return self._observed.pointed.get((pointer.watched_as, pointer.key))
+        return self._observed.pointed.get((pointer.compiled_as, pointer.key))
 
     def _release(self) -> str | None:
         """Of the Gateway API's definitions that are installed; None if they are not known."""

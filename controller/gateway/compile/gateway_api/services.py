@@ -93,7 +93,7 @@ def slice_of(thing: Mapping[str, Any]) -> Slice | None:
     return Slice(object_key(metadata.get("namespace", "default"), service), ports, tuple(ready), tuple(leaving))
 
 
-def slim_slice(thing: Mapping[str, Any]) -> dict[str, Any]:
+def trimmed_slice(thing: Mapping[str, Any]) -> dict[str, Any]:
     """What ``slice_of`` reads."""
     metadata = thing["metadata"]
     kept = ("name", "namespace", "uid", "resourceVersion")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.gateway.compile.compiler import Compiler, Outcome, file_name
-from controller.gateway.compile.pods import pod_of, slim_pod
+from controller.gateway.compile.pods import pod_of, trimmed_pod
 from controller.gateway.directory import DirectoryWriter
 from controller.kube.resources import key_of
 from extproc.api.load import load, load_directory
@@ -166,11 +166,11 @@ def test_a_pods_price_is_its_annotation_if_that_is_one(price: str, expected: flo
 
 def test_an_endpoint_is_labelled_with_the_node_of_its_pod_unless_the_pod_says_otherwise() -> None:
     on_a_node = {**pod("a"), "spec": {"nodeName": "gpu-7"}}
-    found = pod_of(slim_pod(on_a_node))
+    found = pod_of(trimmed_pod(on_a_node))
     assert found.labels["kubernetes.io/hostname"] == "gpu-7"
     own = {**on_a_node, "metadata": {**on_a_node["metadata"], "labels": {"kubernetes.io/hostname": "rack-3"}}}
-    assert pod_of(slim_pod(own)).labels == {"kubernetes.io/hostname": "rack-3"}
-    assert "kubernetes.io/hostname" not in pod_of(slim_pod(pod("a"))).labels
+    assert pod_of(trimmed_pod(own)).labels == {"kubernetes.io/hostname": "rack-3"}
+    assert "kubernetes.io/hostname" not in pod_of(trimmed_pod(pod("a"))).labels
 
 
 @pytest.mark.parametrize("ip", ["", "localhost", "10.0.0.1; rm", "10.0.0.1/8"])

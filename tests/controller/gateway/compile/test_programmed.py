@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programmed is True only for what all followers use, and says why for the rest."""
+"""Programmed is True only for what all consumers use, and says why for the rest."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from controller.gateway.compile.programmed import Follower, is_settled, with_use
+from controller.gateway.compile.programmed import Consumer, is_settled, with_use
 from controller.kube.conditions import Wanted, WantedEntry, WantedList, WantedStatus, fails, holds, merged
 from extproc.api.status_pages import ConfigReport
 
 FILE = "modelserver.default.llama.json"
 NEW = {FILE: "new", "gateway.json": "g"}
 OLD = {FILE: "old", "gateway.json": "g"}
-WRITER = Follower("the gateway role", ConfigReport(files=NEW), is_writer=True)
+WRITER = Consumer("the gateway role", ConfigReport(files=NEW), is_writer=True)
 
 
 def status(*conditions: Wanted, kind: str = "ModelServer", generation: int = 2) -> WantedStatus:
@@ -20,28 +20,28 @@ def status(*conditions: Wanted, kind: str = "ModelServer", generation: int = 2) 
     return WantedStatus(kind=kind, key="default/llama", generation=generation, conditions=shown)
 
 
-def programmed(*followers: Follower, observed: dict[str, Any] | None = None) -> tuple[str, str, str]:
-    found = with_use(status(), observed or {}, NEW, [WRITER, *followers])
+def programmed(*consumers: Consumer, observed: dict[str, Any] | None = None) -> tuple[str, str, str]:
+    found = with_use(status(), observed or {}, NEW, [WRITER, *consumers])
     (one,) = (one for one in found.conditions if one.type == "Programmed")
     return one.status, one.reason, one.message
 
 
-def extproc(**report: Any) -> Follower:  # noqa: ANN401 - fields of the report
-    return Follower("extproc", ConfigReport(**report))
+def extproc(**report: Any) -> Consumer:  # noqa: ANN401 - fields of the report
+    return Consumer("extproc", ConfigReport(**report))
 
 
 def test_it_is_true_once_all_use_it() -> None:
-    envoy = Follower("Envoy", ConfigReport(files=NEW))
+    envoy = Consumer("Envoy", ConfigReport(files=NEW))
     assert programmed(extproc(files=NEW), envoy) == ("True", "Programmed", "in use by extproc and Envoy")
 
 
 def test_it_is_unknown_while_somebody_has_not_taken_it() -> None:
-    assert programmed(extproc(files=NEW), Follower("Envoy", ConfigReport(files=OLD, waiting="no Envoy answers"))) == (
+    assert programmed(extproc(files=NEW), Consumer("Envoy", ConfigReport(files=OLD, waiting="no Envoy answers"))) == (
         "Unknown",
         "Pending",
         "no Envoy answers",
     )
-    assert programmed(Follower("extproc", None))[2] == "extproc does not answer"
+    assert programmed(Consumer("extproc", None))[2] == "extproc does not answer"
     assert programmed(extproc(files=OLD))[2] == "extproc has not taken it yet"
 
 
@@ -68,7 +68,7 @@ def test_pods_that_come_and_go_do_not_turn_it() -> None:
 def test_while_the_gateway_config_is_invalid_objects_say_that_nothing_changes() -> None:
     refused = "GatewayConfig default/main: listen: wrong"
     for files, expected in ((NEW, ("True", "Programmed")), (OLD, ("False", "GatewayConfigInvalid"))):
-        writer = Follower("the gateway role", ConfigReport(files=files, refused=refused), is_writer=True)
+        writer = Consumer("the gateway role", ConfigReport(files=files, refused=refused), is_writer=True)
         found = with_use(status(), {}, NEW, [writer, extproc(files=files)])
         one = found.conditions[1]
         assert (one.status, one.reason) == expected
@@ -81,7 +81,7 @@ def test_what_is_not_served_stays_as_it_was_said() -> None:
 
 
 def test_missing_keys_are_the_gateway_configs() -> None:
-    missing = Follower("Envoy", ConfigReport(files=NEW, missing_keys=("/keys/a: No such file or directory",)))
+    missing = Consumer("Envoy", ConfigReport(files=NEW, missing_keys=("/keys/a: No such file or directory",)))
     config = status(kind="GatewayConfig")
     found = with_use(config, {}, NEW, [WRITER, missing]).conditions
     assert [(one.type, one.status, one.reason) for one in found[1:]] == [
@@ -95,7 +95,7 @@ def test_missing_keys_are_the_gateway_configs() -> None:
 
 
 def test_what_is_unknown_is_looked_at_again_soon() -> None:
-    pending = with_use(status(), {}, NEW, [WRITER, Follower("extproc", None)])
+    pending = with_use(status(), {}, NEW, [WRITER, Consumer("extproc", None)])
     assert not is_settled([pending])
     assert is_settled([with_use(status(), {}, NEW, [WRITER, extproc(files=NEW)])])
 
@@ -124,7 +124,7 @@ def test_a_gateway_and_its_listeners_are_what_the_gateway_config_holds() -> None
         lists=(WantedList(name="listeners", entries=entries),),
         is_plain=True,
     )
-    behind = Follower("extproc", ConfigReport(files={"gateway.json": "old"}))
+    behind = Consumer("extproc", ConfigReport(files={"gateway.json": "old"}))
     pending = with_use(gateway, {}, NEW, [WRITER, behind])
     not_yet = "Unknown extproc has not taken it yet"
     assert shown(pending) == [not_yet, not_yet, "False no certificate"]
@@ -152,6 +152,6 @@ def test_a_route_says_of_each_parent_whether_its_file_is_used() -> None:
     parents = WantedList(name="parents", entries=(entry,), controller="attache.dev/gateway")
     route = WantedStatus(kind="HTTPRoute", key="default/app", generation=1, conditions=(), lists=(parents,))
     digests = {"httproute.default.app.json": "new"}
-    use = [Follower("extproc", ConfigReport(files=digests)), Follower("Envoy", None)]
+    use = [Consumer("extproc", ConfigReport(files=digests)), Consumer("Envoy", None)]
     assert shown(with_use(route, {}, digests, use)) == ["Unknown Envoy does not answer"]
     assert shown(with_use(route, {}, digests, use[:1])) == ["True in use by extproc"]

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import pytest
 
-from controller.gateway.compile.gateway_api.services import Slice, slice_of, slim_slice
+from controller.gateway.compile.gateway_api.services import Slice, slice_of, trimmed_slice
 from tests.gateway_objects import Object, endpoint_slice
 
 ENDING = {"ready": False, "serving": True, "terminating": True}
 
 
 @pytest.mark.parametrize("conditions", [{"ready": True}, {}, {"ready": False}, ENDING])
-def test_a_slim_slice_means_the_same(conditions: Object) -> None:
+def test_a_trimmed_slice_means_the_same(conditions: Object) -> None:
     whole = endpoint_slice("app", "10.1.0.1", "fd00::1", conditions=conditions)
     whole["endpoints"][0] |= {"nodeName": "node-0", "targetRef": {"kind": "Pod", "name": "app-1"}, "zone": "a"}
     whole["metadata"]["managedFields"] = [{"manager": "endpointslice-controller"}]
-    slim = slim_slice(whole)
+    slim = trimmed_slice(whole)
     assert slice_of(slim) == slice_of(whole)
     assert "managedFields" not in slim["metadata"]
     assert "zone" not in slim["endpoints"][0]

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes statuses of objects, and Events where a condition changed; a status that says it all already is left alone."""
+"""Statuses of the gateway role's objects: which files the directory's consumers use, and the writes to the cluster."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import logging
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import msgspec
+
+from controller.gateway.compile.programmed import Consumer
 from controller.kube.conditions import WantedStatus, merged, transitions
 from controller.kube.errors import ClusterError, Conflict, NotFound
 from controller.kube.recorder import event_of, now
@@ -23,9 +28,11 @@ from controller.kube.resources import (
     Object,
     split_key,
 )
+from extproc.api.addresses import parse_address
+from extproc.api.status_pages import REPORT_PATH, ConfigReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from controller.kube.client import Client
 
@@ -44,14 +51,77 @@ _KINDS: Final = (
 _RESOURCES: Final = {one.kind: one for one in _KINDS}
 _BAD_WHEN_TRUE: Final = ("Conflicted",)
 _RETRY_S: Final = 2.0
+_TIMEOUT_S: Final = 1.0
+_SOON_S: Final = 0.3
+_LATER_S: Final = 5.0
+_MAX_BYTES: Final = 4_000_000
 
 Key = tuple[str, str]
 
 
-class StatusWriter:
-    """``want`` says what statuses should be; ``run``, which only the leader runs, writes them.
+class ConsumerReports:
+    """``run`` asks ``addresses`` (by the name of the consumer there) and calls ``on_change`` when a report is another
+    one. ``is_settled``: no object waits for a report, so that consumers are asked less often.
+    """
 
-    ``observed``: an object as last heard, by kind and key.
+    def __init__(self, addresses: Mapping[str, str], on_change: Callable[[], None]) -> None:
+        self._addresses = addresses
+        self._on_change = on_change
+        self._reports: dict[str, ConfigReport | None] = dict.fromkeys(addresses)
+        self._wake = asyncio.Event()
+        self.is_settled = False
+
+    @property
+    def consumers(self) -> Sequence[Consumer]:
+        """Those that were asked, with their last reports."""
+        return [Consumer(name, report) for name, report in self._reports.items()]
+
+    def ask_soon(self) -> None:
+        """Something has been written."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Ask again and again until cancelled; returns at once if there are no addresses."""
+        if not self._addresses:
+            return
+        while True:
+            self._wake.clear()
+            answers = await asyncio.gather(
+                *(asyncio.to_thread(read_report, address) for address in self._addresses.values())
+            )
+            reports = dict(zip(self._addresses, answers, strict=True))
+            if reports != self._reports:
+                self._reports = reports
+                self._on_change()
+            if self.is_settled:
+                # not wait_for, which in Python 3.11 loses a cancellation that comes together with what it waits for
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LATER_S):
+                        await self._wake.wait()
+            await asyncio.sleep(_SOON_S)
+
+
+def read_report(address: str) -> ConfigReport | None:
+    """The report of the consumer at ``address``; None if none listens there, or it is no report."""
+    host, port = parse_address(address)
+    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+    try:
+        connection.request("GET", REPORT_PATH)
+        answer = connection.getresponse()
+        if answer.status != http.HTTPStatus.OK:
+            return None
+        return msgspec.json.decode(answer.read(_MAX_BYTES), type=ConfigReport)
+    except (OSError, http.client.HTTPException, ValueError, RecursionError):  # the decoder's error is a ValueError
+        return None
+    finally:
+        connection.close()
+
+
+class StatusWriter:
+    """``want`` gives the statuses that objects should have; ``run``, which only the leader runs, writes them, and
+    Events where a condition changed. A status that an object has already is not written.
+
+    ``observed``: an object as informers have it, by kind and key.
     """
 
     def __init__(self, client: Client, observed: Callable[[str, str], Object | None], controller: str) -> None:
@@ -69,14 +139,14 @@ class StatusWriter:
         self._wanted = statuses
         self._wake.set()
 
-    def look_at(self, key: Key) -> None:
+    def note(self, key: Key) -> None:
         """The object has changed, maybe its status."""
         if key in self._wanted:
             self._stale.add(key)
             self._wake.set()
 
     async def run(self) -> None:
-        """Until cancelled. A write that fails is tried again."""
+        """Write stale statuses until cancelled. A write that fails is tried again."""
         self._stale |= set(self._wanted)
         while True:
             self._wake.clear()
@@ -89,7 +159,7 @@ class StatusWriter:
                 await self._wake.wait()
 
     async def _write(self, key: Key) -> bool:
-        """Whether it is done with."""
+        """Whether nothing remains to be written for it."""
         wanted, thing = self._wanted.get(key), self._observed(*key)
         if wanted is None or thing is None:
             return True

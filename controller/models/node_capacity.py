@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is free on nodes, and which nodes are lost, out of nodes and pods as they were last heard."""
+"""Free capacity of nodes, and which nodes are lost, out of nodes and pods as informers have them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REMEMBERED: Final = 10_000
 _OVER: Final = ("Succeeded", "Failed")
 
 
-def slim_to_requests(pod: Object) -> Object:
+def trimmed_to_requests(pod: Object) -> Object:
     """A pod of anybody's, as far as it takes room: its node and what it asks for."""
     metadata, spec = pod["metadata"], pod.get("spec") or {}
     return {
@@ -52,7 +52,7 @@ def requests_of(spec: Mapping[str, object]) -> dict[str, float]:
 
 
 def room(nodes: Iterable[Object], pods: Iterable[Object]) -> list[NodeRoom]:
-    """Nodes that take pods, ready and not cordoned. ``pods``: all of the cluster, by ``slim_to_requests``."""
+    """Nodes that take pods, ready and not cordoned. ``pods``: all of the cluster, by ``trimmed_to_requests``."""
     taken: dict[str, dict[str, float]] = {}
     for pod in pods:
         if pod["node"]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models: what is followed for them, and what of it each is decided from."""
+"""Models for their controller: informers, and what each is decided from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from controller.kube.informer import Index, owner_uid, slim, slim_pod
+from controller.kube.informer import Index, owner_uid, trimmed_pod, without_managed_fields
 from controller.kube.plan import Plan
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,
@@ -25,19 +25,17 @@ from controller.kube.resources import (
     Resource,
     split_key,
 )
-from controller.models.keeper import Trouble, WorkKey
+from controller.models.adapter import Failure, WorkKey
 from controller.models.model.observed import CHILDREN, MODEL, Observed, Settings
 from controller.models.model_infer import labels
 
 if TYPE_CHECKING:
+    from controller.kube.cache import Cache
     from controller.kube.client import Client
-    from controller.kube.following import Following
     from controller.kube.informer import Informer
-    from controller.models.keeper import Changed, Owned
-    from controller.models.loads import Asked
+    from controller.models.adapter import Asked, Enqueue, Owned
 
 DecideModel = Callable[[Observed, float], Plan]
-
 # Everybody has these: only ours are followed, by their label.
 _EVERYBODYS: Final = (CONFIG_MAPS, DAEMON_SETS, JOBS)
 _GATEWAYS: Final = "app.kubernetes.io/name=attache-gateway"
@@ -52,19 +50,19 @@ class Shared(NamedTuple):
     gateways: tuple[str, ...]
 
 
-class ModelKeeper:
-    """See ``Keeper``. ``infers`` and ``infer_pods`` follow ModelInfers and their pods. ``changed``: called for a Model
+class ModelAdapter:
+    """See ``Adapter``. ``infers`` and ``infer_pods`` follow ModelInfers and their pods. ``enqueue``: called for a Model
     when something that it is decided from changes.
     """
 
     resource = MODELS
-    trouble = Trouble("Ready", "False")
+    failure = Failure("Ready", "False")
 
     def __init__(
         self,
         client: Client,
-        following: Following,
-        changed: Changed,
+        cache: Cache,
+        enqueue: Enqueue,
         decide: DecideModel,
         *,
         infers: Informer,
@@ -73,51 +71,47 @@ class ModelKeeper:
         settings: Settings,
     ) -> None:
         self._client = client
-        self._following = following
-        self._changed = changed
+        self._cache = cache
+        self._enqueue = enqueue
         self._decide = decide
         self._shared = shared.templates
         self._serves = shared.gateways
         self._settings = settings
-        self._things = following.add(MODELS, slim=slim, optional=True)
-        self._in_namespace = Index(self._things, _namespace)
+        self.informer = cache.add(MODELS, transform=without_managed_fields, optional=True)
+        self._in_namespace = Index(self.informer, _namespace)
         self._children = {one: infers if one == MODEL_INFERS else self._follow(one) for one in CHILDREN}
         self._by_namespace = {
             one: Index(informer, _namespace, self._all_in if one == AUTOSCALING_POLICIES else self._child_changed)
             for one, informer in self._children.items()
         }
         # those of warm-ups; the others belong to ModelInfers
-        warming = following.add(PODS, labels=f"{MODEL},!{labels.MODEL_INFER}", slim=slim_pod)
+        warming = cache.add(PODS, labels=f"{MODEL},!{labels.MODEL_INFER}", transform=trimmed_pod)
         self._pods = [Index(one, _model, self._pod_changed) for one in (infer_pods, warming)]
-        self._runtimes = Index(following.add(SERVING_RUNTIMES, slim=slim, optional=True), _namespace, self._all_in)
-        self._cluster_runtimes = following.add(CLUSTER_SERVING_RUNTIMES, slim=slim, optional=True)
+        self._runtimes = Index(
+            cache.add(SERVING_RUNTIMES, transform=without_managed_fields, optional=True),
+            _namespace,
+            self._all_in,
+        )
+        self._cluster_runtimes = cache.add(CLUSTER_SERVING_RUNTIMES, transform=without_managed_fields, optional=True)
         self._cluster_runtimes.subscribe(lambda _: self._everybody())
-        templates = following.add(MODEL_TEMPLATES, slim=slim, optional=True, everywhere=True)
+        templates = cache.add(MODEL_TEMPLATES, transform=without_managed_fields, optional=True, all_namespaces=True)
         self._templates = Index(templates, _namespace, self._all_in)
-        self._gateways = following.add(SERVICES, labels=_GATEWAYS, slim=slim, everywhere=True)
+        self._gateways = cache.add(SERVICES, labels=_GATEWAYS, transform=without_managed_fields, all_namespaces=True)
         self._gateways.subscribe(lambda _: self._everybody())
 
-    def get(self, key: str) -> Object | None:
-        """See ``Keeper``."""
-        return self._things.get(key)
-
-    def subscribe(self, listener: Callable[[str], None]) -> None:
-        """Call ``listener`` with the key of each Model that changes."""
-        self._things.subscribe(listener)
-
     def concerned(self, kind: str, key: str) -> Sequence[WorkKey]:
-        """See ``Keeper``."""
+        """See ``Adapter``."""
         namespace, _ = split_key(key)
         if kind == MODELS.kind:
             return [WorkKey(kind, key)]
         if kind == CLUSTER_SERVING_RUNTIMES.kind or (kind == MODEL_TEMPLATES.kind and namespace == self._shared):
-            return [WorkKey(MODELS.kind, one) for one in self._things.objects]
+            return [WorkKey(MODELS.kind, one) for one in self.informer.objects]
         if kind in {SERVING_RUNTIMES.kind, MODEL_TEMPLATES.kind}:
             return [_work(one) for one in self._in_namespace.of(str(namespace))]
         return []
 
     def owned(self, thing: Object) -> Owned:
-        """See ``Keeper``."""
+        """See ``Adapter``."""
         namespace = thing["metadata"]["namespace"]
         found: dict[Resource, Sequence[Object]] = {
             one: [each for each in index.of(namespace) if _is_about(each, thing)]
@@ -127,20 +121,20 @@ class ModelKeeper:
         return found
 
     async def listed(self, thing: Object) -> Owned:
-        """See ``Keeper``."""
+        """See ``Adapter``."""
         metadata = thing["metadata"]
         found: dict[Resource, Sequence[Object]] = {}
         for one, informer in self._children.items():
-            if self._following.serves(informer):
+            if self._cache.serves(informer):
                 chosen = MODEL if one in _EVERYBODYS else ""
                 listed = await self._client.list(one, metadata["namespace"], labels=chosen)
-                found[one] = [slim(each) for each in listed.items if _is_about(each, thing)]
+                found[one] = [without_managed_fields(each) for each in listed.items if _is_about(each, thing)]
         pods = await self._client.list(PODS, metadata["namespace"], labels=f"{MODEL}={metadata['name']}")
-        found[PODS] = [slim_pod(each) for each in pods.items]
+        found[PODS] = [trimmed_pod(each) for each in pods.items]
         return found
 
     def decide(self, thing: Object, owned: Owned, asked: Asked, now_s: float) -> Plan:  # noqa: ARG002 - of the protocol
-        """See ``Keeper``."""
+        """See ``Adapter``."""
         namespace = thing["metadata"]["namespace"]
         observed = Observed(
             thing=thing,
@@ -161,28 +155,28 @@ class ModelKeeper:
 
     def _follow(self, resource: Resource) -> Informer:
         if resource in _EVERYBODYS:
-            return self._following.add(resource, labels=MODEL, slim=slim)
-        return self._following.add(resource, slim=slim, optional=True)
+            return self._cache.add(resource, labels=MODEL, transform=without_managed_fields)
+        return self._cache.add(resource, transform=without_managed_fields, optional=True)
 
     def _child_changed(self, namespace: str, key: str) -> None:
         """Also of what has such a name and is not ours: it may have made room."""
         _, name = split_key(key)
         for thing in self._in_namespace.of(namespace):
             if name.startswith(thing["metadata"]["name"]):
-                self._changed(_work(thing))
+                self._enqueue(_work(thing))
 
     def _pod_changed(self, model: str, _: str) -> None:
-        if model in self._things.objects:
-            self._changed(WorkKey(MODELS.kind, model))
+        if model in self.informer.objects:
+            self._enqueue(WorkKey(MODELS.kind, model))
 
     def _all_in(self, namespace: str, _: str) -> None:
-        things = self._things.objects.values() if namespace == self._shared else self._in_namespace.of(namespace)
+        things = self.informer.objects.values() if namespace == self._shared else self._in_namespace.of(namespace)
         for thing in things:
-            self._changed(_work(thing))
+            self._enqueue(_work(thing))
 
     def _everybody(self) -> None:
-        for key in self._things.objects:
-            self._changed(WorkKey(MODELS.kind, key))
+        for key in self.informer.objects:
+            self._enqueue(WorkKey(MODELS.kind, key))
 
 
 def _work(thing: Object) -> WorkKey:

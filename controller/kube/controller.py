@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A controller: informers fill a queue of keys, and workers reconcile one key each.
+
+``reconcile`` is given a key, reads what the informers have, decides, acts and writes the status; it returns an
+``Outcome`` that says when to reconcile the key again. Nothing is remembered between two reconciles that objects can
+hold. One that raises comes again after a back-off.
+
+    controller = Controller(client, reconcile, component="attache-manager", settings=ControllerSettings())
+    pods = controller.cache.add(PODS, labels="app=llama")
+    pods.subscribe(controller.enqueue_soon)
+    await controller.run()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Hashable
+from random import Random
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from controller.kube.cache import Cache
+from controller.kube.executor import Executor, Expectations, Refused
+from controller.kube.informer import InformerTiming
+from controller.kube.queue import QueueTiming, WorkQueue
+from controller.kube.recorder import Recorder, write_status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from controller.kube.client import Client
+    from controller.kube.plan import Action, Happened
+    from controller.kube.recorder import Counted
+    from controller.kube.resources import Object, Resource
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Outcome(NamedTuple):
+    """``result``: one word for metrics. ``again_s``: seconds until the key is reconciled again; None: only a change
+    makes that necessary.
+    """
+
+    result: str
+    again_s: float | None = None
+
+
+class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """``namespace``: whose objects are read; None: those of all. ``workers``: keys that are reconciled concurrently.
+    ``coalesce_s``: changes within this time lead to one reconcile. ``patience_s``: how long informers may take to show
+    our own writes. ``probe_s``: how often the server is asked for optional kinds that it lacks.
+    """
+
+    namespace: str | None = None
+    workers: int = 8
+    coalesce_s: float = 0.05
+    patience_s: float = 5.0
+    probe_s: float = 30.0
+    informers: InformerTiming = InformerTiming()
+    queue: QueueTiming = QueueTiming()
+
+
+class Controller(Generic[Key]):
+    """``run`` does all of it. Informers are added to ``cache``, and their listeners call one of the ``enqueue``s.
+
+    ``component``: who writes Events. ``measured``: called after each reconcile with the key, the result (``refused``
+    and ``error`` if it raised) and its seconds. ``wrote``: called with the kind and verb of each write.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        reconcile: Callable[[Key], Awaitable[Outcome]],
+        *,
+        component: str,
+        settings: ControllerSettings,
+        measured: Callable[[Key, str, float], None] | None = None,
+        wrote: Counted | None = None,
+        rng: Random | None = None,
+    ) -> None:
+        self.cache = Cache(client, settings.namespace, settings.informers, settings.probe_s)
+        self.queue = WorkQueue[Key](rng or Random(), settings.queue)
+        self.expectations = Expectations(self.cache.get, settings.patience_s)
+        self.synced = asyncio.Event()
+        self._client = client
+        self._reconcile = reconcile
+        self._settings = settings
+        self._measured = measured
+        self._wrote: Counted = wrote or _uncounted
+        self._executor = Executor(client, self.expectations, self.cache.get, clock=loop_s, counted=self._wrote)
+        self._recorder = Recorder(client, component, loop_s, self._wrote)
+        self._sources: list[tuple[str, Callable[[], Awaitable[None]]]] = []
+        self._after_sync: list[tuple[str, Callable[[], Awaitable[None]]]] = []
+        self._on_synced: list[Callable[[], None]] = []
+        self.cache.subscribe(self.expectations.observed)
+
+    def add_source(self, name: str, run: Callable[[], Awaitable[None]], *, after_sync: bool = False) -> None:
+        """Run a task beside the workers, such as one that enqueues keys; what it raises ends the controller.
+        ``after_sync``: not before all informers have listed.
+        """
+        (self._after_sync if after_sync else self._sources).append((name, run))
+
+    def on_synced(self, call: Callable[[], None]) -> None:
+        """Call this once all informers have listed, before the first reconcile."""
+        self._on_synced.append(call)
+
+    def enqueue(self, key: Key) -> None:
+        """Reconcile ``key`` as soon as a worker is free; after a failure, when its back-off has ended."""
+        self.queue.add(key)
+
+    def enqueue_soon(self, key: Key) -> None:
+        """Reconcile ``key`` together with the changes of the next ``coalesce_s``."""
+        self.queue.add_in(key, self._settings.coalesce_s)
+
+    def enqueue_changed(self, key: Key) -> None:
+        """Reconcile ``key`` without waiting for its back-off: what was wrong with it may be right now."""
+        self.queue.hasten(key)
+
+    async def run(self) -> None:
+        """Run informers, sources and workers until cancelled. Raises what a source raises."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.cache.run(), name="informers")
+            for name, source in self._sources:
+                tasks.create_task(_awaited(source()), name=name)
+            await self.cache.synced()
+            self.synced.set()
+            for call in self._on_synced:
+                call()
+            for name, source in self._after_sync:
+                tasks.create_task(_awaited(source()), name=name)
+            await self.queue.run(self._measure, self._settings.workers)
+
+    async def execute(self, key: Key, actions: Iterable[Action]) -> None:
+        """Carry out actions in their order, up to the first that fails; ``expectations`` awaits them for ``key``.
+
+        Raises ClusterError, or Refused.
+        """
+        await self._executor.execute(key, actions)
+
+    async def write_status(self, key: Key, resource: Resource, thing: Object, status: Mapping[str, Any]) -> None:
+        """Write what the status of ``thing`` does not have yet; ``expectations`` awaits it for ``key``."""
+        written = await write_status(self._client, resource, thing, status, self._wrote)
+        if written is not None:
+            self.expectations.wrote(key, resource, written, loop_s())
+
+    async def record(self, thing: Object, events: Iterable[Happened]) -> None:
+        """Write Events of ``thing``; one that cannot be written is logged."""
+        await self._recorder.record(thing, events)
+
+    async def _measure(self, key: Key) -> float | None:
+        began_s = time.perf_counter()
+        result = "error"
+        try:
+            result, again_s = await self._reconcile(key)
+        except Refused:
+            result = "refused"
+            raise
+        finally:
+            if self._measured is not None:
+                self._measured(key, result, time.perf_counter() - began_s)
+        return again_s
+
+
+def wall_s() -> float:
+    """Seconds since the epoch, as the times in objects."""
+    return time.time_ns() / 1e9
+
+
+def loop_s() -> float:
+    """Seconds of the event loop's clock, which only grows."""
+    return asyncio.get_running_loop().time()
+
+
+async def _awaited(source: Awaitable[None]) -> None:
+    await source
+
+
+def _uncounted(_kind: str, _verb: str) -> None:
+    pass

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller of Models and ModelInfers, for one term of leadership: plans are decided, carried out and reported."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import aiohttp
+
+from controller.kube.controller import Controller, ControllerSettings, Outcome, loop_s, wall_s
+from controller.kube.executor import Refused
+from controller.kube.informer import trimmed_pod, without_managed_fields
+from controller.kube.plan import Happened
+from controller.kube.recorder import with_failure
+from controller.kube.resources import PODS, Object, split_key
+from controller.models.adapter import Adapter, Asked, GatewayLoads, Loads, WorkKey
+from controller.models.model.observed import Settings as ModelSettings
+from controller.models.model_adapter import ModelAdapter, Shared
+from controller.models.model_infer_adapter import ModelInferAdapter
+from extproc.api.status_pages import LOADS_LABEL
+
+if TYPE_CHECKING:
+    from controller.kube.client import Client
+    from controller.kube.metrics import ManagerMetrics
+    from controller.kube.plan import Plan
+    from controller.models.model_adapter import DecideModel
+    from controller.models.model_infer_adapter import Decide
+
+# Of a message: an error may repeat what somebody wrote.
+_LONGEST: Final = 1000
+
+Source = Callable[[Callable[[str, str], None]], Awaitable[None]]
+"""Calls its argument with the kind and key of objects that have changed, until cancelled."""
+
+
+class Decisions(NamedTuple):
+    """The pure functions of the kinds."""
+
+    model_infer: Decide
+    model: DecideModel
+
+
+class ModelControllerSettings(ControllerSettings, frozen=True, kw_only=True):
+    """``most_actions``: of one reconcile; what is left comes after all others had their turn. ``shared_namespace``:
+    whose ModelTemplates all Models may name. ``gateway_namespaces``: whose gateways are trusted about engines of all
+    namespaces. ``models``: what holds for all Models.
+    """
+
+    most_actions: int = 200
+    shared_namespace: str = ""
+    gateway_namespaces: tuple[str, ...] = ()
+    models: ModelSettings = ModelSettings()
+
+
+class ModelController:
+    """``run`` does all of it. ``source``: enqueues beside the informers; ``loads``: None asks the gateways' pods."""
+
+    def __init__(
+        self,
+        client: Client,
+        settings: ModelControllerSettings,
+        metrics: ManagerMetrics,
+        *,
+        component: str,
+        decisions: Decisions,
+        source: Source | None = None,
+        loads: Loads | None = None,
+        clock: Callable[[], float] = wall_s,
+    ) -> None:
+        self._client = client
+        self._settings = settings
+        self._metrics = metrics
+        self._clock = clock
+        self._loads = loads
+        self._controller = Controller[WorkKey](
+            client,
+            self._reconcile,
+            component=component,
+            settings=settings,
+            measured=lambda key, result, seconds: metrics.reconciled(key.kind, result, seconds),
+            wrote=metrics.wrote,
+        )
+        cache, enqueue = self._controller.cache, self._controller.enqueue_soon
+        infers = ModelInferAdapter(client, cache, enqueue, decisions.model_infer)
+        models = ModelAdapter(
+            client,
+            cache,
+            enqueue,
+            decisions.model,
+            infers=infers.informer,
+            infer_pods=infers.pods,
+            shared=Shared(settings.shared_namespace, settings.gateway_namespaces),
+            settings=settings.models,
+        )
+        self._gateways = cache.add(PODS, labels=LOADS_LABEL, transform=trimmed_pod, all_namespaces=True)
+        self._infer_pods = infers.pods
+        self._adapters: Mapping[str, Adapter] = {one.resource.kind: one for one in (infers, models)}
+        self._states: dict[WorkKey, _State] = {}
+        for adapter in self._adapters.values():
+            adapter.informer.subscribe(self._on_change(adapter))
+        self._controller.add_source("logs of crashed containers", infers.log_tails.run)
+        if source is not None:
+            self._controller.add_source("kopf", lambda: source(self.enqueue))
+
+    async def run(self) -> None:
+        """Run until cancelled. Raises what the source raises."""
+        queue = self._controller.queue
+        self._metrics.follow_queue(lambda: queue.depth, lambda: queue.failing)
+        async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as http:
+            if self._loads is None:
+                trusted = self._settings.gateway_namespaces
+                self._loads = GatewayLoads(http, self._gateways, self._infer_pods.get, trusted)
+            await self._controller.run()
+
+    def enqueue(self, kind: str, key: str) -> None:
+        """An object of a kind may have changed."""
+        for adapter in self._adapters.values():
+            for work in adapter.concerned(kind, key):
+                self._controller.enqueue(work)
+
+    async def _reconcile(self, work: WorkKey) -> Outcome:
+        adapter, expectations = self._adapters[work.kind], self._controller.expectations
+        left_s = expectations.left_s(work, loop_s())
+        if left_s:
+            return Outcome("early", left_s)
+        # an event was lost, or our copies are old: ask
+        is_late = left_s is not None
+        thing = await self._fetch(adapter, work.key) if is_late else adapter.informer.get(work.key)
+        if thing is None or "deletionTimestamp" in thing["metadata"]:
+            # what it owns is collected by Kubernetes
+            expectations.forget(work)
+            self._states.pop(work, None)
+            return Outcome("gone")
+        owned = await adapter.listed(thing) if is_late else adapter.owned(thing)
+        if is_late:
+            expectations.forget(work)
+            self._metrics.listed(work.kind)
+        state = self._states.setdefault(work, _State())
+        asked = Asked(state.asks, await self._ask(state.asks))
+        plan = await self._decide(work, adapter, thing, lambda: adapter.decide(thing, owned, asked, self._clock()))
+        await self._carry_out(work, adapter, thing, plan)
+        is_new = bool(plan.asks_loads_of - state.asks)
+        state.asks = plan.asks_loads_of
+        if is_new or len(plan.actions) > self._settings.most_actions:
+            return Outcome("planned", 0.0)
+        again_s = None if plan.look_again_at_s is None else plan.look_again_at_s - self._clock()
+        return Outcome("planned" if plan.actions else "settled", again_s)
+
+    async def _decide(self, work: WorkKey, adapter: Adapter, thing: Object, decide: Callable[[], Plan]) -> Plan:
+        """A mistake of ours about one object is reported there: nobody else sees why nothing happens."""
+        try:
+            return decide()
+        except Exception as error:
+            said = (
+                f"the manager cannot decide about this object, and its log says where: {type(error).__name__}: {error}"
+            )
+            event = Happened("Warning", "InternalError", said[:_LONGEST])
+            await self._report_failure(work, adapter, thing, None, event)
+            raise
+
+    async def _carry_out(self, work: WorkKey, adapter: Adapter, thing: Object, plan: Plan) -> None:
+        """Actions up to any of them leave a state that the next reconcile goes on from, as after a failure."""
+        try:
+            await self._controller.execute(work, plan.actions[: self._settings.most_actions])
+        except Refused as refused:
+            event = Happened("Warning", refused.reason, refused.message)
+            await self._report_failure(work, adapter, thing, plan.status, event)
+            raise
+        if plan.status is not None:
+            await self._controller.write_status(work, adapter.resource, thing, plan.status)
+        await self._controller.record(thing, plan.events)
+
+    async def _report_failure(
+        self, work: WorkKey, adapter: Adapter, thing: Object, status: Mapping[str, Any] | None, event: Happened
+    ) -> None:
+        before = thing.get("status") or {}
+        failed = with_failure(status, before, *adapter.failure, reason=event.reason, message=event.message)
+        await self._controller.write_status(work, adapter.resource, thing, failed)
+        await self._controller.record(thing, [event])
+
+    async def _fetch(self, adapter: Adapter, key: str) -> Object | None:
+        namespace, name = split_key(key)
+        found = await self._client.find(adapter.resource, name, namespace)
+        return None if found is None else without_managed_fields(found)
+
+    async def _ask(self, pods: frozenset[str]) -> Mapping[str, Any]:
+        return await self._loads.ask(pods) if pods and self._loads is not None else {}
+
+    def _on_change(self, adapter: Adapter) -> Callable[[str], None]:
+        def changed(key: str) -> None:
+            work, thing = WorkKey(adapter.resource.kind, key), adapter.informer.get(key)
+            generation = None if thing is None else (thing["metadata"]["uid"], thing["metadata"].get("generation"))
+            state = self._states.setdefault(work, _State())
+            if state.generation == generation:
+                # our own status, most likely
+                self._controller.enqueue_soon(work)
+                return
+            state.generation = generation
+            self._controller.enqueue_changed(work)
+
+        return changed
+
+
+class _State:
+    """What is remembered of an object between reconciles. ``asks``: pods whose loads the next one needs.
+    ``generation``: uid and generation as last seen.
+    """
+
+    def __init__(self) -> None:
+        self.asks: frozenset[str] = frozenset()
+        self.generation: object = None
