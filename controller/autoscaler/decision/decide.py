@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.autoscaler.decision.allocation.allocate import allocate_stages, rules_of
-from controller.autoscaler.decision.allocation.ratios import repair
+from controller.autoscaler.decision.allocation.allocate import allocate_stages, repair, rules_of
 from controller.autoscaler.decision.allocation.variants import variant_of
 from controller.autoscaler.decision.behavior import Bounds, bounds_at
 from controller.autoscaler.decision.decision import Decision, Step, TargetDecision

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from controller.autoscaler.decision.allocation.promises import Claim, Kinds, Nodes, Share, left_for, room_of
+from controller.autoscaler.decision.allocation.accelerator_capacity import (
+    Claim,
+    Kinds,
+    Nodes,
+    Share,
+    headroom_of,
+    left_for,
+)
 from controller.kube.informer import Informer, InformerTiming, Selection, trimmed_node
 from controller.kube.resources import NODES, PODS
 from controller.models.node_capacity import room, trimmed_to_requests
@@ -209,7 +216,7 @@ def _allowed(names: Sequence[str], shares: Mapping[str, Share], nodes: Nodes, le
             for one in limited:
                 of_kind.setdefault(one, set()).add(pool)
     return Allowed(
-        {name: room_of(shares[name], left((shares[name].kind,)), nodes) for name in names},
+        {name: headroom_of(shares[name], left((shares[name].kind,)), nodes) for name in names},
         counts,
         {name: tuple(sorted(of_kind.get(share.kind, ()))) for name, share in shares.items()},
         {name: _homeless(shares[name].kind, nodes) for name in names if not nodes.has(shares[name].kind)},

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.api.autoscaling_binding import RatioConstraint
-from controller.autoscaler.decision.allocation import filling, search
-from controller.autoscaler.decision.allocation.allocate import allocate
-from controller.autoscaler.decision.allocation.ratios import repair
+from controller.autoscaler.decision.allocation import filling, solver
+from controller.autoscaler.decision.allocation.allocate import allocate, repair
 from controller.autoscaler.decision.allocation.variants import Rules, Variant
 
 MILLION = 1_000_000
@@ -25,13 +24,13 @@ def test_millions_of_replicas_are_not_counted_one_by_one(
     mode: str, min_on_demand: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: Counter[str] = Counter()
-    problem_of, bounds_of = filling._Filling._problem, search._Search._bounds
+    problem_of, bounds_of = filling._Filling._problem, solver._Search._bounds
 
     def counted(self: filling._Filling, one: Variant, more: int) -> str:
         looked["problems"] += 1
         return problem_of(self, one, more)
 
-    def counting(self: search._Search, *args: object) -> object:
+    def counting(self: solver._Search, *args: object) -> object:
         bounds = bounds_of(self, *args)  # type: ignore[arg-type]
 
         def bound(more: int) -> int:
@@ -41,7 +40,7 @@ def test_millions_of_replicas_are_not_counted_one_by_one(
         return bound
 
     monkeypatch.setattr(filling._Filling, "_problem", counted)
-    monkeypatch.setattr(search._Search, "_bounds", counting)
+    monkeypatch.setattr(solver._Search, "_bounds", counting)
     variants = [
         Variant(name=f"t{number}", most=MILLION, cost=1.0 + number, weight=1 + number, spot=number % 2 == 0)
         for number in range(4)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 
 from controller.api.autoscaling_binding import RatioConstraint
-from controller.autoscaler.decision.allocation.ratios import repair
+from controller.autoscaler.decision.allocation.allocate import repair
 
 PD = RatioConstraint(numerator="p", denominator="d", min=0.25, max=1.0)
 MOST = {"p": 20, "d": 20}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bindings leave each other of nodes' accelerators."""
+"""What nodes have left, by kind of accelerator, and what bindings leave each other of it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,78 @@ import random
 import msgspec
 import pytest
 
-from controller.autoscaler.decision.allocation.promises import Claim, Nodes, Share, left_for, room_of
+from controller.autoscaler.decision.allocation.accelerator_capacity import (
+    Claim,
+    Nodes,
+    Share,
+    fitting_replicas,
+    free_at,
+    headroom_of,
+    kinds_at,
+    left_for,
+    places_of,
+)
 from controller.models.model_infer.observed import NodeRoom
 
 PRODUCT = "nvidia.com/gpu.product"
+NODES = [
+    NodeRoom(name="a", free={"nvidia.com/gpu": 6.0, "cpu": 100.0}, labels={PRODUCT: "NVIDIA-H100-80GB-HBM3"}),
+    NodeRoom(name="b", free={"nvidia.com/gpu": 2.0}, labels={PRODUCT: "NVIDIA-H100-80GB-HBM3"}),
+    NodeRoom(name="c", free={"nvidia.com/gpu": 8.0}, labels={PRODUCT: "NVIDIA-A100-SXM4-80GB"}),
+    # somebody asked for more than there is
+    NodeRoom(name="d", free={"nvidia.com/gpu": -1.0}, labels={"attache.dev/accelerator": "h100"}),
+]
+
+
+def free(kind: str, nodes: list[NodeRoom] = NODES) -> int:
+    return free_at(nodes, places_of(nodes, kind))
+
+
+def room(kind: str, accelerators: int, pods: int = 1) -> int:
+    return fitting_replicas(NODES, places_of(NODES, kind), accelerators, pods)
+
+
+def test_kinds_are_found_by_words_of_labels() -> None:
+    kinds = ("H100", "nvidia-h100", "NVIDIA-A100-SXM4-80GB", "h1", "L40S")
+    assert {kind: free(kind) for kind in kinds} == {
+        "H100": 8,
+        "nvidia-h100": 8,
+        "NVIDIA-A100-SXM4-80GB": 8,
+        "h1": 0,
+        "L40S": 0,
+    }
+
+
+def test_a_kind_may_be_a_resource() -> None:
+    amd = NodeRoom(name="e", free={"amd.com/gpu": 4.0}, labels={})
+    sliced = NodeRoom(name="f", free={"nvidia.com/gpu": 1.0, "nvidia.com/mig-1g.5gb": 7.0}, labels={})
+    nodes = [*NODES, amd, sliced]
+    assert free("nvidia.com/gpu", nodes) == 17
+    assert free("nvidia.com/mig-1g.5gb", nodes) == 7
+    assert free("amd.com/gpu", nodes) == 4
+    # no accelerators
+    assert free("cpu", nodes) == 0
+
+
+def test_what_nodes_call_their_accelerators_is_told() -> None:
+    nodes = [*NODES, NodeRoom(name="e", free={"amd.com/gpu": 4.0}, labels={}), NodeRoom(name="g", free={"cpu": 1.0})]
+    assert kinds_at(nodes) == ["NVIDIA-A100-SXM4-80GB", "NVIDIA-H100-80GB-HBM3", "amd.com/gpu", "h100"]
+
+
+def test_a_replica_fits_only_where_one_node_has_it_all() -> None:
+    assert room("H100", 1) == 8
+    assert room("H100", 4) == 1
+    assert room("H100", 8) == 0
+    # two pods of four each: one place alone
+    assert room("H100", 8, pods=2) == 0
+    assert room("A100", 8, pods=2) == 1
+
+
+def test_what_needs_no_accelerators_is_not_limited_by_them() -> None:
+    with pytest.raises(ValueError, match="without accelerators"):
+        room("H100", 0)
+
+
 NAMES = {"h100": "NVIDIA-H100-80GB-HBM3", "H100": "NVIDIA-H100-80GB-HBM3", "a100": "NVIDIA-A100-SXM4-80GB"}
 
 
@@ -97,7 +165,7 @@ def test_all_together_are_never_allowed_more_than_there_is(seed: int) -> None:
         shares = list(mine.shares)
         for i, one in enumerate(shares):
             mine = Claim(mine.order, tuple(shares))
-            allowed = room_of(one, left_for(mine, (one.kind,), nodes, claims), nodes)
+            allowed = headroom_of(one, left_for(mine, (one.kind,), nodes, claims), nodes)
             wish = rng.randint(0, 6)
             taken = min(wish, allowed)
             shares[i] = msgspec.structs.replace(one, promised=one.promised + taken, lacks=wish - taken)
@@ -137,5 +205,5 @@ def test_the_first_in_order_gets_what_becomes_free() -> None:
     full = Nodes([node("a", 0)])
     assert left_for(second, ("h100",), full, [first, second]) == 0
     freed = Nodes([node("a", 3)])
-    assert room_of(second.shares[0], left_for(second, ("h100",), freed, [first, second]), freed) == 1
-    assert room_of(first.shares[0], left_for(first, ("h100",), freed, [first, second]), freed) == 3
+    assert headroom_of(second.shares[0], left_for(second, ("h100",), freed, [first, second]), freed) == 1
+    assert headroom_of(first.shares[0], left_for(first, ("h100",), freed, [first, second]), freed) == 3
