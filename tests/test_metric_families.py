@@ -12,10 +12,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from controller.agents.downloader.telling import ProgressMetrics
-from controller.agents.runtime.counters import Counters
 from controller.agents.runtime.dialects import FAMILIES
-from controller.agents.runtime.engine_page import EnginePage
-from controller.agents.runtime.exposition import write_page
+from controller.agents.runtime.metrics import Counters, EnginePage, write_page
 from controller.autoscaler.decision.decision import Recommendation, StageDecision, Step
 from controller.autoscaler.reconciler.metrics import BindingSeries, ScalingMetrics, TargetSeries
 from controller.bundle.acknowledgements import Uptake
@@ -25,8 +23,7 @@ from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.picker_metrics import PickerMetrics
 from controller.kube.metrics import ManagerMetrics
 from extproc.api.load import ConfigDirectory
-from extproc.metrics.registry import Metrics
-from extproc.metrics.tls import TlsMetrics
+from extproc.metrics.registry import Metrics, TlsMetrics
 from tests.controller.agents.runtime.test_engine_page import STATE
 
 if TYPE_CHECKING:

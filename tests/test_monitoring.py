@@ -20,8 +20,7 @@ from controller.bundle.sync import Follower
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.picker_metrics import PickerMetrics
 from extproc.api.load import ConfigDirectory
-from extproc.metrics.registry import Metrics
-from extproc.metrics.tls import TlsMetrics
+from extproc.metrics.registry import Metrics, TlsMetrics
 from tools.dashboard import FILE, dashboard
 
 MANIFESTS = Path(__file__).parent.parent / "manifests"

@@ -18,7 +18,7 @@ from extproc.api.model_server import ModelServerSpec
 from extproc.core.core import Core
 from extproc.core.effects import Decision
 from extproc.core.types import Head
-from extproc.endpoints.prompt_cost import PromptCost
+from extproc.endpoints.costs import PromptCost
 from extproc.endpoints.table import EndpointTable
 from extproc.llmd.pickers import make_picker
 from extproc.llmd.profiles import picker_from_text

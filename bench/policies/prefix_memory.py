@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 import numpy as np
 
-from extproc.endpoints.prompt_cost import PromptCost
+from extproc.endpoints.costs import PromptCost
 from extproc.scheduling.picker import Demand
 
 if TYPE_CHECKING:

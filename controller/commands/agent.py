@@ -177,7 +177,7 @@ def main(words: list[str], prog: str) -> int:
     options = made.parse_args(words)
     if options.action == "drain":
         return _drain(options.agent)
-    from controller.agents.runtime.command_settings import settings_of  # noqa: PLC0415 - not for 'drain'
+    from controller.agents.runtime.settings import settings_of  # noqa: PLC0415 - not for 'drain'
 
     try:
         listen = _listen(options.listen)
@@ -197,8 +197,8 @@ def main(words: list[str], prog: str) -> int:
 
 async def _run(settings: AgentSettings, host: str, port: int) -> None:
     # the server takes a third of a second to import: not for --help, nor for 'drain'
+    from controller.agents.runtime.adapter_files import DownloaderProcess  # noqa: PLC0415
     from controller.agents.runtime.agent import Agent  # noqa: PLC0415
-    from controller.agents.runtime.downloads import DownloaderProcess  # noqa: PLC0415
     from controller.agents.runtime.engine_client import EngineClient  # noqa: PLC0415
     from controller.agents.runtime.server import AgentServer, serving  # noqa: PLC0415
 

@@ -15,8 +15,8 @@ from extproc.api.addresses import parse_address, parse_endpoint
 from extproc.api.errors import ConfigInvalid
 from extproc.api.host_names import Patience
 from extproc.api.quantities import Duration
-from extproc.cli.lookup import resolved_directory
-from extproc.cli.mistakes import report
+from extproc.cli.resolver import resolved_directory
+from extproc.cli.system import report
 
 if TYPE_CHECKING:
     from controller.bundle.acknowledgements import Uptake

@@ -12,7 +12,7 @@ import yaml
 
 from extproc.api.documents import read, split
 from extproc.api.errors import ConfigInvalid, Mistake
-from extproc.cli.mistakes import counted, report
+from extproc.cli.system import counted, report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

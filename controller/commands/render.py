@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from extproc.api.errors import ConfigInvalid, Mistake
-from extproc.cli.mistakes import report
+from extproc.cli.system import report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -16,8 +16,7 @@ import msgspec
 
 from extproc.api.errors import ConfigInvalid
 from extproc.api.spec import full_key
-from extproc.cli.mistakes import report
-from extproc.cli.web_page import printable, read_page
+from extproc.cli.system import printable, read_page, report
 from extproc.errors import Refusal
 from extproc.protocol import CHAT_PATH
 

@@ -16,8 +16,8 @@ import uvloop
 from extproc.api.addresses import parse_address, worker_addresses
 from extproc.api.quantities import Duration
 from extproc.api.spec import full_key
-from extproc.cli.descriptors import raise_limit
-from extproc.replication.redis_bus import RedisMissing
+from extproc.cli.system import raise_limit
+from extproc.replication.buses import RedisMissing
 from extproc.runtime import app, workers
 from extproc.runtime.settings import Settings, Tls, Worker
 from extproc.streams.context import GatewayOptions

@@ -16,8 +16,8 @@ from extproc.api.host_names import Patience
 from extproc.api.quantities import Duration
 from extproc.api.snapshot import Snapshot
 from extproc.api.spec import full_key
-from extproc.cli.lookup import resolved_directory
-from extproc.cli.mistakes import report
+from extproc.cli.resolver import resolved_directory
+from extproc.cli.system import report
 
 if TYPE_CHECKING:
     from collections.abc import Callable

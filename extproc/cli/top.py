@@ -13,12 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.api.addresses import parse_endpoint
 from extproc.api.quantities import Duration
-from extproc.cli.top_sample import Sample
-from extproc.cli.top_view import UNBOUNDED, render
-from extproc.cli.web_page import printable, read_page
+from extproc.cli.system import printable, read_page
+from extproc.cli.top_view import UNBOUNDED, Sample, render
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
 
 _TIMEOUT_S: Final = 5.0
 _CLEAR: Final = "\x1b[H\x1b[2J"

@@ -1,19 +1,229 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two readings of metrics to a picture of what goes on: engines, queues, tenants."""
+"""Two readings of metrics pages, joined over processes, as a picture that fits a terminal: engines, queues, tenants."""
 
 from __future__ import annotations
 
+import math
 import textwrap
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from extproc.cli.top_engines import ailments, engine_states, engine_table, summary
-from extproc.cli.top_table import table
+import msgspec
+
+from extproc.endpoints.health import ADVICE, NO_ANSWER, Failure, silent_after_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
-    from extproc.cli.top_sample import Sample
+
+_Labels = tuple[tuple[str, str], ...]
+
+_Names = tuple[str, ...]
+
+_Series = tuple[dict[str, str], float]
+
+_Index = dict[tuple[str, ...], list[_Series]]
+
+# Every process sees the whole of these, and not a part of it.
+_SEEN_BY_ALL: Final = frozenset(
+    {
+        "attache_engine_waiting",
+        "attache_engine_running",
+        "attache_engine_kv_usage",
+        "attache_engine_report_interval_seconds",
+        "attache_in_flight",
+        "attache_saturation",
+        "attache_cached_token_ratio",
+        "attache_endpoint_avoided",
+        "attache_endpoint_failed_ratio",
+        "attache_endpoint_ttft_seconds",
+    }
+)
+
+# One process is enough that has a fresh report, or that knew first.
+_LEAST: Final = frozenset({"attache_engine_report_age_seconds", "attache_endpoint_avoided_since_timestamp_seconds"})
+
+
+_TEXTS: Final = frozenset({"SERVER", "ENGINE", "STATE", "BAND", "TENANT"})
+_GAP: Final = "  "
+
+
+def table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, width: int, expendable: Sequence[str] = ()
+) -> list[str]:
+    """Text to the left, numbers to the right, and an empty line at the end; nothing if there are no rows.
+
+    ``expendable``: heads of columns that are left out, one after the other, until lines are at most ``width`` long.
+    """
+    if not rows:
+        return []
+    columns = {head: [head, *(row[index] for row in rows)] for index, head in enumerate(heads)}
+    widths = {head: max(map(len, cells)) for head, cells in columns.items()}
+    for head in expendable:
+        if sum(widths.values()) + len(_GAP) * (len(widths) - 1) <= width:
+            break
+        del widths[head]
+    return [
+        *(
+            _GAP.join(_aligned(columns[head][index], widths[head], head) for head in widths).rstrip()
+            for index in range(len(rows) + 1)
+        ),
+        "",
+    ]
+
+
+def _aligned(cell: str, width: int, head: str) -> str:
+    return cell.ljust(width) if head in _TEXTS else cell.rjust(width)
+
+
+_LAST_AT_S: Final = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
+_NO_ANSWER_REASON: Final = "no_answer"
+_DEAD: Final = frozenset({_NO_ANSWER_REASON, Failure.PASSED_OVER.name.lower(), Failure.SILENT.name.lower()})
+_EXPENDABLE: Final = ("PROMPT TOK/S", "CACHED", "RUNNING", "KV", "WAITING", "IN FLIGHT")
+
+
+class EngineState(msgspec.Struct, frozen=True):
+    """One engine. ``reasons``: why it is avoided, none if it is not. ``avoided_since_s``: Unix time.
+
+    ``report_age_s``: of what it says of itself, None if it never did. ``is_read``: whether extproc reads it at all.
+    ``interval_s``: between two reads.
+    """
+
+    server: str
+    endpoint: str
+    reasons: tuple[str, ...] = ()
+    avoided_since_s: float | None = None
+    report_age_s: float | None = None
+    is_read: bool = True
+    interval_s: float = 0.0
+
+    @property
+    def is_silent(self) -> bool:
+        """It should say how it is, and does not."""
+        return self.is_read and (self.report_age_s is None or self.report_age_s >= silent_after_s(self.interval_s))
+
+    @property
+    def word(self) -> str:
+        """For the table."""
+        if self.reasons:
+            return "AVOIDED"
+        return "SILENT" if self.is_silent else "serving"
+
+    @property
+    def is_dead(self) -> bool:
+        """It answers nothing, so what is known of its speed is of another time."""
+        return self.is_silent or not _DEAD.isdisjoint(self.reasons)
+
+
+def engine_states(now: Sample) -> list[EngineState]:
+    """Of all endpoints of the configuration."""
+    return [
+        _state(now, server, endpoint) for server, endpoint in now.values_of("attache_in_flight", "server", "endpoint")
+    ]
+
+
+def _state(now: Sample, server: str, endpoint: str) -> EngineState:
+    where = {"server": server, "endpoint": endpoint}
+    return EngineState(
+        server,
+        endpoint,
+        tuple(reason for (reason,) in now.values_of("attache_endpoint_avoided", "reason", **where)),
+        now.get("attache_endpoint_avoided_since_timestamp_seconds", **where),
+        now.get("attache_engine_report_age_seconds", **where),
+        is_read=now.sum("attache_engine_reports_total", server=server) > 0,
+        interval_s=now.get("attache_engine_report_interval_seconds", server=server) or 0.0,
+    )
+
+
+def summary(states: list[EngineState]) -> str:
+    """How many are in which state; those in none are left out."""
+    counts = {word: sum(one.word == word for one in states) for word in ("serving", "AVOIDED", "SILENT")}
+    return "engines: " + (", ".join(f"{count} {word.lower()}" for word, count in counts.items() if count) or "none")
+
+
+def ailments(states: list[EngineState], *, wall_now_s: float, width: int) -> list[str]:
+    """A paragraph for each engine that is not well, and an empty line; nothing if all are well."""
+    lines: list[str] = []
+    for one in states:
+        if one.word != "serving":
+            text = f"{one.endpoint} of {one.server} {_ailment(one, wall_now_s)}"
+            lines += textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
+    return [*lines, ""] if lines else []
+
+
+def _ailment(one: EngineState, wall_now_s: float) -> str:
+    if one.report_age_s is None:
+        report = "it has never said how it is"
+    else:
+        report = f"it last said how it is {_ago(one.report_age_s)}"
+    if not one.reasons:
+        return f"is silent: {report}; see that it runs, and that its metrics page answers"
+    since = ""
+    # a page may say what it likes; after that year no clock has a name for it
+    if one.avoided_since_s is not None and 0 <= one.avoided_since_s < _LAST_AT_S:
+        at = datetime.fromtimestamp(one.avoided_since_s, UTC)
+        since = f" since {at:%H:%M:%S} UTC ({_ago(wall_now_s - one.avoided_since_s)})"
+    whys = "; ".join(_why(reason) for reason in one.reasons)
+    if one.is_silent:
+        return f"is avoided{since}: {whys}; {report}"
+    again = "; it says how it is again, and the next request that suits it best tries it"
+    is_back = one.is_read and not _reported_before(one, wall_now_s) and not _DEAD.isdisjoint(one.reasons)
+    return f"is avoided{since}: {whys}" + (again if is_back else "")
+
+
+def _reported_before(one: EngineState, wall_now_s: float) -> bool:
+    """Its last report is older than its failure: it does not say that the engine is back."""
+    if one.avoided_since_s is None or one.report_age_s is None:
+        return False
+    return wall_now_s - one.report_age_s <= one.avoided_since_s
+
+
+def _why(reason: str) -> str:
+    if reason == _NO_ANSWER_REASON:
+        return f"{NO_ANSWER}; {ADVICE[Failure.PASSED_OVER]}"
+    known = {one.name.lower(): one for one in Failure}.get(reason)
+    return f"{known.value}; {ADVICE[known]}" if known is not None else reason
+
+
+def _ago(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    if whole < 120:
+        return f"{whole} s ago"
+    return f"{whole // 60} min ago" if whole < 7200 else f"{whole // 3600} h ago"
+
+
+def engine_table(states: list[EngineState], now: Sample, rate: Callable[..., float], *, width: int) -> list[str]:
+    """One line an engine. ``rate``: of a counter, by its labels. What nobody knows is a dash."""
+    heads = ["SERVER", "ENGINE", "STATE", "IN FLIGHT", "RUNNING", "WAITING", "KV", "TTFT", "FAILED", "PROMPT TOK/S"]
+    rows = [_row(one, partial(now.get, server=one.server, endpoint=one.endpoint), rate) for one in states]
+    return table([*heads, "CACHED"], rows, width=width, expendable=_EXPENDABLE)
+
+
+def _row(one: EngineState, value: Callable[[str], float | None], rate: Callable[..., float]) -> list[str]:
+    def told(name: str, form: str) -> str:
+        known = value(name)
+        return "-" if known is None or one.is_silent else format(known, form)
+
+    ttft_s = None if one.is_dead else value("attache_endpoint_ttft_seconds")
+    return [
+        one.server,
+        one.endpoint,
+        one.word,
+        f"{value('attache_in_flight') or 0:.0f}",
+        told("attache_engine_running", ".0f"),
+        told("attache_engine_waiting", ".0f"),
+        told("attache_engine_kv_usage", ".0%"),
+        "-" if ttft_s is None else _short(ttft_s),
+        f"{value('attache_endpoint_failed_ratio') or 0:.0%}",
+        f"{rate('attache_prompt_tokens_total', server=one.server, endpoint=one.endpoint):,.0f}",
+        f"{value('attache_cached_token_ratio') or 0:.0%}",
+    ]
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
+
 
 _REFUSED: Final = ("rate_limited", "queue_full", "queue_timeout", "shed", "limits_unavailable", "no_endpoint")
 UNBOUNDED: Final = 10_000
@@ -118,3 +328,69 @@ def _mean_wait(before: Sample, now: Sample, server: str, band: str) -> str:
         for name in ("attache_queue_wait_seconds_count", "attache_queue_wait_seconds_sum")
     )
     return f"{total / count:.2f}s" if count > 0 else "-"
+
+
+class Sample:
+    """Samples of one moment, added up over processes.
+
+    A question is answered from an index by the labels that it names, which is built once for each set of label names:
+    a screen of many engines asks of each of them, and must not look through the series of all others each time.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, dict[_Labels, float]] = {}
+        self._indexes: dict[str, dict[_Names, _Index]] = {}
+
+    def add(self, name: str, labels: Mapping[str, str], value: float) -> None:
+        """One sample; one that is no finite number says nothing."""
+        if not math.isfinite(value):
+            return
+        series = self._values.setdefault(name, {})
+        self._indexes.pop(name, None)
+        key = tuple(sorted(labels.items()))
+        known = series.get(key)
+        if known is None:
+            series[key] = value
+        elif name in _SEEN_BY_ALL:
+            series[key] = max(known, value)
+        elif name in _LEAST:
+            series[key] = min(known, value)
+        else:
+            series[key] = known + value
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Over all series that have these labels."""
+        return sum(value for _, value in self._having(name, labels))
+
+    def get(self, name: str, **labels: str) -> float | None:
+        """The sum, or None if no series has these labels."""
+        found = self._having(name, labels)
+        return sum(value for _, value in found) if found else None
+
+    def values_of(self, name: str, *labels: str, **where: str) -> list[tuple[str, ...]]:
+        """All values of some labels, in order. ``where``: labels that the series have."""
+        return sorted({tuple(series.get(label, "") for label in labels) for series, _ in self._having(name, where)})
+
+    @property
+    def is_of_extproc(self) -> bool:
+        """Whether a page of extproc is among them."""
+        return "attache_open_streams" in self._values
+
+    def _having(self, name: str, labels: Mapping[str, str]) -> Sequence[_Series]:
+        """The series that have these labels, and maybe others."""
+        indexes = self._indexes.setdefault(name, {})
+        names = tuple(labels)
+        index = indexes.get(names)
+        if index is None:
+            index = indexes[names] = _index(self._values.get(name, {}), names)
+        return index.get(tuple(labels.values()), ())
+
+
+def _index(values: Mapping[_Labels, float], names: _Names) -> _Index:
+    """Series by their values of these labels; those that lack one of them are left out."""
+    index: _Index = {}
+    for key, value in values.items():
+        labels = dict(key)
+        if all(name in labels for name in names):
+            index.setdefault(tuple(labels[name] for name in names), []).append((labels, value))
+    return index

@@ -10,9 +10,9 @@ import msgspec
 
 from extproc.admission.estimates import ASSUMED_BYTES_PER_TOKEN
 from extproc.admission.limits import NO_USAGE, Usage
+from extproc.endpoints.costs import learn_prefill_rate, typical_rate
 from extproc.endpoints.engine_reports import apply_report, record_latency
 from extproc.endpoints.ledger import finish_prefill
-from extproc.endpoints.prefill_rate import learn_prefill_rate, typical_rate
 from extproc.prefix.turns import Turn
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.core.effects import HealthChanged
 from extproc.core.states import State
-from extproc.endpoints.backoff import record_failure, record_success
 from extproc.endpoints.health import Failure
-from extproc.endpoints.suspects import record_bad_answer, record_good_answer
+from extproc.endpoints.outliers import record_bad_answer, record_failure, record_good_answer, record_success
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

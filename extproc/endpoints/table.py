@@ -3,7 +3,7 @@
 
 A pick computes with whole columns. An endpoint keeps its row for as long as it is configured; then the row may be
 given to another endpoint. ``epochs`` counts the uses of a row, so that a request of an earlier one does not change a
-later one.
+later one. Metrics of engines that a configuration asks for are columns, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from extproc.endpoints.attributes import EngineAttributes
 from extproc.endpoints.health import EndpointHealth
 from extproc.endpoints.prefill_queue import PrefillQueue
 
@@ -23,10 +22,37 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
 
+class EngineAttributes:
+    """The latest values by name and row; NaN where an engine has none. Nothing is kept unless something is recorded."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, NDArray[np.float64]] = {}
+
+    def column(self, name: str, rows: int) -> NDArray[np.float64]:
+        """The values of ``rows`` endpoints."""
+        known = self._columns.get(name)
+        if known is None:
+            return np.full(rows, np.nan)
+        if known.size < rows:
+            known = self._columns[name] = np.pad(known, (0, rows - known.size), constant_values=np.nan)
+        return known
+
+    def record(self, row: int, values: Mapping[str, float], rows: int) -> None:
+        """What the engine of ``row`` reports, among ``rows``."""
+        for name, value in values.items():
+            column = self._columns[name] = self.column(name, rows)
+            column[row] = value
+
+    def forget(self, row: int) -> None:
+        """The row has another endpoint now."""
+        for column in self._columns.values():
+            if row < column.size:
+                column[row] = np.nan
+
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-
 # Tokens a second, until learned: llm-d measured 15,000 to 39,000 on single and paired H100s; profiles of smaller GPUs
 # have 6,000 to 14,000.
 INITIAL_PREFILL_RATE: Final = 10_000.0

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.core.types import LoadProblem, LoadResult
+from extproc.feeds.engine_access import EngineHttp
 from extproc.feeds.engine_answers import LoadAnswer, answer_to_load, is_unloaded, said
-from extproc.feeds.engine_http import EngineHttp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from extproc.api.model_server import ModelServerSpec
     from extproc.core.core import Core
     from extproc.core.effects import LoadAdapter
-    from extproc.feeds.engine_access import EngineAccess
-    from extproc.feeds.engine_http import Answer
+    from extproc.feeds.engine_access import Answer, EngineAccess
 
 _LOAD: Final = "/v1/load_lora_adapter"
 _UNLOAD: Final = "/v1/unload_lora_adapter"

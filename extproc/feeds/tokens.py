@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizes prompts with the model's tokenizer files, or asks the engines."""
+"""Tokens of prompts, by the model's tokenizer files or by the engines' POST /tokenize.
+
+Chat templates are rendered as Hugging Face's ``apply_chat_template`` does, in a sandbox.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 import msgspec
+import numpy as np
 
-from extproc.feeds.chat_template import ChatTemplate, TemplateInvalid
+from extproc.feeds.engine_access import EngineHttp
+from extproc.feeds.engine_answers import Unreadable, most_tokens, tokens_in_answer
 from extproc.request.anthropic import chat_in
 from extproc.request.generate import tokens_in
 
@@ -19,12 +26,168 @@ if TYPE_CHECKING:
 
     from extproc.core.types import Arrival
     from extproc.feeds.engine_access import EngineAccess
-    from extproc.feeds.engine_tokenizer import EngineTokenizers
     from extproc.metrics.registry import Metrics
     from extproc.scheduling.pool import Pool
 
-log = logging.getLogger(__name__)
 
+class TemplateInvalid(Exception):
+    """The template is unreadable, or rejects the messages."""
+
+
+class ChatTemplate:
+    """The chat template of one model and its special tokens."""
+
+    def __init__(self, template: str | None, special_tokens: dict[str, str]) -> None:
+        self._special_tokens = special_tokens
+        self._template: Any = None
+        if template is None:
+            return
+        try:
+            # an optional dependency, needed only for local tokenizers
+            from jinja2 import TemplateError  # noqa: PLC0415
+            from jinja2.ext import loopcontrols  # noqa: PLC0415
+            from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
+        except ImportError:
+            raise TemplateInvalid("install the extra: pip install 'attache[tokenizer]'") from None
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.globals["raise_exception"] = _refuse
+        environment.filters["tojson"] = _to_json
+        self._error: type[Exception] = TemplateError
+        try:
+            self._template = environment.from_string(template)
+        except TemplateError as error:
+            raise TemplateInvalid(f"the chat template cannot be read: {error}") from None
+
+    @classmethod
+    def read(cls, directory: Path) -> ChatTemplate:
+        """Read ``chat_template.jinja`` or ``tokenizer_config.json``; without a template, ``render`` fails."""
+        file, own = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+        config: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+        template = own.read_text() if own.is_file() else config.get("chat_template")
+        if isinstance(template, list):  # several templates by name
+            template = next((one["template"] for one in template if one.get("name") == "default"), None)
+        special = {}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            value = config.get(name)
+            if value is not None:
+                special[name] = value["content"] if isinstance(value, dict) else value
+        return cls(template, special)
+
+    def render(self, body: dict[str, Any]) -> str:
+        """The prompt of a chat request with this body; raises TemplateInvalid."""
+        if self._template is None:
+            raise TemplateInvalid("the tokenizer's files have no chat template")
+        options = body.get("chat_template_kwargs") or {}
+        try:
+            text: str = self._template.render(
+                messages=[_plain(message) for message in body.get("messages", [])],
+                tools=body.get("tools"),
+                documents=body.get("documents"),
+                add_generation_prompt=body.get("add_generation_prompt", True),
+                **self._special_tokens,
+                **options,
+            )
+        except (self._error, TypeError, ValueError, KeyError) as error:
+            raise TemplateInvalid(f"the chat template refuses these messages: {error}") from None
+        return text
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """Join text parts to one string, as vLLM does for templates that support only strings."""
+    content = message.get("content")
+    if isinstance(content, list) and all(part.get("type") == "text" for part in content if isinstance(part, dict)):
+        return {**message, "content": "\n".join(part["text"] for part in content)}
+    return message
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateInvalid(message)
+
+
+_KEPT_FIELDS: Final = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_PATH: Final = "/tokenize"
+# Of an answer: a token with its comma and spaces, and what stands beside the list.
+_TOKEN_BYTES: Final = 16
+_OTHER_BYTES: Final = 64 * 1024
+
+
+class Refused(ValueError):
+    """An engine does not tokenize a prompt; another one would not either."""
+
+
+class EngineTokenizers:
+    """Tokenizers that share one HTTP client. ``access``: TLS and keys of engines."""
+
+    def __init__(self, access: EngineAccess) -> None:
+        self._http = EngineHttp(access)
+
+    def of(self, pool: Pool) -> EngineTokenizer:
+        """One that asks the engines of ``pool``."""
+        return EngineTokenizer(pool, self._http)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.close()
+
+
+class EngineTokenizer:
+    """Asks the engine with the fewest requests in flight (POST /tokenize), of those that do not fail; if it is not
+    there, or nobody can read its answer, the next.
+
+    An engine that is gone has the fewest of all: by its load alone it would be asked every time.
+    """
+
+    def __init__(self, pool: Pool, http: EngineHttp) -> None:
+        self._pool = pool
+        self._http = http
+
+    async def tokens(self, arrival: Arrival) -> Sequence[int] | None:
+        """Tokenize in the engine, which applies its own chat template. Raises OSError and ValueError."""
+        body: dict[str, Any] = msgspec.json.decode(arrival.body)
+        chat = chat_in(body, arrival.request)
+        if chat is not None:
+            asked: dict[str, Any] = {name: chat[name] for name in _KEPT_FIELDS if name in chat}
+        elif isinstance(body.get("prompt"), str):
+            asked = {"prompt": body["prompt"]}
+        else:
+            return None
+        payload = json.dumps({"model": arrival.destination.model, **asked}).encode()
+        engines = self._engines()
+        for address in engines:
+            try:
+                return await self._ask(address, payload)
+            except (ConnectionError, Unreadable):
+                if address == engines[-1]:
+                    raise
+        raise ConnectionError("there is no engine to ask")
+
+    def _engines(self) -> list[str]:
+        """The two to ask, the better one first; one if there are no more."""
+        table = self._pool.table
+        load = np.where(table.is_active, table.in_flight, np.inf)
+        best_first = np.lexsort((load, table.failures > 0, ~table.is_active))
+        return [table.addresses[row] for row in best_first[:2].tolist() if table.is_active[row]]
+
+    async def _ask(self, address: str, payload: bytes) -> Sequence[int]:
+        most = most_tokens(payload)
+        answer = await self._http.post(
+            self._pool.spec,
+            address,
+            _PATH,
+            payload,
+            timeout_s=self._pool.spec.tokenizer.timeout,
+            most_bytes=_TOKEN_BYTES * most + _OTHER_BYTES,
+        )
+        if answer.status != HTTPStatus.OK:
+            raise Refused(f"{address}{_PATH} answers {answer.status}")
+        return tokens_in_answer(answer.body, most)
+
+
+log = logging.getLogger(__name__)
 # Longer texts are encoded in a thread, so as not to delay other requests (the tokenizer releases the GIL).
 _THREAD_BYTES: Final = 16 * 1024
 
@@ -106,9 +269,6 @@ class Tokenizers:
             tokenizer: Tokenizer = LocalTokenizer(Path(path))
         else:
             if self._engines is None:
-                # its HTTP client takes a tenth of a second to load: only processes that ask engines need it
-                from extproc.feeds.engine_tokenizer import EngineTokenizers  # noqa: PLC0415
-
                 self._engines = EngineTokenizers(self._access)
             tokenizer = self._engines.of(pool)
         self._made[pool.name] = path, tokenizer

@@ -18,7 +18,7 @@ from extproc.api.picker_flow_control import (
     detector_name,
     gates_of,
 )
-from extproc.llmd.accepted import ACCEPTED
+from extproc.llmd.registry import ACCEPTED
 from extproc.scheduling.cache_tiers import tier_capacities
 from extproc.scheduling.plugins.attributes import (
     EndpointAttributeFilter,

@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """An EndpointPickerConfig to the picker that it describes, or to every mistake in it.
 
-Where the file says nothing, llm-d's defaults hold: weight 1, ``max-score-picker``, ``single-profile-handler``.
+Where the file says nothing, llm-d's defaults hold: weight 1, ``max-score-picker``, ``single-profile-handler``. Each
+name must refer to a plugin or profile that can do what is asked. Producers, parsers, sources and policies with their
+defaults need not be written down: their type names them.
 Source: llm-d-router ``pkg/epp/config``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from extproc.api.decode import read_picker_file
 from extproc.api.errors import ConfigInvalid
 from extproc.api.picker_config import PluginRef, ProfileSpec
+from extproc.api.picker_flow_control import FAIRNESS, ORDERS
 from extproc.api.quantities import decode_quantity
 from extproc.api.schema import check_shape, suggest
-from extproc.llmd.not_built import NOT_BUILT
 from extproc.llmd.notes import notes_of, without_effect
-from extproc.llmd.references import References
-from extproc.llmd.registry import BUILT_IN
+from extproc.llmd.registry import BUILT_IN, NOT_BUILT
 from extproc.scheduling.cache_tiers import tier_capacities
 from extproc.scheduling.external_plugins import Guard, failure, guarded
 from extproc.scheduling.framework import (
@@ -39,12 +42,204 @@ from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from extproc.api.errors import Finding, Mistake
-    from extproc.api.picker_config import EndpointPickerConfig, PickerFile, PluginSpec
+    from extproc.api.errors import Finding, Mistake, Path
+    from extproc.api.picker_config import BandSection, EndpointPickerConfig, PickerFile, PluginSpec
     from extproc.llmd.registry import Kind, PluginType
     from extproc.scheduling.framework import Selector
     from extproc.scheduling.picker import Picker
     from extproc.scheduling.plugins.rollouts import EndpointPin, Rollout
+
+# Plugins that were named, and never used, by these parameters: llm-d does not look them up either.
+_NEVER_READ: Final = frozenset({"prefixPluginName"})
+# Steps of a decision tree.
+_STEPS: Final = frozenset({"current", "nextOnSuccess", "nextOnFailure", "nextOnSuccessOrFailure"})
+# Of one file that are told, and names of each.
+_MOST_CIRCLES: Final = 10
+_MOST_SHOWN: Final = 10
+_PROFILE_NAMES: Final = frozenset({"profileName", "prefillProfileName"})
+_SCHEDULING: Final = frozenset({"filter", "scorer", "filter and scorer", "picker", "profile handler", "decider"})
+
+
+class _Use(msgspec.Struct, frozen=True):
+    """What a reference asks of a plugin: ``serves`` says whether its type and kind do."""
+
+    what: str
+    serves: Callable[[str, str], bool]
+
+
+def _has_word(*words: str) -> Callable[[str, str], bool]:
+    """Types of this sort, however new, have one of these words in their name; thunder-agent is several sorts in one."""
+
+    def serves(type_name: str, kind: str) -> bool:
+        del kind
+        return type_name == "thunder-agent" or any(word in type_name for word in words)
+
+    return serves
+
+
+_ANY: Final = _Use("plugin", lambda _, __: True)
+_PARSER: Final = _Use("parser", _has_word("parser"))
+_DETECTOR: Final = _Use("saturation detector", _has_word("detector"))
+_FAIRNESS: Final = _Use("fairness policy", lambda name, kind: name in FAIRNESS or _has_word("fairness")(name, kind))
+_ORDERING: Final = _Use("ordering policy", lambda name, kind: name in ORDERS or _has_word("ordering")(name, kind))
+_USAGE: Final = _Use("usage limit policy", _has_word("usage-limit", "holdback", "ceiling"))
+_PREFILL_DECIDER: Final = _Use("decider of prefill", lambda _, kind: kind == "decider")
+_DECIDER: Final = _Use("decider", _has_word("decider"))
+_FILTER: Final = _Use("filter", lambda _, kind: kind in {"filter", "filter and scorer"})
+_PRODUCER: Final = _Use("producer", lambda _, kind: kind not in {"picker", "profile handler", "decider"})
+
+
+class References:
+    """The references of one file. ``edges``: from plugins to those that their parameters name."""
+
+    def __init__(self, config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> None:
+        self._config = config
+        self._known = known
+        self._types = {spec.called: spec.type for spec in config.plugins}
+        self._places = {spec.called: ("plugins", index) for index, spec in enumerate(config.plugins)}
+        self._profiles = {profile.name for profile in config.scheduling_profiles} or {"default"}
+
+    def check(self) -> Iterator[Finding]:
+        """Every name that names nothing, or nothing that could serve."""
+        edges: dict[str, list[str]] = {}
+        for index, spec in enumerate(self._config.plugins):
+            for path, target, use in _plugin_parameters(spec.parameters or {}):
+                edges.setdefault(spec.called, []).append(target)
+                yield from self._resolve(("plugins", index, "parameters", *path), target, use)
+            yield from self._profile_names(index, spec.parameters or {})
+        for name in islice(_endless(edges), _MOST_CIRCLES):
+            circle = _circle(name, edges)
+            if circle:
+                shown = circle if len(circle) <= _MOST_SHOWN else [*circle[:_MOST_SHOWN], "...", name]
+                yield self._places[name], f"refers to itself: {' -> '.join(shown)}; break the circle"
+        yield from self._check_sections()
+
+    def _check_sections(self) -> Iterator[Finding]:
+        config = self._config
+        for key, given, use in (
+            ("dataLayer", config.data_layer, _ANY),
+            ("data", config.data, _ANY),
+            ("requestHandler", config.request_handler, _PARSER),
+            ("parser", config.parser, _PARSER),
+        ):
+            for path, target in _plugin_refs(given, (key,)):
+                yield from self._resolve(path, target, use)
+        if config.saturation_detector is not None:
+            yield from self._resolve(
+                ("saturationDetector", "pluginRef"), config.saturation_detector.plugin_ref, _DETECTOR
+            )
+        section = config.flow_control
+        if section is None:
+            return
+        if section.saturation_detector is not None:
+            place = ("flowControl", "saturationDetector", "pluginRef")
+            yield from self._resolve(place, section.saturation_detector.plugin_ref, _DETECTOR)
+        usage = section.usage_limit_policy_plugin_ref
+        yield from self._resolve(("flowControl", "usageLimitPolicyPluginRef"), usage, _USAGE)
+        for key, band in (
+            ("defaultPriorityBand", section.default_priority_band),
+            ("defaultNegativePriorityBand", section.default_negative_priority_band),
+        ):
+            yield from self._band(("flowControl", key), band)
+        for index, band in enumerate(section.priority_bands):
+            yield from self._band(("flowControl", "priorityBands", index), band)
+
+    def _band(self, path: Path, band: BandSection | None) -> Iterator[Finding]:
+        if band is not None:
+            yield from self._resolve((*path, "fairnessPolicyRef"), band.fairness_policy_ref, _FAIRNESS)
+            yield from self._resolve((*path, "orderingPolicyRef"), band.ordering_policy_ref, _ORDERING)
+
+    def _resolve(self, path: Path, target: str | None, use: _Use) -> Iterator[Finding]:
+        """A plugin of the file that serves, or the type of one that needs no parameters."""
+        if not target:
+            return
+        type_name = self._types.get(target, target)
+        plugin = self._known.get(type_name)
+        if target not in self._types and (plugin is None or plugin.kind in _SCHEDULING - {"filter"}):
+            yield path, f"no plugin is called '{target}'; {suggest(target, self._types)}"
+        elif plugin is not None and not use.serves(type_name, plugin.kind):
+            yield path, f"'{target}' is a {type_name}, and no {use.what}; name another plugin"
+
+    def _profile_names(self, index: int, parameters: Mapping[str, Any]) -> Iterator[Finding]:
+        for key in _PROFILE_NAMES & parameters.keys():
+            name = str(parameters[key] or "")
+            if name and name not in self._profiles:
+                place = ("plugins", index, "parameters", key)
+                yield place, f"there is no profile '{name}'; {suggest(name, self._profiles)}"
+
+
+def _plugin_parameters(parameters: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str, _Use]]:
+    for key, value in parameters.items():
+        if key == "deciders" and isinstance(value, dict):
+            for stage, name in value.items():
+                if name:
+                    yield (key, stage), str(name), _PREFILL_DECIDER if stage == "prefill" else _DECIDER
+        elif key in _STEPS:
+            for path, name in _plugin_refs(value, (key,)):
+                yield tuple(str(part) for part in path), name, _FILTER
+        elif isinstance(value, str) and value and key not in _NEVER_READ:
+            use = _use_of(key, value)
+            if use is not None:
+                yield (key,), value, use
+
+
+def _use_of(key: str, name: str) -> _Use | None:
+    """What the parameter ``key`` asks of the plugin called ``name``; None: it names no plugin."""
+    if key in {"deciderPluginName", "prefillDeciderPluginName"}:
+        # of ed-profile-handler, the former asks about the encode stage
+        return _DECIDER if "encode" in name else _PREFILL_DECIDER
+    if key == "encodeDeciderPluginName":
+        return _DECIDER
+    if key.endswith("ProducerName"):
+        return _PRODUCER
+    return _ANY if key.endswith(("PluginName", "pluginRef", "PluginRef")) else None
+
+
+def _plugin_refs(value: object, path: Path) -> Iterator[tuple[Path, str]]:
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _plugin_refs(item, (*path, index))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(item, str) and str(key).endswith(("pluginRef", "PluginRef")):
+                yield (*path, str(key)), item
+            else:
+                yield from _plugin_refs(item, (*path, str(key)))
+
+
+def _endless(edges: Mapping[str, list[str]]) -> list[str]:
+    """The names from which references never come to an end: of circles, and of what leads to them."""
+    referrers: dict[str, list[str]] = {}
+    for name, targets in edges.items():
+        for target in targets:
+            referrers.setdefault(target, []).append(name)
+    left = {name: len(targets) for name, targets in edges.items()}
+    ending = [name for name in referrers if name not in edges]
+    while ending:
+        for name in referrers.get(ending.pop(), ()):
+            left[name] -= 1
+            if not left[name]:
+                ending.append(name)
+    return [name for name in edges if left[name]]
+
+
+def _circle(start: str, edges: Mapping[str, list[str]]) -> list[str]:
+    """A way from ``start`` back to it, or nothing."""
+    came_from = dict[str, str]()
+    pending = [start]
+    while pending:
+        name = pending.pop()
+        for target in edges.get(name, []):
+            if target == start:
+                way = [start]
+                while name != start:
+                    way.append(name)
+                    name = came_from[name]
+                return [start, *reversed(way)]
+            if target not in came_from:
+                came_from[target] = name
+                pending.append(target)
+    return []
 
 
 class BuiltPicker(msgspec.Struct, frozen=True):

@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plugins by their configured names: llm-d's, Kthena's, ours, and other packages'."""
+"""Plugins by their configured names: llm-d's, Kthena's, ours, and other packages'.
+
+``ACCEPTED`` are types of llm-d without effect here: they name what is always on or configured elsewhere (data
+producers, parsers, metric sources and extractors, header handlers, flow control). ``NOT_BUILT`` are types that are
+refused: without them the file would do something else than it says. Most are of published drafts or of llm-d's own
+tests, and no release of llm-d takes them. ``reserve-endpoint`` answers a coordinator that only asks; without it, the
+question would be sent to an engine.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +18,6 @@ import msgspec
 
 from extproc.api.picker_flow_control import AGENT_IDENTITY, POLICIES, AgentIdentity
 from extproc.llmd import older_types
-from extproc.llmd.accepted import ACCEPTED, Accepted
 from extproc.scheduling.external_plugins import raised_at
 from extproc.scheduling.plugins import (
     admitters,
@@ -31,10 +37,90 @@ from extproc.scheduling.plugins import (
     topology,
 )
 from extproc.scheduling.plugins import load_scorers as load
+from extproc.scheduling.plugins.reasons import NO_ENCODE_STAGE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from importlib.metadata import EntryPoint
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """Accepts any parameters and ignores them."""
+
+
+_NO_ENCODE_STAGE: Final = f"nothing: {NO_ENCODE_STAGE}"
+# What does the work of each type here.
+ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "approx-prefix-cache-producer": "the pool's own prefix index",
+        "precise-prefix-cache-producer": "the ModelServer's kvEvents",
+        "inflight-load-producer": "the in-flight ledger",
+        "predicted-latency-producer": "learned prefill rates",
+        "burst-prefix-cache-producer": "the index is written at the pick",
+        "token-producer": "the ModelServer's tokenizer",
+        "tokenizer": "the ModelServer's tokenizer",
+        "p2p-source-producer": "nothing: pulling KV caches from peers is not done",
+        "latency-predictor-producer": "learned prefill rates",
+        "dp-rank-header-handler": "each rank is an endpoint of its own, with its own port",
+        "metrics-data-source": "the scraper",
+        "models-data-source": "the scraper",
+        "models-data-extractor": "the scraper",
+        "models-responder": "extproc answers GET /v1/models itself",
+        "endpoint-notification-source": "the configuration directory",
+        "file-discovery": "the configuration directory",
+        "disagg-headers-handler": "pairs always set x-prefiller-host-port",
+        "prefill-header-handler": "pairs always set x-prefiller-host-port",
+        "encoder-header-handler": _NO_ENCODE_STAGE,
+        "openai-parser": "extproc's own parser",
+        "anthropic-parser": "extproc's own parser",
+        "vllmhttp-parser": "extproc's own parser",
+        "sglanghttp-parser": "extproc's own parser",
+        "passthrough-parser": "extproc's own parser",
+        "always-disagg-multimodal-decider": _NO_ENCODE_STAGE,
+        "always-encode-decider": _NO_ENCODE_STAGE,
+        "vllmgrpc-parser": "nothing: gRPC requests of --pool go by load, without a look at their prompts",
+        "vertexai-parser": "nothing: gRPC requests of --pool go by load, without a look at their prompts",
+        "dcgm-data-source": "nothing: GPU metrics are not read; load is what engines say and what was sent to them",
+        "dcgm-extractor": "nothing: its GPUUtilization is an attribute without a value",
+        "topology-stamp-handler": "nothing: prefill and decode of a request are picked here, one after the other",
+        "k8s-notification-source": "the gateway role",
+        "mm-embeddings-cache-producer": "the pool's own prefix index",
+        "mm-embeddings-cache-scorer": "prefix-cache-scorer: media are part of the prompt whose prefixes it finds",
+        "outlen-bucket": "the recent mean length of answers, and max_tokens",
+        "eviction-sheddable-filter": "nothing: what has gone to an engine is not taken back",
+        "eviction-priority-then-time-ordering": "nothing: what has gone to an engine is not taken back",
+        "round-robin-fairness-policy": "flow control: RoundRobin",
+        "global-strict-fairness-policy": "flow control: GlobalStrict",
+        "program-aware-fairness": "flow control: SlidingWindow, the least service within a minute, by every strategy",
+        "program-aware-fairness-policy": "flow control: SlidingWindow, the least service within a minute",
+        "fcfs-ordering-policy": "flow control: FirstCome",
+        "edf-ordering-policy": "flow control: Deadline",
+        "slo-deadline-ordering-policy": "flow control: Deadline",
+        **dict.fromkeys(
+            ("local-syncer", "redis-syncer", "redis-state-store"),
+            "each replica decides by what it sees; with --redis, extproc's replicas share limits and sessions",
+        ),
+        "session-manager": "nothing: session plugins read ids in their headers; KV events do not carry them",
+        "slo-request-tracker": "latencies, learned of every answer",
+        "latency-observer-producer-hub": "TTFT, measured on every answer",
+        "multicluster-approx-prefix-cache-producer": "the pool's own prefix index",
+        "multicluster-file-discovery": "the ModelServer's endpoints: write each cluster's gateway as one",
+        "multicluster-metrics-data-source": "what was sent to each cluster: their pickers are not asked for their load",
+        "multicluster-metrics-extractor": "what was sent to each cluster: their pickers are not asked for their load",
+        "destination-endpoint-served-verifier": "nothing: answers are not marked for conformance tests",
+    }
+)
+
+_PAIRS: Final = "latency-scorer in both profiles of a disagg-profile-handler"
+NOT_BUILT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "mock-metrics-source": "nothing: it is of llm-d's own tests",
+        "pd-slo-optimizer": _PAIRS,
+        "pd-slo-pair-optimizer": _PAIRS,
+        "pd-slo-profile-handler": "disagg-profile-handler",
+        "reserve-endpoint": "disagg-profile-handler, which picks both endpoints of a pair at once",
+    }
+)
 
 Kind = Literal[
     "filter",
@@ -50,7 +136,6 @@ Kind = Literal[
     "data source",
     "accepted",
 ]
-
 # A package that brings plugins lists them in this group: each a name and a PluginType.
 ENTRY_POINTS: Final = "attache.scheduling"
 
@@ -98,7 +183,6 @@ _FILTERS: Final = {
     "healthy-filter": filters.Healthy,
     "subset-hint-filter": filters.SubsetHint,
 }
-
 _SCORERS: Final = {
     # llm-d's
     "queue-scorer": load.Queue,
@@ -140,7 +224,6 @@ _SCORERS: Final = {
     "random-scorer": latency_scorers.RandomScore,
     "cost-scorer": latency_scorers.CostScorer,
 }
-
 _PICKERS: Final = {
     # llm-d's
     "max-score-picker": selectors.MaxScore,
@@ -151,7 +234,6 @@ _PICKERS: Final = {
     "power-of-two-picker": selectors.PowerOfTwoSelector,
     "softmax-picker": selectors.Softmax,
 }
-
 _HANDLERS: Final = {
     "single-profile-handler": handlers.SingleProfile,
     "single-profile": handlers.SingleProfile,
@@ -163,22 +245,18 @@ _HANDLERS: Final = {
     "ed-profile-handler": handlers.EncodeDecode,
     "slo-aware-profile-handler": older_types.SloAwareProfile,
 }
-
 _DECIDERS: Final = {
     "prefix-based-pd-decider": handlers.PrefixBasedDecider,
     "always-disagg-pd-decider": handlers.AlwaysDecider,
 }
-
 _ADMITTERS: Final = {
     "probabilistic-admitter": admitters.ProbabilisticAdmitter,
     "latency-slo-admitter": admitters.LatencySloAdmitter,
 }
-
 _SCREENERS: Final = {
     "disaggregatedset-rollout-screener": rollouts.RolloutScreener,
     "endpoint-pin-screener": rollouts.EndpointPin,
 }
-
 _SOURCES: Final = {
     topology.EXTRACTOR_TYPE: topology.TopologyExtractor,
     "core-metrics-extractor": attributes.MetricsExtractor,
@@ -186,7 +264,6 @@ _SOURCES: Final = {
     "label-producer": label_weights.LabelProducer,
     "session-id-producer": affinity.SessionIdProducer,
 }
-
 BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
     {
         **_all("accepted", dict.fromkeys(ACCEPTED, Accepted)),

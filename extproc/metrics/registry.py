@@ -10,18 +10,17 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import Gauge
+from prometheus_client import Counter, Gauge
 
 from extproc.core.effects import Decision, EngineStarted, Fault, Left, LoadEnded, Refused, Settled
-from extproc.metrics.activation import ActivationMetrics
-from extproc.metrics.adapters import AdapterMetrics
-from extproc.metrics.admission import AdmissionMetrics
-from extproc.metrics.collectors import Counters, DeferredHistogram
 from extproc.metrics.endpoints import EndpointSeries
-from extproc.metrics.exposition import Registry
+from extproc.metrics.exposition import Counters, DeferredHistogram, Registry
+from extproc.metrics.queues import ActivationMetrics, AdapterMetrics, AdmissionMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+
+    from prometheus_client import CollectorRegistry
 
     from extproc.admission.gate import Gate
     from extproc.core.awaiting import ZeroDemand
@@ -287,3 +286,31 @@ class Metrics:
 
     def _config_age(self) -> float:
         return self._wall_clock() - self._applied_at
+
+
+class TlsMetrics:
+    """In ``registry``, where the gRPC port has TLS."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._expires = Gauge(
+            "attache_tls_certificate_expires_timestamp_seconds",
+            "When the certificate of the gRPC port ends to be valid.",
+            registry=registry,
+        )
+        self._loads = Counter(
+            "attache_tls_certificate_loads_total",
+            "Certificates that were read, by result.",
+            ["result"],
+            registry=registry,
+        )
+        for result in ("used", "refused"):
+            self._loads.labels(result)
+
+    def loaded(self, expires_at_s: float) -> None:
+        """A certificate is in use, until this Unix time."""
+        self._loads.labels("used").inc()
+        self._expires.set(expires_at_s)
+
+    def refused(self) -> None:
+        """One could not be used."""
+        self._loads.labels("refused").inc()

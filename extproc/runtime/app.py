@@ -29,11 +29,9 @@ from extproc.feeds.redis_limits import RedisLimits
 from extproc.feeds.saved_levels import SavedLevels
 from extproc.feeds.tokens import Tokenizers
 from extproc.metrics.decision_log import DecisionLog
-from extproc.metrics.registry import Metrics
-from extproc.metrics.tls import TlsMetrics
-from extproc.replication.local_bus import LocalBus
+from extproc.metrics.registry import Metrics, TlsMetrics
+from extproc.replication.buses import LocalBus, RedisBus
 from extproc.replication.peers import Bus, Peers
-from extproc.replication.redis_bus import RedisBus
 from extproc.runtime.contact import watch_contact
 from extproc.runtime.demand_watch import DemandWatch
 from extproc.runtime.performer import Performer

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from extproc.endpoints.answer_cost import AnswerCost
-from extproc.endpoints.decode_speed import DecodeSpeed
-from extproc.endpoints.prompt_cost import PromptCost
+from extproc.endpoints.costs import AnswerCost, DecodeSpeed, PromptCost
 from extproc.prefix.hashing import COVERED_UNITS, FIRST_BLOCK_BYTES, hash_blocks
 from extproc.prefix.index import Match, PrefixIndex, blocks_of_each
 from extproc.prefix.kv_index import KvIndex

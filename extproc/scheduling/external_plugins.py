@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 import msgspec
 import numpy as np
 
-from extproc.endpoints.prompt_cost import PromptCost
+from extproc.endpoints.costs import PromptCost
 from extproc.endpoints.table import EndpointConfig, EndpointTable
 from extproc.errors import Refusal
 from extproc.scheduling.framework import NeedsPlugins, SessionKeeper

@@ -11,9 +11,9 @@ import numpy as np
 
 from extproc.admission.estimates import InputEstimates, OutputEstimate
 from extproc.endpoints.adapter_slots import AdapterSlots, slots_for
-from extproc.endpoints.backoff import begin_probe
 from extproc.endpoints.engine_reports import expect_reports
 from extproc.endpoints.ledger import backlog_of, begin_request, end_request
+from extproc.endpoints.outliers import begin_probe
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
 from extproc.scheduling.assignment import Assignment
 from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prompt

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from cryptography.x509 import Certificate
 
-    from extproc.metrics.tls import TlsMetrics
+    from extproc.metrics.registry import TlsMetrics
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ import pytest
 from msgspec import inspect
 
 from controller.api.crds import field_docs
-from extproc.llmd.not_built import NOT_BUILT
-from extproc.llmd.registry import BUILT_IN
+from extproc.llmd.registry import BUILT_IN, NOT_BUILT
 from tools.reference.__main__ import FOLDER, pages
 from tools.reference.commands import page as commands_page
 from tools.reference.field_types import default_text, type_text

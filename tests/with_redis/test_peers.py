@@ -15,9 +15,8 @@ from extproc.core.effects import Decision, Effect, Tell
 from extproc.core.types import Head
 from extproc.metrics.registry import Metrics
 from extproc.protocol import Api
-from extproc.replication.local_bus import LocalBus
+from extproc.replication.buses import LocalBus, RedisBus
 from extproc.replication.peers import Bus, Peers
-from extproc.replication.redis_bus import RedisBus
 from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from extproc.llmd.not_built import NOT_BUILT
-from extproc.llmd.registry import BUILT_IN
+from extproc.llmd.registry import BUILT_IN, NOT_BUILT
 from tools.reference.kinds import MARK
 from tools.reference.llm_d_parameters import is_taken
 

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import inspect
 
-from extproc.llmd.accepted import ACCEPTED
-from extproc.llmd.not_built import NOT_BUILT
 from extproc.llmd.notes import without_effect
-from extproc.llmd.registry import BUILT_IN
+from extproc.llmd.registry import ACCEPTED, BUILT_IN, NOT_BUILT
 from tools.reference.kinds import MARK
 
 if TYPE_CHECKING:

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Final
 from msgspec import inspect
 
 from controller.api.crds import field_docs
-from extproc.llmd.accepted import ACCEPTED
-from extproc.llmd.not_built import NOT_BUILT
 from extproc.llmd.notes import without_effect
-from extproc.llmd.registry import BUILT_IN
+from extproc.llmd.registry import ACCEPTED, BUILT_IN, NOT_BUILT
 from tools.reference.field_types import structs_in
 from tools.reference.kinds import MARK, field_table
 

@@ -9,22 +9,19 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.agents.runtime.adapter_choice import Failure, Shelf, Wishes, changes, next_step
+from controller.agents.runtime.adapter_choice import AdapterUses, Failure, Shelf, Wishes, changes, next_step
+from controller.agents.runtime.adapter_files import DownloadFailed
 from controller.agents.runtime.adapter_names import NotDeclared
-from controller.agents.runtime.adapter_use import AdapterUses
-from controller.agents.runtime.downloads import DownloadFailed
 from controller.agents.runtime.engine_client import EngineFailed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from controller.agents.runtime.adapter_files import AdapterFiles
-    from controller.agents.runtime.adapter_names import Declared
-    from controller.agents.runtime.counters import Counters
-    from controller.agents.runtime.declared_file import DeclaredFile
+    from controller.agents.runtime.adapter_names import Declared, DeclaredFile
     from controller.agents.runtime.dialects import Dialect
     from controller.agents.runtime.engine_client import EngineClient
-    from controller.agents.runtime.engine_page import EnginePage
+    from controller.agents.runtime.metrics import Counters, EnginePage
     from controller.agents.runtime.settings import AdapterSettings
 
 # Adapters that are loaded at the same time, downloads included.

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Final
 
 from controller.agents.runtime.adapter_files import AdapterFiles
 from controller.agents.runtime.adapter_loader import AdapterLoader, LoadRefused
-from controller.agents.runtime.counters import Counters
-from controller.agents.runtime.declared_file import DeclaredFile
-from controller.agents.runtime.drainer import Drainer
+from controller.agents.runtime.adapter_names import DeclaredFile
+from controller.agents.runtime.drain import Drainer
 from controller.agents.runtime.engine_watch import EngineWatch
-from controller.agents.runtime.exposition import AgentState, write_page
+from controller.agents.runtime.metrics import AgentState, Counters, write_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from controller.agents.runtime.downloads import Downloads
+    from controller.agents.runtime.adapter_files import Downloads
     from controller.agents.runtime.engine_client import EngineClient
     from controller.agents.runtime.settings import AgentSettings
 

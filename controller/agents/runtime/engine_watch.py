@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 from controller.agents.runtime.drain import Load
-from controller.agents.runtime.engine_client import EngineFailed, EngineGone
-from controller.agents.runtime.engine_page import read_page
+from controller.agents.runtime.engine_client import (
+    EngineFailed,
+    EngineGone,
+    base_model,
+    is_answer,
+    means_other_api,
+    model_request,
+    warm_up_prompts,
+)
 from controller.agents.runtime.health import (
     Health,
     answered,
@@ -22,22 +29,14 @@ from controller.agents.runtime.health import (
     why_not_alive,
     why_not_ready,
 )
-from controller.agents.runtime.model_requests import (
-    base_model,
-    is_answer,
-    means_other_api,
-    model_request,
-    warm_up_prompts,
-)
+from controller.agents.runtime.metrics import read_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from controller.agents.runtime.counters import Counters
     from controller.agents.runtime.dialects import Api
-    from controller.agents.runtime.engine_client import EngineClient
-    from controller.agents.runtime.engine_page import EnginePage
-    from controller.agents.runtime.model_requests import ModelRequest
+    from controller.agents.runtime.engine_client import EngineClient, ModelRequest
+    from controller.agents.runtime.metrics import Counters, EnginePage
     from controller.agents.runtime.settings import AgentSettings
 
 _METRICS_TIMEOUT_S: Final = 5.0

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from controller.agents.runtime.adapter_loader import LoadRefused
-from controller.agents.runtime.exposition import CONTENT_TYPE
+from controller.agents.runtime.metrics import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from controller.agents.runtime.command_settings import settings_of
+from controller.agents.runtime.settings import settings_of
 from controller.commands.agent import main, parser
 from tests.controller.agents.runtime.doubles import free_port
 

@@ -11,7 +11,7 @@ import pytest
 from extproc.api.errors import ConfigInvalid
 from extproc.api.host_names import KnownNames, Patience, ResolvedDirectory, names_in, with_addresses
 from extproc.api.load import ConfigDirectory, load
-from extproc.cli.lookup import lookup
+from extproc.cli.resolver import lookup
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -137,10 +137,10 @@ def test_more_levels_of_limits_than_are_remembered_are_noted(check: Check, monke
     limits = [{"per": "Tenant", "unit": "minute", "requests": 5, "totalTokens": 5}]
     route = {"modelName": "llama", "rules": RULES, "rateLimits": limits}
     gateway = {"authentication": KEYS, "tenants": [{"name": f"t{number}"} for number in range(9)]}
-    monkeypatch.setattr("extproc.cli.check_notes.MAX_BUCKETS", 20)
+    monkeypatch.setattr("extproc.cli.check.MAX_BUCKETS", 20)
     # ten tenants, two amounts
     assert check(ModelRoute=route, GatewayConfig=gateway) == []
-    monkeypatch.setattr("extproc.cli.check_notes.MAX_BUCKETS", 19)
+    monkeypatch.setattr("extproc.cli.check.MAX_BUCKETS", 19)
     (note,) = check(ModelRoute=route, GatewayConfig=gateway)
     assert "rateLimits have 20 levels" in note
 

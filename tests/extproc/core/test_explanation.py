@@ -19,9 +19,9 @@ from extproc.core.core import Core
 from extproc.core.effects import Decision
 from extproc.core.explanation import to_text
 from extproc.core.types import Head, Outcome
-from extproc.endpoints.backoff import record_failure
 from extproc.endpoints.engine_reports import EngineReport, apply_report
 from extproc.endpoints.health import Failure
+from extproc.endpoints.outliers import record_failure
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics
 from extproc.protocol import Api

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.endpoints.costs import learn_prefill_rate
 from extproc.endpoints.ledger import backlog_of, backlogs, begin_request, end_request
-from extproc.endpoints.prefill_rate import learn_prefill_rate
 from extproc.endpoints.table import INITIAL_PREFILL_RATE, EndpointTable
 
 

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory is followed; what is broken is refused."""
+"""Changes of the configuration directory, and what Envoy's admin interface lists."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from aiohttp import web
 
+from bench.processes import free_ports
 from extproc.api.load import ConfigDirectory
 from extproc.api.status_pages import ConfigReport, content_digest
 from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.errors import NoEndpoint
-from extproc.feeds.directory import DirectoryFeed
+from extproc.feeds.directory import DirectoryFeed, endpoints_in_envoy
 from extproc.metrics.registry import Metrics
 from extproc.scheduling.framework import ConfiguredPicker
 from tests.extproc.conftest import CONFIG
@@ -25,6 +27,75 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from extproc.core.types import Arrival
+
+
+def assignment(cluster: str, *addresses: tuple[str, int]) -> dict[str, Any]:
+    """As Envoy 1.40 dumps it."""
+    endpoints = [
+        {"endpoint": {"address": {"socket_address": {"address": ip, "port_value": port}}}, "health_status": "HEALTHY"}
+        for ip, port in addresses
+    ]
+    localities = [{"locality": {}, "lb_endpoints": endpoints}] if endpoints else []
+    kind = "type.googleapis.com/envoy.admin.v3.EndpointsConfigDump.DynamicEndpointConfig"
+    return {"@type": kind, "endpoint_config": {"cluster_name": cluster, "endpoints": localities}}
+
+
+@pytest.mark.parametrize(
+    ("status", "page", "known"),
+    [
+        (
+            200,
+            {"configs": [assignment("server/a/b", ("10.0.0.1", 8000), ("fd00::1", 80)), assignment("server/a/c")]},
+            {"a/b": {("10.0.0.1", 8000), ("fd00::1", 80)}, "a/c": set()},
+        ),
+        (200, {}, {}),
+        (200, {"configs": [{}]}, {"": set()}),
+        # no Envoy, or none that tells
+        (200, {"configs": "something else"}, None),
+        (302, {}, None),
+        (404, {"configs": [assignment("server/a/b")]}, None),
+    ],
+)
+async def test_what_it_says_of_servers(status: int, page: object, known: object) -> None:
+    asked: list[str] = []
+
+    async def dump(request: web.Request) -> web.Response:
+        asked.append(request.query["name_regex"])
+        # where it is followed, it comes back to this page
+        return web.json_response(page, status=status, headers={"location": str(request.url)})
+
+    app = web.Application()
+    app.add_routes([web.get("/config_dump", dump)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    (port,) = free_ports(1)
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        assert await endpoints_in_envoy(f"0.0.0.0:{port}", {"a/c", "a/b.x"}) == known
+    finally:
+        await runner.cleanup()
+    assert asked == [r"server/(a/b\.x|a/c)"]
+
+
+async def test_a_page_that_is_nested_without_end_or_no_text_says_nothing() -> None:
+    pages = iter((b'{"configs":' + b"[" * 100_000, b'{"x":' + b"[" * 100_000, b'{"configs":[{"x":"\xff"}]}', b""))
+
+    async def dump(_: web.Request) -> web.Response:
+        return web.Response(body=next(pages))
+
+    app = web.Application()
+    app.add_routes([web.get("/config_dump", dump)])
+    runner, (port,) = web.AppRunner(app), free_ports(1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    for _ in range(4):
+        assert not any((await endpoints_in_envoy(f"127.0.0.1:{port}", {"a/b"}) or {}).values())
+    await runner.cleanup()
+
+
+async def test_nobody_answers() -> None:
+    (port,) = free_ports(1)
+    assert await endpoints_in_envoy(f"127.0.0.1:{port}", {"a/b"}) is None
 
 
 class Watched:

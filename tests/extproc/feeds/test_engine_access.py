@@ -17,7 +17,7 @@ from extproc.api.model_server import ModelServerSpec, StaticEndpoint
 from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.feeds.engine_access import EngineAccess
-from extproc.feeds.engine_tokenizer import EngineTokenizers
+from extproc.feeds.tokens import EngineTokenizers
 from extproc.protocol import Api
 from tests.certificates import Authority
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.feeds.http_get import MOST_BYTES, AnswerParser, BadAnswer, KeptConnection, get_request
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -48,6 +49,10 @@ class Getter:
 
     def _failed(self, message: str) -> None:
         self._answer.set_exception(GetFailed(message))
+
+    @property
+    def is_open(self) -> bool:
+        return self._connection is not None and self._connection.is_open
 
     def close(self) -> None:
         if self._connection is not None:
@@ -126,7 +131,7 @@ async def test_an_invalid_response_is_a_failure_and_the_next_request_starts_anew
 async def test_a_closed_connection_is_replaced() -> None:
     async with serving([*whole(b"one"), b""], whole(b"two")) as (getter, _):
         assert await getter.get("/") == b"one"
-        await asyncio.sleep(0.05)
+        await eventually(lambda: not getter.is_open)
         assert await getter.get("/") == b"two"
 
 

@@ -13,7 +13,7 @@ from bench.processes import free_ports
 from extproc.api import snapshot as scrapes
 from extproc.api.load import load
 from extproc.api.snapshot import kept_connections, missing_descriptors, scrape_stretch, stretched_intervals
-from extproc.cli.top_engines import EngineState
+from extproc.cli.top_view import EngineState
 from extproc.core.core import Core
 from extproc.core.explanation import silent_now
 from extproc.endpoints.engine_reports import EngineReport, apply_report, report_trust

@@ -10,9 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from bench.stack import documents
 from extproc.api.load import load
 from extproc.core.core import Core
-from extproc.endpoints.backoff import record_failure, record_success
 from extproc.endpoints.health import Failure
-from extproc.endpoints.suspects import record_bad_answer, record_good_answer
+from extproc.endpoints.outliers import record_bad_answer, record_failure, record_good_answer, record_success
 from extproc.metrics.endpoints import EndpointSeries
 
 ADDRESSES = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]

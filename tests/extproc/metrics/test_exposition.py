@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of metrics, in pieces."""
+"""Pages in pieces, and counters that are cheap to write."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import random
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -19,8 +20,7 @@ from bench.sizes.configuration import Gateway, Sizes, address_of, configuration
 from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.endpoints.engine_reports import EngineReport, apply_report
-from extproc.metrics.collectors import Counters, DeferredHistograms
-from extproc.metrics.exposition import Family, Registry
+from extproc.metrics.exposition import _MOST_PENDING, Counters, DeferredHistogram, DeferredHistograms, Family, Registry
 from extproc.metrics.registry import Metrics
 
 if TYPE_CHECKING:
@@ -103,3 +103,46 @@ def test_thousands_of_endpoints_are_many_pieces_and_no_piece_is_long() -> None:
     # all of a family is in one place
     heads = [line for piece in pieces for line in piece.splitlines() if line.startswith("# TYPE")]
     assert len(heads) == len(set(heads))
+
+
+BOUNDS = (0.1, 0.5, 1.0)
+
+
+def test_counts_by_label() -> None:
+    registry = CollectorRegistry()
+    counts = Counters("asked", "Questions.", ["by"], registry)
+    counts.begin("nobody")
+    counts.add("one")
+    counts.add("one")
+    assert registry.get_sample_value("asked_total", {"by": "one"}) == 2
+    assert registry.get_sample_value("asked_total", {"by": "nobody"}) == 0
+    assert b'asked_total{by="one"} 2.0' in generate_latest(registry)
+
+
+def test_a_name_is_taken_once() -> None:
+    registry = CollectorRegistry()
+    Counters("asked", "Questions.", [], registry)
+    with pytest.raises(ValueError, match="asked"):
+        DeferredHistogram("asked", "Questions.", BOUNDS, registry)
+
+
+@given(st.lists(st.floats(0, 2), max_size=50))
+def test_a_spread_is_the_histogram_of_prometheus_client(values: list[float]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    spread = DeferredHistogram("took", "Seconds.", BOUNDS, ours)
+    histogram = Histogram("took", "Seconds.", buckets=BOUNDS, registry=theirs)
+    for value in values:
+        spread.observe(value)
+        histogram.observe(value)
+    for bound in ("0.1", "0.5", "1.0", "+Inf"):
+        labels = {"le": bound}
+        assert ours.get_sample_value("took_bucket", labels) == theirs.get_sample_value("took_bucket", labels)
+    assert ours.get_sample_value("took_count") == len(values)
+    assert ours.get_sample_value("took_sum") == pytest.approx(sum(values))
+
+
+def test_what_nobody_reads_does_not_pile_up() -> None:
+    spread = DeferredHistogram("took", "Seconds.", BOUNDS, CollectorRegistry())
+    for _ in range(3 * _MOST_PENDING):
+        spread.observe(0.2)
+    assert spread.pending < _MOST_PENDING

@@ -11,7 +11,7 @@ import pytest
 from extproc.admission.buckets import Limit
 from extproc.core.peer_events import Alive, EventBatch, PeerEvent, Spent, encode
 from extproc.metrics.registry import Metrics
-from extproc.replication.local_bus import LocalBus
+from extproc.replication.buses import LocalBus
 from extproc.replication.peers import Peers
 
 if TYPE_CHECKING:

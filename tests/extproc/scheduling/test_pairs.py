@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoints.backoff import record_failure
+from extproc.endpoints.costs import PromptCost
 from extproc.endpoints.ledger import begin_request
-from extproc.endpoints.prompt_cost import PromptCost
+from extproc.endpoints.outliers import record_failure
 from extproc.endpoints.table import EndpointConfig, EndpointTable
 from extproc.errors import NoEndpoint
 from extproc.scheduling.pairs import CACHED, NO_PREFILL, SENT_ON, PairParameters, PrefillDecodePairs

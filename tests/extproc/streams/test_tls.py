@@ -14,7 +14,7 @@ from grpc_health.v1.health import aio as health_aio
 from prometheus_client import CollectorRegistry
 
 from bench.cluster.certificates import Authority
-from extproc.metrics.tls import TlsMetrics
+from extproc.metrics.registry import TlsMetrics
 from extproc.streams.tls import CertificateInvalid, FollowedCertificate, TlsFiles, self_signed
 
 if TYPE_CHECKING:

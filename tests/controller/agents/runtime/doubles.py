@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from aiohttp import web
 
+from controller.agents.runtime.adapter_files import DownloadFailed
 from controller.agents.runtime.adapter_names import SourcePolicy
 from controller.agents.runtime.agent import Agent
 from controller.agents.runtime.dialects import DIALECTS
-from controller.agents.runtime.downloads import DownloadFailed
 from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import EngineClient
 from controller.agents.runtime.health import HealthSettings

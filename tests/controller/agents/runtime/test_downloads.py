@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from controller.agents.runtime.downloads import DownloaderProcess, DownloadFailed
+from controller.agents.runtime.adapter_files import DownloaderProcess, DownloadFailed
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import bench.micro
-from controller.agents.runtime.counters import Counters
 from controller.agents.runtime.dialects import DIALECTS, FAMILIES
-from controller.agents.runtime.engine_page import EnginePage, read_page
-from controller.agents.runtime.exposition import AgentState, write_page
+from controller.agents.runtime.metrics import AgentState, Counters, EnginePage, read_page, write_page
 from extproc.endpoints.metric_names import NAMES
 
 STATE = AgentState(

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.agents.runtime.adapter_choice import AdapterUses
 from controller.agents.runtime.adapter_names import (
     Declared,
     NameInvalid,
@@ -20,11 +21,9 @@ from controller.agents.runtime.adapter_names import (
     local_path,
     read_declared,
 )
-from controller.agents.runtime.adapter_use import AdapterUses
 from controller.agents.runtime.dialects import DIALECTS
 from controller.agents.runtime.engine_answers import error_text, is_unloaded, load_result
-from controller.agents.runtime.engine_page import read_page
-from controller.agents.runtime.model_requests import (
+from controller.agents.runtime.engine_client import (
     base_model,
     is_answer,
     loaded_adapters,
@@ -32,6 +31,7 @@ from controller.agents.runtime.model_requests import (
     repository_models,
     warm_up_prompts,
 )
+from controller.agents.runtime.metrics import read_page
 
 if TYPE_CHECKING:
     from pathlib import Path

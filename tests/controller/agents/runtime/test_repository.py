@@ -18,8 +18,7 @@ from controller.agents.runtime.adapter_names import SourcePolicy
 from controller.agents.runtime.agent import Agent
 from controller.agents.runtime.dialects import DIALECTS
 from controller.agents.runtime.drain import DrainSettings
-from controller.agents.runtime.engine_client import EngineClient, EngineFailed
-from controller.agents.runtime.model_requests import ModelRequest
+from controller.agents.runtime.engine_client import EngineClient, EngineFailed, ModelRequest
 from controller.agents.runtime.server import AgentServer, serving
 from controller.agents.runtime.settings import AdapterSettings, AgentSettings
 from tests.controller.agents.runtime.doubles import FakeDownloads, free_port

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoints.prompt_cost import PromptCost
+from extproc.endpoints.costs import PromptCost
 from extproc.endpoints.table import LoraState
 from extproc.scheduling.plugins.affinity import LoraAffinity, SessionAffinity
 from extproc.scheduling.plugins.cache_scorers import KvCacheUtilization, NoHitLru, PrefixCacheScorer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from extproc.endpoints.prompt_cost import PromptCost
+from extproc.endpoints.costs import PromptCost
 from extproc.endpoints.table import EndpointTable
 from extproc.scheduling.picker import Demand, RequestFacts, View
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.__main__ import main
-from extproc.cli import web_page
-from extproc.cli.web_page import printable, read_page
+from extproc.cli import system
+from extproc.cli.system import printable, read_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,8 +99,8 @@ def test_numbers_that_are_none_do_not_end_the_command(number: bytes, capsys: pyt
 
 
 def test_a_page_without_an_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web_page, "_MOST_BYTES", 10_000)
-    monkeypatch.setattr(web_page, "_PIECE_BYTES", 1_000)
+    monkeypatch.setattr(system, "_MOST_BYTES", 10_000)
+    monkeypatch.setattr(system, "_PIECE_BYTES", 1_000)
     with answering(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 10_001) as address, pytest.raises(OSError, match="no end"):
         read_page(f"http://{address}/", timeout_s=5.0)
     with answering(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 10_000) as address:
@@ -108,9 +108,9 @@ def test_a_page_without_an_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_page_that_comes_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web_page, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(system, "_PIECE_BYTES", 1)
     passing = iter(range(100))
-    monkeypatch.setattr(web_page.time, "monotonic", lambda: float(next(passing)))
+    monkeypatch.setattr(system.time, "monotonic", lambda: float(next(passing)))
     with answering(page(b"x" * 100)) as address, pytest.raises(OSError, match="within 9 s"):
         read_page(f"http://{address}/", timeout_s=3.0)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the command line meets the resolver: a configuration directory whose host names are resolved"""
+"""This machine's resolver: a configuration directory whose host names are resolved."""
 
 from __future__ import annotations
 

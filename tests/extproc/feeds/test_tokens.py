@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine tokenizes a prompt: one that is there."""
+"""Tokens by the engines' POST /tokenize."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from aiohttp.test_utils import TestServer, unused_port
 from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.types import Head
-from extproc.endpoints.backoff import record_failure
+from extproc.endpoints.outliers import record_failure
 from extproc.feeds.engine_access import EngineAccess
-from extproc.feeds.engine_tokenizer import EngineTokenizer, EngineTokenizers
-from extproc.feeds.tokens import Tokenizers
+from extproc.feeds.tokens import EngineTokenizer, EngineTokenizers, Tokenizers
 from extproc.metrics.registry import Metrics
 from extproc.protocol import Api
 

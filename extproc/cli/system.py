@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that commands read, bounded in size and time, and their text as a terminal may have it."""
+"""What commands share: reports of mistakes, bounded pages over HTTP, text for a terminal, file descriptors."""
 
 from __future__ import annotations
 
 import http.client
+import math
+import resource
+import sys
 import time
 import urllib.request
 from typing import TYPE_CHECKING, Final
@@ -12,6 +15,23 @@ if TYPE_CHECKING:
     from email.message import Message
     from http.client import HTTPResponse
     from typing import IO
+
+    from extproc.api.errors import ConfigInvalid
+
+
+def report(error: ConfigInvalid) -> int:
+    """Print every mistake and their number to standard error; returns the exit status."""
+    print(error, file=sys.stderr)
+    print(counted(len(error.mistakes), "mistake"), file=sys.stderr)
+    return 2
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 mistake``, ``2 mistakes``, ``2 policies``."""
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun[:-1]}ies" if noun.endswith("y") else f"{number} {noun}s"
+
 
 # A process with 10,000 endpoints and as many tenants has some 30 MB of metrics.
 _MOST_BYTES: Final = 128 * 2**20
@@ -61,3 +81,17 @@ def _whole(answer: HTTPResponse, timeout_s: float) -> bytes:
 def printable(text: str) -> str:
     """Without what a terminal would obey, in names and errors that others have chosen; lines stay lines."""
     return "".join([mark if mark.isprintable() or mark == "\n" else "\N{REPLACEMENT CHARACTER}" for mark in text])
+
+
+def hard_limit() -> float:
+    """What this process may raise its limit to."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return math.inf if hard == resource.RLIM_INFINITY else hard
+
+
+def raise_limit() -> float:
+    """Raise the soft limit to the hard one, and return it: shells and systemd begin with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard_limit()
