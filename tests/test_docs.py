@@ -87,6 +87,28 @@ def test_the_site_shows_every_page() -> None:
     assert sorted(shown) == sorted(there | set(PAGES.values()))
 
 
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_the_picture_of_the_processes_is_legible(mode: str) -> None:
+    text = (ROOT / "docs" / "images" / "processes.svg").read_text()
+    light, dark = (dict(re.findall(r"--(\w+): (#\w{6})", line)) for line in text.splitlines() if "--ink:" in line)
+    color = light if mode == "light" else dark
+    pairs = [("ink", "page"), ("ink", "box"), ("ink", "fill"), ("soft", "page"), ("soft", "box"), ("blue", "page")]
+    # what WCAG asks of text at the level AA
+    assert [pair for pair in pairs if _contrast(color[pair[0]], color[pair[1]]) < 4.5] == []
+
+
+def _contrast(one: str, other: str) -> float:
+    """From 1 to 21, as WCAG 2 defines it."""
+    darker, lighter = sorted((_luminance(one), _luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def _luminance(color: str) -> float:
+    parts = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
 def test_links_of_pages_at_the_top_are_those_of_the_site() -> None:
     text = "[a](docs/lab.md#traffic) [b](ARCHITECTURE.md) [c](https://x/docs/y) [d](#here)"
     expected = "[a](lab.md#traffic) [b](architecture.md) [c](https://x/docs/y) [d](#here)"
