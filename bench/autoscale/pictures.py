@@ -39,8 +39,8 @@ class Pictures:
         if not self._servers:
             self._servers = tuple(demand.servers)
             self._signals.follow(self._servers, now)
-            self._signals.present([_GATEWAY], now)
-        self._signals.hear(_GATEWAY, demand, now)
+            self._signals.set_gateways([_GATEWAY], now)
+        self._signals.ingest(_GATEWAY, demand, now)
         self._signals.tick(now)
         self._signals_at_s = now
         self._engines = demand.servers[self._servers[0]].engines

@@ -12,13 +12,13 @@ from prometheus_client import CollectorRegistry
 
 from controller.autoscaler.decision.decision import Decision, StageDecision, TargetDecision
 from controller.autoscaler.decision.situation import EngineReport, Freshness, Waiting
-from controller.autoscaler.reconciler.deciding import Deciding
 from controller.autoscaler.reconciler.demand import DemandView
 from controller.autoscaler.reconciler.metric_sources import SourceSettings
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
+from controller.autoscaler.reconciler.reconcile import Decider
 from controller.autoscaler.reconciler.records import Records
 from controller.autoscaler.reconciler.scalables import STATEFUL_SETS
-from controller.autoscaler.reconciler.scaling import DECIDING, Scaling, ScalingSettings
+from controller.autoscaler.reconciler.scaling import DECIDER, Scaling, ScalingSettings
 from controller.kube.client import Client, connect
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from controller.api.autoscaling import AutoscalingPolicySpec
     from controller.api.autoscaling_binding import AutoscalingPolicyBinding
-    from controller.autoscaler.decision.signals import Calm
     from controller.autoscaler.decision.situation import Situation
     from controller.autoscaler.reconciler.demand import Urgent
     from controller.kube.access import Access
@@ -77,11 +76,11 @@ class Wanted:
         return decision, (memory or 0) + 1
 
     @property
-    def deciding(self) -> Deciding:
+    def decider(self) -> Decider:
         def restored(kept: bytes, _: float) -> int:
             return int(kept)
 
-        return Deciding(self.decide, lambda memory: b"7" if memory else b"", restored)
+        return Decider(self.decide, lambda memory: b"7" if memory else b"", restored)
 
 
 class Demand:
@@ -97,10 +96,6 @@ class Demand:
 
     def follow(self, servers: Collection[str]) -> None:
         """Of all."""
-
-    def calm(self, servers: Sequence[str], now_s: float) -> Calm | None:  # noqa: ARG002 - the protocol's
-        """Never known."""
-        return None
 
     def view(self, servers: Sequence[str], now_s: float) -> DemandView:
         reports = {ip: msgspec.structs.replace(one, at_s=now_s) for ip, one in self.reports.items()}
@@ -145,7 +140,7 @@ async def scaling(
             client,
             settings,
             ScalingMetrics(registry),
-            deciding=DECIDING if is_real else wanted.deciding,
+            decider=DECIDER if is_real else wanted.decider,
             demand=demand or Demand(),
             records=records,
         )

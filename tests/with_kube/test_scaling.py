@@ -269,6 +269,24 @@ async def test_a_settled_binding_causes_no_writes(client: Client, kube: Kube, na
         assert running.writes() == before
 
 
+async def test_a_status_that_somebody_else_has_written_is_written_anew(
+    client: Client, kube: Kube, namespace: str
+) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    await bind(client, namespace, target())
+
+    async def is_said() -> bool:
+        return await says(client, namespace, "TargetsResolved") == ("True", "Resolved")
+
+    async with scaling(kube.admin, namespace, Wanted(main=2)):
+        await eventually(is_said)
+        lost: dict[str, object] = {"status": {"conditions": []}}
+        await client.merge_patch(AUTOSCALING_POLICY_BINDINGS, "one", namespace, lost, subresource="status")
+        await eventually(is_said)
+
+
 async def test_a_model_infer_is_scaled_through_its_scale(client: Client, kube: Kube, namespace: str) -> None:
     await make_policy(client, namespace)
     await client.create(MODEL_INFERS, model_infer(namespace, replicas=1))

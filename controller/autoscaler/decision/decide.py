@@ -18,7 +18,6 @@ from controller.autoscaler.decision.allocation.variants import variant_of
 from controller.autoscaler.decision.behavior import Bounds, bounds_at
 from controller.autoscaler.decision.decision import Decision, Step, TargetDecision
 from controller.autoscaler.decision.memory import Memory, Shared, StageMemory
-from controller.autoscaler.decision.resting import rest_of, rested, stands
 from controller.autoscaler.decision.situation import EngineState, Situation, Target
 from controller.autoscaler.decision.stage import StageAnswer, decided, keeps_one, prepared, told
 from controller.autoscaler.decision.strategies.registry import laws_of
@@ -49,16 +48,13 @@ def decide(
     accelerators that nodes have left, by pool, as far as that is known.
 
     ``now_s``: since 1970, as schedules need it. Written down is what each target should have; what is done with it
-    depends on the mode, and is the caller's. While nothing but time has changed, the last decision may be returned
-    again, as the same object: see ``resting``.
+    depends on the mode, and is the caller's.
     """
     before = memory or Memory()
     if policy.mode == "Paused":
         targets = tuple(_as_it_is(target) for one in situations for target in one.targets)
         paused = Memory(schedules=before.schedules, bounds=before.bounds)
         return _decision(policy, binding, now_s, targets), paused
-    if before.rest is not None and stands(before.rest, policy, binding, situations, free=free):
-        return before.rest.decision, rested(before, now_s)
     bounds = _bounds(policy, before, now_s)
     stages = [_stage(one, before.stages.get(_name(one)), policy, bounds) for one in situations]
     stages = _not_below_one(stages, policy, bounds)
@@ -67,12 +63,13 @@ def decide(
         _decision(policy, binding, now_s, _targets(stages, sharing)),
         stages=tuple(_told(stage, sharing) for stage in stages),
         lacks=sharing.lacks,
+        blocked={
+            target.name: target.blocked for stage in stages for target in stage.situation.targets if target.blocked
+        },
         inputs={f"start_s_{target.name}": target.start_s for stage in stages for target in stage.situation.targets},
     )
     kept = {_name(stage.situation): stage.memory for stage in stages}
-    after = Memory(kept, policy.schedules, bounds, sharing.shared)
-    rest = rest_of(policy, binding, situations, after, decision, free=free)
-    return decision, after if rest is None else msgspec.structs.replace(after, rest=rest)
+    return decision, Memory(kept, policy.schedules, bounds, sharing.shared)
 
 
 def _decision(

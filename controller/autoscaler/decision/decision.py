@@ -105,6 +105,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """``binding``: its key. ``at_s``: when. ``mode``: of the policy. ``targets``: what each should have.
     ``look_again_at_s``: when the next decision is due. ``inputs``: more numbers that were used, such as learned start
     times. ``lacks``: replicas that targets would have as well, were there accelerators for them, by target.
+    ``blocked``: why no more replicas of a target can be had, by target.
     """
 
     binding: str
@@ -115,6 +116,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     look_again_at_s: float = 0.0
     inputs: Mapping[str, float] = {}
     lacks: Mapping[str, int] = {}
+    blocked: Mapping[str, str] = {}
 
 
 class Answer(msgspec.Struct, frozen=True):

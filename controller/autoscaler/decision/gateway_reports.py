@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class EngineSignal(msgspec.Struct, frozen=True, gc=False):
-    """One engine. ``role``: ``prefill``, ``decode``, or empty for both. ``heard_at_s``: when a gateway last spoke of
+    """One engine. ``role``: ``prefill``, ``decode``, or empty for both. ``last_report_s``: when a gateway last spoke of
     it.
     ``reported_at_s``: when the engine itself last said something; None if it never did. ``prefill_tokens_per_s``,
     ``step_s``, ``step_s_per_token``: its learned speed, the mean of the gateways; None where nobody has learned it.
@@ -32,7 +32,7 @@ class EngineSignal(msgspec.Struct, frozen=True, gc=False):
 
     report: EngineReport
     role: str = ""
-    heard_at_s: float = 0.0
+    last_report_s: float = 0.0
     reported_at_s: float | None = None
     prefill_tokens_per_s: float | None = None
     step_s: float | None = None
@@ -46,21 +46,21 @@ def merged(said: Iterable[tuple[ServerDemand, float]]) -> dict[str, EngineSignal
     """
     several = list(said)
     if len(several) == 1:
-        server, heard_at_s = several[0]
-        return {address: _of_one(engine, heard_at_s) for address, engine in server.engines.items()}
+        server, last_report_s = several[0]
+        return {address: _of_one(engine, last_report_s) for address, engine in server.engines.items()}
     by_address: dict[str, list[tuple[EngineDemand, float]]] = {}
-    for server, heard_at_s in several:
+    for server, last_report_s in several:
         for address, engine in server.engines.items():
-            by_address.setdefault(address, []).append((engine, heard_at_s))
+            by_address.setdefault(address, []).append((engine, last_report_s))
     return {address: _merged(found) for address, found in by_address.items()}
 
 
-def _of_one(one: EngineDemand, heard_at_s: float) -> EngineSignal:
+def _of_one(one: EngineDemand, last_report_s: float) -> EngineSignal:
     """As ``_merged`` of what a single process says, which is the most frequent case."""
-    reported_at_s = None if one.report_age_s is None else heard_at_s - one.report_age_s
+    reported_at_s = None if one.report_age_s is None else last_report_s - one.report_age_s
     return EngineSignal(
         EngineReport(
-            heard_at_s if reported_at_s is None else reported_at_s,
+            last_report_s if reported_at_s is None else reported_at_s,
             one.in_flight,
             one.in_flight_tokens,
             one.waiting,
@@ -69,7 +69,7 @@ def _of_one(one: EngineDemand, heard_at_s: float) -> EngineSignal:
             one.kv_capacity_tokens,
         ),
         one.role,
-        heard_at_s,
+        last_report_s,
         reported_at_s,
         one.prefill_tokens_per_s,
         one.step_s,
@@ -82,11 +82,11 @@ def _merged(several: list[tuple[EngineDemand, float]]) -> EngineSignal:
         ((one, -math.inf if one.report_age_s is None else at_s - one.report_age_s) for one, at_s in several),
         key=lambda found: found[1],
     )
-    heard_at_s = max(at_s for _, at_s in several)
+    last_report_s = max(at_s for _, at_s in several)
     has_reported = reported_at_s > -math.inf
     return EngineSignal(
         report=EngineReport(
-            at_s=reported_at_s if has_reported else heard_at_s,
+            at_s=reported_at_s if has_reported else last_report_s,
             in_flight=sum(one.in_flight for one, _ in several),
             in_flight_tokens=sum(one.in_flight_tokens for one, _ in several),
             waiting=newest.waiting,
@@ -95,7 +95,7 @@ def _merged(several: list[tuple[EngineDemand, float]]) -> EngineSignal:
             kv_capacity_tokens=newest.kv_capacity_tokens,
         ),
         role=next((one.role for one, _ in several if one.role), ""),
-        heard_at_s=heard_at_s,
+        last_report_s=last_report_s,
         reported_at_s=reported_at_s if has_reported else None,
         prefill_tokens_per_s=_mean(one.prefill_tokens_per_s for one, _ in several),
         step_s=_mean(one.step_s for one, _ in several),
@@ -118,23 +118,14 @@ _GOOD_ROLES: Final = _ROLES | {""}
 Value = TypeVar("Value")
 
 
-class Heard(msgspec.Struct):
-    """``server``: what was said last, as it was said; None if the process does not know the server any more.
-    ``calm_since_s``: no report of an engine is older; minus infinity where something goes on. ``highest``: the most
-    that each counter had, so that one which falls and rises again adds nothing.
+class ServerReports(msgspec.Struct):
+    """What one process reports of one ModelServer. ``server``: its last report, unchanged; None if the process does not
+    know the server any more. ``highest``: the most that each counter had, so that one which falls and rises again adds
+    nothing.
     """
 
     server: ServerDemand | None = None
-    calm_since_s: float = -math.inf
     highest: Sums = msgspec.field(default_factory=Sums)
-
-    def hear(self, said: ServerDemand, now: float) -> tuple[Sums | None, bool]:
-        """Remember it; returns what ``take`` does, and whether nothing goes on and nothing has changed but reports."""
-        before = self.server
-        more = self.take(said)
-        age_s = None if before is None or more is not None else _calm_age_s(before, said)
-        self.calm_since_s = -math.inf if age_s is None else now - age_s
-        return more, age_s is not None
 
     def take(self, said: ServerDemand) -> Sums | None:
         """Remember it; returns what it has counted since the last time, None if nothing."""
@@ -175,26 +166,6 @@ def bounded(value: float) -> float:
     if 0 <= value <= MOST:
         return value
     return MOST if value > MOST else 0.0
-
-
-def _calm_age_s(before: ServerDemand, said: ServerDemand) -> float | None:
-    """How old the oldest report of an engine is, if nothing waits or runs and the engines are the same with as much
-    known of their speeds; None otherwise.
-    """
-    if said.queued or said.queued_tokens or said.at_zero or said.engines.keys() != before.engines.keys():
-        return None
-    oldest_s = 0.0
-    for address, one in said.engines.items():
-        if one.in_flight or one.waiting or one.running or not _is_good(one):
-            return None
-        if _unknown(one) != _unknown(before.engines[address]):
-            return None
-        oldest_s = max(oldest_s, one.report_age_s or 0.0)
-    return oldest_s
-
-
-def _unknown(one: EngineDemand) -> tuple[bool, bool, bool]:
-    return one.prefill_tokens_per_s is None, one.step_s is None, one.step_s_per_token is None
 
 
 def _engine(said: EngineDemand) -> EngineDemand:
@@ -302,21 +273,21 @@ _LONGEST_INSTANCE: Final = 400
 
 
 class Process(msgspec.Struct):
-    """``heard_at_s``: when it spoke last. ``whole_since_s``: since when it has been heard without a gap; minus
+    """``last_report_s``: when it spoke last. ``whole_since_s``: since when it has been heard without a gap; minus
     infinity: since it began. ``servers``: what it said of each.
     """
 
     name: str
     slot: str
     born_at_s: float
-    heard_at_s: float
+    last_report_s: float
     sequence: int
     whole_since_s: float
-    servers: dict[str, Heard] = {}
+    servers: dict[str, ServerReports] = {}
 
     def is_silent(self, now: float) -> bool:
         """Whether it has not spoken for longer than it should."""
-        return now - self.heard_at_s > SILENT_AFTER_S
+        return now - self.last_report_s > SILENT_AFTER_S
 
 
 class Gateway(msgspec.Struct):
@@ -330,7 +301,7 @@ class Gateway(msgspec.Struct):
     slots: dict[str, float] = {}
     gap_at_s: float = -math.inf
 
-    def hear(self, said: Demand, now: float, *, follows_since_s: float) -> tuple[Process, float] | None:
+    def ingest(self, said: Demand, now: float, *, follows_since_s: float) -> tuple[Process, float] | None:
         """The process that speaks, and until when it was heard before (or when it was born); None if this is no news.
 
         ``follows_since_s``: a process that was born later is known from its beginning.
@@ -345,26 +316,11 @@ class Gateway(msgspec.Struct):
             return self._meet(said, now, follows_since_s)
         if said.sequence <= known.sequence:
             return None
-        before_s = known.heard_at_s
+        before_s = known.last_report_s
         if known.is_silent(now):
             known.whole_since_s = now
-        known.sequence, known.heard_at_s, known.slot = said.sequence, now, said.slot
+        known.sequence, known.last_report_s, known.slot = said.sequence, now, said.slot
         return known, before_s
-
-    def expects(self, said: Demand) -> bool:
-        """Whether its process is known, in the same place."""
-        known = self.processes.get(said.instance)
-        return known is not None and known.slot == said.slot
-
-    def steady(self, now: float) -> list[Process] | None:
-        """Those that run, if each place of one has spoken lately; None otherwise."""
-        found: list[Process] = []
-        for slot in self.slots:
-            here = self._of_slot(slot, now)
-            if not here or any(one.is_silent(now) for one in here):
-                return None
-            found += here
-        return found or None
 
     def living(self, now: float) -> list[Process]:
         """Those that run, or may: all but those that another one has replaced."""
@@ -382,13 +338,13 @@ class Gateway(msgspec.Struct):
             if any(one.is_silent(now) for one in here) or (not here and now - since_s > SILENT_AFTER_S):
                 yield slot
 
-    def is_unheard(self) -> bool:
+    def is_without_reports(self) -> bool:
         """Whether it has not said anything yet."""
         return not self.processes
 
     def whole_since_s(self, now: float) -> float:
         """Since when nothing can be missing of what it counted."""
-        if self.is_unheard():
+        if self.is_without_reports():
             return now
         return max([self.gap_at_s, *(one.whole_since_s for one in self.living(now))])
 
@@ -397,7 +353,7 @@ class Gateway(msgspec.Struct):
         born_at_s = now - bounded(said.age_s)
         begins = born_at_s >= follows_since_s and now - born_at_s <= SILENT_AFTER_S
         if any(
-            one.slot == said.slot and born_at_s - one.heard_at_s > SILENT_AFTER_S for one in self.processes.values()
+            one.slot == said.slot and born_at_s - one.last_report_s > SILENT_AFTER_S for one in self.processes.values()
         ):
             # what ended was silent before
             self.gap_at_s = max(self.gap_at_s, born_at_s)
@@ -419,7 +375,7 @@ class Gateway(msgspec.Struct):
         living = [one for one in here if not one.is_silent(now)]
         gone = [one for one in here if one.is_silent(now)]
         for one in living:
-            replaced = next((other for other in gone if other.heard_at_s <= one.born_at_s), None)
+            replaced = next((other for other in gone if other.last_report_s <= one.born_at_s), None)
             if replaced is not None:
                 gone.remove(replaced)
         return [*gone, *living]
@@ -429,5 +385,5 @@ class Gateway(msgspec.Struct):
         if len(self.processes) > _MOST_PROCESSES:
             living = {one.name for one in self.living(now)}
             ended = [one for one in self.processes.values() if one.name not in living]
-            oldest = min(ended or self.processes.values(), key=lambda one: one.heard_at_s)
+            oldest = min(ended or self.processes.values(), key=lambda one: one.last_report_s)
             del self.processes[oldest.name]

@@ -11,12 +11,10 @@ from typing import Final
 
 import msgspec
 
-from controller.api.autoscaling import AutoscalingPolicySpec, Schedule
-from controller.api.autoscaling_binding import AutoscalingPolicyBinding
+from controller.api.autoscaling import Schedule
 from controller.autoscaler.decision.allocation.blocked import Blockage
 from controller.autoscaler.decision.allocation.variants import Allocation, Rules, Variant
 from controller.autoscaler.decision.behavior import Bounds, PanicState, Past
-from controller.autoscaler.decision.decision import Decision
 from controller.autoscaler.decision.situation import Speed
 from controller.autoscaler.decision.speeds import MOST_STARTS, StartTimes
 from controller.autoscaler.decision.strategies.predictive import MOST_PLACES, KeptSeason, kept_season, remembered_season
@@ -67,28 +65,15 @@ class Shared(msgspec.Struct, frozen=True):
     found: Mapping[str, Allocation]
 
 
-class Rest(msgspec.Struct, frozen=True):
-    """``decision``: stands until ``until_s`` if nothing changes. The rest: what it was made from."""
-
-    decision: Decision
-    until_s: float
-    policy: AutoscalingPolicySpec
-    binding: AutoscalingPolicyBinding
-    free: Mapping[str, int] | None
-    seen: tuple[object, ...]
-
-
 class Memory(msgspec.Struct, frozen=True):
     """``stages``: by name. ``schedules`` and ``bounds``: the bounds of these schedules until their own end. ``shared``:
-    the last question about sharing out among targets, with its answer. ``rest``: the last decision, where it may stand
-    for a while.
+    the last question about sharing out among targets, with its answer.
     """
 
     stages: Mapping[str, StageMemory] = {}
     schedules: tuple[Schedule, ...] = ()
     bounds: Bounds = Bounds()
     shared: Shared | None = None
-    rest: Rest | None = None
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,10 +11,8 @@ that run; a silent one keeps its last ones until its pod is gone, or another pro
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
-from operator import is_
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -23,8 +21,8 @@ from controller.autoscaler.decision.gateway_reports import (
     SILENT_AFTER_S,
     EngineSignal,
     Gateway,
-    Heard,
     Process,
+    ServerReports,
     cleaned,
     merged,
 )
@@ -32,7 +30,7 @@ from controller.autoscaler.decision.situation import Freshness, Waiting
 from controller.autoscaler.decision.traffic import History, Sums, Traffic, summed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable
 
     from extproc.api.status_pages import Demand, ServerDemand
 
@@ -51,40 +49,17 @@ class ServerSignals(msgspec.Struct, frozen=True):
     freshness: Freshness
 
 
-class Calm(msgspec.Struct, frozen=True):
-    """Nothing waits or runs, and no gateway is silent. ``version``: while it is the same, no request has come, and no
-    engine or gateway has come or gone. ``told_at_s``: no gateway's message and no engine's report is older.
-    """
-
-    version: tuple[int, ...]
-    told_at_s: float
-
-
-class _Speakers(msgspec.Struct, frozen=True):
-    """The ``processes`` of all gateways of a namespace and of trusted ones, none of which is silent from ``since_s``
-    until ``until_s``. ``version``: another one with each change of them.
-    """
-
-    processes: list[Process]
-    since_s: float
-    until_s: float
-    version: int
-
-
 class _Server(msgspec.Struct):
-    """``since_s``: since when it is followed. ``version``: see ``Calm``. ``has_changed``: its sums, since the last
-    tick.
-    """
+    """``since_s``: since when it is followed. ``has_changed``: its sums, since the last tick."""
 
     since_s: float
-    version: int
     sums: Sums = msgspec.field(default_factory=Sums)
     history: History = msgspec.field(default_factory=History)
     has_changed: bool = False
 
 
 class Signals:
-    """Call ``follow`` and ``present`` when these change, ``hear`` with each message, and ``tick`` once a second.
+    """Call ``follow`` and ``set_gateways`` when these change, ``ingest`` with each message, and ``tick`` once a second.
 
     A gateway outside of the ``trusted`` namespaces speaks for the ModelServers of its own one alone.
     """
@@ -95,9 +70,6 @@ class Signals:
         self._gateways: dict[str, Gateway] = {}
         # by namespace, of trusted ones under "": when a gateway left of which something may be missing
         self._gap_at_s: dict[str, float] = {}
-        # by namespace
-        self._speakers: dict[str, _Speakers] = {}
-        self._versions = itertools.count()
         self._ticks = 0
         self._ticked_at_s = -math.inf
 
@@ -105,39 +77,34 @@ class Signals:
         """Only these ModelServers (``namespace/name``) are kept."""
         for name in [one for one in self._servers if one not in servers]:
             del self._servers[name]
-            self._speakers.clear()
             for gateway in self._gateways.values():
                 for process in gateway.processes.values():
                     process.servers.pop(name, None)
         for name in servers:
             if name not in self._servers:
-                self._servers[name] = _Server(now, next(self._versions))
+                self._servers[name] = _Server(now)
 
-    def present(self, gateways: Collection[str], now: float) -> None:
+    def set_gateways(self, gateways: Collection[str], now: float) -> None:
         """The gateways (``namespace/name``) that run: each is expected to speak, and others have nothing in flight any
         more.
         """
         for key in [one for one in self._gateways if one not in gateways]:
-            self._forget_speakers(key)
             gone = self._gateways.pop(key)
             if any(True for _ in gone.silent(now)):
                 self._gap_at_s[self._scope(key)] = now
         for key in gateways:
             if key not in self._gateways:
-                self._forget_speakers(key)
                 self._gateways[key] = Gateway(now)
 
-    def hear(self, gateway: str, said: Demand, received_at_s: float) -> bool:
+    def ingest(self, gateway: str, said: Demand, received_at_s: float) -> bool:
         """One message of one process. Those that are repeated or come late change nothing: False for these."""
         known = self._gateways.get(gateway)
         if known is None:
             known = self._gateways[gateway] = Gateway(received_at_s)
-        if known.is_unheard() and self._is_one_too_many(gateway):
+        if known.is_without_reports() and self._is_one_too_many(gateway):
             return False
-        if not known.expects(said):
-            self._forget_speakers(gateway)
         follows_since_s = min((one.since_s for one in self._servers.values()), default=math.inf)
-        found = known.hear(said, received_at_s, follows_since_s=follows_since_s)
+        found = known.ingest(said, received_at_s, follows_since_s=follows_since_s)
         if found is None:
             return False
         process, before_s = found
@@ -145,12 +112,11 @@ class Signals:
             heard = process.servers.get(name)
             # nearly always: a message names all servers
             is_known = heard is not None and heard.server is page
-            if not is_known and name in self._servers and self.may_speak(gateway, name):
+            if not is_known and name in self._servers and self.is_authorised(gateway, name):
                 self._take(process, name, page, before_s, received_at_s)
         for name in process.servers.keys() - said.servers.keys():
             if process.servers[name].server is not None:
                 process.servers[name].server = None
-                self._servers[name].version = next(self._versions)
         return True
 
     def _take(self, process: Process, name: str, page: ServerDemand, before_s: float, now: float) -> None:
@@ -159,10 +125,8 @@ class Signals:
         # what was counted before anybody looked does not count
         is_new = heard is not None or before_s >= server.since_s
         if heard is None:
-            heard = process.servers[name] = Heard()
-        more, is_calm = heard.hear(page, now)
-        if not is_calm:
-            server.version = next(self._versions)
+            heard = process.servers[name] = ServerReports()
+        more = heard.take(page)
         if more is not None and is_new:
             _count(server, more, since_s=before_s, now=now)
 
@@ -174,7 +138,6 @@ class Signals:
         if now < self._ticked_at_s - _SHORTEST_TICK_S:
             for server in self._servers.values():
                 server.since_s, server.history, server.has_changed = now, History(), True
-                server.version = next(self._versions)
         elif now - self._ticked_at_s < _SHORTEST_TICK_S:
             return
         self._ticks += 1
@@ -187,10 +150,10 @@ class Signals:
         """What is known of these ModelServers together; those that are not followed are left out."""
         names = [one for one in servers if one in self._servers]
         known = [self._servers[one] for one in names]
-        speaking = [key for key in self._gateways if any(self.may_speak(key, name) for name in names)]
+        sources = [key for key in self._gateways if any(self.is_authorised(key, name) for name in names)]
         said = [
-            (cleaned(heard.server), process.heard_at_s)
-            for key in speaking
+            (cleaned(heard.server), process.last_report_s)
+            for key in sources
             for process in self._gateways[key].living(now)
             for name in names
             if (heard := process.servers.get(name)) is not None and heard.server is not None
@@ -200,66 +163,23 @@ class Signals:
             traffic=Traffic(points),
             waiting=_waiting(said, now),
             engines=merged(said),
-            freshness=self._freshness(names, speaking, now),
+            freshness=self._freshness(names, sources, now),
         )
 
-    def calm(self, servers: Sequence[str], now: float) -> Calm | None:
-        """None while a gateway is silent or there is none, or something goes on."""
-        versions: list[int] = []
-        told_at_s = math.inf
-        for name in servers:
-            server, speakers = self._servers.get(name), self._speaking(_namespace(name), now)
-            if server is None or speakers is None:
-                return None
-            versions += (speakers.version, server.version)
-            since_s = [
-                heard.calm_since_s
-                for process in speakers.processes
-                if (heard := process.servers.get(name)) is not None and heard.server is not None
-            ]
-            told_at_s = min(told_at_s, speakers.until_s - SILENT_AFTER_S, *since_s)
-        return Calm(tuple(versions), told_at_s) if math.isfinite(told_at_s) else None
-
-    def _speaking(self, namespace: str, now: float) -> _Speakers | None:
-        known = self._speakers.get(namespace)
-        if known is not None and known.since_s <= now <= known.until_s:
-            return known
-        found: list[Process] = []
-        for key, gateway in self._gateways.items():
-            if self._scope(key) in ("", namespace):
-                processes = gateway.steady(now)
-                if processes is None:
-                    return None
-                found += processes
-        if not found:
-            return None
-        is_same = known is not None and len(known.processes) == len(found) and all(map(is_, known.processes, found))
-        version = known.version if known is not None and is_same else next(self._versions)
-        until_s = min(one.heard_at_s for one in found) + SILENT_AFTER_S
-        made = self._speakers[namespace] = _Speakers(found, now, until_s, version)
-        return made
-
-    def _forget_speakers(self, gateway: str) -> None:
-        """Another process may speak from now on."""
-        scope = self._scope(gateway)
-        if scope:
-            self._speakers.pop(scope, None)
-        else:
-            self._speakers.clear()
-
-    def may_speak(self, gateway: str, server: str) -> bool:
+    def is_authorised(self, gateway: str, server: str) -> bool:
         """Whether what a gateway says of a ModelServer counts."""
         namespace = _namespace(gateway)
         return namespace in self._trusted or namespace == _namespace(server)
 
-    def _freshness(self, names: list[str], speaking: list[str], now: float) -> Freshness:
-        found = [(key, self._gateways[key]) for key in speaking]
+    def _freshness(self, names: list[str], sources: list[str], now: float) -> Freshness:
+        found = [(key, self._gateways[key]) for key in sources]
         silent = [f"{key} {slot}".rstrip() for key, one in found for slot in one.silent(now)]
         since_s = [self._servers[one].since_s for one in names]
         since_s += [one.whole_since_s(now) for _, one in found]
         since_s += [self._gap_at_s.get(scope, -math.inf) for scope in {"", *(_namespace(one) for one in names)}]
         ages_s = [
-            now - (one.seen_at_s if one.is_unheard() else min(process.heard_at_s for process in one.living(now)))
+            now
+            - (one.seen_at_s if one.is_without_reports() else min(process.last_report_s for process in one.living(now)))
             for _, one in found
         ]
         return Freshness(
@@ -278,7 +198,9 @@ class Signals:
         namespace = _namespace(gateway)
         if namespace in self._trusted:
             return False
-        own = [key for key, one in self._gateways.items() if _namespace(key) == namespace and not one.is_unheard()]
+        own = [
+            key for key, one in self._gateways.items() if _namespace(key) == namespace and not one.is_without_reports()
+        ]
         return len(own) >= _MOST_OWN
 
 
@@ -292,12 +214,12 @@ def _count(server: _Server, more: Sums, *, since_s: float, now: float) -> None:
 
 def _waiting(said: list[tuple[ServerDemand, float]], now: float) -> Waiting:
     requests, tokens, oldest_s, at_zero = 0, 0.0, 0.0, 0
-    for one, heard_at_s in said:
+    for one, last_report_s in said:
         requests += one.queued
         tokens += one.queued_tokens
         at_zero += one.at_zero
         if one.queued:
-            oldest_s = max(oldest_s, one.oldest_wait_s + min(SILENT_AFTER_S, max(0.0, now - heard_at_s)))
+            oldest_s = max(oldest_s, one.oldest_wait_s + min(SILENT_AFTER_S, max(0.0, now - last_report_s)))
     return Waiting(requests, tokens, oldest_s, at_zero)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each binding may ask for of nodes' accelerators; nodes are followed only while a binding has to know."""
+"""The accelerator capacity of nodes that each binding may ask for; nodes are followed only while a binding needs it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from controller.kube.resources import NODES, PODS
 from controller.models.node_capacity import room, trimmed_to_requests
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from controller.autoscaler.reconciler.bindings import BindingView
-    from controller.autoscaler.reconciler.deciding import Step
     from controller.autoscaler.reconciler.resolver import Resolved
+    from controller.autoscaler.reconciler.result import Step
     from controller.kube.client import Client
 
 # All pods of a cluster are added up at most so often.
@@ -39,7 +39,7 @@ _PROMISED_S: Final = 60.0
 _MOST_KINDS: Final = 8
 
 
-class Allowed(msgspec.Struct, frozen=True):
+class Capacity(msgspec.Struct, frozen=True):
     """``rooms``: replicas beyond those that were asked for, by target. ``free``: accelerators for them, by pool. What
     is not named is not limited. ``pools``: of which of these each target takes its own. ``homeless``: why no node
     counts for a target that is limited.
@@ -51,9 +51,9 @@ class Allowed(msgspec.Struct, frozen=True):
     homeless: Mapping[str, str] = {}
 
 
-class _Ordered(NamedTuple):
-    """What a binding decided last. ``replicas`` and ``lacks``: by target. ``grown_at_s``: when it last asked for
-    more.
+class Ordered(NamedTuple):
+    """What a binding decided last, which others leave to it. ``replicas`` and ``lacks``: by target. ``grown_at_s``:
+    when it last asked for more.
     """
 
     view: BindingView
@@ -63,81 +63,79 @@ class _Ordered(NamedTuple):
     grown_at_s: float
 
 
-class Rooms:
-    """``run`` follows nodes and all pods while ``of`` is asked about a binding that has to know."""
+class Accelerators:
+    """``run`` follows nodes and all pods while a binding needs their capacity. ``ordered``: of all bindings."""
 
-    def __init__(self, client: Client, timing: InformerTiming) -> None:
+    def __init__(self, client: Client, timing: InformerTiming, ordered: Callable[[], Iterable[Ordered]]) -> None:
         self._client = client
         self._timing = timing
-        self._askers: set[str] = set()
+        self._ordered = ordered
+        self._users: set[str] = set()
         self._wake = asyncio.Event()
         self._followed: tuple[Informer, Informer] | None = None
         self._is_old = True
         self._read_at_s = float("-inf")
         self._nodes = Nodes()
         self._placed: frozenset[str] = frozenset()
-        self._ordered: dict[str, _Ordered] = {}
 
-    def of(self, view: BindingView, resolved: Sequence[Resolved]) -> Allowed:
+    def capacity(self, view: BindingView, resolved: Sequence[Resolved], before: Ordered | None) -> Capacity:
         """Empty where that is unknown, and where no target of a stage would find a node: then all may be asked for, as
-        nodes may be added for pods that find none.
+        nodes may be added for pods that find none. ``before``: what the binding ordered last.
         """
         limited = [one for one in resolved if is_limited(one, resolved, view)]
         if not limited:
-            self._ask_no_more(view.key)
-            return Allowed()
-        if view.key not in self._askers:
-            self._askers.add(view.key)
+            self.release(view.key)
+            return Capacity()
+        if view.key not in self._users:
+            self._users.add(view.key)
             self._wake.set()
-        if not self._look():
-            return Allowed()
+        if not self._is_known():
+            return Capacity()
         # its decision begins with what was asked for, whatever it has decided before
-        before = self._ordered.get(view.key)
-        mine = self._claim(_Ordered(view, resolved, {}, {}, -math.inf if before is None else before.grown_at_s))
-        others = [self._claim(one) for key, one in self._ordered.items() if key != view.key]
+        mine = self._claim(Ordered(view, resolved, {}, {}, -math.inf if before is None else before.grown_at_s))
+        others = [self._claim(one) for one in self._ordered() if one.view.key != view.key]
         shares = {one.spec.name: share for one in resolved if (share := self._share(one)) is not None}
         names = [
             one.spec.name
             for one in limited
             if one.spec.name in shares and _is_possible(one, resolved, shares, self._nodes)
         ]
-        return _allowed(names, shares, self._nodes, lambda kinds: left_for(mine, kinds, self._nodes, others))
+        return _capacity(names, shares, self._nodes, lambda kinds: left_for(mine, kinds, self._nodes, others))
 
-    def order(
-        self, view: BindingView, resolved: Sequence[Resolved], steps: Sequence[Step], lacks: Mapping[str, int]
-    ) -> None:
-        """What a binding has decided: from now on others count it. ``lacks``: how many more replicas it would take, by
-        target.
+    def ordered(
+        self,
+        view: BindingView,
+        resolved: Sequence[Resolved],
+        steps: Sequence[Step],
+        lacks: Mapping[str, int],
+        before: Ordered | None,
+    ) -> Ordered | None:
+        """What a decision takes; None: nothing that others would have to leave. ``lacks``: how many more replicas the
+        binding would take, by target.
         """
         owned = [one for one in resolved if one.may_write and self._share(one) is not None]
+        if not owned:
+            return None
         replicas = {one.target.spec.name: one.replicas for one in steps if one.is_ordered and one.replicas is not None}
-        if owned:
-            before = self._ordered.get(view.key)
-            known = {} if before is None else before.replicas
-            is_more = any(count > known.get(name, 0) for name, count in replicas.items())
-            grown_at_s = _now_s() if before is None or is_more else before.grown_at_s
-            self._ordered[view.key] = _Ordered(view, owned, replicas, lacks, grown_at_s)
-        else:
-            self._ordered.pop(view.key, None)
+        known = {} if before is None else before.replicas
+        is_more = any(count > known.get(name, 0) for name, count in replicas.items())
+        grown_at_s = _now_s() if before is None or is_more else before.grown_at_s
+        return Ordered(view, owned, replicas, lacks, grown_at_s)
 
-    def forget(self, key: str) -> None:
-        """The binding is gone."""
-        self._ordered.pop(key, None)
-        self._ask_no_more(key)
+    def release(self, key: str) -> None:
+        """The binding is gone, or needs no capacity."""
+        if key in self._users:
+            self._users.discard(key)
+            self._wake.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         while True:
             self._wake.clear()
-            if self._askers:
+            if self._users:
                 await self._follow()
             else:
                 await self._wake.wait()
-
-    def _ask_no_more(self, key: str) -> None:
-        if key in self._askers:
-            self._askers.discard(key)
-            self._wake.set()
 
     async def _follow(self) -> None:
         nodes = Informer(self._client, NODES, Selection(), timing=self._timing, transform=trimmed_node)
@@ -147,7 +145,7 @@ class Rooms:
         self._followed, self._is_old = (nodes, pods), True
         tasks = [asyncio.create_task(one.run(), name=f"room: {one.resource.plural}") for one in (nodes, pods)]
         try:
-            while self._askers:
+            while self._users:
                 self._wake.clear()
                 await self._wake.wait()
         finally:
@@ -159,7 +157,7 @@ class Rooms:
     def _changed(self, _: str) -> None:
         self._is_old = True
 
-    def _look(self) -> bool:
+    def _is_known(self) -> bool:
         """Whether it is known what nodes have left, and which pods take what is not."""
         if self._followed is None:
             return False
@@ -173,7 +171,7 @@ class Rooms:
             self._placed = frozenset(key for key, pod in pods.objects.items() if pod["node"])
         return True
 
-    def _claim(self, ordered: _Ordered) -> Claim:
+    def _claim(self, ordered: Ordered) -> Claim:
         view = ordered.view
         priority = 0 if view.binding is None else view.binding.spec.priority
         is_new = _now_s() - ordered.grown_at_s < _PROMISED_S
@@ -203,7 +201,9 @@ class Rooms:
         )
 
 
-def _allowed(names: Sequence[str], shares: Mapping[str, Share], nodes: Nodes, left: Callable[[Kinds], int]) -> Allowed:
+def _capacity(
+    names: Sequence[str], shares: Mapping[str, Share], nodes: Nodes, left: Callable[[Kinds], int]
+) -> Capacity:
     """``names``: of the targets that are limited. ``shares``: of all, by target. ``left``: of some kinds together."""
     open_ = {share.kind for name, share in shares.items() if name not in names}
     counts: dict[str, int] = {}
@@ -215,7 +215,7 @@ def _allowed(names: Sequence[str], shares: Mapping[str, Share], nodes: Nodes, le
             counts[pool] = min(count, counts.get(pool, count))
             for one in limited:
                 of_kind.setdefault(one, set()).add(pool)
-    return Allowed(
+    return Capacity(
         {name: headroom_of(shares[name], left((shares[name].kind,)), nodes) for name in names},
         counts,
         {name: tuple(sorted(of_kind.get(share.kind, ()))) for name, share in shares.items()},

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from controller.autoscaler.reconciler.result import Result, Scaled
 from controller.autoscaler.reconciler.scalables import DELETION_COST, DRAINING, SCALED_BY, SCALED_TO, PodView
-from controller.autoscaler.reconciler.status import Looked, Scaled
 from controller.kube.errors import ApiError, ClusterError, Conflict, NotFound, TooManyRequests
 from controller.kube.resources import PODS, split_key
 from controller.models.model_infer.times import text_of
@@ -24,11 +24,15 @@ if TYPE_CHECKING:
 
     from controller.autoscaler.decision.situation import EngineReport
     from controller.autoscaler.reconciler.bindings import BindingView, Claim, Place
-    from controller.autoscaler.reconciler.deciding import Step
     from controller.autoscaler.reconciler.demand import DemandSource
+    from controller.autoscaler.reconciler.result import Step
     from controller.autoscaler.reconciler.scalables import Scalable
     from controller.kube.client import Client
 
+log = logging.getLogger(__name__)
+SOON_S: Final = 0.2
+_SCALING: Final = ("Auto", "ScaleUpOnly")
+_SERVER_FAULTS: Final = 500
 # until every gateway has heard of the mark and the last request that was on its way is counted
 HEARD_S: Final = 3.0
 _LOOK_EACH_S: Final = 1.0
@@ -150,19 +154,34 @@ class Wrote(msgspec.Struct, frozen=True):
     replicas: int
 
 
-def _nobody(_: Place) -> None:
-    """Needs to be told."""
+class Actuated(msgspec.Struct, frozen=True, kw_only=True):
+    """``result``: with what drains and what was refused. ``scaled``: what was written. ``again_s``: in how many seconds
+    more is to be done. ``is_stale``: a target is not what was decided about any more. ``error``: why something could
+    not be written; the reconciliation has failed then.
+    """
+
+    result: Result
+    scaled: tuple[Scaled, ...] = ()
+    again_s: float = float("inf")
+    is_stale: bool = False
+    error: ClusterError | None = None
 
 
-class Actor:
-    """``client``: under our own manager's name. ``counted``: called with kind and verb of each write. ``changed``:
-    called with a target that is not as it was heard of any more.
+class Actuator:
+    """Writes under our own manager's name. What is wrong with one target keeps no other one of its binding from being
+    scaled. ``counted``: called with kind and verb of each write. ``changed``: called with a target that is not as the
+    informer has it any more.
     """
 
     def __init__(
-        self, client: Client, counted: Callable[[str, str], None], changed: Callable[[Place], None] = _nobody
+        self,
+        client: Client,
+        demand: DemandSource,
+        counted: Callable[[str, str], None],
+        changed: Callable[[Place], None],
     ) -> None:
-        self.client = client
+        self._client = client
+        self._demand = demand
         self._counted = counted
         self._changed = changed
         self._wrote: dict[Place, Wrote] = {}
@@ -183,30 +202,100 @@ class Actor:
             version=wrote.version,
         )
 
-    def forget(self, places: Sequence[Place]) -> None:
-        """Nobody scales these any more."""
-        for one in places:
-            self._wrote.pop(one, None)
+    async def actuate(self, view: BindingView, result: Result) -> Actuated:
+        """All steps of a decision."""
+        again_s, is_stale, errors = float("inf"), False, list[ClusterError]()
+        waits_for, refused = dict[str, Sequence[str]](), dict[str, str]()
+        scaled: list[Scaled] = []
+        reports = _reports(self._demand, result)
+        for step in result.steps:
+            if not step.target.may_write or result.policy is None or result.policy.mode not in _SCALING:
+                continue
+            name = step.target.spec.name
+            try:
+                if await self._claimed(view, step):
+                    # what it is from now on comes by the informer
+                    again_s = min(again_s, SOON_S)
+                if not step.writes or step.is_as_decided:
+                    continue
+                may_go, look_s, waits = await self._drained(step, reports, result)
+                again_s = min(again_s, look_s)
+                if waits:
+                    waits_for[name] = waits
+                if may_go and (one := await self._scaled(step)) is not None:
+                    scaled.append(one)
+            except DecideAgain:
+                is_stale = True
+            except ClusterError as error:
+                errors.append(error)
+                log.warning("%s: the target %s is not scaled: %s", view.key, name, error)
+                if _is_refusal(error):
+                    refused[name] = str(error)
+        result = msgspec.structs.replace(result, waits_for=waits_for, refused=refused)
+        # of several, the one that asks for the longest rest
+        worst = max(errors, key=_asked_s, default=None)
+        return Actuated(result=result, scaled=tuple(scaled), again_s=again_s, is_stale=is_stale, error=worst)
 
-    async def claim(self, place: Place, found: Scalable, mine: Claim) -> None:
+    async def _claimed(self, view: BindingView, step: Step) -> bool:
+        """Whether it had to be said on the target that the binding scales it."""
+        found = step.target.found
+        if found is None or found.scaled_by == view.claim.text:
+            return False
+        await self._claim(step.target.place, found, view.claim)
+        return True
+
+    async def _drained(
+        self, step: Step, reports: Mapping[str, EngineReport], result: Result
+    ) -> tuple[bool, float, Sequence[str]]:
+        """Whether the replicas may be written, when to look again, and which pods are waited for."""
+        target = step.target
+        if target.kind is None or target.found is None or step.replicas is None or result.policy is None:
+            return False, float("inf"), ()
+        if target.kind.drains_itself:
+            return True, float("inf"), ()
+        excess = target.found.replicas - step.replicas
+        if excess <= 0:
+            await self._mark(undone(target.pods))
+            return True, float("inf"), ()
+        plan = drain(
+            [one for one in target.pods if target.kind.serves(one)],
+            excess,
+            reports,
+            is_ordered=target.kind.is_ordered,
+            now_s=result.now_s,
+            drain_s=float(result.policy.drain),
+        )
+        await self._mark(plan.marks)
+        again_s = float("inf") if plan.look_again_at_s is None else plan.look_again_at_s - result.now_s
+        return plan.may_go, max(SOON_S, again_s), plan.waits_for
+
+    async def _scaled(self, step: Step) -> Scaled | None:
+        target = step.target
+        if target.found is None or step.replicas is None or step.replicas == target.found.replicas:
+            return None
+        await self._scale(target.place, target.found, step.replicas)
+        what = f"{target.place[2]} {target.place[3]}"
+        return Scaled(target.spec.name, what, target.found.replicas, step.replicas, step.decided.reason)
+
+    async def _claim(self, place: Place, found: Scalable, mine: Claim) -> None:
         """Say on the target that ``mine`` scales it. Raises DecideAgain if it has changed since."""
         try:
             await self._annotate(found, {SCALED_BY: mine.text, SCALED_TO: str(found.replicas)}, found.version)
         finally:
             self._changed(place)
 
-    async def scale(self, place: Place, found: Scalable, replicas: int) -> None:
+    async def _scale(self, place: Place, found: Scalable, replicas: int) -> None:
         """Write the replicas of a target, if it still is what was decided about: others' writes of anything else do not
         matter. Raises DecideAgain otherwise.
 
         What is intended is written first: a leader that ends in between leaves a number that its successor knows.
         """
         try:
-            await self._scale(place, found, replicas)
+            await self._write_scale(place, found, replicas)
         finally:
             self._changed(place)
 
-    async def _scale(self, place: Place, found: Scalable, replicas: int) -> None:
+    async def _write_scale(self, place: Place, found: Scalable, replicas: int) -> None:
         namespace, name = split_key(found.key)
         version = found.version
         for _ in range(3):
@@ -214,7 +303,7 @@ class Actor:
                 intended = {SCALED_TO: f"{replicas} from {found.replicas}"}
                 version = await self._patch(found, intended, version)
                 patch = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
-                written = await self.client.merge_patch(found.resource, name, namespace, patch, subresource="scale")
+                written = await self._client.merge_patch(found.resource, name, namespace, patch, subresource="scale")
                 break
             except NotFound as error:
                 raise DecideAgain(f"{found.key} is gone") from error
@@ -231,13 +320,13 @@ class Actor:
         version = await self._annotate(found, {SCALED_TO: str(replicas)})
         self._wrote[place] = Wrote(found.uid, version, replicas)
 
-    async def mark(self, marks: Sequence[Mark]) -> None:
+    async def _mark(self, marks: Sequence[Mark]) -> None:
         """Pods that are gone, or others of the same name by now, need no marks."""
         for one in marks:
             namespace, name = split_key(one.pod.key)
             patch = {"metadata": {"uid": one.pod.uid, "annotations": one.annotations}}
             try:
-                await self.client.merge_patch(PODS, name, namespace, patch)
+                await self._client.merge_patch(PODS, name, namespace, patch)
             except (NotFound, Conflict):
                 continue
             self._counted(PODS.kind, "mark")
@@ -245,7 +334,7 @@ class Actor:
     async def _scale_of(self, found: Scalable) -> dict[str, dict[str, object]]:
         namespace, name = split_key(found.key)
         try:
-            return await self.client.get(found.resource, name, namespace, subresource="scale")
+            return await self._client.get(found.resource, name, namespace, subresource="scale")
         except NotFound as error:
             raise DecideAgain(f"{found.key} is gone") from error
 
@@ -261,7 +350,7 @@ class Actor:
         metadata: dict[str, object] = {"uid": found.uid, "annotations": annotations}
         if version:
             metadata["resourceVersion"] = version
-        written = await self.client.merge_patch(found.resource, name, namespace, {"metadata": metadata})
+        written = await self._client.merge_patch(found.resource, name, namespace, {"metadata": metadata})
         self._counted(found.resource.kind, "claim")
         return str(written["metadata"]["resourceVersion"])
 
@@ -271,108 +360,6 @@ def is_older(version: str, than: str) -> bool:
     if version.isdecimal() and than.isdecimal():
         return int(version) < int(than)
     return version == than
-
-
-log = logging.getLogger(__name__)
-SOON_S: Final = 0.2
-_SCALING: Final = ("Auto", "ScaleUpOnly")
-_SERVER_FAULTS: Final = 500
-
-
-class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """``looked``: with what drains and what was refused. ``scaled``: what was written. ``again_s``: in how many seconds
-    more is to be done. ``is_stale``: a target is not what was decided about any more. ``error``: why something could
-    not be written; the look has failed then.
-    """
-
-    looked: Looked
-    scaled: tuple[Scaled, ...] = ()
-    again_s: float = float("inf")
-    is_stale: bool = False
-    error: ClusterError | None = None
-
-
-class Doer:
-    """What is wrong with one target keeps no other one of its binding from being scaled."""
-
-    def __init__(self, actor: Actor, demand: DemandSource) -> None:
-        self._actor = actor
-        self._demand = demand
-
-    async def do(self, view: BindingView, looked: Looked) -> Done:
-        """All steps of a decision."""
-        again_s, is_stale, errors = float("inf"), False, list[ClusterError]()
-        waits_for, refused = dict[str, Sequence[str]](), dict[str, str]()
-        scaled: list[Scaled] = []
-        reports = _reports(self._demand, looked)
-        for step in looked.steps:
-            if not step.target.may_write or looked.policy is None or looked.policy.mode not in _SCALING:
-                continue
-            name = step.target.spec.name
-            try:
-                if await self._claimed(view, step):
-                    # what it is from now on comes by the informer
-                    again_s = min(again_s, SOON_S)
-                if not step.writes or step.is_as_decided:
-                    continue
-                may_go, look_s, waits = await self._drained(step, reports, looked)
-                again_s = min(again_s, look_s)
-                if waits:
-                    waits_for[name] = waits
-                if may_go and (one := await self._scale(step)) is not None:
-                    scaled.append(one)
-            except DecideAgain:
-                is_stale = True
-            except ClusterError as error:
-                errors.append(error)
-                log.warning("%s: the target %s is not scaled: %s", view.key, name, error)
-                if _is_refusal(error):
-                    refused[name] = str(error)
-        looked = msgspec.structs.replace(looked, waits_for=waits_for, refused=refused)
-        # of several, the one that asks for the longest rest
-        worst = max(errors, key=_asked_s, default=None)
-        return Done(looked=looked, scaled=tuple(scaled), again_s=again_s, is_stale=is_stale, error=worst)
-
-    async def _claimed(self, view: BindingView, step: Step) -> bool:
-        """Whether it had to be said on the target that the binding scales it."""
-        found = step.target.found
-        if found is None or found.scaled_by == view.claim.text:
-            return False
-        await self._actor.claim(step.target.place, found, view.claim)
-        return True
-
-    async def _drained(
-        self, step: Step, reports: Mapping[str, EngineReport], looked: Looked
-    ) -> tuple[bool, float, Sequence[str]]:
-        """Whether the replicas may be written, when to look again, and which pods are waited for."""
-        target = step.target
-        if target.kind is None or target.found is None or step.replicas is None or looked.policy is None:
-            return False, float("inf"), ()
-        if target.kind.drains_itself:
-            return True, float("inf"), ()
-        excess = target.found.replicas - step.replicas
-        if excess <= 0:
-            await self._actor.mark(undone(target.pods))
-            return True, float("inf"), ()
-        plan = drain(
-            [one for one in target.pods if target.kind.serves(one)],
-            excess,
-            reports,
-            is_ordered=target.kind.is_ordered,
-            now_s=looked.now_s,
-            drain_s=float(looked.policy.drain),
-        )
-        await self._actor.mark(plan.marks)
-        again_s = float("inf") if plan.look_again_at_s is None else plan.look_again_at_s - looked.now_s
-        return plan.may_go, max(SOON_S, again_s), plan.waits_for
-
-    async def _scale(self, step: Step) -> Scaled | None:
-        target = step.target
-        if target.found is None or step.replicas is None or step.replicas == target.found.replicas:
-            return None
-        await self._actor.scale(target.place, target.found, step.replicas)
-        what = f"{target.place[2]} {target.place[3]}"
-        return Scaled(target.spec.name, what, target.found.replicas, step.replicas, step.decided.reason)
 
 
 def _is_refusal(error: ClusterError) -> bool:
@@ -391,9 +378,9 @@ def _asked_s(error: ClusterError) -> float:
     return 0.0 if asked_s is None else asked_s
 
 
-def _reports(demand: DemandSource, looked: Looked) -> Mapping[str, EngineReport]:
+def _reports(demand: DemandSource, result: Result) -> Mapping[str, EngineReport]:
     """By IP address of a pod. Only where something may drain: what each engine does."""
-    if not looked.situations or all(one.target.kind is None or one.target.kind.drains_itself for one in looked.steps):
+    if not result.situations or all(one.target.kind is None or one.target.kind.drains_itself for one in result.steps):
         return {}
-    servers = sorted({one.server for one in looked.resolved if one.server})
-    return demand.view(servers, looked.now_s).reports
+    servers = sorted({one.server for one in result.resolved if one.server})
+    return demand.view(servers, result.now_s).reports

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from controller.autoscaler.decision.gateway_reports import EngineSignal
-    from controller.autoscaler.decision.signals import Calm
     from controller.kube.client import Client
     from extproc.api.status_pages import Demand
 
@@ -73,15 +72,11 @@ class DemandSource(Protocol):
     """Gathers demand. One object lives for one term of leadership."""
 
     async def run(self, urgent: Urgent) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         ...
 
     def follow(self, servers: Collection[str]) -> None:
         """From now on these ModelServers, by key, are asked about."""
-        ...
-
-    def calm(self, servers: Sequence[str], now_s: float) -> Calm | None:
-        """By what it is known, without a view, that nothing goes on at these ModelServers; None if it is not."""
         ...
 
     def view(self, servers: Sequence[str], now_s: float) -> DemandView:
@@ -131,7 +126,7 @@ class GatewayDemand:
             while True:
                 now_s = self._clock()
                 present = self._feed.present().keys()
-                self._signals.present(present, now_s)
+                self._signals.set_gateways(present, now_s)
                 self._said = {slot: said for slot, said in self._said.items() if slot[0] in present}
                 self._follow(now_s)
                 self._signals.tick(now_s)
@@ -140,11 +135,6 @@ class GatewayDemand:
     def follow(self, servers: Collection[str]) -> None:
         """See ``DemandSource``."""
         self._wanted = servers
-
-    def calm(self, servers: Sequence[str], now_s: float) -> Calm | None:
-        """See ``DemandSource``."""
-        self._follow(now_s)
-        return self._signals.calm(servers, now_s)
 
     def view(self, servers: Sequence[str], now_s: float) -> DemandView:
         """See ``DemandSource``. Asked for again at the same instant, it is the same."""
@@ -164,14 +154,14 @@ class GatewayDemand:
             self._wanted = None
 
     def _hear(self, gateway: str, said: Demand, at_s: float) -> None:
-        if not self._signals.hear(gateway, said, at_s):
+        if not self._signals.ingest(gateway, said, at_s):
             return
         before = self._said.get((gateway, said.slot))
         if before is None or before.instance != said.instance:
             before = _Said(said.instance, {}, {})
         now = _Said(said.instance, said.servers, {})
         for name, server in said.servers.items():
-            if not self._signals.may_speak(gateway, name):
+            if not self._signals.is_authorised(gateway, name):
                 continue
             known = before.unfinished.get(name, (0, 0))
             # what is the same object jumps no more than it did

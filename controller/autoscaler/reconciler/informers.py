@@ -146,7 +146,7 @@ class NamespacedPods:
         return None if found is None else found.cut_off_for_s()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._wake.clear()
@@ -233,7 +233,7 @@ class Followed:
             informer.subscribe(self._scalable_changed(resource))
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._cache.run(), name="informers of scaling")
             tasks.create_task(self.pods.run(), name="pods of targets")
@@ -260,7 +260,7 @@ class Followed:
         await self._cache.synced()
 
     def binding(self, key: str) -> BindingView | None:
-        """As last heard."""
+        """As the informer has it."""
         found = self._bindings.get(key)
         return None if found is None else found["view"]
 
@@ -269,7 +269,7 @@ class Followed:
         return self._known
 
     def policy(self, key: str) -> PolicyView | None:
-        """As last heard."""
+        """As the informer has it."""
         found = self._policies.get(key)
         return None if found is None else found["view"]
 
@@ -287,7 +287,7 @@ class Followed:
         return kind if kind is not None and self._cache.serves(self._scalables[kind.resource]) else None
 
     def scalable(self, kind: ScalableKind, place: Place) -> Scalable | None:
-        """As last heard."""
+        """As the informer has it."""
         found = self._scalables[kind.resource].get(f"{place[0]}/{place[3]}")
         return None if found is None else found["view"]
 

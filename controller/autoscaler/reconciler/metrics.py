@@ -14,7 +14,6 @@ from prometheus_client.registry import Collector
 
 from controller.autoscaler.decision.decision import StageDecision
 from controller.autoscaler.decision.situation import EngineState
-from controller.autoscaler.decision.traffic import Traffic
 from controller.kube.exposition import Family, labels_of
 
 if TYPE_CHECKING:
@@ -23,10 +22,8 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from controller.autoscaler.decision.situation import Situation, Target
-    from controller.autoscaler.reconciler.bindings import BindingView
-    from controller.autoscaler.reconciler.deciding import Step
     from controller.autoscaler.reconciler.resolver import Resolved
-    from controller.autoscaler.reconciler.status import Looked
+    from controller.autoscaler.reconciler.state import BindingState
 
 # llm-d's labels, and the kind: a Deployment and a StatefulSet may have one name.
 _TARGET: Final = ("variant_name", "namespace", "accelerator_type", "model_name", "variant_kind")
@@ -77,7 +74,7 @@ class ScalingMetrics(Collector):
         )
         self._looks = Counter(
             "attache_scaling_looks_total",
-            "Looks at bindings: decided, unchanged (the last decision stands), waiting (not all is known yet), invalid,"
+            "Looks at bindings: decided, waiting (not all is known yet), invalid,"
             " paused, again (a target had changed meanwhile), gone, error",
             ("outcome",),
             registry=registry,
@@ -92,8 +89,8 @@ class ScalingMetrics(Collector):
         """Those of the present term."""
         self._series = series
 
-    def looked(self, outcome: str, seconds: float) -> None:
-        """One look has ended."""
+    def reconciled(self, outcome: str, seconds: float) -> None:
+        """A reconciliation has ended."""
         counter = self._of_outcome.get(outcome)
         if counter is None:
             counter = self._of_outcome[outcome] = self._looks.labels(outcome)
@@ -180,87 +177,45 @@ def _changes(stage: StageDecision) -> dict[str, float]:
 
 # A queue of so many counts as full, as in the gateways.
 _FULL_QUEUE = 5.0
-_NOT_KEPT: Final = Traffic()
 
 
-class Series:
-    """Makes the series at the scrape: looks are more frequent. ``model_of``: the model that a ModelServer, by key,
+def series_of(state: BindingState, model_of: Callable[[str], str]) -> BindingSeries | None:
+    """Of a binding, from its last result; None before the first. ``model_of``: the model that a ModelServer, by key,
     serves.
     """
+    view, result = state.view, state.result
+    if view is None or result is None:
+        return None
+    situated = {one.spec.name: one for each in result.situations for one in each.targets}
+    steps = {one.target.spec.name: one for one in result.steps}
+    written = {one.name: one.after for one in result.scaled}
 
-    def __init__(self, metrics: ScalingMetrics, model_of: Callable[[str], str]) -> None:
-        self._model_of = model_of
-        self._looked: dict[str, tuple[BindingView, Looked]] = {}
-        self._desired: dict[str, dict[str, int]] = {}
-        self._scalings: dict[tuple[str, str], int] = {}
-        self._stages: dict[str, tuple[StageDecision, ...]] = {}
-        self.wrote = metrics.wrote
-        metrics.follow(self.made)
-
-    def put(self, view: BindingView, looked: Looked) -> None:
-        """After a look."""
-        # two hours of traffic must not be kept twice
-        situations = [msgspec.structs.replace(one, traffic=_NOT_KEPT) for one in looked.situations]
-        self._looked[view.key] = view, msgspec.structs.replace(looked, situations=situations)
-        if looked.decision is not None:
-            self._stages[view.key] = looked.decision.stages
-        desired = {step.target.spec.name: step.replicas for step in looked.steps if step.replicas is not None}
-        if desired:
-            self._desired[view.key] = self._desired.get(view.key, {}) | desired
-
-    def scaled(self, key: str, name: str) -> None:
-        """The replicas of a target were written."""
-        self._scalings[key, name] = self._scalings.get((key, name), 0) + 1
-
-    def forget(self, key: str) -> None:
-        """The binding is gone."""
-        self._looked.pop(key, None)
-        self._stages.pop(key, None)
-        self._desired.pop(key, None)
-        for place in [one for one in self._scalings if one[0] == key]:
-            del self._scalings[place]
-
-    def made(self) -> list[BindingSeries]:
-        """Called in the thread of a scrape."""
-        return [self._binding(view, looked) for view, looked in list(self._looked.values())]
-
-    def _binding(self, view: BindingView, looked: Looked) -> BindingSeries:
-        situated = {one.spec.name: one for each in looked.situations for one in each.targets}
-        steps = {one.target.spec.name: one for one in looked.steps}
-        written = {one.name: one.after for one in looked.scaled}
-        return BindingSeries(
-            namespace=view.namespace,
-            name=view.key.partition("/")[2],
-            at_s=looked.now_s,
-            age_s=max((one.freshness.age_s for one in looked.situations), default=0.0),
-            saturation=saturation(looked.situations),
-            targets=tuple(
-                self._target(
-                    view.key, one, situated.get(one.spec.name), steps.get(one.spec.name), written.get(one.spec.name)
-                )
-                for one in looked.resolved
-                if one.found is not None
-            ),
-            stages=self._stages.get(view.key, ()),
-        )
-
-    def _target(
-        self, key: str, one: Resolved, target: Target | None, step: Step | None, written: int | None
-    ) -> TargetSeries:
-        place = (key, one.spec.name)
-        current = written if written is not None else one.found.replicas if one.found is not None else 0
-        desired = self._desired.get(key, {}).get(one.spec.name, current)
+    def target(one: Resolved) -> TargetSeries:
+        name = one.spec.name
+        known, step = situated.get(name), steps.get(name)
+        current = written.get(name, one.found.replicas if one.found is not None else 0)
+        desired = state.desired.get(name, current)
         return TargetSeries(
-            labels=(one.place[3], one.place[0], one.spec.accelerator or "", self._model_of(one.server), one.place[2]),
+            labels=(one.place[3], one.place[0], one.spec.accelerator or "", model_of(one.server), one.place[2]),
             current=current,
             desired=desired,
-            ready=_count(target, EngineState.READY),
-            pending=_count(target, EngineState.STARTING) + _count(target, EngineState.UNSCHEDULABLE),
-            blocked=target is not None and bool(target.blocked),
+            ready=_count(known, EngineState.READY),
+            pending=_count(known, EngineState.STARTING) + _count(known, EngineState.UNSCHEDULABLE),
+            blocked=name in state.blocked,
             held=step is not None and bool(step.held) and desired != current,
             cost=one.spec.cost * current,
-            scalings=self._scalings.get(place, 0),
+            scalings=state.writes.get(name, 0),
         )
+
+    return BindingSeries(
+        namespace=view.namespace,
+        name=view.key.partition("/")[2],
+        at_s=result.now_s,
+        age_s=max((one.freshness.age_s for one in result.situations), default=0.0),
+        saturation=saturation(result.situations),
+        targets=tuple(target(one) for one in result.resolved if one.found is not None),
+        stages=state.stages,
+    )
 
 
 def _count(target: Target | None, state: EngineState) -> int:

@@ -164,7 +164,7 @@ class OtherKinds:
         return _loop_s() - min(since_s) if since_s else None
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._wake.clear()

@@ -15,7 +15,7 @@ import msgspec
 from controller.autoscaler.decision.decision import Decision
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from controller.autoscaler.decision.decision import StageDecision
 
@@ -58,59 +58,61 @@ class _Packed(NamedTuple):
     is_quiet: bool
 
 
-class Records:
-    """The last hundred of each binding, packed, for there are many: all in which something was new, and of the others
-    one a minute for the last twenty minutes.
+class DecisionLog:
+    """The last hundred decisions of one binding, packed, for there are many: all in which something was new, and of the
+    others one a minute for the last twenty minutes.
     """
 
     def __init__(self) -> None:
-        self._latest: dict[str, Record] = {}
-        # the first one of a binding is the dictionary that the others are packed with: they say nearly the same
-        self._first: dict[str, bytes] = {}
-        self._kept: dict[str, deque[_Packed]] = {}
-        self._kept_at_s: dict[str, float] = {}
-        self._news: dict[str, Sequence[object]] = {}
+        self.latest: Record | None = None
+        # the first one is the dictionary that the others are packed with: they are nearly the same
+        self._first = b""
+        self._kept: deque[_Packed] = deque(maxlen=_MOST)
+        self._kept_at_s = 0.0
+        self._news: Sequence[object] | None = None
 
     def add(self, record: Record) -> None:
         """A decision was made."""
-        key, at_s = record.decision.binding, record.decision.at_s
-        news = _news(record)
-        self._latest[key] = record
-        is_quiet = self._news.get(key) == news
-        if not is_quiet or at_s - self._kept_at_s[key] >= _EACH_S:
-            self._news[key] = news
-            text = encoded(record)
-            packed = _packed(text, self._first.setdefault(key, text))
-            kept = self._kept.setdefault(key, deque(maxlen=_MOST))
-            kept.append(_Packed(packed, is_quiet))
-            _thin(kept)
-            self._kept_at_s[key] = at_s
+        self.latest, at_s, news = record, record.decision.at_s, _news(record)
+        is_quiet = self._news == news
+        if is_quiet and at_s - self._kept_at_s < _EACH_S:
+            return
+        self._news, self._kept_at_s = news, at_s
+        text = encoded(record)
+        self._first = self._first or text
+        self._kept.append(_Packed(_packed(text, self._first), is_quiet))
+        _thin(self._kept)
 
-    def forget(self, key: str) -> None:
-        """The binding is gone."""
-        for one in (self._latest, self._first, self._kept, self._kept_at_s, self._news):
-            one.pop(key, None)
+    def newest_first(self) -> Iterator[bytes]:
+        """JSON."""
+        if self.latest is None:
+            return
+        newest = encoded(self.latest)
+        yield newest
+        for packed in reversed(self._kept):
+            text = zlib.decompressobj(zdict=self._first).decompress(packed.text)
+            if text != newest:
+                yield text
 
-    def clear(self) -> None:
-        """This replica does not lead any more."""
-        for key in list(self._latest):
-            self.forget(key)
+
+class Records:
+    """The decisions of the present term of leadership, for pages that outlive it."""
+
+    def __init__(self) -> None:
+        self._logs: Callable[[], Mapping[str, DecisionLog]] = dict
+
+    def follow(self, logs: Callable[[], Mapping[str, DecisionLog]]) -> None:
+        """Those of the present term, by binding."""
+        self._logs = logs
 
     def latest(self) -> Mapping[str, Record]:
         """By binding."""
-        return self._latest
+        return {key: log.latest for key, log in self._logs().items() if log.latest is not None}
 
     def of(self, key: str) -> Iterator[bytes]:
         """JSON, the newest first."""
-        latest = self._latest.get(key)
-        if latest is None:
-            return
-        newest = encoded(latest)
-        yield newest
-        for packed in reversed(self._kept[key]):
-            text = zlib.decompressobj(zdict=self._first[key]).decompress(packed.text)
-            if text != newest:
-                yield text
+        log = self._logs().get(key)
+        return iter(()) if log is None else log.newest_first()
 
 
 def _thin(kept: deque[_Packed]) -> None:

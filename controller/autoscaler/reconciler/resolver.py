@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from controller.api.autoscaling_binding import ScaleTarget
-from controller.autoscaler.reconciler.bindings import Claim, Place, other_owner, rival
+from controller.autoscaler.reconciler.bindings import Place, other_owner, rival
 from controller.autoscaler.reconciler.informers import is_foreign
 from controller.autoscaler.reconciler.scalables import PodView, Scalable, ScalableKind
 from controller.kube.resources import selector
@@ -58,42 +58,31 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
         return self.found is not None and (self.problem is None or not self.problem.forbids)
 
 
-class _Known(NamedTuple):
-    """What a target was resolved from. Objects of informers are never changed, so the same one says the same."""
+class Resolution(NamedTuple):
+    """The targets of a binding, in their order, and what they were resolved from: the same comes of the same."""
 
-    claim: Claim
-    spec: ScaleTarget
-    found: Scalable
-    pods: Sequence[PodView]
-    versions: tuple[int, int]
+    view: BindingView
+    versions: tuple[int, ...]
+    targets: tuple[Resolved, ...]
 
 
 class Resolver:
-    """Remembers targets as they were resolved: most of them are the same at the next look."""
+    """Finds what a binding's targets refer to."""
 
     def __init__(self, followed: Followed) -> None:
         self._followed = followed
         self._version = -1
+        # by target: the labels of its pods, and the ModelServer that selects them
         self._servers: dict[Place, tuple[Mapping[str, str], str]] = {}
-        self._known: dict[tuple[str, Place], tuple[_Known, Resolved]] = {}
-        self._whole: dict[str, tuple[BindingView, tuple[int, ...], tuple[Resolved, ...]]] = {}
 
-    def forget(self, key: str) -> None:
-        """The binding is gone."""
-        self._known = {place: known for place, known in self._known.items() if place[0] != key}
-        self._whole.pop(key, None)
-
-    def resolve(self, view: BindingView) -> tuple[Resolved, ...]:
-        """All targets of a binding without mistakes, in their order."""
-        if view.binding is None:
-            return ()
-        versions, known = self._followed.versions(), self._whole.get(view.key)
-        if known is not None and known[0] is view and known[1] == versions:
-            return known[2]
-        targets = view.binding.spec.targets
-        found = tuple(self._one(view, spec, place) for spec, place in zip(targets, view.places, strict=True))
-        self._whole[view.key] = view, versions, found
-        return found
+    def resolve(self, view: BindingView, before: Resolution | None) -> Resolution:
+        """All targets of a binding without mistakes. ``before``: what this returned last."""
+        versions = self._followed.versions()
+        if before is not None and before.view is view and before.versions == versions:
+            return before
+        specs = () if view.binding is None else view.binding.spec.targets
+        targets = tuple(self._one(view, spec, place) for spec, place in zip(specs, view.places, strict=True))
+        return Resolution(view, versions, targets)
 
     def _one(self, view: BindingView, spec: ScaleTarget, place: Place) -> Resolved:
         if is_foreign(place):
@@ -117,19 +106,7 @@ class Resolver:
     def _found(
         self, view: BindingView, spec: ScaleTarget, place: Place, kind: ScalableKind, found: Scalable
     ) -> Resolved:
-        pods = self._followed.pods.index.of(view.namespace, found.selector)
-        versions = self._followed.servers_version, self._followed.owners_version
-        now = _Known(view.claim, spec, found, pods, versions)
-        before = self._known.get((view.key, place))
-        if before is not None and _is_same(before[0], now):
-            return before[1]
-        made = self._made(view, now, place, kind)
-        self._known[view.key, place] = now, made
-        return made
-
-    def _made(self, view: BindingView, now: _Known, place: Place, kind: ScalableKind) -> Resolved:
-        spec, found = now.spec, now.found
-        pods = _selected(now.pods, found)
+        pods = _selected(self._followed.pods.index.of(view.namespace, found.selector), found)
         server = self._server(view.namespace, spec, place, found)
         return Resolved(
             spec=spec,
@@ -194,13 +171,3 @@ def _selected(pods: Sequence[PodView], found: Scalable) -> Sequence[PodView]:
         return pods
     matches = selector(found.selects)
     return [one for one in pods if matches(one.labels)]
-
-
-def _is_same(before: _Known, now: _Known) -> bool:
-    return (
-        before.found is now.found
-        and before.pods is now.pods
-        and before.spec is now.spec
-        and before.versions == now.versions
-        and before.claim == now.claim
-    )

@@ -16,16 +16,11 @@ import msgspec
 from controller.api.autoscaling_mistakes import schedule_mistakes
 from controller.autoscaler.decision.decide import decide
 from controller.autoscaler.decision.memory import decoded, encoded
-from controller.autoscaler.decision.resting import still
-from controller.autoscaler.reconciler.accelerators import Rooms
-from controller.autoscaler.reconciler.actuator import Actor
-from controller.autoscaler.reconciler.deciding import Deciding
+from controller.autoscaler.reconciler.actuator import Actuator
 from controller.autoscaler.reconciler.demand import GatewayDemand
 from controller.autoscaler.reconciler.informers import Followed
-from controller.autoscaler.reconciler.learned import Keeping
-from controller.autoscaler.reconciler.looking import Looker, Parts
 from controller.autoscaler.reconciler.metric_sources import Sources, SourceSettings
-from controller.autoscaler.reconciler.metrics import Series
+from controller.autoscaler.reconciler.reconcile import Decider, Parts, Reconciler
 from controller.autoscaler.reconciler.resolver import Resolver
 from controller.autoscaler.reconciler.scalables import SCALER
 from controller.kube.errors import ClusterError
@@ -77,7 +72,7 @@ class Scaling:
         settings: ScalingSettings,
         metrics: ScalingMetrics,
         *,
-        deciding: Deciding,
+        decider: Decider,
         demand: DemandSource,
         records: Records,
         clock: Callable[[], float] = wall_s,
@@ -90,60 +85,61 @@ class Scaling:
         self._queue = WorkQueue[str](self._rng, settings.queue)
         scaler = client.as_manager(SCALER)
         self._followed = Followed(client, settings.namespace, settings.informers, self._soon)
-        self._rooms = Rooms(client, settings.informers)
         self._policies = PolicyStatuses(scaler, self._followed, metrics.wrote)
         self._servers: dict[str, frozenset[str]] = {}
         self._users: dict[str, set[str]] = defaultdict(set)
         self._is_begun = False
         self._sources = Sources(client, settings.sources, clock, self._followed.port_of)
-        self._looker = Looker(
+        self._reconciler = Reconciler(
             Parts(
+                client=scaler,
                 followed=self._followed,
                 resolver=Resolver(self._followed),
                 demand=demand,
-                rooms=self._rooms,
-                deciding=deciding,
-                actor=Actor(scaler, metrics.wrote, self._followed.other_kinds.anew),
-                recorder=Recorder(client, SCALER, _loop_s, metrics.wrote),
-                keeping=Keeping(scaler, self._rng),
-                records=records,
-                series=Series(metrics, self._followed.model_of),
                 sources=self._sources,
+                decider=decider,
+                actuator=Actuator(scaler, demand, metrics.wrote, self._followed.other_kinds.anew),
+                recorder=Recorder(client, SCALER, _loop_s, metrics.wrote),
+                counted=metrics.wrote,
                 clock=clock,
-                concerns=self._concerns,
-            )
+                rng=self._rng,
+                use_servers=self._use_servers,
+            ),
+            settings.informers,
         )
 
     async def run(self) -> None:
-        """Until cancelled. What another replica decides then is told there."""
+        """Run the term until cancelled. Another replica reports what it decides after that."""
+        self._metrics.follow(self._reconciler.series)
+        self._records.follow(lambda: {key: one.log for key, one in self._reconciler.states.items()})
         try:
             await self._run()
         finally:
             self._metrics.follow(tuple)
-            self._records.clear()
+            self._records.follow(dict)
             await self._sources.close()
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._followed.run(), name="what scaling follows")
+            tasks.create_task(self._followed.run(), name="informers of scaling")
             tasks.create_task(_awaited(self._demand.run(self._urgent)), name="demand")
             await self._followed.synced()
             _spare_the_collector()
             self._is_begun = True
-            # spread over a period, as later looks come a period after the one before
+            # spread over a period, as later reconciliations come a period after the one before
             for key in self._followed.bindings():
                 self._queue.add_in(key, self._rng.uniform(0.0, 1.0))
             tasks.create_task(self._policies.run(), name="statuses of policies")
-            tasks.create_task(self._rooms.run(), name="room on nodes")
-            await self._queue.run(self._look, self._settings.workers)
+            tasks.create_task(self._reconciler.accelerators.run(), name="accelerators of nodes")
+            await self._queue.run(self._reconcile, self._settings.workers)
 
-    async def _look(self, key: str) -> float | None:
+    async def _reconcile(self, key: str) -> float | None:
         began_s = _CLOCK()
         outcome = "error"
         try:
-            outcome, again_s = await self._looker.look(key)
+            outcome, again_s = await self._reconciler.reconcile(key)
         finally:
-            self._metrics.looked(outcome, _CLOCK() - began_s)
+            self._metrics.reconciled(outcome, _CLOCK() - began_s)
         return again_s
 
     def _soon(self, key: str) -> None:
@@ -154,7 +150,8 @@ class Scaling:
         for key in self._users.get(server, ()):
             self._queue.add_in(key, self._settings.urgent_s)
 
-    def _concerns(self, key: str, servers: Sequence[str]) -> None:
+    def _use_servers(self, key: str, servers: Sequence[str]) -> None:
+        """Which ModelServers a binding is about: their demand is followed, and its jumps enqueue the binding."""
         now = frozenset(servers)
         before = self._servers.get(key, frozenset())
         if now == before:
@@ -188,7 +185,7 @@ def _loop_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-DECIDING: Final = Deciding(decide, encoded, decoded, still)
+DECIDER: Final = Decider(decide, encoded, decoded)
 
 
 def scaling_of(
@@ -198,7 +195,7 @@ def scaling_of(
 
     async def run(client: Client) -> None:
         demand = GatewayDemand(client, settings.gateway_namespaces, settings.informers, wall_s)
-        await Scaling(client, settings, metrics, deciding=DECIDING, demand=demand, records=records).run()
+        await Scaling(client, settings, metrics, decider=DECIDER, demand=demand, records=records).run()
 
     return run
 

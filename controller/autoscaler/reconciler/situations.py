@@ -75,8 +75,6 @@ def _engine(pods: Sequence[PodView], reports: Mapping[str, EngineReport]) -> Eng
 _UNDECLARED: Final = EngineCapacity()
 View = Callable[[Sequence[str]], "DemandView"]
 """What is known of the demand for some ModelServers together."""
-Blocked = Callable[[Target], str]
-"""Why no more replicas of a target can be had; empty if they can."""
 
 
 def situations_of(
@@ -86,7 +84,6 @@ def situations_of(
     now_s: float,
     *,
     holds: Mapping[str, Hold],
-    blocked: Blocked,
 ) -> tuple[Situation, ...]:
     """One for each stage that targets have, in the order of the first target of each. ``holds``: replicas that somebody
     else has set, by target.
@@ -97,7 +94,7 @@ def situations_of(
     found = []
     for several in stages.values():
         demand = view(sorted({one.server for one in several if one.server}))
-        targets = tuple(_target(one, demand, holds.get(one.spec.name), policy, blocked) for one in several)
+        targets = tuple(_target(one, demand, holds.get(one.spec.name), policy) for one in several)
         unreported = tuple(_unreported(targets, now_s - policy.staleness.soft))
         found.append(
             Situation(
@@ -143,11 +140,10 @@ def _target(
     demand: DemandView,
     hold: Hold | None,
     policy: AutoscalingPolicySpec,
-    blocked: Blocked,
 ) -> Target:
     if one.found is None or one.kind is None:
         return Target(spec=one.spec, current=None)
-    made = Target(
+    return Target(
         spec=one.spec,
         current=one.found.replicas,
         engines=engines_of(one.kind, one.pods, demand.reports),
@@ -156,8 +152,6 @@ def _target(
         set_by=hold.writer if hold is not None else "",
         set_at_s=hold.until_s - policy.manual_hold if hold is not None else 0.0,
     )
-    why = blocked(made)
-    return msgspec.structs.replace(made, blocked=why) if why else made
 
 
 def _speed(one: Resolved, demand: DemandView) -> Speed | None:

@@ -4,67 +4,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
-from controller.api.autoscaling import AutoscalingPolicySpec
 from controller.api.autoscaling_mistakes import schedule_mistakes
-from controller.autoscaler.decision.decision import Decision
-from controller.autoscaler.decision.signals import Calm
-from controller.autoscaler.decision.situation import Situation
-from controller.autoscaler.reconciler.bindings import Hold
-from controller.autoscaler.reconciler.deciding import Step
 from controller.autoscaler.reconciler.resolver import PROBLEMS, Problem, Resolved
 from controller.kube.plan import Happened
 from controller.models.model_infer.times import text_of
 
 if TYPE_CHECKING:
-    from controller.autoscaler.decision.decision import Rule, StageDecision
+    from collections.abc import Iterator, Mapping, Sequence
 
-# Gateways that say nothing for so long are silent; other sources are read once a period.
-_LEAST_S: Final = 3.0
-_PERIODS: Final = 6
+    from controller.autoscaler.decision.decision import Decision, Rule, StageDecision
+    from controller.autoscaler.decision.situation import Situation
+    from controller.autoscaler.reconciler.result import Result, Step
+
 _NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
-
-
-def patience_s(period_s: float) -> float:
-    """How long a signal may take to come, from the first look at a binding."""
-    return max(_LEAST_S, _PERIODS * period_s)
-
-
-class Awaiting:
-    """Remembers when each binding was first looked at by this process."""
-
-    def __init__(self) -> None:
-        self._began_at_s: dict[str, tuple[str, float]] = {}
-
-    def is_early(self, key: str, uid: str, decision: Decision, *, period_s: float, now_s: float) -> bool:
-        """Whether something is not known that may still come by itself. ``uid``: of the binding, which may have been
-        made anew.
-        """
-        known_uid, began_at_s = self._began_at_s.get(key, ("", 0.0))
-        if known_uid != uid:
-            began_at_s = now_s
-            self._began_at_s[key] = uid, now_s
-        is_unknown = not decision.stages or any(one.combined is None for one in decision.stages)
-        return is_unknown and 0 <= now_s - began_at_s < patience_s(period_s)
-
-    def forget(self, key: str) -> None:
-        """The binding is gone."""
-        self._began_at_s.pop(key, None)
 
 
 def reasons_of(stage: StageDecision) -> list[str]:
     """Why its laws cannot tell."""
     return [one.reason for one in stage.recommendations if one.replicas is None]
-
-
-def unknown_of(stage: StageDecision) -> list[str] | None:
-    """What nobody can tell of a stage, without numbers that change all the time; None if enough is known."""
-    return None if stage.combined is not None else [without_numbers(one) for one in reasons_of(stage)]
 
 
 def without_numbers(text: str) -> str:
@@ -81,80 +41,27 @@ _AWAITED: Final = "DataAwaited"
 _STEADY: Final = frozenset({"MetricsAvailable", "ScalingLimited", "CapacityBlocked"})
 
 
-class Scaled(msgspec.Struct, frozen=True):
-    """Replicas that were written. ``name``: of the target. ``what``: its kind and name."""
-
-    name: str
-    what: str
-    before: int
-    after: int
-    reason: str
-
-
-class Looked(msgspec.Struct, frozen=True, kw_only=True):
-    """What a look at a binding came to. ``policy``: None if there is none; ``problem``: why nothing can be decided, as
-    reason and message. ``holds``: whose changes are honoured, ``waits_for``: pods that drain, ``homeless``: why no node
-    counts, and ``refused``: why the API server does not let us write, by target. ``calm``: where nothing goes on; None
-    where it does, or nobody knows. ``awaits_data``: what is not known may still come by itself.
-    """
-
-    now_s: float
-    policy: AutoscalingPolicySpec | None = None
-    problem: tuple[str, str] | None = None
-    resolved: Sequence[Resolved] = ()
-    situations: Sequence[Situation] = ()
-    decision: Decision | None = None
-    steps: Sequence[Step] = ()
-    scaled: Sequence[Scaled] = ()
-    holds: Mapping[str, Hold] = {}
-    waits_for: Mapping[str, Sequence[str]] = {}
-    homeless: Mapping[str, str] = {}
-    refused: Mapping[str, str] = {}
-    calm: Calm | None = None
-    awaits_data: bool = False
-
-
-def status_of(looked: Looked, before: Mapping[str, Any]) -> dict[str, Any]:
+def status_of(result: Result, before: Mapping[str, Any]) -> dict[str, Any]:
     """The whole status. ``before``: what the binding says."""
     known = {one.get("type"): one for one in before.get("conditions") or ()}
     status: dict[str, Any] = {
-        "targets": list(_targets(looked, {one.get("name"): one for one in before.get("targets") or ()})),
-        "conditions": [_steady(one, known.get(one["type"])) for one in _conditions(looked, known)],
+        "targets": list(_targets(result, {one.get("name"): one for one in before.get("targets") or ()})),
+        "conditions": [_steady(one, known.get(one["type"])) for one in _conditions(result, known)],
     }
     for name in ("lastScaledAt", "lastDecision"):
         if before.get(name):
             status[name] = before[name]
-    if looked.scaled:
-        at = datetime.fromtimestamp(looked.now_s, UTC)
+    if result.scaled:
+        at = datetime.fromtimestamp(result.now_s, UTC)
         status["lastScaledAt"] = at.strftime("%Y-%m-%dT%H:%M:%SZ")
-        said = "; ".join(f"{one.name} from {one.before} to {one.after}: {one.reason}" for one in looked.scaled)
+        said = "; ".join(f"{one.name} from {one.before} to {one.after}: {one.reason}" for one in result.scaled)
         status["lastDecision"] = said[:_LONGEST]
     return status
 
 
-def digest_of(looked: Looked) -> tuple[object, ...]:
-    """Changes whenever the status would: cheaper than the status, of which most looks change nothing."""
-    decision = looked.decision
-    stages = () if decision is None else decision.stages
-    targets = [target for one in looked.situations for target in one.targets]
-    return (
-        looked.problem,
-        None if looked.policy is None else (looked.policy.mode, looked.policy.schedules),
-        [(one.replicas, one.held, one.hold) for one in looked.steps],
-        [(None if one.found is None else one.found.replicas, one.problem) for one in looked.resolved],
-        [(_ready(one.engines), one.blocked) for one in targets],
-        [(unknown_of(one), [step.rule for step in one.steps if step.rule in LIMITING]) for one in stages],
-        sorted(looked.waits_for),
-        looked.homeless,
-        sorted(looked.refused.items()),
-        looked.scaled,
-        looked.awaits_data,
-    )
-
-
-def events_of(looked: Looked, status: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[Happened]:
+def events_of(result: Result, status: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[Happened]:
     """One for each write, and one for each condition that has become what people should know of."""
-    for one in looked.scaled:
+    for one in result.scaled:
         yield Happened("Normal", "Scaled", f"{one.what}: from {one.before} to {one.after} replicas; {one.reason}")
     known = {one.get("type"): (one.get("status"), one.get("reason")) for one in before.get("conditions") or ()}
     for condition in status["conditions"]:
@@ -167,19 +74,19 @@ def events_of(looked: Looked, status: Mapping[str, Any], before: Mapping[str, An
             yield Happened(event[0], event[1], condition["message"])
 
 
-def acts_of(looked: Looked) -> Mapping[str, str]:
+def acts_of(result: Result) -> Mapping[str, str]:
     """What was done about each target, for people."""
-    scaled = {one.name: f"scaled from {one.before} to {one.after}" for one in looked.scaled}
+    scaled = {one.name: f"scaled from {one.before} to {one.after}" for one in result.scaled}
     said: dict[str, str] = {}
-    for step in looked.steps:
+    for step in result.steps:
         name = step.target.spec.name
-        waits = looked.waits_for.get(name)
+        waits = result.waits_for.get(name)
         if name in scaled:
             said[name] = scaled[name]
         elif step.held:
             said[name] = f"not written: {step.held}"
-        elif name in looked.refused:
-            said[name] = f"not written: {looked.refused[name]}"
+        elif name in result.refused:
+            said[name] = f"not written: {result.refused[name]}"
         elif waits:
             said[name] = f"waits for {', '.join(waits[:5])}"
         elif step.replicas is None:
@@ -204,11 +111,11 @@ def _event(type_: str, truth: str, reason: str) -> Any:  # noqa: ANN401 - a pair
     return None
 
 
-def _targets(looked: Looked, before: Mapping[Any, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    steps = {one.target.spec.name: one for one in looked.steps}
-    scaled = {one.name: one for one in looked.scaled}
-    ready = {one.name: _ready(one.engines) for each in looked.situations for one in each.targets}
-    for target in looked.resolved:
+def _targets(result: Result, before: Mapping[Any, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    steps = {one.target.spec.name: one for one in result.steps}
+    scaled = {one.name: one for one in result.scaled}
+    ready = {one.name: _ready(one.engines) for each in result.situations for one in each.targets}
+    for target in result.resolved:
         name, step = target.spec.name, steps.get(target.spec.name)
         said: dict[str, Any] = {"name": name}
         if target.found is not None:
@@ -216,8 +123,8 @@ def _targets(looked: Looked, before: Mapping[Any, Mapping[str, Any]]) -> Iterato
             said["ready"] = ready.get(name, 0)
         if step is not None and step.replicas is not None:
             said["desired"] = step.replicas
-        reason = looked.refused.get(name, "")[:_LONGEST]
-        reason = reason or _reason(_problem(target, looked), step, looked.waits_for.get(name, ()))
+        reason = result.refused.get(name, "")[:_LONGEST]
+        reason = reason or _reason(_problem(target, result), step, result.waits_for.get(name, ()))
         old = before.get(name) or {}
         # reasons have numbers that change all the time
         if old.get("reason") and all(old.get(one) == said.get(one) for one in ("current", "desired", "ready")):
@@ -229,9 +136,9 @@ def _ready(engines: Sequence[Any]) -> int:
     return sum(one.state.value == "ready" for one in engines)
 
 
-def _problem(target: Resolved, looked: Looked) -> Problem | None:
+def _problem(target: Resolved, result: Result) -> Problem | None:
     """Another autoscaler is none where we only tell what we have decided."""
-    problem, policy = target.problem, looked.policy
+    problem, policy = target.problem, result.policy
     told = policy is not None and policy.mode in ("Export", "Recommend")
     return None if told and problem is not None and problem.reason == "OtherAutoscaler" else problem
 
@@ -248,22 +155,22 @@ def _reason(problem: Problem | None, step: Step | None, waits_for: Sequence[str]
     return step.decided.reason[:_LONGEST]
 
 
-def _conditions(looked: Looked, before: Mapping[Any, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _conditions(result: Result, before: Mapping[Any, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """``before``: those of the binding, by type."""
-    yield _resolved(looked)
-    if looked.decision is not None:
+    yield _resolved(result)
+    if result.decision is not None:
         # what was missing before is not awaited anew because a manager has started
         was_missing = before.get("MetricsAvailable", {}).get("reason") == _MISSING
-        is_awaited = looked.awaits_data and not was_missing
-        yield _available(looked.decision, looked.situations, _AWAITED if is_awaited else _MISSING)
-    yield _active(looked)
-    if looked.decision is not None:
-        yield _limited(looked.decision, looked.resolved)
-        yield _blocked(looked)
+        is_awaited = result.awaits_data and not was_missing
+        yield _available(result.decision, result.situations, _AWAITED if is_awaited else _MISSING)
+    yield _active(result)
+    if result.decision is not None:
+        yield _limited(result.decision, result.resolved)
+        yield _blocked(result)
 
 
-def _resolved(looked: Looked) -> dict[str, Any]:
-    problems = [problem for one in looked.resolved if (problem := _problem(one, looked)) is not None]
+def _resolved(result: Result) -> dict[str, Any]:
+    problems = [problem for one in result.resolved if (problem := _problem(one, result)) is not None]
     if problems:
         gravest = min(problems, key=lambda one: PROBLEMS.index(one.reason))
         said = "; ".join(dict.fromkeys(one.message for one in problems))
@@ -282,13 +189,13 @@ def _available(decision: Decision, situations: Sequence[Situation], otherwise: s
     return _condition("MetricsAvailable", truth=False, reason=otherwise, message=message)
 
 
-def _active(looked: Looked) -> dict[str, Any]:
-    if looked.problem is not None:
-        return _condition("ScalingActive", truth=False, reason=looked.problem[0], message=looked.problem[1])
-    mode = "Auto" if looked.policy is None else looked.policy.mode
-    holds = [one for one in looked.steps if one.hold is not None]
-    barred = [one.problem for one in looked.resolved if not one.may_write and one.problem is not None]
-    if mode in ("Auto", "ScaleUpOnly") and barred and len(barred) == len(looked.resolved):
+def _active(result: Result) -> dict[str, Any]:
+    if result.problem is not None:
+        return _condition("ScalingActive", truth=False, reason=result.problem[0], message=result.problem[1])
+    mode = "Auto" if result.policy is None else result.policy.mode
+    holds = [one for one in result.steps if one.hold is not None]
+    barred = [one.problem for one in result.resolved if not one.may_write and one.problem is not None]
+    if mode in ("Auto", "ScaleUpOnly") and barred and len(barred) == len(result.resolved):
         said = "; ".join(dict.fromkeys(one.message for one in barred))
         return _condition("ScalingActive", truth=False, reason=barred[0].reason, message=said)
     if mode == "Paused":
@@ -301,11 +208,11 @@ def _active(looked: Looked) -> dict[str, Any]:
             if one.hold is not None
         )
         return _condition("ScalingActive", truth=False, reason="ManualHold", message=said)
-    if looked.refused:
-        said = "; ".join(f"{name}: {why}" for name, why in looked.refused.items())
+    if result.refused:
+        said = "; ".join(f"{name}: {why}" for name, why in result.refused.items())
         return _condition("ScalingActive", truth=False, reason="WriteRefused", message=said)
     reason = {"Recommend": "Recommending", "Export": "Exporting"}.get(mode, "Scaling")
-    left_out = schedule_mistakes(() if looked.policy is None else looked.policy.schedules)
+    left_out = schedule_mistakes(() if result.policy is None else result.policy.schedules)
     message = "; ".join((f"the mode of the policy is {mode}", *left_out))
     return _condition("ScalingActive", truth=True, reason=reason, message=message)
 
@@ -319,9 +226,10 @@ def _limited(decision: Decision, resolved: Sequence[Resolved]) -> dict[str, Any]
     return _condition("ScalingLimited", truth=False, reason="NotLimited", message="the laws get what they ask for")
 
 
-def _blocked(looked: Looked) -> dict[str, Any]:
-    blocked = [f"{one.name}: {one.blocked}" for each in looked.situations for one in each.targets if one.blocked]
-    said = "; ".join([*blocked, *(f"{name}: {why}" for name, why in looked.homeless.items())])
+def _blocked(result: Result) -> dict[str, Any]:
+    decision = result.decision
+    blocked = [] if decision is None else [f"{name}: {why}" for name, why in decision.blocked.items()]
+    said = "; ".join([*blocked, *(f"{name}: {why}" for name, why in result.homeless.items())])
     if said:
         reason = "NoCapacity" if blocked else "NoSuchAccelerator"
         return _condition("CapacityBlocked", truth=True, reason=reason, message=said)

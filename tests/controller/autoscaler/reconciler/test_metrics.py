@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,29 +14,36 @@ from prometheus_client import CollectorRegistry
 from controller.autoscaler.decision.decision import Decision, StageDecision
 from controller.autoscaler.decision.situation import Situation
 from controller.autoscaler.decision.traffic import History, Sums, Traffic
-from controller.autoscaler.reconciler.metrics import ScalingMetrics, Series
-from controller.autoscaler.reconciler.status import Looked
+from controller.autoscaler.reconciler.metrics import ScalingMetrics, series_of
+from controller.autoscaler.reconciler.result import Result
+from controller.autoscaler.reconciler.state import BindingState, new_state
 
 
-def test_the_points_of_a_look_are_not_kept() -> None:
-    series = Series(ScalingMetrics(CollectorRegistry()), lambda _: "m")
+def state_after(result: Result) -> BindingState:
     view: Any = SimpleNamespace(key="default/b", namespace="default")
+    state = new_state("1", Random(1), conflict_s=(0.2, 5.0))
+    state.remember(view, result)
+    return state
+
+
+def test_the_points_of_a_reconciliation_are_not_kept() -> None:
     points = History().points(1.0, Sums())
     held = weakref.ref(points)
-    series.put(view, Looked(now_s=1.0, situations=(Situation(now_s=1.0, targets=(), traffic=Traffic(points)),)))
+    state = state_after(Result(now_s=1.0, situations=(Situation(now_s=1.0, targets=(), traffic=Traffic(points)),)))
     del points
     gc.collect()
     assert held() is None
-    assert [one.at_s for one in series.made()] == [1.0]
+    found = series_of(state, lambda _: "m")
+    assert found is not None
+    assert found.at_s == 1.0
 
 
 def test_a_stage_whose_targets_are_not_proven_the_cheapest_is_told() -> None:
     registry = CollectorRegistry()
-    series = Series(ScalingMetrics(registry), lambda _: "m")
-    view: Any = SimpleNamespace(key="default/b", namespace="default")
     stages = (StageDecision("Prefill", (), 1.0, is_proven=False), StageDecision("Decode", (), 1.0))
-    decision = Decision(binding=view.key, at_s=1.0, mode="Auto", targets=(), stages=stages)
-    series.put(view, Looked(now_s=1.0, decision=decision))
+    decision = Decision(binding="default/b", at_s=1.0, mode="Auto", targets=(), stages=stages)
+    state = state_after(Result(now_s=1.0, decision=decision))
+    ScalingMetrics(registry).follow(lambda: [one for one in (series_of(state, lambda _: "m"),) if one is not None])
     labels = {"namespace": "default", "binding": "b"}
     found = [
         registry.get_sample_value("attache_scaling_unproven", {**labels, "stage": stage})

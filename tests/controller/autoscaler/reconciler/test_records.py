@@ -8,8 +8,8 @@ import pytest
 
 from controller.autoscaler.decision.decision import Decision, Recommendation, StageDecision, Step, TargetDecision
 from controller.autoscaler.decision.situation import Freshness, Waiting
-from controller.autoscaler.reconciler.learned import packed, unpacked
-from controller.autoscaler.reconciler.records import Record, Records, explained
+from controller.autoscaler.reconciler.records import DecisionLog, Record, Records, explained
+from controller.autoscaler.reconciler.state import packed, unpacked
 from controller.commands.explain_scaling import main
 
 
@@ -32,33 +32,42 @@ def record(at_s: float, desired: int = 2) -> Record:
     return Record(decision=decision, acts={"main": "scaled from 2 to 3"})
 
 
-def decoded(records: Records) -> list[Record]:
-    return [msgspec.json.decode(one, type=Record) for one in records.of("default/one")]
+def decoded(log: DecisionLog) -> list[Record]:
+    return [msgspec.json.decode(one, type=Record) for one in log.newest_first()]
 
 
 def test_the_newest_comes_first_and_what_says_nothing_new_is_kept_once_a_minute() -> None:
-    records = Records()
+    log = DecisionLog()
     for at_s in (0.0, 5.0, 10.0, 15.0, 62.0, 65.0):
-        records.add(record(at_s, desired=3 if at_s == 10.0 else 2))
+        log.add(record(at_s, desired=3 if at_s == 10.0 else 2))
     # 65 is the latest; 5 and 62 said nothing new within a minute
-    assert [one.decision.at_s for one in decoded(records)] == [65.0, 15.0, 10.0, 0.0]
+    assert [one.decision.at_s for one in decoded(log)] == [65.0, 15.0, 10.0, 0.0]
 
 
-def test_a_hundred_are_kept_until_the_binding_is_gone() -> None:
-    records = Records()
+def test_a_hundred_are_kept() -> None:
+    log = DecisionLog()
     for number in range(300):
-        records.add(record(float(number), desired=number))
-    found = decoded(records)
+        log.add(record(float(number), desired=number))
+    found = decoded(log)
     assert (len(found), found[0].decision.at_s, found[-1].decision.at_s) == (100, 299.0, 200.0)
-    records.forget("default/one")
-    assert decoded(records) == []
+
+
+def test_pages_have_the_decisions_of_the_present_term() -> None:
+    records, log = Records(), DecisionLog()
+    log.add(record(1.0))
+    records.follow(lambda: {"default/one": log, "default/new": DecisionLog()})
+    assert list(records.latest()) == ["default/one"]
+    assert len(list(records.of("default/one"))) == 1
+    assert list(records.of("default/two")) == []
+    records.follow(dict)
+    assert list(records.of("default/one")) == []
 
 
 def test_of_hours_without_news_the_last_twenty_minutes_are_kept_and_all_news() -> None:
-    records = Records()
+    log = DecisionLog()
     for minute in range(300):
-        records.add(record(60.0 * minute, desired=7 if 100 <= minute < 103 else 2))
-    found = [one.decision.at_s / 60 for one in decoded(records)]
+        log.add(record(60.0 * minute, desired=7 if 100 <= minute < 103 else 2))
+    found = [one.decision.at_s / 60 for one in decoded(log)]
     # at 0, 100 and 103 something was new
     assert found == [*range(299, 279, -1), 103, 100, 0]
 

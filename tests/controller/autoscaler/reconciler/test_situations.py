@@ -26,9 +26,7 @@ def resolved(name: str, start_time: str) -> Resolved:
 
 def test_before_any_start_the_target_says_how_long_one_takes() -> None:
     targets = [resolved("a", "4m"), resolved("b", "60s")]
-    (found,) = situations_of(
-        targets, AutoscalingPolicySpec(), lambda _: DemandView(), NOW_S, holds={}, blocked=lambda _: ""
-    )
+    (found,) = situations_of(targets, AutoscalingPolicySpec(), lambda _: DemandView(), NOW_S, holds={})
     assert [one.start_s for one in found.targets] == [240.0, 60.0]
     (limited,) = with_rooms([found], {"a": 3}, {"a": ("H100 or h100",)})
     assert [one.room for one in limited.targets] == [3, None]

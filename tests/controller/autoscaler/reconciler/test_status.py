@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a binding says after a look: news, and nothing that changes with every look."""
+"""A binding's status: news, and nothing that changes with every reconciliation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from controller.api.autoscaling import AutoscalingPolicy, AutoscalingPolicySpec,
 from controller.api.autoscaling_binding import ScaleTarget
 from controller.autoscaler.decision.decision import Decision, Recommendation, StageDecision, Step, TargetDecision
 from controller.autoscaler.decision.situation import Engine, EngineState, Freshness, Situation, Target
-from controller.autoscaler.reconciler import deciding
 from controller.autoscaler.reconciler.bindings import Hold, PolicyView
 from controller.autoscaler.reconciler.resolver import Problem, Resolved
+from controller.autoscaler.reconciler.result import Result, Scaled, steps_of
 from controller.autoscaler.reconciler.scalables import KINDS, Scalable
 from controller.autoscaler.reconciler.scaling import policy_status
-from controller.autoscaler.reconciler.status import Looked, Scaled, digest_of, events_of, status_of
+from controller.autoscaler.reconciler.status import events_of, status_of
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata
 
@@ -24,7 +24,7 @@ SPEC = msgspec.convert({"name": "main", "ref": {"kind": "ModelInfer", "name": "l
 PLACE = ("default", "attache.dev", "ModelInfer", "llama")
 
 
-def looked(
+def result(
     reason: str = "a reason",
     *,
     current: int = 2,
@@ -33,7 +33,7 @@ def looked(
     steps: tuple[Step, ...] = (),
     hold: Hold | None = None,
     problem: Problem | None = None,
-) -> Looked:
+) -> Result:
     found = Scalable(
         resource=KINDS[0].resource,
         key="default/llama",
@@ -51,13 +51,13 @@ def looked(
     decision = Decision(binding="default/one", at_s=0.0, mode=mode, targets=(decided,), stages=(stage,))
     engines = tuple(Engine(str(number), EngineState.READY, 0.0) for number in range(current))
     holds = {} if hold is None else {"main": hold}
-    return Looked(
+    return Result(
         now_s=1_800_000_000.0,
         policy=AutoscalingPolicySpec(mode=mode),
         resolved=(resolved,),
         situations=(Situation(now_s=0.0, targets=(Target(SPEC, current, engines),), freshness=Freshness()),),
         decision=decision,
-        steps=tuple(deciding.steps_of(decision, (resolved,), holds)),
+        steps=tuple(steps_of(decision, (resolved,), holds)),
         holds=holds,
     )
 
@@ -67,7 +67,7 @@ def conditions(status: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def test_a_status_says_what_is_there_and_what_should_be() -> None:
-    status = status_of(looked(), {})
+    status = status_of(result(), {})
     assert status["targets"] == [{"name": "main", "current": 2, "ready": 2, "desired": 3, "reason": "a reason"}]
     assert conditions(status) == {
         "TargetsResolved": ("True", "Resolved"),
@@ -79,29 +79,27 @@ def test_a_status_says_what_is_there_and_what_should_be() -> None:
 
 
 def test_reasons_that_change_all_the_time_stay_while_the_numbers_do() -> None:
-    first = looked("4.1 requests a second", steps=(Step("Limited", 4.1, 3.0, "4.1 is too fast"),))
-    second = looked("4.2 requests a second", steps=(Step("Limited", 4.2, 3.0, "4.2 is too fast"),))
+    first = result("4.1 requests a second", steps=(Step("Limited", 4.1, 3.0, "4.1 is too fast"),))
+    second = result("4.2 requests a second", steps=(Step("Limited", 4.2, 3.0, "4.2 is too fast"),))
     before = status_of(first, {})
     assert status_of(second, before) == before
-    assert digest_of(first) == digest_of(second)
-    more = looked("5.2 requests a second", desired=4)
-    assert digest_of(more) != digest_of(first)
+    more = result("5.2 requests a second", desired=4)
     assert status_of(more, before)["targets"][0]["reason"] == "5.2 requests a second"
 
 
 def test_a_write_is_told_once_and_remembered() -> None:
-    done = msgspec.structs.replace(looked(), scaled=(Scaled("main", "ModelInfer llama", 2, 3, "more work"),))
+    done = msgspec.structs.replace(result(), scaled=(Scaled("main", "ModelInfer llama", 2, 3, "more work"),))
     status = status_of(done, {})
     assert (status["targets"][0]["current"], status["lastDecision"]) == (3, "main from 2 to 3: more work")
     assert [one.reason for one in events_of(done, status, {})] == ["Scaled"]
-    later = looked(current=3)
+    later = result(current=3)
     after = status_of(later, status)
     assert after["lastDecision"] == status["lastDecision"]
     assert list(events_of(later, after, status)) == []
 
 
 def test_what_is_not_known_is_told_once() -> None:
-    unknown = looked("nobody reports", desired=None)
+    unknown = result("nobody reports", desired=None)
     status = status_of(unknown, {})
     assert conditions(status)["MetricsAvailable"] == ("False", "DataMissing")
     assert "desired" not in status["targets"][0]
@@ -110,12 +108,11 @@ def test_what_is_not_known_is_told_once() -> None:
 
 
 def test_what_may_still_come_is_no_warning_until_it_is_late() -> None:
-    awaited = msgspec.structs.replace(looked("nobody reports", desired=None), awaits_data=True)
+    awaited = msgspec.structs.replace(result("nobody reports", desired=None), awaits_data=True)
     first = status_of(awaited, {})
     assert conditions(first)["MetricsAvailable"] == ("False", "DataAwaited")
     assert list(events_of(awaited, first, {})) == []
     late = msgspec.structs.replace(awaited, awaits_data=False)
-    assert digest_of(late) != digest_of(awaited)
     second = status_of(late, first)
     assert conditions(second)["MetricsAvailable"] == ("False", "DataMissing")
     assert [one.reason for one in events_of(late, second, first)] == ["FailedGetMetrics"]
@@ -126,15 +123,15 @@ def test_what_may_still_come_is_no_warning_until_it_is_late() -> None:
 
 
 def test_what_comes_soon_was_never_missing() -> None:
-    awaited = msgspec.structs.replace(looked("nobody reports", desired=None), awaits_data=True)
+    awaited = msgspec.structs.replace(result("nobody reports", desired=None), awaits_data=True)
     first = status_of(awaited, {})
-    second = status_of(looked(), first)
+    second = status_of(result(), first)
     assert conditions(second)["MetricsAvailable"] == ("True", "DataFound")
-    assert list(events_of(looked(), second, first)) == []
+    assert list(events_of(result(), second, first)) == []
 
 
 def test_a_change_by_hand_is_told_with_its_end() -> None:
-    held = looked(hold=Hold("kubectl", 2, 1_800_000_600.0))
+    held = result(hold=Hold("kubectl", 2, 1_800_000_600.0))
     status = status_of(held, {})
     assert conditions(status)["ScalingActive"] == ("False", "ManualHold")
     message = next(one["message"] for one in status["conditions"] if one["type"] == "ScalingActive")
@@ -144,22 +141,21 @@ def test_a_change_by_hand_is_told_with_its_end() -> None:
 
 
 def test_a_target_whose_accelerator_no_node_has_is_told() -> None:
-    homeless = msgspec.structs.replace(looked(), homeless={"main": "no node has accelerators of the kind H1000"})
+    homeless = msgspec.structs.replace(result(), homeless={"main": "no node has accelerators of the kind H1000"})
     status = status_of(homeless, {})
     assert conditions(status)["CapacityBlocked"] == ("True", "NoSuchAccelerator")
     assert [one.reason for one in events_of(homeless, status, {})] == ["CapacityBlocked"]
-    assert digest_of(homeless) != digest_of(looked())
 
 
 def test_modes_and_problems_keep_from_writing() -> None:
-    assert looked().steps[0].writes
+    assert result().steps[0].writes
     for mode in ("Recommend", "Export", "Paused"):
-        assert not looked(mode=mode).steps[0].writes
-    assert looked(mode="ScaleUpOnly", desired=1).steps[0].replicas == 2
-    conflict = looked(problem=Problem("Conflict", "llama is scaled by another"))
+        assert not result(mode=mode).steps[0].writes
+    assert result(mode="ScaleUpOnly", desired=1).steps[0].replicas == 2
+    conflict = result(problem=Problem("Conflict", "llama is scaled by another"))
     assert not conflict.steps[0].writes
     assert conditions(status_of(conflict, {}))["TargetsResolved"] == ("False", "Conflict")
-    assert looked(problem=Problem("ServerNotFound", "none", forbids=False)).steps[0].writes
+    assert result(problem=Problem("ServerNotFound", "none", forbids=False)).steps[0].writes
 
 
 def messages(status: dict[str, Any]) -> dict[str, str]:
@@ -167,36 +163,34 @@ def messages(status: dict[str, Any]) -> dict[str, str]:
 
 
 def test_another_cause_of_missing_data_is_news_and_another_number_is_not() -> None:
-    denied = looked("queue: may not read the Secret, 3 times", desired=None)
-    again = looked("queue: may not read the Secret, 4 times", desired=None)
-    wrong = looked("queue: the certificate is not trusted", desired=None)
+    denied = result("queue: may not read the Secret, 3 times", desired=None)
+    again = result("queue: may not read the Secret, 4 times", desired=None)
+    wrong = result("queue: the certificate is not trusted", desired=None)
     before = status_of(denied, {})
     assert status_of(again, before) == before
-    assert digest_of(denied) == digest_of(again) != digest_of(wrong)
     assert messages(status_of(wrong, before))["MetricsAvailable"] == "queue: the certificate is not trusted"
 
 
 def test_scaling_is_not_active_while_no_target_may_be_written() -> None:
-    conflict = looked(problem=Problem("Conflict", "llama is scaled by another"))
+    conflict = result(problem=Problem("Conflict", "llama is scaled by another"))
     status = status_of(conflict, {})
     assert conditions(status)["ScalingActive"] == ("False", "Conflict")
     assert [one.reason for one in events_of(conflict, status, {})] == ["Conflict"]
-    unknown = looked(problem=Problem("ServerNotFound", "none", forbids=False))
+    unknown = result(problem=Problem("ServerNotFound", "none", forbids=False))
     assert conditions(status_of(unknown, {}))["ScalingActive"] == ("True", "Scaling")
 
 
 def test_a_recommendation_says_why() -> None:
     for mode in ("Recommend", "Export"):
-        assert status_of(looked("3 are needed", mode=mode), {})["targets"][0]["reason"] == "3 are needed"
+        assert status_of(result("3 are needed", mode=mode), {})["targets"][0]["reason"] == "3 are needed"
 
 
 def test_a_schedule_that_cannot_be_read_is_told() -> None:
     window = Schedule(start="0 8 * * 1-5", duration=Duration("10h"), time_zone="Europe/Berln", min_replicas=2)
     spec = AutoscalingPolicySpec(schedules=(window,))
     said = "schedule '0 8 * * 1-5' in Europe/Berln: there is no time zone Europe/Berln"
-    bad = msgspec.structs.replace(looked(), policy=spec)
+    bad = msgspec.structs.replace(result(), policy=spec)
     assert messages(status_of(bad, {}))["ScalingActive"] == f"the mode of the policy is Auto; {said}"
-    assert digest_of(bad) != digest_of(looked())
     policy = AutoscalingPolicy(metadata=Metadata(name="p"), spec=spec)
     (accepted,) = policy_status(PolicyView({}, policy), 1)["conditions"]
     assert (accepted["status"], accepted["reason"]) == ("False", "ScheduleInvalid")
@@ -204,7 +198,7 @@ def test_a_schedule_that_cannot_be_read_is_told() -> None:
 
 
 def test_bounds_of_a_target_that_is_not_there_limit_nothing() -> None:
-    bounded = looked(steps=(Step("ScalingLimited", 0.0, 1.0, "minReplicas want 1"),))
+    bounded = result(steps=(Step("ScalingLimited", 0.0, 1.0, "minReplicas want 1"),))
     assert conditions(status_of(bounded, {}))["ScalingLimited"] == ("True", "ScalingLimited")
     missing = Resolved(spec=SPEC, place=PLACE, problem=Problem("TargetNotFound", "there is no ModelInfer llama"))
     nothing = msgspec.structs.replace(bounded, resolved=(missing,))

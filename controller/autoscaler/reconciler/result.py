@@ -1,72 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pure decision as scaling calls it, and what becomes of it for each target."""
+"""What one reconciliation of a binding comes to: its targets' plans, and all that status, Events and metrics report."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 import msgspec
 
+from controller.api.autoscaling import AutoscalingPolicySpec
 from controller.autoscaler.decision.decision import Decision, TargetDecision
+from controller.autoscaler.decision.situation import Situation
 from controller.autoscaler.reconciler.bindings import Hold
 from controller.autoscaler.reconciler.resolver import Resolved
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from controller.api.autoscaling import AutoscalingPolicySpec
-    from controller.api.autoscaling_binding import AutoscalingPolicyBinding
-    from controller.autoscaler.decision.situation import Situation
-
-Memory = Any
-"""What a decision wants to remember until the next one; None at first."""
-
-
-class Decide(Protocol):
-    """``free``: accelerators for which a binding may ask, by pool."""
-
-    def __call__(
-        self,
-        policy: AutoscalingPolicySpec,
-        binding: AutoscalingPolicyBinding,
-        situations: Sequence[Situation],
-        memory: Memory,
-        now_s: float,
-        /,
-        *,
-        free: Mapping[str, int] | None = None,
-    ) -> tuple[Decision, Memory]:
-        """The decision, and what to remember until the next."""
-        ...
-
-
-class Still(Protocol):
-    """Whether the last decision stands where nothing but time has changed, without looking at it again."""
-
-    def __call__(
-        self,
-        memory: Memory,
-        policy: AutoscalingPolicySpec,
-        binding: AutoscalingPolicyBinding,
-        now_s: float,
-        told_at_s: float,
-        /,
-    ) -> tuple[Decision, Memory] | None:
-        """It, and what to remember until the next; None if it has to be looked whether it stands. ``told_at_s``: no
-        data are older.
-        """
-        ...
-
-
-class Deciding(NamedTuple):
-    """``decide``: the decision. ``kept``: what of a memory survives a restart, as JSON of bounded length; empty if
-    nothing. ``restored``: a memory from that and the time; raises ValueError for what is none.
-    """
-
-    decide: Decide
-    kept: Callable[[Memory], bytes] = lambda _: b""
-    restored: Callable[[bytes, float], Memory] = lambda _, __: None
-    still: Still = lambda *_: None
+# Why a decision is only told, by mode.
+_TOLD_ONLY: Final = {
+    "Recommend": "the mode is Recommend",
+    "Export": "the mode is Export",
+    "Paused": "the mode is Paused",
+}
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,12 +61,36 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         return self.hold is None and (not self.writes or self.is_as_decided)
 
 
-# Why a decision is only told, by mode.
-_TOLD_ONLY: Final = {
-    "Recommend": "the mode is Recommend",
-    "Export": "the mode is Export",
-    "Paused": "the mode is Paused",
-}
+class Scaled(msgspec.Struct, frozen=True):
+    """Replicas that were written. ``name``: of the target. ``what``: its kind and name."""
+
+    name: str
+    what: str
+    before: int
+    after: int
+    reason: str
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reconciliation came to. ``policy``: None if there is none; ``problem``: why nothing can be decided, as
+    reason and message. ``holds``: whose changes are honoured, ``waits_for``: pods that drain, ``homeless``: why no node
+    counts, and ``refused``: why the API server does not let us write, by target. ``awaits_data``: what is
+    unknown may still arrive by itself.
+    """
+
+    now_s: float
+    policy: AutoscalingPolicySpec | None = None
+    problem: tuple[str, str] | None = None
+    resolved: Sequence[Resolved] = ()
+    situations: Sequence[Situation] = ()
+    decision: Decision | None = None
+    steps: Sequence[Step] = ()
+    scaled: Sequence[Scaled] = ()
+    holds: Mapping[str, Hold] = {}
+    waits_for: Mapping[str, Sequence[str]] = {}
+    homeless: Mapping[str, str] = {}
+    refused: Mapping[str, str] = {}
+    awaits_data: bool = False
 
 
 def steps_of(decision: Decision, resolved: Sequence[Resolved], holds: Mapping[str, Hold]) -> Iterator[Step]:

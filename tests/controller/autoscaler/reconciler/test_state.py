@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from types import SimpleNamespace
-from typing import Any
 
+from controller.autoscaler.decision.decision import Decision, StageDecision
 from controller.autoscaler.decision.memory import Memory, StageMemory, decoded, encoded
 from controller.autoscaler.decision.situation import Speed
 from controller.autoscaler.decision.speeds import Start, StartTimes, expected_start_s
 from controller.autoscaler.decision.strategies.predictive import MOST_PLACES, PredictiveMemory
-from controller.autoscaler.reconciler.learned import Keeping, packed, unpacked
+from controller.autoscaler.reconciler.state import Learned, new_state, packed, patience_s, unpacked
 
 
 def test_the_largest_binding_fits_and_comes_back() -> None:
@@ -51,44 +50,55 @@ def test_what_is_not_ours_is_nothing() -> None:
     assert packed(b"") == ""
 
 
-class Patches:
-    """Counts writes, at any time."""
-
-    def __init__(self) -> None:
-        self.written: list[tuple[float, str]] = []
-        self.now_s = 0.0
-
-    async def merge_patch(self, _: object, name: str, *__: object) -> None:
-        """As a client."""
-        self.written.append((self.now_s, name))
-
-
-async def looked(learned: str, hours: float) -> list[tuple[float, str]]:
-    """When a hundred bindings were written that a new leader looks at every five seconds, each time with new speeds."""
-    patches: Any = Patches()
-    keeping = Keeping(patches, random.Random(1))
-    views: list[Any] = [
-        SimpleNamespace(key=f"default/b{one}", learned=learned, claim=SimpleNamespace(uid="u")) for one in range(100)
+def written_by(learned: str, hours: float) -> list[tuple[float, str]]:
+    """When a hundred bindings were written that a new leader decides about every five seconds, each time with new
+    speeds.
+    """
+    rng = random.Random(1)
+    states = {f"b{one}": Learned(rng) for one in range(100)}
+    return [
+        (float(now_s), name)
+        for now_s in range(0, int(hours * 3600), 5)
+        for name, one in states.items()
+        if one.is_due(learned, float(now_s)) and one.next_text(b"%d" % now_s, learned, float(now_s))
     ]
-    for now_s in range(0, int(hours * 3600), 5):
-        patches.now_s = float(now_s)
-        for view in views:
-            if keeping.is_due(view, float(now_s)):
-                await keeping.keep(view, b"%d" % now_s, float(now_s))
-    return list(patches.written)
 
 
-async def test_a_new_leader_does_not_write_anew_at_once_what_one_before_has_kept() -> None:
-    written = await looked(packed(b"before"), 0.2)
+def test_a_new_leader_does_not_write_anew_at_once_what_one_before_has_kept() -> None:
+    written = written_by(packed(b"before"), 0.2)
     assert not [one for one in written if one[0] < 60]
     assert {name for _, name in written} == {f"b{one}" for one in range(100)}
     by_minute = Counter(int(at_s // 60) for at_s, _ in written)
     assert max(by_minute.values()) <= 25
 
 
-async def test_bindings_that_began_together_write_apart_later_on_and_ever_less() -> None:
-    written = await looked("", 3)
+def test_bindings_that_began_together_write_apart_later_on_and_ever_less() -> None:
+    written = written_by("", 3)
     assert len([one for one in written if one[0] == 0]) == 100
     late = Counter(int(at_s // 60) for at_s, _ in written if at_s > 3600)
     assert max(late.values()) <= 20
     assert sum(late.values()) <= 100 * 4
+
+
+def decision(*combined: float | None) -> Decision:
+    stages = tuple(StageDecision("Both", (), one, ()) for one in combined)
+    return Decision(binding="default/one", at_s=0.0, mode="Auto", targets=(), stages=stages)
+
+
+def test_data_are_awaited_for_six_periods_and_three_seconds_at_least() -> None:
+    assert (patience_s(5.0), patience_s(0.1)) == (30.0, 3.0)
+    state = new_state("1", random.Random(1), conflict_s=(0.2, 5.0))
+
+    def awaits_data(now_s: float, *combined: float | None) -> bool:
+        return state.awaits_data(decision(*combined), 5.0, now_s)
+
+    assert awaits_data(100.0, None)
+    assert awaits_data(129.0, 3.0, None)
+    assert not awaits_data(129.0, 3.0)
+    assert not awaits_data(130.0, None)
+    # what is lost later is missing at once
+    assert not awaits_data(500.0, None)
+
+
+def test_a_decision_without_stages_knows_nothing() -> None:
+    assert new_state("1", random.Random(1), conflict_s=(0.2, 5.0)).awaits_data(decision(), 5.0, 7.0)

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reconciles one binding: read, resolve, situate, decide, actuate, report; with one state object for each binding."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+import msgspec
+
+from controller.autoscaler.reconciler.accelerators import Accelerators
+from controller.autoscaler.reconciler.actuator import SOON_S, Actuator
+from controller.autoscaler.reconciler.demand import DemandSource
+from controller.autoscaler.reconciler.informers import Followed
+from controller.autoscaler.reconciler.metric_sources import Sources
+from controller.autoscaler.reconciler.metrics import BindingSeries, series_of
+from controller.autoscaler.reconciler.records import Record
+from controller.autoscaler.reconciler.resolver import Resolver
+from controller.autoscaler.reconciler.result import Result, steps_of
+from controller.autoscaler.reconciler.scalables import LEARNED
+from controller.autoscaler.reconciler.situations import situations_of, with_rooms
+from controller.autoscaler.reconciler.state import BindingState, new_state, unpacked
+from controller.autoscaler.reconciler.status import acts_of, events_of, status_of
+from controller.kube.client import Client
+from controller.kube.recorder import Recorder, write_status
+from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, split_key
+
+if TYPE_CHECKING:
+    from controller.api.autoscaling import AutoscalingPolicySpec
+    from controller.api.autoscaling_binding import AutoscalingPolicyBinding
+    from controller.autoscaler.decision.decision import Decision
+    from controller.autoscaler.decision.situation import Situation
+    from controller.autoscaler.reconciler.actuator import Actuated
+    from controller.autoscaler.reconciler.bindings import BindingView
+    from controller.autoscaler.reconciler.resolver import Resolved
+    from controller.kube.informer import InformerTiming
+
+log = logging.getLogger(__name__)
+
+_LATER_S: Final = 5.0
+
+Memory = Any
+"""What a decision remembers until the next one; None at first."""
+
+
+class Decide(Protocol):
+    """``free``: accelerators for which a binding may ask, by pool."""
+
+    def __call__(
+        self,
+        policy: AutoscalingPolicySpec,
+        binding: AutoscalingPolicyBinding,
+        situations: Sequence[Situation],
+        memory: Memory,
+        now_s: float,
+        /,
+        *,
+        free: Mapping[str, int] | None = None,
+    ) -> tuple[Decision, Memory]:
+        """The decision, and what to remember until the next."""
+        ...
+
+
+class Decider(NamedTuple):
+    """``decide``: the decision. ``kept``: what of a memory survives a restart, as JSON of bounded length; empty if
+    nothing. ``restored``: a memory from that and the time; raises ValueError for anything else.
+    """
+
+    decide: Decide
+    kept: Callable[[Memory], bytes] = lambda _: b""
+    restored: Callable[[bytes, float], Memory] = lambda _, __: None
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """What a reconciliation needs. ``client``: under our own manager's name. ``counted``: called with kind and verb of
+    each write. ``clock``: seconds since the epoch. ``use_servers``: called with the ModelServers of a binding.
+    """
+
+    client: Client
+    followed: Followed
+    resolver: Resolver
+    demand: DemandSource
+    sources: Sources
+    decider: Decider
+    actuator: Actuator
+    recorder: Recorder
+    counted: Callable[[str, str], None]
+    clock: Callable[[], float]
+    rng: Random
+    use_servers: Callable[[str, Sequence[str]], None]
+
+
+class Reconciler:
+    """``states``: by binding. Several bindings may be reconciled side by side, each by one worker at a time."""
+
+    def __init__(self, parts: Parts, timing: InformerTiming) -> None:
+        self._parts = parts
+        self.states: dict[str, BindingState] = {}
+        self.accelerators = Accelerators(
+            parts.client, timing, lambda: [one.ordered for one in self.states.values() if one.ordered is not None]
+        )
+
+    async def reconcile(self, key: str) -> tuple[str, float | None]:
+        """The outcome, for the metrics, and in how many seconds to reconcile again. Raises ClusterError."""
+        view = self._read(key)
+        if view is None:
+            self._forget(key)
+            return "gone", None
+        if not self._parts.followed.knows(view):
+            return "waiting", SOON_S
+        state = self._state(view)
+        result = self._resolve(view, state)
+        if result.policy is None:
+            await self._report(view, state, result)
+            return "invalid", _LATER_S
+        policy, period_s = result.policy, float(result.policy.period)
+        result = self._situate(view, state, result, policy)
+        if policy.mode == "Paused":
+            await self._report(view, state, result)
+            return "paused", period_s
+        measured = await self._parts.sources.measured(view.namespace, policy, result.resolved, result.situations)
+        result = msgspec.structs.replace(result, situations=measured)
+        try:
+            result = self._decide(view, state, result, policy)
+        except Exception as error:  # the binding's owner reads the status, not our log
+            await self._report(view, state, msgspec.structs.replace(result, problem=("DecisionFailed", repr(error))))
+            raise
+        done = await self._actuate(view, state, result)
+        if done.is_stale and done.error is None:
+            # others write a target all the time: each attempt costs the server some calls
+            return "again", state.conflicts.failed()
+        state.conflicts.succeeded()
+        await self._report(view, state, done.result)
+        if done.error is not None:
+            raise done.error
+        await self._keep_learned(view, state, result.now_s)
+        return "decided", min(period_s, done.again_s)
+
+    def series(self) -> list[BindingSeries]:
+        """Called in the thread of a scrape."""
+        model_of = self._parts.followed.model_of
+        return [one for state in list(self.states.values()) if (one := series_of(state, model_of)) is not None]
+
+    def _read(self, key: str) -> BindingView | None:
+        """None if the binding is gone, or going."""
+        view = self._parts.followed.binding(key)
+        return None if view is None or view.thing["metadata"].get("deletionTimestamp") else view
+
+    def _state(self, view: BindingView) -> BindingState:
+        """A binding that was made anew begins anew."""
+        state = self.states.get(view.key)
+        if state is None or state.uid != view.claim.uid:
+            state = self.states[view.key] = new_state(view.claim.uid, self._parts.rng, conflict_s=(SOON_S, _LATER_S))
+        return state
+
+    def _resolve(self, view: BindingView, state: BindingState) -> Result:
+        """The policy and the targets, or why nothing can be decided."""
+        parts, now_s = self._parts, self._parts.clock()
+        if view.binding is None:
+            return Result(now_s=now_s, problem=("Invalid", view.problem))
+        state.resolution = parts.resolver.resolve(view, state.resolution)
+        resolved = tuple(self._latest(one) for one in state.resolution.targets)
+        parts.use_servers(view.key, sorted({one.server for one in resolved if one.server}))
+        policy = parts.followed.policy(view.policy_key)
+        if policy is None:
+            problem = ("PolicyNotFound", f"there is no AutoscalingPolicy {view.policy_key}")
+            return Result(now_s=now_s, resolved=resolved, problem=problem)
+        if policy.policy is None:
+            return Result(now_s=now_s, resolved=resolved, problem=("PolicyInvalid", policy.problem))
+        return Result(now_s=now_s, policy=policy.policy.spec, resolved=resolved)
+
+    def _latest(self, target: Resolved) -> Resolved:
+        """As it is after our own last write, which the informer may not have yet."""
+        if target.found is None:
+            return target
+        found = self._parts.actuator.latest(target.place, target.found)
+        return target if found is target.found else msgspec.structs.replace(target, found=found)
+
+    def _situate(self, view: BindingView, state: BindingState, result: Result, policy: AutoscalingPolicySpec) -> Result:
+        """With manual overrides and a situation for each stage."""
+        parts, now_s = self._parts, result.now_s
+        holds = state.holds(view, result.resolved, policy.manual_hold, now_s)
+        cut_off_s = parts.followed.cut_off_s(view.namespace)
+        situations = situations_of(
+            result.resolved,
+            policy,
+            lambda servers: parts.demand.view(servers, now_s).cut_off(cut_off_s),
+            now_s,
+            holds=holds,
+        )
+        return msgspec.structs.replace(result, situations=situations, holds=holds)
+
+    def _decide(self, view: BindingView, state: BindingState, result: Result, policy: AutoscalingPolicySpec) -> Result:
+        """With the decision. Nothing may be awaited in here, or two bindings would count the same accelerators."""
+        assert view.binding is not None  # noqa: S101 - or there would be no policy
+        capacity = self.accelerators.capacity(view, result.resolved, state.ordered)
+        situations = with_rooms(result.situations, capacity.rooms, capacity.pools)
+        if state.first_decided_s is None:
+            state.memory = self._restored(view, result.now_s)
+        decision, state.memory = self._parts.decider.decide(
+            policy, view.binding, situations, state.memory, result.now_s, free=capacity.free
+        )
+        steps = tuple(steps_of(decision, result.resolved, result.holds))
+        state.ordered = self.accelerators.ordered(view, result.resolved, steps, decision.lacks, state.ordered)
+        return msgspec.structs.replace(
+            result,
+            situations=situations,
+            decision=decision,
+            steps=steps,
+            homeless=capacity.homeless,
+            awaits_data=state.awaits_data(decision, float(policy.period), result.now_s),
+        )
+
+    def _restored(self, view: BindingView, now_s: float) -> Memory:
+        """What an earlier leader has learned."""
+        kept = unpacked(view.learned) if view.learned else b""
+        try:
+            return self._parts.decider.restored(kept, now_s) if kept else None
+        except ValueError as error:
+            log.warning("what was learned of %s cannot be read, and is learned anew: %s", view.key, error)
+            return None
+
+    async def _actuate(self, view: BindingView, state: BindingState, result: Result) -> Actuated:
+        """Claims, drains and scales."""
+        done = await self._parts.actuator.actuate(view, result)
+        state.wrote(done.scaled)
+        return done
+
+    async def _report(self, view: BindingView, state: BindingState, result: Result) -> None:
+        """Metrics, the record of the decision, the status and Events."""
+        parts = self._parts
+        result = msgspec.structs.replace(result, scaled=state.unreported)
+        state.remember(view, result)
+        if result.decision is not None:
+            state.log.add(Record(decision=result.decision, acts=acts_of(result)))
+        version = str(view.thing["metadata"].get("resourceVersion", ""))
+        # our own last write may not have come back by the informer
+        is_written = state.status is not None and state.status[0] == version
+        before = state.status[1] if state.status is not None and is_written else view.thing["status"]
+        status = status_of(result, before)
+        if is_written and status == before:
+            return
+        if not await state.status_retry.tried(
+            view.key,
+            lambda: write_status(parts.client, AUTOSCALING_POLICY_BINDINGS, view.thing, status, parts.counted),
+        ):
+            return
+        state.status, state.unreported = (version, status), ()
+        await parts.recorder.record(view.thing, events_of(result, status, before))
+
+    async def _keep_learned(self, view: BindingView, state: BindingState, now_s: float) -> None:
+        """What was learned goes into an annotation, for the next leader."""
+        if not state.learned.is_due(view.learned, now_s):
+            return
+        text = state.learned.next_text(self._parts.decider.kept(state.memory), view.learned, now_s)
+        if not text:
+            return
+        namespace, name = split_key(view.key)
+        metadata = {"uid": view.claim.uid, "annotations": {LEARNED: text}}
+        client = self._parts.client
+        await state.learned_retry.tried(
+            view.key,
+            lambda: client.merge_patch(AUTOSCALING_POLICY_BINDINGS, name, namespace, {"metadata": metadata}),
+        )
+
+    def _forget(self, key: str) -> None:
+        self.states.pop(key, None)
+        self.accelerators.release(key)
+        self._parts.use_servers(key, ())
