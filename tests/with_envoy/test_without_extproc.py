@@ -19,6 +19,7 @@ from bench.stack import envoy_command
 from controller.bundle.sync import write_once
 from extproc.api.load import load_directory
 from extproc.api.spec import API_VERSION
+from extproc.protocol import APIS_BY_PATH
 from tests.waiting import until_served
 from tests.with_envoy.trailers import with_trailers
 
@@ -31,7 +32,7 @@ CHAT: Final = "/v1/chat/completions"
 MESSAGES: Final = "/v1/messages"
 COUNT: Final = "/v1/messages/count_tokens"
 GENERATE: Final = "/inference/v1/generate"
-PATHS: Final = (CHAT, "/v1/completions", "/v1/embeddings", "/v1/responses", MESSAGES, COUNT, GENERATE)
+PATHS: Final = tuple(APIS_BY_PATH)
 # what the engines of the two servers call their model
 ONE, TWO = "engines/one", 'engines/"zwei" \\ é'
 STEERING: Final = ("kv_transfer_params", "bootstrap_host", "data_parallel_rank", "lora_path")

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every API of the table, under each of its paths, from a client through Envoy to an engine and back."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from extproc.protocol import APIS_BY_PATH, Api
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from bench.stack import Stack
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+EVERY_PATH = pytest.mark.parametrize(("path", "api"), APIS_BY_PATH.items())
+
+
+async def post(stack: Stack, path: str, api: Api, **fields: object) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=30) as http:
+        return await http.post(stack.url + path, json={**api.spec.example, **fields})
+
+
+async def total(stack: Stack, name: str) -> float:
+    async with httpx.AsyncClient() as http:
+        text = (await http.get(f"{stack.metrics}/metrics")).text
+    return sum(float(value) for value in re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE))
+
+
+@EVERY_PATH
+async def test_an_engine_gets_it_under_its_own_name_of_the_model(stack: Stack, model: str, path: str, api: Api) -> None:
+    """The simulator answers 404 to any other."""
+    for asked in (model, "sql"):
+        answer = await post(stack, path, api, model=asked)
+        assert answer.status_code == 200, answer.text
+
+
+@EVERY_PATH
+async def test_it_is_refused_in_the_form_that_its_clients_read(stack: Stack, path: str, api: Api) -> None:
+    async with httpx.AsyncClient() as http:
+        wrong_method = await http.get(stack.url + path)
+    for answer, status in ((wrong_method, 405), (await post(stack, path, api, model="unknown"), 404)):
+        assert answer.status_code == status
+        assert ("type" in answer.json()) == (api.spec.errors == "anthropic")
+        assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("api", [api for api in Api if api.spec.reports_usage], ids=lambda api: api.name)
+async def test_its_usage_is_read_from_the_answer(stack: Stack, model: str, api: Api) -> None:
+    before = await total(stack, "attache_prompt_tokens_total")
+    answer = await post(stack, api.spec.paths[0], api, model=model)
+    usage = answer.json()["usage"]
+    tokens = usage[api.spec.usage]
+
+    async def is_counted() -> bool:
+        return await total(stack, "attache_prompt_tokens_total") == before + tokens
+
+    await eventually(is_counted)
