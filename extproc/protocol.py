@@ -157,6 +157,16 @@ class Api(enum.Enum):
         input="the tokens sent",
         output=_WRITTEN,
     )
+    RERANK = ApiSpec(
+        paths=("/v1/rerank", "/v2/rerank", "/rerank"),
+        parser="pairs:rerank",
+        fields_of=("query documents",),
+        example={"query": "hello", "documents": ("one", "two")},
+        owner="Jina, Cohere",
+        engines="vLLM, SGLang (`/v1/rerank`)",
+        input="the query with each document",
+        output="nothing",
+    )
 
     def __init__(self, spec: ApiSpec) -> None:
         # an attribute of its own: a member's value is found by Python code

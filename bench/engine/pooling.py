@@ -51,6 +51,36 @@ def _embeddings(body: EmbeddingsRequest, request: Request) -> dict[str, Any]:
     return {"object": "list", "data": data, "model": body.model, "usage": _usage(request)}
 
 
+class RerankRequest(msgspec.Struct):
+    """POST /v1/rerank. ``top_n``: how many results are answered; 0 for all."""
+
+    model: str
+    query: str
+    documents: list[str]
+    top_n: int = 0
+
+
+def _rerank_job(body: RerankRequest) -> Job:
+    return _job(body.model, "".join(body.query + document for document in body.documents))
+
+
+def _rerank(body: RerankRequest, request: Request) -> dict[str, Any]:
+    """By the words in common with the query, the best first."""
+    scored = sorted([(-_likeness(body.query, text), index) for index, text in enumerate(body.documents)])
+    results = [
+        {"index": index, "document": {"text": body.documents[index]}, "relevance_score": -score}
+        for score, index in scored
+    ]
+    head = {"id": f"rerank-{request.key:08x}", "model": body.model, "usage": _usage(request)}
+    return {**head, "results": results[: body.top_n or None]}
+
+
+def _likeness(query: str, text: str) -> float:
+    """The part of the query's words that the text has, from 0 to 1."""
+    words = set(query.split())
+    return len(words & set(text.split())) / max(1, len(words))
+
+
 def _job(model: str, prompt: str) -> Job:
     return Job(model=model, prompt=prompt.encode(), max_tokens=1, is_streamed=False, wants_usage=False)
 
@@ -64,4 +94,7 @@ def _vector(text: str) -> list[float]:
     return [byte / 255 for byte in padded[:_EMBEDDING_SIZE]]
 
 
-POOLING: Final[Mapping[Api, Pooling]] = {Api.EMBEDDINGS: Pooling(EmbeddingsRequest, _embeddings_job, _embeddings)}
+POOLING: Final[Mapping[Api, Pooling]] = {
+    Api.EMBEDDINGS: Pooling(EmbeddingsRequest, _embeddings_job, _embeddings),
+    Api.RERANK: Pooling(RerankRequest, _rerank_job, _rerank),
+}

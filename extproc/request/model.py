@@ -124,10 +124,13 @@ def media_in(contents: Sequence[msgspec.Raw], *, deepest: int = 1) -> Media:
 
 
 class Prompts(msgspec.Struct, frozen=True):
-    """How many prompts a field holds. ``token_ids``: how many there are if they are tokens already; 0 for text."""
+    """How many prompts a field holds. ``token_ids``: how many there are if they are tokens already; 0 for text.
+    ``repeated_bytes``: engines read so many bytes more of text than the body has, as a part is in several prompts.
+    """
 
     count: int = 1
     token_ids: int = 0
+    repeated_bytes: int = 0
 
 
 ONE_PROMPT: Final = Prompts()
@@ -225,12 +228,14 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     @property
     def is_text(self) -> bool:
         """Whether the bytes of its prompt say how many tokens it has."""
-        return not self.prompts.token_ids and not self.media.tokens
+        return not self.prompts.token_ids and not self.prompts.repeated_bytes and not self.media.tokens
 
     @property
     def text_bytes(self) -> int:
         """The bytes of its prompt that become tokens in proportion."""
-        return 0 if self.prompts.token_ids else max(0, len(self.prompt) - self.media.size_bytes)
+        if self.prompts.token_ids:
+            return 0
+        return max(0, len(self.prompt) - self.media.size_bytes) + self.prompts.repeated_bytes
 
     @property
     def leaves_usage_out(self) -> bool:
