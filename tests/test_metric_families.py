@@ -11,7 +11,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from controller.agents.downloader.telling import ProgressMetrics
+from controller.agents.downloader.reports import ProgressMetrics
 from controller.agents.runtime.dialects import FAMILIES
 from controller.agents.runtime.metrics import Counters, EnginePage, write_page
 from controller.autoscaler.decision.decision import Recommendation, StageDecision, Step

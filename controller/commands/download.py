@@ -22,8 +22,8 @@ from extproc.api.quantities import ByteSize, Duration
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from controller.agents.downloader.procedure import Job
-    from controller.agents.downloader.tracking import Listener
+    from controller.agents.downloader.download import Job
+    from controller.agents.downloader.progress import Listener
 
 _DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}")
 _TERMINATED: Final = 143
@@ -151,12 +151,13 @@ def main(words: list[str], prog: str) -> int:
 
 
 def _job(options: argparse.Namespace) -> Job:
-    from controller.agents.downloader.core import members, retrying, uri  # noqa: PLC0415
-    from controller.agents.downloader.core.key import Wanted  # noqa: PLC0415
-    from controller.agents.downloader.fetching import Sizes  # noqa: PLC0415
-    from controller.agents.downloader.filling import Rules  # noqa: PLC0415
-    from controller.agents.downloader.procedure import Job  # noqa: PLC0415
-    from controller.agents.downloader.transfer import Patient  # noqa: PLC0415
+    from controller.agents.downloader.archives import ArchiveLimits  # noqa: PLC0415
+    from controller.agents.downloader.core import uri  # noqa: PLC0415
+    from controller.agents.downloader.core.fetch_plan import RetryPolicy  # noqa: PLC0415
+    from controller.agents.downloader.core.listing import Wanted  # noqa: PLC0415
+    from controller.agents.downloader.download import Job, Rules  # noqa: PLC0415
+    from controller.agents.downloader.fetch import Sizes  # noqa: PLC0415
+    from controller.agents.downloader.transfer import Timeouts  # noqa: PLC0415
 
     wanted = Wanted(
         uri.parse_uri(options.uri),
@@ -168,19 +169,19 @@ def _job(options: argparse.Namespace) -> Job:
     )
     rules = Rules(
         sizes=Sizes(parallel=options.parallel, part=options.part_size),
-        patience=retrying.Patience(attempts=options.attempts),
-        limits=members.ArchiveLimits(size=options.max_unpacked),
+        retry=RetryPolicy(attempts=options.attempts),
+        limits=ArchiveLimits(size=options.max_unpacked),
         keep_free=options.keep_free,
         cache_limit=options.cache_limit,
     )
-    patient = Patient(options.connect_timeout, options.stall_timeout, redirects=options.max_redirects)
+    timeouts = Timeouts(options.connect_timeout, options.stall_timeout, redirects=options.max_redirects)
     return Job(
         wanted,
         uri.shown(options.uri),
         options.cache,
         link=options.link,
         rules=rules,
-        patient=patient,
+        timeouts=timeouts,
         timeout_s=options.timeout,
         allow_stale=options.stale,
         claims=options.claims,
@@ -203,9 +204,9 @@ def _authorities(files: Sequence[str]) -> tuple[str, ...]:
 
 
 async def _run(options: argparse.Namespace, job: Job) -> int:
-    from controller.agents.downloader.credentials import Environment  # noqa: PLC0415
-    from controller.agents.downloader.procedure import download  # noqa: PLC0415
-    from controller.agents.downloader.tracking import Tracker  # noqa: PLC0415
+    from controller.agents.downloader.download import download  # noqa: PLC0415
+    from controller.agents.downloader.environment import Environment  # noqa: PLC0415
+    from controller.agents.downloader.progress import Tracker  # noqa: PLC0415
 
     stopped = asyncio.Event()
     async with _listeners(options) as (listeners, ready):
@@ -234,7 +235,7 @@ async def _run(options: argparse.Namespace, job: Job) -> int:
 @contextlib.asynccontextmanager
 async def _listeners(options: argparse.Namespace) -> AsyncIterator[tuple[list[Listener], Callable[[], None]]]:
     """Those who are told, and what to call once the weights are there."""
-    from controller.agents.downloader.telling import ProgressFile, ProgressLines, ProgressMetrics  # noqa: PLC0415
+    from controller.agents.downloader.reports import ProgressFile, ProgressLines, ProgressMetrics  # noqa: PLC0415
 
     ready = asyncio.Event()
     found: list[Listener] = []
@@ -253,7 +254,7 @@ async def _listeners(options: argparse.Namespace) -> AsyncIterator[tuple[list[Li
 
 
 async def _tell_pod(stack: contextlib.AsyncExitStack, found: list[Listener]) -> None:
-    from controller.agents.downloader.pod_condition import PodCondition  # noqa: PLC0415
+    from controller.agents.downloader.reports import PodCondition  # noqa: PLC0415
     from controller.kube.access import find_access  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415
     from controller.kube.errors import AccessInvalid  # noqa: PLC0415

@@ -19,7 +19,7 @@ import msgspec
 from yarl import URL
 
 from controller.agents.downloader.core.errors import AccessRefused, NotThere, SourceChanged, Unavailable
-from controller.agents.downloader.core.retrying import Pace
+from controller.agents.downloader.core.fetch_plan import Pace
 from controller.agents.downloader.core.uri import shown
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _LARGEST_DOCUMENT: Final = 64 * 1024**2
 _AGENT: Final = "attache-download"
 
 
-class Patient(msgspec.Struct, frozen=True):
+class Timeouts(msgspec.Struct, frozen=True):
     """How long one attempt waits. ``least_rate``: bytes a second over ``stall_s``, below which a server counts as
     stalled.
     """
@@ -66,7 +66,7 @@ class Document(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class Wants(msgspec.Struct, frozen=True):
+class Range(msgspec.Struct, frozen=True):
     """A range of a file. ``size``: of the whole file. ``version``: the ETag that an answer has, if it has one."""
 
     start: int
@@ -77,11 +77,11 @@ class Wants(msgspec.Struct, frozen=True):
 
 
 class Transfer:
-    """Asks servers. Retries nothing: whoever asks knows what is still missing."""
+    """Sends requests and retries none: the caller has the journal of what is still missing."""
 
-    def __init__(self, http: aiohttp.ClientSession, patient: Patient, tls: ssl.SSLContext) -> None:
+    def __init__(self, http: aiohttp.ClientSession, timeouts: Timeouts, tls: ssl.SSLContext) -> None:
         self._http = http
-        self._patient = patient
+        self._timeouts = timeouts
         self._tls = tls
 
     async def document(
@@ -107,38 +107,38 @@ class Transfer:
             return Document(answer.status, headers, b"")
 
     @contextlib.asynccontextmanager
-    async def open(self, request: Request, wants: Wants) -> AsyncIterator[AsyncGenerator[bytes]]:
+    async def open(self, request: Request, wanted: Range) -> AsyncIterator[AsyncGenerator[bytes]]:
         """The range's bytes in chunks of at most 256 KiB.
 
         Raises SourceChanged if the answer is of another version or size, and Unavailable if it is of another range.
         """
         headers = dict(request.headers)
-        if wants.ranged and wants.end is not None and wants.end > wants.start and not request.has_range:
-            headers["Range"] = f"bytes={wants.start}-{wants.end - 1}"
+        if wanted.ranged and wanted.end is not None and wanted.end > wanted.start and not request.has_range:
+            headers["Range"] = f"bytes={wanted.start}-{wanted.end - 1}"
         async with self._answer(msgspec.structs.replace(request, headers=headers)) as answer:
-            _check(answer, wants, shown(request.url), has_range=request.has_range)
+            _check(answer, wanted, shown(request.url), has_range=request.has_range)
             async with contextlib.aclosing(self._chunks(answer)) as chunks:
                 yield chunks
 
     async def _chunks(self, answer: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
-        patient = self._patient
-        pace = Pace(patient.stall_s, int(patient.least_rate * patient.stall_s), _now_s())
+        timeouts = self._timeouts
+        pace = Pace(timeouts.stall_s, int(timeouts.least_rate * timeouts.stall_s), _now_s())
         async for chunk in answer.content.iter_chunked(_CHUNK):
             yield chunk
             if pace.is_too_slow(len(chunk), _now_s()):
-                raise Unavailable(f"{shown(str(answer.url))} sends less than {patient.least_rate:.0f} bytes a second")
+                raise Unavailable(f"{shown(str(answer.url))} sends less than {timeouts.least_rate:.0f} bytes a second")
 
     @contextlib.asynccontextmanager
     async def _answer(
         self, request: Request, *, method: str = "GET", body: bytes | None = None, allow: Sequence[int] = ()
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        patient = self._patient
+        timeouts = self._timeouts
         # pool: a connection that waits for another's end is not a server that stalls
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=patient.connect_s, sock_read=patient.stall_s)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeouts.connect_s, sock_read=timeouts.stall_s)
         url = request.url
         headers = {"User-Agent": _AGENT, "Accept-Encoding": "identity", **request.headers}
         try:
-            for _ in range(patient.redirects + 1):
+            for _ in range(timeouts.redirects + 1):
                 async with self._http.request(
                     method,
                     _encoded(url),
@@ -157,8 +157,8 @@ class Transfer:
                     headers = _redirected(url, target, headers)
                     url = target
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-            raise Unavailable(f"{shown(url)}: {_said(error)}") from error
-        raise Unavailable(f"{shown(request.url)} redirects more than {patient.redirects} times", is_temporary=False)
+            raise Unavailable(f"{shown(url)}: {_reason(error)}") from error
+        raise Unavailable(f"{shown(request.url)} redirects more than {timeouts.redirects} times", is_temporary=False)
 
 
 def failure(status: int, where: str, retry_after: str | None = None) -> Exception:
@@ -177,7 +177,7 @@ def failure(status: int, where: str, retry_after: str | None = None) -> Exceptio
 
 
 @contextlib.asynccontextmanager
-async def transfers(patient: Patient, connections: int, ca_files: Sequence[str] = ()) -> AsyncIterator[Transfer]:
+async def transfers(timeouts: Timeouts, connections: int, ca_files: Sequence[str] = ()) -> AsyncIterator[Transfer]:
     """A Transfer with a session of its own. ``ca_files``: authorities beside the machine's; raises OSError for a bad
     one.
     """
@@ -192,7 +192,7 @@ async def transfers(patient: Patient, connections: int, ca_files: Sequence[str] 
         trust_env=True,  # HTTPS_PROXY and NO_PROXY: clusters often reach the outside only so
         read_bufsize=_CHUNK,
     ) as http:
-        yield Transfer(http, patient, tls)
+        yield Transfer(http, timeouts, tls)
 
 
 def etag_in(headers: Mapping[str, str]) -> str:
@@ -200,25 +200,25 @@ def etag_in(headers: Mapping[str, str]) -> str:
     return headers.get("etag", "").strip().removeprefix("W/").strip('"')
 
 
-def _check(answer: aiohttp.ClientResponse, wants: Wants, where: str, *, has_range: bool) -> None:
+def _check(answer: aiohttp.ClientResponse, wanted: Range, where: str, *, has_range: bool) -> None:
     version = etag_in({"etag": answer.headers.get("etag", "")})
-    if wants.version and version and version != wants.version:
+    if wanted.version and version and version != wanted.version:
         raise SourceChanged(f"{where} was replaced during the download")
     if answer.status == 206:
-        said = answer.headers.get("content-range", "").removeprefix("bytes").strip()
-        span, _, total = said.partition("/")
-        if total.isdecimal() and wants.size is not None and int(total) != wants.size:
-            raise SourceChanged(f"{where} has {total} bytes now, not {wants.size}")
-        if not wants.ranged or span != f"{wants.start}-{(wants.end or 0) - 1}":
-            raise Unavailable(f"{where} answers with another range than was asked for: {said!r}")
+        given = answer.headers.get("content-range", "").removeprefix("bytes").strip()
+        span, _, total = given.partition("/")
+        if total.isdecimal() and wanted.size is not None and int(total) != wanted.size:
+            raise SourceChanged(f"{where} has {total} bytes now, not {wanted.size}")
+        if not wanted.ranged or span != f"{wanted.start}-{(wanted.end or 0) - 1}":
+            raise Unavailable(f"{where} answers with another range than was asked for: {given!r}")
         return
     if has_range:
         return  # its length is counted
-    if wants.start:
+    if wanted.start:
         raise Unavailable(f"{where} ignores that a range was asked for", is_temporary=False)
     length = answer.content_length
-    if length is not None and wants.size is not None and length != wants.size:
-        raise SourceChanged(f"{where} has {length} bytes now, not {wants.size}")
+    if length is not None and wanted.size is not None and length != wanted.size:
+        raise SourceChanged(f"{where} has {length} bytes now, not {wanted.size}")
 
 
 def _redirected(url: str, target: str, headers: Mapping[str, str]) -> dict[str, str]:
@@ -242,7 +242,7 @@ def _encoded(url: str) -> URL:
     return URL(url, encoded=True)
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """A timeout has no text of its own, and aiohttp's errors may repeat a URL with its query."""
     if isinstance(error, TimeoutError):
         return "no answer in time"

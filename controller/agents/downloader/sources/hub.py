@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from controller.agents.downloader.core.errors import AccessRefused, NotThere, Unavailable
 from controller.agents.downloader.core.listing import Checksum, Listing, RemoteFile
-from controller.agents.downloader.libraries import library
+from controller.agents.downloader.environment import library
 from controller.agents.downloader.transfer import Request, failure
 
 if TYPE_CHECKING:
     from controller.agents.downloader.core.uri import HubPlace
-    from controller.agents.downloader.credentials import Environment
+    from controller.agents.downloader.environment import Environment
 
 _PUBLIC: Final = "https://huggingface.co"
 _API_TIMEOUT_S: Final = 30.0

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""http:// and https://: one file, or an archive that is unpacked."""
+"""http:// and https://: one file, or an archive that is unpacked. hdfs://: WebHDFS.
+
+A name node of HDFS redirects each OPEN to a data node, which sends the range from ``offset``.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote, unquote, urlencode, urlsplit
 
 import msgspec
 
-from controller.agents.downloader.core.errors import UriInvalid
-from controller.agents.downloader.core.key import listing_digest
-from controller.agents.downloader.core.listing import Listing, RemoteFile
+from controller.agents.downloader.core.errors import ContentRefused, Unavailable, UriInvalid
+from controller.agents.downloader.core.listing import Listing, RemoteFile, listing_digest
 from controller.agents.downloader.transfer import Request, etag_in
 
 if TYPE_CHECKING:
-    from controller.agents.downloader.core.uri import WebPlace
-    from controller.agents.downloader.credentials import Environment
+    from controller.agents.downloader.core.uri import HdfsPlace, WebPlace
+    from controller.agents.downloader.environment import Environment
     from controller.agents.downloader.transfer import Document, Transfer
 
 
@@ -59,3 +61,81 @@ def _size_of(answer: Document) -> tuple[int | None, bool]:
     length = answer.headers.get("content-length", "")
     is_encoded = answer.headers.get("content-encoding", "identity") != "identity"
     return (int(length) if length.isdecimal() and not is_encoded else None), False
+
+
+_MOST_FILES: Final = 100_000
+
+
+class _Status(msgspec.Struct, frozen=True, rename="camel"):
+    path_suffix: str
+    type: str
+    length: int = 0
+    modification_time: int = 0
+
+
+class _Statuses(msgspec.Struct, frozen=True):
+    file_status: list[_Status] = msgspec.field(name="FileStatus")
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    statuses: _Statuses = msgspec.field(name="FileStatuses")
+
+
+class HdfsSource:
+    """``HADOOP_USER_NAME`` or ``WEBHDFS_TOKEN`` (a delegation token) say who we are; Kerberos itself is not spoken.
+
+    ``WEBHDFS_SCHEME=https`` for a cluster with TLS. HDFS' checksums depend on its blocks: only sizes are compared.
+    """
+
+    def __init__(self, place: HdfsPlace, transfer: Transfer, environment: Environment) -> None:
+        self._place = place
+        self._transfer = transfer
+        scheme = environment.get("WEBHDFS_SCHEME") or "http"
+        if scheme not in ("http", "https"):
+            raise UriInvalid("WEBHDFS_SCHEME is http or https")
+        self._base = f"{scheme}://{place.authority}/webhdfs/v1"
+        token, user = environment.get("WEBHDFS_TOKEN"), environment.get("HADOOP_USER_NAME")
+        self._who = {"delegation": token} if token else {"user.name": user} if user else {}
+
+    async def resolve(self, revision: str) -> Listing:
+        """The file, or all files below the directory, with their times of change."""
+        if revision:
+            raise UriInvalid("hdfs:// has no revisions")
+        files: list[RemoteFile] = []
+        times: list[tuple[str, int, int]] = []
+        folders = [""]
+        while folders:
+            folder = folders.pop()
+            for one in await self._list(folder):
+                if not one.path_suffix:  # the path is a file
+                    name = self._place.path.rpartition("/")[2]
+                    locator = self._place.path
+                else:
+                    name = f"{folder}/{one.path_suffix}".lstrip("/")
+                    locator = f"{self._place.path.rstrip('/')}/{name}"
+                if one.type == "DIRECTORY":
+                    folders.append(name)
+                elif one.type == "FILE":
+                    files.append(RemoteFile(name, one.length, locator))
+                    times.append((name, one.length, one.modification_time))
+                if len(files) + len(folders) > _MOST_FILES:
+                    raise ContentRefused(f"hdfs://{self._place.authority}{self._place.path} has too many files")
+        return Listing(listing_digest(sorted(times)), tuple(files))
+
+    async def request(self, file: RemoteFile, start: int, end: int | None) -> Request:
+        """The range is in the query, not in a header."""
+        length = {} if end is None else {"length": str(end - start)}
+        return Request(self._url(file.locator, op="OPEN", offset=str(start), **length), has_range=True)
+
+    async def _list(self, folder: str) -> list[_Status]:
+        path = f"{self._place.path.rstrip('/')}/{folder}".rstrip("/") or "/"
+        answer = await self._transfer.document(Request(self._url(path, op="LISTSTATUS")))
+        try:
+            return msgspec.json.decode(answer.body, type=_Listed).statuses.file_status
+        except msgspec.DecodeError as error:
+            raise Unavailable(
+                f"{self._place.authority} answers LISTSTATUS with something else", is_temporary=False
+            ) from error
+
+    def _url(self, path: str, **query: str) -> str:
+        return f"{self._base}{quote(path)}?{urlencode({**query, **self._who})}"

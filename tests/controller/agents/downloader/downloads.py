@@ -9,25 +9,24 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from controller.agents.downloader.core.key import Wanted
-from controller.agents.downloader.core.retrying import Patience
+from controller.agents.downloader.core.fetch_plan import RetryPolicy
+from controller.agents.downloader.core.listing import Wanted
 from controller.agents.downloader.core.uri import parse_uri, shown
-from controller.agents.downloader.credentials import Environment
-from controller.agents.downloader.fetching import Sizes
-from controller.agents.downloader.filling import Rules
-from controller.agents.downloader.procedure import Job, download
-from controller.agents.downloader.tracking import Tracker
-from controller.agents.downloader.transfer import Patient
+from controller.agents.downloader.download import Job, Rules, download
+from controller.agents.downloader.environment import Environment
+from controller.agents.downloader.fetch import Sizes
+from controller.agents.downloader.progress import Tracker
+from controller.agents.downloader.transfer import Timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from controller.agents.downloader.core.members import ArchiveLimits
-    from controller.agents.downloader.core.progress import Progress
+    from controller.agents.downloader.archives import ArchiveLimits
+    from controller.agents.downloader.progress import Progress
 
 ROOT = Path(__file__).parents[4]
 MIB = 1024**2
-QUICK = Patience(attempts=3, first_s=0.01, longest_s=0.02)
+QUICK = RetryPolicy(attempts=3, first_s=0.01, longest_s=0.02)
 
 
 class Told:
@@ -36,7 +35,7 @@ class Told:
     def __init__(self) -> None:
         self.all: list[Progress] = []
 
-    def tell(self, progress: Progress) -> None:
+    def update(self, progress: Progress) -> None:
         """One more."""
         self.all.append(progress)
 
@@ -55,11 +54,11 @@ def job(
     wanted: Mapping[str, Any] | None = None,
     **more: Any,  # noqa: ANN401 - fields of Job
 ) -> Job:
-    """A job with small parts and little patience. ``wanted``: fields of Wanted."""
-    rules = Rules(sizes=Sizes(parallel=3, part=256 * 1024, block=64 * 1024, record=128 * 1024), patience=QUICK)
+    """A job with small parts and little retry. ``wanted``: fields of Wanted."""
+    rules = Rules(sizes=Sizes(parallel=3, part=256 * 1024, block=64 * 1024, record=128 * 1024), retry=QUICK)
     if limits is not None:
-        rules = Rules(rules.sizes, rules.patience, limits)
-    given = {"rules": rules, "patient": Patient(connect_s=2, stall_s=5)} | more
+        rules = Rules(rules.sizes, rules.retry, limits)
+    given = {"rules": rules, "timeouts": Timeouts(connect_s=2, stall_s=5)} | more
     return Job(Wanted(parse_uri(uri), **(wanted or {})), shown(uri), cache, **given)
 
 

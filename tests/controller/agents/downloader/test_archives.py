@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from controller.agents.downloader.archives import ArchiveLimits, Member, Members, Unpacker, files_in
 from controller.agents.downloader.core.errors import ContentRefused
-from controller.agents.downloader.core.members import ArchiveLimits, Member, Members
-from controller.agents.downloader.unpacking import Unpacker, files_in
 from tests.controller.agents.downloader.downloads import MIB, below, fetched
 from tests.controller.agents.downloader.servers import Files, serving
 

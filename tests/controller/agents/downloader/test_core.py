@@ -7,22 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.agents.downloader.archives import check_symlink
+from controller.agents.downloader.cache import Entry, Found, next_step, read_marker, to_evict
 from controller.agents.downloader.core.errors import ContentRefused, UriInvalid
-from controller.agents.downloader.core.key import Wanted, content_key, question_key
-from controller.agents.downloader.core.listing import (
-    Checksum,
-    Listing,
-    RemoteFile,
-    archive_of,
-    chosen,
-    is_wanted,
-    safe_path,
-    single_archive,
-)
-from controller.agents.downloader.core.marker import Entry, Found, next_step, read_marker, to_evict
-from controller.agents.downloader.core.members import check_symlink
-from controller.agents.downloader.core.parts import (
+from controller.agents.downloader.core.fetch_plan import (
+    Pace,
     Part,
+    RetryPolicy,
     Span,
     forgetting_line,
     journal_head,
@@ -31,8 +22,21 @@ from controller.agents.downloader.core.parts import (
     missing,
     parts_of,
     read_journal,
+    wait_s,
 )
-from controller.agents.downloader.core.retrying import Pace, Patience, wait_s
+from controller.agents.downloader.core.listing import (
+    Checksum,
+    Listing,
+    RemoteFile,
+    Wanted,
+    archive_of,
+    chosen,
+    content_key,
+    is_wanted,
+    question_key,
+    safe_path,
+    single_archive,
+)
 from controller.agents.downloader.core.uri import (
     AzurePlace,
     BucketPlace,
@@ -274,14 +278,14 @@ def test_eviction_takes_the_least_recent_that_nobody_holds_and_no_more_than_need
 
 @given(st.integers(1, 7), st.floats(0, 1000), st.integers(0, 1000))
 def test_waits_grow_are_bounded_and_obey_what_the_server_asks(failures: int, asked_s: float, seed: int) -> None:
-    patience = Patience(attempts=8, first_s=0.5, longest_s=30)
-    waited_s = wait_s(patience, failures, None, random.Random(seed))
+    retry = RetryPolicy(attempts=8, first_s=0.5, longest_s=30)
+    waited_s = wait_s(retry, failures, None, random.Random(seed))
     assert waited_s is not None
     bound_s = min(30, 0.5 * 2 ** (failures - 1))
     assert bound_s / 2 <= waited_s <= bound_s
-    asked = wait_s(patience, failures, asked_s, random.Random(seed))
+    asked = wait_s(retry, failures, asked_s, random.Random(seed))
     assert asked == max(waited_s, min(asked_s, 300))
-    assert wait_s(patience, 8, asked_s, random.Random(seed)) is None
+    assert wait_s(retry, 8, asked_s, random.Random(seed)) is None
 
 
 def test_a_server_that_drips_counts_as_stalled() -> None:

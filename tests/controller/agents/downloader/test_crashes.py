@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from controller.agents.downloader.entry import Cache
+from controller.agents.downloader.cache import Cache
 from tests.controller.agents.downloader.downloads import MIB, Told, below, command, fetched, random_bytes
 from tests.controller.agents.downloader.s3_server import s3_server
 from tests.controller.agents.downloader.servers import Files, Hub, Proxy, Registry, WebHdfs, serving

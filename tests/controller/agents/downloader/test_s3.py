@@ -9,7 +9,7 @@ import pytest
 
 from controller.agents.downloader.core.errors import AccessRefused, ChecksumMismatch, NotThere
 from controller.agents.downloader.core.listing import Checksum
-from controller.agents.downloader.sources.s3 import checksum_in
+from controller.agents.downloader.sources.buckets import checksum_in
 from tests.controller.agents.downloader.downloads import MIB, command, fetched, random_bytes
 from tests.controller.agents.downloader.s3_server import S3Server, s3_server
 

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import ClientSession, web
 
-from controller.agents.downloader import fetching
+from controller.agents.downloader import fetch as fetching
+from controller.agents.downloader.cache import Cache
 from controller.agents.downloader.core.errors import CacheUnusable, DiskFull, LibraryMissing, TimeIsUp, Unavailable
-from controller.agents.downloader.credentials import Environment
-from controller.agents.downloader.entry import Cache
-from controller.agents.downloader.filling import Rules
-from controller.agents.downloader.libraries import library
-from controller.agents.downloader.procedure import download
-from controller.agents.downloader.tracking import Tracker
-from controller.agents.downloader.transfer import Patient
+from controller.agents.downloader.download import Rules, download
+from controller.agents.downloader.environment import Environment, library
+from controller.agents.downloader.progress import Tracker
+from controller.agents.downloader.transfer import Timeouts
 from tests.controller.agents.downloader.downloads import MIB, QUICK, Told, below, command, fetched, job, random_bytes
 from tests.controller.agents.downloader.servers import Files, Hub, serving
 from tests.programs import not_tested, program
@@ -109,8 +107,8 @@ async def test_a_server_that_stalls_is_left_and_asked_again(tmp_path: Path, faul
     told = Told()
     async with serving(store.answer) as host:
         store.faults = [lambda request: _without_faults(store, request), fault]
-        patient = Patient(connect_s=2, stall_s=0.4, least_rate=100_000)
-        path = await fetched(f"http://{host}/m.bin", tmp_path, told=told, patient=patient)
+        timeouts = Timeouts(connect_s=2, stall_s=0.4, least_rate=100_000)
+        path = await fetched(f"http://{host}/m.bin", tmp_path, told=told, timeouts=timeouts)
     assert (path / "m.bin").read_bytes() == LARGE
     assert told.all[-1].retries == 1
 
@@ -139,7 +137,7 @@ def _length(request: web.BaseRequest) -> int:
 async def test_a_disk_without_room_is_found_before_the_first_byte(tmp_path: Path) -> None:
     store = Files({"/m.bin": LARGE})
     async with serving(store.answer) as host:
-        rules = Rules(patience=QUICK, keep_free=2**62)
+        rules = Rules(retry=QUICK, keep_free=2**62)
         with pytest.raises(DiskFull, match=rf"{len(LARGE)} bytes are needed in .*, and \d+ are free"):
             await fetched(f"http://{host}/m.bin", tmp_path, rules=rules)
     assert len(store.seen) == 1
@@ -166,7 +164,7 @@ async def test_a_file_without_an_end_leaves_the_disk_what_is_to_stay_free(
     monkeypatch.setattr(Cache, "free_bytes", free_bytes)
     async with serving(endless) as host:
         with pytest.raises(DiskFull, match="stay free"):
-            await fetched(f"http://{host}/m.bin", tmp_path, rules=Rules(patience=QUICK, keep_free=2 * MIB))
+            await fetched(f"http://{host}/m.bin", tmp_path, rules=Rules(retry=QUICK, keep_free=2 * MIB))
     assert free_bytes(Cache(tmp_path)) >= MIB
 
 
@@ -288,7 +286,7 @@ async def test_a_link_is_replaced_and_a_directory_gets_a_link_for_each_file(tmp_
 
 async def test_the_least_recently_used_weights_go_but_not_those_that_are_held(tmp_path: Path) -> None:
     store = Files({f"/{name}.bin": random_bytes(MIB, seed) for seed, name in enumerate("abcd")})
-    rules = Rules(patience=QUICK, cache_limit=int(2.5 * MIB))
+    rules = Rules(retry=QUICK, cache_limit=int(2.5 * MIB))
     async with serving(store.answer) as host:
         paths = {}
         held = None
@@ -313,7 +311,7 @@ async def test_the_least_recently_used_weights_go_but_not_those_that_are_held(tm
         await fetched(f"http://{host}/d.bin", tmp_path, rules=rules)
         assert [name for name in "abc" if paths[name].exists()] == ["c"]
         with pytest.raises(DiskFull, match="the cache may have"):
-            await fetched(f"http://{host}/b.bin", tmp_path, rules=Rules(patience=QUICK, cache_limit=1000))
+            await fetched(f"http://{host}/b.bin", tmp_path, rules=Rules(retry=QUICK, cache_limit=1000))
 
 
 async def test_hold_keeps_the_weights_until_a_signal_and_metrics_tell(tmp_path: Path, unused_tcp_port: int) -> None:

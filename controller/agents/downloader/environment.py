@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings and credentials from the environment, or from files of mounted Secrets that it names."""
+"""Settings and credentials from variables or from files of mounted Secrets that they name, and optional libraries."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from controller.agents.downloader.core.errors import UriInvalid
+from controller.agents.downloader.core.errors import LibraryMissing, UriInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
 
 _WHO: Final = re.compile(
     r"(?:HF|HUGGING_FACE|AWS|GOOGLE|AZURE|ATTACHE|DOCKER|REGISTRY|SSL|REQUESTS|CURL)_.*|.*_proxy", re.IGNORECASE
@@ -52,9 +52,7 @@ class Environment:
         return ""
 
     def fingerprint(self) -> str:
-        """Of who we are to sources, and of how we reach them: of all settings that may say so, and of files that they
-        name.
-        """
+        """A digest of all settings that identify us to sources or lead to them, and of the files that these name."""
         mine = {name: value for name, value in self._variables.items() if _WHO.fullmatch(name)}
         files = {name: _content(Path(path)) for name, path in mine.items() if _NAMES_FILE.search(name)}
         return hashlib.sha256(repr((sorted(mine.items()), sorted(files.items()))).encode()).hexdigest()
@@ -62,3 +60,14 @@ class Environment:
     def is_on(self, name: str) -> bool:
         """Whether a switch is set."""
         return self.get(name).lower() in ("1", "true", "yes", "on")
+
+
+def library(module: str, extra: str) -> Any:  # noqa: ANN401 - modules have no common type
+    """The module; raises LibraryMissing, which says what to install."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = (error.name or module).partition(".")[0]
+        raise LibraryMissing(
+            f"this needs the Python package '{package}'; run: pip install 'attache[{extra}]'"
+        ) from error

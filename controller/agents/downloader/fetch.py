@@ -13,30 +13,30 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from controller.agents.downloader.checksums import digest_of
 from controller.agents.downloader.core.errors import ChecksumMismatch, SourceChanged, Unavailable
-from controller.agents.downloader.core.key import listing_digest
-from controller.agents.downloader.core.parts import (
+from controller.agents.downloader.core.fetch_plan import (
     Part,
+    RetryPolicy,
     Span,
     forgetting_line,
     journal_head,
     journal_line,
     parts_of,
     read_journal,
+    wait_s,
 )
-from controller.agents.downloader.core.retrying import Patience, wait_s
-from controller.agents.downloader.threads import in_thread
-from controller.agents.downloader.transfer import Wants
+from controller.agents.downloader.core.listing import listing_digest
+from controller.agents.downloader.files import digest_of, in_thread
+from controller.agents.downloader.transfer import Range
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
     from pathlib import Path
 
+    from controller.agents.downloader.cache import CacheEntry
     from controller.agents.downloader.core.listing import Listing, RemoteFile
-    from controller.agents.downloader.entry import CacheEntry
+    from controller.agents.downloader.progress import Tracker
     from controller.agents.downloader.sources.source import Source
-    from controller.agents.downloader.tracking import Tracker
     from controller.agents.downloader.transfer import Transfer
 
 _MIB: Final = 1024**2
@@ -73,7 +73,7 @@ class _Target(NamedTuple):
 
 class Fetch:
     """One run over one entry, whose lock the caller holds. ``check_room``: raises DiskFull; asked while a file comes
-    whose size nobody has said, which may have no end.
+    of unknown size, which may have no end.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Fetch:
         *,
         listing: Listing,
         sizes: Sizes,
-        patience: Patience,
+        retry: RetryPolicy,
         check_room: Callable[[], None] = lambda: None,
     ) -> None:
         self._source = source
@@ -96,7 +96,7 @@ class Fetch:
         self._listing = listing
         self._unpacks = any(file.archive for file in listing.files)
         self._sizes = sizes
-        self._patience = patience
+        self._retry = retry
         self._chance = random.Random()
         self._stopped = threading.Event()
         self._left: dict[int, int] = {}
@@ -118,7 +118,7 @@ class Fetch:
             self._stopped.set()
 
     def missing_bytes(self) -> int:
-        """What is still to be written, as far as sizes are known."""
+        """Bytes still to be written, of files whose size is known."""
         there = self._there()
         return sum(
             (file.size or 0) - sum(span.end - span.start for span in there.get(index, ()))
@@ -185,7 +185,7 @@ class Fetch:
                     self._tracker.lost(position.at - part.start)
                     position = _Position(part.start)
                 pause_s = (
-                    wait_s(self._patience, failures, error.retry_after_s, self._chance) if error.is_temporary else None
+                    wait_s(self._retry, failures, error.retry_after_s, self._chance) if error.is_temporary else None
                 )
                 if pause_s is None:
                     raise
@@ -199,8 +199,8 @@ class Fetch:
             if part.end == 0:  # an empty file
                 return
             request = await self._source.request(file, position.at, part.end)
-            wants = Wants(position.at, part.end, file.size, file.version, file.ranges)
-            async with self._transfer.open(request, wants) as chunks:
+            wanted = Range(position.at, part.end, file.size, file.version, file.ranges)
+            async with self._transfer.open(request, wanted) as chunks:
                 await self._write(descriptor, _Target(part, file.path, position), chunks)
         finally:
             # what came before a failure counts, too; a full disk says so where it is written to

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which byte ranges of which files are still to be fetched, from a journal of those that are there."""
+"""Which byte ranges are missing, from a journal of those on the disk; when to retry; when a server sends too slowly."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Iterable, Iterator, Sequence
 
     from controller.agents.downloader.core.listing import Listing, RemoteFile
@@ -95,3 +96,43 @@ def read_journal(text: str, head: str) -> dict[int, list[Span]] | None:
         else:
             there.setdefault(file, []).append(Span(start, end))
     return {file: merged(spans) for file, spans in there.items()}
+
+
+class RetryPolicy(msgspec.Struct, frozen=True):
+    """``attempts``: in a row without a byte of progress. ``first_s`` and ``longest_s``: of the waits between them."""
+
+    attempts: int = 8
+    first_s: float = 0.5
+    longest_s: float = 30.0
+
+
+def wait_s(retry: RetryPolicy, failures: int, asked_s: float | None, chance: random.Random) -> float | None:
+    """How long to wait after so many ``failures`` in a row; None: give up.
+
+    Full jitter: pods that failed together do not come back together. A server's own ``Retry-After`` is a lower bound,
+    up to ten times the longest wait.
+    """
+    if failures >= retry.attempts:
+        return None
+    bound_s = min(retry.longest_s, retry.first_s * 2 ** (failures - 1))
+    waited_s = chance.uniform(bound_s / 2, bound_s)
+    return waited_s if asked_s is None else max(waited_s, min(asked_s, 10 * retry.longest_s))
+
+
+class Pace:
+    """Finds a server that sends just enough to pass for alive: less than ``least_bytes`` in each ``window_s``."""
+
+    def __init__(self, window_s: float, least_bytes: int, now_s: float) -> None:
+        self._window_s = window_s
+        self._least_bytes = least_bytes
+        self._since_s = now_s
+        self._bytes = 0
+
+    def is_too_slow(self, count: int, now_s: float) -> bool:
+        """Take ``count`` more bytes into account."""
+        self._bytes += count
+        if now_s - self._since_s < self._window_s:
+            return False
+        slow = self._bytes < self._least_bytes
+        self._since_s, self._bytes = now_s, 0
+        return slow

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A download from beginning to end: resolve, check the cache, fetch or wait for whoever fetches, unpack, mark, link."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.agents.downloader.archives import ArchiveLimits, Stopped, Unpacker, files_in
+from controller.agents.downloader.cache import Cache, Found, KeptFile, Lock, Marker, disk_errors, next_step, to_evict
+from controller.agents.downloader.core.errors import (
+    ContentRefused,
+    DiskFull,
+    DownloadError,
+    SourceChanged,
+    TimeIsUp,
+    Unavailable,
+)
+from controller.agents.downloader.core.fetch_plan import RetryPolicy, wait_s
+from controller.agents.downloader.core.listing import (
+    Wanted,
+    asked_revision,
+    chosen,
+    content_key,
+    is_wanted,
+    question_key,
+    single_archive,
+)
+from controller.agents.downloader.core.uri import ClaimPlace, FilePlace, HubPlace
+from controller.agents.downloader.fetch import Fetch, Sizes
+from controller.agents.downloader.files import check_local, in_thread, link, locate
+from controller.agents.downloader.sources.source import source_for
+from controller.agents.downloader.transfer import Timeouts, transfers
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from controller.agents.downloader.cache import CacheEntry
+    from controller.agents.downloader.core.listing import Listing
+    from controller.agents.downloader.environment import Environment
+    from controller.agents.downloader.progress import Tracker
+    from controller.agents.downloader.sources.source import Source
+    from controller.agents.downloader.transfer import Transfer
+
+_FOLLOW_S: Final = 0.5
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """How entries are filled. ``keep_free``: bytes of the disk that are left alone. ``cache_limit``: of all entries
+    together; None: nothing is ever evicted.
+    """
+
+    sizes: Sizes = Sizes()
+    retry: RetryPolicy = RetryPolicy()
+    limits: ArchiveLimits = ArchiveLimits()
+    keep_free: int = 0
+    cache_limit: int | None = None
+
+
+class CacheFiller:
+    """Completes entries of a cache, each under its lock, which the caller holds: room, files, archives, marker."""
+
+    def __init__(self, cache: Cache, source: Source, transfer: Transfer, tracker: Tracker, rules: Rules) -> None:
+        self._cache = cache
+        self._source = source
+        self._transfer = transfer
+        self._tracker = tracker
+        self._rules = rules
+
+    async def fill(self, key: str, listing: Listing, wanted: Wanted, uri: str) -> None:
+        """Complete when it returns. ``uri``: for the marker, without credentials. Raises a DownloadError."""
+        entry = self._cache.entry(key)
+        with disk_errors(f"to the cache {self._cache.root}"):
+            try:
+                await self._fill(entry, key, listing, wanted, uri)
+            except SourceChanged:
+                # this revision can no longer be had
+                await in_thread(self._cache.remove, key)
+                raise
+
+    async def _fill(self, entry: CacheEntry, key: str, listing: Listing, wanted: Wanted, uri: str) -> None:
+        entry.make()
+        fetch = Fetch(
+            self._source,
+            self._transfer,
+            entry,
+            self._tracker,
+            listing=listing,
+            sizes=self._rules.sizes,
+            retry=self._rules.retry,
+            check_room=self._check_room,
+        )
+        needed = fetch.missing_bytes() + sum(file.size or 0 for file in listing.files if file.archive)
+        await in_thread(self._make_room, key, needed)
+        await fetch.run()
+        if any(file.archive for file in listing.files):
+            self._tracker.phase("Unpacking")
+            stopped = threading.Event()
+            await in_thread(self._unpack, entry, listing, wanted, stopped, on_cancel=stopped.set)
+        await in_thread(self._complete, entry, listing, uri)
+
+    def _make_room(self, key: str, needed: int) -> None:
+        """Evict what the limit or the disk has no room for, if that is allowed; raises DiskFull if it is not enough."""
+        limit, keep_free = self._rules.cache_limit, self._rules.keep_free
+        if limit is not None:
+            if needed > limit:
+                raise DiskFull(f"{needed} bytes are needed, and the cache may have {limit}")
+            self._evict(key, needed, limit)
+        free = self._cache.free_bytes()
+        if free < needed + keep_free:
+            kept = f", of which {keep_free} stay free" if keep_free else ""
+            raise DiskFull(f"{needed} bytes are needed in {self._cache.root}, and {free} are free{kept}")
+
+    def _check_room(self) -> None:
+        """Of what nobody has said how large it is, the disk takes as much as leaves ``keep_free``."""
+        free = self._cache.free_bytes()
+        if free < self._rules.keep_free:
+            raise DiskFull(f"{free} bytes are free in {self._cache.root}, and {self._rules.keep_free} stay free")
+
+    def _evict(self, key: str, needed: int, limit: int) -> None:
+        entries = []
+        for other in self._cache.entries():
+            with contextlib.suppress(OSError):  # somebody else evicts, too
+                use = self._cache.use(other)
+                is_free = use.acquire()
+                use.release()
+                entries.append(self._cache.entry(other).describe(is_held=not is_free))
+        on_disk = sum(one.size for one in entries) + self._cache.free_bytes() - self._rules.keep_free
+        for other in to_evict(entries, limit=min(limit, on_disk), needed=needed, keep=key):
+            use, lock = self._cache.use(other), self._cache.lock(other)
+            try:
+                if use.acquire() and lock.acquire():
+                    self._cache.remove(other)
+            finally:
+                lock.release()
+                use.release()
+
+    def _unpack(self, entry: CacheEntry, listing: Listing, wanted: Wanted, stopped: threading.Event) -> None:
+        """Write ``content/`` anew: a crash half way leaves what nobody takes for complete."""
+
+        def is_stopped() -> bool:
+            self._check_room()
+            return stopped.is_set()
+
+        shutil.rmtree(entry.content)
+        entry.content.mkdir()
+        unpacker = Unpacker(
+            entry.content,
+            self._rules.limits,
+            is_stopped,
+            wants=lambda path: is_wanted(path, wanted.allow, wanted.ignore),
+        )
+        is_image = len(listing.files) > 1
+        try:
+            for file in listing.files:
+                source = entry.incoming / file.path
+                if file.archive:
+                    unpacker.unpack(source, file.archive, only=file.only, is_layer=is_image or bool(file.only))
+                else:
+                    target = entry.content / file.path
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    os.link(source, target)
+            if next(files_in(entry.content), None) is None:
+                raise ContentRefused("the archive has no file that is wanted")
+        except Stopped:
+            return
+        except ContentRefused:
+            entry.clear()
+            raise
+        except (OSError, DiskFull):
+            shutil.rmtree(entry.content, ignore_errors=True)
+            raise
+
+    def _complete(self, entry: CacheEntry, listing: Listing, uri: str) -> None:
+        said = {one.path: f"{one.checksum.algorithm}:{one.checksum.value}" for one in listing.files if one.checksum}
+        files = []
+        for path in files_in(entry.content):
+            name = str(path.relative_to(entry.content))
+            files.append(KeptFile(name, path.lstat().st_size, said.get(name, "")))
+        size = sum(one.size for one in files)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        entry.complete(Marker(uri=uri, revision=listing.revision, size=size, files=tuple(files), completed_at=now))
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What to do. ``shown_uri``: without credentials. ``timeout_s``: for all of it. ``allow_stale``: if the source does
+    not answer, take what the cache has for the same question. ``claims``, ``files``: roots of ``pvc://`` and
+    ``file://``.
+    ``ca_files``: authorities beside the machine's.
+    """
+
+    wanted: Wanted
+    shown_uri: str
+    cache: Path
+    link: Path | None = None
+    rules: Rules = Rules()
+    timeouts: Timeouts = Timeouts()
+    timeout_s: float | None = None
+    allow_stale: bool = True
+    claims: Path = Path("/mnt/pvc")
+    files: Path = Path("/")
+    ca_files: tuple[str, ...] = ()
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """``path``: of the weights. ``use``: held as long as nobody may evict them; None if they are not in the cache."""
+
+    path: Path
+    use: Lock | None
+
+
+async def download(job: Job, environment: Environment, tracker: Tracker) -> Ready:
+    """Have the weights on this node, and linked; raises a DownloadError."""
+    tracker.start()
+    try:
+        async with asyncio.timeout(job.timeout_s):
+            return await _download(job, environment, tracker)
+    except TimeoutError as error:
+        failed: DownloadError = TimeIsUp(
+            f"{job.shown_uri} took longer than {job.timeout_s:.0f} s; the next run goes on"
+        )
+        tracker.phase("Failed", message=str(failed), reason=failed.reason)
+        raise failed from error
+    except DownloadError as error:
+        tracker.phase("Failed", message=str(error), reason=error.reason)
+        raise
+
+
+async def _download(job: Job, environment: Environment, tracker: Tracker) -> Ready:
+    place = job.wanted.place
+    if isinstance(place, ClaimPlace | FilePlace):
+        path = await in_thread(locate, place, job.claims, job.files)
+        await in_thread(check_local, job.wanted, path)
+        return _linked(job, tracker, Ready(path, None))
+    cache = Cache(job.cache)
+    cache.make()
+    async with transfers(job.timeouts, job.rules.sizes.parallel + 1, job.ca_files) as transfer:
+        source = source_for(place, transfer, environment)
+        # others may use the cache: what somebody got by their credentials is no answer to who has none
+        question = question_key(job.wanted, environment.fingerprint())
+        try:
+            listing = await _resolved(job, source, tracker)
+        except Unavailable as error:
+            stale = _stale(job, cache, tracker, question, error)
+            if stale is None:
+                raise
+            return _linked(job, tracker, stale)
+        key = content_key(job.wanted, listing)
+        tracker.resolved(revision=listing.revision, key=key, files=len(listing.files), size=listing.size)
+        filler = CacheFiller(cache, source, transfer, tracker, job.rules)
+        use = await _completed(cache, key, tracker, lambda: filler.fill(key, listing, job.wanted, job.shown_uri))
+        entry = cache.entry(key)
+        entry.touch()
+        tracker.there(files=len(listing.files), size=listing.size)
+        with disk_errors(f"to the cache {cache.root}"):
+            cache.remember(question, key)
+        return _linked(job, tracker, Ready(entry.content, use))
+
+
+async def _resolved(job: Job, source: Source, tracker: Tracker) -> Listing:
+    """The wanted files at a pinned revision."""
+    found = await _asked(job, source, tracker)
+    if job.wanted.unpack and not isinstance(job.wanted.place, HubPlace):
+        found = single_archive(found)
+    return chosen(found, job.wanted.allow, job.wanted.ignore, dict(job.wanted.sha256))
+
+
+async def _asked(job: Job, source: Source, tracker: Tracker) -> Listing:
+    """What the source has, however many attempts that takes."""
+    failures = 0
+    while True:
+        try:
+            return await source.resolve(asked_revision(job.wanted))
+        except Unavailable as error:
+            failures += 1
+            pause_s = (
+                wait_s(job.rules.retry, failures, error.retry_after_s, random.Random()) if error.is_temporary else None
+            )
+            if pause_s is None:
+                raise
+            tracker.retried(error, pause_s)
+            await asyncio.sleep(pause_s)
+
+
+def _stale(job: Job, cache: Cache, tracker: Tracker, question: str, error: Unavailable) -> Ready | None:
+    """What the cache has for the same question, if that is allowed and anything is there."""
+    key = cache.remembered(question) if job.allow_stale else ""
+    if not key:
+        return None
+    use, entry = cache.use(key), cache.entry(key)
+    marker = entry.marker() if use.acquire(shared=True) else None
+    if marker is None:
+        use.release()
+        return None
+    entry.touch()
+    tracker.resolved(revision=marker.revision, key=key, files=len(marker.files), size=marker.size)
+    tracker.there(files=len(marker.files), size=marker.size)
+    tracker.retried(error, 0.0)
+    return Ready(entry.content, use)
+
+
+def _linked(job: Job, tracker: Tracker, ready: Ready) -> Ready:
+    if job.link is not None:
+        link(job.link, ready.path.absolute(), job.cache.absolute())
+    tracker.phase("Ready", message=f"{job.shown_uri} is at {job.link or ready.path}")
+    return ready
+
+
+async def _completed(cache: Cache, key: str, tracker: Tracker, fill: Callable[[], Awaitable[None]]) -> Lock:
+    """Return once the entry is complete, with a share of its use. Of many processes one fetches, the others follow."""
+    use, lock, entry = cache.use(key), cache.lock(key), cache.entry(key)
+    is_told = False
+    try:
+        while True:
+            is_ours = use.acquire(shared=True)  # else it is being evicted
+            is_ready = is_ours and entry.marker() is not None
+            match next_step(Found(is_ready, holds_lock=not is_ready and is_ours and lock.acquire())):
+                case "use":
+                    return use
+                case "fetch":
+                    # somebody may have completed it between our look and the lock
+                    if entry.marker() is None:
+                        await fill()
+                case "follow":
+                    if not is_told:
+                        tracker.phase("Waiting", message="another process of this node downloads it")
+                        is_told = True
+                    await asyncio.sleep(random.uniform(_FOLLOW_S / 2, _FOLLOW_S))
+    except BaseException:
+        use.release()
+        raise
+    finally:
+        lock.release()
