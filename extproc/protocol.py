@@ -167,6 +167,16 @@ class Api(enum.Enum):
         input="the query with each document",
         output="nothing",
     )
+    SCORE = ApiSpec(
+        paths=("/v1/score", "/score"),
+        parser="pairs:score",
+        fields_of=("text_1 text_2", "queries documents", "queries items", "query items", "data_1 data_2"),
+        example={"text_1": "hello", "text_2": ("one", "two")},
+        owner="vLLM",
+        engines="vLLM, SGLang (`/v1/score`)",
+        input="each pair of texts",
+        output="nothing",
+    )
 
     def __init__(self, spec: ApiSpec) -> None:
         # an attribute of its own: a member's value is found by Python code

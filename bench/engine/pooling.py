@@ -75,6 +75,31 @@ def _rerank(body: RerankRequest, request: Request) -> dict[str, Any]:
     return {**head, "results": results[: body.top_n or None]}
 
 
+class ScoreRequest(msgspec.Struct):
+    """POST /v1/score, of one text with each of others."""
+
+    model: str
+    text_1: str
+    text_2: str | list[str]
+
+    @property
+    def others(self) -> list[str]:
+        """What ``text_1`` is compared with."""
+        return [self.text_2] if isinstance(self.text_2, str) else self.text_2
+
+
+def _score_job(body: ScoreRequest) -> Job:
+    return _job(body.model, "".join(body.text_1 + other for other in body.others))
+
+
+def _score(body: ScoreRequest, request: Request) -> dict[str, Any]:
+    data = [
+        {"index": index, "object": "score", "score": _likeness(body.text_1, other)}
+        for index, other in enumerate(body.others)
+    ]
+    return {"object": "list", "data": data, "model": body.model, "usage": _usage(request)}
+
+
 def _likeness(query: str, text: str) -> float:
     """The part of the query's words that the text has, from 0 to 1."""
     words = set(query.split())
@@ -97,4 +122,5 @@ def _vector(text: str) -> list[float]:
 POOLING: Final[Mapping[Api, Pooling]] = {
     Api.EMBEDDINGS: Pooling(EmbeddingsRequest, _embeddings_job, _embeddings),
     Api.RERANK: Pooling(RerankRequest, _rerank_job, _rerank),
+    Api.SCORE: Pooling(ScoreRequest, _score_job, _score),
 }

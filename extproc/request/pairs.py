@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies that compare one text with many: rerank, in the form of Jina and Cohere, as vLLM and SGLang serve it.
+"""Bodies that compare texts: rerank in the form of Jina and Cohere, and score in those of vLLM and SGLang.
 
 An engine reads the query once with each document, so it counts as often. In the prompt it comes first: requests with
 the same query share a prefix, as they do in the cache of a model that reads query and document as one text.
@@ -11,8 +11,10 @@ from typing import Final
 
 import msgspec
 
+from extproc.errors import BadRequest
 from extproc.protocol import Api
 from extproc.request.model import (
+    ABSENT,
     Common,
     InferenceRequest,
     Media,
@@ -29,19 +31,45 @@ class _Rerank(Common, kw_only=True, gc=False):
     documents: msgspec.Raw
 
 
+class _Score(Common, kw_only=True, gc=False):
+    """``query`` and ``items``: SGLang's. vLLM has all others."""
+
+    query: msgspec.Raw = ABSENT
+    queries: msgspec.Raw = ABSENT
+    text_1: msgspec.Raw = ABSENT
+    data_1: msgspec.Raw = ABSENT
+    items: msgspec.Raw = ABSENT
+    documents: msgspec.Raw = ABSENT
+    text_2: msgspec.Raw = ABSENT
+    data_2: msgspec.Raw = ABSENT
+
+
 def rerank(body: bytes) -> InferenceRequest:
     """POST /v1/rerank."""
     asked = _rerank.decode(body)
     return _compared(Api.RERANK, asked, body, asked.query, asked.documents)
 
 
+def score(body: bytes) -> InferenceRequest:
+    """POST /v1/score: one text with each of the others, or as many with as many, pair by pair."""
+    asked = _score.decode(body)
+    first = asked.queries or asked.text_1 or asked.data_1 or asked.query
+    second = asked.documents or asked.items or asked.text_2 or asked.data_2
+    if not first or not second:
+        missing = "text_2" if first else "text_1"
+        raise BadRequest(f"The field '{missing}' is missing; send two texts, or lists of them.", param=missing)
+    return _compared(Api.SCORE, asked, body, first, second)
+
+
 def _compared(api: Api, fields: Common, body: bytes, query: msgspec.Raw, documents: msgspec.Raw) -> InferenceRequest:
     """The request to compare ``query`` with ``documents``: each a text, an object with parts, or a list of them."""
-    count = _count(documents)
-    prompts = Prompts(count, repeated_bytes=(count - 1) * memoryview(query).nbytes)
+    count, queries = _count(documents), _count(query)
+    # of several queries, each has a document of its own
+    repeated = (count - 1) * memoryview(query).nbytes if queries == 1 else 0
+    prompts = Prompts(max(count, queries), repeated_bytes=repeated)
     prompt = b"\n".join((opened(query), opened(documents)))
     one, many = media_in([_listed(query)]), media_in([_listed(documents)])
-    media = Media(count * one.tokens + many.tokens, one.size_bytes + many.size_bytes)
+    media = Media((count if queries == 1 else 1) * one.tokens + many.tokens, one.size_bytes + many.size_bytes)
     return request_of(
         api, fields, prompt, None, large_contents(documents, body), answers=0, prompts=prompts, media=media
     )
@@ -59,4 +87,5 @@ def _count(value: msgspec.Raw) -> int:
 
 
 _rerank: Final = msgspec.json.Decoder(_Rerank)
+_score: Final = msgspec.json.Decoder(_Score)
 _list: Final = msgspec.json.Decoder(list[msgspec.Raw])

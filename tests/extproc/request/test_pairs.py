@@ -6,17 +6,25 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import pytest
+
+from extproc.errors import BadRequest
 from extproc.protocol import Api
 from extproc.request.parsing import parse
 
 if TYPE_CHECKING:
     from extproc.request.model import InferenceRequest
 
+FORMS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("query", "items"))
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 
 
 def rerank(query: object, documents: object) -> InferenceRequest:
     return parse(Api.RERANK, json.dumps({"model": "m", "query": query, "documents": documents}).encode())
+
+
+def score(**fields: object) -> InferenceRequest:
+    return parse(Api.SCORE, json.dumps({"model": "m", **fields}).encode())
 
 
 def test_a_query_counts_once_for_each_document() -> None:
@@ -47,3 +55,25 @@ def test_documents_may_be_one_text_or_have_pictures() -> None:
     assert shown.media.tokens == 3000
     for query in ([PICTURE], {"content": [PICTURE]}):
         assert rerank(query, ["a", "b"]).media.tokens == 2000
+
+
+@pytest.mark.parametrize(("first", "second"), FORMS)
+def test_one_text_is_scored_with_each_of_others(first: str, second: str) -> None:
+    asked = score(**{first: "which?", second: ["a", "b", "c"]})
+    assert (asked.prompts.count, asked.answers) == (3, 0)
+    assert asked.prompts.repeated_bytes == 2 * 8
+    assert asked.prompt == b'"which?\n["a", "b", "c"'
+
+
+def test_texts_are_scored_pair_by_pair() -> None:
+    asked = score(text_1=["a", "b"], text_2=["c", "d"])
+    assert (asked.prompts.count, asked.prompts.repeated_bytes) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"), [({}, "text_1"), ({"queries": "a"}, "text_2"), ({"documents": "a"}, "text_1")]
+)
+def test_a_score_needs_two_texts(fields: dict[str, str], param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        score(**fields)
+    assert caught.value.param == param
