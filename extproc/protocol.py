@@ -145,7 +145,7 @@ class Api(enum.Enum):
     )
     GENERATE = ApiSpec(
         paths=("/inference/v1/generate",),
-        parser="generate:generate",
+        parser="tokens:generate",
         fields_of=("token_ids sampling_params",),
         needs_model=False,
         prompt="tokens",
@@ -175,6 +175,31 @@ class Api(enum.Enum):
         owner="vLLM",
         engines="vLLM, SGLang (`/v1/score`)",
         input="each pair of texts",
+        output="nothing",
+    )
+    TOKENIZE = ApiSpec(
+        paths=("/tokenize",),
+        parser="tokens:tokenize",
+        needs_model=False,
+        waits_in_queue=False,
+        reports_usage=False,
+        example={"prompt": "once upon"},
+        owner="vLLM",
+        engines="vLLM, SGLang",
+        input="nothing",
+        output="nothing",
+    )
+    DETOKENIZE = ApiSpec(
+        paths=("/detokenize",),
+        parser="tokens:detokenize",
+        fields_of=("tokens",),
+        needs_model=False,
+        waits_in_queue=False,
+        reports_usage=False,
+        example={"tokens": (1, 2)},
+        owner="vLLM",
+        engines="vLLM, SGLang",
+        input="nothing",
         output="nothing",
     )
 

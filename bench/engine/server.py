@@ -37,7 +37,7 @@ from bench.engine.pooling import POOLING, Pooling
 from bench.engine.publisher import KvEventPublisher, KvEventsConfig
 from bench.engine.scheduler import EngineLimits
 from bench.engine.text import count_tokens
-from bench.engine.tokenize import tokenize
+from bench.engine.tokenize import handlers as tokenizer_handlers
 from extproc.protocol import APIS_BY_PATH, Api
 
 if TYPE_CHECKING:
@@ -104,7 +104,6 @@ class EngineServer:
         app.add_routes(
             [
                 *(web.post(path, handlers[api]) for path, api in APIS_BY_PATH.items()),
-                web.post("/tokenize", tokenize),
                 web.get("/v1/models", self._list_models),
                 web.get("/health", self._health),
                 web.get("/metrics", self._show_metrics),
@@ -138,6 +137,7 @@ class EngineServer:
             Api.COUNT_TOKENS: count,
             Api.GENERATE: self._generating(GenerateRequest, generate_job, GenerateFormat),
             **{api: self._pooling(one) for api, one in POOLING.items()},
+            **tokenizer_handlers(self._serves),
         }
 
     async def _listen(self) -> None:
@@ -175,8 +175,11 @@ class EngineServer:
 
         return handle
 
+    def _serves(self, model: str) -> bool:
+        return model == self._settings.model or model in self._adapters
+
     def _refuse(self, job: Job) -> web.Response | None:
-        if job.model != self._settings.model and job.model not in self._adapters:
+        if not self._serves(job.model):
             return _error(404, f"The model `{job.model}` does not exist.", "NotFoundError", param="model")
         tokens = count_tokens(job.prompt) + 1
         longest = self._settings.max_model_len

@@ -28,8 +28,9 @@ from bench.engine.messages import MessagesFormat, MessagesRequest, messages_job
 from bench.engine.publisher import Form, KvEventPublisher, KvEventsConfig
 from bench.engine.request import Request, Token
 from bench.engine.text import BYTES_PER_TOKEN, answer_text
-from bench.engine.tokenize import tokenize
+from bench.engine.tokenize import handlers as tokenizer_handlers
 from bench.soak.fleet import hosts
+from extproc.protocol import Api
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -67,7 +68,7 @@ class Engine:
                 web.post("/v1/completions", self._generating(CompletionRequest, completion_job, CompletionFormat)),
                 web.post("/v1/responses", self._generating(ResponsesRequest, _responses_job, ResponsesFormat)),
                 web.post("/v1/messages", self._generating(MessagesRequest, messages_job, MessagesFormat)),
-                web.post("/tokenize", tokenize),
+                web.post("/tokenize", tokenizer_handlers(lambda _: True)[Api.TOKENIZE]),
                 web.get("/v1/models", self._models),
                 web.get("/metrics", self._metrics),
                 web.get("/health", self._health),

@@ -19,7 +19,7 @@ import numpy as np
 from extproc.feeds.engine_access import EngineHttp
 from extproc.feeds.engine_answers import Unreadable, most_tokens, tokens_in_answer
 from extproc.request.anthropic import chat_in
-from extproc.request.generate import tokens_in
+from extproc.request.tokens import tokens_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

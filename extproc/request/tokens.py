@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of vLLM's token-in token-out API, ``/inference/v1/generate``, to an InferenceRequest."""
+"""Bodies of APIs in tokens: vLLM's token-in token-out API, ``/inference/v1/generate``, and its tokenizer's calls."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ class _Generate(Common, kw_only=True, gc=False):
     features: msgspec.Raw = ABSENT
 
 
+class _Unread(Common, kw_only=True, gc=False):
+    """What is to be tokenized, or has been, is for the engine to read."""
+
+    model: str = ""
+
+
 class _Tokens(msgspec.Struct, gc=False):
     token_ids: list[TokenId]
     features: msgspec.Raw = ABSENT
@@ -67,6 +73,16 @@ def generate(body: bytes) -> InferenceRequest:
     return msgspec.structs.replace(request, internal_fields=request.internal_fields + hidden) if hidden else request
 
 
+def tokenize(body: bytes) -> InferenceRequest:
+    """POST /tokenize: the engine computes nothing, so there is no prompt to cache and no answer to count."""
+    return request_of(Api.TOKENIZE, _common.decode(body), b"", None, None, answers=0)
+
+
+def detokenize(body: bytes) -> InferenceRequest:
+    """POST /detokenize: likewise."""
+    return request_of(Api.DETOKENIZE, _common.decode(body), b"", None, None, answers=0)
+
+
 def tokens_in(body: bytes) -> list[int] | None:
     """The prompt's tokens; None if some stand for media, whose content is not in them, or if there are none."""
     try:
@@ -81,4 +97,5 @@ def _media(features: msgspec.Raw) -> memoryview:
 
 
 _decoder: Final = msgspec.json.Decoder(_Generate)
+_common: Final = msgspec.json.Decoder(_Unread)
 _tokens: Final = msgspec.json.Decoder(_Tokens)

@@ -10,8 +10,8 @@ import pytest
 
 from extproc.errors import BadRequest
 from extproc.protocol import Api
-from extproc.request.generate import tokens_in
 from extproc.request.parsing import parse
+from extproc.request.tokens import tokens_in
 
 if TYPE_CHECKING:
     from extproc.request.model import InferenceRequest
