@@ -9,7 +9,7 @@ from extproc.admission.buckets import Bucket
 from extproc.admission.limits import Charge, Grant, Usage, refusal
 
 if TYPE_CHECKING:
-    from extproc.admission.store_memory import Statement
+    from extproc.admission.buckets import Statement
     from extproc.errors import RateLimited
 
 

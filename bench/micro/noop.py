@@ -20,7 +20,6 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from extproc.protocol import SERVER_CLUSTER, SERVER_HEADER
-from extproc.streams.health import EXTERNAL_PROCESSOR, READINESS
 from extproc.streams.messages import (
     HeadersResponse,
     ProcessingRequest,
@@ -28,7 +27,7 @@ from extproc.streams.messages import (
     StreamAccessLogsMessage,
 )
 from extproc.streams.order import BodyMode
-from extproc.streams.server import ACCESS_LOG, OPTIONS, is_end
+from extproc.streams.server import ACCESS_LOG, EXTERNAL_PROCESSOR, OPTIONS, READINESS, is_end
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -17,13 +17,13 @@ from extproc.api.load import load
 from extproc.api.model_server import ModelServerSpec
 from extproc.core.core import Core
 from extproc.core.effects import Decision
-from extproc.core.types import Head
+from extproc.core.record import Head
 from extproc.endpoints.costs import PromptCost
 from extproc.endpoints.table import EndpointTable
 from extproc.llmd.pickers import make_picker
 from extproc.llmd.profiles import picker_from_text
 from extproc.llmd.registry import installed
-from extproc.prefix.hashing import hash_blocks
+from extproc.prefix.index import hash_blocks
 from extproc.prefix.kv_events import Removed, Stored
 from extproc.prefix.kv_index import KvIndex, Source
 from extproc.protocol import Api

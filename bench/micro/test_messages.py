@@ -14,8 +14,8 @@ from extproc.core.effects import Decision
 from extproc.endpoints.table import EndpointRef
 from extproc.protocol import Api
 from extproc.request.parsing import parse
-from extproc.scheduling.assignment import Assignment
-from extproc.streams.http_headers import read_head
+from extproc.scheduling.pool import Assignment
+from extproc.streams.headers import read_head
 from extproc.streams.messages import ProcessingRequest
 from extproc.streams.responses import decision_answer, duplex_decision_answer
 

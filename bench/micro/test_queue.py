@@ -12,9 +12,8 @@ import msgspec
 import pytest
 
 from extproc.admission.buckets import Bucket, Limit
-from extproc.admission.gate import Gate
-from extproc.admission.queue import FairQueue
-from extproc.admission.queued_request import FlowKey, QueuedRequest
+from extproc.admission.flows import FlowKey, QueuedRequest
+from extproc.admission.queue import FairQueue, Gate
 from extproc.admission.saturation import Capacity
 from extproc.api.admission import BANDS, FlowControl, SaturationSpec
 from extproc.endpoints.ledger import begin_request

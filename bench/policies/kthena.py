@@ -15,7 +15,7 @@ import numpy as np
 
 from bench.policies.least_cost import least_cost, match_ratio
 from extproc.endpoints.engine_reports import estimated_waiting
-from extproc.scheduling.plugins.latency_scorers import LeastLatency
+from extproc.scheduling.plugins.latency import LeastLatency
 from extproc.scheduling.plugins.load_scorers import LeastRequestScorer
 
 if TYPE_CHECKING:

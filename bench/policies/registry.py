@@ -24,8 +24,7 @@ from bench.policies.simple import LeastRequest, PowerOfTwo, RandomPick
 from extproc.api.errors import ConfigInvalid, Mistake
 from extproc.llmd.profiles import picker_from_text
 from extproc.llmd.registry import installed
-from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
-from extproc.scheduling.round_robin import RoundRobin
+from extproc.scheduling.pickers import PrefixAware, PrefixAwareParameters, RoundRobin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from extproc.core.types import LoadResult
+from extproc.core.record import LoadResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

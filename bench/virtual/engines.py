@@ -10,7 +10,7 @@ import msgspec
 from bench.engine.journal import Journal
 from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import Roofline, StepTime
-from extproc.core.peer_events import EngineSaid
+from extproc.core.peers import EngineSaid
 from extproc.endpoints.engine_reports import CacheConfig, EngineReport
 from extproc.endpoints.table import LoraState
 

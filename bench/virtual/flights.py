@@ -10,7 +10,7 @@ import msgspec
 from bench.engine.request import Request
 from bench.reporting.results import RequestResult
 from bench.workload.sessions import Session
-from extproc.core.types import Outcome
+from extproc.core.record import Outcome
 
 
 class Asked(msgspec.Struct):

@@ -25,7 +25,7 @@ from bench.virtual.event_queue import EventQueue
 from bench.virtual.flights import Asked, Flight, outcome_of, refused, served
 from bench.virtual.kv_events import kv_event_feed
 from bench.virtual.observers import REQUEST_KEY, RequestObserver, TokenObserver
-from extproc.admission.local_limits import LocalLimits
+from extproc.admission.limits import LocalLimits
 from extproc.core.core import Core
 from extproc.core.effects import (
     AskLimits,
@@ -37,7 +37,7 @@ from extproc.core.effects import (
     SettleGrant,
     WakeAt,
 )
-from extproc.core.types import Head
+from extproc.core.record import Head
 from extproc.errors import Refusal
 from extproc.llmd.pickers import make_picker
 from extproc.protocol import Api
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from extproc.admission.limits import Grant
     from extproc.api.snapshot import Snapshot
     from extproc.core.effects import Effect
-    from extproc.core.entering import Own
-    from extproc.core.types import LoadResult
+    from extproc.core.pipeline import Own
+    from extproc.core.record import LoadResult
     from extproc.llmd.pickers import MakePicker
 
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.names import shortened
-from extproc.admission.wildcards import Patterns, patterns_of
+from extproc.admission.identity import Subject, shortened
 from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
@@ -25,19 +24,36 @@ if TYPE_CHECKING:
     from extproc.api.authentication import ApiKey
     from extproc.api.snapshot import Snapshot
 
+
+class Patterns(msgspec.Struct, frozen=True):
+    """Names, of which some begin or end with ``*``."""
+
+    exact: frozenset[str]
+    prefixes: tuple[str, ...]
+    suffixes: tuple[str, ...]
+    is_anything: bool
+
+    def __contains__(self, name: object) -> bool:
+        if self.is_anything:
+            return True
+        if not isinstance(name, str):
+            return False
+        return name in self.exact or name.startswith(self.prefixes) or name.endswith(self.suffixes)
+
+
+def patterns_of(texts: Iterable[str]) -> Patterns:
+    """``*`` stands for any text at the beginning or the end of one."""
+    given = set(texts)
+    return Patterns(
+        exact=frozenset(one for one in given if "*" not in one),
+        prefixes=tuple(sorted(one[:-1] for one in given if len(one) > 1 and one.endswith("*"))),
+        suffixes=tuple(sorted(one[1:] for one in given if len(one) > 1 and one.startswith("*"))),
+        is_anything="*" in given,
+    )
+
+
 _Target = tuple[str, str]
 _EVERY_LISTENER: Final = ("Listener", "*")
-
-
-class Subject(msgspec.Struct, frozen=True):
-    """Who asks, as Envoy has verified it. ``api_key``: the name that Envoy has given, maybe one that this configuration
-    does not know. ``claims``: of the token, those that policies name.
-    """
-
-    tenant: str
-    user: str = ""
-    api_key: str = ""
-    claims: Mapping[str, Collection[str]] = {}
 
 
 class Wish(msgspec.Struct, frozen=True):

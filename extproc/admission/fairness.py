@@ -1,23 +1,238 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fairness policies between flows, by their names in the configuration.
+"""Fairness policies: whose request is dispatched next, first among tenants, then among the flows of one.
 
-``policy.py`` has their protocol. Each class documents only what is particular to it.
+A policy keeps a column or two with one row for each flow. Service is counted in weighted tokens (an output token
+costs more than an input token), divided by the flow's own weight. A flow is charged the expected service when a
+request is dispatched; the charge is settled when the engine has reported the actual usage.
+
+A tenant's users, sessions, models and adapters are flows. Were flows alone treated fairly, 200 users would have 200
+parts. So the policy of the band first chooses among tenants, with an account of each tenant's service, and then among
+the chosen tenant's flows. Its bound between two flows (see each policy) thus holds between two tenants.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
+import msgspec
 import numpy as np
 
-from extproc.admission.deficit_locality import DeficitLocality
-from extproc.admission.policy import FairnessPolicy, FlowHeads, grown
+from extproc.endpoints.table import Bools, Floats
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from extproc.endpoints.table import Bools, Floats, Ints
+    from extproc.endpoints.table import Ints
+
+
+class FlowHeads(msgspec.Struct, frozen=True):
+    """The first waiting request of each flow, by row.
+
+    ``waiting``: whether the flow has one. ``keys``: its order key. ``cached``: its prompt tokens cached at the
+    endpoint that holds most.
+    """
+
+    waiting: Bools
+    keys: Floats
+    cached: Floats
+
+
+class FairnessPolicy(Protocol):
+    """Chooses which flow sends its next request. A flow is identified by its row."""
+
+    def grow(self, rows: int) -> None:
+        """Extend the columns to ``rows`` flows; new ones start at 0."""
+        ...
+
+    def activate(self, row: int, waiting: Bools) -> None:
+        """A flow without waiting requests is about to get one; ``waiting``: the flows that have some."""
+        ...
+
+    def choose(self, candidates: Bools, heads: FlowHeads, now: float) -> int:
+        """The row of the flow whose head is dispatched next; at least one of ``candidates`` is set."""
+        ...
+
+    def charge(self, row: int, service: float, now: float) -> None:
+        """A request of the flow is dispatched. ``service``: expected, in weighted tokens over the flow's weight."""
+        ...
+
+    def settle(self, row: int, service: float, now: float) -> None:
+        """A request of the flow has ended. ``service``: actual minus expected service; negative is a refund."""
+        ...
+
+    def forget(self, row: int) -> None:
+        """The row will be given to another flow."""
+        ...
+
+    def debt(self, row: int) -> float:
+        """The service that the flow received beyond others; idle flows with the least debt are forgotten first."""
+        ...
+
+
+def grown(column: Floats, rows: int) -> Floats:
+    """``column`` extended with zeros to ``rows`` entries."""
+    return np.pad(column, (0, rows - column.size))
+
+
+class DeficitLocality:
+    """Of the flows with a positive deficit, choose the one whose head has the longest prefix match.
+
+    This is DLPM (Cao et al., arXiv 2501.14312). Each flow receives ``quantum`` tokens a round and spends them on
+    uncached input and on output. A new round begins when no waiting flow has tokens left, so a flow is never ahead of
+    another by more than one quantum and one request.
+    """
+
+    def __init__(self, quantum: float) -> None:
+        self._quantum = quantum
+        self._round = 0
+        self.deficits: Floats = np.zeros(0)
+        self._rounds: Ints = np.zeros(0, np.int64)
+
+    def grow(self, rows: int) -> None:
+        """See ``FairnessPolicy.grow``; a new flow has not taken part in any round."""
+        more = rows - self._rounds.size
+        self.deficits = grown(self.deficits, rows)
+        self._rounds = np.pad(self._rounds, (0, more), constant_values=-1)
+
+    def activate(self, row: int, waiting: Bools) -> None:
+        """Give the flow its quantum for this round, once. Tokens left from earlier rounds do not accumulate."""
+        if self._rounds[row] != self._round:
+            self.deficits[row] = min(float(self.deficits[row]) + self._quantum, self._quantum)
+            self._rounds[row] = self._round
+
+    def choose(self, candidates: Bools, heads: FlowHeads, now: float) -> int:
+        """Of the flows that can pay, the one with the longest match; ties go to the smallest order key."""
+        return self.longest_match(self.able_to_pay(candidates, heads), heads)
+
+    def longest_match(self, payable: Bools, heads: FlowHeads) -> int:
+        """Of the flows in ``payable``, the one whose head has the longest match; ties go to the smallest order key."""
+        rows = payable.nonzero()[0]
+        cached = heads.cached[rows]
+        longest = rows[cached >= cached.max()]
+        return int(longest[heads.keys[longest].argmin()])
+
+    def able_to_pay(self, candidates: Bools, heads: FlowHeads) -> Bools:
+        """The flows in ``candidates`` with tokens to spend; starts as many rounds as it takes to have one."""
+        best = float(np.where(candidates, self.deficits, -np.inf).max())
+        if best <= 0:
+            rounds = math.floor(-best / self._quantum) + 1
+            self.deficits[heads.waiting] += rounds * self._quantum
+            self._round += rounds
+            self._rounds[heads.waiting] = self._round
+        return candidates & (self.deficits > 0)
+
+    def charge(self, row: int, service: float, now: float) -> None:
+        """Spend the expected service."""
+        self.deficits[row] -= service
+
+    def settle(self, row: int, service: float, now: float) -> None:
+        """Spend or refund the difference to the actual service."""
+        self.deficits[row] -= service
+
+    def forget(self, row: int) -> None:
+        """Reset the row for another flow."""
+        self.deficits[row] = 0.0
+        self._rounds[row] = -1
+
+    def debt(self, row: int) -> float:
+        """Tokens overdrawn; negative if some are left."""
+        return -float(self.deficits[row])
+
+
+class TenantShares:
+    """The accounts of the tenants of one band. A tenant has a row while any of its flows has one."""
+
+    def __init__(self, policy: FairnessPolicy) -> None:
+        self.policy = policy
+        self._rows: dict[str, int] = {}
+        self._names: list[str] = []
+        self._free: list[int] = []
+        # by row of the tenant: its flows, and those of them that have a waiting request
+        self._flows: Ints = np.zeros(0, np.int64)
+        self._waiting: Ints = np.zeros(0, np.int64)
+        # by row of the flow: the row of its tenant, -1 if there is no such flow
+        self._tenants: Ints = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def grow(self, flows: int) -> None:
+        """There are rows for so many flows."""
+        self._tenants = np.pad(self._tenants, (0, flows - self._tenants.size), constant_values=-1)
+
+    def join(self, flow: int, tenant: str) -> None:
+        """The row ``flow`` was given to a flow of ``tenant``."""
+        row = self._rows.get(tenant)
+        if row is None:
+            row = self._rows[tenant] = self._new_row(tenant)
+        self._flows[row] += 1
+        self._tenants[flow] = row
+
+    def leave(self, flow: int) -> None:
+        """The flow is forgotten; with its last flow its tenant is."""
+        row = int(self._tenants[flow])
+        self._tenants[flow] = -1
+        self._flows[row] -= 1
+        if not self._flows[row]:
+            del self._rows[self._names[row]]
+            self.policy.forget(row)
+            self._free.append(row)
+
+    def siblings(self, flow: int) -> Bools:
+        """By row, the flows of the same tenant."""
+        return np.equal(self._tenants, int(self._tenants[flow]))
+
+    def begins_waiting(self, flow: int) -> None:
+        """A flow without waiting requests is about to get one."""
+        row = int(self._tenants[flow])
+        if not self._waiting[row]:
+            self.policy.activate(row, self._waiting > 0)
+        self._waiting[row] += 1
+
+    def ends_waiting(self, flow: int) -> None:
+        """The flow's last waiting request is gone."""
+        self._waiting[self._tenants[flow]] -= 1
+
+    def next(self, candidates: Bools, now: float) -> Bools:
+        """By row, the flows of the tenants whose turn it is; at least one of ``candidates`` is among them."""
+        policy, count = self.policy, self._flows.size
+        asking = np.zeros(count, np.bool_)
+        asking[self._tenants[candidates]] = True
+        heads = FlowHeads(self._waiting > 0, np.zeros(count), np.zeros(count))
+        if isinstance(policy, DeficitLocality):
+            # among all that can pay, the longest match goes first
+            payable = policy.able_to_pay(asking, heads)
+            return np.where(self._tenants >= 0, payable[self._tenants], False)
+        return np.equal(self._tenants, policy.choose(asking, heads, now))
+
+    def charge(self, flow: int, service: float, now: float) -> None:
+        """A request of the flow is dispatched."""
+        self.policy.charge(int(self._tenants[flow]), service, now)
+
+    def settle(self, flow: int, service: float, now: float) -> None:
+        """A request of the flow has ended. ``service``: actual minus expected service."""
+        self.policy.settle(int(self._tenants[flow]), service, now)
+
+    def largest(self, sizes: Ints) -> Bools:
+        """By row, the flows of the tenant that has most by ``sizes``, of which there is one for each flow."""
+        present = self._tenants >= 0
+        totals = np.bincount(self._tenants[present], weights=sizes[present])
+        return np.equal(self._tenants, totals.argmax())
+
+    def _new_row(self, tenant: str) -> int:
+        if self._free:
+            row = self._free.pop()
+            self._names[row] = tenant
+            return row
+        self._names.append(tenant)
+        rows = len(self._names)
+        if rows > self._flows.size:
+            more = max(8, 2 * self._flows.size) - self._flows.size
+            self._flows, self._waiting = (np.pad(one, (0, more)) for one in (self._flows, self._waiting))
+            self.policy.grow(self._flows.size)
+        return rows - 1
 
 
 class VirtualTokenCounter:

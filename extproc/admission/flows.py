@@ -1,35 +1,292 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flows of one band, and what waits in each.
+"""The flows of one band, what waits in each, and in which order.
 
 A flow has a row from its first request until it is forgotten, so its account with the fairness policy outlives its
 requests. When there are too many flows, the rows of idle ones (nothing waiting, nothing running) are reused.
+
+The waiting request of a flow with the smallest key goes first. A key is an instant, computed once on arrival: the
+arrival time plus a delay that the policy chooses, at most the ageing bound. So a request is never overtaken by one that
+arrived more than the ageing bound later.
 """
 
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, Final
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Protocol
 
+import msgspec
 import numpy as np
 
-from extproc.admission.deficit_locality import DeficitLocality
-from extproc.admission.locality import CacheLocality
-from extproc.admission.policy import FairnessPolicy, FlowHeads
+from extproc.admission.fairness import DeficitLocality, FairnessPolicy, FlowHeads
+from extproc.endpoints.table import Bools
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
-    from extproc.admission.order import OrderingPolicy
-    from extproc.admission.queued_request import FlowKey, QueuedRequest
-    from extproc.admission.tenants import TenantShares
-    from extproc.endpoints.table import Bools, Floats, Ints
+    from extproc.admission.fairness import TenantShares
+    from extproc.endpoints.table import Floats, Ints
+
+
+class FlowKey(msgspec.Struct, frozen=True):
+    """Identifies a flow: requests that share one fair share.
+
+    ``model``: empty unless flows are by tenant and model. ``part``: a user or session of the tenant, empty if the
+    whole tenant is one flow.
+    """
+
+    tenant: str
+    model: str = ""
+    part: str = ""
+
+
+class QueuedRequest(msgspec.Struct, frozen=True, eq=False):
+    """A request that waits to be dispatched.
+
+    ========================  ===========  =====================================================================
+    field                     unit         meaning
+    ========================  ===========  =====================================================================
+    ``ticket``                             identifies the request
+    ``flow``                               whose fair share it uses
+    ``arrived_at_s``          s            when it arrived
+    ``expires_at_s``          s            when it has waited too long
+    ``priority``                           larger is more important
+    ``size_bytes``            bytes        of its body, which is kept in memory while it waits
+    ``input_tokens``          tokens       of its prompt
+    ``uncached_tokens``       tokens       of its prompt that no endpoint has cached
+    ``output_tokens``         tokens       expected of its answer
+    ``deadline_at_s``         s            when its first token is due
+    ``session``                            the session or program to which it belongs, empty if none
+    ``eligible``                           returns the endpoints that may serve it, None for all; called anew each
+                                           time, as they change while it waits
+    ``holders``               row, tokens  the endpoints that have most of its prompt cached
+    ========================  ===========  =====================================================================
+    """
+
+    ticket: str
+    flow: FlowKey
+    arrived_at_s: float
+    expires_at_s: float
+    priority: int = 0
+    size_bytes: int = 0
+    input_tokens: float = 0.0
+    uncached_tokens: float = 0.0
+    output_tokens: float = 0.0
+    deadline_at_s: float = math.inf
+    session: str = ""
+    eligible: Callable[[], Bools | None] | None = None
+    holders: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def rows(self) -> Bools | None:
+        """The endpoints that may serve it now; None: all."""
+        return None if self.eligible is None else self.eligible()
+
+    @property
+    def cached_tokens(self) -> float:
+        """Prompt tokens cached at the endpoint that holds most."""
+        return self.input_tokens - self.uncached_tokens
+
+    @property
+    def total_tokens(self) -> float:
+        """Prompt tokens and expected output tokens."""
+        return self.input_tokens + self.output_tokens
+
+
+# Sessions and programs remembered.
+_MAX_SESSIONS: Final = 4096
+# Delay for each uncached prompt token: a prompt of 10,000 tokens yields to requests that arrive within 10 s.
+_SECONDS_A_TOKEN: Final = 1e-3
+# Delay for each token of service that a program has received.
+_SECONDS_A_SERVED_TOKEN: Final = 1e-4
+
+
+class OrderingPolicy(Protocol):
+    """Orders the waiting requests of a flow. ``ageing_s`` of each policy bounds the delay that it adds."""
+
+    def key(self, queued: QueuedRequest) -> float:
+        """The request's key; the smallest goes first."""
+        ...
+
+    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
+        """A request has ended. ``tokens``: of its prompt and answer."""
+        ...
+
+
+class FirstCome:
+    """First come, first served."""
+
+    def __init__(self, ageing_s: float) -> None:
+        """``ageing_s`` is not used: there is no delay to bound."""
+
+    def key(self, queued: QueuedRequest) -> float:
+        """The arrival time."""
+        return queued.arrived_at_s
+
+    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
+        """Nothing to record."""
+
+
+class Deadline:
+    """Earliest deadline first (Liu and Layland, 1973).
+
+    A request without a deadline, or with one beyond the ageing bound, is due at the ageing bound.
+    """
+
+    def __init__(self, ageing_s: float) -> None:
+        self._ageing_s = ageing_s
+
+    def key(self, queued: QueuedRequest) -> float:
+        """The time at which the first token is due."""
+        return min(queued.deadline_at_s, queued.arrived_at_s + self._ageing_s)
+
+    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
+        """Nothing to record."""
+
+
+class ShortestFirst:
+    """Shortest job first, by uncached prompt tokens, with ageing.
+
+    Shortest job first minimizes the mean wait (Smith, 1956).
+    """
+
+    def __init__(self, ageing_s: float) -> None:
+        self._ageing_s = ageing_s
+
+    def key(self, queued: QueuedRequest) -> float:
+        """1 ms of delay for each uncached token."""
+        return queued.arrived_at_s + min(self._ageing_s, _SECONDS_A_TOKEN * queued.uncached_tokens)
+
+    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
+        """Nothing to record."""
+
+
+class SessionBoost:
+    """The session whose last request ended most recently goes first: its prefix is still in a cache (after Kthena)."""
+
+    def __init__(self, ageing_s: float) -> None:
+        self._ageing_s = ageing_s
+        self._ended_at_s: OrderedDict[str, float] = OrderedDict()
+
+    def key(self, queued: QueuedRequest) -> float:
+        """The delay grows with the session's silence before the request, up to the ageing bound."""
+        ended_at_s = self._ended_at_s.get(queued.session)
+        silent_s = self._ageing_s if ended_at_s is None else max(0.0, queued.arrived_at_s - ended_at_s)
+        return queued.arrived_at_s + min(self._ageing_s, silent_s)
+
+    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
+        """Record when the session's request ended."""
+        if queued.session:
+            self._ended_at_s[queued.session] = now
+            _bound(self._ended_at_s, queued.session)
+
+
+class LeastAttained:
+    """The program that has received the least service goes first (Autellix, arXiv 2502.13965).
+
+    All requests of one session, for example the calls of an agent, are one program.
+    """
+
+    def __init__(self, ageing_s: float) -> None:
+        self._ageing_s = ageing_s
+        self._attained: OrderedDict[str, float] = OrderedDict()
+
+    def key(self, queued: QueuedRequest) -> float:
+        """0.1 ms of delay for each token that the program has received."""
+        attained = self._attained.get(queued.session, 0.0)
+        return queued.arrived_at_s + min(self._ageing_s, _SECONDS_A_SERVED_TOKEN * attained)
+
+    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
+        """Add the tokens to the program's service."""
+        if queued.session:
+            self._attained[queued.session] = self._attained.get(queued.session, 0.0) + tokens
+            _bound(self._attained, queued.session)
+
+
+def _bound(remembered: OrderedDict[str, float], latest: str) -> None:
+    remembered.move_to_end(latest)
+    if len(remembered) > _MAX_SESSIONS:
+        remembered.popitem(last=False)
+
+
+ORDERS: Final[Mapping[str, Callable[[float], OrderingPolicy]]] = MappingProxyType(
+    {one.__name__: one for one in (FirstCome, Deadline, ShortestFirst, SessionBoost, LeastAttained)}
+)
+
+# Entries examined in each heap: the root, which is the best, and its two children.
+_EXAMINED: Final = 3
+# (minus the cached tokens, sequence number, request)
+_Place = tuple[float, int, "QueuedRequest"]
+
+
+class CacheLocality:
+    """A heap of waiting requests for each endpoint, by the tokens that it had cached when they arrived."""
+
+    def __init__(self, is_waiting: Callable[[str], bool]) -> None:
+        """``is_waiting``: whether the request with a ticket still waits."""
+        self._is_waiting = is_waiting
+        self._heaps: dict[int, list[_Place]] = {}
+        self._entries = 0
+        self._numbers = 0
+
+    def add(self, queued: QueuedRequest) -> None:
+        """Add a waiting request to the heap of each endpoint that holds part of its prompt."""
+        self._numbers += 1
+        for row, cached in queued.holders:
+            heapq.heappush(self._heaps.setdefault(row, []), (-cached, self._numbers, queued))
+            self._entries += 1
+
+    def longest_match(self, rows: Bools, may_go: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
+        """A request with a long match at one of ``rows`` for which ``may_go`` holds; None if none is found quickly.
+
+        Only the top entries of each heap are examined, so the match may not be the longest.
+        """
+        heaps = []
+        for row, heap in self._heaps.items():
+            if row < rows.size and rows[row]:
+                self._drop_gone(heap)
+                if heap:
+                    heaps.append(heap)
+        heaps.sort(key=_best)
+        for heap in heaps:
+            for entry in heap[:_EXAMINED]:
+                if self._is_waiting(entry[2].ticket) and may_go(entry[2]):
+                    return entry[2]
+        return None
+
+    @property
+    def entries(self) -> int:
+        """Over all heaps, those of requests that have gone included."""
+        return self._entries
+
+    def sweep(self, waiting: int) -> None:
+        """Drop the entries of requests that no longer wait, if they are the majority; ``waiting``: how many wait."""
+        if self._entries <= 64 + 8 * waiting:
+            return
+        for row, heap in list(self._heaps.items()):
+            kept = [entry for entry in heap if self._is_waiting(entry[2].ticket)]
+            heapq.heapify(kept)
+            self._heaps[row] = kept
+        self._entries = sum(len(heap) for heap in self._heaps.values())
+
+    def _drop_gone(self, heap: list[_Place]) -> None:
+        while heap and not self._is_waiting(heap[0][2].ticket):
+            heapq.heappop(heap)
+            self._entries -= 1
+
+
+def _best(heap: list[_Place]) -> float:
+    return heap[0][0]
+
 
 # Flows beyond which idle ones are forgotten; about 10 MB.
 MAX_IDLE_FLOWS: Final = 10_000
 _FIRST_ROWS: Final = 8
 # How often to look for overdue requests, and so about the most by which one can be late.
 _OVERDUE_CHECK_S: Final = 0.05
-
 # (order key, sequence number, request)
 _Entry = tuple[float, int, "QueuedRequest"]
 

@@ -1,26 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caller of a request: tenant, user, priority and latency targets, from headers."""
+"""Who asks: tenant, user, priority and latency targets, read from headers, and whose prompts share a prefix cache.
+
+A cached prefix makes the first token come sooner, so whoever shares a cache can find out what others have asked.
+Engines keep prompts with different salts apart. A salt is keyed, so that nobody who knows a tenant's name can make it.
+"""
 
 from __future__ import annotations
 
+import hmac
+from collections.abc import Collection, Mapping
+from hashlib import blake2b, sha256
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.access import Subject
-from extproc.admission.names import shortened, verified_name_in
+from extproc.api.snapshot import cache_isolation_of
 from extproc.api.spec import object_key
 from extproc.protocol import CLIENT, DEADLINE_MS, FAIRNESS_IDS, OBJECTIVES, SLO_TPOT_MS, SLO_TTFT_MS, TENANT, USER
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Sequence
 
+    from extproc.api.model_server import ModelServerSpec
     from extproc.api.snapshot import Snapshot
+    from extproc.request.model import InferenceRequest
+
+# Longer names are cut and end in a hash of the whole, so that two callers stay two: names are kept in memory and shown
+# in metrics.
+_MAX_CHARACTERS: Final = 128
+_HASH_BYTES: Final = 16
+
+
+def name_in(headers: Mapping[str, str], header: str) -> str:
+    """The value of a header, shortened to a bounded length; empty if it is missing."""
+    return shortened(headers.get(header.lower(), ""))
+
+
+def verified_name_in(headers: Mapping[str, str], header: str) -> str:
+    """A name that Envoy has written, as configuration spells it: Envoy writes UTF-8, and headers are read as
+    Latin-1.
+    """
+    value = headers.get(header, "")
+    if not value.isascii():
+        try:
+            value = value.encode("latin-1").decode()
+        except UnicodeError:
+            # a gateway that is trusted wrote something else; it stays as it was read
+            return shortened(value)
+    return shortened(value)
+
+
+def shortened(name: str) -> str:
+    """``name`` in at most 128 characters."""
+    if len(name) <= _MAX_CHARACTERS:
+        return name
+    hashed = blake2b(name.encode(errors="surrogatepass"), digest_size=_HASH_BYTES).hexdigest()
+    return f"{name[: _MAX_CHARACTERS - len(hashed) - 1]}~{hashed}"
+
 
 ANONYMOUS: Final = "anonymous"
 _MAX_TARGET_MS: Final = 86_400_000.0
 _NO_CLAIMS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
+
+
+class Subject(msgspec.Struct, frozen=True):
+    """Who asks, as Envoy has verified it. ``api_key``: the name that Envoy has given, maybe one that this configuration
+    does not know. ``claims``: of the token, those that policies name.
+    """
+
+    tenant: str
+    user: str = ""
+    api_key: str = ""
+    claims: Mapping[str, Collection[str]] = {}
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -98,3 +150,40 @@ def _seconds(text: str) -> float | None:
     except ValueError:
         return None
     return milliseconds / 1000 if 0 < milliseconds <= _MAX_TARGET_MS else None
+
+
+class CacheIsolation:
+    """Salts by one configuration. All replicas of extproc make the same ones."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        gateway = snapshot.gateway
+        self._snapshot = snapshot
+        self._secret = None if gateway.cache_secret is None else gateway.cache_secret.encode()
+        self._keys: dict[str, bytes] = {}
+        # a new key cools the caches of its own tenant alone
+        for key in () if gateway.authentication is None else gateway.authentication.api_keys:
+            known = msgspec.json.encode([key.name, key.digest])
+            self._keys[key.tenant] = sha256(self._keys.get(key.tenant, b"") + known).digest()
+        self.asks_who = any(self.mode_of(server.spec) in {"Tenant", "User"} for server in snapshot.servers)
+
+    def mode_of(self, spec: ModelServerSpec) -> str:
+        """``Tenant``, ``User``, ``Shared`` or ``Header:NAME``."""
+        return cache_isolation_of(spec, self._snapshot)
+
+    def salt(
+        self, request: InferenceRequest, spec: ModelServerSpec, caller: Caller, headers: Mapping[str, str]
+    ) -> str | None:
+        """The salt to send, None for none. A client's own, where it may set one, divides its part further."""
+        own = request.cache_salt if "cache_salt" in spec.allowed_fields else None
+        mode = self.mode_of(spec)
+        # engines cache nothing that is worth a salt for the other APIs, and may refuse it there
+        if mode == "Shared" or request.api is None or not request.api.spec.takes_salt:
+            return own
+        if mode == "Tenant":
+            scope = ["tenant", caller.tenant]
+        elif mode == "User":
+            scope = ["user", caller.tenant, caller.user]
+        else:
+            scope = ["header", headers.get(mode.removeprefix("Header:").lower(), "")]
+        key = self._secret or self._keys.get(caller.tenant, b"attache")
+        return hmac.digest(key, msgspec.json.encode([*scope, own]), "sha256").hex()

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from extproc.admission.limits import RESOURCES
-from extproc.admission.local_limits import MAX_BUCKETS
+from extproc.admission.limits import MAX_BUCKETS, RESOURCES
 from extproc.api.addresses import parse_address, worker_addresses
 from extproc.api.errors import ConfigInvalid
 from extproc.api.gateway_config import missed_meeting

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from extproc.api.load import load_directory
 from extproc.core.core import Core
 from extproc.core.explanation import Explanation, to_text
-from extproc.core.types import Attachment, Head
+from extproc.core.record import Attachment, Head
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,7 +21,7 @@ from extproc.replication.buses import RedisMissing
 from extproc.runtime import app, workers
 from extproc.runtime.settings import Settings, Tls, Worker
 from extproc.streams.context import GatewayOptions
-from extproc.streams.health import ListenFailed
+from extproc.streams.server import ListenFailed
 from extproc.streams.tls import CertificateInvalid, TlsFiles
 
 if TYPE_CHECKING:

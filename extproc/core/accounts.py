@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.admission.buckets import Limit
-from extproc.admission.local_limits import BucketLevel
+from extproc.admission.limits import BucketLevel
 from extproc.core.effects import Effect, Owe, SettleGrant, Tell
-from extproc.core.peer_events import Spent
+from extproc.core.peers import Spent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from extproc.admission.limits import Charge, Grant, Usage
-    from extproc.admission.local_limits import LocalLimits
+    from extproc.admission.limits import Charge, Grant, LocalLimits, Usage
     from extproc.core.record import Record
 
 # After the key of a bucket in the shared store: this process's part of it while the store is away.

@@ -11,36 +11,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from extproc.admission.access import Access
-from extproc.admission.cache_isolation import CacheIsolation
-from extproc.admission.identity import Identities
+from extproc.admission.identity import CacheIsolation, Identities
 from extproc.admission.limits import Grant
 from extproc.api.snapshot import scrape_stretch
 from extproc.core.accounts import Accounts
-from extproc.core.admission_controller import AdmissionController
-from extproc.core.awaiting import AwaitingRequests
+from extproc.core.activation import AwaitingRequests
+from extproc.core.adapter_load import LoadingRequests
 from extproc.core.demand import DemandMeter
 from extproc.core.dispatch import Dispatcher
 from extproc.core.effects import Effect, Tell
-from extproc.core.entering import EnteringRequests
 from extproc.core.explaining import Asked, explain_arrival
 from extproc.core.feedback import take_change, take_report
-from extproc.core.intake import Intake
 from extproc.core.level_exchange import LevelExchange
-from extproc.core.loading import LoadingRequests
-from extproc.core.loads import loads_in_parts, loads_of
-from extproc.core.mirror import Mirror
-from extproc.core.peer_events import AdapterChanged, Alive, AskLevels, Ended, EngineSaid, Learned, Levels, Spent
-from extproc.core.record import Record
-from extproc.core.running import RunningRequests
+from extproc.core.peers import AdapterChanged, Alive, AskLevels, Ended, EngineSaid, Learned, Levels, Mirror, Spent
+from extproc.core.pipeline import EnteringRequests
+from extproc.core.queue import AdmissionController, WaitingRequests
+from extproc.core.record import BUNDLE, Record
+from extproc.core.request_builder import Intake, WhoMay
+from extproc.core.running import RunningRequests, loads_in_parts, loads_of
 from extproc.core.states import Event, IllegalEvent, State, is_legal
-from extproc.core.types import BUNDLE
-from extproc.core.waiting import WaitingRequests
-from extproc.core.who_may import WhoMay
 from extproc.llmd.pickers import PickerMaker, pickers_for
 from extproc.prefix.index import blocks_of_each
 from extproc.routing.resolve import RoutingTable
-from extproc.scheduling.pool import Pool
-from extproc.scheduling.request_started import RequestStarted
+from extproc.scheduling.pool import Pool, RequestStarted
 
 if TYPE_CHECKING:
     import random
@@ -48,11 +41,11 @@ if TYPE_CHECKING:
 
     from extproc.api.snapshot import Snapshot
     from extproc.api.status_pages import Demand, EndpointLoad
-    from extproc.core.awaiting import ZeroDemand
-    from extproc.core.entering import Answer, Own
+    from extproc.core.activation import ZeroDemand
     from extproc.core.explanation import Explanation
-    from extproc.core.peer_events import EventBatch
-    from extproc.core.types import Arrival, Attachment, LoadResult, Outcome
+    from extproc.core.peers import EventBatch
+    from extproc.core.pipeline import Answer, Own
+    from extproc.core.record import Arrival, Attachment, LoadResult, Outcome
     from extproc.llmd.pickers import MadePicker, MakePicker
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients ask of each ModelServer and what its engines do: counted with each request, told as a page.
+"""What clients ask of each ModelServer and what its engines do: counters of this process, as a page for autoscalers.
 
 A request counts once at each step: it arrives, its prefill work becomes known, it is refused or its outcome comes.
 Tokens count with its outcome: as that says, or by estimates where it does not.
@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.api.status_pages import Counted, Demand, EngineDemand, ServerDemand
 from extproc.core.demand_meter import NEVER, InFlight, ModelMeter, ServerMeter, Wait, add_model
-from extproc.core.feedback import usage_of
 from extproc.core.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from extproc.core.record import Record, Run
-    from extproc.core.types import Arrival, Outcome
+    from extproc.core.record import Arrival, Outcome, Record, Run
     from extproc.scheduling.pool import Pool
+
 
 # A request in one of these states is held here.
 WAITING: Final = frozenset({State.AWAITING_ENGINE, State.LOADING, State.QUEUED})
@@ -181,7 +180,7 @@ def count_outcome(record: Record, run: Run, outcome: Outcome) -> None:
     meter.finished += 1
     assignment, prompt, written = run.assignment, outcome.prompt_tokens, outcome.completion_tokens
     if prompt is None or written is None:
-        used = usage_of(run, outcome)
+        used = run.used(outcome)
         # where nothing is told, limits reckon with the most that clients may have had
         most = math.inf if run.limited is None else run.reserved.output_tokens
         meter.output_tokens += min(used.output_tokens, most) if written is None else written

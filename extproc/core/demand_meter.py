@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of what clients ask of each ModelServer, for autoscalers; ``demand.py`` moves and tells them."""
+"""Counters of what clients ask of each ModelServer, for autoscalers."""
 
 from __future__ import annotations
 

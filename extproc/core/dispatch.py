@@ -1,34 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch: pick an endpoint and count the request there; also requests of other processes."""
+"""Dispatch: pick an endpoint, write the body as its engine is to read it, and count the request there."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
+from extproc.admission.flows import QueuedRequest
 from extproc.admission.limits import Usage
-from extproc.admission.queued_request import QueuedRequest
 from extproc.core.demand import WAITING, count_dispatch, count_refusal
 from extproc.core.effects import Decision, Effect, Fault, Refused, Tell
 from extproc.core.explanation import explain
-from extproc.core.health_feedback import OverdueRequests
+from extproc.core.feedback import OverdueRequests
 from extproc.core.record import Record, Run
-from extproc.core.rewriting import asks_for_usage, changed_body
 from extproc.core.states import State
 from extproc.errors import EngineStarting, InternalError, NoEndpoint, Refusal
-from extproc.prefix.turns import tail_of
+from extproc.prefix.index import tail_of
+from extproc.request.rewrite import is_plain, with_changes
 from extproc.scheduling.cache_estimator import Prompt
-from extproc.scheduling.pool import PickConstraints
-from extproc.scheduling.request_started import RequestStarted
+from extproc.scheduling.pool import PickConstraints, RequestStarted
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
 
-    from extproc.admission.gate import Gate
+    from extproc.admission.queue import Gate
     from extproc.core.accounts import Accounts
     from extproc.core.demand import DemandMeter
-    from extproc.core.types import Arrival, Attachment
+    from extproc.core.record import Arrival, Attachment
     from extproc.endpoints.table import Bools
     from extproc.scheduling.cache_estimator import Expectation
     from extproc.scheduling.picker import PluginFailed
@@ -271,3 +270,39 @@ def _end_wait(record: Record) -> None:
 def _charge(run: Run, gate: Gate, queued: QueuedRequest, service: float, now: float) -> None:
     run.gate, run.charged = gate, service
     gate.dispatched(queued, service, now)
+
+
+def asks_for_usage(arrival: Arrival, attachment: Attachment) -> bool:
+    """Whether we ask for the usage of a streamed answer because its client does not.
+
+    A client that declines usage gets none, but only our own bundle keeps the chunk from it: elsewhere its word holds.
+    """
+    request = arrival.request
+    if arrival.pool.spec.stream_usage != "Always" or not request.leaves_usage_out:
+        return False
+    hides_usage = arrival.head.is_trusted and not attachment.passes_usage
+    return hides_usage or not request.declines_usage
+
+
+def changed_body(arrival: Arrival, *, with_usage: bool) -> bytes | None:
+    """The body as its engine is to read it; None if the client's own will do.
+
+    It has the engines' model name, usage asked for if ``with_usage`` (see ``asks_for_usage``), the gateway's cache
+    salt, and none of the fields that clients may not set. An engine must read what was read here: names that are
+    repeated or escaped come out once and plain.
+    """
+    request = arrival.request
+    if request.api is None:
+        return None
+    changes: dict[str, object] = {}
+    if arrival.cache_salt is not None and arrival.cache_salt != request.cache_salt:
+        changes["cache_salt"] = arrival.cache_salt
+    if arrival.destination.model != request.model:
+        changes["model"] = arrival.destination.model
+    if with_usage:
+        changes["stream_options"] = {**request.stream_options, "include_usage": True}
+    allowed = arrival.pool.spec.allowed_fields
+    dropped = [name for name in request.internal_fields if name not in allowed]
+    if not changes and not dropped and is_plain(arrival.body, request.contents):
+        return None
+    return with_changes(arrival.body, changes, request.contents, without=dropped)

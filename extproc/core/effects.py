@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import msgspec
 
+from extproc.admission.flows import QueuedRequest
 from extproc.admission.limits import Charge, Grant, Usage
-from extproc.admission.queued_request import QueuedRequest
 from extproc.core.explanation import Explanation
-from extproc.core.peer_events import PeerEvent
-from extproc.core.types import Arrival, LoadResult, Outcome
+from extproc.core.peers import PeerEvent
+from extproc.core.record import Arrival, LoadResult, Outcome
 from extproc.endpoints.health import Failure
 from extproc.errors import Refusal
-from extproc.scheduling.assignment import Assignment
+from extproc.scheduling.pool import Assignment
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -11,12 +11,12 @@ import numpy as np
 
 from extproc.core.dispatch import constraints_of, prompt_of
 from extproc.core.explanation import Explanation, avoided_now, explain, silent_now, where_adapter_goes
-from extproc.core.types import Arrival, Attachment
+from extproc.core.record import Arrival, Attachment
 
 if TYPE_CHECKING:
     import random
 
-    from extproc.core.awaiting import AwaitingRequests
+    from extproc.core.activation import AwaitingRequests
 
 
 class Asked(msgspec.Struct, frozen=True):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What outcomes teach: each is joined with its assignment by the request's ticket."""
+"""What outcomes teach, and what outcomes that do not come say of the health of endpoints.
+
+Each outcome is joined with its assignment by the request's ticket.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,157 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.admission.estimates import ASSUMED_BYTES_PER_TOKEN
-from extproc.admission.limits import NO_USAGE, Usage
+from extproc.core.effects import HealthChanged
+from extproc.core.states import State
 from extproc.endpoints.costs import learn_prefill_rate, typical_rate
 from extproc.endpoints.engine_reports import apply_report, record_latency
+from extproc.endpoints.health import Failure
 from extproc.endpoints.ledger import finish_prefill
-from extproc.prefix.turns import Turn
+from extproc.endpoints.outliers import record_bad_answer, record_failure, record_good_answer, record_success
+from extproc.prefix.index import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from extproc.core.peer_events import AdapterChanged, EngineSaid
-    from extproc.core.record import Run
-    from extproc.core.types import Outcome
+    from extproc.core.effects import Effect
+    from extproc.core.peers import AdapterChanged, EngineSaid
+    from extproc.core.record import Outcome, Record, Run
     from extproc.scheduling.pool import Pool
+
+# Statuses by which an engine, or Envoy on its behalf, says that it could not take the request at all.
+_UNAVAILABLE: Final = frozenset({502, 503, 504})
+# Envoy tries these on the next endpoint; if that one answers the same, the request itself may be the reason.
+_MAYBE_THE_REQUEST: Final = frozenset({429, 500})
+# An endpoint is silent if it answers nothing for this long and so many typical answers, its backlog not counted.
+_SILENCE_S: Final = 2.0
+_SILENCE_ANSWERS: Final = 4.0
+_BACKLOG_MARGIN: Final = 3.0
+# A streamed token is a hundred bytes and more: an engine that writes is faster than this by far.
+_SLOWEST_BYTES_PER_S: Final = 10.0
+_SWEEP_S: Final = 1.0
+
+
+def judge(run: Run, outcome: Outcome, now: float, out: list[Effect]) -> None:
+    """Count the outcome for the endpoint that was chosen, and for the one that answered in its place."""
+    table, first = run.pool.table, run.assignment.endpoint
+    was_passed_over = bool(outcome.served) and outcome.served != first.address
+    if table.is_current(first):
+        failure = Failure.PASSED_OVER if was_passed_over else _failure_of(run, outcome, first.row)
+        is_unavailable = (
+            outcome.status in _UNAVAILABLE
+            or failure is Failure.SILENT
+            or (was_passed_over and outcome.status not in _MAYBE_THE_REQUEST)
+        )
+        if failure is not None or was_passed_over or not _says_nothing(outcome):
+            _count(run, first.row, failure, now, out, is_unavailable=is_unavailable)
+    served_row = table.row_of(outcome.served)
+    if was_passed_over and served_row is not None and not _says_nothing(outcome):
+        _count(run, served_row, _failure_of(run, outcome, served_row), now, out)
+
+
+def _says_nothing(outcome: Outcome) -> bool:
+    """Whether the client left before the engine could show what it would have answered."""
+    return outcome.status == 0 or (outcome.has_left and outcome.status < 400 and outcome.prompt_tokens is None)
+
+
+def _failure_of(run: Run, outcome: Outcome, row: int) -> Failure | None:
+    if _says_nothing(outcome):
+        went_unheard = _is_slow(outcome) and outcome.duration_s - run.waited_s > _patience_s(run)
+        is_silent = run.pool.table.healths[row].served_at_s < run.sent_at_s
+        return Failure.SILENT if went_unheard and is_silent and run.pool.typical_duration_s else None
+    if outcome.status >= 500 or outcome.status in {408, 429}:
+        return Failure.ERROR
+    if outcome.status >= 400:
+        return Failure.REFUSED
+    if outcome.was_cut:
+        return Failure.CUT
+    has_no_usage = outcome.prompt_tokens is None and run.expects_usage and run.pool.reports_usage
+    return Failure.NO_USAGE if has_no_usage else None
+
+
+def _is_slow(outcome: Outcome) -> bool:
+    """Whether nothing was answered, or next to nothing for the time that it took."""
+    if outcome.ttfb_s is None or outcome.answer_bytes is None:
+        return outcome.ttfb_s is None
+    return outcome.answer_bytes < _SLOWEST_BYTES_PER_S * (outcome.duration_s - outcome.ttfb_s)
+
+
+def _count(
+    run: Run, row: int, failure: Failure | None, now: float, out: list[Effect], *, is_unavailable: bool = False
+) -> None:
+    """``is_unavailable``: one such failure is enough to avoid the endpoint."""
+    pool, health = run.pool, run.pool.table.healths[row]
+    if failure is None:
+        if run.is_on_time:
+            _learn_duration(run, now)
+        if record_good_answer(pool.table, row, now=now, sent_at_s=run.sent_at_s):
+            out.append(HealthChanged(pool.name, pool.table.addresses[row], None))
+        if not health.is_suspect or (health.probe_at_s and run.sent_at_s >= health.probe_at_s):
+            record_success(pool.table, row)
+        return
+    is_news = False
+    if run.is_on_time and not (failure is Failure.REFUSED and health.is_repeated(hash((*run.chain[-1:], run.tail)))):
+        is_news = record_bad_answer(pool.table, row, failure, now=now)
+    if is_news:
+        out.append(HealthChanged(pool.name, pool.table.addresses[row], failure))
+    if is_unavailable or health.is_suspect:
+        record_failure(pool.table, row, now, sent_at_s=run.sent_at_s, is_costly=failure is Failure.SILENT)
+    elif failure not in {Failure.PASSED_OVER, Failure.SILENT}:
+        # it refuses or fails this request, but it is there
+        record_success(pool.table, row)
+
+
+def _learn_duration(run: Run, now: float) -> None:
+    pool, took_s = run.pool, now - run.sent_at_s
+    pool.typical_duration_s += (_WEIGHT if pool.typical_duration_s else 1.0) * (took_s - pool.typical_duration_s)
+
+
+def _patience_s(run: Run) -> float:
+    """After so long without any answer of its engine, a request is overdue."""
+    prefill = run.assignment.prefilled_by
+    backlog_s = run.assignment.tokens_ahead / float(run.pool.table.prefill_rate[prefill.row])
+    return _SILENCE_S + _SILENCE_ANSWERS * run.pool.typical_duration_s + _BACKLOG_MARGIN * backlog_s
+
+
+class OverdueRequests:
+    """Counts requests as failures whose engine answers nothing: not them, and no other since they were sent.
+
+    Nothing is known of a request that runs before it ends, and a long answer is no failure. But an engine that has
+    requests and ends none of them, while the others do, hangs.
+    """
+
+    def __init__(self, records: Mapping[str, Record]) -> None:
+        self._records = records
+        # by pool
+        self._swept_at_s: dict[str, float] = {}
+
+    def sweep(self, pool: Pool, now: float, out: list[Effect]) -> None:
+        """Called with every request; looks once a second, and at single requests only where an engine is silent."""
+        if now < self._swept_at_s.get(pool.name, 0.0) + _SWEEP_S:
+            return
+        self._swept_at_s[pool.name] = now
+        if not _has_silent_engine(pool, now):
+            return
+        for record in self._records.values():
+            if record.run is not None and record.run.pool is pool and record.state is State.RUNNING:
+                _count_if_overdue(record.run, now, out)
+
+
+def _has_silent_engine(pool: Pool, now: float) -> bool:
+    if not pool.typical_duration_s:
+        return False
+    limit_s, table = _SILENCE_S + _SILENCE_ANSWERS * pool.typical_duration_s, pool.table
+    return any(table.in_flight[row] and now - table.healths[row].served_at_s > limit_s for row in table.active_rows)
+
+
+def _count_if_overdue(run: Run, now: float, out: list[Effect]) -> None:
+    table, first = run.pool.table, run.assignment.endpoint
+    if not run.is_on_time or not table.is_current(first):
+        return
+    if now - max(run.sent_at_s, table.healths[first.row].served_at_s) > _patience_s(run):
+        _count(run, first.row, Failure.SILENT, now, out)
+        run.is_on_time = False
+
 
 _WEIGHT: Final = 0.05
 _MIN_TOKENS_FOR_RATIO: Final = 64
@@ -29,10 +170,6 @@ _BYTES_PER_TOKEN_BOUNDS: Final = (0.5, 16.0)
 # A prediction may be off by the blocks of both sides: ours grow with the prompt, the engine's are 16 tokens or more.
 _TOLERATED_SHARE: Final = 0.1
 _TOLERATED_TOKENS: Final = 64.0
-# Of one answer. The fastest accelerators write some 3,000 tokens a second; what is measured as no time may be a
-# millisecond, or a clock that was set back.
-_FASTEST_TOKENS_PER_S: Final = 5_000.0
-_AT_ONCE_TOKENS: Final = 1_000.0
 # A prefix is in the cache once its prefill is done, not when it was sent.
 _PREFILL_GRACE_S: Final = 1.0
 
@@ -132,57 +269,6 @@ def _learn_output(run: Run, outcome: Outcome, *, is_ours: bool) -> None:
     # of a request of another process it is not known whether it had a bound
     if is_ours and math.isinf(run.most_output):
         run.pool.output_estimate.learn(tokens)
-
-
-def usage_of(run: Run, outcome: Outcome) -> Usage:
-    """The tokens that a request used, as reported; none if no engine answered it.
-
-    If the client hung up, or the gateway's time limit ended the request, output is not reported. It is estimated from
-    the time and the engine's time per token, all answers together, at most the requested maximum: nobody gains by
-    hanging up just before the end.
-    """
-    was_given_up = bool(outcome.served) and (outcome.status == 0 or outcome.has_timed_out)
-    if outcome.prompt_tokens is None and not 200 <= outcome.status < 300 and not was_given_up:
-        return NO_USAGE
-    reserved = _reserved(run)
-    if outcome.completion_tokens is None:
-        output_tokens = min(run.most_output, _may_have_written(run, outcome))
-    else:
-        output_tokens = min(_most_believed(run, outcome), float(outcome.completion_tokens))
-    return Usage(
-        input_tokens=reserved.input_tokens if outcome.prompt_tokens is None else outcome.prompt_tokens,
-        output_tokens=output_tokens,
-    )
-
-
-def _reserved(run: Run) -> Usage:
-    return run.reserved if run.limited is None else run.limited
-
-
-def _most_believed(run: Run, outcome: Outcome) -> float:
-    """The most output that an engine may report.
-
-    More than was asked for is believed, as engines may read fields that we do not, and what they wrote was had. But no
-    more than can be written in the time, which the gateway has measured: an engine cannot charge a tenant at will.
-    """
-    writing_s = max(0.0, outcome.duration_s - run.waited_s)
-    in_time = run.answers * (_FASTEST_TOKENS_PER_S * writing_s + _AT_ONCE_TOKENS)
-    return in_time if math.isinf(run.most_output) else max(run.most_output, in_time)
-
-
-def _may_have_written(run: Run, outcome: Outcome) -> float:
-    """All answers are written side by side, each in the engine's time per token. Who refuses to say pays what is
-    reserved; so does a whole plain answer that says nothing, as its tokens may be written afterwards (``background``).
-    """
-    if outcome.ttfb_s is None and run.is_streamed:
-        return 0.0
-    row = run.pool.table.row_of(outcome.served)
-    tpot_s = float(run.pool.table.tpot_s[row]) if row is not None else 0.0
-    is_silent = not run.is_streamed and 200 <= outcome.status < 300 and not (outcome.has_left or outcome.was_cut)
-    if not tpot_s or run.declines_usage or is_silent:
-        return _reserved(run).output_tokens
-    writing_s = outcome.duration_s - (run.waited_s if outcome.ttfb_s is None else outcome.ttfb_s)
-    return run.answers * max(0.0, writing_s) / tpot_s
 
 
 def _learn_bytes_per_token(run: Run, outcome: Outcome, *, has_limits: bool) -> None:

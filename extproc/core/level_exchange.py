@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from extproc.core.effects import Effect, Tell
-from extproc.core.peer_events import AskLevels, Levels, Spent
+from extproc.core.peers import AskLevels, Levels, Spent
 
 if TYPE_CHECKING:
-    from extproc.admission.local_limits import LocalLimits
+    from extproc.admission.limits import LocalLimits
 
 # Questions, one with each of the first heartbeats; nobody answers a process that is alone.
 _MOST_QUESTIONS: Final = 20

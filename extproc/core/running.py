@@ -1,28 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatched requests, until the stream is closed and the outcome known, in any order."""
+"""Dispatched requests, until the stream is closed and the outcome known; and each engine's load by them."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Final
 
+from extproc.api.status_pages import EndpointLoad
 from extproc.core.demand import count_end, count_outcome
 from extproc.core.dispatch import repeat
 from extproc.core.effects import Effect, Fault, Settled, Tell
-from extproc.core.feedback import learn, lost_adapter, usage_of
-from extproc.core.health_feedback import judge
-from extproc.core.peer_events import Ended
+from extproc.core.feedback import judge, learn, lost_adapter
+from extproc.core.peers import Ended
 from extproc.core.states import Event, State, is_legal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-    from extproc.admission.gate import Gate
+    from extproc.admission.queue import Gate
     from extproc.core.accounts import Accounts
-    from extproc.core.record import Record, Run
-    from extproc.core.types import Outcome
-    from extproc.scheduling.pool import Pool
-    from extproc.scheduling.request_started import RequestStarted
+    from extproc.core.record import Outcome, Record, Run
+    from extproc.scheduling.pool import Pool, RequestStarted
 
 # Outcomes that never come must not pile up: beyond this many ended requests, the oldest are given up.
 MOST_ENDED: Final = 65_536
@@ -91,7 +89,7 @@ class RunningRequests:
             out.append(Fault("an outcome could not be learned from", error))
         service = 0.0
         if run.gate is not None or record.grants:
-            used = usage_of(run, outcome)
+            used = run.used(outcome)
             if run.gate is not None:
                 cached = run.assignment.cached_tokens if outcome.cached_tokens is None else outcome.cached_tokens
                 service = run.gate.service(used, float(cached))
@@ -119,3 +117,56 @@ class RunningRequests:
 
 
 _IN_FLIGHT: Final = frozenset({State.RUNNING, State.SETTLED})
+
+# Their streams are open: bytes may still flow.
+_OPEN = frozenset({State.RUNNING, State.SETTLED})
+
+
+def loads_in_parts(records: Iterable[Record], pools: Iterable[Pool]) -> Iterator[dict[str, EndpointLoad]]:
+    """By address: every configured engine, and every other one that has a request running. In parts, one for each pool,
+    so that others may have their turn between two; ``add_part`` puts them together.
+
+    Of a request with fallbacks the first choice counts, and with prefill elsewhere both engines do. One that a fallback
+    serves is in that engine's own report.
+    """
+    running = Counter(
+        address
+        for record in records
+        if record.is_ours and record.run is not None and record.state in _OPEN
+        for address in _engines_of(record.run)
+    )
+    yield {address: EndpointLoad(count) for address, count in running.items()}
+    for pool in list(pools):
+        table, tokens_held = pool.table, pool.caches.tokens_held
+        # a look into a column costs more than the rest of an endpoint
+        has = (table.running + table.waiting).round().tolist()
+        yield {
+            address: EndpointLoad(running[address], tokens_held(row), int(has[row]))
+            for address, row in zip(table.active_addresses, table.active_rows, strict=True)
+        }
+
+
+def add_part(found: dict[str, EndpointLoad], part: dict[str, EndpointLoad]) -> None:
+    """An engine of several pools has the most that any of them knows."""
+    for address, one in part.items():
+        known = found.get(address)
+        if known is not None:
+            one = EndpointLoad(  # noqa: PLW2901 - what both know
+                one.in_flight,
+                max(known.cached_tokens, one.cached_tokens),
+                max(known.reported, one.reported),
+            )
+        found[address] = one
+
+
+def loads_of(records: Iterable[Record], pools: Iterable[Pool]) -> dict[str, EndpointLoad]:
+    """All parts at once."""
+    found: dict[str, EndpointLoad] = {}
+    for part in loads_in_parts(records, pools):
+        add_part(found, part)
+    return found
+
+
+def _engines_of(run: Run) -> set[str]:
+    assignment = run.assignment
+    return {one.address for one in (assignment.endpoint, assignment.prefill) if one is not None}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.core.types import LoadProblem, LoadResult
+from extproc.core.record import LoadProblem, LoadResult
 from extproc.feeds.engine_access import EngineHttp
 from extproc.feeds.engine_answers import LoadAnswer, answer_to_load, is_unloaded, said
 

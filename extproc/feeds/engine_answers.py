@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
-from extproc.core.types import LoadProblem
+from extproc.core.record import LoadProblem
 from extproc.request.model import TokenId
 
 _ALREADY: Final = re.compile(r"already (been )?loaded", re.IGNORECASE)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.api.addresses import parse_address
 from extproc.api.snapshot import scrape_stretch, stretched_intervals
-from extproc.core.peer_events import EngineSaid
+from extproc.core.peers import EngineSaid
 from extproc.endpoints.engine_reports import EngineReport
 from extproc.endpoints.metric_names import NAMES
 from extproc.endpoints.metrics_text import MetricsReader, PageRefused

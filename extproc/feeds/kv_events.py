@@ -22,8 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from extproc.api.addresses import parse_address, parse_endpoint
 from extproc.prefix.kv_events import UnreadableEvents
-from extproc.prefix.kv_index import Source
-from extproc.prefix.kv_stream import KvStream
+from extproc.prefix.kv_index import KvStream, Source
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence

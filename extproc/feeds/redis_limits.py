@@ -19,17 +19,15 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from extproc.admission.buckets import Claim
+from extproc.admission.buckets import Claim, StoreMemory
 from extproc.admission.limits import Charge, Grant, StoreAway, refusal
-from extproc.admission.store_memory import StoreMemory
 from extproc.replication.buses import redis_client
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from extproc.admission.buckets import Limit
+    from extproc.admission.buckets import Limit, Statement
     from extproc.admission.limits import Usage
-    from extproc.admission.store_memory import Statement
     from extproc.errors import RateLimited
     from extproc.metrics.registry import Metrics
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.local_limits import BucketLevel
+from extproc.admission.limits import BucketLevel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from extproc.admission.local_limits import LocalLimits
+    from extproc.admission.limits import LocalLimits
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from extproc.request.tokens import tokens_in
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from extproc.core.types import Arrival
+    from extproc.core.record import Arrival
     from extproc.feeds.engine_access import EngineAccess
     from extproc.metrics.registry import Metrics
     from extproc.scheduling.pool import Pool

@@ -19,7 +19,7 @@ from extproc.api.picker_flow_control import (
     gates_of,
 )
 from extproc.llmd.registry import ACCEPTED
-from extproc.scheduling.cache_tiers import tier_capacities
+from extproc.scheduling.cache_estimator import tier_capacities
 from extproc.scheduling.plugins.attributes import (
     EndpointAttributeFilter,
     EndpointAttributeScorer,

@@ -12,8 +12,7 @@ from extproc.endpoints.engine_reports import estimated_kv_usage, estimated_waiti
 from extproc.errors import BadRequest
 from extproc.scheduling.framework import Filter
 from extproc.scheduling.labels import runs_adapter
-from extproc.scheduling.plugins.latency_scorers import LatencyScorer
-from extproc.scheduling.plugins.noise import uniforms
+from extproc.scheduling.plugins.latency import LatencyScorer, uniforms
 
 if TYPE_CHECKING:
     import random

@@ -15,10 +15,14 @@ from extproc.llmd.notes import server_notes
 from extproc.llmd.profiles import BuiltPicker, build_picker, failures
 from extproc.llmd.registry import installed
 from extproc.scheduling.external_plugins import try_out
-from extproc.scheduling.pairs import PairParameters, PrefillDecodePairs
 from extproc.scheduling.picker import Picker
-from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
-from extproc.scheduling.round_robin import RoundRobin
+from extproc.scheduling.pickers import (
+    PairParameters,
+    PrefillDecodePairs,
+    PrefixAware,
+    PrefixAwareParameters,
+    RoundRobin,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

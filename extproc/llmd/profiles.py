@@ -23,7 +23,7 @@ from extproc.api.quantities import decode_quantity
 from extproc.api.schema import check_shape, suggest
 from extproc.llmd.notes import notes_of, without_effect
 from extproc.llmd.registry import BUILT_IN, NOT_BUILT
-from extproc.scheduling.cache_tiers import tier_capacities
+from extproc.scheduling.cache_estimator import tier_capacities
 from extproc.scheduling.external_plugins import Guard, failure, guarded
 from extproc.scheduling.framework import (
     ConfiguredPicker,
@@ -34,10 +34,10 @@ from extproc.scheduling.framework import (
     SessionKeeper,
 )
 from extproc.scheduling.picker import PluginFailed
+from extproc.scheduling.pickers import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.plugins.attributes import MetricsExtractor
 from extproc.scheduling.plugins.handlers import SingleProfile
 from extproc.scheduling.plugins.selectors import MaxScore
-from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from extproc.llmd.registry import Kind, PluginType
     from extproc.scheduling.framework import Selector
     from extproc.scheduling.picker import Picker
-    from extproc.scheduling.plugins.rollouts import EndpointPin, Rollout
+    from extproc.scheduling.plugins.handlers import EndpointPin, Rollout
 
 # Plugins that were named, and never used, by these parameters: llm-d does not look them up either.
 _NEVER_READ: Final = frozenset({"prefixPluginName"})

@@ -20,21 +20,15 @@ from extproc.api.picker_flow_control import AGENT_IDENTITY, POLICIES, AgentIdent
 from extproc.llmd import older_types
 from extproc.scheduling.external_plugins import raised_at
 from extproc.scheduling.plugins import (
-    admitters,
     affinity,
     attributes,
-    cache_scorers,
     clusters,
     filters,
     handlers,
     label_plugins,
-    label_weights,
-    latency_scorers,
+    latency,
     reporters,
-    rollouts,
     selectors,
-    slo_filters,
-    topology,
 )
 from extproc.scheduling.plugins import load_scorers as load
 from extproc.scheduling.plugins.reasons import NO_ENCODE_STAGE
@@ -159,9 +153,9 @@ _FILTERS: Final = {
     "utilization-detector": filters.SaturationFilter,
     "concurrency-detector": filters.Concurrency,
     "utilization-filter": filters.Utilization,
-    "topology-affinity-filter": topology.TopologyAffinityFilter,
+    "topology-affinity-filter": label_plugins.TopologyAffinityFilter,
     "endpoint-attribute-filter": attributes.EndpointAttributeFilter,
-    "slo-headroom-tier-filter": slo_filters.SloHeadroomTier,
+    "slo-headroom-tier-filter": latency.SloHeadroomTier,
     "label-selector-filter": label_plugins.LabelSelector,
     "by-label-selector": label_plugins.LabelSelector,
     "by-label": label_plugins.ByLabel,
@@ -191,19 +185,19 @@ _SCORERS: Final = {
     "load-aware-scorer": load.LoadAware,
     "token-load-scorer": load.TokenLoad,
     "lmetric-scorer": load.LMetric,
-    "kv-cache-utilization-scorer": cache_scorers.KvCacheUtilization,
-    "kv-cache-scorer": cache_scorers.KvCacheUtilization,  # its name before llm-d 0.3
-    "kvcache-aware-scorer": cache_scorers.PrecisePrefixCache,
-    "prefix-cache-scorer": cache_scorers.PrefixCacheScorer,
-    "precise-prefix-cache-scorer": cache_scorers.PrecisePrefixCache,
-    "no-hit-lru-scorer": cache_scorers.NoHitLru,
+    "kv-cache-utilization-scorer": load.KvCacheUtilization,
+    "kv-cache-scorer": load.KvCacheUtilization,  # its name before llm-d 0.3
+    "kvcache-aware-scorer": load.PrecisePrefixCache,
+    "prefix-cache-scorer": load.PrefixCacheScorer,
+    "precise-prefix-cache-scorer": load.PrecisePrefixCache,
+    "no-hit-lru-scorer": load.NoHitLru,
     "lora-affinity-scorer": affinity.LoraAffinity,
     "session-affinity-scorer": affinity.SessionAffinity,
     "header-label-affinity-scorer": label_plugins.HeaderLabelAffinity,
-    "topology-affinity-scorer": topology.TopologyAffinityScorer,
+    "topology-affinity-scorer": label_plugins.TopologyAffinityScorer,
     "endpoint-attribute-scorer": attributes.EndpointAttributeScorer,
-    "latency-scorer": latency_scorers.LatencyScorer,
-    "endpoint-attribute-weight-scorer": label_weights.AttributeWeight,
+    "latency-scorer": latency.LatencyScorer,
+    "endpoint-attribute-weight-scorer": label_plugins.AttributeWeight,
     "slo-aware-routing": older_types.SloAwareRouting,
     "slo-scorer": older_types.SloAwareRouting,
     "thunder-agent": affinity.ThunderAgent,
@@ -215,14 +209,14 @@ _SCORERS: Final = {
     # Kthena's, and ours
     "least-request": load.LeastRequestScorer,
     "least-request-scorer": load.LeastRequestScorer,
-    "least-latency": latency_scorers.LeastLatency,
-    "least-latency-scorer": latency_scorers.LeastLatency,
-    "gpu-usage": cache_scorers.KvCacheUtilization,
-    "prefix-cache": cache_scorers.PrefixCacheScorer,
-    "kvcache-aware": cache_scorers.PrecisePrefixCache,
-    "random": latency_scorers.RandomScore,
-    "random-scorer": latency_scorers.RandomScore,
-    "cost-scorer": latency_scorers.CostScorer,
+    "least-latency": latency.LeastLatency,
+    "least-latency-scorer": latency.LeastLatency,
+    "gpu-usage": load.KvCacheUtilization,
+    "prefix-cache": load.PrefixCacheScorer,
+    "kvcache-aware": load.PrecisePrefixCache,
+    "random": latency.RandomScore,
+    "random-scorer": latency.RandomScore,
+    "cost-scorer": latency.CostScorer,
 }
 _PICKERS: Final = {
     # llm-d's
@@ -250,18 +244,18 @@ _DECIDERS: Final = {
     "always-disagg-pd-decider": handlers.AlwaysDecider,
 }
 _ADMITTERS: Final = {
-    "probabilistic-admitter": admitters.ProbabilisticAdmitter,
-    "latency-slo-admitter": admitters.LatencySloAdmitter,
+    "probabilistic-admitter": latency.ProbabilisticAdmitter,
+    "latency-slo-admitter": latency.LatencySloAdmitter,
 }
 _SCREENERS: Final = {
-    "disaggregatedset-rollout-screener": rollouts.RolloutScreener,
-    "endpoint-pin-screener": rollouts.EndpointPin,
+    "disaggregatedset-rollout-screener": handlers.RolloutScreener,
+    "endpoint-pin-screener": handlers.EndpointPin,
 }
 _SOURCES: Final = {
-    topology.EXTRACTOR_TYPE: topology.TopologyExtractor,
+    label_plugins.EXTRACTOR_TYPE: label_plugins.TopologyExtractor,
     "core-metrics-extractor": attributes.MetricsExtractor,
     "model-server-protocol-metrics": attributes.MetricsExtractor,  # its name in the Inference Extension up to 1.3
-    "label-producer": label_weights.LabelProducer,
+    "label-producer": label_plugins.LabelProducer,
     "session-id-producer": affinity.SessionIdProducer,
 }
 BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(

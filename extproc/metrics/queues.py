@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
-    from extproc.admission.gate import Gate
-    from extproc.admission.queued_request import QueuedRequest
-    from extproc.core.awaiting import ZeroDemand
+    from extproc.admission.flows import QueuedRequest
+    from extproc.admission.queue import Gate
+    from extproc.core.activation import ZeroDemand
     from extproc.core.effects import Decision, EngineStarted, Left, Refused, Settled
-    from extproc.core.types import LoadResult
+    from extproc.core.record import LoadResult
     from extproc.scheduling.pool import Pool
 
 _START_BUCKETS: Final = (1, 2.5, 5, 10, 20, 30, 45, 60, 90, 120, 180, 300, 600, 1200, 1800, 3600)

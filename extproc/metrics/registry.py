@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
-    from extproc.admission.gate import Gate
-    from extproc.core.awaiting import ZeroDemand
+    from extproc.admission.queue import Gate
+    from extproc.core.activation import ZeroDemand
     from extproc.core.effects import Effect
     from extproc.errors import Refusal
     from extproc.metrics.decision_log import DecisionLog

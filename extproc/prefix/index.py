@@ -2,7 +2,7 @@
 """The approximate prefix index: which endpoint probably has which prefix cached.
 
 It records which prompts were sent where. For each block hash it has a bit mask of endpoints (by row), and for each
-endpoint its blocks (``held_blocks.py``): those pinned by requests in flight, which cannot be evicted, and the others
+endpoint its blocks (``HeldBlocks``): those pinned by requests in flight, which cannot be evicted, and the others
 in the order in which they were unpinned. Engines manage their blocks in the same way (vLLM's block pool). The order
 matters: in a cache that is half full of running requests, every third match depends on whether blocks are ordered by
 the start or by the end of their last request. Two invariants make the index exact and fast:
@@ -13,22 +13,296 @@ the start or by the end of their last request. Two invariants make the index exa
 
 Engines evict in the same order (vLLM frees a request's blocks from the tail), so one reported miss tells much:
 everything used no later than the missing block is gone, too.
+
+Blocks grow with their position: 64 blocks of 128 bytes (about 32 tokens; the size can be fitted to the engines'
+blocks), then 64 of twice that size, and so on. So the end of a shared prefix is known to about 1/64 of its length,
+and a prompt of 400 KB has about 350 blocks instead of 3,125. The hash of a block covers all blocks before it, as in
+vLLM's automatic prefix caching, and starts from the model or adapter, as these share no cache. xxh3
+(https://xxhash.com) is not cryptographic: a client that forges a collision only worsens its own pick.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from functools import lru_cache
+from struct import Struct, iter_unpack
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-
-from extproc.prefix.hashing import COVERED_UNITS, FIRST_BLOCK_BYTES
-from extproc.prefix.held_blocks import HeldBlocks, Pin
-from extproc.prefix.turns import Turns
+import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from extproc.prefix.turns import Turn
+FIRST_BLOCK_BYTES: Final = 128
+_BLOCKS_PER_CLASS: Final = 64
+# More than any prompt has: the last blocks would be of 256 GiB.
+_CLASSES: Final = 32
+
+
+def hash_blocks(prompt: bytes, seed: str, first_block_bytes: int = FIRST_BLOCK_BYTES) -> list[int]:
+    """Chained 64-bit hashes of the whole blocks of ``prompt``; the incomplete last block is left out.
+
+    ``seed``: names what shares a cache, such as the model.
+    """
+    digest = xxhash.xxh3_64_intdigest
+    parent = digest(f"{first_block_bytes} {seed}".encode())
+    blocks: list[int] = []
+    start = 0
+    for size_class in range(_CLASSES):
+        size = first_block_bytes << size_class
+        end = start + size * _BLOCKS_PER_CLASS
+        # cut in C; the copies cost less than views
+        if end > len(prompt):
+            blocks += [parent := digest(text, parent) for (text,) in _rest(prompt, size, start)]
+            break
+        blocks += [parent := digest(text, parent) for text in _whole_class(size).unpack_from(prompt, start)]
+        start = end
+    return blocks
+
+
+@lru_cache(maxsize=2 * _CLASSES)
+def _whole_class(size: int) -> Struct:
+    """Cuts all blocks of one size at once."""
+    return Struct(f"{size}s" * _BLOCKS_PER_CLASS)
+
+
+def _rest(prompt: bytes, size: int, start: int) -> Iterator[tuple[bytes]]:
+    """The whole blocks of ``size`` bytes from ``start`` to the end of ``prompt``."""
+    whole = (len(prompt) - start) // size * size
+    return iter_unpack(f"{size}s", memoryview(prompt)[start : start + whole])
+
+
+def covered_units(count: int) -> int:
+    """The total size of the first ``count`` blocks of any chain, in units of the first block's size."""
+    size_class, rest = divmod(count, _BLOCKS_PER_CLASS)
+    return _BLOCKS_PER_CLASS * ((1 << size_class) - 1) + (rest << size_class)
+
+
+# The same by ``count``, for all chains that there can be: a pick looks several of them up.
+COVERED_UNITS: Final = tuple(covered_units(count) for count in range(_BLOCKS_PER_CLASS * _CLASSES + 1))
+
+_WEIGHT: Final = 0.1
+
+
+class Tail(msgspec.Struct, frozen=True, array_like=True):
+    """The digest and the length in bytes of a prompt's part after its last whole block."""
+
+    digest: int
+    length: int
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """The end of a served prompt, and the estimated size of its answer in bytes of text."""
+
+    tail: Tail
+    answer_bytes: float
+
+
+_NONE: Final[dict[int, Turn]] = {}
+
+
+class Turns:
+    """Ended turns by the last whole block of their prompt and by the row that served them.
+
+    The next prompt of a conversation starts with the last one and its answer. Answers are not seen, only their length
+    is known. If a new prompt starts with a complete earlier one, down to its last bytes, the endpoint that served the
+    earlier one also has its answer cached. How much of it returns in the next prompt varies (reasoning is often left
+    out, templates add words), so this fraction is learned from what engines report.
+
+    ``answer_share``: the learned fraction of an answer that returns in the next prompt.
+    """
+
+    def __init__(self) -> None:
+        self.answer_share = 1.0
+        self.by_block: dict[int, dict[int, Turn]] = {}
+
+    def record(self, row: int, block: int, turn: Turn) -> bool:
+        """The endpoint of ``row`` has answered a prompt whose last whole block is ``block``. Whether it is one more."""
+        turns = self.by_block.setdefault(block, {})
+        is_new = row not in turns
+        turns[row] = turn
+        return is_new
+
+    def forget(self, row: int, block: int) -> bool:
+        """The endpoint of ``row`` has lost ``block``. Whether a turn ended there."""
+        turns = self.by_block.get(block)
+        if turns is None or turns.pop(row, None) is None:
+            return False
+        if not turns:
+            del self.by_block[block]
+        return True
+
+    def continuations(self, last_block: int, rest: bytes | memoryview) -> Iterator[tuple[int, float]]:
+        """The rows that served a prompt which this one continues, with the bytes that each holds.
+
+        ``last_block``: the last whole block of both prompts. ``rest``: this prompt's text after it. The bytes are
+        those of the earlier prompt after the block, and of its answer.
+        """
+        for row, turn in self.by_block.get(last_block, _NONE).items():
+            continued = len(rest) - turn.tail.length
+            if continued >= 0 and xxhash.xxh3_64_intdigest(rest[: turn.tail.length]) == turn.tail.digest:
+                yield row, turn.tail.length + min(self.answer_share * turn.answer_bytes, continued)
+
+    def learn(self, *, expected: float, found: float) -> None:
+        """Of ``expected`` tokens of an earlier answer, ``found`` were cached for the next prompt."""
+        if expected >= 1:
+            share = min(1.0, max(0.0, self.answer_share * found / expected))
+            self.answer_share += _WEIGHT * (max(share, 0.05) - self.answer_share)
+
+
+def tail_of(prompt: bytes, covered: int) -> Tail:
+    """The part of ``prompt`` that its whole blocks do not cover."""
+    tail = prompt[covered:]
+    return Tail(xxhash.xxh3_64_intdigest(tail), len(tail))
+
+
+class _Segment(msgspec.Struct, eq=False):
+    """A run of blocks. ``first``: position of the first one in its chain. ``parent``: the segment before it.
+
+    ``requests``: in flight with this segment in their chain. ``used_at_s``: when the last request ended, or, of a
+    segment in use, when it began to be in use.
+    """
+
+    blocks: list[int]
+    first: int
+    parent: _Segment | None
+    requests: int
+    used_at_s: float
+
+
+class Pin(msgspec.Struct, frozen=True, eq=False):
+    """What a running request holds at an endpoint: ``last`` and all segments before it, None for a short prompt."""
+
+    held: HeldBlocks
+    last: _Segment | None
+
+
+class HeldBlocks:
+    """The blocks of one endpoint, as a tree of segments. ``units``: their total size in sizes of the first block.
+
+    A segment is a run of blocks that were always used together. A request pins the segments of its chain, and while it
+    runs they cannot be evicted. The others are evicted in the order of their last use, each segment from its tail.
+    Where a chain leaves a segment, the segment is split in two. A segment is found by its first block. So the cost of a
+    request depends on how many segments its chain has, a few, and not on its hundreds of blocks.
+    """
+
+    def __init__(self) -> None:
+        self.units = 0
+        self._blocks = 0
+        # by first block: a chain enters no segment elsewhere, as it is split where a chain leaves it
+        self._segments: dict[int, _Segment] = {}
+        # segments without a request, by last use
+        self._idle: OrderedDict[_Segment, None] = OrderedDict()
+        self._idle_blocks = 0
+
+    def __len__(self) -> int:
+        return self._blocks
+
+    @property
+    def evictable(self) -> int:
+        """How many blocks no running request uses."""
+        return self._idle_blocks
+
+    def in_eviction_order(self) -> list[int]:
+        """The blocks that no running request uses."""
+        return [block for segment in self._idle for block in reversed(segment.blocks)]
+
+    def all(self) -> list[int]:
+        """Every block."""
+        return [block for segment in self._segments.values() for block in segment.blocks]
+
+    def last_use(self, chain: Sequence[int], position: int) -> float | None:
+        """When block number ``position`` of ``chain`` was last used, or began to be if it is in use; None if it is not
+        held.
+        """
+        start = 0
+        while start <= position and (segment := self._segments.get(chain[start])) is not None:
+            end = start + len(segment.blocks)
+            if position < end:
+                return segment.used_at_s if segment.blocks[position - start] == chain[position] else None
+            start = end
+        return None
+
+    def oldest_use(self) -> float | None:
+        """When the block that would be evicted next was last used; None if all are in use."""
+        return next((segment.used_at_s for segment in self._idle), None)
+
+    def pin(self, chain: list[int], now: float) -> tuple[Pin, list[int]]:
+        """A request with ``chain`` begins: it holds the blocks until ``unpin``. Returns also those that are new
+        here.
+        """
+        last, start = self._walk(chain)
+        new = chain[start:]
+        if new:
+            last = self._segments[new[0]] = _Segment(new[:], start, last, 0, now)
+            self._blocks += len(new)
+            self.units += COVERED_UNITS[len(chain)] - COVERED_UNITS[start]
+        segment = last
+        while segment is not None:
+            if not segment.requests:
+                segment.used_at_s = now
+                if segment in self._idle:
+                    del self._idle[segment]
+                    self._idle_blocks -= len(segment.blocks)
+            segment.requests += 1
+            segment = segment.parent
+        return Pin(self, last), new
+
+    def unpin(self, pin: Pin, now: float) -> None:
+        """The request has ended: what no other one uses may be evicted, tail first."""
+        segment = pin.last
+        while segment is not None:
+            segment.requests -= 1
+            if not segment.requests:
+                segment.used_at_s = now
+                self._idle[segment] = None
+                self._idle_blocks += len(segment.blocks)
+            segment = segment.parent
+
+    def evict(self) -> int:
+        """Drop and return the block whose last use is the longest ago; there must be one that no request uses."""
+        segment = next(iter(self._idle))
+        block = segment.blocks.pop()
+        if not segment.blocks:
+            del self._idle[segment]
+            # two segments may begin with the same hash: the first has lost its entry to the second
+            if self._segments.get(block) is segment:
+                del self._segments[block]
+        self._idle_blocks -= 1
+        self._blocks -= 1
+        end = segment.first + len(segment.blocks)
+        self.units -= COVERED_UNITS[end + 1] - COVERED_UNITS[end]
+        return block
+
+    def _walk(self, chain: list[int]) -> tuple[_Segment | None, int]:
+        """The last held segment of ``chain``, and how many blocks are held. A segment that ``chain`` leaves is
+        split.
+        """
+        last, start = None, 0
+        while start < len(chain) and (segment := self._segments.get(chain[start])) is not None:
+            end = start + len(segment.blocks)
+            if chain[start:end] != segment.blocks:
+                common = _common(chain[start:end], segment.blocks)
+                segment, end = self._split(segment, common), start + common
+            last, start = segment, end
+        return last, start
+
+    def _split(self, segment: _Segment, size: int) -> _Segment:
+        """Make the first ``size`` blocks a segment of its own, which is to be pinned at once; returns it."""
+        blocks = segment.blocks
+        head = _Segment(blocks[:size], segment.first, segment.parent, segment.requests, segment.used_at_s)
+        segment.blocks, segment.first, segment.parent = blocks[size:], segment.first + size, head
+        self._segments[head.blocks[0]], self._segments[segment.blocks[0]] = head, segment
+        if segment in self._idle:
+            self._idle_blocks -= size
+        return head
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """How many leading blocks are the same; the lists differ."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
 
 # Remembered of one endpoint at most, and of all together: some 130 bytes each, so 2 MiB and half a GiB.
 MOST_BLOCKS: Final = 16_384

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol
 
-from extproc.core.peer_events import HEARTBEAT_S, EventBatch, PeerEvent, UnreadableBatch, decode, encode
+from extproc.core.peers import HEARTBEAT_S, EventBatch, PeerEvent, UnreadableBatch, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable

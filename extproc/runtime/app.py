@@ -32,14 +32,12 @@ from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics, TlsMetrics
 from extproc.replication.buses import LocalBus, RedisBus
 from extproc.replication.peers import Bus, Peers
-from extproc.runtime.contact import watch_contact
 from extproc.runtime.demand_watch import DemandWatch
 from extproc.runtime.performer import Performer
 from extproc.streams.context import StreamContext
 from extproc.streams.duplex import Duplex
 from extproc.streams.exchange import Exchange
-from extproc.streams.health import HealthPort
-from extproc.streams.server import GrpcServer
+from extproc.streams.server import GrpcServer, HealthPort
 from extproc.streams.tls import FollowedCertificate
 
 if TYPE_CHECKING:
@@ -53,10 +51,11 @@ if TYPE_CHECKING:
     from extproc.runtime.settings import Settings
 
 log = logging.getLogger(__name__)
-
 # How long a worker that starts waits for another one's word; they answer within some 0.1 s.
 _LONGEST_ASK_S: Final = 0.6
 _ASK_PAUSE_S: Final = 0.01
+PATIENCE_S: Final = 30.0
+_POLL_S: Final = 1.0
 
 
 async def serve(settings: Settings, snapshot: Snapshot) -> None:
@@ -274,8 +273,7 @@ class App:
         if self._settings.metrics is None:
             return None
         # the HTTP library takes as long to load as all else, and requests need not wait for it
-        from extproc.runtime.explain_page import ExplainPage  # noqa: PLC0415
-        from extproc.runtime.pages import serve_pages  # noqa: PLC0415
+        from extproc.runtime.pages import ExplainPage, serve_pages  # noqa: PLC0415
 
         explain = ExplainPage(self._core, self._tokenizers.tokens_of, self._clock, self._settings.gateway)
         return await serve_pages(
@@ -316,3 +314,44 @@ def _on_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     return stop
+
+
+class Contact:
+    """Whether Envoy is missed: it has not come for a while, or stays away."""
+
+    def __init__(self, *, started_at_s: float) -> None:
+        self._started_at_s = started_at_s
+        self._is_missed = False
+
+    def look(self, now: float, *, last_stream_at_s: float, last_check_at_s: float) -> bool | None:
+        """Whether Envoy is missed, if that has changed. Instants are 0 if there was none.
+
+        A gateway that asks for health is missed when it asks no more. From another one, requests may stay away for
+        hours.
+        """
+        last_at_s = max(last_stream_at_s, last_check_at_s)
+        is_silent = now - max(self._started_at_s, last_at_s) >= PATIENCE_S
+        is_missed = is_silent and bool(last_check_at_s or not last_at_s)
+        if is_missed == self._is_missed:
+            return None
+        self._is_missed = is_missed
+        return is_missed
+
+
+async def watch_contact(listen: str, metrics: Metrics, clock: Callable[[], float]) -> None:
+    """Until cancelled. ``listen``: where Envoy should call."""
+    contact = Contact(started_at_s=clock())
+    while True:
+        await asyncio.sleep(_POLL_S)
+        is_missed = contact.look(
+            clock(), last_stream_at_s=metrics.last_stream_at_s, last_check_at_s=metrics.last_check_at_s
+        )
+        if is_missed:
+            log.warning(
+                "no Envoy has called %s for %g s; see that Envoy runs with the bundle of this directory, that 'extproc'"
+                " in its GatewayConfig is this address, and that no firewall is between them",
+                listen,
+                PATIENCE_S,
+            )
+        elif is_missed is not None:
+            log.info("Envoy has called %s again", listen)

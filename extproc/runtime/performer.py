@@ -28,7 +28,7 @@ from extproc.core.effects import (
     WaitsForEngine,
     WakeAt,
 )
-from extproc.core.types import LoadProblem
+from extproc.core.record import LoadProblem
 from extproc.endpoints.health import ADVICE
 from extproc.errors import InternalError
 from extproc.failures import FailureLog
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
     from extproc.core.core import Core
     from extproc.core.effects import Effect, Pending
-    from extproc.core.entering import Answer
-    from extproc.core.peer_events import EngineSaid, EventBatch, PeerEvent
-    from extproc.core.types import LoadResult
+    from extproc.core.peers import EngineSaid, EventBatch, PeerEvent
+    from extproc.core.pipeline import Answer
+    from extproc.core.record import LoadResult
     from extproc.feeds.redis_limits import RedisLimits
     from extproc.feeds.tokens import Tokenizers
     from extproc.metrics.registry import Metrics

@@ -5,6 +5,8 @@ There are two indexes. The approximate one (``prefix/index.py``) records which p
 one (``prefix/kv_index.py``) follows the KV events of the engines. For an endpoint whose event feed is complete, the
 precise index decides; for one whose feed started late or has a gap, the larger of both estimates; without a feed, the
 approximate index.
+
+A file may describe further tiers of caches by their capacity, such as host memory behind the GPU's.
 """
 
 from __future__ import annotations
@@ -12,23 +14,101 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from functools import lru_cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
 
 from extproc.endpoints.costs import AnswerCost, DecodeSpeed, PromptCost
-from extproc.prefix.hashing import COVERED_UNITS, FIRST_BLOCK_BYTES, hash_blocks
-from extproc.prefix.index import Match, PrefixIndex, blocks_of_each
+from extproc.prefix.index import COVERED_UNITS, FIRST_BLOCK_BYTES, Match, PrefixIndex, blocks_of_each, hash_blocks
 from extproc.prefix.kv_index import KvIndex
-from extproc.scheduling.bitmasks import rows_of_bitmask
-from extproc.scheduling.cache_tiers import CacheTiers
 from extproc.scheduling.picker import Demand
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from extproc.api.picker_config import EndpointPickerConfig
     from extproc.endpoints.engine_reports import CacheConfig
     from extproc.endpoints.table import EndpointTable, Floats
-    from extproc.prefix.held_blocks import Pin
+    from extproc.prefix.index import Pin
+
+
+# Successive requests meet the same few sets of holders.
+@lru_cache(maxsize=1024)
+def rows_of_bitmask(mask: int, rows: int) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """The row numbers set in a bit mask over ``rows`` rows, usable as an index of columns."""
+    raw = np.frombuffer((mask & (1 << rows) - 1).to_bytes((rows + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(raw, count=rows, bitorder="little").nonzero()[0]
+
+
+_PRODUCER: Final = "approx-prefix-cache-producer"
+# As in llm-d, of a producer that names no size and does not take it from the engines.
+_BLOCK_TOKENS: Final = 16
+
+
+def tier_capacities(config: EndpointPickerConfig) -> Mapping[str, float]:
+    """Tokens that each tier holds at an endpoint, by the name of its producer.
+
+    A producer is a tier if a plugin names it and it says its capacity itself. All others are the pool's own index.
+    """
+    named = {str((spec.parameters or {}).get("prefixMatchInfoProducerName")) for spec in config.plugins}
+    return MappingProxyType(
+        {
+            spec.called: _tokens(spec.parameters or {})
+            for spec in config.plugins
+            if spec.type == _PRODUCER and spec.called in named and _tokens(spec.parameters or {})
+        }
+    )
+
+
+def _tokens(parameters: Mapping[str, Any]) -> float:
+    blocks, size = parameters.get("lruCapacityPerServer"), parameters.get("blockSizeTokens") or _BLOCK_TOKENS
+    if parameters.get("autoTune", True) is not False or not isinstance(blocks, int) or not isinstance(size, int):
+        return 0.0
+    return float(max(0, blocks) * max(0, size))
+
+
+class CacheTiers:
+    """An index of each tier. ``capacities``: in tokens, by name.
+
+    llm-d's tiered prefix caches have one ``approx-prefix-cache-producer`` a tier, each with a capacity of its own, and
+    a scorer for each. A tier remembers what was sent to an endpoint, least recently sent first out.
+    """
+
+    def __init__(self, capacities: Mapping[str, float], *, bytes_per_token: float, first_block_bytes: int) -> None:
+        self.capacities = capacities
+        self._indexes = {
+            name: PrefixIndex(tokens * bytes_per_token, first_block_bytes) for name, tokens in capacities.items()
+        }
+
+    def limit_blocks(self, most_blocks: int) -> None:
+        """Remember no more of an endpoint, in each tier."""
+        for index in self._indexes.values():
+            index.most_blocks = most_blocks
+
+    def held(self, chain: list[int], rows: int, tokens_in: Callable[[int], float]) -> Mapping[str, Floats]:
+        """Tokens of ``chain`` that each endpoint holds, by tier. ``tokens_in``: so many bytes, in the engines'
+        blocks.
+        """
+        found: dict[str, Floats] = {}
+        for name, index in self._indexes.items():
+            tokens = found[name] = np.zeros(rows)
+            for match in index.match(chain):
+                tokens[rows_of_bitmask(match.holders, rows)] = tokens_in(index.covered_bytes(match.blocks))
+        return found
+
+    def record(self, row: int, chain: list[int], now: float) -> None:
+        """A prompt with ``chain`` is sent to the endpoint of ``row``."""
+        for index in self._indexes.values():
+            index.record(row, chain, now)
+
+    def forget(self, row: int) -> None:
+        """The endpoint of ``row`` was removed, or lost its caches."""
+        for index in self._indexes.values():
+            index.forget(row)
+
 
 # For English text and code in JSON; learned from reported usage afterwards.
 INITIAL_BYTES_PER_TOKEN: Final = 4.0

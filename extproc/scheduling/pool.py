@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoints of one ModelServer, what is known of them, and their picker."""
+"""The endpoints of one ModelServer, what is known of them, their picker, and its committed picks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import msgspec
 import numpy as np
 
 from extproc.admission.estimates import InputEstimates, OutputEstimate
+from extproc.admission.flows import FlowKey
 from extproc.endpoints.adapter_slots import AdapterSlots, slots_for
 from extproc.endpoints.engine_reports import expect_reports
 from extproc.endpoints.ledger import backlog_of, begin_request, end_request
 from extproc.endpoints.outliers import begin_probe
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
-from extproc.scheduling.assignment import Assignment
+from extproc.prefix.index import Pin, Tail
 from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prompt
 from extproc.scheduling.framework import ConfiguredPicker
-from extproc.scheduling.labels import serves_adapter
+from extproc.scheduling.labels import Readiness, readiness_of, serves_adapter, stages_of
 from extproc.scheduling.picker import Pick, Picker, RequestFacts, View
-from extproc.scheduling.readiness import Readiness, readiness_of, stages_of
 from extproc.scheduling.sessions import SessionBindings, SessionNote, TenantSessions
 
 if TYPE_CHECKING:
@@ -29,7 +29,88 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from extproc.api.model_server import ModelServerSpec
-    from extproc.scheduling.request_started import RequestStarted
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """A committed pick, with the predictions that its outcome is compared with.
+
+    ====================  =================  ==============================================================
+    field                 unit               meaning
+    ====================  =================  ==============================================================
+    ``endpoint``                             the first choice
+    ``addresses``                            first choice, then fallbacks
+    ``input_tokens``      tokens             of the prompt
+    ``cached_tokens``     tokens             of the prompt, expected in the cache of the prefilling endpoint
+    ``indexed_tokens``    tokens             of these, in whole blocks that were sent there before
+    ``last_used_at_s``    s                  when the last of these blocks was used; None if there are none
+    ``tokens_ahead``      tokens of work     prefill of this request and of those before it
+    ``cost_s``            s                  expected cost, by the picker
+    ``work``              tokens of work     prefill of this request
+    ``in_flight_tokens``  tokens             in flight at the endpoint, this request included
+    ``tokens``            tokens             of the prompt and expected of the answer
+    ``prefill``                              the endpoint that prefills, if another; else None
+    ``stage``                                why ``prefill`` is set or not
+    ``is_precise``                           ``cached_tokens`` follows from KV events
+    ``pins``                                 the blocks that it holds in the prefix index, by row
+    ``adapter``                              the adapter that it needs, if that is loaded on demand
+    ``sessions``                             what its session is to keep of the pick
+    ====================  =================  ==============================================================
+    """
+
+    endpoint: EndpointRef
+    addresses: tuple[str, ...]
+    input_tokens: float
+    cached_tokens: float
+    indexed_tokens: float
+    last_used_at_s: float | None
+    tokens_ahead: float
+    cost_s: float
+    work: float = 0.0
+    in_flight_tokens: float = 0.0
+    tokens: float = 0.0
+    prefill: EndpointRef | None = None
+    stage: str = ""
+    is_precise: bool = False
+    pins: Mapping[int, Pin] = {}
+    adapter: str | None = None
+    sessions: tuple[SessionNote, ...] = ()
+
+    @property
+    def prefilled_by(self) -> EndpointRef:
+        """The endpoint that computes the prompt."""
+        return self.prefill or self.endpoint
+
+
+class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+    """What others need to count the request and to learn from its outcome.
+
+    The fields are those of ``Assignment`` and ``Run``. ``flow``: the flow charged, None without flow control.
+    ``service``: the charge in weighted tokens.
+    """
+
+    ticket: str
+    server: str
+    address: str
+    prefill: str | None
+    chain: list[int]
+    tail: Tail
+    prompt_bytes: int
+    is_streamed: bool
+    input_tokens: float
+    cached_tokens: float
+    indexed_tokens: float
+    tokens_ahead: float
+    work: float
+    tokens: float = 0.0
+    flow: FlowKey | None = None
+    priority: int = 0
+    service: float = 0.0
+    # how many the engine writes; the outcome's tokens are those of all of them
+    answers: int = 1
+    # that it needs, if it is loaded on demand
+    adapter: str | None = None
+    # those with an id: key, address, and seconds for which they are kept
+    sessions: tuple[tuple[str, str, float], ...] = ()
 
 
 class PickConstraints(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from extproc.core.effects import Settled
-from extproc.core.types import Outcome
+from extproc.core.record import Outcome
 from extproc.protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,

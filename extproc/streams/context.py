@@ -13,14 +13,13 @@ from extproc.core.effects import Effect
 from extproc.errors import MethodNotAllowed, UnknownModel
 from extproc.metrics.registry import Metrics
 from extproc.protocol import CONFORMANCE_HEADER, MODELS_PATH
-from extproc.streams.http_headers import error_form, read_claims, read_head
-from extproc.streams.models_list import model_answer, models_answer
-from extproc.streams.origin import UNKNOWN
+from extproc.streams.headers import UNKNOWN, error_form, read_claims, read_head
+from extproc.streams.responses import model_answer, models_answer
 
 if TYPE_CHECKING:
-    from extproc.core.types import Head
+    from extproc.core.record import Head
+    from extproc.streams.headers import Origin
     from extproc.streams.messages import ProcessingRequest
-    from extproc.streams.origin import Origin
 
 
 class GatewayOptions(msgspec.Struct, frozen=True):

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from extproc.core.dispatch import plugin_faults
-from extproc.core.types import Attachment, Outcome
+from extproc.core.record import Attachment, Outcome
 from extproc.streams.exchange import answers_to, no_body
-from extproc.streams.http_headers import read_served, read_status, read_subset
+from extproc.streams.headers import read_served, read_status, read_subset
 from extproc.streams.order import BodyMode
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
@@ -28,14 +28,13 @@ from extproc.streams.responses import (
     request_body_answers,
     response_headers_answer,
 )
-from extproc.streams.usage import UsageReader
-from extproc.streams.usage_reports import reports_metadata
+from extproc.streams.usage import UsageReader, reports_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from extproc.core.effects import Decision
-    from extproc.core.types import Arrival, Head
+    from extproc.core.record import Arrival, Head
     from extproc.scheduling.framework import UsageReporter
     from extproc.scheduling.picker import PluginFailed
     from extproc.streams.context import StreamContext

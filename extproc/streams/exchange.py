@@ -15,11 +15,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.core.effects import Decision, Held, Refused
-from extproc.core.types import Attachment
+from extproc.core.record import Attachment
 from extproc.errors import BadRequest, InternalError, Refusal
-from extproc.streams.http_headers import error_form, read_subset
+from extproc.streams.headers import UNKNOWN, Origin, error_form, read_subset
 from extproc.streams.order import ANSWER_KINDS, BodyMode, IllegalMessage, MessageOrder
-from extproc.streams.origin import UNKNOWN, Origin
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
     CONTINUE_FOREIGN_HEADERS,
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from extproc.core.effects import Pending
-    from extproc.core.entering import Answer
-    from extproc.core.types import Arrival, Head
+    from extproc.core.pipeline import Answer
+    from extproc.core.record import Arrival, Head
     from extproc.protocol import Api
     from extproc.streams.context import StreamContext
     from extproc.streams.messages import HttpBody, ProcessingRequest

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from extproc.core.effects import Decision, Pending, Refused
 
 if TYPE_CHECKING:
-    from extproc.core.entering import Answer, Own
-    from extproc.core.types import Arrival, Attachment
-    from extproc.scheduling.assignment import Assignment
+    from extproc.core.pipeline import Answer, Own
+    from extproc.core.record import Arrival, Attachment
+    from extproc.scheduling.pool import Assignment
     from extproc.streams.context import StreamContext
 
 

@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions and refusals as serialized ext_proc answers."""
+"""Decisions, refusals and lists of models as serialized ext_proc answers.
+
+Frequent ones are written in protobuf's wire format directly. Such an answer is mostly constant. Built from message
+objects it costs about as much as the pick that it carries, because every object on the way to a field is allocated and
+looked up. So the constant parts are serialized once, from message objects, and an answer is one concatenation of those
+parts, lengths, and the strings that vary.
+"""
 
 from __future__ import annotations
 
 import math
+from datetime import UTC, datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from extproc.admission.limits import granted_headers
 from extproc.errors import ErrorForm, anthropic_status, to_anthropic_body, to_openai_body
@@ -41,14 +51,106 @@ from extproc.streams.messages import (
     Value,
 )
 from extproc.streams.order import BodyMode
-from extproc.streams.wire import MARK, Template, field, tag
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from google.protobuf.message import Message
+
     from extproc.core.effects import Decision
     from extproc.errors import Refusal
+    from extproc.routing.resolve import ListedModel
     from extproc.streams.messages import ProcessingRequest
+
+# The value of the field that varies, in the message that a Template is made of.
+MARK: Final = "<varies>"
+# Of the wire types, the lowest three bits of what stands before a field's value: a length and so many bytes.
+_LENGTH_DELIMITED: Final = 2
+# Heads are kept for values up to this size.
+_KEPT_SIZES: Final = 1024
+
+
+@lru_cache(maxsize=4096)
+def varint(number: int) -> bytes:
+    """A number in base 128, lowest digits first; the top bit of a byte says that more follow."""
+    digits = bytearray()
+    while number >= 0x80:
+        digits.append(number & 0x7F | 0x80)
+        number >>= 7
+    digits.append(number)
+    return bytes(digits)
+
+
+def tag(message: type[Message], name: str) -> bytes:
+    """What stands before the length of the field ``name``, which holds a message, a string or bytes."""
+    return varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | _LENGTH_DELIMITED)
+
+
+def field(tag: bytes, value: bytes, *, more: int = 0) -> bytes:
+    """A field with ``value``; or, of a field whose value has so many bytes ``more``, all that stands before these.
+
+    So a message may end with a long value that is not copied into each of the fields around it.
+    """
+    return tag + varint(len(value) + more) + value
+
+
+class Template:
+    """A serialized message but for one string, which may be at any depth."""
+
+    def __init__(self, message: Message) -> None:
+        """``message`` has MARK as the value of the string that varies."""
+        self._levels = _levels_around_mark(message.SerializeToString(deterministic=True))
+        self._tail = b"".join(behind for _, behind in reversed(self._levels))
+        self._heads: dict[int, bytes] = {}
+
+    def filled(self, value: bytes) -> tuple[bytes, bytes, bytes]:
+        """The message with ``value``, in parts."""
+        size = len(value)
+        return self._heads.get(size) or self._head(size), value, self._tail
+
+    def _head(self, size: int) -> bytes:
+        """All that stands before a value of ``size`` bytes: only the lengths of the fields around it depend on it."""
+        head, behind_size = b"", 0
+        for before, behind in reversed(self._levels):
+            head = before + varint(len(head) + size + behind_size) + head
+            behind_size += len(behind)
+        if size < _KEPT_SIZES:
+            self._heads[size] = head
+        return head
+
+
+def _levels_around_mark(message: bytes) -> list[tuple[bytes, bytes]]:
+    """For every field around the mark, outermost first: what its message has before its length, and behind its
+    value.
+    """
+    levels = []
+    while message != MARK.encode():
+        length_at, start, end = _field_with_mark(message)
+        levels.append((message[:length_at], message[end:]))
+        message = message[start:end]
+    return levels
+
+
+def _field_with_mark(message: bytes) -> tuple[int, int, int]:
+    """Where the field's length begins, its value begins, and its value ends. Knows no fixed-width numbers."""
+    end = 0
+    while True:
+        key, length_at = _read_varint(message, end)
+        number, start = _read_varint(message, length_at)
+        is_number = key & 7 != _LENGTH_DELIMITED
+        end = start if is_number else start + number
+        if not is_number and MARK.encode() in message[start:end]:
+            return length_at, start, end
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number at ``at``, and where it ends."""
+    number = shift = 0
+    while data[at] >= 0x80:
+        number |= (data[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+    return number | data[at] << shift, at + 1
+
 
 # HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 _OVERWRITE: Final = 2
@@ -56,7 +158,6 @@ _OVERWRITE: Final = 2
 _SEND, _SKIP = 1, 2
 # Envoy takes streamed bodies in messages of up to 64 KB.
 MOST_BODY_BYTES: Final = 62_000
-
 CONTINUE_HEADERS: Final = ProcessingResponse(request_headers=HeadersResponse()).SerializeToString()
 CONTINUE_REQUEST_TRAILERS: Final = ProcessingResponse(request_trailers=TrailersResponse()).SerializeToString()
 CONTINUE_RESPONSE_HEADERS: Final = ProcessingResponse(response_headers=HeadersResponse()).SerializeToString()
@@ -101,7 +202,6 @@ _REQUEST_PIECE: Final = {end: Template(ProcessingResponse(request_body=_streamed
 _RESPONSE_PIECE: Final = {
     end: Template(ProcessingResponse(response_body=_streamed(is_end=end))) for end in (False, True)
 }
-
 _CLEAR_ROUTE_CACHE: Final = CommonResponse(clear_route_cache=True).SerializeToString()
 _MODE_OVERRIDE: Final = ProcessingResponse(
     mode_override=ProcessingMode(
@@ -124,7 +224,6 @@ _REMOVE_FORGED: Final = {
     ).SerializeToString()
     for has_prefiller in (False, True)
 }
-
 # For gateways that do not remove what clients forge: should trailers follow and no body, Envoy sends the request on and
 # may ask us no more.
 CONTINUE_FOREIGN_HEADERS: Final = ProcessingResponse(
@@ -136,7 +235,6 @@ CONTINUE_FOREIGN_HEADERS: Final = ProcessingResponse(
         )
     )
 ).SerializeToString()
-
 _REQUEST_HEADERS_TAG: Final = tag(ProcessingResponse, "request_headers")
 _REQUEST_BODY_TAG: Final = tag(ProcessingResponse, "request_body")
 _METADATA_TAG: Final = tag(ProcessingResponse, "dynamic_metadata")
@@ -298,3 +396,59 @@ def immediate_answer(status: int, body: bytes, headers: dict[str, str], *, detai
         header = immediate.headers.set_headers.add().header
         header.key, header.raw_value = name, value.encode()
     return answer.SerializeToString()
+
+
+class _Model(msgspec.Struct):
+    id: str
+    created: int
+    parent: str | None
+    object: str = "model"
+    owned_by: str = "attache"
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+    object: str = "list"
+
+
+class _AnthropicModel(msgspec.Struct):
+    id: str
+    display_name: str
+    created_at: str
+    type: str = "model"
+
+
+class _AnthropicModels(msgspec.Struct):
+    data: list[_AnthropicModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
+
+
+def models_answer(models: Iterable[ListedModel], created: int, form: ErrorForm = ErrorForm.OPENAI) -> bytes:
+    """OpenAI's list of models, in vLLM's form (``parent``: an adapter's base model), or Anthropic's. ``created``: Unix
+    time in seconds.
+    """
+    if form is ErrorForm.ANTHROPIC:
+        found = [_anthropic(model, created) for model in models]
+        listed = _AnthropicModels(found, found[0].id if found else None, found[-1].id if found else None)
+        return _answer(listed, "models")
+    return _answer(_Models([_openai(model, created) for model in models]), "models")
+
+
+def model_answer(model: ListedModel, created: int, form: ErrorForm = ErrorForm.OPENAI) -> bytes:
+    """One model of the list."""
+    return _answer((_anthropic if form is ErrorForm.ANTHROPIC else _openai)(model, created), "model")
+
+
+def _openai(model: ListedModel, created: int) -> _Model:
+    return _Model(model.name, created, model.parent)
+
+
+def _anthropic(model: ListedModel, created: int) -> _AnthropicModel:
+    created_at = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return _AnthropicModel(model.name, model.name, created_at)
+
+
+def _answer(body: object, what: str) -> bytes:
+    return immediate_answer(200, msgspec.json.encode(body), {}, details=DETAILS_PREFIX + what)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from extproc.api.snapshot import Snapshot
     from extproc.core.effects import Effect
-    from extproc.core.types import Head, Outcome
+    from extproc.core.record import Head, Outcome
     from extproc.metrics.registry import Metrics
 
 CONFIG = b"""

@@ -6,12 +6,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from extproc.core.types import Head
+from extproc.core.record import Head
 from extproc.errors import BadRequest, ErrorForm
 from extproc.protocol import ANTHROPIC_PATHS, APIS_BY_PATH, Api, api_of_path
 from extproc.request.model import STEERING_FIELDS
 from extproc.request.parsing import api_by_body, parse
-from extproc.streams.http_headers import error_form
+from extproc.streams.headers import error_form
 
 EVERY_API = pytest.mark.parametrize("api", Api, ids=lambda api: api.name)
 

@@ -15,7 +15,7 @@ from bench.stack import ALIAS, documents, envoy_command
 from controller.bundle.sync import write_once
 from extproc.api.load import load
 from extproc.api.matches import MAX_PROGRAM_SIZE
-from extproc.routing.match import compile_match
+from extproc.routing.resolve import compile_match
 from tests.waiting import until_served
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from controller.kube.client import connect
 from controller.kube.resources import NAMESPACES, NODES
 from controller.models.model_infer import labels
 from controller.models.model_infer.reconcile import reconcile
-from extproc.scheduling.pairs import NO_PREFILL
+from extproc.scheduling.pickers import NO_PREFILL
 from tests.waiting import eventually
 from tests.with_kube.conftest import has_account
 from tests.with_kube.kubes import Kube

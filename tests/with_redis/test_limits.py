@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from extproc.admission.buckets import Limit
+from extproc.admission.buckets import Limit, Statement
 from extproc.admission.limits import Charge, Grant, StoreAway, Usage
-from extproc.admission.store_memory import Statement
 from extproc.errors import RateLimited
 from extproc.feeds.redis_limits import RedisLimits, _read_answer, _settled
 from extproc.metrics.registry import Metrics

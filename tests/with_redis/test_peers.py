@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Effect, Tell
-from extproc.core.types import Head
+from extproc.core.record import Head
 from extproc.metrics.registry import Metrics
 from extproc.protocol import Api
 from extproc.replication.buses import LocalBus, RedisBus

@@ -15,7 +15,7 @@ import pytest
 
 from extproc.api.load import load
 from extproc.core.core import Core
-from extproc.core.types import Head
+from extproc.core.record import Head
 from extproc.feeds.tokens import LocalTokenizer
 from extproc.protocol import Api
 from tests.waiting import eventually
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from extproc.core.types import Arrival
+    from extproc.core.record import Arrival
     from tests.decision_log import LoggedOutcome
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

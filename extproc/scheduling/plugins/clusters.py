@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 import msgspec
 
 from extproc.scheduling.plugins.affinity import SessionAffinityFilter
-from extproc.scheduling.plugins.cache_scorers import KvCacheUtilization, PrefixCacheScorer
-from extproc.scheduling.plugins.label_weights import LabelWeights
-from extproc.scheduling.plugins.latency_scorers import LeastLatency
-from extproc.scheduling.plugins.load_scorers import ActiveRequests
-from extproc.scheduling.plugins.topology import LEVELS, labels_of_levels
+from extproc.scheduling.plugins.label_plugins import LEVELS, LabelWeights, labels_of_levels
+from extproc.scheduling.plugins.latency import LeastLatency
+from extproc.scheduling.plugins.load_scorers import ActiveRequests, KvCacheUtilization, PrefixCacheScorer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.admission.access import Access, Subject, Wish
-from extproc.admission.identity import Identities
+from extproc.admission.access import Access, Wish
+from extproc.admission.identity import Identities, Subject
 from extproc.api.load import load
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 
-from extproc.admission.cache_isolation import CacheIsolation
-from extproc.admission.identity import Caller
+from extproc.admission.identity import CacheIsolation, Caller
 from extproc.api.load import load
 from extproc.protocol import Api
 from extproc.request.parsing import parse

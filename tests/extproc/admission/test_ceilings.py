@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.admission.ceilings import FixedCeilings, SoftReflectiveCeilings
+from extproc.admission.saturation import FixedCeilings, SoftReflectiveCeilings
 
 
 def soft(bands: int) -> SoftReflectiveCeilings:

@@ -6,15 +6,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from extproc.admission.deficit_locality import DeficitLocality
 from extproc.admission.fairness import (
+    DeficitLocality,
+    FairnessPolicy,
+    FlowHeads,
     GlobalStrict,
     RoundRobin,
     SlidingWindow,
     VirtualTokenCounter,
     make_policy,
 )
-from extproc.admission.policy import FairnessPolicy, FlowHeads
 
 ALL = np.ones(3, np.bool_)
 NONE = np.zeros(3, np.bool_)

@@ -7,8 +7,7 @@ import pytest
 
 from extproc.admission.estimates import InputEstimate
 from extproc.admission.identity import Caller
-from extproc.admission.limits import RouteLimits, Usage, granted_headers
-from extproc.admission.local_limits import LocalLimits
+from extproc.admission.limits import LocalLimits, RouteLimits, Usage, granted_headers
 from extproc.api.admission import RateLimit
 from extproc.api.model_route import ModelRoute, ModelRouteSpec, RouteRule, TargetModel
 from extproc.api.spec import Metadata
@@ -126,7 +125,7 @@ def test_headers_are_those_of_the_emptiest_bucket() -> None:
 
 
 def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extproc.admission.local_limits.MAX_BUCKETS", 10)
+    monkeypatch.setattr("extproc.admission.limits.MAX_BUCKETS", 10)
     limits, one = LocalLimits(), route(RateLimit(requests=1))
     for number in range(30):
         limits.reserve(one.charges(Caller(tenant=f"t{number}"), {}, USAGE), 0.0)

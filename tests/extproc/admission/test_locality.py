@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from extproc.admission.locality import CacheLocality
-from extproc.admission.queued_request import FlowKey, QueuedRequest
+from extproc.admission.flows import CacheLocality, FlowKey, QueuedRequest
 
 BOTH = np.array([True, True])
 

@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.admission.order import (
+from extproc.admission.flows import (
     ORDERS,
     Deadline,
     FirstCome,
+    FlowKey,
     LeastAttained,
     OrderingPolicy,
+    QueuedRequest,
     SessionBoost,
     ShortestFirst,
 )
-from extproc.admission.queued_request import FlowKey, QueuedRequest
 
 AGEING_S = 30.0
 

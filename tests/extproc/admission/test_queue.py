@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from extproc.admission.flows import FlowKey, QueuedRequest
 from extproc.admission.queue import FairQueue
-from extproc.admission.queued_request import FlowKey, QueuedRequest
 from extproc.admission.saturation import Capacity
 from extproc.api.admission import Band, FlowControl, SaturationSpec
 from extproc.api.quantities import ByteSize, Duration

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from extproc.admission.queued_request import FlowKey, QueuedRequest
+from extproc.admission.flows import FlowKey, QueuedRequest
 from extproc.admission.saturation import RECHECK_S, Capacity, Stages
 from extproc.api.admission import SaturationSpec
 from extproc.api.quantities import Duration

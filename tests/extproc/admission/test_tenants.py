@@ -10,15 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.admission.deficit_locality import DeficitLocality
-from extproc.admission.fairness import RoundRobin, SlidingWindow, VirtualTokenCounter
-from extproc.admission.flows import Flows
-from extproc.admission.order import FirstCome
-from extproc.admission.queued_request import FlowKey, QueuedRequest
-from extproc.admission.tenants import TenantShares
+from extproc.admission.fairness import DeficitLocality, RoundRobin, SlidingWindow, TenantShares, VirtualTokenCounter
+from extproc.admission.flows import FirstCome, FlowKey, Flows, QueuedRequest
 
 if TYPE_CHECKING:
-    from extproc.admission.policy import FairnessPolicy
+    from extproc.admission.fairness import FairnessPolicy
 
 LARGEST = 500.0
 QUANTUM = 1_000.0

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from extproc.admission.local_limits import LocalLimits
+from extproc.admission.limits import LocalLimits
 from extproc.core import running
 from extproc.core.core import Core
 from extproc.core.effects import (
@@ -35,13 +35,12 @@ from extproc.core.effects import (
     Tell,
     WakeAt,
 )
-from extproc.core.feedback import usage_of
-from extproc.core.peer_events import SILENCE_S, Alive, EventBatch, Learned, PeerEvent, Spent
+from extproc.core.peers import SILENCE_S, Alive, EventBatch, Learned, PeerEvent, Spent
+from extproc.core.record import Head, LoadProblem, LoadResult, Outcome
 from extproc.core.states import TRANSITIONS, Event, State
-from extproc.core.types import Head, LoadProblem, LoadResult, Outcome
 from extproc.errors import RateLimited, Refusal
 from extproc.protocol import Api
-from extproc.scheduling.request_started import RequestStarted
+from extproc.scheduling.pool import RequestStarted
 from tests.extproc.core.setting import (
     GATES,
     IN_FLIGHT,
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from extproc.admission.limits import Grant, Usage
-    from extproc.core.entering import Answer, Own
+    from extproc.core.pipeline import Answer, Own
     from extproc.core.record import Run
 
 # What a held request goes on with, by what it waits for.
@@ -153,7 +152,7 @@ class Life:
         grants, run = self.sent.pop(ticket, ((), None))
         if run is None:
             return
-        used: Usage = run.reserved if outcome is None else usage_of(run, outcome)
+        used: Usage = run.reserved if outcome is None else run.used(outcome)
         for charge in (charge for grant in grants if not grant.is_global for charge in grant.charges):
             self.used[charge.key] += used.of(charge.resource)
 

@@ -8,21 +8,21 @@ import random
 from functools import cache
 from typing import TYPE_CHECKING
 
-from extproc.admission.queued_request import FlowKey
+from extproc.admission.flows import FlowKey
 from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import AwaitAdapter, Decision, Effect, LoadAdapter, Tell
+from extproc.core.record import Head, LoadResult, Outcome
 from extproc.core.states import TRANSITIONS, Event, State
-from extproc.core.types import Head, LoadResult, Outcome
-from extproc.prefix.turns import Tail
+from extproc.prefix.index import Tail
 from extproc.protocol import Api
-from extproc.scheduling.request_started import RequestStarted
+from extproc.scheduling.pool import RequestStarted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from extproc.api.snapshot import Snapshot
-    from extproc.core.peer_events import PeerEvent
+    from extproc.core.peers import PeerEvent
 
 SERVER = "default/llama"
 LOCAL = "{unit: hour, requests: 40, outputTokens: 4000}"

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.admission.queued_request import FlowKey
+from extproc.admission.flows import FlowKey
 from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Hold
-from extproc.core.types import Head
+from extproc.core.record import Head
 from extproc.protocol import Api
 
 if TYPE_CHECKING:
-    from extproc.admission.queued_request import QueuedRequest
+    from extproc.admission.flows import QueuedRequest
 
 CONFIG = """
 apiVersion: attache.dev/v1alpha1

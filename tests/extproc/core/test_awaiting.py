@@ -8,10 +8,10 @@ import random
 
 import pytest
 
-from extproc.core import awaiting
+from extproc.core import activation as awaiting
 from extproc.core.effects import Decision
+from extproc.core.record import Attachment, Head
 from extproc.core.states import State
-from extproc.core.types import Attachment, Head
 from extproc.errors import EngineStarting, NoEndpoint, QueueFull, QueueTimeout
 from extproc.protocol import Api
 from tests.extproc.core.zero import ACTIVATION, BIG, GATE, SMALL, Zero, engine

@@ -12,7 +12,7 @@ import pytest
 from extproc.api.load import load
 from extproc.core import running
 from extproc.core.core import Core
-from extproc.core.types import Head, Outcome
+from extproc.core.record import Head, Outcome
 from extproc.endpoints.engine_reports import EngineReport, apply_report
 from extproc.endpoints.ledger import backlogs, requests_in_backlog
 from extproc.endpoints.table import LoraState
@@ -322,7 +322,7 @@ def test_siblings_of_a_burst_go_where_the_first_one_went(core: Core) -> None:
 
 
 def chain_of(text: str) -> list[int]:
-    from extproc.prefix.hashing import hash_blocks  # noqa: PLC0415
+    from extproc.prefix.index import hash_blocks  # noqa: PLC0415
     from extproc.request.parsing import parse  # noqa: PLC0415
 
     return hash_blocks(parse(Api.CHAT, chat(text)).prompt, "llama-3.1-8b")

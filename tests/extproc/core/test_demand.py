@@ -22,8 +22,8 @@ from extproc.api.status_pages import (
 )
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Refused, Tell
-from extproc.core.peer_events import EventBatch
-from extproc.core.types import Head, Outcome
+from extproc.core.peers import EventBatch
+from extproc.core.record import Head, Outcome
 from extproc.endpoints.engine_reports import EngineReport, apply_report
 from extproc.protocol import Api
 

@@ -11,8 +11,8 @@ import pytest
 from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import AskLimits, AskTokens, Decision, Hold, Refused, SettleGrant
+from extproc.core.record import Head
 from extproc.core.states import IllegalEvent, State
-from extproc.core.types import Head
 from extproc.errors import LimitsUnavailable, RateLimited
 from extproc.protocol import Api
 from tests.extproc.core.setting import GATES, ONE, body, snapshot

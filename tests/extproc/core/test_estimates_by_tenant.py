@@ -9,7 +9,7 @@ import random
 from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Refused
-from extproc.core.types import Head, Outcome
+from extproc.core.record import Head, Outcome
 from extproc.protocol import Api
 
 CONFIG = b"""

@@ -18,14 +18,14 @@ from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision
 from extproc.core.explanation import to_text
-from extproc.core.types import Head, Outcome
+from extproc.core.record import Head, Outcome
 from extproc.endpoints.engine_reports import EngineReport, apply_report
 from extproc.endpoints.health import Failure
 from extproc.endpoints.outliers import record_failure
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics
 from extproc.protocol import Api
-from extproc.runtime.explain_page import ExplainPage
+from extproc.runtime.pages import ExplainPage
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.streams.context import GatewayOptions
 from tests.extproc.conftest import CONFIG, settle
@@ -33,7 +33,7 @@ from tests.extproc.conftest import CONFIG, settle
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from extproc.core.types import Arrival
+    from extproc.core.record import Arrival
 
 BODY = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello " * 500}]}).encode()
 HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from extproc.admission.local_limits import LocalLimits
+from extproc.admission.limits import LocalLimits
 from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import AskLimits, Decision, Effect, Fault, Hold, Refused, Settled, SettleGrant, WakeAt
+from extproc.core.record import Head, Outcome
 from extproc.core.states import State
-from extproc.core.types import Head, Outcome
 from extproc.errors import BadRequest, InternalError, NoEndpoint
 from extproc.llmd.profiles import picker_from_text
 from extproc.llmd.registry import BUILT_IN, PluginType
@@ -24,7 +24,7 @@ from extproc.protocol import Api
 from tests.extproc.conftest import in_some_state
 
 if TYPE_CHECKING:
-    from extproc.core.entering import Own
+    from extproc.core.pipeline import Own
 
 SERVER = """
 apiVersion: attache.dev/v1alpha1

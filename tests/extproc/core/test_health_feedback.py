@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from extproc.core.effects import Decision, HealthChanged
-from extproc.core.types import Outcome
+from extproc.core.record import Outcome
 from extproc.endpoints.health import Failure
 from extproc.protocol import Api
 from tests.extproc.core.test_core import HEAD, arrive, chat

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.core.holdings import Bounds, Holdings
-from extproc.core.record import Record
+from extproc.core.activation import Bounds, Holdings
+from extproc.core.record import Head, Record
 from extproc.core.states import State
-from extproc.core.types import Head
 from extproc.protocol import Api
 from tests.extproc.core.zero import SMALL, Zero, engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.core.types import Arrival
+    from extproc.core.record import Arrival
 
 FOUR = Bounds(requests=4, bytes=1_000_000)
 

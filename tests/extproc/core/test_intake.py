@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.api.load import load
-from extproc.core import intake as module
+from extproc.core import request_builder as module
 from extproc.core.core import Core
-from extproc.core.types import Head
+from extproc.core.record import Head
 from extproc.request.parsing import parse
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import pytest
 from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Effect, Refused, Tell
-from extproc.core.peer_events import AskLevels, EventBatch, Levels, decode, encode
-from extproc.core.types import Head
+from extproc.core.peers import AskLevels, EventBatch, Levels, decode, encode
+from extproc.core.record import Head
 from extproc.protocol import Api
 from tests.extproc.conftest import CONFIG
 
@@ -140,7 +140,7 @@ def test_a_process_that_is_alone_stops_asking() -> None:
 
 
 def test_what_is_told_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extproc.admission.local_limits.MOST_LEVELS", 5)
+    monkeypatch.setattr("extproc.admission.limits.MOST_LEVELS", 5)
     trusted = LIMITED
     core = Core(load({"a.yaml": trusted}), rng=random.Random(0), ticket_prefix="a", machine="here")
     for number in range(20):

@@ -12,9 +12,9 @@ import pytest
 from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, LoadAdapter, Refused, Tell, WakeAt
-from extproc.core.peer_events import AdapterChanged, EngineSaid, EventBatch
+from extproc.core.peers import AdapterChanged, EngineSaid, EventBatch
+from extproc.core.record import Head, LoadProblem, LoadResult, Outcome
 from extproc.core.states import State
-from extproc.core.types import Head, LoadProblem, LoadResult, Outcome
 from extproc.endpoints.engine_reports import EngineReport
 from extproc.endpoints.table import LoraState
 from extproc.errors import AdapterBroken, AdapterUnavailable, Refusal

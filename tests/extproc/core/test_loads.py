@@ -9,7 +9,7 @@ import random
 from extproc.api.load import load
 from extproc.api.status_pages import EndpointLoad, total
 from extproc.core.core import Core
-from extproc.core.types import Head
+from extproc.core.record import Head
 from extproc.endpoints.engine_reports import EngineReport, apply_report
 from extproc.protocol import Api
 

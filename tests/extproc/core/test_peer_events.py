@@ -9,12 +9,12 @@ import random
 import pytest
 
 from extproc.admission.fairness import VirtualTokenCounter
-from extproc.admission.queued_request import FlowKey
+from extproc.admission.flows import FlowKey
 from extproc.api.load import load
 from extproc.core import running
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Effect, Settled, Tell
-from extproc.core.peer_events import (
+from extproc.core.peers import (
     SILENCE_S,
     Alive,
     Ended,
@@ -26,8 +26,8 @@ from extproc.core.peer_events import (
     decode,
     encode,
 )
+from extproc.core.record import Head, Outcome
 from extproc.core.states import State
-from extproc.core.types import Head, Outcome
 from extproc.endpoints.engine_reports import CacheConfig, EngineReport
 from extproc.protocol import Api
 from tests.extproc.conftest import CONFIG, decide

@@ -12,7 +12,7 @@ import pytest
 from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Hold, Refused
-from extproc.core.types import Head
+from extproc.core.record import Head
 from extproc.errors import Shed
 from extproc.protocol import Api
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from extproc.api.model_server import ModelServerSpec
-from extproc.core.rewriting import asks_for_usage
-from extproc.core.types import BUNDLE, Arrival, Attachment, Head
+from extproc.core.dispatch import asks_for_usage
+from extproc.core.record import BUNDLE, Arrival, Attachment, Head
 from extproc.protocol import Api
 from extproc.request.parsing import parse
 from extproc.routing.resolve import Destination

@@ -14,10 +14,10 @@ from extproc.api.load import load
 from extproc.api.session_affinity import session_headers
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Tell
-from extproc.core.peer_events import EventBatch
-from extproc.core.types import Attachment, Head
+from extproc.core.peers import EventBatch
+from extproc.core.record import Attachment, Head
 from extproc.protocol import Api
-from extproc.scheduling.request_started import RequestStarted
+from extproc.scheduling.pool import RequestStarted
 from extproc.scheduling.sessions import SessionBindings, TenantSessions, session_token
 from tests.extproc.conftest import CONFIG
 

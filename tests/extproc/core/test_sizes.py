@@ -11,10 +11,10 @@ import pytest
 
 from bench.sizes.configuration import Gateway, Sizes, configuration, model_route
 from extproc.api.load import Loader
-from extproc.core import intake
+from extproc.core import request_builder as intake
 from extproc.core.core import Core
-from extproc.core.types import Head
-from extproc.core.who_may import Visit
+from extproc.core.record import Head
+from extproc.core.request_builder import Visit
 from extproc.protocol import CLIENT
 from extproc.routing import resolve
 

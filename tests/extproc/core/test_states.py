@@ -21,13 +21,13 @@ from hypothesis.stateful import (
 
 from extproc.core.core import Core
 from extproc.core.effects import AskLimits
-from extproc.core.peer_events import SILENCE_S, AdapterChanged, Alive, Ended, EngineSaid
+from extproc.core.peers import SILENCE_S, AdapterChanged, Alive, Ended, EngineSaid
+from extproc.core.record import Head, LoadProblem
 from extproc.core.states import TRANSITIONS, Event, IllegalEvent, State
-from extproc.core.types import Head, LoadProblem
 from extproc.endpoints.engine_reports import EngineReport
 from extproc.errors import Refusal
 from extproc.protocol import Api
-from extproc.scheduling.request_started import RequestStarted
+from extproc.scheduling.pool import RequestStarted
 from tests.extproc.core.life import Life
 from tests.extproc.core.setting import (
     ACTIVATIONS,
@@ -46,7 +46,7 @@ from tests.extproc.core.setting import (
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from extproc.core.entering import Answer
+    from extproc.core.pipeline import Answer
     from extproc.endpoints.adapter_slots import Change
 
 MODELS = st.sampled_from(["m", "m", "sql", "law"])

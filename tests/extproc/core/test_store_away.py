@@ -15,10 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.admission.buckets import Limit
-from extproc.admission.limits import Charge, Grant, Usage
-from extproc.admission.local_limits import LocalLimits
-from extproc.admission.store_memory import StoreMemory
+from extproc.admission.buckets import Limit, StoreMemory
+from extproc.admission.limits import Charge, Grant, LocalLimits, Usage
 from extproc.core.accounts import Accounts
 from extproc.core.effects import Effect, Owe, SettleGrant
 from extproc.errors import RateLimited

@@ -12,8 +12,8 @@ import pytest
 from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Effect, Hold, Left, Refused
+from extproc.core.record import Head, Outcome
 from extproc.core.states import State
-from extproc.core.types import Head, Outcome
 from extproc.errors import NoEndpoint, QueueFull, QueueTimeout, RateLimited, Shed
 from extproc.protocol import Api
 

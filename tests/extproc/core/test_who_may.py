@@ -11,7 +11,7 @@ import pytest
 
 from extproc.api.load import load
 from extproc.core.core import Core
-from extproc.core.types import Head
+from extproc.core.record import Head
 from extproc.errors import BadRequest, ModelNotAllowed, Refusal, UnknownModel
 from extproc.protocol import Api
 

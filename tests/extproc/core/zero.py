@@ -20,7 +20,7 @@ from extproc.core.effects import (
     WaitsForEngine,
     WakeAt,
 )
-from extproc.core.types import BUNDLE, Attachment, Head, LoadResult
+from extproc.core.record import BUNDLE, Attachment, Head, LoadResult
 from extproc.protocol import Api
 
 if TYPE_CHECKING:

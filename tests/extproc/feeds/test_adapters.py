@@ -15,7 +15,7 @@ from bench.processes import free_ports
 from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import LoadAdapter
-from extproc.core.types import LoadProblem, LoadResult
+from extproc.core.record import LoadProblem, LoadResult
 from extproc.feeds.adapters import AdapterLoader
 from extproc.feeds.engine_access import EngineAccess
 

@@ -14,7 +14,7 @@ from bench.processes import free_ports
 from extproc.api.load import ConfigDirectory
 from extproc.api.status_pages import ConfigReport, content_digest
 from extproc.core.core import Core
-from extproc.core.types import Head
+from extproc.core.record import Head
 from extproc.errors import NoEndpoint
 from extproc.feeds.directory import DirectoryFeed, endpoints_in_envoy
 from extproc.metrics.registry import Metrics
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Mapping
     from pathlib import Path
 
-    from extproc.core.types import Arrival
+    from extproc.core.record import Arrival
 
 
 def assignment(cluster: str, *addresses: tuple[str, int]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from extproc.api.connection import EngineConnection, EngineTls
 from extproc.api.load import load
 from extproc.api.model_server import ModelServerSpec, StaticEndpoint
 from extproc.core.core import Core
-from extproc.core.types import Head
+from extproc.core.record import Head
 from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.tokens import EngineTokenizers
 from extproc.protocol import Api

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from extproc.core.types import LoadProblem
+from extproc.core.record import LoadProblem
 from extproc.feeds.engine_answers import (
     Unreadable,
     answer_to_load,

@@ -23,7 +23,7 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from extproc.core.peer_events import EngineSaid
+    from extproc.core.peers import EngineSaid
     from extproc.scheduling.pool import Pool
 
 CONFIG = """

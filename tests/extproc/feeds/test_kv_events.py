@@ -21,7 +21,7 @@ from extproc.core.core import Core
 from extproc.failures import Supervisor
 from extproc.feeds.kv_events import KvEventFeed, publishers_of
 from extproc.metrics.registry import Metrics
-from extproc.prefix.kv_stream import KvStream
+from extproc.prefix.kv_index import KvStream
 from extproc.scheduling.cache_estimator import Prompt
 from tests.waiting import eventually
 

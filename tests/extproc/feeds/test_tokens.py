@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer, unused_port
 
 from extproc.api.load import load
 from extproc.core.core import Core
-from extproc.core.types import Head
+from extproc.core.record import Head
 from extproc.endpoints.outliers import record_failure
 from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.tokens import EngineTokenizer, EngineTokenizers, Tokenizers

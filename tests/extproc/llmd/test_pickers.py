@@ -18,8 +18,7 @@ from extproc.endpoints.outliers import record_failure
 from extproc.endpoints.table import EndpointTable
 from extproc.errors import NoEndpoint
 from extproc.scheduling.picker import Demand, RequestFacts, View
-from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
-from extproc.scheduling.round_robin import RoundRobin
+from extproc.scheduling.pickers import PrefixAware, PrefixAwareParameters, RoundRobin
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Floats

@@ -16,9 +16,8 @@ from extproc.llmd import profiles as picker_references
 from extproc.llmd.profiles import picker_from_text
 from extproc.llmd.registry import BUILT_IN, NOT_BUILT, installed
 from extproc.scheduling.framework import NamedScorer, NeedsPlugins, Profile
-from extproc.scheduling.plugins.cache_scorers import PrefixCacheScorer
 from extproc.scheduling.plugins.filters import PrefixCacheAffinity
-from extproc.scheduling.plugins.load_scorers import Queue, TokenLoad
+from extproc.scheduling.plugins.load_scorers import PrefixCacheScorer, Queue, TokenLoad
 from extproc.scheduling.plugins.selectors import MaxScore, WeightedRandom
 from tests.extproc.scheduling.plugins.views import view_of
 

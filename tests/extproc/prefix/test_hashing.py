@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.prefix.hashing import FIRST_BLOCK_BYTES, covered_units, hash_blocks
+from extproc.prefix.index import FIRST_BLOCK_BYTES, covered_units, hash_blocks
 
 
 def test_blocks_are_64_of_128_bytes_then_64_of_256() -> None:

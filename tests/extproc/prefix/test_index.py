@@ -10,12 +10,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from extproc.prefix.hashing import FIRST_BLOCK_BYTES, covered_units, hash_blocks
-from extproc.prefix.index import Match, PrefixIndex, blocks_of_each
-from extproc.prefix.turns import Tail, Turn
+from extproc.prefix.index import (
+    FIRST_BLOCK_BYTES,
+    Match,
+    PrefixIndex,
+    Tail,
+    Turn,
+    blocks_of_each,
+    covered_units,
+    hash_blocks,
+)
 
 if TYPE_CHECKING:
-    from extproc.prefix.held_blocks import Pin
+    from extproc.prefix.index import Pin
 
 CAPACITY = 64 * 1024
 ROWS = st.integers(0, 70)  # more than fit a machine word

@@ -18,8 +18,7 @@ from extproc.prefix.kv_events import (
     UnreadableEvents,
     decode_batch,
 )
-from extproc.prefix.kv_index import KvIndex, Source
-from extproc.prefix.kv_stream import KvStream
+from extproc.prefix.kv_index import KvIndex, KvStream, Source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

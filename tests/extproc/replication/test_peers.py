@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.admission.buckets import Limit
-from extproc.core.peer_events import Alive, EventBatch, PeerEvent, Spent, encode
+from extproc.core.peers import Alive, EventBatch, PeerEvent, Spent, encode
 from extproc.metrics.registry import Metrics
 from extproc.replication.buses import LocalBus
 from extproc.replication.peers import Peers

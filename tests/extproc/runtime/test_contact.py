@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from extproc.runtime.contact import PATIENCE_S, Contact
+from extproc.runtime.app import PATIENCE_S, Contact
 
 START_S = 1000.0
 

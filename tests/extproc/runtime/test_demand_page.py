@@ -18,7 +18,7 @@ from bench.processes import free_ports
 from extproc.api.load import load
 from extproc.api.status_pages import DEMAND_PATH, ConfigReport, Demand, completed
 from extproc.core.core import Core
-from extproc.core.types import Head
+from extproc.core.record import Head
 from extproc.metrics.exposition import Registry
 from extproc.protocol import Api
 from extproc.runtime import demand_watch

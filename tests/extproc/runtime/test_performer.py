@@ -13,8 +13,8 @@ import pytest
 from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Fault, Hold, Refused, WakeAt
+from extproc.core.record import Head
 from extproc.core.states import State
-from extproc.core.types import Head
 from extproc.errors import InternalError, QueueTimeout
 from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.tokens import Tokenizers
@@ -23,7 +23,7 @@ from extproc.protocol import Api
 from extproc.runtime.performer import Performer
 
 if TYPE_CHECKING:
-    from extproc.core.entering import Own
+    from extproc.core.pipeline import Own
 
 CONFIG = b"""
 apiVersion: attache.dev/v1alpha1

@@ -7,9 +7,9 @@ import pytest
 
 from extproc.endpoints.engine_reports import CacheConfig
 from extproc.endpoints.table import EndpointTable
+from extproc.prefix.index import Turn, Turns, tail_of
 from extproc.prefix.kv_events import Stored
 from extproc.prefix.kv_index import KvIndex, Source
-from extproc.prefix.turns import Turn, Turns, tail_of
 from extproc.scheduling.cache_estimator import CacheEstimator, Prompt
 
 

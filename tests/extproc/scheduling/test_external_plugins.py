@@ -18,7 +18,7 @@ from extproc.llmd.profiles import BuiltPicker, picker_from_text
 from extproc.llmd.registry import BUILT_IN, Kind, PluginType, installed
 from extproc.scheduling.external_plugins import try_out
 from extproc.scheduling.picker import Pick, View
-from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
+from extproc.scheduling.pickers import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.sessions import SessionNote
 from tests.extproc.scheduling.plugins.views import view_of
 from tests.plugin_package import HEAD, install_plugin

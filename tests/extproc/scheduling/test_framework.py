@@ -12,9 +12,8 @@ import pytest
 
 from extproc.errors import NoEndpoint
 from extproc.scheduling.framework import NamedFilter, NamedScorer, Profile
-from extproc.scheduling.plugins.cache_scorers import KvCacheUtilization, PrefixCacheScorer
 from extproc.scheduling.plugins.filters import Healthy, LeastRequestFilter
-from extproc.scheduling.plugins.load_scorers import Queue
+from extproc.scheduling.plugins.load_scorers import KvCacheUtilization, PrefixCacheScorer, Queue
 from extproc.scheduling.plugins.selectors import MaxScore
 from tests.extproc.scheduling.plugins.views import view_of
 

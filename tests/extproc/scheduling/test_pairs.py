@@ -16,9 +16,16 @@ from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.outliers import record_failure
 from extproc.endpoints.table import EndpointConfig, EndpointTable
 from extproc.errors import NoEndpoint
-from extproc.scheduling.pairs import CACHED, NO_PREFILL, SENT_ON, PairParameters, PrefillDecodePairs
 from extproc.scheduling.picker import Demand, RequestFacts, View
-from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
+from extproc.scheduling.pickers import (
+    CACHED,
+    NO_PREFILL,
+    SENT_ON,
+    PairParameters,
+    PrefillDecodePairs,
+    PrefixAware,
+    PrefixAwareParameters,
+)
 
 PICKER = PrefillDecodePairs(
     PairParameters("group", {"role": "prefill"}, {"role": "decode"}, 512.0), PrefixAware(PrefixAwareParameters())

@@ -9,7 +9,7 @@ from extproc.api.errors import ConfigInvalid
 from extproc.api.load import Loader, load
 from extproc.llmd.pickers import picker_notes, pickers_for
 from extproc.scheduling.framework import ConfiguredPicker
-from extproc.scheduling.round_robin import RoundRobin
+from extproc.scheduling.pickers import RoundRobin
 
 SERVERS = """apiVersion: attache.dev/v1alpha1
 kind: ModelServer

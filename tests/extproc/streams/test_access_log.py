@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.core.types import Head
+from extproc.core.record import Head
 from extproc.failures import FailureLog
 from extproc.metrics.registry import Metrics
 from extproc.streams.access_log import read_outcome, receive_entries

@@ -14,8 +14,8 @@ from extproc.core.core import Core
 from extproc.metrics.registry import Metrics
 from extproc.streams.duplex import Duplex
 from extproc.streams.exchange import Exchange
+from extproc.streams.headers import Origin
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse
-from extproc.streams.origin import Origin
 from tests.extproc.conftest import CONFIG, shell
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from tests.extproc.conftest import CONFIG, shell
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from extproc.core.types import Outcome
+    from extproc.core.record import Outcome
 
 CHAT = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello"}]}).encode()
 ALL = {"10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from google.protobuf.struct_pb2 import Struct
 
-from extproc.streams.http_headers import read_claims, read_head, read_served, read_status, read_subset
+from extproc.streams.headers import read_claims, read_head, read_served, read_status, read_subset
 from extproc.streams.messages import HttpHeaders, ProcessingRequest
 
 

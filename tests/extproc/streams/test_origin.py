@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from extproc.streams.origin import Origin, read_origin
+from extproc.streams.headers import Origin, read_origin
 
 SAID = [("x-attache-server-key", "ns/llama"), ("x-attache-listener", "caf%C3%A9"), ("x-attache-http-route", "ns/r")]
 

@@ -22,7 +22,7 @@ from extproc.errors import (
     Shed,
     UnknownModel,
 )
-from extproc.scheduling.assignment import Assignment
+from extproc.scheduling.pool import Assignment
 from extproc.streams.messages import CommonResponse, ProcessingResponse
 from extproc.streams.responses import (
     MOST_BODY_BYTES,

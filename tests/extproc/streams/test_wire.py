@@ -19,7 +19,7 @@ from extproc.streams.messages import (
     Struct,
     Value,
 )
-from extproc.streams.wire import MARK, Template, field, tag, varint
+from extproc.streams.responses import MARK, Template, field, tag, varint
 
 
 def nested(value: str) -> ProcessingResponse:

@@ -12,7 +12,8 @@ from controller.gateway.compile.compiler import GATEWAY_FILE, Compiler, Outcome
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
 from controller.gateway.compile.secrets import Pointer
 from controller.kube.resources import key_of
-from extproc.admission.access import Access, Subject, Wish
+from extproc.admission.access import Access, Wish
+from extproc.admission.identity import Subject
 from extproc.api.load import load
 from tests.gateway_objects import gateway, gateway_class
 from tests.kube_objects import Object, pod, resource, route, secret, server

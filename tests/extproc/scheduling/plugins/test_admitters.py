@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.errors import Shed
-from extproc.scheduling.plugins.admitters import LatencySloAdmitter, ProbabilisticAdmitter
-from extproc.scheduling.plugins.slo_filters import SloHeadroomTier
+from extproc.scheduling.plugins.latency import LatencySloAdmitter, ProbabilisticAdmitter, SloHeadroomTier
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:

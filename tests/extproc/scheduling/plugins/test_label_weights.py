@@ -10,8 +10,7 @@ import pytest
 
 from extproc.endpoints.table import EndpointConfig
 from extproc.scheduling.plugins.clusters import ClusterTopology
-from extproc.scheduling.plugins.label_weights import AttributeWeight, LabelProducer, LabelWeights
-from extproc.scheduling.plugins.topology import TopologyExtractor
+from extproc.scheduling.plugins.label_plugins import AttributeWeight, LabelProducer, LabelWeights, TopologyExtractor
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.scheduling.plugins.reporters import RequestAttributeReporter
-from extproc.scheduling.plugins.usage_expressions import compile_usage
+from extproc.scheduling.plugins.reporters import RequestAttributeReporter, compile_usage
 
 USAGE = {
     "prompt_tokens": 100,

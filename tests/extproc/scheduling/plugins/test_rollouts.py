@@ -11,7 +11,7 @@ from extproc.endpoints.table import EndpointConfig
 from extproc.errors import NoEndpoint
 from extproc.llmd.profiles import picker_from_text
 from extproc.llmd.registry import BUILT_IN
-from extproc.scheduling.plugins.rollouts import EndpointPin
+from extproc.scheduling.plugins.handlers import EndpointPin
 from tests.extproc.scheduling.plugins.views import view_of
 
 REVISION = "disaggregatedset.x-k8s.io/revision"

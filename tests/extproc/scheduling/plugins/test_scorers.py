@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from extproc.endpoints.costs import PromptCost
 from extproc.endpoints.table import LoraState
 from extproc.scheduling.plugins.affinity import LoraAffinity, SessionAffinity
-from extproc.scheduling.plugins.cache_scorers import KvCacheUtilization, NoHitLru, PrefixCacheScorer
-from extproc.scheduling.plugins.latency_scorers import CostScorer, LatencyScorer, LeastLatency, RandomScore
+from extproc.scheduling.plugins.latency import CostScorer, LatencyScorer, LeastLatency, RandomScore
 from extproc.scheduling.plugins.load_scorers import (
     ActiveRequests,
+    KvCacheUtilization,
     LeastRequestScorer,
     LMetric,
     LoadAware,
+    NoHitLru,
+    PrefixCacheScorer,
     Queue,
     RunningRequests,
     TokenLoad,

@@ -12,7 +12,7 @@ import pytest
 from extproc.endpoints.table import EndpointConfig
 from extproc.llmd.profiles import picker_from_text
 from extproc.llmd.registry import BUILT_IN
-from extproc.scheduling.plugins.topology import (
+from extproc.scheduling.plugins.label_plugins import (
     NearnessToPeer,
     NearPeer,
     TopologyAffinityFilter,

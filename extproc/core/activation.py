@@ -5,33 +5,182 @@ Whether a server has engines follows from its configuration alone (``Pool.readin
 does. While anybody waits, whoever comes for the same server waits behind: nobody is overtaken. A request whose server
 stays without engines goes to another server of its rule that has got one. Where too many wait, the tenant with most
 gives way.
+
+A bound alone would be first come, first served: one tenant that fills it keeps all others out. Here whoever is alone
+may use all of it, and a tenant that has less takes the place of the newest request of the one that has most, until they
+have the same.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from extproc.admission.saturation import RECHECK_S
 from extproc.core.effects import Effect, EngineStarted, WaitsForEngine, WakeAt
-from extproc.core.holdings import Bounds, Holdings
+from extproc.core.queue import MOST_AT_ONCE, no_longer_served
 from extproc.core.record import Record
-from extproc.core.start_times import StartTimes
 from extproc.core.states import Event, State, is_legal
-from extproc.core.waiting import MOST_AT_ONCE, no_longer_served
 from extproc.errors import EngineStarting, NoEndpoint, QueueFull, QueueTimeout, Refusal
 from extproc.scheduling.pool import Pool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from extproc.api.model_server import Activation
+    from extproc.core.adapter_load import LoadingRequests
     from extproc.core.dispatch import Dispatcher
-    from extproc.core.loading import LoadingRequests
-    from extproc.core.types import Arrival
-    from extproc.core.waiting import WaitingRequests
+    from extproc.core.queue import WaitingRequests
+    from extproc.core.record import Arrival
+
+_WEIGHT: Final = 0.3
+# What took longer was not started for the request that waited.
+_LONGEST_START_S: Final = 3600.0
+# Of a start that is later than expected: clients come back when it has taken this share longer.
+_LATE_SHARE: Final = 0.1
+_LEAST_REST_S: Final = 1.0
+# Nobody has waited for the time of so many starts: the next request begins a new one.
+_STARTS_TO_FORGET: Final = 2
+
+
+class StartTimes:
+    """By server: since when an engine is awaited, and the recent mean of what starts took."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[str, float] = {}
+        # since when nobody waits any more
+        self._left_s: dict[str, float] = {}
+        self._typical_s: dict[str, float] = {}
+
+    @property
+    def awaited(self) -> Collection[str]:
+        """The servers of which an engine is awaited, also by clients that have left since."""
+        return self._since_s.keys()
+
+    def begin(self, server: str, now: float, assumed_s: float) -> None:
+        """A request waits for an engine; only the first since the last one left counts.
+
+        Clients that left long before it did not cause the start that comes now: none was begun for them, as where they
+        hung up at once.
+        """
+        left_s = self._left_s.pop(server, None)
+        if left_s is not None and now - left_s > _STARTS_TO_FORGET * self.typical_s(server, assumed_s):
+            self._since_s.pop(server, None)
+        self._since_s.setdefault(server, now)
+
+    def left(self, server: str, now: float) -> None:
+        """Nobody waits any more, and an engine may still come."""
+        if server in self._since_s:
+            self._left_s[server] = now
+
+    def end(self, server: str, now: float) -> float:
+        """An engine is there. Returns how long it took."""
+        took_s = now - self._since_s.pop(server)
+        self._left_s.pop(server, None)
+        if took_s <= _LONGEST_START_S:
+            known = self._typical_s.get(server)
+            self._typical_s[server] = took_s if known is None else known + _WEIGHT * (took_s - known)
+        return took_s
+
+    def cancel(self, server: str) -> None:
+        """Nobody waits for it any more: who did was served elsewhere."""
+        self._since_s.pop(server, None)
+        self._left_s.pop(server, None)
+
+    def keep(self, servers: Collection[str]) -> None:
+        """Forget all other servers."""
+        for server in {*self._since_s, *self._typical_s}.difference(servers):
+            self._since_s.pop(server, None)
+            self._left_s.pop(server, None)
+            self._typical_s.pop(server, None)
+
+    def typical_s(self, server: str, assumed_s: float) -> float:
+        """What a start takes; ``assumed_s`` until one was measured."""
+        return self._typical_s.get(server, assumed_s)
+
+    def retry_after_s(self, server: str, assumed_s: float, now: float) -> int:
+        """What is left of the start, as expected: whole seconds, at least one."""
+        so_far_s = now - self._since_s.get(server, now)
+        rest_s = self.typical_s(server, assumed_s) - so_far_s
+        if rest_s <= 0:
+            rest_s = _LATE_SHARE * so_far_s
+        return math.ceil(max(_LEAST_REST_S, rest_s))
+
+
+# For one that comes: a large body is not worth a crowd of small ones, nor the time to look for them.
+_MOST_GIVE_WAY: Final = 16
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """How many may wait, and how many bytes their bodies may have together."""
+
+    requests: int
+    bytes: int
+
+
+class Holdings:
+    """By tenant: how many requests wait, and the size of their bodies."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.bytes = 0
+        self._requests = Counter[str]()
+        self._bytes = Counter[str]()
+
+    def add(self, record: Record) -> None:
+        """It waits from now on."""
+        tenant, size = record.arrived.caller.tenant, len(record.arrived.body)
+        self.requests += 1
+        self.bytes += size
+        self._requests[tenant] += 1
+        self._bytes[tenant] += size
+
+    def remove(self, record: Record) -> None:
+        """It waits no more."""
+        tenant, size = record.arrived.caller.tenant, len(record.arrived.body)
+        self.requests -= 1
+        self.bytes -= size
+        self._requests[tenant] -= 1
+        self._bytes[tenant] -= size
+        if not self._requests[tenant]:
+            del self._requests[tenant], self._bytes[tenant]
+
+    def give_way(self, arrival: Arrival, bounds: Bounds, waiting: Iterable[Record]) -> Sequence[Record] | None:
+        """Those of ``waiting`` that have to go so that ``arrival`` fits; None if it has no right to a place.
+
+        ``waiting``: the newest first.
+        """
+        if self._fits(arrival, bounds, ()):
+            return ()
+        if len(arrival.body) > bounds.bytes:
+            return None
+        by_bytes = self.requests < bounds.requests
+        held, mine = (self._bytes, len(arrival.body)) if by_bytes else (self._requests, 1)
+        largest, most = max(held.items(), key=lambda item: item[1], default=("", 0))
+        mine += held[arrival.caller.tenant]
+        # it would have less than the newcomer's tenant then: nothing to look for among thousands that wait
+        if largest == arrival.caller.tenant or most <= mine:
+            return None
+        # of those, first what matters least, and then what has waited least
+        theirs = (one for one in waiting if one.arrived.caller.tenant == largest)
+        going: list[Record] = []
+        for one in heapq.nsmallest(_MOST_GIVE_WAY, theirs, lambda one: (one.arrived.priority, -one.arrived_at_s)):
+            most -= len(one.arrived.body) if by_bytes else 1
+            if most < mine:
+                return None
+            going.append(one)
+            if self._fits(arrival, bounds, going):
+                return going
+        return None
+
+    def _fits(self, arrival: Arrival, bounds: Bounds, without: Sequence[Record]) -> bool:
+        size = self.bytes + len(arrival.body) - sum(len(one.arrived.body) for one in without)
+        return self.requests - len(without) < bounds.requests and size <= bounds.bytes
+
 
 # Over all servers of a process: beyond that, its memory is in danger.
 MOST_REQUESTS: Final = 10_000

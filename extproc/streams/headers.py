@@ -1,26 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headers and metadata of ext_proc messages as plain data."""
+"""Headers and metadata of ext_proc messages, and of gRPC streams, as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote
 
-from extproc.core.types import Head
+import msgspec
+
+from extproc.core.record import Head
 from extproc.errors import ErrorForm
 from extproc.protocol import (
     ANTHROPIC_PATHS,
     ANTHROPIC_VERSION,
+    BUNDLE_MARK,
+    HTTP_ROUTE_KEY,
     LB_NAMESPACE,
+    LISTENER_KEY,
     SERVED,
+    SERVER_KEY,
     SUBSET,
     SUBSET_NAMESPACE,
     TOKENS_NAMESPACE,
 )
-from extproc.streams.origin import UNKNOWN, Origin
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from extproc.streams.messages import HeaderValue, HttpHeaders, Metadata, ProcessingRequest
     from extproc.streams.messages import Struct as _Struct
@@ -28,6 +34,19 @@ if TYPE_CHECKING:
 
 # Claims whose text is a list of words.
 _WORDS: Final = frozenset({"scope", "scp"})
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """What is not known is empty. ``listener``: the name of the listener that the client asked. ``http_route`` and
+    ``server``: the HTTPRoute that took the request, and the ModelServer that it has chosen, ``namespace/name``.
+    """
+
+    listener: str = ""
+    http_route: str = ""
+    server: str = ""
+
+
+UNKNOWN = Origin()
 
 
 def read_head(message: HttpHeaders, *, is_trusted: bool = False, origin: Origin = UNKNOWN) -> Head:
@@ -167,3 +186,11 @@ class _Headers(Mapping[str, str]):
 def _value(header: HeaderValue) -> str:
     # Envoy does not check the encoding of header values; latin-1 reads any bytes, and ASCII as it is.
     return header.raw_value.decode("latin-1") if header.raw_value else header.value
+
+
+def read_origin(metadata: Iterable[tuple[str, str | bytes]]) -> Origin:
+    """What the metadata of a stream say; of gateways other than our bundle, nothing is believed."""
+    said = {name: value for name, value in metadata if isinstance(value, str)}
+    if BUNDLE_MARK not in said:
+        return UNKNOWN
+    return Origin(*(unquote(said.get(key, "")) for key in (LISTENER_KEY, HTTP_ROUTE_KEY, SERVER_KEY)))

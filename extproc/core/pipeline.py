@@ -10,39 +10,28 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from extproc.admission.limits import Grant, StoreAway, unavailable
-from extproc.core.admission_controller import usage_to_reserve
 from extproc.core.dispatch import prompt_of
-from extproc.core.effects import (
-    AskLimits,
-    AskTokens,
-    AwaitAdapter,
-    AwaitEngine,
-    Decision,
-    Effect,
-    Hold,
-    Left,
-    Refused,
-)
+from extproc.core.effects import AskLimits, AskTokens, AwaitAdapter, AwaitEngine, Decision, Effect, Hold, Left, Refused
+from extproc.core.queue import WaitingRequests, no_longer_served
 from extproc.core.states import Event, IllegalEvent, State, is_legal
-from extproc.core.waiting import WaitingRequests, no_longer_served
 from extproc.errors import InternalError, Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from extproc.admission.gate import Gate
+    from extproc.admission.flows import QueuedRequest
     from extproc.admission.limits import Charge
-    from extproc.admission.queued_request import QueuedRequest
+    from extproc.admission.queue import Gate
     from extproc.core.accounts import Accounts
-    from extproc.core.admission_controller import AdmissionController
-    from extproc.core.awaiting import AwaitingRequests
+    from extproc.core.activation import AwaitingRequests
+    from extproc.core.adapter_load import LoadingRequests
     from extproc.core.dispatch import Dispatcher
-    from extproc.core.intake import Intake
-    from extproc.core.loading import LoadingRequests
-    from extproc.core.record import Record
-    from extproc.core.types import Arrival
+    from extproc.core.record import Arrival, Record
+    from extproc.core.request_builder import Intake
     from extproc.scheduling.cache_estimator import Expectation
     from extproc.scheduling.pool import Pool
+
+from extproc.core.queue import AdmissionController, usage_to_reserve
 
 # What a shell may resume a request with: what was asked for, or None if it cannot be had.
 Answer = Grant | Refusal | StoreAway | Sequence[int] | None

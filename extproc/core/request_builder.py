@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where requests come in: refuse what can be refused, parse, route, identify the caller."""
+"""From a message's headers and body to an arrival: refuse what can be refused, parse, authorize, route, identify."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from extproc.admission.identity import ANONYMOUS_CALLER
+import msgspec
+
+from extproc.admission.access import Access, Wish
+from extproc.admission.identity import ANONYMOUS_CALLER, ANONYMOUS_SUBJECT, Subject
 from extproc.api.spec import namespace_of
-from extproc.core.rewriting import refuse_steering
-from extproc.core.types import Arrival, Head
-from extproc.core.who_may import not_allowed
+from extproc.core.record import Arrival, Head
 from extproc.errors import (
     BadRequest,
     MethodNotAllowed,
+    ModelNotAllowed,
     NoEndpoint,
     Refusal,
     SteeringRefused,
@@ -21,20 +23,81 @@ from extproc.errors import (
     UnknownPath,
 )
 from extproc.protocol import APIS_BY_PATH, MODEL_REWRITES, MODELS_PATH, Api, api_of_path
-from extproc.request.model import InferenceRequest, no_model
+from extproc.request.model import STEERING_FIELDS, InferenceRequest, no_model
 from extproc.request.parsing import api_by_body, parse, steering_of_unread
-from extproc.routing.resolve import Destination
+from extproc.routing.resolve import Destination, RoutingTable
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Mapping
 
-    from extproc.admission.cache_isolation import CacheIsolation
-    from extproc.admission.identity import Identities
-    from extproc.core.admission_controller import AdmissionController
-    from extproc.core.who_may import Visit, WhoMay
-    from extproc.routing.resolve import ListedModel, RoutingTable
+    from extproc.admission.identity import CacheIsolation, Identities
+    from extproc.api.model_server import ModelServerSpec
+    from extproc.core.queue import AdmissionController
+    from extproc.routing.resolve import ListedModel
     from extproc.scheduling.pool import Pool
+
+_SHOWN_CHARACTERS = 100
+
+
+class WhoMay:
+    """The decision by one configuration."""
+
+    def __init__(self, access: Access, identities: Identities, routing: RoutingTable) -> None:
+        self._access = access
+        self._identities = identities
+        self._routing = routing
+
+    def visit(self, head: Head) -> Visit | None:
+        """The caller of a request; None if nobody is refused anything."""
+        if not self._access.restricts:
+            return None
+        subject = self._identities.subject(head.headers, head.claims) if head.is_trusted else ANONYMOUS_SUBJECT
+        return Visit(self._access, self._routing, subject, head)
+
+
+class Visit(msgspec.Struct, frozen=True):
+    """One request's caller."""
+
+    access: Access
+    routing: RoutingTable
+    subject: Subject
+    head: Head
+
+    def may(self, model: str | None, destination: Destination) -> bool:
+        """Whether it may ask for ``model`` there. None: the body's model could not be read."""
+        wish = Wish(
+            model=model,
+            base_model=destination.base_model,
+            server=destination.server,
+            route=destination.route,
+            http_route=self.head.http_route,
+            listener=self.head.listener,
+        )
+        return self.access.may_use(self.subject, wish)
+
+    def may_list(self, model: str) -> bool:
+        """Whether some request for ``model`` may go: it is listed, and its name is no secret."""
+        return any(self.may(model, one) for one in self.routing.destinations(model, self.head.listener))
+
+    def may_know(self, model: str) -> bool:
+        """Whether the caller may be told that ``model`` does not exist.
+
+        Others get the answer for models that they may not use, so that nobody finds models out by asking.
+        """
+        return self.may_list(model) or self.access.may_use_everything(self.subject)
+
+
+def not_allowed(model: str | None) -> ModelNotAllowed:
+    """The same words whether or not the model exists."""
+    if model is None:
+        return ModelNotAllowed("The model could not be read from this request, and you may not use every model.")
+    return ModelNotAllowed(
+        f"The model '{model[:_SHOWN_CHARACTERS]}' does not exist, or you may not use it; "
+        f"GET {MODELS_PATH} lists those that you may.",
+        param="model",
+    )
+
 
 # Lists of models that are kept, each of a caller.
 _MOST_LISTS: Final = 64
@@ -279,7 +342,7 @@ class Intake:
                 f"The ModelServer '{destination.server}' is not configured any more; "
                 "add it, or send the request elsewhere."
             )
-        refuse_steering(request, pool.spec)
+        _refuse_steering(request, pool.spec)
         caller = ANONYMOUS_CALLER
         if (
             visit is not None
@@ -301,3 +364,10 @@ def _model_asked_of_engine(request: InferenceRequest, head: Head) -> str:
     if head.is_trusted and request.api is not None:
         return next((head.headers[name] for name in MODEL_REWRITES if head.headers.get(name)), request.model)
     return request.model
+
+
+def _refuse_steering(request: InferenceRequest, spec: ModelServerSpec) -> None:
+    """Raise SteeringRefused if the client says where an engine connects or where the request runs, and may not."""
+    for name in request.internal_fields:
+        if name in STEERING_FIELDS and name not in spec.allowed_fields:
+            raise SteeringRefused(f"The field '{name}' is for gateways, not for clients; leave it out.", param=name)
