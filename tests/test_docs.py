@@ -13,9 +13,9 @@ from prometheus_client import generate_latest
 
 from attache.commands import COMMANDS
 from attache.misspelt import misspelt_option
-from controller.bundle.acknowledgements import Uptake
-from controller.bundle.metrics import FollowerSeries
-from controller.bundle.sync import Follower
+from controller.bundle.acknowledgements import Acknowledgements
+from controller.bundle.metrics import BundleSeries
+from controller.bundle.sync import BundleSync
 from extproc.api.load import ConfigDirectory, load
 from extproc.metrics.registry import Metrics
 from tools.site_pages import PAGES, with_site_links
@@ -121,8 +121,8 @@ def test_the_alerts_on_the_operations_page_use_metrics_that_there_are(tmp_path: 
     rules = [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]
     used = {name for rule in rules for name in re.findall(r"attache_[a-z_]+", rule["expr"])}
     registry = Metrics(list, lambda: 0.0, lambda: 0.0).registry
-    uptake = Uptake(lambda _: None, "bootstrap.json")
-    registry.register(FollowerSeries(Follower(ConfigDirectory(tmp_path), tmp_path, "path", uptake)))
+    acknowledgements = Acknowledgements(lambda _: None, "bootstrap.json")
+    registry.register(BundleSeries(BundleSync(ConfigDirectory(tmp_path), tmp_path, "path", acknowledgements)))
     known = set(re.findall(r"^# TYPE (\S+)", generate_latest(registry).decode(), re.MULTILINE))
     assert len(used) >= 6
     assert used <= known

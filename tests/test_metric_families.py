@@ -16,9 +16,9 @@ from controller.agents.runtime.dialects import FAMILIES
 from controller.agents.runtime.metrics import Counters, EnginePage, write_page
 from controller.autoscaler.decision.decision import Recommendation, StageDecision, Step
 from controller.autoscaler.reconciler.metrics import BindingSeries, ScalingMetrics, TargetSeries
-from controller.bundle.acknowledgements import Uptake
-from controller.bundle.metrics import FollowerSeries
-from controller.bundle.sync import Follower
+from controller.bundle.acknowledgements import Acknowledgements
+from controller.bundle.metrics import BundleSeries
+from controller.bundle.sync import BundleSync
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.picker_metrics import PickerMetrics
 from controller.kube.metrics import ManagerMetrics
@@ -66,8 +66,8 @@ def registries(folder: Path) -> Iterator[CollectorRegistry]:
     PickerMetrics(gateway, "default/llama")
     yield gateway
     bundle = CollectorRegistry()
-    uptake = Uptake(lambda _: None, "bootstrap.json")
-    bundle.register(FollowerSeries(Follower(ConfigDirectory(folder), folder, "path", uptake)))
+    acknowledgements = Acknowledgements(lambda _: None, "bootstrap.json")
+    bundle.register(BundleSeries(BundleSync(ConfigDirectory(folder), folder, "path", acknowledgements)))
     yield bundle
     yield ProgressMetrics().registry
 

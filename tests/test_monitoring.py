@@ -14,9 +14,9 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from controller.bundle.acknowledgements import Uptake
-from controller.bundle.metrics import FollowerSeries
-from controller.bundle.sync import Follower
+from controller.bundle.acknowledgements import Acknowledgements
+from controller.bundle.metrics import BundleSeries
+from controller.bundle.sync import BundleSync
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.picker_metrics import PickerMetrics
 from extproc.api.load import ConfigDirectory
@@ -35,8 +35,8 @@ def exported(folder: Path) -> dict[str, set[str]]:
     extproc, follower, gateway = Metrics(list, lambda: 0.0, lambda: 0.0).registry, CollectorRegistry(), GatewayMetrics()
     TlsMetrics(extproc)
     PickerMetrics(gateway.registry, "default/llama")
-    uptake = Uptake(lambda _: None, "bootstrap.json")
-    follower.register(FollowerSeries(Follower(ConfigDirectory(folder), folder, "path", uptake)))
+    acknowledgements = Acknowledgements(lambda _: None, "bootstrap.json")
+    follower.register(BundleSeries(BundleSync(ConfigDirectory(folder), folder, "path", acknowledgements)))
     found: dict[str, set[str]] = {}
     for registry in (extproc, follower, gateway.registry):
         for collector in list(registry._collector_to_names):

@@ -24,7 +24,7 @@ BY_PROGRAM = {
     "tests/with_kube/test_autoscaling_end_to_end.py::test_nothing_is_scaled_in_because_of_faults": "PROMETHEUS",
     "tests/with_redis/test_peers.py": "REDIS",
     "tests/with_envoy/test_top.py": "ENVOY",
-    "tests/with_envoy/test_uptake.py": "ENVOY",
+    "tests/with_envoy/test_acknowledgements.py": "ENVOY",
     "tests/with_vllm/test_real_engines.py": "VLLM",
     "tests/attache/test_completion.py": "BASH",
     "tests/test_deploy.py::test_systemd_finds_nothing_wrong_with_the_units": "SYSTEMD",

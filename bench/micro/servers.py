@@ -17,7 +17,7 @@ import msgspec
 from bench.processes import Processes, free_ports
 from bench.stack import ALIAS, MODEL, ROOT, documents, envoy_command
 from controller.bundle.envoy.bundle import build
-from controller.bundle.publish import Step, write
+from controller.bundle.sync import Step, write
 from extproc.api.load import load
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
-from controller.bundle.acknowledgements import Status
-from controller.bundle.envoy_admin import why_not_ready
+from controller.bundle.acknowledgements import Status, why_not_ready
 from extproc.api.status_pages import REPORT_PATH
 
 if TYPE_CHECKING:
@@ -24,26 +23,26 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from controller.bundle.sync import Follower
+    from controller.bundle.sync import BundleSync
 
 READY_PATH: Final = "/readyz"
 
 
-def serve_metrics(follower: Follower, address: tuple[str, int]) -> None:
+def serve_metrics(sync: BundleSync, address: tuple[str, int]) -> None:
     """Serve /metrics, /config and /readyz from a thread, until the process ends; raises OSError."""
     registry = CollectorRegistry()
-    registry.register(FollowerSeries(follower))
+    registry.register(BundleSeries(sync))
     show_metrics: WSGIApplication = make_wsgi_app(registry)
 
     def show(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if environ["PATH_INFO"] == READY_PATH:
-            why_not = _why_not_ready(follower)
+            why_not = _why_not_ready(sync)
             start_response("503 Service Unavailable" if why_not else "200 OK", [("content-type", "text/plain")])
             return [(why_not or "Envoy takes requests").encode()]
         if environ["PATH_INFO"] != REPORT_PATH:
             return show_metrics(environ, start_response)
         start_response("200 OK", [("content-type", "application/json")])
-        return [msgspec.json.encode(follower.report)]
+        return [msgspec.json.encode(sync.report)]
 
     class Server(ThreadingWSGIServer):
         address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -52,11 +51,11 @@ def serve_metrics(follower: Follower, address: tuple[str, int]) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
 
-def _why_not_ready(follower: Follower) -> str:
+def _why_not_ready(sync: BundleSync) -> str:
     """Envoy's own page is for its machine alone, and its ports are those of Gateways, so that no probe knows them."""
-    if follower.uptake is None:
+    if sync.acknowledgements is None:
         return "nobody asks Envoy, because of --admin off"
-    whys = [why_not_ready(one) for one in follower.uptake.addresses]
+    whys = [why_not_ready(one) for one in sync.acknowledgements.addresses]
     return "" if "" in whys else next(iter(whys), "no bundle is written yet")
 
 
@@ -67,11 +66,11 @@ class _Silent(WSGIRequestHandler):
         """Say nothing."""
 
 
-class FollowerSeries(Collector):
-    """Read from the follower when Prometheus asks."""
+class BundleSeries(Collector):
+    """Series of a ``BundleSync``, read at each scrape."""
 
-    def __init__(self, follower: Follower) -> None:
-        self._follower = follower
+    def __init__(self, sync: BundleSync) -> None:
+        self._sync = sync
 
     def describe(self) -> Iterator[Metric]:
         """Nothing to check for clashes."""
@@ -79,24 +78,24 @@ class FollowerSeries(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All series."""
-        follower = self._follower
+        sync = self._sync
         valid, written = "attache_bundle_config_valid", "attache_bundle_written_timestamp_seconds"
-        yield GaugeMetricFamily(valid, "1 if the directory as it is now can be used.", value=follower.is_valid)
-        yield GaugeMetricFamily(written, "When the bundle last changed.", value=follower.written_at_s)
+        yield GaugeMetricFamily(valid, "1 if the directory as it is now can be used.", value=sync.is_valid)
+        yield GaugeMetricFamily(written, "When the bundle last changed.", value=sync.written_at_s)
         missing = "attache_bundle_missing_keys"
-        yield GaugeMetricFamily(missing, "Keys and key sets that cannot be had.", value=len(follower.missing_keys))
+        yield GaugeMetricFamily(missing, "Keys and key sets that cannot be had.", value=len(sync.missing_keys))
         stale = "attache_bundle_stale_secrets"
         text = "Certificates and keys whose files cannot be used as they are now."
-        yield GaugeMetricFamily(stale, text, value=follower.secrets.stale)
+        yield GaugeMetricFamily(stale, text, value=sync.secrets.stale)
         ends = GaugeMetricFamily(
             "attache_bundle_certificate_end_timestamp_seconds", "When a certificate, or a list, ends.", labels=["file"]
         )
-        for file, ends_at in follower.secrets.ends_at.items():
+        for file, ends_at in sync.secrets.ends_at.items():
             ends.add_metric([file], ends_at.timestamp())
         yield ends
-        if follower.uptake is None:
+        if sync.acknowledgements is None:
             return
-        verdict = follower.uptake.verdict
+        verdict = sync.acknowledgements.verdict
         status = GaugeMetricFamily("attache_bundle_uptake", "1 for what Envoy does with the bundle.", labels=["status"])
         for name in get_args(Status):
             status.add_metric([name], name == verdict.status)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bundle command: writes the bundle of a directory and follows its changes."""
+"""Write the bundle of a directory, and again on every change: make before break."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -14,44 +16,132 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.bundle.acknowledgements import subscriptions_of, version_of
-from controller.bundle.degraded import without
-from controller.bundle.envoy.bootstrap import ENDPOINTS_FOLDER
-from controller.bundle.envoy.bundle import BundleWriter
-from controller.bundle.envoy.secrets import secret_sources
-from controller.bundle.key_files import KeyFiles
-from controller.bundle.publish import (
-    remove_orphans,
-    remove_unused_secrets,
-    steps,
-    write,
-    write_secrets,
-)
-from controller.bundle.secret_files import SecretFiles
+from controller.bundle.envoy.authentication import AUTHENTICATION_FILES, unused_files
+from controller.bundle.envoy.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
+from controller.bundle.envoy.bundle import BundleWriter, endpoint_subscriptions, with_clusters_of
+from controller.bundle.envoy.listeners import ROUTES_FOLDER, routes_files
+from controller.bundle.envoy.secrets import SECRETS_FOLDER, secret_sources
+from controller.bundle.files import replace_file
+from controller.bundle.secret_files import KeyFiles, SecretFiles, without_unusable
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load_directory
 from extproc.api.make_before_break import Lingering
 from extproc.api.status_pages import ConfigReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-    from controller.bundle.acknowledgements import Uptake
+    from controller.bundle.acknowledgements import Acknowledgements
     from controller.bundle.envoy.secrets import SecretSource
-    from controller.bundle.publish import Step
     from extproc.api.errors import Mistake
     from extproc.api.load import Directory
     from extproc.api.snapshot import Snapshot
 
-log = logging.getLogger(__name__)
+# Envoy reads a file within some milliseconds of its being moved into place; clusters then connect and warm up.
+_TAKEN_UP_S: Final = 0.3
+# Digests of API keys, and key sets, which may sign: for the owner alone, as whom Envoy runs, too.
+_SECRET_FILES: Final = frozenset(AUTHENTICATION_FILES)
+# mallopt's parameter in glibc
+_M_MMAP_THRESHOLD: Final = -3
+_LARGE_BYTES: Final = 1024 * 1024
 
+
+def return_large_texts() -> None:
+    """Have the C library return the memory of large texts to the system as soon as they are freed.
+
+    The files of a bundle may have 15 MB. After the first is freed, glibc takes such blocks from heaps of its own, one
+    for each thread, where they leave holes: the writer of 1,000 models grew by 30 MiB now and then. Only glibc does.
+    """
+    try:
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+    except AttributeError:
+        return
+
+
+class Step(msgspec.Struct, frozen=True):
+    """After ``wait_s`` seconds, replace ``files`` in their order, then remove ``gone``."""
+
+    wait_s: float
+    files: Mapping[str, str]
+    gone: tuple[str, ...] = ()
+
+
+def steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> list[Step]:
+    """How to replace the bundle of ``before`` by that of ``after``: make before break, as xDS asks for.
+
+    Source: Envoy's xDS protocol, "Eventual consistency considerations": clusters and endpoints come before the routes
+    that name them, and go after them.
+    """
+    final = writer.build(after)
+    if before is None:
+        return [Step(0.0, final)]
+    both = writer.build(with_clusters_of(after, before))
+    clusters = {name: text for name, text in both.items() if _comes_first(name)}
+    others = {name: text for name, text in final.items() if not _comes_first(name)}
+    planned = [Step(0.0, clusters), Step(_TAKEN_UP_S, others)]
+    unused = unused_files(after.gateway.authentication) - unused_files(before.gateway.authentication)
+    routes = set(routes_files(before.gateway)) - final.keys()
+    # a server with another connection has its endpoints in another file; or, with many servers, in none
+    moved = endpoint_subscriptions(before).keys() - both.keys() - final.keys()
+    gone = (*(name for name in both if name not in final), *sorted(unused | routes | moved))
+    # with the files of endpoints, which servers that have become few have in the end alone
+    last = {name: text for name, text in final.items() if _comes_first(name) and both.get(name) != text}
+    if gone or last:
+        planned.append(Step(_TAKEN_UP_S, last, gone))
+    return planned
+
+
+def _comes_first(name: str) -> bool:
+    return name == CLUSTERS_FILE or name.startswith(ENDPOINTS_FOLDER + "/")
+
+
+def write(out: Path, step: Step) -> None:
+    """Carry out the files of ``step`` in ``out``. A file that would not change is left alone."""
+    for name, text in step.files.items():
+        replace_file(out / name, text.encode(), 0o600 if name in _SECRET_FILES else 0o644)
+    for name in step.gone:
+        (out / name).unlink(missing_ok=True)
+
+
+def write_secrets(out: Path, secrets: Mapping[str, str]) -> None:
+    """Certificates and keys, by file: for the owner alone, as whom Envoy runs, too. What would not change is left
+    alone.
+    """
+    for name, text in secrets.items():
+        replace_file(out / name, text.encode(), 0o600)
+
+
+def remove_unused_secrets(out: Path, secrets: Mapping[str, str]) -> None:
+    """Files of secrets that nothing names any more."""
+    known = {out / name for name in secrets}
+    for file in (out / SECRETS_FOLDER).glob("*.json"):
+        if file not in known:
+            file.unlink()
+
+
+def remove_orphans(out: Path, snapshot: Snapshot) -> None:
+    """Files of servers, listeners and keys that are no more, left behind by an earlier writer."""
+    for name in unused_files(snapshot.gateway.authentication):
+        (out / name).unlink(missing_ok=True)
+    kept = [
+        *endpoint_subscriptions(snapshot),
+        *routes_files(snapshot.gateway),
+    ]
+    known = {out / name for name in kept}
+    for folder in (ENDPOINTS_FOLDER, ROUTES_FOLDER):
+        for file in (out / folder).rglob("*.json"):
+            if file not in known:
+                file.unlink()
+
+
+log = logging.getLogger(__name__)
 _POLL_S: Final = 0.2
 _RETRY_S: Final = 10.0
 # A bundle of a thousand models takes Envoy seconds to read. It is waited for so long, or so long without an answer.
 _LONGEST_STEP_S: Final = 30.0
 _SILENCE_S: Final = 5.0
-# extproc follows a change that names a new server within four seconds, and uses the old one until then.
+# extproc reads a change that names a new server within four seconds, and uses the old one until then.
 _LINGER_S: Final = 10.0
-
 # Where the golden bundles expect to be mounted.
 GOLDEN_PATH: Final = "/etc/attache/envoy"
 
@@ -67,23 +157,25 @@ def write_once(snapshot: Snapshot, out: Path, path: str, folder: Path = Path()) 
     _write_first(filled, secrets, out, BundleWriter(path))
 
 
-class Follower:
-    """Writes the bundle of a directory, and again on every change, and looks whether Envoy takes it.
+class BundleSync:
+    """Writes the bundle of a directory, and again on every change, and polls whether Envoy takes it.
 
     A configuration that is broken later is logged, and the last good bundle stays. ``is_valid``: whether the directory
     is usable as it is. ``missing_keys``: what is wrong with keys that it names, and that nobody can use so far.
-    ``written_at_s``: when the bundle last changed, wall clock. ``secrets``: certificates and keys, which Envoy follows
+    ``written_at_s``: when the bundle last changed, wall clock. ``secrets``: certificates and keys, which Envoy watches
     one by one. ``unusable``: those of them that were never good; the listeners and servers that need them are not
-    served. ``uptake``: None, if nobody looks.
+    served. ``acknowledgements``: None, if Envoy is not polled.
     """
 
-    def __init__(self, config: Directory, out: Path, path: str, uptake: Uptake | None = None) -> None:
+    def __init__(
+        self, config: Directory, out: Path, path: str, acknowledgements: Acknowledgements | None = None
+    ) -> None:
         """``path``: where Envoy will find the bundle."""
         self.is_valid = True
         self.missing_keys: tuple[Mistake, ...] = ()
         self.unusable: Mapping[SecretSource, Mistake] = {}
         self.written_at_s = 0.0
-        self.uptake = uptake
+        self.acknowledgements = acknowledgements
         self._config = config
         self._out = out
         self._keys = KeyFiles(os.environ)
@@ -100,8 +192,8 @@ class Follower:
 
     @property
     def report(self) -> ConfigReport:
-        """What of the directory is in use: by Envoy, or else, if nobody looks, in the bundle."""
-        known = ConfigReport(files=self._in_bundle) if self.uptake is None else self.uptake.report
+        """What of the directory is in use: by Envoy, or, if Envoy is not polled, in the bundle."""
+        known = ConfigReport(files=self._in_bundle) if self.acknowledgements is None else self.acknowledgements.report
         refused = self._refused or known.refused
         missing = tuple(f"{one.file}: {one.message}" for one in self.missing_keys)
         return msgspec.structs.replace(known, refused=refused, missing_keys=missing)
@@ -111,10 +203,10 @@ class Follower:
         clock = time.monotonic  # noqa: TID251 - the edge
         self._stop = stop
         self.start(clock)
-        if self.uptake is not None:
-            threading.Thread(target=_look_for_ever, args=(self.uptake, clock), daemon=True).start()
+        if self.acknowledgements is not None:
+            threading.Thread(target=_poll_for_ever, args=(self.acknowledgements, clock), daemon=True).start()
         while not stop.wait(_POLL_S):
-            self.follow_once(clock)
+            self.sync_once(clock)
 
     def start(self, clock: Callable[[], float]) -> None:
         """Write the first bundle; raises ConfigInvalid."""
@@ -123,7 +215,7 @@ class Follower:
         _write_first(*self._written, self._out, self._writer)
         self._note_written(clock())
 
-    def follow_once(self, clock: Callable[[], float]) -> None:
+    def sync_once(self, clock: Callable[[], float]) -> None:
         """Write what has changed since."""
         if self._config.has_changed():
             fresh = self._read()
@@ -163,7 +255,7 @@ class Follower:
 
     def _wait_until_used(self, step: Step, after: Snapshot, clock: Callable[[], float]) -> None:
         """Envoy must have the clusters before the routes that name them, and is not given more than it can read."""
-        if self.uptake is None or not self.uptake.has_met:
+        if self.acknowledgements is None or not self.acknowledgements.has_acknowledged:
             return
         watched = subscriptions_of(after).keys()
         # read once: a file may have 15 MB
@@ -174,7 +266,7 @@ class Follower:
         }
         began_s = heard_s = clock()
         while heard_s - began_s < _LONGEST_STEP_S and clock() - heard_s < _SILENCE_S and not self._stop.is_set():
-            used = self.uptake.uses(versions, after)
+            used = self.acknowledgements.is_used(versions, after)
             if used:
                 return
             if used is not None:
@@ -186,13 +278,13 @@ class Follower:
         seen.
         """
         secrets, unusable = self.secrets.read_available(secret_sources(snapshot), datetime.now(UTC))
-        served = without(snapshot, unusable)
+        served = without_unusable(snapshot, unusable)
         if unusable != self.unusable:
             self.unusable = unusable
             if unusable:
-                said = ConfigInvalid(list(unusable.values()))
                 log.error(
-                    "the listeners and servers that need these files are not served until they are good:\n%s", said
+                    "the listeners and servers that need these files are not served until they are good:\n%s",
+                    ConfigInvalid(list(unusable.values())),
                 )
             else:
                 log.info("all certificates and keys are good")
@@ -201,8 +293,8 @@ class Follower:
     def _note_written(self, now: float) -> None:
         self.written_at_s = datetime.now(UTC).timestamp()
         self._in_bundle = self._written[0].digests
-        if self.uptake is not None:
-            self.uptake.wrote(self._written[0], self._out, now)
+        if self.acknowledgements is not None:
+            self.acknowledgements.expect(self._written[0], self._out, now)
 
     def _read(self) -> Snapshot | None:
         try:
@@ -210,7 +302,7 @@ class Follower:
             # Once read, they are there for good. What is not served already is waited for; what is served must not be
             # replaced by what cannot be.
             self.secrets.check(source for source in secret_sources(snapshot) if source not in self.unusable)
-            without(snapshot, self.unusable)
+            without_unusable(snapshot, self.unusable)
         except ConfigInvalid as error:
             log.error("configuration refused, the last good bundle stays:\n%s", error)
             self._refused = str(error)
@@ -219,7 +311,7 @@ class Follower:
         return snapshot
 
     def _fill(self, snapshot: Snapshot) -> Snapshot:
-        """Keys that are not there keep nobody else from being served: they are looked for again each time."""
+        """Keys that are missing keep nobody else from being served: they are read again each time."""
         filled, mistakes = self._keys.fill_available(snapshot, datetime.now(UTC))
         if tuple(mistakes) != self.missing_keys:
             self.missing_keys = tuple(mistakes)
@@ -230,26 +322,26 @@ class Follower:
         return filled
 
 
-def _look_for_ever(uptake: Uptake, clock: Callable[[], float]) -> None:
+def _poll_for_ever(acknowledgements: Acknowledgements, clock: Callable[[], float]) -> None:
     """In a thread of its own: an Envoy that answers late must not hold up the writing."""
     while True:
         try:
-            uptake.look(clock())
+            acknowledgements.poll(clock())
         except Exception:
             log.exception("Envoy could not be asked what it uses; please report this")
             time.sleep(_RETRY_S)
         time.sleep(_POLL_S)
 
 
-def wait_until_taken(snapshot: Snapshot, out: Path, uptake: Uptake, wait_s: float) -> bool:
+def wait_until_acknowledged(snapshot: Snapshot, out: Path, acknowledgements: Acknowledgements, wait_s: float) -> bool:
     """Whether Envoy uses the bundle of ``snapshot``, which is in ``out``, within ``wait_s``; what it is not is
     logged.
     """
     clock = time.monotonic  # noqa: TID251 - the edge
     began_at_s = clock()
-    uptake.wrote(snapshot, out, began_at_s)
+    acknowledgements.expect(snapshot, out, began_at_s)
     while True:
-        verdict = uptake.look(clock())
+        verdict = acknowledgements.poll(clock())
         is_late = clock() - began_at_s >= wait_s
         if verdict.status == "Taken" or is_late or verdict.status == "Refused":
             break

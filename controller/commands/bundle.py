@@ -19,7 +19,7 @@ from extproc.cli.resolver import resolved_directory
 from extproc.cli.system import report
 
 if TYPE_CHECKING:
-    from controller.bundle.acknowledgements import Uptake
+    from controller.bundle.acknowledgements import Acknowledgements
 
 DESCRIPTION: Final = (
     "Write a configuration directory as Envoy's configuration: a bootstrap.json to start Envoy with, and the files that"
@@ -65,12 +65,12 @@ def parser(prog: str = "controller bundle") -> argparse.ArgumentParser:
     return made
 
 
-def _looks(
+def _polling(
     options: argparse.Namespace, made: argparse.ArgumentParser, path: str
-) -> tuple[Uptake | None, float | None, tuple[str, int] | None]:
-    """Who looks at Envoy, for how long to wait for it, and where metrics are served."""
-    from controller.bundle.acknowledgements import Uptake  # noqa: PLC0415
-    from controller.bundle.envoy_admin import read_state  # noqa: PLC0415 - Envoy's schema, as above
+) -> tuple[Acknowledgements | None, float | None, tuple[str, int] | None]:
+    """What polls Envoy, for how long to wait for it, and where metrics are served."""
+    # Envoy's schema, as below
+    from controller.bundle.acknowledgements import Acknowledgements, read_state  # noqa: PLC0415
 
     try:
         if options.admin not in {None, "off"}:
@@ -83,8 +83,10 @@ def _looks(
         made.error("--wait goes neither with --watch nor with --admin off")
     if metrics is not None and not options.watch:
         made.error("--metrics goes with --watch")
-    uptake = None if options.admin == "off" else Uptake(read_state, f"{path}/bootstrap.json", address=options.admin)
-    return uptake, wait_s, metrics
+    if options.admin == "off":
+        return None, wait_s, metrics
+    acknowledgements = Acknowledgements(read_state, f"{path}/bootstrap.json", address=options.admin)
+    return acknowledgements, wait_s, metrics
 
 
 def main(words: list[str], prog: str = "controller bundle") -> int:
@@ -93,8 +95,13 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
     options = made.parse_args(words)
     # Envoy's schema takes half a second to import: not for --help
     from controller.bundle.metrics import serve_metrics  # noqa: PLC0415
-    from controller.bundle.publish import return_large_texts  # noqa: PLC0415
-    from controller.bundle.sync import Follower, wait_until_taken, write_golden, write_once  # noqa: PLC0415
+    from controller.bundle.sync import (  # noqa: PLC0415
+        BundleSync,
+        return_large_texts,
+        wait_until_acknowledged,
+        write_golden,
+        write_once,
+    )
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
@@ -105,22 +112,22 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
             made.error("write --config DIR and --out DIR")
         path = options.path or str(options.out.resolve())
         directory = resolved_directory(options.config, _PATIENCE)
-        uptake, wait_s, metrics = _looks(options, made, path)
+        acknowledgements, wait_s, metrics = _polling(options, made, path)
         if options.watch:
             return_large_texts()
             stop = threading.Event()
             for one in (signal.SIGTERM, signal.SIGINT):
                 # no exception: raised inside a library's own code, it may get lost there
                 signal.signal(one, lambda *_: stop.set())
-            follower = Follower(directory, options.out, path, uptake)
+            sync = BundleSync(directory, options.out, path, acknowledgements)
             if metrics is not None:
-                serve_metrics(follower, metrics)
-            follower.run(stop)
+                serve_metrics(sync, metrics)
+            sync.run(stop)
         else:
             snapshot = directory.read()
             write_once(snapshot, options.out, path, options.config)
-            if uptake is not None and wait_s is not None:
-                return 0 if wait_until_taken(snapshot, options.out, uptake, wait_s) else 1
+            if acknowledgements is not None and wait_s is not None:
+                return 0 if wait_until_acknowledged(snapshot, options.out, acknowledgements, wait_s) else 1
     except ConfigInvalid as error:
         return report(error)
     except OSError as error:

@@ -191,7 +191,7 @@ async def _listed(client: Client, namespace: str | None) -> list[Object]:
 def _bundle(rendered: Rendered) -> Mapping[str, str]:
     """Envoy's files, with API keys as digests; raises ConfigInvalid."""
     from controller.bundle.envoy.bundle import build  # noqa: PLC0415 - Envoy's schema takes half a second to import
-    from controller.bundle.key_files import KeyFiles  # noqa: PLC0415
+    from controller.bundle.secret_files import KeyFiles  # noqa: PLC0415
     from extproc.api.load import load  # noqa: PLC0415
 
     documents = {name: content for name, content in rendered.files.items() if name.endswith(_SUFFIXES)}

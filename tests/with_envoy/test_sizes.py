@@ -16,9 +16,8 @@ from aiohttp import web
 from bench.processes import Processes, free_ports
 from bench.sizes.configuration import Gateway, Sizes, configuration
 from bench.stack import envoy_command
-from controller.bundle.acknowledgements import Uptake
+from controller.bundle.acknowledgements import Acknowledgements, read_state, why_not_ready
 from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES
-from controller.bundle.envoy_admin import read_state, why_not_ready
 from extproc.api.load import load_directory
 from extproc.protocol import CHAT_PATH, MODELS_PATH
 from tests.waiting import eventually
@@ -214,15 +213,15 @@ async def test_an_envoy_that_starts_with_routes_that_it_refuses_is_not_ready_and
     page = json.loads(file.read_bytes())
     page["resources"][0]["max_direct_response_body_size_bytes"] = 1000
     file.write_text(json.dumps(page))
-    uptake = Uptake(read_state, f"{large.out}/bootstrap.json")
-    uptake.wrote(load_directory(large.config), large.out, 0.0)
+    acknowledgements = Acknowledgements(read_state, f"{large.out}/bootstrap.json")
+    acknowledgements.expect(load_directory(large.config), large.out, 0.0)
     await large.processes.start("envoy", envoy_command(large.out))
 
     async def has_nothing() -> bool:
-        return (await asyncio.to_thread(uptake.look, float("inf"))).has_nothing
+        return (await asyncio.to_thread(acknowledgements.look, float("inf"))).has_nothing
 
     await eventually(has_nothing, timeout_s=30)
-    assert "serves nothing" in uptake.report.refused
+    assert "serves nothing" in acknowledgements.report.refused
 
     async def is_live() -> bool:
         return "initializing" not in (await asyncio.to_thread(why_not_ready, large.admin)).lower()

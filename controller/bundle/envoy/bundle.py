@@ -22,7 +22,7 @@ from controller.bundle.envoy.clusters import (
     server_endpoints,
     with_endpoints,
 )
-from controller.bundle.envoy.envoy_json import Memo, resources_file, to_json, to_resource
+from controller.bundle.envoy.envoy_json import Memo, resources_file, to_json
 from controller.bundle.envoy.filters import Needs
 from controller.bundle.envoy.http_routes import needs_of
 from controller.bundle.envoy.listeners import listener_groups, listener_resources
@@ -59,8 +59,9 @@ class BundleWriter:
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._endpoints, self._memo = Memo(), Memo()
-        self._without_endpoints: Mapping[str, ModelServer] = {}
-        self._without_servers: Mapping[str, Backend] = {}
+        # those of the last snapshot, without endpoints
+        self._servers: Mapping[str, ModelServer] = {}
+        self._backends: Mapping[str, Backend] = {}
         # the last snapshot without endpoints, and what it came to
         self._frame: tuple[Snapshot, Mapping[str, str]] | None = None
         # the gateway's own clusters; those of servers and Backends, in their order
@@ -75,18 +76,12 @@ class BundleWriter:
         """
         self._endpoints.next_build()
         files = self._endpoint_files(snapshot) if _has_endpoint_files(snapshot) else {}
-        self._without_endpoints = {
-            server.metadata.key: _without_endpoints(server, self._without_endpoints.get(server.metadata.key))
-            for server in snapshot.servers
-        }
-        self._without_servers = {
-            backend.metadata.key: _without_servers(backend, self._without_servers.get(backend.metadata.key))
-            for backend in snapshot.backends
-        }
+        self._servers = {one.metadata.key: _without_endpoints(one, self._servers) for one in snapshot.servers}
+        self._backends = {one.metadata.key: _without_endpoints(one, self._backends) for one in snapshot.backends}
         frame = msgspec.structs.replace(
             snapshot,
-            servers=tuple(self._without_endpoints.values()),
-            backends=tuple(self._without_servers.values()),
+            servers=tuple(self._servers.values()),
+            backends=tuple(self._backends.values()),
             version="",
             digests={},
         )
@@ -102,10 +97,11 @@ class BundleWriter:
         return {**files, CLUSTERS_FILE: self._written[1], **self._frame[1]}
 
     def _endpoint_files(self, snapshot: Snapshot) -> dict[str, str]:
-        files = {endpoints_file(server): self._endpoints.get(_endpoints, server) for server in snapshot.servers}
-        for one in snapshot.backends:
-            files[backend_endpoints_file(one.metadata.key)] = self._endpoints.get(_servers, one)
-        return files
+        get = self._endpoints.get
+        return {
+            **{endpoints_file(one): get(_file_of_endpoints, one) for one in snapshot.servers},
+            **{backend_endpoints_file(one.metadata.key): get(_file_of_endpoints, one) for one in snapshot.backends},
+        }
 
     def _files_of(self, snapshot: Snapshot) -> Mapping[str, str]:
         """All files but those of clusters and endpoints; the clusters, without endpoints, are kept."""
@@ -116,23 +112,21 @@ class BundleWriter:
                 snapshot, gateway=memo.get(_decided, snapshot.gateway, failure_mode_of(snapshot))
             )
         gateway = snapshot.gateway
-        clusters = [memo.get(self._cluster, server) for server in snapshot.servers]
+        clusters = [memo.get(server_cluster, server, self._directory) for server in snapshot.servers]
         clusters.extend(memo.get(self._backend, one) for one in snapshot.backends)
-        self._clusters = [memo.get(_extproc, gateway), *memo.get(_key_sets, gateway)], clusters
+        own = [memo.get(extproc_cluster, gateway), *memo.get(key_set_clusters, gateway.authentication)]
+        self._clusters = own, clusters
         return {
             **{
                 group.routes_file: resources_file([route_configuration(group, snapshot, memo)])
                 for group in listener_groups(gateway)
             },
-            **memo.get(_authentication, gateway),
+            **memo.get(authentication_files, gateway.authentication),
             LISTENERS_FILE: memo.get(
                 self._listener, gateway, longest_wait_s(snapshot), *needs_of(snapshot.http_routes)
             ),
             BOOTSTRAP_FILE: memo.get(self._bootstrap, gateway),
         }
-
-    def _cluster(self, server: ModelServer) -> dict[str, object]:
-        return to_resource(server_cluster(server, self._directory))
 
     def _backend(self, backend: Backend) -> dict[str, object]:
         like = self._memo.get(self._backend_like, backend.spec.protocol)
@@ -140,7 +134,7 @@ class BundleWriter:
 
     def _backend_like(self, protocol: Literal["HTTP", "H2C", "WebSocket"]) -> dict[str, object]:
         some = Backend(metadata=Metadata(name="some"), spec=BackendSpec(protocol=protocol))
-        return to_resource(backend_cluster(some, self._directory))
+        return backend_cluster(some, self._directory)
 
     def _listener(self, gateway: GatewayConfigSpec, longest_wait_s: float, *needs: bool) -> str:
         return resources_file(
@@ -170,16 +164,16 @@ def _endpoints_of(one: ModelServer | Backend) -> dict[str, object]:
     return backend_endpoints(one) if isinstance(one, Backend) else server_endpoints(one)
 
 
-def _without_endpoints(server: ModelServer, before: ModelServer | None) -> ModelServer:
-    """``before`` if that is the same: what was made from it is kept."""
-    fresh = msgspec.structs.replace(server, spec=msgspec.structs.replace(server.spec, listed=()))
-    return before if before == fresh and before is not None else fresh
+def _file_of_endpoints(one: ModelServer | Backend) -> str:
+    return resources_file([_endpoints_of(one)])
 
 
-def _without_servers(backend: Backend, before: Backend | None) -> Backend:
-    """The same of a Backend."""
-    fresh = msgspec.structs.replace(backend, spec=msgspec.structs.replace(backend.spec, endpoints=()))
-    return before if before == fresh and before is not None else fresh
+def _without_endpoints(one: T, last: Mapping[str, T]) -> T:
+    """The object of the ``last`` snapshot if that is the same: what was made from it is kept."""
+    spec = msgspec.structs.replace(one.spec, **{"endpoints" if isinstance(one, Backend) else "listed": ()})
+    fresh = msgspec.structs.replace(one, spec=spec)
+    before = last.get(one.metadata.key)
+    return fresh if before is None or before != fresh else before
 
 
 def build(snapshot: Snapshot, directory: str) -> Mapping[str, str]:
@@ -189,26 +183,6 @@ def build(snapshot: Snapshot, directory: str) -> Mapping[str, str]:
 
 def _decided(gateway: GatewayConfigSpec, mode: Literal["Open", "Close"]) -> GatewayConfigSpec:
     return msgspec.structs.replace(gateway, failure_mode=mode)
-
-
-def _authentication(gateway: GatewayConfigSpec) -> Mapping[str, str]:
-    return authentication_files(gateway.authentication)
-
-
-def _endpoints(server: ModelServer) -> str:
-    return resources_file([server_endpoints(server)])
-
-
-def _key_sets(gateway: GatewayConfigSpec) -> list[dict[str, object]]:
-    return key_set_clusters(gateway.authentication)
-
-
-def _servers(backend: Backend) -> str:
-    return resources_file([backend_endpoints(backend)])
-
-
-def _extproc(gateway: GatewayConfigSpec) -> dict[str, object]:
-    return to_resource(extproc_cluster(gateway))
 
 
 def longest_wait_s(snapshot: Snapshot) -> float:

@@ -99,33 +99,35 @@ def file_name(key: str) -> str:
     return f"{namespace}/{name}.json"
 
 
-def server_cluster(server: ModelServer, directory: str) -> Cluster:
+def server_cluster(server: ModelServer, directory: str) -> dict[str, object]:
     """Balanced by extproc's list of endpoints, on retries its next entry; without a list, by least requests."""
     policy, connection = server.spec.traffic_policy, server.spec.connection
     name = server_cluster_name(server.metadata.key)
-    return Cluster(
-        name=name,
-        type=ClusterDiscoveryType.EDS,
-        eds_cluster_config=ClusterEdsClusterConfig(
-            eds_config=file_source(directory, endpoints_file(server)), service_name=name
-        ),
-        connect_timeout=seconds(policy.connect_timeout),
-        load_balancing_policy=_override_host(),
-        # Ejected engines get requests only when all are ejected.
-        common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=1.0)),
-        outlier_detection=_outlier_detection(policy.outlier_detection),
-        circuit_breakers=unlimited(),
-        upstream_connection_options=keepalive(),
-        transport_socket=None if connection.tls is None else engine_socket(connection.tls, directory),
-        typed_extension_protocol_options={
-            UPSTREAM_OPTIONS: Packed(
-                UpstreamOptions(
-                    common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(IDLE_S)),
-                    explicit_http_config=ExplicitHttp(http_protocol_options=Http1ProtocolOptions()),
-                    http_filters=_writes_key(connection, directory),
+    return to_resource(
+        Cluster(
+            name=name,
+            type=ClusterDiscoveryType.EDS,
+            eds_cluster_config=ClusterEdsClusterConfig(
+                eds_config=file_source(directory, endpoints_file(server)), service_name=name
+            ),
+            connect_timeout=seconds(policy.connect_timeout),
+            load_balancing_policy=_override_host(),
+            # Ejected engines get requests only when all are ejected.
+            common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=1.0)),
+            outlier_detection=_outlier_detection(policy.outlier_detection),
+            circuit_breakers=unlimited(),
+            upstream_connection_options=keepalive(),
+            transport_socket=None if connection.tls is None else engine_socket(connection.tls, directory),
+            typed_extension_protocol_options={
+                UPSTREAM_OPTIONS: Packed(
+                    UpstreamOptions(
+                        common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(IDLE_S)),
+                        explicit_http_config=ExplicitHttp(http_protocol_options=Http1ProtocolOptions()),
+                        http_filters=_writes_key(connection, directory),
+                    )
                 )
-            )
-        },
+            },
+        )
     )
 
 
@@ -152,43 +154,45 @@ def with_endpoints(cluster: Mapping[str, object], endpoints: Mapping[str, object
     return {**others, "type": "STATIC", "load_assignment": assigned}
 
 
-def extproc_cluster(gateway: GatewayConfigSpec) -> Cluster:
+def extproc_cluster(gateway: GatewayConfigSpec) -> dict[str, object]:
     """extproc over HTTP/2, with a health check every second, so that a hung process is skipped soon.
 
     Envoy resolves a host name itself, and follows what it resolves to.
     """
     is_name = not gateway.extproc.startswith("unix:") and not parse_target(gateway.extproc).is_ip
-    return Cluster(
-        name=EXTPROC_CLUSTER,
-        type=ClusterDiscoveryType.STRICT_DNS if is_name else ClusterDiscoveryType.STATIC,
-        dns_lookup_family=ClusterDnsLookupFamily.V4_PREFERRED if is_name else ClusterDnsLookupFamily.AUTO,
-        load_assignment=assignment(EXTPROC_CLUSTER, worker_addresses(gateway.extproc, gateway.extproc_workers)),
-        connect_timeout=seconds(1),
-        circuit_breakers=unlimited(),
-        # Never send to an unready extproc: the failure mode decides what happens then.
-        common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0.0)),
-        health_checks=[
-            HealthCheck(
-                grpc_health_check=HealthCheckGrpcHealthCheck(service_name="readiness"),
-                interval=seconds(1),
-                no_traffic_interval=seconds(1),
-                timeout=seconds(2),
-                unhealthy_threshold=2,
-                healthy_threshold=1,
-            )
-        ],
-        typed_extension_protocol_options={
-            UPSTREAM_OPTIONS: Packed(
-                UpstreamOptions(
-                    explicit_http_config=ExplicitHttp(
-                        http2_protocol_options=Http2ProtocolOptions(
-                            max_concurrent_streams=_UNLIMITED,
-                            connection_keepalive=KeepaliveSettings(interval=seconds(30), timeout=seconds(10)),
+    return to_resource(
+        Cluster(
+            name=EXTPROC_CLUSTER,
+            type=ClusterDiscoveryType.STRICT_DNS if is_name else ClusterDiscoveryType.STATIC,
+            dns_lookup_family=ClusterDnsLookupFamily.V4_PREFERRED if is_name else ClusterDnsLookupFamily.AUTO,
+            load_assignment=assignment(EXTPROC_CLUSTER, worker_addresses(gateway.extproc, gateway.extproc_workers)),
+            connect_timeout=seconds(1),
+            circuit_breakers=unlimited(),
+            # Never send to an unready extproc: the failure mode decides what happens then.
+            common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0.0)),
+            health_checks=[
+                HealthCheck(
+                    grpc_health_check=HealthCheckGrpcHealthCheck(service_name="readiness"),
+                    interval=seconds(1),
+                    no_traffic_interval=seconds(1),
+                    timeout=seconds(2),
+                    unhealthy_threshold=2,
+                    healthy_threshold=1,
+                )
+            ],
+            typed_extension_protocol_options={
+                UPSTREAM_OPTIONS: Packed(
+                    UpstreamOptions(
+                        explicit_http_config=ExplicitHttp(
+                            http2_protocol_options=Http2ProtocolOptions(
+                                max_concurrent_streams=_UNLIMITED,
+                                connection_keepalive=KeepaliveSettings(interval=seconds(30), timeout=seconds(10)),
+                            )
                         )
                     )
                 )
-            )
-        },
+            },
+        )
     )
 
 
@@ -309,20 +313,22 @@ def backend_endpoints_file(backend: str) -> str:
     return f"{ENDPOINTS_FOLDER}/_backends/{file_name(backend)}"
 
 
-def backend_cluster(backend: Backend, directory: str) -> Cluster:
+def backend_cluster(backend: Backend, directory: str) -> dict[str, object]:
     """Balanced by least requests; there is no health to know but a connection that fails."""
     name = backend_cluster_name(backend.metadata.key)
-    return Cluster(
-        name=name,
-        type=ClusterDiscoveryType.EDS,
-        eds_cluster_config=ClusterEdsClusterConfig(
-            eds_config=file_source(directory, backend_endpoints_file(backend.metadata.key)), service_name=name
-        ),
-        connect_timeout=seconds(_BACKEND_CONNECT_S),
-        load_balancing_policy=balancing_policy("envoy.load_balancing_policies.least_request", LeastRequest()),
-        circuit_breakers=unlimited(),
-        upstream_connection_options=keepalive(),
-        typed_extension_protocol_options={UPSTREAM_OPTIONS: Packed(_backend_protocol(backend))},
+    return to_resource(
+        Cluster(
+            name=name,
+            type=ClusterDiscoveryType.EDS,
+            eds_cluster_config=ClusterEdsClusterConfig(
+                eds_config=file_source(directory, backend_endpoints_file(backend.metadata.key)), service_name=name
+            ),
+            connect_timeout=seconds(_BACKEND_CONNECT_S),
+            load_balancing_policy=balancing_policy("envoy.load_balancing_policies.least_request", LeastRequest()),
+            circuit_breakers=unlimited(),
+            upstream_connection_options=keepalive(),
+            typed_extension_protocol_options={UPSTREAM_OPTIONS: Packed(_backend_protocol(backend))},
+        )
     )
 
 

@@ -18,10 +18,17 @@ from prometheus_client.registry import CollectorRegistry
 
 from bench.processes import free_ports
 from bench.stack import documents
-from controller.bundle.acknowledgements import PATIENCE_S, Uptake, subscriptions_of, version_of, versions_of
-from controller.bundle.envoy_admin import EnvoyState, read_state
-from controller.bundle.metrics import FollowerSeries, serve_metrics
-from controller.bundle.sync import Follower, write_once
+from controller.bundle.acknowledgements import (
+    PATIENCE_S,
+    Acknowledgements,
+    EnvoyState,
+    read_state,
+    subscriptions_of,
+    version_of,
+    versions_of,
+)
+from controller.bundle.metrics import BundleSeries, serve_metrics
+from controller.bundle.sync import BundleSync, write_once
 from controller.commands.bundle import main
 from controller.gateway.statuses import read_report
 from extproc.api.load import ConfigDirectory, load
@@ -66,10 +73,10 @@ def taking(snapshot: Snapshot, out: Path) -> EnvoyState:
 ADMIN = "127.0.0.1:9901"
 
 
-def started(envoys: Envoys, snapshot: Snapshot, out: Path) -> Uptake:
-    uptake = Uptake(envoys.read, f"{out}/bootstrap.json")
-    uptake.wrote(snapshot, out, 100.0)
-    return uptake
+def started(envoys: Envoys, snapshot: Snapshot, out: Path) -> Acknowledgements:
+    acknowledgements = Acknowledgements(envoys.read, f"{out}/bootstrap.json")
+    acknowledgements.expect(snapshot, out, 100.0)
+    return acknowledgements
 
 
 def test_an_envoy_that_uses_all_files_is_nothing_to_speak_of(
@@ -77,7 +84,7 @@ def test_an_envoy_that_uses_all_files_is_nothing_to_speak_of(
 ) -> None:
     envoys = Envoys()
     envoys.states[ADMIN] = taking(snapshot, tmp_path)
-    assert started(envoys, snapshot, tmp_path).look(101.0).status == "Taken"
+    assert started(envoys, snapshot, tmp_path).poll(101.0).status == "Taken"
     assert not caplog.records
 
 
@@ -85,11 +92,11 @@ def test_a_bundle_that_nobody_reads_is_said_once_after_a_while(
     snapshot: Snapshot, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     envoys = Envoys()
-    uptake = started(envoys, snapshot, tmp_path)
-    assert [uptake.look(at).status for at in (101.0, 110.0, 129.0)] == ["NoEnvoy"] * 3
+    acknowledgements = started(envoys, snapshot, tmp_path)
+    assert [acknowledgements.poll(at).status for at in (101.0, 110.0, 129.0)] == ["NoEnvoy"] * 3
     assert not caplog.records
     for at in (131.0, 142.0, 153.0):
-        uptake.look(at)
+        acknowledgements.poll(at)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert f"no Envoy answers at its admin address {ADMIN}" in record.getMessage()
@@ -102,9 +109,9 @@ def test_an_envoy_of_another_bundle_is_said(
     state = taking(snapshot, tmp_path)
     others = dict.fromkeys(state.versions, "another")
     envoys.states[ADMIN] = EnvoyState(bootstrap="/other/bootstrap.json", versions=others, refused={})
-    uptake = started(envoys, snapshot, tmp_path)
-    uptake.look(101.0)
-    assert uptake.look(131.0).status == "OtherBundle"
+    acknowledgements = started(envoys, snapshot, tmp_path)
+    acknowledgements.poll(101.0)
+    assert acknowledgements.poll(131.0).status == "OtherBundle"
     assert "started with /other/bootstrap.json" in caplog.text
 
 
@@ -120,19 +127,19 @@ def test_a_refused_file_is_said_at_once_with_the_reason_and_when_it_is_well_agai
         details=("it does not please",),
     )
     envoys.states[ADMIN] = refused
-    uptake = started(envoys, snapshot, tmp_path)
-    verdict = uptake.look(101.0)
+    acknowledgements = started(envoys, snapshot, tmp_path)
+    verdict = acknowledgements.poll(101.0)
     assert (verdict.status, verdict.files) == ("Refused", ("cds.json",))
-    uptake.look(120.0)
+    acknowledgements.poll(120.0)
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert "Envoy refused cds.json and keeps what it had: it does not please" in record.getMessage()
 
     # the next one is not refused because the last one was
-    uptake.wrote(snapshot, tmp_path, 200.0)
-    assert uptake.look(201.0).status == "Behind"
+    acknowledgements.expect(snapshot, tmp_path, 200.0)
+    assert acknowledgements.poll(201.0).status == "Behind"
     envoys.states[ADMIN] = msgspec.structs.replace(good, refused={CLUSTERS: 1})
-    assert uptake.look(202.0).status == "Taken"
+    assert acknowledgements.poll(202.0).status == "Taken"
     assert caplog.records[-1].getMessage() == "Envoy uses the bundle as it is"
 
 
@@ -141,25 +148,25 @@ def test_a_file_that_is_not_taken_up_in_time_is_said(
 ) -> None:
     envoys, good = Envoys(), taking(snapshot, tmp_path)
     envoys.states[ADMIN] = good
-    uptake = started(envoys, snapshot, tmp_path)
-    uptake.look(101.0)
+    acknowledgements = started(envoys, snapshot, tmp_path)
+    acknowledgements.poll(101.0)
     behind = {**good.versions, "http.attache.rds.attache": "the one before"}
     envoys.states[ADMIN] = EnvoyState(bootstrap=good.bootstrap, versions=behind, refused={})
-    uptake.wrote(snapshot, tmp_path, 200.0)
-    assert uptake.look(201.0).status == "Behind"
+    acknowledgements.expect(snapshot, tmp_path, 200.0)
+    assert acknowledgements.poll(201.0).status == "Behind"
     assert not caplog.records
-    uptake.look(200.5 + PATIENCE_S)
+    acknowledgements.poll(200.5 + PATIENCE_S)
     assert "does not use the newest rds.json" in caplog.text
 
 
 def test_until_envoy_is_restarted_its_former_admin_address_is_asked_too(snapshot: Snapshot, tmp_path: Path) -> None:
     envoys = Envoys()
     envoys.states[ADMIN] = taking(snapshot, tmp_path)
-    uptake = started(envoys, snapshot, tmp_path)
-    uptake.look(101.0)
+    acknowledgements = started(envoys, snapshot, tmp_path)
+    acknowledgements.poll(101.0)
     moved = msgspec.structs.replace(snapshot, gateway=msgspec.structs.replace(snapshot.gateway, admin="127.0.0.1:9999"))
-    uptake.wrote(moved, tmp_path, 200.0)
-    assert uptake.look(201.0).status == "Taken"
+    acknowledgements.expect(moved, tmp_path, 200.0)
+    assert acknowledgements.poll(201.0).status == "Taken"
     assert envoys.asked[-2:] == ["127.0.0.1:9999", ADMIN]
 
 
@@ -195,10 +202,10 @@ def test_metrics_say_what_envoy_does(snapshot: Snapshot, tmp_path: Path) -> None
     envoys = Envoys()
     good = taking(snapshot, tmp_path)
     envoys.states[ADMIN] = msgspec.structs.replace(good, versions={}, refused={CLUSTERS: 2})
-    uptake = started(envoys, snapshot, tmp_path)
+    acknowledgements = started(envoys, snapshot, tmp_path)
     registry = CollectorRegistry()
-    registry.register(FollowerSeries(Follower(ConfigDirectory(tmp_path), tmp_path, str(tmp_path), uptake)))
-    uptake.look(101.0)
+    registry.register(BundleSeries(BundleSync(ConfigDirectory(tmp_path), tmp_path, str(tmp_path), acknowledgements)))
+    acknowledgements.poll(101.0)
     page = generate_latest(registry).decode()
     assert 'attache_bundle_uptake{status="Refused"} 1.0' in page
     assert 'attache_bundle_uptake{status="Taken"} 0.0' in page
@@ -208,46 +215,46 @@ def test_metrics_say_what_envoy_does(snapshot: Snapshot, tmp_path: Path) -> None
 
 def test_the_report_says_which_files_envoy_uses(snapshot: Snapshot, tmp_path: Path) -> None:
     envoys, good = Envoys(), taking(snapshot, tmp_path)
-    uptake = started(envoys, snapshot, tmp_path)
-    assert "not been asked" in uptake.report.waiting
-    uptake.look(101.0)
-    assert uptake.report.files == {}
-    assert "no Envoy answers" in uptake.report.waiting
+    acknowledgements = started(envoys, snapshot, tmp_path)
+    assert "not been asked" in acknowledgements.report.waiting
+    acknowledgements.poll(101.0)
+    assert acknowledgements.report.files == {}
+    assert "no Envoy answers" in acknowledgements.report.waiting
     envoys.states[ADMIN] = good
-    uptake.look(140.0)
-    assert uptake.report == ConfigReport(files=snapshot.digests)
+    acknowledgements.poll(140.0)
+    assert acknowledgements.report == ConfigReport(files=snapshot.digests)
     newer = msgspec.structs.replace(snapshot, digests={"a.yaml": "newer"})
-    uptake.wrote(newer, tmp_path, 200.0)
+    acknowledgements.expect(newer, tmp_path, 200.0)
     envoys.states[ADMIN] = msgspec.structs.replace(
         good, versions={**good.versions, CLUSTERS: "the one before"}, refused={CLUSTERS: 1}
     )
-    uptake.look(201.0)
-    assert uptake.report.files == snapshot.digests
-    assert "Envoy refused cds.json" in uptake.report.refused
+    acknowledgements.poll(201.0)
+    assert acknowledgements.report.files == snapshot.digests
+    assert "Envoy refused cds.json" in acknowledgements.report.refused
 
 
 def test_an_envoy_that_restarts_and_refuses_its_routes_uses_nothing_of_the_directory(
     snapshot: Snapshot, tmp_path: Path
 ) -> None:
     envoys = Envoys()
-    uptake = started(envoys, snapshot, tmp_path)
+    acknowledgements = started(envoys, snapshot, tmp_path)
     routes = ROUTES
     taken = envoys.states[ADMIN] = taking(snapshot, tmp_path)
-    uptake.look(101.0)
-    assert uptake.report.files == snapshot.digests
+    acknowledgements.poll(101.0)
+    assert acknowledgements.report.files == snapshot.digests
     # one that runs keeps its routes
     refusing = msgspec.structs.replace(taken, versions={**taken.versions, routes: "old"}, refused={routes: 1})
     envoys.states[ADMIN] = refusing
-    uptake.look(200.0)
-    assert (uptake.report.has_nothing, uptake.report.files) == (False, snapshot.digests)
+    acknowledgements.poll(200.0)
+    assert (acknowledgements.report.has_nothing, acknowledgements.report.files) == (False, snapshot.digests)
     # also where another refusal was counted before: counts begin anew with Envoy
     for time_s, before in ((300.0, {}), (400.0, {routes: 1})):
         envoys.states[ADMIN] = msgspec.structs.replace(refusing, refused=before)
-        uptake.look(time_s)
-        uptake.wrote(snapshot, tmp_path, time_s)
+        acknowledgements.poll(time_s)
+        acknowledgements.expect(snapshot, tmp_path, time_s)
         envoys.states[ADMIN] = msgspec.structs.replace(refusing, versions={**taken.versions, routes: ""})
-        uptake.look(time_s + 50)
-        assert (uptake.report.has_nothing, uptake.report.files) == (True, {})
+        acknowledgements.poll(time_s + 50)
+        assert (acknowledgements.report.has_nothing, acknowledgements.report.files) == (True, {})
 
 
 def test_routes_are_not_written_before_envoy_has_their_clusters(tmp_path: Path) -> None:
@@ -270,52 +277,52 @@ def test_routes_are_not_written_before_envoy_has_their_clusters(tmp_path: Path) 
         versions = {CLUSTERS: clusters, **{name: version(file) for name, file in others.items()}}
         return EnvoyState(f"{out}/bootstrap.json", versions, {})
 
-    uptake = Uptake(read, f"{out}/bootstrap.json")
-    follower = Follower(ConfigDirectory(config), out, str(out), uptake)
+    acknowledgements = Acknowledgements(read, f"{out}/bootstrap.json")
+    follower = BundleSync(ConfigDirectory(config), out, str(out), acknowledgements)
     follower.start(lambda: 0.0)
     used, routes = version("cds.json"), version("rds.json")
-    uptake.look(math.inf)
-    assert uptake.has_met
+    acknowledgements.poll(math.inf)
+    assert acknowledgements.has_acknowledged
     second = documents(["127.0.0.1:8001"], gateway={}, server="other", alias="other").split("---")
     (config / "b.yaml").write_text("---".join(second[:2]).replace("name: llama", "name: other"))
-    follower.follow_once(lambda: 0.0)
+    follower.sync_once(lambda: 0.0)
     assert routes_meanwhile == [routes, routes]
     assert version("rds.json") != routes
 
 
 def test_an_envoy_that_never_answered_is_not_waited_for(snapshot: Snapshot, tmp_path: Path) -> None:
     envoys, files = Envoys(), {"cds.json": version_of((tmp_path / "cds.json").read_bytes())}
-    uptake = started(envoys, snapshot, tmp_path)
+    acknowledgements = started(envoys, snapshot, tmp_path)
     taken = envoys.states[ADMIN] = taking(snapshot, tmp_path)
-    assert uptake.uses(files, snapshot) is None
-    uptake.look(101.0)
-    assert uptake.uses(files, snapshot) is True
+    assert acknowledgements.is_used(files, snapshot) is None
+    acknowledgements.poll(101.0)
+    assert acknowledgements.is_used(files, snapshot) is True
     envoys.states[ADMIN] = msgspec.structs.replace(taken, versions={**taken.versions, CLUSTERS: "before"})
-    assert uptake.uses(files, snapshot) is False
+    assert acknowledgements.is_used(files, snapshot) is False
     # it never will
     envoys.states[ADMIN] = msgspec.structs.replace(envoys.states[ADMIN], refused={CLUSTERS: 1})
-    assert uptake.uses(files, snapshot) is True
+    assert acknowledgements.is_used(files, snapshot) is True
     # nor does it ask for the routes of a listener that it does not have
     envoys.states[ADMIN] = msgspec.structs.replace(taken, versions={})
-    assert uptake.uses(files, snapshot) is True
+    assert acknowledgements.is_used(files, snapshot) is True
 
 
 def test_endpoints_on_their_way_make_nothing_new(snapshot: Snapshot, tmp_path: Path) -> None:
     envoys, good = Envoys(), taking(snapshot, tmp_path)
     (endpoints,) = (name for file, name in subscriptions_of(snapshot).items() if file.startswith("eds/"))
     envoys.states[ADMIN] = msgspec.structs.replace(good, versions={**good.versions, endpoints: "the one before"})
-    uptake = started(envoys, snapshot, tmp_path)
-    assert uptake.look(101.0).status == "Behind"
-    assert uptake.report.files == snapshot.digests
+    acknowledgements = started(envoys, snapshot, tmp_path)
+    assert acknowledgements.poll(101.0).status == "Behind"
+    assert acknowledgements.report.files == snapshot.digests
 
 
 def test_a_bundle_that_changes_all_the_time_is_looked_at_all_the_same(snapshot: Snapshot, tmp_path: Path) -> None:
     envoys = Envoys()
     envoys.states[ADMIN] = taking(snapshot, tmp_path)
-    uptake = started(envoys, snapshot, tmp_path)
+    acknowledgements = started(envoys, snapshot, tmp_path)
     for tick in range(1, 20):
-        uptake.wrote(snapshot, tmp_path, 100.0 + tick / 5)
-        uptake.look(100.0 + tick / 5)
+        acknowledgements.expect(snapshot, tmp_path, 100.0 + tick / 5)
+        acknowledgements.poll(100.0 + tick / 5)
     assert len(envoys.asked) >= 5
 
 
@@ -323,12 +330,12 @@ def test_the_report_is_a_page_beside_the_metrics(snapshot: Snapshot, tmp_path: P
     config, port = tmp_path / "config", free_ports(1)[0]
     config.mkdir()
     (config / "a.yaml").write_text(documents(["127.0.0.1:8000"], gateway={}))
-    follower = Follower(ConfigDirectory(config), tmp_path / "out", "/x")
+    follower = BundleSync(ConfigDirectory(config), tmp_path / "out", "/x")
     follower.start(lambda: 0.0)
     serve_metrics(follower, ("127.0.0.1", port))
     assert read_report(f"127.0.0.1:{port}") == ConfigReport(files=snapshot.digests)
     (config / "b.yaml").write_text("kind: Nonsense")
-    follower.follow_once(lambda: 1.0)
+    follower.sync_once(lambda: 1.0)
     report = read_report(f"127.0.0.1:{port}")
     assert report is not None
     assert "'Nonsense' is not a kind" in report.refused
@@ -365,8 +372,8 @@ def test_a_probe_is_told_what_envoy_says_of_itself(tmp_path: Path) -> None:
     config, port = tmp_path / "config", free_ports(1)[0]
     config.mkdir()
     (config / "a.yaml").write_text(documents(["127.0.0.1:8000"], gateway={"admin": f"127.0.0.1:{envoy.server_port}"}))
-    uptake = Uptake(lambda _: None, "/x/bootstrap.json")
-    follower = Follower(ConfigDirectory(config), tmp_path / "out", "/x", uptake)
+    acknowledgements = Acknowledgements(lambda _: None, "/x/bootstrap.json")
+    follower = BundleSync(ConfigDirectory(config), tmp_path / "out", "/x", acknowledgements)
     serve_metrics(follower, ("127.0.0.1", port))
 
     def probe() -> tuple[int, str]:

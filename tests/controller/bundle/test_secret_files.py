@@ -1,25 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates and keys from files: what is good, what is said, and what stays."""
+"""Certificates and keys from files: the last good ones stay, and what was never good costs its own listener or server."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
+import itertools
 import json
+import logging
 import os
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 
+from controller.bundle.envoy.bundle import BundleWriter, build
 from controller.bundle.envoy.secrets import Authorities, Certificate, EngineKey
-from controller.bundle.secret_files import SecretFiles
+from controller.bundle.secret_files import SIGNS_NOTHING, KeyFiles, SecretFiles
+from controller.bundle.sync import BundleSync, remove_orphans, steps, write, write_once
+from extproc.api.authentication import has_usable_key
 from extproc.api.errors import ConfigInvalid
+from extproc.api.load import ConfigDirectory, load
 from tests.certificates import Authority
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-NOW = datetime.now(UTC)
+    from extproc.api.snapshot import Snapshot
+
+TODAY = datetime.now(UTC)
 AUTHORITY = Authority()
 
 
@@ -36,7 +45,7 @@ def pair_in(folder: Path) -> Certificate:
 
 def test_a_certificate_and_its_key_become_one_secret(tmp_path: Path) -> None:
     source = pair_in(tmp_path)
-    (file,) = SecretFiles({}).read([source, source], NOW).items()
+    (file,) = SecretFiles({}).read([source, source], TODAY).items()
     assert file[0] == source.file
     assert content(file[1], "tls_certificate", "private_key") == (tmp_path / "one.key").read_bytes()
     assert json.loads(file[1])["resources"][0]["name"] == source.name
@@ -45,38 +54,38 @@ def test_a_certificate_and_its_key_become_one_secret(tmp_path: Path) -> None:
 def test_names_are_relative_to_the_folder_of_the_configuration(tmp_path: Path) -> None:
     pair_in(tmp_path)
     source = Certificate("one.crt", "one.key")
-    ((_, text),) = SecretFiles({}, tmp_path).read([source], NOW).items()
+    ((_, text),) = SecretFiles({}, tmp_path).read([source], TODAY).items()
     assert content(text, "tls_certificate", "private_key") == (tmp_path / "one.key").read_bytes()
 
 
 def test_half_of_a_new_pair_leaves_the_last_one_in_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = pair_in(tmp_path)
     secrets = SecretFiles({})
-    before = secrets.read([source], NOW)
+    before = secrets.read([source], TODAY)
     fresh = AUTHORITY.issue(dns=["a.example"])
     (tmp_path / "one.crt").write_bytes(fresh.cert)
-    assert secrets.read([source], NOW) == secrets.read([source], NOW) == before
+    assert secrets.read([source], TODAY) == secrets.read([source], TODAY) == before
     assert secrets.stale == 1
     assert caplog.text.count("the private key is of another certificate") == 1
     (tmp_path / "one.crt").unlink()
-    assert secrets.read([source], NOW) == before
+    assert secrets.read([source], TODAY) == before
     assert "No such file or directory" in caplog.text
     (tmp_path / "one.crt").write_bytes(fresh.cert)
     (tmp_path / "one.key").write_bytes(fresh.key)
-    assert content(secrets.read([source], NOW)[source.file], "tls_certificate", "certificate_chain") == fresh.cert
+    assert content(secrets.read([source], TODAY)[source.file], "tls_certificate", "certificate_chain") == fresh.cert
     assert secrets.stale == 0
 
 
 def test_what_is_put_back_as_it_was_is_said_no_more(tmp_path: Path) -> None:
     source = pair_in(tmp_path)
     secrets = SecretFiles({})
-    before = secrets.read([source], NOW)
+    before = secrets.read([source], TODAY)
     good = (tmp_path / "one.key").read_bytes()
     (tmp_path / "one.key").write_text("")
-    secrets.read([source], NOW)
+    secrets.read([source], TODAY)
     assert secrets.stale == 1
     (tmp_path / "one.key").write_bytes(good)
-    assert secrets.read([source], NOW) == before
+    assert secrets.read([source], TODAY) == before
     assert secrets.stale == 0
 
 
@@ -96,25 +105,25 @@ def test_what_was_never_good_is_refused_without_its_content(
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigInvalid, match=said) as caught:
-        SecretFiles({}).read([source], NOW)
+        SecretFiles({}).read([source], TODAY)
     assert "PRIVATE" not in str(caught.value)
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "ca")
     with pytest.raises(ConfigInvalid, match="is not a regular file"):
-        SecretFiles({}).read([Authorities(str(tmp_path / "ca"))], NOW)
+        SecretFiles({}).read([Authorities(str(tmp_path / "ca"))], TODAY)
 
 
 def test_authorities_come_with_what_they_have_revoked(tmp_path: Path) -> None:
     (tmp_path / "ca").write_bytes(AUTHORITY.cert)
     (tmp_path / "crl").write_bytes(AUTHORITY.revoked(AUTHORITY.issue()))
     source = Authorities(str(tmp_path / "ca"), str(tmp_path / "crl"))
-    text = SecretFiles({}).read([source], NOW)[source.file]
+    text = SecretFiles({}).read([source], TODAY)[source.file]
     assert content(text, "validation_context", "crl") == (tmp_path / "crl").read_bytes()
     (tmp_path / "crl").write_text("nothing")
     with pytest.raises(ConfigInvalid, match="has no list"):
-        SecretFiles({}).read([source], NOW)
+        SecretFiles({}).read([source], TODAY)
 
 
 def test_engines_keys_come_from_files_or_the_environment(tmp_path: Path) -> None:
@@ -124,34 +133,397 @@ def test_engines_keys_come_from_files_or_the_environment(tmp_path: Path) -> None
         EngineKey(None, "ENGINE_KEY"),
         EngineKey(None, "NO_KEY"),
     )
-    found = SecretFiles({"ENGINE_KEY": "sk-two"}).read([filed, named], NOW)
+    found = SecretFiles({"ENGINE_KEY": "sk-two"}).read([filed, named], TODAY)
     assert content(found[filed.file], "generic_secret", "secret") == b"Bearer sk-one"
     assert content(found[named.file], "generic_secret", "secret") == b"Bearer sk-two"
     with pytest.raises(ConfigInvalid, match="the environment variable NO_KEY: is not set"):
-        SecretFiles({}).read([missing], NOW)
+        SecretFiles({}).read([missing], TODAY)
 
 
 def test_certificates_that_end_soon_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = AUTHORITY.issue(ends_in=timedelta(days=3)).write(tmp_path, "soon")
     secrets = SecretFiles({})
     for _ in range(2):
-        secrets.read([Certificate(files["certFile"], files["keyFile"])], NOW)
+        secrets.read([Certificate(files["certFile"], files["keyFile"])], TODAY)
     assert caplog.text.count("is good until") == 1
-    assert secrets.ends_at[files["certFile"]] - NOW < timedelta(days=4)
+    assert secrets.ends_at[files["certFile"]] - TODAY < timedelta(days=4)
 
 
 def test_a_start_between_a_certificate_and_its_key_goes_on_with_what_the_last_writer_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = pair_in(tmp_path)
-    before = SecretFiles({}).read([source], NOW)
+    before = SecretFiles({}).read([source], TODAY)
     left = tmp_path / "out" / source.file
     left.parent.mkdir(parents=True)
     left.write_text(before[source.file])
     fresh = AUTHORITY.issue(dns=["a.example"])
     (tmp_path / "one.crt").write_bytes(fresh.cert)
     secrets = SecretFiles({}, bundle=tmp_path / "out")
-    assert secrets.read([source], NOW) == secrets.read([source], NOW) == before
+    assert secrets.read([source], TODAY) == secrets.read([source], TODAY) == before
     assert caplog.text.count("what was there before stays in use") == 1
     (tmp_path / "one.key").write_bytes(fresh.key)
-    assert content(secrets.read([source], NOW)[source.file], "tls_certificate", "certificate_chain") == fresh.cert
+    assert content(secrets.read([source], TODAY)[source.file], "tls_certificate", "certificate_chain") == fresh.cert
+
+
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
+JWKS = '{"keys": [{"kty": "oct", "k": "c2VjcmV0"}]}'
+KEY = "sk-0123456789"
+
+
+def configured(authentication: str) -> Snapshot:
+    text = f"""
+apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {{name: g}}
+spec: {{authentication: {authentication}}}
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {{name: s}}
+spec: {{model: m, endpoints: []}}
+"""
+    return load({"a.yaml": text.encode()})
+
+
+def with_key(**fields: object) -> Snapshot:
+    return configured(json.dumps({"apiKeys": [{"name": "a", "tenant": "t", **fields}]}))
+
+
+def filled(files: KeyFiles, snapshot: Snapshot, now: datetime = NOW) -> dict[str, str | None]:
+    """Digests by name."""
+    authentication = files.fill(snapshot, now).gateway.authentication
+    assert authentication is not None
+    assert not [one for one in authentication.api_keys if one.key or one.key_file or one.key_env]
+    return {one.name: one.key_sha256 for one in authentication.api_keys}
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def no_secret_in(*texts: str) -> bool:
+    return not [text for text in texts if KEY in text]
+
+
+def test_all_ways_to_give_a_key_end_in_its_digest(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(f"  {KEY}\n")
+    for given in ({"key": KEY}, {"keyFile": str(file)}, {"keyEnv": "A_KEY"}, {"keySHA256": digest(KEY).upper()}):
+        assert filled(KeyFiles({"A_KEY": f"{KEY}\n"}), with_key(**given)) == {"a": digest(KEY)}
+
+
+def test_an_unchanged_configuration_gives_the_same_object() -> None:
+    files, snapshot = KeyFiles({}), with_key(key=KEY)
+    assert files.fill(snapshot, NOW).gateway is files.fill(snapshot, NOW).gateway
+
+
+def test_a_key_is_left_out_from_the_moment_it_expires_and_its_file_need_not_stay() -> None:
+    files = KeyFiles({})
+    snapshot = with_key(keyFile="/nowhere", expiresAt="2029-12-31T23:59:59Z")
+    assert filled(files, snapshot) == {}
+    text = build(files.fill(snapshot, NOW), "/x")["keys.json"]
+    assert "local CLIENTS = {}" in text
+
+
+def test_envoy_itself_knows_when_a_key_expires() -> None:
+    text = build(with_key(key=KEY, expiresAt="2030-01-01T00:00:01Z"), "/x")["keys.json"]
+    assert json.dumps(f'["{digest(KEY)}"]=1893456001000').strip('"') in text
+
+
+def test_a_replaced_file_is_followed_and_a_broken_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, files = tmp_path / "key", KeyFiles({})
+    snapshot = with_key(keyFile=str(file))
+    file.write_text(KEY)
+    file.chmod(0o600)
+    filled(files, snapshot)
+    file.write_text("sk-9876543210")
+    assert filled(files, snapshot) == {"a": digest("sk-9876543210")}
+    for broken in ("short", f"{KEY}\nsk-second-line", "x" * 2000):
+        file.write_text(broken)
+        assert filled(files, snapshot) == {"a": digest("sk-9876543210")}
+    file.unlink()
+    assert filled(files, snapshot) == {"a": digest("sk-9876543210")}
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"{file}: is not what it must be; its last keys stay",
+        f"{file}: No such file or directory; its last keys stay",
+    ]
+
+
+def test_a_file_that_everybody_can_read_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, files = tmp_path / "key", KeyFiles({})
+    file.write_text(KEY)
+    file.chmod(0o640)
+    filled(files, with_key(keyFile=str(file)))
+    assert not caplog.records
+    file.chmod(0o644)
+    for _ in range(3):
+        filled(files, with_key(keyFile=str(file)))
+    (record,) = caplog.records
+    assert record.levelno >= logging.WARNING
+    assert "chmod 600" in record.getMessage()
+    assert no_secret_in(record.getMessage())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"keyFile": "/nowhere"}, "/nowhere: No such file or directory; name a file that holds one key"),
+        ({"keyEnv": "NOT_SET"}, "the environment variable NOT_SET: is not set; set it to one key"),
+        ({"keyEnv": "TWO_LINES"}, "the environment variable TWO_LINES: is not what it must be"),
+        ({"keyEnv": "NO_TEXT"}, "the environment variable NO_TEXT: is not what it must be"),
+    ],
+)
+def test_a_key_that_cannot_be_had_is_a_mistake_that_does_not_repeat_it(given: dict[str, str], said: str) -> None:
+    environment = {"TWO_LINES": f"{KEY}\n{KEY}", "NO_TEXT": f"{KEY}\udcff"}
+    with pytest.raises(ConfigInvalid) as caught:
+        KeyFiles(environment).fill(with_key(**given), NOW)
+    assert said in str(caught.value)
+    assert no_secret_in(str(caught.value))
+
+
+def test_a_key_that_is_not_there_is_left_out_until_it_comes(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    keys = [{"name": "late", "tenant": "t", "keyFile": str(file)}, {"name": "here", "tenant": "t", "key": KEY}]
+    snapshot, files = configured(json.dumps({"apiKeys": keys})), KeyFiles({})
+    found, mistakes = files.fill_available(snapshot, NOW)
+    assert [one.file for one in mistakes] == [str(file)]
+    assert found.gateway.authentication is not None
+    assert [one.name for one in found.gateway.authentication.api_keys] == ["here"]
+    file.write_text("sk-9876543210")
+    assert files.fill_available(snapshot, NOW)[1] == []
+    assert filled(files, snapshot) == {"late": digest("sk-9876543210"), "here": digest(KEY)}
+
+
+def test_an_issuer_without_its_key_set_stays_and_none_of_its_tokens_is_good(tmp_path: Path) -> None:
+    file = tmp_path / "jwks.json"
+    snapshot = configured(
+        json.dumps({"jwt": [{"name": "l", "issuer": "i", "audiences": ["a"], "jwksFile": str(file)}]})
+    )
+    files = KeyFiles({})
+    found, mistakes = files.fill_available(snapshot, NOW)
+    assert [one.file for one in mistakes] == [str(file)]
+    assert found.gateway.authentication is not None
+    (issuer,) = found.gateway.authentication.jwt
+    assert issuer.jwks == SIGNS_NOTHING
+    assert has_usable_key(SIGNS_NOTHING)
+    assert "signs-nothing" in build(found, "/x")["tokens.json"]
+    file.write_text(JWKS)
+    found, mistakes = files.fill_available(snapshot, NOW)
+    assert mistakes == []
+    assert "signs-nothing" not in build(found, "/x")["tokens.json"]
+
+
+def test_a_missing_key_keeps_no_pod_from_being_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, file, now = tmp_path / "config", tmp_path / "key", itertools.count()
+    config.mkdir()
+    gateway = f"{{authentication: {{apiKeys: [{{name: a, tenant: t, keyFile: {file}}}]}}}}"
+    head = "apiVersion: attache.dev/v1alpha1\nmetadata: {name: g}\n"
+    (config / "gateway.yaml").write_text(f"{head}kind: GatewayConfig\nspec: {gateway}\n")
+    follower = BundleSync(ConfigDirectory(config), tmp_path / "out", "/x")
+    follower.start(lambda: next(now))
+    assert [one.file for one in follower.missing_keys] == [str(file)]
+    assert "local CLIENTS = {}" in (tmp_path / "out" / "keys.json").read_text(), "everybody is refused"
+    (config / "server.yaml").write_text(f"{head}kind: ModelServer\nspec: {{model: m, endpoints: []}}\n")
+    follower.sync_once(lambda: next(now))
+    assert (tmp_path / "out" / "eds" / "default" / "g.json").exists()
+    file.write_text(KEY)
+    follower.sync_once(lambda: next(now))
+    assert follower.missing_keys == ()
+    assert digest(KEY) in (tmp_path / "out" / "keys.json").read_text()
+    said = [one.getMessage() for one in caplog.records if "refused until they are there" in one.getMessage()]
+    assert len(said) == 1
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigInvalid) as caught:
+        KeyFiles({}).fill(with_key(keyFile=str(pipe)), NOW)
+    assert "is not a regular file; name a file that holds one key" in str(caught.value)
+
+
+def test_of_two_with_the_same_key_the_first_has_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "key"
+    file.write_text(KEY)
+    file.chmod(0o600)
+    snapshot = configured(f"{{apiKeys: [{{name: a, tenant: t, key: {KEY}}}, {{name: b, tenant: u, keyFile: {file}}}]}}")
+    assert filled(KeyFiles({}), snapshot) == {"a": digest(KEY)}
+    assert [one.getMessage() for one in caplog.records] == [
+        "b: has the key of a, and is not used; keys tell callers apart"
+    ]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        f"{{apiKeys: [{{name: a, tenant: t, key: {KEY}, keyEnv: X}}]}}",
+        f"{{apiKeys: [{{name: a, tenant: t, keySHA256: {KEY}}}]}}",
+        f"{{apiKeys: [{{name: a, tenant: t, keySHA256: {digest(KEY)}}}, {{name: b, tenant: t, key: {KEY}}}]}}",
+        f"{{apiKeys: [{{name: a, tenant: t, key: {KEY}, expiresAt: {KEY}}}]}}",
+        f"{{apiKeys: [{{name: a, tenant: t, key: {KEY}, models: [{KEY}, []]}}]}}",
+        f"{{apiKeys: [{{name: a, tenant: t, sk-0123456789: {KEY}}}]}}",
+        f"{{apiKeys: [{{name: a, tenant: t, key: {KEY}, expiresAt: 2030-01-01T00:00:00}}]}}",
+    ],
+)
+def test_a_refused_configuration_does_not_repeat_keys(written: str) -> None:
+    with pytest.raises(ConfigInvalid) as caught:
+        configured(written)
+    assert str(caught.value)
+    assert no_secret_in(str(caught.value).replace("spec.authentication.apiKeys[0].sk-0123456789", ""))
+
+
+def test_no_struct_shows_its_key() -> None:
+    snapshot = with_key(key=KEY)
+    assert no_secret_in(repr(snapshot), repr(snapshot.gateway), str(snapshot.gateway.authentication))
+
+
+def test_files_with_credentials_are_their_owners_alone(tmp_path: Path) -> None:
+    for authentication, secret in (
+        (f"{{apiKeys: [{{name: a, tenant: t, key: {KEY}}}]}}", {"keys.json"}),
+        (
+            f"{{jwt: [{{name: l, issuer: i, audiences: [a], jwks: '{JWKS}'}}]}}",
+            {"tokens.json", "callers.json"},
+        ),
+    ):
+        out = tmp_path / secret.copy().pop()
+        write_once(configured(authentication), out, str(out))
+        files = [file for file in out.rglob("*") if file.is_file()]
+        assert {file.name for file in files if file.stat().st_mode & 0o077 == 0} == secret
+        assert no_secret_in(*(file.read_text() for file in files))
+
+
+def test_files_of_credentials_that_are_not_used_any_more_go(tmp_path: Path) -> None:
+    keys, tokens = with_key(key=KEY), configured(f"{{jwt: [{{name: l, issuer: i, audiences: [a], jwks: '{JWKS}'}}]}}")
+    without = load({"a.yaml": b"apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\nspec: {}"})
+    writer = BundleWriter("/x")
+    for before, after, present in (
+        (None, keys, {"keys"}),
+        (keys, tokens, {"tokens", "callers"}),
+        (tokens, without, set()),
+    ):
+        for step in steps(before, after, writer):
+            write(tmp_path, step)
+        assert {file.stem for file in tmp_path.glob("*.json")} == {"bootstrap", "cds", "lds", "rds", *present}
+    write(tmp_path, steps(None, keys, writer)[0])
+    remove_orphans(tmp_path, without)
+    assert not (tmp_path / "keys.json").exists()
+
+
+GATEWAY = """\
+apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {name: g}
+spec:
+  listeners:
+  - {name: plain, address: "127.0.0.1:8080"}
+  - name: api
+    address: 127.0.0.1:8443
+    tls: {certificates: [{certFile: api.crt, keyFile: api.key}]}
+"""
+SERVER = """\
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: NAME}
+spec: {model: m, endpoints: [{address: "10.0.0.1:8000"}], connection: CONNECTION}
+"""
+TLS = "{tls: {caFile: NAME.pem, serverName: a.b}}"
+
+
+def clock() -> float:
+    return 0.0
+
+
+def server(name: str, connection: str = "{}") -> str:
+    return SERVER.replace("CONNECTION", connection).replace("NAME", name)
+
+
+class Written:
+    """A directory, the writer that follows it, and what is in its bundle."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config, self.out = folder / "config", folder / "out"
+        self.config.mkdir()
+        self.follower = BundleSync(ConfigDirectory(self.config), self.out, "/x")
+
+    def put(self, **documents: str) -> None:
+        for name, text in documents.items():
+            (self.config / f"{name}.yaml").write_text(text)
+
+    def follow(self) -> None:
+        self.follower.sync_once(clock)
+
+    def listeners(self) -> set[int]:
+        found = json.loads((self.out / "lds.json").read_text())["resources"]
+        return {one["address"]["socket_address"]["port_value"] for one in found}
+
+    def engines(self, name: str) -> int:
+        (file,) = (self.out / "eds" / "default").glob(f"{name}*.json")
+        found = json.loads(file.read_text())["resources"][0].get("endpoints", [])
+        return sum(len(one.get("lb_endpoints", [])) for one in found)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    return Written(tmp_path)
+
+
+def test_half_a_certificate_keeps_no_other_listener_from_being_served(
+    written: Written, caplog: pytest.LogCaptureFixture
+) -> None:
+    written.put(gateway=GATEWAY, one=server("one"))
+    caplog.set_level("INFO")
+    pair = AUTHORITY.issue(dns=["a.example"])
+    (written.config / "api.crt").write_bytes(pair.cert)
+    written.follower.start(clock)
+    assert written.listeners() == {8080}
+    assert written.follower.secrets.stale == 1
+    for _ in range(3):
+        written.follow()
+    assert caplog.text.count("are not served until they are good") == 1
+    assert "api.key: No such file or directory" in caplog.text
+    (written.config / "api.key").write_bytes(pair.key)
+    written.follow()
+    assert written.listeners() == {8080, 8443}
+    assert written.follower.secrets.stale == 0
+    assert "all certificates and keys are good" in caplog.text
+
+
+def test_a_server_whose_authority_is_missing_has_no_endpoints_and_no_plain_cluster_has_them(written: Written) -> None:
+    written.put(gateway=GATEWAY.partition("  - name: api")[0], one=server("one", TLS), two=server("two"))
+    written.follower.start(clock)
+    assert (written.engines("one"), written.engines("two")) == (0, 1)
+    (written.config / "one.pem").write_bytes(AUTHORITY.cert)
+    written.follow()
+    assert (written.engines("one"), written.engines("two")) == (1, 1)
+    assert "transport_socket" in (written.out / "cds.json").read_text()
+
+
+def test_without_any_good_listener_nothing_is_written(written: Written) -> None:
+    """No listener at all would be a plain one on the default address."""
+    plain = '  - {name: plain, address: "127.0.0.1:8080"}\n'
+    written.put(gateway=GATEWAY.replace(plain, ""), one=server("one"))
+    with pytest.raises(ConfigInvalid, match=r"api\.crt"):
+        written.follower.start(clock)
+    assert not written.out.exists()
+
+
+def test_other_changes_are_taken_while_a_certificate_is_waited_for(written: Written) -> None:
+    written.put(gateway=GATEWAY, one=server("one"))
+    written.follower.start(clock)
+    written.put(two=server("two"))
+    written.follow()
+    assert written.follower.is_valid
+    assert written.engines("two") == 1
+
+
+def test_what_is_served_is_not_replaced_by_what_cannot_be(written: Written) -> None:
+    AUTHORITY.issue(dns=["a.example"]).write(written.config, "api")
+    written.put(gateway=GATEWAY, one=server("one"))
+    written.follower.start(clock)
+    before = (written.out / "lds.json").read_text()
+    written.put(gateway=GATEWAY.replace("api.crt", "new.crt"))
+    written.follow()
+    assert not written.follower.is_valid
+    assert (written.out / "lds.json").read_text() == before

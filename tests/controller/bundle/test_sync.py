@@ -18,10 +18,9 @@ from bench.sizes.configuration import Gateway, Sizes, configuration
 from controller.__main__ import main
 from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES, BundleWriter, build
 from controller.bundle.envoy.clusters import backend_cluster, backend_resource
-from controller.bundle.envoy.envoy_json import to_json, to_resource
+from controller.bundle.envoy.envoy_json import to_json
 from controller.bundle.envoy.local_replies import local_replies
-from controller.bundle.publish import Step, remove_orphans, steps, write
-from controller.bundle.sync import GOLDEN_PATH
+from controller.bundle.sync import GOLDEN_PATH, Step, remove_orphans, steps, write
 from extproc.api.http_route import Backend, BackendSpec
 from extproc.api.load import load, load_directory
 from extproc.api.make_before_break import Lingering, with_servers
@@ -405,8 +404,8 @@ def test_clusters_of_backends_are_what_envoys_classes_make_of_them(
     one, other = (
         Backend(metadata=Metadata(name=name), spec=BackendSpec(protocol=protocol)) for name in ("one", "other")
     )
-    like = to_resource(backend_cluster(other, "/x"))
-    assert backend_resource(one, like, "/x") == to_resource(backend_cluster(one, "/x"))
+    like = backend_cluster(other, "/x")
+    assert backend_resource(one, like, "/x") == backend_cluster(one, "/x")
 
 
 def test_an_endpoint_more_of_a_backend_changes_one_file() -> None:

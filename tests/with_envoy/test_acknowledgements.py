@@ -15,8 +15,7 @@ import pytest
 
 from bench.processes import Processes, free_ports
 from bench.stack import documents, envoy_command
-from controller.bundle.acknowledgements import Uptake
-from controller.bundle.envoy_admin import read_state
+from controller.bundle.acknowledgements import Acknowledgements, read_state
 from extproc.api.load import load_directory
 from tests.waiting import eventually
 
@@ -112,12 +111,12 @@ async def test_refused_routes_and_endpoints_are_said(writer: Writer) -> None:
         draft = file.with_suffix(".draft")
         draft.write_text(json.dumps(page))
         draft.replace(file)
-    uptake = Uptake(read_state, f"{writer.out}/bootstrap.json")
-    uptake.wrote(load_directory(writer.config), writer.out, 0.0)
+    acknowledgements = Acknowledgements(read_state, f"{writer.out}/bootstrap.json")
+    acknowledgements.expect(load_directory(writer.config), writer.out, 0.0)
     found = []
 
     async def are_refused() -> bool:
-        found[:] = uptake.look(float("inf")).files
+        found[:] = acknowledgements.poll(float("inf")).files
         return len(found) == 2
 
     await eventually(are_refused, timeout_s=20)
