@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates and keys from files: the last good ones stay, and what was never good costs its own listener or server."""
+"""Certificates and keys from files: the last good ones stay, and bad ones cost their own listener or server alone."""
 
 from __future__ import annotations
 
