@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import yaml
 
-from controller.api.autoscaling import AutoscalingPolicySpec
 from controller.api.autoscaling_binding import AutoscalingPolicyBindingSpec
+from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.api.model import ModelSpec
 from controller.autoscaler.decision.decision import Rule
 from controller.autoscaler.reconciler.status import LIMITING

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from bench.autoscale.scaler import told_objective
-from controller.api.autoscaling import AutoscalingPolicySpec, LatencyObjective, ScaleToZero, Strategy
+from controller.api.autoscaling import LatencyObjective, ScaleToZero
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding, AutoscalingPolicyBindingSpec
-from controller.api.scaling_laws import WorkParameters
+from controller.api.autoscaling_policy import AutoscalingPolicySpec, Strategy
 from controller.autoscaler.decision.decide import decide
+from controller.autoscaler.decision.strategies.work import WorkParameters
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata
 

@@ -19,7 +19,8 @@ from bench.autoscale.peers.llm_d import KedaQueue, KedaSlo
 from bench.autoscale.peers.wva_v1 import WvaV1
 from bench.autoscale.peers.wva_v2 import WvaV2
 from bench.autoscale.scaler import Policy, Setup, told_objective
-from controller.api.scaling_laws import SpareCapacityParameters, TokensParameters
+from controller.autoscaler.decision.strategies.spare_capacity import SpareCapacityParameters
+from controller.autoscaler.decision.strategies.tokens import TokensParameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AutoscalingPolicy: how to scale."""
+"""What an AutoscalingPolicy is made of: metrics, behaviour, panic, objective, schedules, staleness."""
 
 from __future__ import annotations
 
@@ -8,18 +8,8 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from controller.api.common import Positive, Replicas, Share
-from controller.api.scaling_laws import (
-    ConcurrencyParameters,
-    PredictiveParameters,
-    SaturationParameters,
-    SloParameters,
-    SpareCapacityParameters,
-    TokensParameters,
-    WorkParameters,
-)
-from controller.api.statuses import AutoscalingPolicyStatus
 from extproc.api.quantities import Duration
-from extproc.api.spec import Metadata, Name, NonEmpty, Rule, Spec, keyed_by
+from extproc.api.spec import Name, NonEmpty, Rule, Spec
 
 
 class PrometheusSource(Spec, frozen=True):
@@ -149,76 +139,3 @@ class Staleness(Spec, frozen=True):
 
     soft: Duration = Duration("15s")
     hard: Duration = Duration("60s")
-
-
-class Strategy(Spec, frozen=True):
-    """One law. ``name``: which. The field of the same name has its parameters; left out, they have their defaults.
-    ``work``: work to come, by learned speeds. ``concurrency``: requests in flight. ``saturation``: caches and queues by
-    thresholds. ``spare_capacity``: room in caches and queues. ``tokens``: tokens over capacity. ``slo``: measured
-    latency. ``predictive``: the past repeated. ``Target`` takes the policy's ``metrics`` and has no parameters.
-    """
-
-    CEL: ClassVar = tuple(
-        Rule(
-            f"!has(self.{field}) || self.name == '{field[0].upper()}{field[1:]}'",
-            f"the field {field} has the parameters of the strategy {field[0].upper()}{field[1:]}, not of another",
-        )
-        for field in ("work", "concurrency", "saturation", "spareCapacity", "tokens", "slo", "predictive")
-    )
-
-    name: Literal["Work", "Target", "Concurrency", "Saturation", "SpareCapacity", "Tokens", "Slo", "Predictive"]
-    work: WorkParameters | None = None
-    concurrency: ConcurrencyParameters | None = None
-    saturation: SaturationParameters | None = None
-    spare_capacity: SpareCapacityParameters | None = None
-    tokens: TokensParameters | None = None
-    slo: SloParameters | None = None
-    predictive: PredictiveParameters | None = None
-
-
-class AutoscalingPolicySpec(Spec, frozen=True):
-    """How to scale; one policy serves many bindings.
-
-    ``strategies``: laws; the largest answer scales out, and only if all agree, in. ``period``: between two decisions;
-    what waits for an engine is decided about at once. ``metrics``: targets of the law ``Target``. ``objective``:
-    latencies to keep. ``behavior``: how fast. ``panic``: for steep rises. ``scale_to_zero``: whether, and when.
-    ``schedules``: bounds by time. ``staleness``: how old data may be. ``manual_hold``: for so long replicas stay as
-    somebody else has set them. ``drain``: for so long engines of Deployments, StatefulSets and LeaderWorkerSets may
-    finish what they have before there are fewer; ModelInfers say that themselves. ``mode``: what is done with
-    decisions: Auto writes replicas, ScaleUpOnly only larger ones, Recommend tells them in status and metrics, Export
-    offers them to an HPA or KEDA, Paused decides nothing.
-    """
-
-    strategies: Annotated[
-        tuple[Strategy, ...], msgspec.Meta(min_length=1, max_length=8, extra_json_schema=keyed_by("name"))
-    ] = (Strategy(name="Work"),)
-    metrics: Annotated[tuple[MetricTarget, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()
-    objective: LatencyObjective | None = None
-    behavior: Behavior = Behavior()
-    panic: Panic | None = None
-    scale_to_zero: ScaleToZero | None = None
-    schedules: Annotated[tuple[Schedule, ...], msgspec.Meta(max_length=16)] = ()
-    staleness: Staleness = Staleness()
-    period: Duration = Duration("5s")
-    manual_hold: Duration = Duration("10m")
-    drain: Duration = Duration("5m")
-    mode: Literal["Auto", "Recommend", "Export", "Paused", "ScaleUpOnly"] = "Auto"
-
-    CEL: ClassVar = (
-        Rule(
-            "!has(self.strategies) || !self.strategies.exists(one, one.name == 'Target') || has(self.metrics)",
-            "the strategy Target needs metrics",
-        ),
-        Rule(
-            "!has(self.strategies) || !self.strategies.exists(one, one.name == 'Slo') || has(self.objective)",
-            "the strategy Slo needs an objective",
-        ),
-    )
-
-
-class AutoscalingPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """An AutoscalingPolicy object."""
-
-    metadata: Metadata
-    spec: AutoscalingPolicySpec = AutoscalingPolicySpec()
-    status: AutoscalingPolicyStatus = AutoscalingPolicyStatus()

@@ -14,6 +14,8 @@ Replicas = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 Percentage = Annotated[str, msgspec.Meta(pattern=r"^(100|[0-9]{1,2})%$", max_length=4)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Utilization = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 # A number of things, or a share of all of them.
 IntOrPercent = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] | Percentage
 # A label of DNS that leaves room for the names that are made from it.

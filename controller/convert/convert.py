@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.api.autoscaling import AutoscalingPolicy
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding
+from controller.api.autoscaling_policy import AutoscalingPolicy
 from controller.convert import kthena, variant_autoscaling
 from controller.convert.reading import Converted, Invalid, Object, shaped, title
 from extproc.api.quantities import decode_quantity

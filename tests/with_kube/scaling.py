@@ -32,8 +32,8 @@ from tests.with_kube.managing import IMPATIENT, QUICK_QUEUE
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
-    from controller.api.autoscaling import AutoscalingPolicySpec
     from controller.api.autoscaling_binding import AutoscalingPolicyBinding
+    from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.situation import Situation
     from controller.autoscaler.reconciler.demand import Urgent
     from controller.kube.access import Access

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
     from bench.cluster.fake.faults import Call
     from bench.cluster.fake.server import FakeServer
-    from controller.api.autoscaling import AutoscalingPolicySpec
     from controller.api.autoscaling_binding import AutoscalingPolicyBinding
+    from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.decision import Decision
     from controller.autoscaler.decision.situation import Situation
     from controller.kube.client import Client

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from bench.autoscale.peers.peer import LawPeer
-from controller.api.scaling_laws import ConcurrencyParameters
-from controller.autoscaler.decision.strategies.concurrency import ConcurrencyLaw
+from bench.autoscale.peers.peer import StrategyPeer
+from controller.autoscaler.decision.strategies.concurrency import ConcurrencyParameters, ConcurrencyStrategy
 
 
-def kpa(*, target: float = 100.0, utilization: float = 0.7, period_s: float = 2.0) -> LawPeer:
+def kpa(*, target: float = 100.0, utilization: float = 0.7, period_s: float = 2.0) -> StrategyPeer:
     """``target``: requests in flight that one replica takes; ``utilization``: the share of it that is aimed at."""
-    return LawPeer(ConcurrencyLaw(ConcurrencyParameters(target, utilization)), None, period_s)
+    return StrategyPeer(ConcurrencyStrategy(ConcurrencyParameters(target, utilization)), None, period_s)

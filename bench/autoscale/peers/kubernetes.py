@@ -7,17 +7,17 @@ Two metrics of all pods together with ``AverageValue`` targets; the larger answe
 
 from __future__ import annotations
 
-from bench.autoscale.peers.peer import LawPeer
+from bench.autoscale.peers.peer import StrategyPeer
 from controller.api.autoscaling import Behavior, MetricTarget
-from controller.autoscaler.decision.strategies.target import TargetLaw
+from controller.autoscaler.decision.strategies.target import TargetStrategy
 
 
 def hpa(
     *, running: float, waiting: float | None = None, behavior: Behavior | None = None, period_s: float = 15.0
-) -> LawPeer:
+) -> StrategyPeer:
     """``running`` and ``waiting``: requests that one replica should have; without ``waiting`` all count as one."""
     if waiting is None:
         metrics: tuple[MetricTarget, ...] = (MetricTarget("requests_in_flight", running),)
     else:
         metrics = (MetricTarget("requests_running", running), MetricTarget("requests_queued", waiting))
-    return LawPeer(TargetLaw(metrics, careful=False), behavior or Behavior(), period_s)
+    return StrategyPeer(TargetStrategy(metrics, careful=False), behavior or Behavior(), period_s)

@@ -18,11 +18,11 @@ import statistics
 
 import msgspec
 
-from bench.autoscale.peers.peer import HpaMemory, LawPeer, began, current_of, ready_reports, through_hpa
+from bench.autoscale.peers.peer import HpaMemory, StrategyPeer, began, current_of, ready_reports, through_hpa
 from controller.api.autoscaling import Behavior, LatencyObjective, MetricTarget, ScalingRule, ScalingRules
 from controller.autoscaler.decision.behavior import Past
 from controller.autoscaler.decision.situation import Metric, Situation
-from controller.autoscaler.decision.strategies.target import TargetLaw
+from controller.autoscaler.decision.strategies.target import TargetStrategy
 
 _CLAMP = 2.0
 _LATENCY_WINDOW_S = 60.0
@@ -49,7 +49,7 @@ class KedaQueue(msgspec.Struct, frozen=True):
             "epp_queue": Metric(situation.now_s, total=float(situation.waiting.requests)),
             "epp_running": Metric(situation.now_s, total=float(running)),
         }
-        law = TargetLaw(
+        law = TargetStrategy(
             (
                 MetricTarget("epp_queue", self.queue, source="Prometheus"),
                 MetricTarget("epp_running", self.running, source="Prometheus"),
@@ -57,7 +57,7 @@ class KedaQueue(msgspec.Struct, frozen=True):
             careful=False,
         )
         seen = msgspec.structs.replace(situation, metrics=known)
-        return LawPeer(law, behavior, self.period_s).desired(seen, memory)
+        return StrategyPeer(law, behavior, self.period_s).desired(seen, memory)
 
 
 class SloPast(msgspec.Struct, frozen=True):

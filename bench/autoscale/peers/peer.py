@@ -14,7 +14,7 @@ import msgspec
 
 from controller.api.autoscaling import Behavior
 from controller.autoscaler.decision.behavior import Past, Recommended, Scaled, behaved, remembered
-from controller.autoscaler.decision.decision import Law
+from controller.autoscaler.decision.decision import Strategy
 from controller.autoscaler.decision.situation import EngineReport, EngineState, Situation
 from controller.autoscaler.decision.strategies.target import Pool, Tolerance, of_total
 
@@ -52,19 +52,19 @@ class HpaMemory(msgspec.Struct, frozen=True):
     inner: Any = None
 
 
-class LawPeer(msgspec.Struct, frozen=True):
+class StrategyPeer(msgspec.Struct, frozen=True):
     """A law of ours that is a peer's own law, with an HPA's behaviour block behind it; None: without one.
 
     A law that does not know changes nothing.
     """
 
-    law: Law[Any]
+    strategy: Strategy[Any]
     behavior: Behavior | None
     period_s: float
 
     def desired(self, situation: Situation, memory: HpaMemory | None) -> tuple[int, HpaMemory | None]:
         """The law's answer, as fast as the behaviour allows it."""
-        found, inner = self.law.recommend(situation, memory.inner if memory is not None else None)
+        found, inner = self.strategy.recommend(situation, memory.inner if memory is not None else None)
         past = memory.past if memory is not None else began(situation)
         if found.replicas is None:
             return bounded(current_of(situation), situation), HpaMemory(past, inner)

@@ -17,9 +17,9 @@ import msgspec
 
 from bench.autoscale.peers.peer import began, current_of, merged, ready_reports, through_hpa, views, waiting_each
 from controller.api.autoscaling import Behavior, ScalingRule, ScalingRules
-from controller.api.scaling_laws import SpareCapacityParameters
 from controller.autoscaler.decision.behavior import Past
 from controller.autoscaler.decision.strategies.reading import kv_usage_of
+from controller.autoscaler.decision.strategies.spare_capacity import SpareCapacityParameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -22,9 +22,9 @@ import msgspec
 
 from bench.autoscale.peers.peer import began, current_of, ready_reports, through_hpa, views
 from bench.autoscale.peers.wva_v1 import hpa_of
-from controller.api.scaling_laws import TokensParameters
 from controller.autoscaler.decision.behavior import Past
 from controller.autoscaler.decision.strategies.reading import kv_usage_of
+from controller.autoscaler.decision.strategies.tokens import TokensParameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -72,8 +72,11 @@ def _split(docstring: str, fields: set[str]) -> tuple[str, dict[str, str]]:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Comment lines directly above a field."""
-    lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
+    """Comment lines directly above a field; a struct that is made at run time has no source."""
+    try:
+        lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
+    except OSError:
+        return {}
     (definition,) = ast.parse("\n".join(lines)).body
     found = {}
     for node in typing.cast("ast.ClassDef", definition).body:

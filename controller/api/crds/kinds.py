@@ -8,8 +8,8 @@ from typing import Final, Literal
 import msgspec
 
 from controller.api import statuses
-from controller.api.autoscaling import AutoscalingPolicy
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding
+from controller.api.autoscaling_policy import AutoscalingPolicy
 from controller.api.model import Model, ModelTemplate, ModelTemplateStatus
 from controller.api.model_infer import ModelInfer, ModelInferRole
 from controller.api.serving_runtime import ClusterServingRuntime, ServingRuntime, ServingRuntimeStatus

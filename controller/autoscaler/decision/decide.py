@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from controller.autoscaler.decision.allocation.allocate import allocate_stages, repair, rules_of
 from controller.autoscaler.decision.allocation.variants import variant_of
 from controller.autoscaler.decision.behavior import Bounds, bounds_at
-from controller.autoscaler.decision.decision import Decision, Step, TargetDecision
+from controller.autoscaler.decision.decision import Decision, Step, Strategy, TargetDecision
 from controller.autoscaler.decision.memory import Memory, Shared, StageMemory
 from controller.autoscaler.decision.situation import EngineState, Situation, Target
 from controller.autoscaler.decision.stage import StageAnswer, decided, keeps_one, prepared, told
-from controller.autoscaler.decision.strategies.registry import laws_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from controller.api.autoscaling import AutoscalingPolicySpec
     from controller.api.autoscaling_binding import AutoscalingPolicyBinding, AutoscalingPolicyBindingSpec
+    from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.allocation.variants import Allocation, Rules, Variant
     from controller.autoscaler.decision.decision import Recommendation, StageDecision
     from controller.autoscaler.decision.situation import Target
@@ -99,7 +98,12 @@ def _stage(
     situation: Situation, before: StageMemory | None, policy: AutoscalingPolicySpec, bounds: Bounds
 ) -> StageAnswer:
     known, memory = prepared(situation, before, policy)
-    return decided(known, memory, policy, bounds, laws_of(policy))
+    return decided(known, memory, policy, bounds, strategies_of(policy))
+
+
+def strategies_of(policy: AutoscalingPolicySpec) -> tuple[Strategy[Any], ...]:
+    """In the order of the policy."""
+    return tuple(one.type.make(one.parameters, policy) for one in policy.strategies)
 
 
 def _not_below_one(stages: list[StageAnswer], policy: AutoscalingPolicySpec, bounds: Bounds) -> list[StageAnswer]:

@@ -28,7 +28,7 @@ class Recommendation(msgspec.Struct, frozen=True):
     inputs: Mapping[str, float] = {}
 
 
-class Law(Protocol[Memory]):
+class Strategy(Protocol[Memory]):
     """Laws know nothing of bounds, behaviour blocks and modes, which come after."""
 
     @property

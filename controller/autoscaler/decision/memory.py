@@ -7,18 +7,20 @@ All of it may be lost: nothing is scaled in because of that.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from controller.api.autoscaling import Schedule
+from controller.api.autoscaling_policy import STRATEGIES
 from controller.autoscaler.decision.allocation.blocked import Blockage
 from controller.autoscaler.decision.allocation.variants import Allocation, Rules, Variant
 from controller.autoscaler.decision.behavior import Bounds, PanicState, Past
 from controller.autoscaler.decision.situation import Speed
 from controller.autoscaler.decision.speeds import MOST_STARTS, StartTimes
-from controller.autoscaler.decision.strategies.predictive import MOST_PLACES, KeptSeason, kept_season, remembered_season
-from controller.autoscaler.decision.strategies.work import Peaks, kept_peaks, remembered_peaks
+
+if TYPE_CHECKING:
+    from controller.api.strategies import Kept
 
 # Growth after a small scale-in is remembered for so long, and so many times of it at most.
 TURNS_COUNT_S: Final = 1800.0
@@ -29,19 +31,17 @@ _MOST: Final = 1e15
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """``began_at_s``: since when laws have known something without a gap. ``laws``: what each law remembers, by its
-    name. ``past``: for the behaviour block. ``panic``: None if there is none. ``current``: as seen last. ``speeds``:
-    smoothed,
-    ``starts``: measured, and ``blockages``: why one is left out, by target. ``arrivals``: counted so far.
-    ``active_at_s``: when something was last asked for or done. ``woken_at_s``: when the stage last left zero; None: not
-    yet, or requests have been served since.
-    ``fell_from``: how many there were before they last became fewer; None: they grew since. ``turned_at_s``: when they
-    grew again although few had gone, lately.
+    """``began_at_s``: since when strategies have known something without a gap. ``strategies``: what each remembers, by
+    its name. ``past``: for the behaviour block. ``panic``: None if there is none. ``current``: as seen last.
+    ``speeds``: smoothed, ``starts``: measured, and ``blockages``: why one is left out, by target. ``arrivals``: counted
+    so far. ``active_at_s``: when something was last asked for or done. ``woken_at_s``: when the stage last left zero;
+    None: not yet, or requests have been served since. ``fell_from``: how many there were before they last became fewer;
+    None: they grew since. ``turned_at_s``: when they grew again although few had gone, lately.
     """
 
     began_at_s: float
     decided_at_s: float
-    laws: Mapping[str, object] = {}
+    strategies: Mapping[str, object] = {}
     past: Past = Past()
     panic: PanicState | None = None
     current: float | None = None
@@ -81,8 +81,7 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True):
 
     speeds: Mapping[str, Speed] = {}
     starts: Mapping[str, StartTimes] = {}
-    seasons: Mapping[str, KeptSeason] = {}
-    peaks: Mapping[str, Peaks] = {}
+    strategies: Mapping[str, msgspec.Raw] = {}
 
 
 def encoded(memory: Memory) -> bytes:
@@ -94,9 +93,18 @@ def encoded(memory: Memory) -> bytes:
 
 
 def _stored(stage: StageMemory) -> _Stored:
-    seasons = {law: kept for law, known in stage.laws.items() if (kept := kept_season(known)) is not None}
-    peaks = {law: seen for law, known in stage.laws.items() if (seen := kept_peaks(known)) is not None}
-    return _Stored(speeds=stage.speeds, starts=stage.starts, seasons=seasons, peaks=peaks)
+    found = {}
+    for name, memory in stage.strategies.items():
+        kept = _kept(name)
+        what = None if kept is None else kept.keep(memory)
+        if what is not None:
+            found[name] = msgspec.Raw(msgspec.json.encode(what))
+    return _Stored(speeds=stage.speeds, starts=stage.starts, strategies=found)
+
+
+def _kept(name: str) -> Kept | None:
+    type_ = STRATEGIES.get(name)
+    return None if type_ is None else type_.kept
 
 
 def decoded(text: bytes, now_s: float) -> Memory:
@@ -114,7 +122,7 @@ def decoded(text: bytes, now_s: float) -> Memory:
                 began_at_s=now_s,
                 decided_at_s=now_s,
                 active_at_s=now_s,
-                laws=_laws(one, now_s),
+                strategies=_restored(one, now_s),
                 speeds={target: speed for target, speed in one.speeds.items() if _is_speed(speed)},
                 starts={target: starts for target, starts in one.starts.items() if _are_starts(starts)},
             )
@@ -123,19 +131,14 @@ def decoded(text: bytes, now_s: float) -> Memory:
     )
 
 
-def _laws(stored: _Stored, now_s: float) -> dict[str, object]:
-    found: dict[str, object] = {
-        law: remembered_season(kept, now_s) for law, kept in stored.seasons.items() if _is_season(law, kept)
-    }
-    for law, kept in stored.peaks.items():
-        if law == "Work" and (known := remembered_peaks(kept, now_s)) is not None:
-            found[law] = known
+def _restored(stored: _Stored, now_s: float) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, raw in stored.strategies.items():
+        kept = _kept(name)
+        memory = None if kept is None else kept.restore(msgspec.json.decode(raw, type=kept.kind), now_s)
+        if memory is not None:
+            found[name] = memory
     return found
-
-
-def _is_season(law: str, kept: KeptSeason) -> bool:
-    is_known = law == "Predictive" and len(kept.profile) <= MOST_PLACES
-    return is_known and 0 <= kept.season_s <= _MOST and all(0 <= one <= _MOST for one in kept.profile)
 
 
 def _is_speed(speed: Speed) -> bool:

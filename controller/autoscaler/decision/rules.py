@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from controller.api.autoscaling_policy import STRATEGIES
 from controller.autoscaler.decision.decision import Answer
 from controller.autoscaler.decision.situation import EngineState, Freshness, Metric, Situation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from controller.api.autoscaling import AutoscalingPolicySpec, Staleness
+    from controller.api.autoscaling import Staleness
+    from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.decision import Recommendation
     from controller.autoscaler.decision.memory import StageMemory
     from controller.autoscaler.decision.situation import Situation
     from extproc.api.quantities import Duration
 
-# Lower bounds only: when they know nothing, the other laws decide.
-BOUNDS: Final = frozenset({"Predictive"})
 # Caches of the remaining replicas may be in use to this share.
 _MOST_CACHE: Final = 0.8
 # Waits shorter than this are those for the next look of an engine, not for capacity.
@@ -37,12 +37,18 @@ def combined(recommendations: Sequence[Recommendation], current: float) -> Answe
     if not known:
         return None
     answer = Answer(max(known))
-    unknown = [one.law for one in recommendations if one.replicas is None and one.law not in BOUNDS]
+    unknown = [one.law for one in recommendations if one.replicas is None and not _is_bound(one.law)]
     if unknown:
         return answer.at_least("Unknown", current, f"{', '.join(unknown)} cannot tell")
-    if all(one.law in BOUNDS for one in recommendations):
+    if all(_is_bound(one.law) for one in recommendations):
         return answer.at_least("Unknown", current, "no law says that fewer are enough")
     return answer
+
+
+def _is_bound(strategy: str) -> bool:
+    """Lower bounds only: when they know nothing, the other strategies decide."""
+    type_ = STRATEGIES.get(strategy)
+    return type_ is not None and type_.is_lower_bound
 
 
 def carried_by_the_rest(answer: Answer, situation: Situation) -> Answer:
@@ -85,9 +91,9 @@ REQUESTS_A_REPLICA: Final = 32
 
 def needs_gateways(policy: AutoscalingPolicySpec) -> bool:
     """Whether the policy looks at anything that only gateways know."""
-    laws = any(one.name != "Target" for one in policy.strategies)
+    by_load = not all(one.type.by_metrics for one in policy.strategies)
     metrics = any(one.source == "Gateway" for one in policy.metrics)
-    return laws or metrics or policy.scale_to_zero is not None or policy.objective is not None
+    return by_load or metrics or policy.scale_to_zero is not None or policy.objective is not None
 
 
 def with_fresh_metrics(situation: Situation, staleness: Staleness) -> Situation:
@@ -206,7 +212,7 @@ def to_zero(
     """
     if not 0 < answer.replicas <= 1 or any(one.replicas is None for one in recommendations):
         return answer
-    is_bound = any(one.law in BOUNDS and one.replicas for one in recommendations)
+    is_bound = any(_is_bound(one.law) and one.replicas for one in recommendations)
     if is_bound or why_not_zero(policy, situation, memory):
         return answer
     return answer.at_most("Idle", 0.0, f"idle for {situation.now_s - memory.active_at_s:.0f} s")

@@ -22,7 +22,7 @@ from controller.autoscaler.decision.behavior import (
     panicking,
     remembered,
 )
-from controller.autoscaler.decision.decision import Answer, Law, Recommendation, StageDecision
+from controller.autoscaler.decision.decision import Answer, Recommendation, StageDecision, Strategy
 from controller.autoscaler.decision.load import PerRequest
 from controller.autoscaler.decision.memory import MOST_TURNS, TURNS_COUNT_S, StageMemory
 from controller.autoscaler.decision.rules import (
@@ -43,7 +43,7 @@ from controller.autoscaler.decision.speeds import StartTimes, expected_start_s, 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from controller.api.autoscaling import AutoscalingPolicySpec
+    from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.behavior import Bounds
     from controller.autoscaler.decision.decision import Step
     from controller.autoscaler.decision.situation import Speed, Target
@@ -76,16 +76,20 @@ class StageAnswer(msgspec.Struct, frozen=True):
 
 
 def decided(
-    situation: Situation, memory: StageMemory, policy: AutoscalingPolicySpec, bounds: Bounds, laws: Sequence[Law[Any]]
+    situation: Situation,
+    memory: StageMemory,
+    policy: AutoscalingPolicySpec,
+    bounds: Bounds,
+    strategies: Sequence[Strategy[Any]],
 ) -> StageAnswer:
-    """Laws, their combination, then each rule in turn. ``situation`` and ``memory``: as ``prepared``."""
+    """Strategies, their combination, then each rule in turn. ``situation`` and ``memory``: as ``prepared``."""
     recommendations = []
     kept: dict[str, object] = {}
-    for law in laws:
-        recommendation, law_memory = _asked(law, situation, memory)
+    for strategy in strategies:
+        recommendation, strategy_memory = _asked(strategy, situation, memory)
         recommendations.append(recommendation)
-        if law_memory is not None:
-            kept[law.name] = law_memory
+        if strategy_memory is not None:
+            kept[strategy.name] = strategy_memory
     first = combined(recommendations, situation.current)
     answer = first if first is not None else Answer(situation.current)
     answer = carried_by_the_rest(answer, situation)
@@ -98,18 +102,18 @@ def decided(
         answer = to_zero(answer, policy, situation, memory, recommendations)
     answer = from_zero(answer, policy, situation)
     answer = _bounded(answer, situation, bounds)
-    memory = msgspec.structs.replace(memory, laws=kept, panic=panic)
+    memory = msgspec.structs.replace(memory, strategies=kept, panic=panic)
     return StageAnswer(situation, tuple(recommendations), first, answer, memory, doubt)
 
 
-def _asked(law: Law[Any], situation: Situation, memory: StageMemory) -> tuple[Recommendation, object]:
-    """What a law asks for. Numbers of policies, engines and gateways may be such that nothing follows from them: then
-    it knows nothing.
+def _asked(strategy: Strategy[Any], situation: Situation, memory: StageMemory) -> tuple[Recommendation, object]:
+    """What a strategy asks for. Numbers of policies, engines and gateways may be such that nothing follows from them:
+    then it knows nothing.
     """
     try:
-        found, kept = law.recommend(situation, memory.laws.get(law.name))
+        found, kept = strategy.recommend(situation, memory.strategies.get(strategy.name))
     except (ArithmeticError, ValueError) as error:
-        return Recommendation(law.name, None, f"nothing follows from these numbers: {error}"), None
+        return Recommendation(strategy.name, None, f"nothing follows from these numbers: {error}"), None
     if found.replicas is None or 0 <= found.replicas <= _MOST_REPLICAS:
         return found, kept
     if found.replicas > 0:
@@ -139,15 +143,15 @@ def keeps_one(stage: StageAnswer, policy: AutoscalingPolicySpec) -> str:
 
 
 def behavior_of(policy: AutoscalingPolicySpec, turns: int = 0) -> Behavior:
-    """The policy's, with what it leaves out: HPA's values if ``Target`` alone decides, else ours. ``turns``: how often
+    """The policy's, with what it leaves out: HPA's values if metrics alone decide, else ours. ``turns``: how often
     replicas grew after a small scale-in lately.
 
     HPA waits 300 s before it scales in and limits each step, as its metrics know nothing of what comes or is starting.
-    Laws that know both need less of it: a shorter window, and no limit of growth. Each turn doubles the window
+    Strategies that know both need less of it: a shorter window, and no limit of growth. Each turn doubles the window
     of the last of them, so load at an edge does not make replicas come and go. Load that really falls is followed.
     """
     written = policy.behavior
-    if all(one.name == "Target" for one in policy.strategies):
+    if all(one.type.by_metrics for one in policy.strategies):
         return written
     up, down = written.scale_up, written.scale_down
     if not up.policies:
@@ -160,7 +164,7 @@ def behavior_of(policy: AutoscalingPolicySpec, turns: int = 0) -> Behavior:
 def _remembered(
     memory: StageMemory, asked: Answer | None, situation: Situation, policy: AutoscalingPolicySpec
 ) -> StageMemory:
-    """With what the laws asked for, before any rule changed it. Without an answer, a gap begins."""
+    """With what the strategies asked for, before any rule changed it. Without an answer, a gap begins."""
     now_s = situation.now_s
     if asked is None or too_old(situation, policy):
         return msgspec.structs.replace(memory, began_at_s=now_s)

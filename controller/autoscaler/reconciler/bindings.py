@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from controller.api.autoscaling import AutoscalingPolicy
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding
+from controller.api.autoscaling_policy import AutoscalingPolicy
 from controller.autoscaler.reconciler.scalables import LEARNED
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,

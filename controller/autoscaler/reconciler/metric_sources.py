@@ -36,7 +36,8 @@ from controller.models.model_infer.times import seconds_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from controller.api.autoscaling import AutoscalingPolicySpec, MetricTarget, PrometheusSource
+    from controller.api.autoscaling import MetricTarget, PrometheusSource
+    from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.situation import Situation
     from controller.autoscaler.reconciler.resolver import Resolved
     from controller.autoscaler.reconciler.scalables import PodView

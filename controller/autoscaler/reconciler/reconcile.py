@@ -28,8 +28,8 @@ from controller.kube.recorder import Recorder, write_status
 from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, split_key
 
 if TYPE_CHECKING:
-    from controller.api.autoscaling import AutoscalingPolicySpec
     from controller.api.autoscaling_binding import AutoscalingPolicyBinding
+    from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.decision import Decision
     from controller.autoscaler.decision.situation import Situation
     from controller.autoscaler.reconciler.actuator import Actuated

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from controller.api.autoscaling import AutoscalingPolicySpec
+from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.decision.decision import Decision, TargetDecision
 from controller.autoscaler.decision.situation import Situation
 from controller.autoscaler.reconciler.bindings import Hold

@@ -25,7 +25,7 @@ from controller.autoscaler.reconciler.demand import together
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from controller.api.autoscaling import AutoscalingPolicySpec
+    from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.reconciler.bindings import Hold
     from controller.autoscaler.reconciler.demand import DemandView
     from controller.autoscaler.reconciler.resolver import Resolved

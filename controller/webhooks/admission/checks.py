@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.api.autoscaling import AutoscalingPolicy, AutoscalingPolicySpec
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding
 from controller.api.autoscaling_mistakes import schedule_mistakes
+from controller.api.autoscaling_policy import AutoscalingPolicy, AutoscalingPolicySpec
 from controller.api.model import Model, ModelTemplate
 from controller.api.model_infer import ModelInfer
 from controller.api.model_infer_mistakes import mistakes as model_infer_mistakes

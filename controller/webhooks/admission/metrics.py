@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from controller.api.autoscaling_mistakes import GATEWAY_METRICS
+from controller.api.autoscaling_policy import STRATEGIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
 def metric_warnings(spec: Mapping[str, Any]) -> Iterator[str]:
     """About the metrics of a policy without mistakes."""
     metrics = spec.get("metrics") or ()
-    if metrics and all(one.get("name") != "Target" for one in spec.get("strategies") or ()):
-        yield "metrics are for the strategy Target, which the policy does not name; they have no effect"
+    users = [name for name, one in STRATEGIES.items() if one.needs == "metrics"]
+    if metrics and all(one.get("name") not in users for one in spec.get("strategies") or ()):
+        yield f"metrics are for the strategy {' or '.join(users)}, which the policy does not name; they have no effect"
     for one in metrics:
         name, source = one.get("name"), one.get("prometheus") or {}
         if one.get("source", "Gateway") == "Gateway" and name not in GATEWAY_METRICS:

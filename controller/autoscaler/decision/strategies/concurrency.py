@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
 from controller.api.autoscaling import Panic
-from controller.api.scaling_laws import ConcurrencyParameters
+from controller.api.common import Positive, Utilization
+from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.behavior import PanicState, follow, held
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.strategies.reading import (
@@ -32,11 +33,26 @@ from controller.autoscaler.decision.strategies.reading import (
     rounded_down,
     rounded_up,
 )
+from extproc.api.quantities import Duration
+from extproc.api.spec import Spec
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import Situation
 
 _BUCKET_S: Final = 1.0
+
+
+class ConcurrencyParameters(Spec, frozen=True):
+    """Knative's KPA. ``target``: requests in flight that one replica should have. ``target_utilization``: the share of
+    it that is aimed at. ``stable_window``: over which concurrency is averaged; the policy's ``panic`` says what a panic
+    is. ``max_scale_up_rate`` and ``max_scale_down_rate``: the largest factors of one change.
+    """
+
+    target: Positive = 100.0
+    target_utilization: Utilization = 0.7
+    stable_window: Duration = Duration("60s")
+    max_scale_up_rate: Annotated[float, msgspec.Meta(gt=1, le=1e6)] = 1000.0
+    max_scale_down_rate: Annotated[float, msgspec.Meta(gt=1, le=1e6)] = 2.0
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -54,7 +70,7 @@ class ConcurrencyMemory(msgspec.Struct, frozen=True):
     panic: PanicState | None = None
 
 
-class ConcurrencyLaw(msgspec.Struct, frozen=True):
+class ConcurrencyStrategy(msgspec.Struct, frozen=True):
     """``parameters``: of the strategy. ``panic``: of the policy."""
 
     parameters: ConcurrencyParameters = ConcurrencyParameters()
@@ -152,3 +168,10 @@ def _with(samples: tuple[Sample, ...], new: Sample, window_s: float) -> tuple[Sa
     began_s = new.at_s - window_s
     first = next((index for index, sample in enumerate(kept) if sample.at_s > began_s), len(kept))
     return (*kept[max(first - 1, 0) :], new)
+
+
+CONCURRENCY: Final = StrategyType(
+    summary="requests in flight",
+    make=lambda parameters, policy: ConcurrencyStrategy(parameters, policy.panic),
+    defaults=ConcurrencyParameters(),
+)

@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.api.scaling_laws import PredictiveParameters
+from controller.api.common import Utilization
+from controller.api.strategies import Kept, StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.load import load_of
 from controller.autoscaler.decision.speeds import work_of
+from extproc.api.quantities import Duration
+from extproc.api.spec import Spec
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import Situation
@@ -30,6 +33,20 @@ if TYPE_CHECKING:
 # Places of a profile: at most so many, whatever the season and the window.
 MOST_PLACES: Final = 288
 _DIGITS: Final = 3
+# Of what can be measured: requests a second, seconds.
+_MOST: Final = 1e15
+
+
+class PredictiveParameters(Spec, frozen=True):
+    """The work of some time ahead. ``season``: after which load repeats; without it the trend of Holt's method alone.
+    ``lead``: how far ahead; left out, the measured start time. ``utilization``: as in the strategy Work.
+    ``window``: of one observation.
+    """
+
+    season: Duration | None = None
+    lead: Duration | None = None
+    utilization: Utilization = 0.8
+    window: Duration = Duration("30s")
 
 
 class PredictiveMemory(msgspec.Struct, frozen=True):
@@ -61,8 +78,13 @@ def kept_season(memory: object) -> KeptSeason | None:
     return KeptSeason(tuple(float(f"{one:.{_DIGITS}g}") for one in memory.profile[:MOST_PLACES]), memory.season_s)
 
 
-def remembered_season(kept: KeptSeason, now_s: float) -> PredictiveMemory:
-    """As after a restart: level, trend and how today compares are seen anew, the profile goes on."""
+def remembered_season(kept: KeptSeason, now_s: float) -> PredictiveMemory | None:
+    """As after a restart: level, trend and how today compares are measured anew, the profile goes on. None for what
+    cannot have been measured.
+    """
+    is_possible = len(kept.profile) <= MOST_PLACES and 0 <= kept.season_s <= _MOST
+    if not is_possible or not all(0 <= one <= _MOST for one in kept.profile):
+        return None
     return PredictiveMemory(now_s, profile=kept.profile, season_s=kept.season_s)
 
 
@@ -77,7 +99,7 @@ _TODAY: Final = 0.2
 _MOST_FACTOR: Final = 3.0
 
 
-class PredictiveLaw(msgspec.Struct, frozen=True):
+class PredictiveStrategy(msgspec.Struct, frozen=True):
     """``parameters``: of the strategy."""
 
     parameters: PredictiveParameters = PredictiveParameters()
@@ -163,3 +185,12 @@ class PredictiveLaw(msgspec.Struct, frozen=True):
     def _place(self, at_s: float) -> int:
         season_s = self.parameters.season or 1.0
         return int(at_s % season_s / season_s * self._places) % self._places
+
+
+PREDICTIVE: Final = StrategyType(
+    summary="the past repeated",
+    make=lambda parameters, _: PredictiveStrategy(parameters),
+    defaults=PredictiveParameters(),
+    is_lower_bound=True,
+    kept=Kept(KeptSeason, kept_season, remembered_season),
+)

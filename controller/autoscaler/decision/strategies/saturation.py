@@ -12,11 +12,12 @@ Otherwise each decision until they serve would add another increment. The mean t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
-from controller.api.scaling_laws import SaturationParameters
+from controller.api.common import Count, Utilization
+from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.strategies.reading import (
     is_unknown,
@@ -25,12 +26,33 @@ from controller.autoscaler.decision.strategies.reading import (
     pending_units,
     ready_loads,
 )
+from extproc.api.spec import Rule, Spec
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import EngineReport, Situation
 
 
-class SaturationLaw(msgspec.Struct, frozen=True):
+class SaturationParameters(Spec, frozen=True):
+    """The mean over engines of the larger of KV usage and waiting requests over a full queue. ``max_queue``: requests
+    that fill a queue. ``scale_up_threshold``: above it there are to be more. ``scale_down_threshold``: below it, fewer.
+    In between nothing changes. ``scale_up_increment``: how many more. ``scale_down_increment``: how many fewer.
+    """
+
+    CEL: ClassVar = (
+        Rule(
+            "self.scaleDownThreshold < self.scaleUpThreshold",
+            "scaleDownThreshold must be below scaleUpThreshold; what lies between is the zone without changes",
+        ),
+    )
+
+    max_queue: Count = 5
+    scale_up_threshold: Utilization = 0.75
+    scale_down_threshold: Utilization = 0.4
+    scale_up_increment: Count = 1
+    scale_down_increment: Count = 1
+
+
+class SaturationStrategy(msgspec.Struct, frozen=True):
     """``parameters``: of the strategy."""
 
     parameters: SaturationParameters = SaturationParameters()
@@ -66,3 +88,10 @@ def saturation_of(report: EngineReport | None, max_queue: int) -> float:
     """0: idle, 1: full. What is unknown counts as full."""
     load = kv_and_queue(report)
     return 1.0 if load is None else max(load[0], min(load[1] / max_queue, 1.0))
+
+
+SATURATION: Final = StrategyType(
+    summary="caches and queues by thresholds",
+    make=lambda parameters, _: SaturationStrategy(parameters),
+    defaults=SaturationParameters(),
+)

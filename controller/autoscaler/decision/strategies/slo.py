@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
 from controller.api.autoscaling import LatencyObjective
-from controller.api.scaling_laws import SloParameters
+from controller.api.common import Utilization
+from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.strategies.reading import (
     one_fewer,
@@ -31,12 +32,34 @@ from controller.autoscaler.decision.strategies.reading import (
     rounded_down,
     rounded_up,
 )
+from extproc.api.quantities import Duration
+from extproc.api.spec import Rule, Spec
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import Situation
 
 LATENCY_WINDOW_S: Final = 60.0
 LARGEST_SHARE: Final = 2.0
+
+
+class SloParameters(Spec, frozen=True):
+    """The larger of TTFT and TPOT, each as a share of its objective. ``scale_up_threshold``: above it, more in
+    proportion.
+    ``scale_down_threshold``: below it, fewer. ``smoothing``: of the measured latencies. ``credit``: whether replicas
+    that are starting count as being there already.
+    """
+
+    CEL: ClassVar = (
+        Rule(
+            "self.scaleDownThreshold < self.scaleUpThreshold",
+            "scaleDownThreshold must be below scaleUpThreshold; what lies between is the zone without changes",
+        ),
+    )
+
+    scale_up_threshold: Utilization = 0.55
+    scale_down_threshold: Utilization = 0.4
+    smoothing: Duration = Duration("45s")
+    credit: bool = True
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -52,7 +75,7 @@ class SloMemory(msgspec.Struct, frozen=True):
     shares: tuple[Share, ...] = ()
 
 
-class SloLaw(msgspec.Struct, frozen=True):
+class SloStrategy(msgspec.Struct, frozen=True):
     """``objective``: of the policy; the situation's own, if it has one, counts instead."""
 
     parameters: SloParameters = SloParameters()
@@ -115,3 +138,11 @@ def is_idle(situation: Situation) -> bool:
     if rates is None or rates.arrivals > 0 or situation.waiting.requests or situation.freshness.silent:
         return False
     return all(load.report is not None and not load.report.in_flight for load in ready_loads(situation))
+
+
+SLO: Final = StrategyType(
+    summary="measured latency",
+    make=lambda parameters, policy: SloStrategy(parameters, policy.objective),
+    defaults=SloParameters(),
+    needs="objective",
+)

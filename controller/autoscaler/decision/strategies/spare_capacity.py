@@ -17,11 +17,12 @@ What is different from the original, each for a fault that its users met:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.api.scaling_laws import SpareCapacityParameters
+from controller.api.common import Positive, Utilization
+from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.strategies.reading import (
     Load,
@@ -31,12 +32,25 @@ from controller.autoscaler.decision.strategies.reading import (
     pending_units,
     ready_loads,
 )
+from extproc.api.spec import Spec
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import Situation
 
 
-class SpareCapacityLaw(msgspec.Struct, frozen=True):
+class SpareCapacityParameters(Spec, frozen=True):
+    """llm-d's workload-variant-autoscaler, first form. ``kv_cache_threshold`` and ``queue_length_threshold``: an engine
+    at one of them is saturated. ``kv_spare_trigger`` and ``queue_spare_trigger``: with less room than this on average,
+    one more; one fewer if the rest keeps as much.
+    """
+
+    kv_cache_threshold: Utilization = 0.8
+    queue_length_threshold: Positive = 5.0
+    kv_spare_trigger: Utilization = 0.1
+    queue_spare_trigger: Positive = 3.0
+
+
+class SpareCapacityStrategy(msgspec.Struct, frozen=True):
     """``parameters``: of the strategy."""
 
     parameters: SpareCapacityParameters = SpareCapacityParameters()
@@ -76,3 +90,10 @@ class SpareCapacityLaw(msgspec.Struct, frozen=True):
 
     def _is_short(self, kv_spare: float, queue_spare: float) -> bool:
         return kv_spare < self.parameters.kv_spare_trigger or queue_spare < self.parameters.queue_spare_trigger
+
+
+SPARE_CAPACITY: Final = StrategyType(
+    summary="room in caches and queues",
+    make=lambda parameters, _: SpareCapacityStrategy(parameters),
+    defaults=SpareCapacityParameters(),
+)

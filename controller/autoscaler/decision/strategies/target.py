@@ -24,14 +24,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from controller.api.autoscaling import MetricTarget
-from controller.autoscaler.decision.behavior import DEFAULT_TOLERANCE
+from controller.api.strategies import StrategyType
+from controller.autoscaler.decision.behavior import DEFAULT_TOLERANCE, tolerance_of
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.situation import EngineState, Metric, Situation
 from controller.autoscaler.decision.strategies.reading import gateway_metric, is_whole
+
+if TYPE_CHECKING:
+    from controller.api.autoscaling_policy import AutoscalingPolicySpec
 
 
 class Tolerance(msgspec.Struct, frozen=True):
@@ -69,7 +74,7 @@ class Proposal(msgspec.Struct, frozen=True):
     is_sure: bool = True
 
 
-class TargetLaw(msgspec.Struct, frozen=True):
+class TargetStrategy(msgspec.Struct, frozen=True):
     """``metrics``: with their targets. ``tolerance``: as in the behaviour block. ``careful``: see above."""
 
     metrics: tuple[MetricTarget, ...]
@@ -80,7 +85,7 @@ class TargetLaw(msgspec.Struct, frozen=True):
     def recommend(self, situation: Situation, memory: None) -> tuple[Recommendation, None]:  # noqa: ARG002 - it needs none
         """The largest proposal of all metrics."""
         pool = pool_of(situation, with_ordered=self.careful)
-        found = {metric.name: self._proposal(metric, situation, pool) for metric in self.metrics}
+        found = {metric.name: self.proposal(metric, situation, pool) for metric in self.metrics}
         inputs = {f"{name}_ratio": one.ratio for name, one in found.items() if one.replicas is not None}
         known = {name: one for name, one in found.items() if one.replicas is not None}
         doubts = "; ".join(f"{name}: {one.reason}" for name, one in found.items() if one.replicas is None)
@@ -95,7 +100,8 @@ class TargetLaw(msgspec.Struct, frozen=True):
             ), None
         return Recommendation(self.name, largest.replicas, largest.reason, inputs), None
 
-    def _proposal(self, wanted: MetricTarget, situation: Situation, pool: Pool) -> Proposal:
+    def proposal(self, wanted: MetricTarget, situation: Situation, pool: Pool) -> Proposal:
+        """Of one metric."""
         if wanted.source == "Gateway":
             metric = gateway_metric(wanted.name, situation)
         else:
@@ -200,3 +206,16 @@ def _mean(total: float, units: float) -> float:
 def _milli(value: float) -> int:
     """In thousandths, rounded up as a Kubernetes quantity is; what a float is off by does not count."""
     return math.ceil(round(value * 1000, 6))
+
+
+def _target(_: None, policy: AutoscalingPolicySpec) -> TargetStrategy:
+    behavior = policy.behavior
+    return TargetStrategy(policy.metrics, Tolerance(tolerance_of(behavior.scale_up), tolerance_of(behavior.scale_down)))
+
+
+TARGET: Final = StrategyType(
+    summary="takes the policy's ``metrics`` and has no parameters",
+    make=_target,
+    needs="metrics",
+    by_metrics=True,
+)

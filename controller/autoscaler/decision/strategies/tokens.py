@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
-from controller.api.scaling_laws import TokensParameters
+from controller.api.common import Count, Positive, Utilization
+from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.strategies.reading import (
     Load,
@@ -39,12 +40,35 @@ from controller.autoscaler.decision.strategies.reading import (
     rounded_down,
     rounded_up,
 )
+from extproc.api.spec import Rule, Spec
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import Situation, Target
 
 LENGTH_WINDOW_S: Final = 300.0
 _OBSERVATIONS: Final = 10
+
+
+class TokensParameters(Spec, frozen=True):
+    """llm-d's workload-variant-autoscaler, second form: tokens in use and waiting, over what engines hold.
+    ``scale_up_utilization`` and ``scale_down_utilization``: the band of the share in use. ``kv_cache_threshold``: the
+    share of a cache that counts as its capacity. ``queue_length_threshold``: with so many waiting, tokens in use are an
+    engine's capacity. ``max_batched_tokens`` and ``max_sequences``: of the engines' scheduler.
+    """
+
+    CEL: ClassVar = (
+        Rule(
+            "self.scaleDownUtilization < self.scaleUpUtilization",
+            "scaleDownUtilization must be below scaleUpUtilization; what lies between is the zone without changes",
+        ),
+    )
+
+    scale_up_utilization: Utilization = 0.85
+    scale_down_utilization: Utilization = 0.7
+    kv_cache_threshold: Utilization = 0.8
+    queue_length_threshold: Positive = 5.0
+    max_batched_tokens: Count = 8192
+    max_sequences: Count = 256
 
 
 class Lengths(msgspec.Struct, frozen=True):
@@ -77,7 +101,7 @@ class _Counted(msgspec.Struct, frozen=True):
     unknown: float
 
 
-class TokensLaw(msgspec.Struct, frozen=True):
+class TokensStrategy(msgspec.Struct, frozen=True):
     """``parameters``: of the strategy."""
 
     parameters: TokensParameters = TokensParameters()
@@ -203,3 +227,10 @@ def _at_gateways(situation: Situation, lengths: Lengths) -> float:
     """Tokens that wait, and those of their answers, unless other engines write these."""
     answers = 0.0 if situation.targets[0].spec.stage == "Prefill" else situation.waiting.requests * lengths.answer
     return situation.waiting.tokens + answers
+
+
+TOKENS: Final = StrategyType(
+    summary="tokens over capacity",
+    make=lambda parameters, _: TokensStrategy(parameters),
+    defaults=TokensParameters(),
+)

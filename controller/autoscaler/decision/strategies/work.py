@@ -45,11 +45,12 @@ It stays within its bounds, and without news it falls back to 1 over hours.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
-from controller.api.scaling_laws import WorkParameters
+from controller.api.common import Utilization
+from controller.api.strategies import Kept, StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.load import Load, load_of
 from controller.autoscaler.decision.situation import EngineState, Situation, Speed
@@ -62,6 +63,8 @@ from controller.autoscaler.decision.speeds import (
     utilization_for_tpot,
     work_of,
 )
+from extproc.api.quantities import Duration
+from extproc.api.spec import Spec
 
 if TYPE_CHECKING:
     from controller.api.autoscaling import LatencyObjective
@@ -75,6 +78,22 @@ _PLACE_S: Final = 300.0
 MOST_PLACES: Final = 13
 # Less is no hint at what load may rise to.
 _KNOWN_S: Final = 300.0
+
+
+class WorkParameters(Spec, frozen=True):
+    """Work to come, in seconds of engines. ``utilization``: the share of its time that an engine may be busy; left out,
+    it follows from the objective's TPOT, and is 0.8 without one. ``window``: over which rates are measured.
+    ``headroom``: for how many times the load of now there is room, as far as the last hour has seen as much.
+    ``drain_budget``: in which what waits should be done. ``trend``: whether the rates are continued over the time that
+    an engine takes to start. ``guard``: whether measured latencies above the objective call for more.
+    """
+
+    utilization: Utilization | None = None
+    window: Duration = Duration("30s")
+    headroom: Annotated[float, msgspec.Meta(ge=1, le=10)] = 1.5
+    drain_budget: Duration = Duration("15s")
+    trend: bool = True
+    guard: bool = True
 
 
 class Peak(msgspec.Struct, frozen=True):
@@ -320,7 +339,7 @@ class _Need(msgspec.Struct, frozen=True):
     bound: str
 
 
-class WorkLaw(msgspec.Struct, frozen=True):
+class WorkStrategy(msgspec.Struct, frozen=True):
     """``parameters``: of the strategy."""
 
     parameters: WorkParameters = WorkParameters()
@@ -468,3 +487,11 @@ def _reason(need: _Need, load: Load, rate: float, wanted: float, is_backlog: boo
     if is_backlog:
         text += f"; {wanted:.2f} to work off what waits"
     return text
+
+
+WORK: Final = StrategyType(
+    summary="work to come, by learned speeds",
+    make=lambda parameters, _: WorkStrategy(parameters),
+    defaults=WorkParameters(),
+    kept=Kept(Peaks, kept_peaks, remembered_peaks),
+)

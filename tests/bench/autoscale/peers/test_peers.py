@@ -20,8 +20,8 @@ from bench.autoscale.peers.wva_v2 import Means, WvaV2, median
 from controller.api.autoscaling import LatencyObjective
 from controller.api.autoscaling_binding import ScaleTarget
 from controller.api.common import ObjectReference
-from controller.api.scaling_laws import SpareCapacityParameters
 from controller.autoscaler.decision.situation import EngineReport, EngineState, Situation, Speed, Waiting
+from controller.autoscaler.decision.strategies.spare_capacity import SpareCapacityParameters
 from controller.autoscaler.decision.traffic import Traffic
 from extproc.api.quantities import Duration
 from tests.scaling_scenes import engine, latencies, pool, report, situation, some_report, steady, target

@@ -35,7 +35,7 @@ from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from controller.api.autoscaling import AutoscalingPolicySpec
+    from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.decision import Decision
     from controller.autoscaler.decision.memory import Memory
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from controller.api.autoscaling import AutoscalingPolicySpec, LatencyObjective
+from controller.api.autoscaling import LatencyObjective
+from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from extproc.api.quantities import Duration
 from tests.controller.autoscaler.decision.fluid import Fluid
 

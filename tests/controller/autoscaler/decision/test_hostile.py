@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.api.autoscaling import AutoscalingPolicySpec
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding, EngineCapacity
+from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.decision.decide import decide
 from controller.autoscaler.decision.memory import decoded, encoded
 from controller.autoscaler.decision.situation import (
@@ -148,7 +148,7 @@ def learned(draw: st.DrawFn) -> bytes:
     stage = {
         "speeds": {"t0": speed | {"is_measured": True, "followed_s": draw(LEARNED)}},
         "starts": {"t0": {"starts": [{"engine": "e", "took_s": draw(LEARNED)}]}},
-        "seasons": {name: {"profile": [draw(LEARNED)] * 9, "season_s": 60.0} for name in ("Predictive", "Work", "x")},
+        "strategies": {name: {"profile": [draw(LEARNED)] * 9, "season_s": 60.0} for name in ("Predictive", "x")},
     }
     return msgspec.json.encode(dict.fromkeys(("Both", "Prefill", "Decode", "nobody"), stage))
 

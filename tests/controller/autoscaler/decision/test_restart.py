@@ -6,7 +6,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from controller.api.autoscaling import AutoscalingPolicySpec, Behavior, MetricTarget, ScalingRules, Strategy
+from controller.api.autoscaling import Behavior, MetricTarget, ScalingRules
+from controller.api.autoscaling_policy import AutoscalingPolicySpec, Strategy
 from controller.autoscaler.decision.decide import decide
 from controller.autoscaler.decision.memory import Memory, decoded, encoded
 from controller.autoscaler.decision.situation import EngineReport, Freshness

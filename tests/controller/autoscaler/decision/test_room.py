@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.autoscaler.decision.memory import Memory, StageMemory, decoded, encoded
-from controller.autoscaler.decision.strategies.work import MOST_PLACES, Peaks, WorkLaw, WorkMemory, with_room
+from controller.autoscaler.decision.strategies.work import MOST_PLACES, Peaks, WorkMemory, WorkStrategy, with_room
 from tests.controller.autoscaler.decision.situations import NOW_S, situation_of, target_of, traffic_of
 
 
@@ -71,7 +71,7 @@ def law_memory(*loads: tuple[float, float]) -> WorkMemory:
 @pytest.mark.parametrize(("highest", "expected"), [(12.0, 12.0), (15.0, 15.0), (30.0, 18.0)])
 def test_the_law_keeps_as_much_room_as_the_last_hour_asks_for(highest: float, expected: float) -> None:
     situation = situation_of(target_of(ready=4), traffic=traffic_of(12.0))
-    found = WorkLaw().recommend(situation, law_memory((-1800, highest), (-1, 12.0)))[0]
+    found = WorkStrategy().recommend(situation, law_memory((-1800, highest), (-1, 12.0)))[0]
     assert found.inputs["arrivals_per_s_with_room"] == pytest.approx(expected)
     # 0.21 s of an engine each, 0.8 of its time
     assert found.inputs["replicas_for_rate"] == pytest.approx(expected * 0.21 / 0.8)
@@ -79,8 +79,8 @@ def test_the_law_keeps_as_much_room_as_the_last_hour_asks_for(highest: float, ex
 
 def test_what_was_seen_outlives_a_restart() -> None:
     memory = law_memory((-3000, 12.3456), (-1, 12.0))
-    stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, laws={"Work": memory})
-    kept = decoded(encoded(Memory({"Both": stage})), NOW_S + 30).stages["Both"].laws["Work"]
+    stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, strategies={"Work": memory})
+    kept = decoded(encoded(Memory({"Both": stage})), NOW_S + 30).stages["Both"].strategies["Work"]
     assert isinstance(kept, WorkMemory)
     assert kept.peaks is not None
     assert kept.peaks.most(NOW_S + 30) == 12.3
@@ -98,5 +98,5 @@ def test_what_was_seen_outlives_a_restart() -> None:
     ],
 )
 def test_what_cannot_have_been_seen_is_not_restored(peaks: Peaks) -> None:
-    stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, laws={"Work": WorkMemory(NOW_S, peaks=peaks)})
-    assert "Work" not in decoded(encoded(Memory({"Both": stage})), NOW_S).stages["Both"].laws
+    stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, strategies={"Work": WorkMemory(NOW_S, peaks=peaks)})
+    assert "Work" not in decoded(encoded(Memory({"Both": stage})), NOW_S).stages["Both"].strategies

@@ -10,19 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.api.autoscaling import (
-    AutoscalingPolicySpec,
-    LatencyObjective,
-    MetricTarget,
-    Panic,
-    ScaleToZero,
-    Schedule,
-    Strategy,
-)
-from controller.api.scaling_laws import WorkParameters
+from controller.api.autoscaling import LatencyObjective, MetricTarget, Panic, ScaleToZero, Schedule
+from controller.api.autoscaling_policy import AutoscalingPolicySpec, Strategy
 from controller.autoscaler.decision.decide import decide
 from controller.autoscaler.decision.memory import Memory, decoded, encoded
 from controller.autoscaler.decision.situation import EngineReport, EngineState, Freshness, Metric, Speed, Waiting
+from controller.autoscaler.decision.strategies.work import WorkParameters
 from controller.autoscaler.decision.traffic import Traffic
 from extproc.api.quantities import Duration
 from tests.controller.autoscaler.decision.situations import (

@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from controller.api.scaling_laws import PredictiveParameters
 from controller.autoscaler.decision.memory import Memory, StageMemory, decoded, encoded
 from controller.autoscaler.decision.strategies.predictive import (
     MOST_PLACES,
-    PredictiveLaw,
     PredictiveMemory,
+    PredictiveParameters,
+    PredictiveStrategy,
     kept_season,
 )
 from controller.autoscaler.decision.traffic import Point, Totals, Traffic
@@ -21,7 +21,7 @@ from tests.controller.autoscaler.decision.situations import situation_of, target
 if TYPE_CHECKING:
     from controller.autoscaler.decision.decision import Recommendation
 
-HOURLY = PredictiveLaw(PredictiveParameters(season=Duration("1h"), lead=Duration("60s")))
+HOURLY = PredictiveStrategy(PredictiveParameters(season=Duration("1h"), lead=Duration("60s")))
 
 
 def arrivals(at_s: int) -> float:
@@ -31,7 +31,7 @@ def arrivals(at_s: int) -> float:
 
 
 def looked(
-    law: PredictiveLaw, memory: PredictiveMemory | None, from_s: int, to_s: int
+    law: PredictiveStrategy, memory: PredictiveMemory | None, from_s: int, to_s: int
 ) -> tuple[Recommendation, PredictiveMemory | None]:
     """Every half minute."""
     found = None
@@ -50,8 +50,8 @@ def _point(at_s: int) -> Point:
 
 
 def restarted(memory: PredictiveMemory | None, now_s: float) -> PredictiveMemory:
-    stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, laws={"Predictive": memory})
-    known = decoded(encoded(Memory({"Both": stage})), now_s).stages["Both"].laws["Predictive"]
+    stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, strategies={"Predictive": memory})
+    known = decoded(encoded(Memory({"Both": stage})), now_s).stages["Both"].strategies["Predictive"]
     assert isinstance(known, PredictiveMemory)
     return known
 
@@ -70,7 +70,7 @@ def test_a_manager_that_starts_anew_still_foresees_the_rush() -> None:
 
 def test_another_season_begins_anew() -> None:
     _, memory = looked(HOURLY, None, 0, 3660)
-    daily = PredictiveLaw(PredictiveParameters(season=Duration("2h"), window=Duration("60s")))
+    daily = PredictiveStrategy(PredictiveParameters(season=Duration("2h"), window=Duration("60s")))
     assert daily._places == HOURLY._places
     _, after = looked(daily, restarted(memory, 3660), 3660, 3900)
     assert after is not None

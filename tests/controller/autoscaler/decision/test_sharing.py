@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from controller.api.autoscaling import AutoscalingPolicySpec, Strategy
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding, Budget, RatioConstraint
-from controller.api.scaling_laws import WorkParameters
+from controller.api.autoscaling_policy import AutoscalingPolicySpec, Strategy
 from controller.autoscaler.decision.decide import decide
 from controller.autoscaler.decision.situation import Engine, EngineState, Freshness, Situation, Target
+from controller.autoscaler.decision.strategies.work import WorkParameters
 from tests.controller.autoscaler.decision.situations import (
     NOW_S,
     SPEED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.api.autoscaling import AutoscalingPolicySpec
+from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.decision.memory import MOST_TURNS, TURNS_COUNT_S, StageMemory
 from controller.autoscaler.decision.stage import SCALE_IN_WINDOW_S, behavior_of, prepared
 from tests.controller.autoscaler.decision.situations import NOW_S, situation_of, target_of

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, cast
 
 from aiohttp import web
 
-from controller.api.autoscaling import AutoscalingPolicySpec, MetricTarget
+from controller.api.autoscaling import MetricTarget
 from controller.api.autoscaling_binding import ObjectReference, ScaleTarget
+from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.decision.situation import EngineState
 from controller.autoscaler.reconciler.fair_shares import FairShares
 from controller.autoscaler.reconciler.metric_sources import Sources, SourceSettings

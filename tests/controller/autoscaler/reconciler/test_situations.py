@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from controller.api.autoscaling import AutoscalingPolicySpec
+from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.reconciler.demand import DemandView
 from controller.autoscaler.reconciler.resolver import Resolved
 from controller.autoscaler.reconciler.scalables import Scalable, kind_of

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.api.autoscaling import AutoscalingPolicySpec
 from controller.api.autoscaling_binding import ObjectReference, ScaleTarget
+from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.decision.situation import EngineState
 from controller.autoscaler.reconciler.metric_sources import Taken, entry_pods, shares_of, total_of
 from controller.autoscaler.reconciler.resolver import Resolved

@@ -26,7 +26,9 @@ def test_the_largest_binding_fits_and_comes_back() -> None:
         season = PredictiveMemory(0.0, profile=tuple(rng.uniform(0, 99) for _ in range(MOST_PLACES)), season_s=86400.0)
         speeds = {one: Speed(rng.uniform(1e3, 1e5), rng.random(), rng.random() / 1e6) for one in targets}
         known = {one: starts() for one in targets}
-        return StageMemory(began_at_s=0.0, decided_at_s=0.0, laws={"Predictive": season}, speeds=speeds, starts=known)
+        return StageMemory(
+            began_at_s=0.0, decided_at_s=0.0, strategies={"Predictive": season}, speeds=speeds, starts=known
+        )
 
     memory = Memory({"Prefill": stage(names[:8]), "Decode": stage(names[8:])})
     text = packed(encoded(memory))
@@ -34,7 +36,7 @@ def test_the_largest_binding_fits_and_comes_back() -> None:
     again = decoded(unpacked(text), 5.0)
     assert again.stages["Decode"].starts == memory.stages["Decode"].starts
     assert again.stages["Prefill"].speeds == memory.stages["Prefill"].speeds
-    season = again.stages["Prefill"].laws["Predictive"]
+    season = again.stages["Prefill"].strategies["Predictive"]
     assert isinstance(season, PredictiveMemory)
     assert len(season.profile) == MOST_PLACES
 

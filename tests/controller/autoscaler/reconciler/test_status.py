@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from controller.api.autoscaling import AutoscalingPolicy, AutoscalingPolicySpec, Schedule
+from controller.api.autoscaling import Schedule
 from controller.api.autoscaling_binding import ScaleTarget
+from controller.api.autoscaling_policy import AutoscalingPolicy, AutoscalingPolicySpec
 from controller.autoscaler.decision.decision import Decision, Recommendation, StageDecision, Step, TargetDecision
 from controller.autoscaler.decision.situation import Engine, EngineState, Freshness, Situation, Target
 from controller.autoscaler.reconciler.bindings import Hold, PolicyView

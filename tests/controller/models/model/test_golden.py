@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import yaml
 
-from controller.api.autoscaling import AutoscalingPolicy
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding
+from controller.api.autoscaling_policy import AutoscalingPolicy
 from controller.api.model_infer import ModelInfer
 from extproc.api.model_route import ModelRoute
 from extproc.api.model_server import ModelServer

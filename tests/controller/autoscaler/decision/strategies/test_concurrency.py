@@ -13,10 +13,15 @@ import msgspec
 import pytest
 
 from controller.api.autoscaling import Panic
-from controller.api.scaling_laws import ConcurrencyParameters
 from controller.autoscaler.decision.behavior import PanicState
 from controller.autoscaler.decision.situation import Situation, Waiting
-from controller.autoscaler.decision.strategies.concurrency import ConcurrencyLaw, ConcurrencyMemory, Sample, mean_of
+from controller.autoscaler.decision.strategies.concurrency import (
+    ConcurrencyMemory,
+    ConcurrencyParameters,
+    ConcurrencyStrategy,
+    Sample,
+    mean_of,
+)
 from extproc.api.quantities import Duration
 from tests.scaling_scenes import engine, pool, report, situation, target
 
@@ -25,10 +30,10 @@ ORIGINAL = json.loads((Path(__file__).parent.parent / "upstream" / "kpa.json").r
 
 def law_of(
     *, goal: float, up: float = 1000.0, down: float = 2.0, threshold: float = 2.0, window_s: int = 60
-) -> ConcurrencyLaw:
+) -> ConcurrencyStrategy:
     parameters = ConcurrencyParameters(goal, 1.0, Duration(f"{window_s}s"), up, down)
     # a hold of the same length: a panic of Knative lasts one stable window
-    return ConcurrencyLaw(parameters, Panic(threshold_percent=threshold * 100, hold=Duration(f"{window_s}s")))
+    return ConcurrencyStrategy(parameters, Panic(threshold_percent=threshold * 100, hold=Duration(f"{window_s}s")))
 
 
 def at(ready: int, now_s: float) -> Situation:
@@ -94,7 +99,7 @@ def test_ten_thousand_steps_agree_with_the_restatement() -> None:
             assert desired == machine.step(stable, short, ready, now_s)
 
 
-def played(law: ConcurrencyLaw, story: list[tuple[float, Situation]]) -> list[float | None]:
+def played(law: ConcurrencyStrategy, story: list[tuple[float, Situation]]) -> list[float | None]:
     memory: ConcurrencyMemory | None = None
     answers = []
     for now_s, seen in story:
@@ -104,7 +109,7 @@ def played(law: ConcurrencyLaw, story: list[tuple[float, Situation]]) -> list[fl
 
 
 def test_waiting_requests_count_and_a_steep_rise_counts_at_once() -> None:
-    law = ConcurrencyLaw(ConcurrencyParameters(target=10, target_utilization=1.0))
+    law = ConcurrencyStrategy(ConcurrencyParameters(target=10, target_utilization=1.0))
     calm = pool(report(in_flight=8))
     storm = pool(report(in_flight=8), waiting=Waiting(requests=92))
     answers = played(law, [(float(step), calm) for step in range(0, 60, 2)] + [(60.0, storm), (62.0, storm)])
@@ -115,7 +120,7 @@ def test_waiting_requests_count_and_a_steep_rise_counts_at_once() -> None:
 
 
 def test_a_panic_never_shrinks_and_ends_a_hold_after_its_last_cause() -> None:
-    law = ConcurrencyLaw(ConcurrencyParameters(target=10, target_utilization=1.0), Panic(hold=Duration("20s")))
+    law = ConcurrencyStrategy(ConcurrencyParameters(target=10, target_utilization=1.0), Panic(hold=Duration("20s")))
     story = [(0.0, pool(report(in_flight=50)))]
     story += [(2.0 * step, pool(*[report(in_flight=1)] * 5)) for step in range(1, 60)]
     answers = played(law, story)
@@ -125,7 +130,7 @@ def test_a_panic_never_shrinks_and_ends_a_hold_after_its_last_cause() -> None:
 
 
 def test_after_a_restart_replicas_stay_until_the_window_is_known() -> None:
-    law = ConcurrencyLaw(ConcurrencyParameters(target=10, target_utilization=1.0))
+    law = ConcurrencyStrategy(ConcurrencyParameters(target=10, target_utilization=1.0))
     story = [(2.0 * step, pool(*[report(in_flight=1)] * 6)) for step in range(40)]
     answers = played(law, story)
     assert set(answers[:31]) == {6.0}
@@ -133,7 +138,7 @@ def test_after_a_restart_replicas_stay_until_the_window_is_known() -> None:
 
 
 def test_an_unknown_engine_forbids_fewer_until_it_has_left_the_window() -> None:
-    law = ConcurrencyLaw(ConcurrencyParameters(target=10, target_utilization=1.0))
+    law = ConcurrencyStrategy(ConcurrencyParameters(target=10, target_utilization=1.0))
     known, unknown = pool(report(in_flight=9), report(in_flight=0)), pool(report(in_flight=9), None)
     story = [(2.0 * step, known) for step in range(40)] + [(80.0, unknown)]
     story += [(82.0 + 2.0 * step, known) for step in range(40)]
@@ -144,7 +149,7 @@ def test_an_unknown_engine_forbids_fewer_until_it_has_left_the_window() -> None:
 
 
 def test_an_unknown_engine_does_not_forbid_more() -> None:
-    law = ConcurrencyLaw(ConcurrencyParameters(target=10, target_utilization=1.0))
+    law = ConcurrencyStrategy(ConcurrencyParameters(target=10, target_utilization=1.0))
     assert played(law, [(0.0, pool(report(in_flight=70), None))]) == [7.0]
 
 
@@ -156,7 +161,7 @@ def test_the_mean_of_a_window_is_by_time() -> None:
 
 
 def test_decisions_in_quick_succession_neither_fill_the_memory_nor_empty_it() -> None:
-    law, memory = ConcurrencyLaw(), None
+    law, memory = ConcurrencyStrategy(), None
     for step in range(3000):
         seen = msgspec.structs.replace(pool(report(in_flight=step % 7)), now_s=step * 0.1)
         _, memory = law.recommend(seen, memory)
@@ -165,7 +170,7 @@ def test_decisions_in_quick_succession_neither_fill_the_memory_nor_empty_it() ->
 
 
 def test_more_load_never_asks_for_less() -> None:
-    rng, law = random.Random(8), ConcurrencyLaw(ConcurrencyParameters(target=10))
+    rng, law = random.Random(8), ConcurrencyStrategy(ConcurrencyParameters(target=10))
     for _ in range(2000):
         few, many = sorted((rng.randrange(200), rng.randrange(200)))
         ready, panic = rng.randrange(6), rng.choice((None, PanicState(-5.0, 3.0), PanicState(-90.0, 30.0)))

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from controller.api.scaling_laws import PredictiveParameters
 from controller.autoscaler.decision.situation import Freshness
-from controller.autoscaler.decision.strategies.predictive import PredictiveLaw, PredictiveMemory
+from controller.autoscaler.decision.strategies.predictive import (
+    PredictiveMemory,
+    PredictiveParameters,
+    PredictiveStrategy,
+)
 from controller.autoscaler.decision.traffic import Point, Totals, Traffic
 from extproc.api.quantities import Duration
 from tests.controller.autoscaler.decision.situations import situation_of, target_of
@@ -31,7 +34,7 @@ def followed(
     lead: str = "120s",
 ) -> tuple[Recommendation, PredictiveMemory]:
     """What the law says after so long, looking every 30 s."""
-    law = PredictiveLaw(PredictiveParameters(season=Duration(season) if season else None, lead=Duration(lead)))
+    law = PredictiveStrategy(PredictiveParameters(season=Duration(season) if season else None, lead=Duration(lead)))
     memory, found, points, arrivals = None, None, [], 0.0
     for at_s in range(0, seconds + 1, 10):
         arrivals += 10 * rate(at_s)
@@ -97,7 +100,7 @@ def test_silent_gateways_are_not_observed() -> None:
 
 
 def test_its_memory_is_bounded() -> None:
-    law = PredictiveLaw(PredictiveParameters(season=Duration("7d")))
+    law = PredictiveStrategy(PredictiveParameters(season=Duration("7d")))
     _, memory = law.recommend(situation_of(target_of()), None)
     assert memory is not None
     assert len(memory.profile) == 288

@@ -10,14 +10,13 @@ from fractions import Fraction
 
 import pytest
 
-from controller.api.scaling_laws import SaturationParameters
 from controller.autoscaler.decision.situation import EngineReport, EngineState, Situation
-from controller.autoscaler.decision.strategies.saturation import SaturationLaw, saturation_of
+from controller.autoscaler.decision.strategies.saturation import SaturationParameters, SaturationStrategy, saturation_of
 from tests.scaling_scenes import engine, pool, report, situation, some_report, target
 
 
 def asked(seen: Situation, **parameters: float) -> float | None:
-    law = SaturationLaw(SaturationParameters(**parameters))  # type: ignore[arg-type]
+    law = SaturationStrategy(SaturationParameters(**parameters))  # type: ignore[arg-type]
     return law.recommend(seen, None)[0].replicas
 
 
@@ -104,7 +103,7 @@ def test_ten_thousand_cases_agree_with_the_restatement() -> None:
         reports = [known_or_not(rng) for _ in range(rng.randrange(1, 8))]
         coming = rng.choice((0, 0, 1, 3))
         them = target((engine(f"e{at}", one) for at, one in enumerate(reports)), current=len(reports) + coming)
-        found = SaturationLaw(given).recommend(situation(them), None)[0]
+        found = SaturationStrategy(given).recommend(situation(them), None)[0]
         if any(
             abs(value - edge) < 1e-9
             for value in (found.inputs.get("mean_saturation", 9.0), found.inputs.get("with_pending", 9.0))

@@ -11,9 +11,8 @@ import msgspec
 import pytest
 
 from controller.api.autoscaling import LatencyObjective
-from controller.api.scaling_laws import SloParameters
 from controller.autoscaler.decision.situation import EngineState, Situation, Waiting
-from controller.autoscaler.decision.strategies.slo import SloLaw, SloMemory, share_of
+from controller.autoscaler.decision.strategies.slo import SloMemory, SloParameters, SloStrategy, share_of
 from extproc.api.quantities import Duration
 from tests.scaling_scenes import engine, latencies, pool, report, situation, steady, target
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from controller.autoscaler.decision.traffic import Traffic
 
 PROMISED = LatencyObjective(Duration("1s"), Duration("100ms"))
-LAW = SloLaw(objective=PROMISED)
+LAW = SloStrategy(objective=PROMISED)
 
 
 def fleet(ready: int, starting: int = 0, traffic: Traffic | None = None, **kwargs: object) -> Situation:
@@ -45,7 +44,7 @@ def test_more_in_proportion_to_the_excess_and_fewer_to_the_room() -> None:
 
 def test_what_is_starting_is_not_ordered_again() -> None:
     assert after(1.1, 4, 4) == 8
-    assert SloLaw(SloParameters(credit=False), PROMISED).desired(1.1, 8.0, 4.0, fleet(4, 4)) == 16
+    assert SloStrategy(SloParameters(credit=False), PROMISED).desired(1.1, 8.0, 4.0, fleet(4, 4)) == 16
 
 
 def test_credit_never_scales_in() -> None:
@@ -131,7 +130,7 @@ def test_ten_thousand_cases_agree_with_the_restatement() -> None:
     while compared < 10_000:
         up, down = rng.choice((Fraction(55, 100), Fraction(8, 10))), rng.choice((Fraction(4, 10), Fraction(1, 10)))
         share, ready, starting = Fraction(rng.randrange(200), 100), rng.randrange(9), rng.choice((0, 0, 1, 5))
-        law = SloLaw(SloParameters(float(up), float(down)), PROMISED)
+        law = SloStrategy(SloParameters(float(up), float(down)), PROMISED)
         replicas = ready + starting
         exact = share * (ready or replicas) / up, replicas * share / down
         if replicas == 0 or any(value.denominator == 1 for value in exact):

@@ -7,13 +7,13 @@ import random
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from controller.autoscaler.decision.strategies.spare_capacity import SpareCapacityLaw
+from controller.autoscaler.decision.strategies.spare_capacity import SpareCapacityStrategy
 from tests.scaling_scenes import engine, pool, report, situation, some_report, target
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import EngineReport, Situation
 
-LAW = SpareCapacityLaw()
+LAW = SpareCapacityStrategy()
 
 
 def asked(seen: Situation) -> float | None:

@@ -16,7 +16,7 @@ from controller.api.autoscaling import MetricTarget
 from controller.autoscaler.decision.situation import EngineState, Metric, Situation, Waiting
 from controller.autoscaler.decision.strategies.target import (
     Proposal,
-    TargetLaw,
+    TargetStrategy,
     Tolerance,
     by_engine,
     of_total,
@@ -144,7 +144,7 @@ QUEUED = MetricTarget("requests_queued", 2)
 
 
 def asked(seen: Situation, *metrics: MetricTarget, careful: bool = True) -> float | None:
-    return TargetLaw(metrics, careful=careful).recommend(seen, None)[0].replicas
+    return TargetStrategy(metrics, careful=careful).recommend(seen, None)[0].replicas
 
 
 def test_the_largest_of_several_metrics_counts() -> None:
@@ -203,7 +203,7 @@ def test_a_metric_that_is_not_a_number_is_unknown() -> None:
 
 
 def test_tolerance_differs_by_direction() -> None:
-    law = TargetLaw((RUNNING,), Tolerance(up=0.5, down=0.0))
+    law = TargetStrategy((RUNNING,), Tolerance(up=0.5, down=0.0))
     assert law.recommend(pool(report(running=20)), None)[0].replicas == 1
     assert law.recommend(pool(*[report(running=7.9)] * 2), None)[0].replicas == 1
 
@@ -211,7 +211,7 @@ def test_tolerance_differs_by_direction() -> None:
 def test_engines_of_another_kind_count_by_their_capacity() -> None:
     big = target([engine("b", report(kv=0.8))], name="b", capacity=2.0)
     small = target([engine("s", report(kv=0.8))])
-    found = TargetLaw((MetricTarget("requests_in_flight", 10),)).recommend(
+    found = TargetStrategy((MetricTarget("requests_in_flight", 10),)).recommend(
         situation(small, big, waiting=Waiting(requests=55)), None
     )[0]
     assert found.replicas == pytest.approx(5.5)
@@ -235,6 +235,6 @@ def test_more_load_never_asks_for_less_and_no_answer_is_nan() -> None:
 
 
 def test_the_reason_tells_metric_value_and_target() -> None:
-    found = TargetLaw((RUNNING,)).recommend(pool(report(running=40)), None)[0]
+    found = TargetStrategy((RUNNING,)).recommend(pool(report(running=40)), None)[0]
     assert found.reason == "requests_running is 40 in all (target 16 a replica)"
     assert found.inputs == {"requests_running_ratio": 2.5}

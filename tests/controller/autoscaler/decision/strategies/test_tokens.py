@@ -12,12 +12,17 @@ import pytest
 
 from controller.api.autoscaling_binding import EngineCapacity, ScaleTarget
 from controller.api.common import ObjectReference
-from controller.api.scaling_laws import TokensParameters
 from controller.autoscaler.decision.situation import EngineReport, Situation, Waiting
-from controller.autoscaler.decision.strategies.tokens import Lengths, TokensLaw, TokensMemory, steady_tokens
+from controller.autoscaler.decision.strategies.tokens import (
+    Lengths,
+    TokensMemory,
+    TokensParameters,
+    TokensStrategy,
+    steady_tokens,
+)
 from tests.scaling_scenes import engine, pool, report, situation, some_report, steady, target
 
-LAW = TokensLaw()
+LAW = TokensStrategy()
 # a cache of 100,000 tokens counts as 80,000
 EMPTY = report(kv=0.0, waiting=0, cache=100_000)
 
@@ -158,7 +163,7 @@ def restated(parts: dict[str, Any], given: TokensParameters) -> int:
 def test_ten_thousand_cases_agree_with_the_restatement() -> None:
     rng, compared = random.Random(15), 0
     given = TokensParameters(max_batched_tokens=10**6, max_sequences=10**6)
-    law = TokensLaw(given)
+    law = TokensStrategy(given)
     while compared < 10_000:
         parts = {
             "engines": [

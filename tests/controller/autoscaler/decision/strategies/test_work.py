@@ -10,9 +10,8 @@ import msgspec
 import pytest
 
 from controller.api.autoscaling import LatencyObjective
-from controller.api.scaling_laws import WorkParameters
 from controller.autoscaler.decision.situation import EngineReport, Situation, Waiting
-from controller.autoscaler.decision.strategies.work import Correction, WorkLaw, WorkMemory
+from controller.autoscaler.decision.strategies.work import Correction, WorkMemory, WorkParameters, WorkStrategy
 from extproc.api.quantities import Duration
 from tests.controller.autoscaler.decision.situations import NOW_S, SPEED, situation_of, spec_of, target_of, traffic_of
 
@@ -26,7 +25,7 @@ TPOT = LatencyObjective(tpot=Duration("40ms"), percentile=50.0)
 def asked(situation: Situation, **parameters: object) -> Recommendation:
     """What the law asks for at first, with no room unless it is said."""
     fields = {"headroom": 1.0} | parameters
-    return WorkLaw(WorkParameters(**fields)).recommend(situation, None)[0]  # type: ignore[arg-type]
+    return WorkStrategy(WorkParameters(**fields)).recommend(situation, None)[0]  # type: ignore[arg-type]
 
 
 def factor(memory: WorkMemory) -> float:
@@ -140,7 +139,7 @@ class TestCorrection:
 
     def followed(self, ttft_s: float, *, looks: int = 36, starting: int = 0) -> WorkMemory:
         """After minutes with this latency and one engine that should be enough."""
-        law, memory = WorkLaw(), None
+        law, memory = WorkStrategy(), None
         objective = LatencyObjective(ttft=Duration("1s"))
         for look in range(looks):
             now_s = NOW_S + 5 * look
@@ -172,7 +171,7 @@ class TestCorrection:
         # The median of values in one bucket is its middle: 11.3, 14.22, 22.54 and 35.72 ms. Where an idle step takes 10
         # ms, they show an engine that is 0.115, 0.297, 0.556 and 0.72 busy; 2 * 0.21 s are expected. Half of that is
         # the least that is believed, and more only near the objective.
-        law, memory = WorkLaw(), None
+        law, memory = WorkStrategy(), None
         for look in range(240):
             now_s = NOW_S + 5 * look
             situation = situation_of(
@@ -189,7 +188,7 @@ class TestCorrection:
     def test_late_tokens_raise_it_at_once_by_the_fewest_replicas_of_their_time(self, more: int) -> None:
         # Values in the bucket of 0.05 s are 44.9 ms in the middle: an engine that is 0.777 busy, where 2 * 0.21 s were
         # expected of it. Replicas that came half a minute ago have not written these tokens.
-        law, memory = WorkLaw(), None
+        law, memory = WorkStrategy(), None
         for look in range(18):
             now_s = NOW_S + 5 * look
             situation = situation_of(
@@ -204,6 +203,6 @@ class TestCorrection:
 
     def test_it_fades(self) -> None:
         situation = situation_of(target_of(ready=9), traffic=traffic_of(2.0), now_s=NOW_S)
-        _, memory = WorkLaw().recommend(situation, WorkMemory(NOW_S - 60, Correction(at_s=NOW_S - 60, factor=2.0)))
+        _, memory = WorkStrategy().recommend(situation, WorkMemory(NOW_S - 60, Correction(at_s=NOW_S - 60, factor=2.0)))
         assert memory is not None
         assert factor(memory) == pytest.approx(1 + math.pow(0.5, 60 / 3600))

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AutoscalingPolicy: how to scale, by strategies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+
+import msgspec
+
+from controller.api.autoscaling import (
+    Behavior,
+    LatencyObjective,
+    MetricTarget,
+    Panic,
+    ScaleToZero,
+    Schedule,
+    Staleness,
+)
+from controller.api.statuses import AutoscalingPolicyStatus
+from controller.api.strategies import StrategyType, installed
+from extproc.api.quantities import Duration
+from extproc.api.spec import Metadata, Rule, Spec, keyed_by
+
+STRATEGIES: Final = installed()
+"""By name, in the order of documents."""
+
+
+def _field(name: str) -> str:
+    """The field of ``Strategy`` that has the parameters of a strategy: ``spare_capacity`` for SpareCapacity."""
+    return "".join(f"_{one.lower()}" if one.isupper() else one for one in name).lstrip("_")
+
+
+class _Named(Spec, frozen=True):
+    if TYPE_CHECKING:
+        name: str
+
+        def __init__(self, *, name: str, **parameters: Spec | None) -> None: ...
+
+    @property
+    def type(self) -> StrategyType:
+        """What is known of it."""
+        return STRATEGIES[self.name]
+
+    @property
+    def parameters(self) -> Any:  # noqa: ANN401 - each strategy has its own
+        """As they are written, or the defaults; None where it has none."""
+        return getattr(self, _field(self.name), None) or self.type.defaults
+
+
+def _strategy() -> type[_Named]:
+    """A field for the parameters of each strategy."""
+    with_parameters = {name: one for name, one in STRATEGIES.items() if one.defaults is not None}
+    fields: list[Any] = [("name", Literal[tuple(STRATEGIES)])]
+    fields += [(_field(name), type(one.defaults) | None, None) for name, one in with_parameters.items()]
+    clauses = [f"``{_field(name)}``: {one.summary}." for name, one in with_parameters.items()]
+    without = [f"``{name}`` {one.summary}." for name, one in STRATEGIES.items() if one.defaults is None]
+    text = "One strategy. ``name``: which. The field of the same name has its parameters; left out, they have their"
+    rules = tuple(
+        Rule(
+            f"!has(self.{field}) || self.name == '{name}'",
+            f"the field {field} has the parameters of the strategy {name}, not of another",
+        )
+        for name in with_parameters
+        for field in (name[0].lower() + name[1:],)
+    )
+    namespace = {"CEL": rules, "__doc__": " ".join([text, "defaults.", *clauses, *without])}
+    made = msgspec.defstruct(
+        "Strategy", fields, bases=(_Named,), namespace=namespace, module=__name__, frozen=True, kw_only=True
+    )
+    assert issubclass(made, _Named)  # noqa: S101 - it is its base
+    return made
+
+
+if TYPE_CHECKING:
+    Strategy = _Named
+else:
+    Strategy = _strategy()
+
+
+class AutoscalingPolicySpec(Spec, frozen=True):
+    """How to scale; one policy serves many bindings.
+
+    ``strategies``: laws; the largest answer scales out, and only if all agree, in. ``period``: between two decisions;
+    what waits for an engine is decided about at once. ``metrics``: targets of the law ``Target``. ``objective``:
+    latencies to keep. ``behavior``: how fast. ``panic``: for steep rises. ``scale_to_zero``: whether, and when.
+    ``schedules``: bounds by time. ``staleness``: how old data may be. ``manual_hold``: for so long replicas stay as
+    somebody else has set them. ``drain``: for so long engines of Deployments, StatefulSets and LeaderWorkerSets may
+    finish what they have before there are fewer; ModelInfers say that themselves. ``mode``: what is done with
+    decisions: Auto writes replicas, ScaleUpOnly only larger ones, Recommend tells them in status and metrics, Export
+    offers them to an HPA or KEDA, Paused decides nothing.
+    """
+
+    strategies: Annotated[
+        tuple[Strategy, ...], msgspec.Meta(min_length=1, max_length=8, extra_json_schema=keyed_by("name"))
+    ] = (Strategy(name="Work"),)
+    metrics: Annotated[tuple[MetricTarget, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()
+    objective: LatencyObjective | None = None
+    behavior: Behavior = Behavior()
+    panic: Panic | None = None
+    scale_to_zero: ScaleToZero | None = None
+    schedules: Annotated[tuple[Schedule, ...], msgspec.Meta(max_length=16)] = ()
+    staleness: Staleness = Staleness()
+    period: Duration = Duration("5s")
+    manual_hold: Duration = Duration("10m")
+    drain: Duration = Duration("5m")
+    mode: Literal["Auto", "Recommend", "Export", "Paused", "ScaleUpOnly"] = "Auto"
+
+    CEL: ClassVar = tuple(
+        Rule(
+            f"!has(self.strategies) || !self.strategies.exists(one, one.name == '{name}') || has(self.{type_.needs})",
+            f"the strategy {name} needs {'an ' if type_.needs == 'objective' else ''}{type_.needs}",
+        )
+        for name, type_ in STRATEGIES.items()
+        if type_.needs
+    )
+
+
+class AutoscalingPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """An AutoscalingPolicy object."""
+
+    metadata: Metadata
+    spec: AutoscalingPolicySpec = AutoscalingPolicySpec()
+    status: AutoscalingPolicyStatus = AutoscalingPolicyStatus()
