@@ -19,6 +19,7 @@ from controller.autoscaler.decision.decision import Rule
 from controller.autoscaler.reconciler.status import LIMITING
 from extproc.api.load import load
 from extproc.api.quantities import decode_quantity
+from tests.scaling_scenes import engine, report, situation, target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,6 +57,18 @@ def test_policies_bindings_and_models_are_valid(page: str) -> None:
 def test_models_without_engines_are_a_valid_directory() -> None:
     snapshot = load({"zero.yaml": yaml.safe_dump_all(documents("on-demand.md", "Models without engines")).encode()})
     assert snapshot.servers[0].spec.activation is not None
+
+
+def test_the_strategy_on_the_page_recommends() -> None:
+    (source,) = re.findall(r"```python\n(.*?)```", (DOCS / "autoscaling.md").read_text(), re.DOTALL)
+    module: dict[str, Any] = {}
+    exec(source, module)  # noqa: S102 - it is ours
+    theirs = module["PER_REQUEST"]
+    made = theirs.make(msgspec.convert({"requests": 4}, type(theirs.defaults)), AutoscalingPolicySpec())
+    recommended, _ = made.recommend(situation(target([engine("a", report(in_flight=9))])), None)
+    assert (recommended.replicas, recommended.reason) == (3, "9 requests in flight")
+    unsure, _ = made.recommend(situation(target([engine(name) for name in "abcd"])), None)
+    assert unsure.replicas == 4
 
 
 def rules_in_code() -> Iterator[str]:
