@@ -31,6 +31,7 @@ _BUILT_IN: Final = {
     "Tokens": "tokens:TOKENS",
     "Slo": "slo:SLO",
     "Predictive": "predictive:PREDICTIVE",
+    "Step": "step:STEP",
 }
 
 
