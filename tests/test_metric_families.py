@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from controller.agents.downloader.reports import ProgressMetrics
-from controller.agents.runtime.dialects import FAMILIES
 from controller.agents.runtime.metrics import Counters, EnginePage, write_page
 from controller.autoscaler.decision.decision import Recommendation, StageDecision, Step
 from controller.autoscaler.reconciler.metrics import BindingSeries, ScalingMetrics, TargetSeries
@@ -23,6 +22,7 @@ from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.picker_metrics import PickerMetrics
 from controller.kube.metrics import ManagerMetrics
 from extproc.api.load import ConfigDirectory
+from extproc.engines.dialects import FAMILIES
 from extproc.metrics.registry import Metrics, TlsMetrics
 from tests.controller.agents.runtime.test_engine_page import STATE
 

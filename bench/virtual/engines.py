@@ -11,8 +11,7 @@ from bench.engine.journal import Journal
 from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import Roofline, StepTime
 from extproc.core.peers import EngineSaid
-from extproc.endpoints.engine_reports import CacheConfig, EngineReport
-from extproc.endpoints.table import LoraState
+from extproc.engines.metrics import CacheConfig, EngineReport, LoraState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from controller.agents.runtime.dialects import DIALECTS
 from extproc.api.advice import no_address
+from extproc.engines.dialects import DIALECTS
 
 if TYPE_CHECKING:
     from controller.agents.runtime.settings import AgentSettings

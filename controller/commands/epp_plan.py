@@ -14,21 +14,13 @@ from controller.commands.epp_flags import FlagInvalid, is_true
 from controller.gateway.compile.pools import KIND
 from extproc.api.patterns import ADVICE, HTTP_PATH
 from extproc.api.quantities import Duration
+from extproc.engines.dialects import TRITON_BACKEND, engine_of
 
 if TYPE_CHECKING:
     from controller.commands.epp_flags import Given
 
 POOL_GROUPS: Final = ("inference.networking.k8s.io", "inference.networking.x-k8s.io")
 _SELECTED: Final = "selected-endpoints"
-# Triton's backend of TensorRT-LLM, whose page is where most engines have it; trtllm-serve has its own under another
-# path.
-_TRITON: Final = "nv_trt_llm_"
-_ENGINES: Final = (
-    ("vllm:", "vLLM"),
-    ("sglang:", "SGLang"),
-    ("trtllm_", "TensorRT-LLM"),
-    (_TRITON, "TensorRT-LLM"),
-)
 _METRIC_FLAGS: Final = (
     "total-queued-requests-metric",
     "total-running-requests-metric",
@@ -119,18 +111,19 @@ def _metrics_path(values: Mapping[str, str]) -> dict[str, str]:
     path = values.get("model-server-metrics-path", "")
     if path and re.match(HTTP_PATH, path) is None:
         raise FlagInvalid(f"--model-server-metrics-path={path} {ADVICE[HTTP_PATH]}")
-    if not path and any(values.get(flag, "").startswith(_TRITON) for flag in _METRIC_FLAGS):
+    # Triton's page is where most engines have it; trtllm-serve has its own under another path
+    if not path and any(values.get(flag, "").startswith(TRITON_BACKEND) for flag in _METRIC_FLAGS):
         path = "/metrics"
     return {"metricsPath": path} if path else {}
 
 
 def _engine(values: Mapping[str, str]) -> dict[str, str]:
-    """The engine whose metrics are named; all that are must be of one."""
+    """The engine type implied by metric flags; all must agree."""
     found = set()
     for flag in _METRIC_FLAGS:
         metric = values.get(flag, "")
         if metric:
-            engine = next((engine for prefix, engine in _ENGINES if metric.startswith(prefix)), None)
+            engine = engine_of(metric)
             if engine is None:
                 raise FlagInvalid(f"--{flag}={metric}: no engine that is known here has such a metric")
             found.add(engine)

@@ -19,9 +19,10 @@ import msgspec
 
 from extproc.core.effects import Effect, LoadAdapter, LoadEnded, Tell, WakeAt
 from extproc.core.peers import AdapterChanged
-from extproc.core.record import LoadProblem, LoadResult, Record
+from extproc.core.record import LoadResult, Record
 from extproc.core.states import Event, State, is_legal
 from extproc.endpoints.table import EndpointRef
+from extproc.engines.answers import LoadProblem
 from extproc.errors import AdapterBroken, AdapterUnavailable, NoEndpoint, Refusal
 from extproc.scheduling.adapter_placement import Place, loaders, place, place_of_copy, rows_in, shortest_stay_s
 from extproc.scheduling.pool import Pool

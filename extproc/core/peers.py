@@ -17,7 +17,7 @@ from extproc.admission.buckets import Limit
 from extproc.admission.limits import BucketLevel
 from extproc.core.record import Outcome
 from extproc.endpoints.adapter_slots import Change
-from extproc.endpoints.engine_reports import CacheConfig, EngineReport
+from extproc.engines.metrics import CacheConfig, EngineReport
 from extproc.scheduling.pool import RequestStarted
 
 if TYPE_CHECKING:

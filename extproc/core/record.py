@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -18,6 +17,7 @@ from extproc.admission.limits import NO_USAGE, Charge, Grant, Usage
 from extproc.admission.queue import Gate
 from extproc.core.demand_meter import ModelMeter
 from extproc.core.states import State
+from extproc.engines.answers import LoadProblem
 from extproc.prefix.index import Tail
 from extproc.request.model import InferenceRequest
 from extproc.routing.resolve import Destination
@@ -101,18 +101,6 @@ class Arrival(msgspec.Struct, frozen=True):
     def tenant(self) -> str:
         """The name under which it is counted."""
         return self.caller.flow or self.caller.tenant
-
-
-class LoadProblem(enum.Enum):
-    """Why an engine did not load an adapter.
-
-    BUSY: all of its slots are in use. BROKEN: it cannot use these weights, or finds none. UNREACHABLE: it, or its
-    agent, did not answer in time, or has nothing to load adapters with.
-    """
-
-    BUSY = "busy"
-    BROKEN = "broken"
-    UNREACHABLE = "unreachable"
 
 
 class LoadResult(msgspec.Struct, frozen=True):

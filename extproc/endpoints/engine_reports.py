@@ -10,57 +10,23 @@ ended since the last one are added to it. Otherwise a burst would pile up on an 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 
 from extproc.endpoints.ledger import reconcile_backlog
-from extproc.endpoints.table import FRESH_S, LoraState
+from extproc.endpoints.table import FRESH_S
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import EndpointTable, Floats
+    from extproc.engines.metrics import EngineReport
 
 _HALF_LIFE_S: Final = 3.0
 # Of intervals: they vary by a tenth, every fourth read may be of the list of models, and an answer takes time.
 _OVERDUE: Final = 2.5
 # The weight of a new latency in the running mean.
 _LATENCY_WEIGHT: Final = 0.2
-
-
-class EngineReport(msgspec.Struct, frozen=True):
-    """One reading of an engine's metrics. None: the engine does not report it.
-
-    ================  ========  ======================================================
-    field             unit      meaning
-    ================  ========  ======================================================
-    ``waiting``       requests  in the engine's queue
-    ``running``       requests  in its batch
-    ``kv_usage``      0 to 1    fraction of its KV cache in use
-    ``ttft_s``        s         mean time to first token since the last reading
-    ``tpot_s``        s         mean time per output token since the last reading
-    ``loras``                   its LoRA adapters
-    ``first_tokens``  requests  that received their first token since the last reading
-    ``attributes``              metrics of its own that were asked for, NaN if missing
-    ================  ========  ======================================================
-    """
-
-    waiting: float | None = None
-    running: float | None = None
-    kv_usage: float | None = None
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    loras: LoraState | None = None
-    first_tokens: float | None = None
-    attributes: Mapping[str, float] = {}
-
-
-class CacheConfig(msgspec.Struct, frozen=True):
-    """The KV cache that an engine reports: tokens in a block, and tokens in total."""
-
-    block_tokens: int
-    total_tokens: int
 
 
 def expect_reports(table: EndpointTable, interval_s: float) -> None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from extproc.endpoints.health import EndpointHealth
 from extproc.endpoints.prefill_queue import PrefillQueue
+from extproc.engines.metrics import LoraState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
@@ -98,19 +99,6 @@ class EndpointRef(msgspec.Struct, frozen=True):
     row: int
     epoch: int
     prefill_number: int = 0
-
-
-class LoraState(msgspec.Struct, frozen=True):
-    """The LoRA adapters that an engine reports.
-
-    ``active``: in its batch. ``waiting``: of waiting requests. ``max_active``: how many fit a batch. ``served``: its
-    list of models, None if it was not asked.
-    """
-
-    active: frozenset[str] = frozenset()
-    waiting: frozenset[str] = frozenset()
-    max_active: int = 0
-    served: frozenset[str] | None = None
 
 
 class EndpointConfig(msgspec.Struct, frozen=True):

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.core.record import LoadProblem, LoadResult
+from extproc.core.record import LoadResult
+from extproc.engines.answers import LoadAnswer, LoadProblem, answer_to_load, is_unloaded, message_of
+from extproc.engines.dialects import DIALECTS
 from extproc.feeds.engine_access import EngineHttp
-from extproc.feeds.engine_answers import LoadAnswer, answer_to_load, is_unloaded, said
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from extproc.core.effects import LoadAdapter
     from extproc.feeds.engine_access import Answer, EngineAccess
 
-_LOAD: Final = "/v1/load_lora_adapter"
-_UNLOAD: Final = "/v1/unload_lora_adapter"
+# Agents answer vLLM's calls, whatever their engine.
+_LOAD: Final = DIALECTS["vLLM"].load_path
+_UNLOAD: Final = DIALECTS["vLLM"].unload_path
 _MOST_AT_ONCE: Final = 16
 # A sentence, or an object with the names of some adapters.
 _MOST_BYTES: Final = 64 * 1024
@@ -99,8 +101,8 @@ class AdapterLoader:
             return LoadAnswer(LoadProblem.UNREACHABLE, "its ModelServer has left the configuration")
         if ask.unload is not None:
             answer = await self._post(pool.spec, ask, _UNLOAD, {"lora_name": ask.unload})
-            if not is_unloaded(answer.status):
-                message = f"{ask.unload} could not be unloaded: {answer.status} {said(answer.body)}"
+            if not is_unloaded(answer.status, answer.body):
+                message = f"{ask.unload} could not be unloaded: {answer.status} {message_of(answer.body)}"
                 return LoadAnswer(LoadProblem.BUSY, message)
             unloaded.append(ask.unload)
         return None
@@ -110,7 +112,10 @@ class AdapterLoader:
         if pool is None:
             return LoadAnswer(LoadProblem.UNREACHABLE, "its ModelServer has left the configuration")
         answer = await self._post(pool.spec, ask, _LOAD, {"lora_name": ask.adapter, "lora_path": ask.source})
-        return answer_to_load(answer.status, answer.body)
+        meant = answer_to_load(answer.status, answer.body)
+        if meant.problem is None:
+            return meant
+        return msgspec.structs.replace(meant, message=f"{answer.status} {meant.message}")
 
     async def _post(self, spec: ModelServerSpec, ask: LoadAdapter, path: str, body: dict[str, str]) -> Answer:
         """Ask the agent beside the engine if it has a port, else the engine itself."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 import msgspec
 
-from extproc.feeds.engine_answers import Unreadable
+from extproc.engines.answers import Unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Final
 from extproc.api.addresses import parse_address
 from extproc.api.snapshot import scrape_stretch, stretched_intervals
 from extproc.core.peers import EngineSaid
-from extproc.endpoints.engine_reports import EngineReport
-from extproc.endpoints.metric_names import NAMES
-from extproc.endpoints.metrics_text import MetricsReader, PageRefused
-from extproc.feeds.engine_answers import Unreadable, models_in
+from extproc.engines.answers import Unreadable, models_in
+from extproc.engines.dialects import DIALECTS
+from extproc.engines.metrics import EngineReport, MetricsReader
+from extproc.engines.pages import PageRefused
 from extproc.feeds.http_get import KeptConnection, get_request
 
 if TYPE_CHECKING:
@@ -258,9 +258,9 @@ class _Poll:
         self._access = access
         # with the key that engines asked for when the connection was made; who refuses it gets another connection
         self._metrics_request = self._models_request = b""
-        names = NAMES[pool.spec.engine]
-        self._reader = MetricsReader(names, custom=pool.metrics)
-        self._metrics_path = pool.spec.metrics_path or names.path
+        dialect = DIALECTS[pool.spec.engine]
+        self._reader = MetricsReader(dialect, custom=pool.metrics)
+        self._metrics_path = pool.spec.metrics_path or dialect.metrics_path
         # whether it can have adapters, as far as it has said so
         self._has_loras = False
         self._connection: KeptConnection | None = None

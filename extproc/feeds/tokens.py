@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 import msgspec
 import numpy as np
 
+from extproc.engines.answers import Unreadable, decoded
 from extproc.feeds.engine_access import EngineHttp
-from extproc.feeds.engine_answers import Unreadable, most_tokens, tokens_in_answer
 from extproc.request.anthropic import chat_in
+from extproc.request.model import TokenId
 from extproc.request.tokens import tokens_in
 
 if TYPE_CHECKING:
@@ -113,6 +114,34 @@ _PATH: Final = "/tokenize"
 # Of an answer: a token with its comma and spaces, and what stands beside the list.
 _TOKEN_BYTES: Final = 16
 _OTHER_BYTES: Final = 64 * 1024
+
+
+# A template adds its own tokens to those of the prompt, of which no tokenizer makes more than one of a byte.
+_TEMPLATE_TOKENS: Final = 16_384
+_MOST_TOKENS: Final = 2**20
+
+# Of an answer: commas that are not between tokens.
+_OTHER_COMMAS: Final = 300
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[TokenId]
+
+
+_tokens: Final = msgspec.json.Decoder(_Tokens)
+
+
+def most_tokens(payload: bytes) -> int:
+    """How many tokens a prompt may have that was sent in ``payload``."""
+    return min(_MOST_TOKENS, 2 * len(payload) + _TEMPLATE_TOKENS)
+
+
+def tokens_in_answer(body: bytes, most: int) -> list[int]:
+    """Of ``POST /tokenize``, at most ``most``. Raises Unreadable."""
+    # counted before they are made: each takes more memory than its digits
+    if body.count(b",") > most + _OTHER_COMMAS:
+        raise Unreadable(f"more than {most} tokens came for a prompt; see what answers at this address")
+    return decoded(_tokens, body, "the list of tokens").tokens
 
 
 class Refused(ValueError):

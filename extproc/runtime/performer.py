@@ -28,8 +28,8 @@ from extproc.core.effects import (
     WaitsForEngine,
     WakeAt,
 )
-from extproc.core.record import LoadProblem
 from extproc.endpoints.health import ADVICE
+from extproc.engines.answers import LoadProblem
 from extproc.errors import InternalError
 from extproc.failures import FailureLog
 

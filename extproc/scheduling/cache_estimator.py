@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from extproc.api.picker_config import EndpointPickerConfig
-    from extproc.endpoints.engine_reports import CacheConfig
     from extproc.endpoints.table import EndpointTable, Floats
+    from extproc.engines.metrics import CacheConfig
     from extproc.prefix.index import Pin
 
 

@@ -14,8 +14,8 @@ import msgspec
 from controller.agents.runtime.adapter_names import Declared
 
 if TYPE_CHECKING:
-    from controller.agents.runtime.dialects import Dialect
     from controller.agents.runtime.metrics import EnginePage
+    from extproc.engines.dialects import Dialect
 
 _FIRST_RETRY_S: Final = 2.0
 _LONGEST_RETRY_S: Final = 120.0

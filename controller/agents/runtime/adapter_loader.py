@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from controller.agents.runtime.adapter_files import AdapterFiles
     from controller.agents.runtime.adapter_names import Declared, DeclaredFile
-    from controller.agents.runtime.dialects import Dialect
     from controller.agents.runtime.engine_client import EngineClient
     from controller.agents.runtime.metrics import Counters, EnginePage
     from controller.agents.runtime.settings import AdapterSettings
+    from extproc.engines.dialects import Dialect
 
 # Adapters that are loaded at the same time, downloads included.
 _MOST_COMING: Final = 32
@@ -231,16 +231,16 @@ class AdapterLoader:
                 await self._unload(step.name, shelf, step.why)
                 gone.append(step.name)
                 continue
-            result, message = await self._engine.load(name, path, timeout_s=self._settings.load_timeout_s)
-            if result in {"loaded", "already"}:
+            answer = await self._engine.load(name, path, timeout_s=self._settings.load_timeout_s)
+            if answer.problem is None:
                 self._uses.loaded(name, path, self._clock())
                 self._counters.adapters = len(shelf.loaded) + 1
                 return tuple(gone)
-            if result == "failed" or not shelf.loaded:
-                raise LoadRefused(502, f"the engine does not load {name}: {message}")
-            # the engine knows better than we did how many it can hold
+            if not answer.is_full or not shelf.loaded:
+                raise LoadRefused(502, f"the engine does not load {name}: {answer.message}")
+            # the engine holds fewer than was assumed
             self.limit = len(shelf.loaded)
-            log.info("the engine holds no more than %d adapters: %s", self.limit, message)
+            log.info("the engine holds no more than %d adapters: %s", self.limit, answer.message)
         raise LoadRefused(503, f"no room was made for {name}", 1)
 
     async def _unload(self, name: str, shelf: Shelf, why: str) -> None:

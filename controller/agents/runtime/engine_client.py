@@ -16,15 +16,15 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from controller.agents.runtime.engine_answers import error_text, is_unloaded, load_result
+from extproc.engines.answers import adapters_in, answer_to_load, is_unloaded, message_of, repository_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
-    from controller.agents.runtime.dialects import Api, Dialect
-    from controller.agents.runtime.engine_answers import LoadResult
+    from extproc.engines.answers import LoadAnswer
+    from extproc.engines.dialects import Api, Dialect
 
 _WORD: Final = " hello"
 
@@ -37,16 +37,6 @@ class ModelRequest(msgspec.Struct, frozen=True):
     path: str
     body: dict[str, Any]
     proof: str = ""
-
-
-class _Parent(msgspec.Struct, frozen=True):
-    id: str
-    parent: str | None = None
-    root: str | None = None
-
-
-class _Models(msgspec.Struct, frozen=True):
-    data: list[_Parent] = []
 
 
 _PATHS: Final[Mapping[Api, tuple[str, str]]] = MappingProxyType(
@@ -89,40 +79,6 @@ def means_other_api(status: int) -> bool:
     return status in {400, 404, 405, 422, 501}
 
 
-def base_model(content: bytes) -> str:
-    """The first model of ``GET /v1/models`` that is no adapter; raises ValueError if there is none."""
-    for one in _listed(content):
-        if not one.parent:
-            return one.id
-    raise ValueError("the engine lists no model")
-
-
-def loaded_adapters(content: bytes) -> dict[str, str]:
-    """Adapters that ``GET /v1/models`` lists: where the files of each are, empty if it does not tell; or ValueError."""
-    return {one.id: one.root or "" for one in _listed(content) if one.parent}
-
-
-def _listed(content: bytes) -> list[_Parent]:
-    try:
-        return msgspec.json.decode(content, type=_Models).data
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"no list of models: {error}") from error
-
-
-class _Indexed(msgspec.Struct, frozen=True):
-    name: str
-    state: str = ""
-
-
-def repository_models(content: bytes) -> dict[str, str]:
-    """Models of a V2 repository that are loaded; they have no paths. Raises ValueError."""
-    try:
-        listed = msgspec.json.decode(content, type=list[_Indexed])
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"no index of a repository: {error}") from error
-    return {one.name: "" for one in listed if one.state == "READY"}
-
-
 def warm_up_prompts(count: int, lengths: Sequence[int], prompts: Sequence[str]) -> Iterator[str]:
     """``count`` rounds of prompts of about so many tokens, and of the prompts given.
 
@@ -162,7 +118,7 @@ class Answer(msgspec.Struct, frozen=True):
         """The body; raises EngineFailed if the status is no success."""
         if 200 <= self.status < 300:
             return self.body
-        raise EngineFailed(f"{what}: status {self.status}: {error_text(self.body)}")
+        raise EngineFailed(f"{what}: status {self.status}: {message_of(self.body)}")
 
 
 class EngineClient:
@@ -203,18 +159,18 @@ class EngineClient:
                 answer = await self.post("/v2/repository/index", {}, timeout_s=timeout_s)
                 return repository_models(answer.expect_success("the repository's index"))
             answer = await self.get("/v1/models", timeout_s=timeout_s)
-            return loaded_adapters(answer.expect_success("the list of models"))
+            return adapters_in(answer.expect_success("the list of models"))
         except ValueError as error:
             raise EngineFailed(str(error)) from error
 
-    async def load(self, name: str, path: str, *, timeout_s: float) -> tuple[LoadResult, str]:
-        """The engine's result and its message; raises EngineFailed if it does not answer."""
+    async def load(self, name: str, path: str, *, timeout_s: float) -> LoadAnswer:
+        """Raises EngineFailed if it does not answer."""
         if self._dialect.adapters == "repository":
             answer = await self.post(_repository(name, "load"), {}, timeout_s=timeout_s)
         else:
             body = {"lora_name": name, "lora_path": path}
             answer = await self.post(self._dialect.load_path, body, timeout_s=timeout_s)
-        return load_result(answer.status, answer.body), error_text(answer.body)
+        return answer_to_load(answer.status, answer.body)
 
     async def unload(self, name: str, *, timeout_s: float) -> None:
         """Raises EngineFailed if the engine still holds it."""
@@ -223,7 +179,7 @@ class EngineClient:
         else:
             answer = await self.post(self._dialect.unload_path, {"lora_name": name}, timeout_s=timeout_s)
         if not is_unloaded(answer.status, answer.body):
-            raise EngineFailed(f"status {answer.status}: {error_text(answer.body)}")
+            raise EngineFailed(f"status {answer.status}: {message_of(answer.body)}")
 
     async def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
         if self._session is None:

@@ -12,7 +12,6 @@ from controller.agents.runtime.drain import Load
 from controller.agents.runtime.engine_client import (
     EngineFailed,
     EngineGone,
-    base_model,
     is_answer,
     means_other_api,
     model_request,
@@ -30,14 +29,16 @@ from controller.agents.runtime.health import (
     why_not_ready,
 )
 from controller.agents.runtime.metrics import read_page
+from extproc.engines.answers import base_model
+from extproc.engines.pages import PageRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from controller.agents.runtime.dialects import Api
     from controller.agents.runtime.engine_client import EngineClient, ModelRequest
     from controller.agents.runtime.metrics import Counters, EnginePage
     from controller.agents.runtime.settings import AgentSettings
+    from extproc.engines.dialects import Api
 
 _METRICS_TIMEOUT_S: Final = 5.0
 
@@ -125,11 +126,10 @@ class EngineWatch:
         self._is_gone = False
         try:
             answer = await self._client.get(self._settings.metrics_url, timeout_s=_METRICS_TIMEOUT_S)
-            text = answer.expect_success("metrics").decode(errors="replace")
-            self._page = read_page(text, self._settings.dialect, unix_s=self._unix_clock())
+            self._page = read_page(answer.expect_success("metrics"), self._settings.dialect, unix_s=self._unix_clock())
         except EngineGone:
             self._page, self._is_gone = None, True
-        except EngineFailed:
+        except (EngineFailed, PageRefused):
             self._page = None
 
     async def _probe(self) -> None:

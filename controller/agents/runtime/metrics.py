@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.agents.runtime.dialects import FAMILIES
+from extproc.engines.dialects import FAMILIES, Source
+from extproc.engines.pages import labels_of, lines_of, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from controller.agents.runtime.dialects import Dialect, Family, Source
+    from extproc.engines.dialects import Dialect, Family
 
 
 @dataclass
@@ -32,11 +32,8 @@ class Counters:
     starts: int = 0
 
 
-# It begins where no name goes on, and no quantifier gives back what it took: the time is linear in any line.
-_LABEL: Final = re.compile(r'(?<![a-zA-Z0-9_])([a-zA-Z_][a-zA-Z0-9_]*+)="([^"\\]*+(?:\\.[^"\\]*+)*+)"')
-# More than any count, number of seconds or Unix time.
-_LARGEST: Final = 1e15
-_SUFFIXES: Final = ("_bucket", "_sum", "_count")
+# Of one name. A page of 4 MiB, and no longer one is read, has hardly more.
+_MOST_SERIES: Final = 65_536
 
 
 class Histogram(msgspec.Struct, frozen=True):
@@ -85,86 +82,46 @@ class _Sample(msgspec.Struct, frozen=True):
     value: float
 
 
-def read_page(text: str, dialect: Dialect, *, unix_s: float) -> EnginePage:
-    """``unix_s``: the time now, because vLLM tells by Unix time when adapters were in use."""
-    samples = _samples(text, _wanted(dialect))
+def read_page(page: bytes, dialect: Dialect, *, unix_s: float) -> EnginePage:
+    """Raises PageRefused. ``unix_s``: the time now, because vLLM reports by Unix time when adapters were in use."""
     values: dict[str, dict[str, float]] = {}
     histograms: dict[str, dict[str, Histogram]] = {}
     for family in FAMILIES:
         for source in dialect.sources.get(family.name, ()):
             if family.kind == "histogram":
-                found = _histograms(samples, source, dialect.model_label)
+                found = _histograms(page, source, dialect.model_label)
                 if found:
                     histograms[family.name] = found
                     break
             else:
-                numbers = _values(samples, source, dialect.model_label, is_mean=family.kind == "ratio")
+                numbers = _by_model(_samples(page, source), dialect.model_label, is_mean=family.kind == "ratio")
                 if numbers:
                     values[family.name] = numbers
                     break
-    adapters = _adapter_use(samples.get(dialect.lora_info, ()), unix_s) if dialect.lora_info else None
+    adapters = _adapter_use(_samples(page, Source(dialect.lora_info)), unix_s) if dialect.lora_info else None
     return EnginePage(values, histograms, adapters)
 
 
-def _wanted(dialect: Dialect) -> frozenset[str]:
-    kinds = {family.name: family.kind for family in FAMILIES}
-    names = {dialect.lora_info}
-    for family, sources in dialect.sources.items():
-        suffixes = _SUFFIXES if kinds[family] == "histogram" else ("",)
-        names.update(source.name + suffix for source in sources for suffix in suffixes)
-    return frozenset(names)
-
-
-def _samples(text: str, wanted: frozenset[str]) -> Mapping[str, list[_Sample]]:
-    found: dict[str, list[_Sample]] = defaultdict(list)
-    for line in text.splitlines():
-        name = line[: _end_of_name(line)]
-        if name in wanted:
-            sample = _sample(line[len(name) :])
-            if sample is not None:
-                found[name].append(sample)
-    return found
-
-
-def _end_of_name(line: str) -> int:
-    brace, space = line.find("{"), line.find(" ")
-    return min(brace, space) if brace >= 0 <= space else max(brace, space, 0)
-
-
-def _sample(rest: str) -> _Sample | None:
-    """``{labels} value``, with or without a timestamp; None if it cannot be read."""
-    labels, _, numbers = rest.rpartition("}")
-    try:
-        value = float(numbers.split()[0])
-    except (ValueError, IndexError):
-        return None
-    if not 0 <= value < _LARGEST:
-        return None
-    return _Sample(dict(_LABEL.findall(labels)), value)
-
-
-def _of_source(samples: Mapping[str, list[_Sample]], source: Source, suffix: str = "") -> Iterable[_Sample]:
-    found = samples.get(source.name + suffix, [])
+def _samples(page: bytes, source: Source, suffix: str = "") -> list[_Sample]:
+    lines = lines_of(page, f"{source.name}{suffix}".encode(), most=_MOST_SERIES)
+    found = [_Sample(labels_of(line), value) for line in lines if (value := value_of(line)) is not None]
     if source.where is None:
         return found
-    label, value = source.where
-    return [one for one in found if one.labels.get(label) == value]
+    label, wanted = source.where
+    return [one for one in found if one.labels.get(label) == wanted]
 
 
-def _values(
-    samples: Mapping[str, list[_Sample]], source: Source, model_label: str, *, is_mean: bool
-) -> dict[str, float]:
+def _by_model(samples: Iterable[_Sample], model_label: str, *, is_mean: bool = False) -> dict[str, float]:
     numbers: dict[str, list[float]] = defaultdict(list)
-    for one in _of_source(samples, source):
+    for one in samples:
         numbers[one.labels.get(model_label, "")].append(one.value)
     return {model: sum(each) / (len(each) if is_mean else 1) for model, each in numbers.items()}
 
 
-def _histograms(samples: Mapping[str, list[_Sample]], source: Source, model_label: str) -> dict[str, Histogram]:
-    totals = _values(samples, msgspec.structs.replace(source, name=source.name + "_sum"), model_label, is_mean=False)
-    counts = _values(samples, msgspec.structs.replace(source, name=source.name + "_count"), model_label, is_mean=False)
+def _histograms(page: bytes, source: Source, model_label: str) -> dict[str, Histogram]:
+    totals, counts = (_by_model(_samples(page, source, suffix), model_label) for suffix in ("_sum", "_count"))
     buckets: dict[str, dict[str, float]] = {model: {} for model in counts}
-    for one in _of_source(samples, source, "_bucket"):
+    for one in _samples(page, source, "_bucket") if counts else ():
         of_model = buckets.get(one.labels.get(model_label, ""))
         if of_model is not None and (bound := one.labels.get("le", "")):
             of_model[bound] = of_model.get(bound, 0.0) + one.value

@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from controller.agents.runtime.adapter_names import SourcePolicy
-from controller.agents.runtime.dialects import DIALECTS, Dialect
 from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import ModelRequest, read_prompts
 from controller.agents.runtime.health import HealthSettings
+from extproc.engines.dialects import DIALECTS, Dialect
 
 if TYPE_CHECKING:
     import argparse

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import ipaddress
 import math
 import re
@@ -29,6 +30,7 @@ from controller.kube.access import Access
 from controller.kube.errors import AccessInvalid, ClusterError, Forbidden, NotFound
 from controller.kube.resources import SECRETS
 from controller.models.node_capacity import quantity
+from extproc.engines.pages import PageRefused, lines_of, number_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -327,8 +329,6 @@ async def page_of(
 
 _LONGEST: Final = 200
 _SELECTOR: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*\s*(\{[^{}]*\})?|\{[^{}]*\}")
-# After the name of a metric on a page.
-_AFTER_NAME: Final = re.compile(rb"(?:\{[^\n]*\})?[ \t]+([^ \t\n]+)")
 # Of a metric, and those whose names begin with its name: engines have a few.
 _MOST_LINES: Final = 10_000
 _WHICH: Final = "attache_sample"
@@ -423,34 +423,11 @@ def page_values(page: bytes, names: Iterable[str]) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for name in names:
-        numbers = _numbers_of(name.encode(), page)
-        if numbers and all(map(math.isfinite, numbers)):
-            found[name] = max(numbers) if name.endswith(_SHARES) else sum(numbers)
+        with contextlib.suppress(PageRefused):
+            numbers = [number_of(line) for line in lines_of(page, name.encode(), most=_MOST_LINES)]
+            if numbers and all(map(math.isfinite, numbers)):
+                found[name] = max(numbers) if name.endswith(_SHARES) else sum(numbers)
     return found
-
-
-def _numbers_of(name: bytes, page: bytes) -> list[float]:
-    """Of each series of a metric. Pages are long, and mostly about other metrics: lines are searched for, not read."""
-    numbers: list[float] = []
-    sought = b"\n" + name
-    at = len(name) if page.startswith(name) else _end_of(sought, page, 0)
-    for _ in range(_MOST_LINES):
-        if at < 0:
-            return numbers
-        line = _AFTER_NAME.match(page, at)
-        if line is not None:
-            try:
-                numbers.append(float(line[1]))
-            except ValueError:
-                numbers.append(math.nan)
-        at = _end_of(sought, page, at)
-    return []
-
-
-def _end_of(sought: bytes, page: bytes, begin: int) -> int:
-    """Where it ends that is found next; -1: nowhere."""
-    at = page.find(sought, begin)
-    return at + len(sought) if at >= 0 else -1
 
 
 class PodUsage(msgspec.Struct, frozen=True):

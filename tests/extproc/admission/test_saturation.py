@@ -12,9 +12,10 @@ from extproc.admission.flows import FlowKey, QueuedRequest
 from extproc.admission.saturation import RECHECK_S, Capacity, Stages
 from extproc.api.admission import SaturationSpec
 from extproc.api.quantities import Duration
-from extproc.endpoints.engine_reports import EngineReport, apply_report
+from extproc.endpoints.engine_reports import apply_report
 from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.table import INITIAL_PREFILL_RATE, EndpointConfig, EndpointTable
+from extproc.engines.metrics import EngineReport
 
 NOW = 100.0
 REPORTS = SaturationSpec(queue_depth=5, kv_usage=0.8, max_wait=None).limits()

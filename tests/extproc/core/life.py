@@ -36,8 +36,9 @@ from extproc.core.effects import (
     WakeAt,
 )
 from extproc.core.peers import SILENCE_S, Alive, EventBatch, Learned, PeerEvent, Spent
-from extproc.core.record import Head, LoadProblem, LoadResult, Outcome
+from extproc.core.record import Head, LoadResult, Outcome
 from extproc.core.states import TRANSITIONS, Event, State
+from extproc.engines.answers import LoadProblem
 from extproc.errors import RateLimited, Refusal
 from extproc.protocol import Api
 from extproc.scheduling.pool import RequestStarted

@@ -13,9 +13,9 @@ from extproc.api.load import load
 from extproc.core import running
 from extproc.core.core import Core
 from extproc.core.record import Head, Outcome
-from extproc.endpoints.engine_reports import EngineReport, apply_report
+from extproc.endpoints.engine_reports import apply_report
 from extproc.endpoints.ledger import backlogs, requests_in_backlog
-from extproc.endpoints.table import LoraState
+from extproc.engines.metrics import EngineReport, LoraState
 from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownModel, UnknownPath
 from extproc.protocol import Api
 from extproc.streams.messages import ProcessingResponse

@@ -24,7 +24,8 @@ from extproc.core.core import Core
 from extproc.core.effects import Decision, Refused, Tell
 from extproc.core.peers import EventBatch
 from extproc.core.record import Head, Outcome
-from extproc.endpoints.engine_reports import EngineReport, apply_report
+from extproc.endpoints.engine_reports import apply_report
+from extproc.engines.metrics import EngineReport
 from extproc.protocol import Api
 
 SERVER = "default/llama"

@@ -19,9 +19,10 @@ from extproc.core.core import Core
 from extproc.core.effects import Decision
 from extproc.core.explanation import to_text
 from extproc.core.record import Head, Outcome
-from extproc.endpoints.engine_reports import EngineReport, apply_report
+from extproc.endpoints.engine_reports import apply_report
 from extproc.endpoints.health import Failure
 from extproc.endpoints.outliers import record_failure
+from extproc.engines.metrics import EngineReport
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics
 from extproc.protocol import Api

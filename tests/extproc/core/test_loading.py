@@ -13,10 +13,10 @@ from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, LoadAdapter, Refused, Tell, WakeAt
 from extproc.core.peers import AdapterChanged, EngineSaid, EventBatch
-from extproc.core.record import Head, LoadProblem, LoadResult, Outcome
+from extproc.core.record import Head, LoadResult, Outcome
 from extproc.core.states import State
-from extproc.endpoints.engine_reports import EngineReport
-from extproc.endpoints.table import LoraState
+from extproc.engines.answers import LoadProblem
+from extproc.engines.metrics import EngineReport, LoraState
 from extproc.errors import AdapterBroken, AdapterUnavailable, Refusal
 from extproc.protocol import Api
 

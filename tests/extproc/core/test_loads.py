@@ -10,7 +10,8 @@ from extproc.api.load import load
 from extproc.api.status_pages import EndpointLoad, total
 from extproc.core.core import Core
 from extproc.core.record import Head
-from extproc.endpoints.engine_reports import EngineReport, apply_report
+from extproc.endpoints.engine_reports import apply_report
+from extproc.engines.metrics import EngineReport
 from extproc.protocol import Api
 
 ROUTE = """

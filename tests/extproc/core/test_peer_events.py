@@ -28,7 +28,7 @@ from extproc.core.peers import (
 )
 from extproc.core.record import Head, Outcome
 from extproc.core.states import State
-from extproc.endpoints.engine_reports import CacheConfig, EngineReport
+from extproc.engines.metrics import CacheConfig, EngineReport
 from extproc.protocol import Api
 from tests.extproc.conftest import CONFIG, decide
 

@@ -22,9 +22,10 @@ from hypothesis.stateful import (
 from extproc.core.core import Core
 from extproc.core.effects import AskLimits
 from extproc.core.peers import SILENCE_S, AdapterChanged, Alive, Ended, EngineSaid
-from extproc.core.record import Head, LoadProblem
+from extproc.core.record import Head
 from extproc.core.states import TRANSITIONS, Event, IllegalEvent, State
-from extproc.endpoints.engine_reports import EngineReport
+from extproc.engines.answers import LoadProblem
+from extproc.engines.metrics import EngineReport
 from extproc.errors import Refusal
 from extproc.protocol import Api
 from extproc.scheduling.pool import RequestStarted

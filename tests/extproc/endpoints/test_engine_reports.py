@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from extproc.endpoints.engine_reports import (
-    EngineReport,
     apply_report,
     estimated_foreign,
     estimated_kv_usage,
@@ -16,7 +15,8 @@ from extproc.endpoints.engine_reports import (
     report_trust,
 )
 from extproc.endpoints.ledger import begin_request, end_request
-from extproc.endpoints.table import EndpointTable, LoraState
+from extproc.endpoints.table import EndpointTable
+from extproc.engines.metrics import EngineReport, LoraState
 
 
 def table_of(count: int) -> EndpointTable:

@@ -15,12 +15,14 @@ from bench.processes import free_ports
 from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import LoadAdapter
-from extproc.core.record import LoadProblem, LoadResult
+from extproc.engines.answers import LoadProblem
 from extproc.feeds.adapters import AdapterLoader
 from extproc.feeds.engine_access import EngineAccess
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from extproc.core.record import LoadResult
 
 SERVER = "default/llama"
 

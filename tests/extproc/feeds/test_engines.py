@@ -14,7 +14,7 @@ from aiohttp import web
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load
 from extproc.core.core import Core
-from extproc.endpoints.table import LoraState
+from extproc.engines.metrics import LoraState
 from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.engines import EngineScraper
 from extproc.metrics.registry import Metrics

@@ -16,7 +16,8 @@ from extproc.api.snapshot import kept_connections, missing_descriptors, scrape_s
 from extproc.cli.top_view import EngineState
 from extproc.core.core import Core
 from extproc.core.explanation import silent_now
-from extproc.endpoints.engine_reports import EngineReport, apply_report, report_trust
+from extproc.endpoints.engine_reports import apply_report, report_trust
+from extproc.engines.metrics import EngineReport
 from extproc.feeds import engines
 from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.engines import EngineScraper

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from extproc.endpoints.table import LoraState
+from extproc.engines.metrics import LoraState
 from extproc.errors import BadRequest
 from extproc.llmd.older_types import (
     DecisionTree,

@@ -19,7 +19,8 @@ from prometheus_client.registry import Collector
 from bench.sizes.configuration import Gateway, Sizes, address_of, configuration
 from extproc.api.load import load
 from extproc.core.core import Core
-from extproc.endpoints.engine_reports import EngineReport, apply_report
+from extproc.endpoints.engine_reports import apply_report
+from extproc.engines.metrics import EngineReport
 from extproc.metrics.exposition import _MOST_PENDING, Counters, DeferredHistogram, DeferredHistograms, Family, Registry
 from extproc.metrics.registry import Metrics
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.endpoints.engine_reports import CacheConfig
 from extproc.endpoints.table import EndpointTable
+from extproc.engines.metrics import CacheConfig
 from extproc.prefix.index import Turn, Turns, tail_of
 from extproc.prefix.kv_events import Stored
 from extproc.prefix.kv_index import KvIndex, Source

@@ -15,12 +15,12 @@ from aiohttp import web
 from controller.agents.runtime.adapter_files import DownloadFailed
 from controller.agents.runtime.adapter_names import SourcePolicy
 from controller.agents.runtime.agent import Agent
-from controller.agents.runtime.dialects import DIALECTS
 from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import EngineClient
 from controller.agents.runtime.health import HealthSettings
 from controller.agents.runtime.server import AgentServer, serving
 from controller.agents.runtime.settings import AdapterSettings, AgentSettings, WarmUp
+from extproc.engines.dialects import DIALECTS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

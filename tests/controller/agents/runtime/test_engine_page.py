@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import bench.micro
-from controller.agents.runtime.dialects import DIALECTS, FAMILIES
 from controller.agents.runtime.metrics import AgentState, Counters, EnginePage, read_page, write_page
-from extproc.endpoints.metric_names import NAMES
+from extproc.engines.dialects import DIALECTS, FAMILIES
 
 STATE = AgentState(
     dialect="vLLM",
@@ -72,7 +71,7 @@ nv_inference_request_success{model="llama",version="1"} 12
 
 
 def read(text: str, dialect: str = "vLLM") -> EnginePage:
-    return read_page(text, DIALECTS[dialect], unix_s=100.0)
+    return read_page(text.encode(), DIALECTS[dialect], unix_s=100.0)
 
 
 def test_ranks_are_added_up_and_shares_averaged() -> None:
@@ -142,26 +141,6 @@ def test_any_page_can_be_read(text: str) -> None:
     write_page(read(text), STATE, Counters())
 
 
-@pytest.mark.parametrize("name", ["vLLM", "SGLang", "TensorRT-LLM"])
-def test_extproc_reads_the_same_metrics(name: str) -> None:
-    """There are two tables, because the request path's is written for speed, and the agent imports none of it."""
-    ours, theirs = DIALECTS[name].sources, NAMES[name]
-    pairs = {
-        "waiting_requests": theirs.waiting,
-        "running_requests": theirs.running,
-        "kv_cache_usage_ratio": theirs.kv_usage,
-        "time_to_first_token_seconds": theirs.ttft,
-        "inter_token_latency_seconds": theirs.tpot,
-    }
-    for family, names in pairs.items():
-        assert tuple(source.name for source in ours[family]) == tuple(one for one in names if "{" not in one)
-        # those with a label are of Triton's backend, which is another dialect here
-        with_label = [one for one in names if "{" in one]
-        tritons = DIALECTS["Triton"].sources[family] if with_label else ()
-        assert with_label == [f'{one.name}{{{one.where[0]}="{one.where[1]}"}}' for one in tritons if one.where]
-    assert DIALECTS[name].lora_info == theirs.loras
-
-
 def test_every_name_of_a_dialect_is_that_of_a_family() -> None:
     names = {family.name for family in FAMILIES}
     for dialect in DIALECTS.values():
@@ -192,7 +171,7 @@ def test_labels_take_time_in_proportion_to_their_length(labels: str) -> None:
         text, found = "vllm:lora_requests_info{%s} 1\n" % (labels * (size // len(labels))), []
         for _ in range(5):
             began = time.process_time()
-            read_page(text, DIALECTS["vLLM"], unix_s=0.0)
+            read_page(text.encode(), DIALECTS["vLLM"], unix_s=0.0)
             found.append(time.process_time() - began)
         return min(found)
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,17 +20,10 @@ from controller.agents.runtime.adapter_names import (
     local_path,
     read_declared,
 )
-from controller.agents.runtime.dialects import DIALECTS
-from controller.agents.runtime.engine_answers import error_text, is_unloaded, load_result
-from controller.agents.runtime.engine_client import (
-    base_model,
-    is_answer,
-    loaded_adapters,
-    read_prompts,
-    repository_models,
-    warm_up_prompts,
-)
+from controller.agents.runtime.engine_client import is_answer, read_prompts, warm_up_prompts
 from controller.agents.runtime.metrics import read_page
+from extproc.engines.answers import adapters_in, base_model, repository_models
+from extproc.engines.dialects import DIALECTS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,40 +100,12 @@ def test_an_adapter_with_a_mistake_harms_no_other(wrong: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "message", "result"),
-    [
-        (200, "", "loaded"),
-        (400, "The lora adapter 'sql' has already been loaded. If you want to ...", "already"),
-        (400, "LoRA adapter with name sql is already loaded", "already"),
-        (400, "Maximum number of loaded LoRA adapters is 4. Please unload some", "full"),
-        (400, "the engine holds max_loras=2 adapters: too many", "full"),
-        (400, "LoRA rank 64 is greater than max_lora_rank 16.", "failed"),
-        (404, "No adapter found for /x", "failed"),
-        (500, "CUDA out of memory", "failed"),
-    ],
-)
-def test_what_engines_say_of_a_load(status: int, message: str, result: str) -> None:
-    for body in ({"error": {"message": message}}, {"message": message}, {"success": False, "error_message": message}):
-        assert load_result(status, json.dumps(body).encode()) == result
-    assert load_result(status, message.encode()) == result
-
-
-def test_messages_of_any_shape_are_short() -> None:
-    assert error_text(b'{"detail": [{"msg": "x"}]}') == '{"detail": [{"msg": "x"}]}'
-    assert error_text(b'{"success": false}') == '{"success": false}'
-    assert len(error_text(b"x" * 10_000)) == 300
-    assert is_unloaded(404, b"")
-    assert not is_unloaded(500, b"busy")
-
-
-@pytest.mark.parametrize(
     "body", [b'{"data":' + b"[" * 100_000, b'{"error":' * 100_000, b'{"data":[{"id":"\xff"}]}', b""]
 )
 def test_answers_that_nobody_can_read_are_answers_all_the_same(body: bytes) -> None:
-    assert len(error_text(body)) <= 300
     assert not is_answer(body, "data")
-    for read in (base_model, loaded_adapters, repository_models):
-        with pytest.raises(ValueError, match=r"no list of models|no index of a repository"):
+    for read in (base_model, adapters_in, repository_models):
+        with pytest.raises(ValueError, match=r"the list of models|the index of a repository"):
             read(body)
 
 
@@ -155,7 +119,7 @@ def test_what_is_an_answer_of_a_model() -> None:
 def test_lists_of_models() -> None:
     listed = b'{"data": [{"id": "sql", "parent": "llama", "root": "/sql"}, {"id": "llama", "parent": null}]}'
     assert base_model(listed) == "llama"
-    assert loaded_adapters(listed) == {"sql": "/sql"}
+    assert adapters_in(listed) == {"sql": "/sql"}
     assert repository_models(b'[{"name": "a", "state": "READY"}, {"name": "b", "state": "UNAVAILABLE"}]') == {"a": ""}
     for wrong in (b"<html>", b'{"data": []}', b'{"data": [{}]}'):
         with pytest.raises(ValueError, match=r"."):
@@ -177,7 +141,7 @@ def test_the_last_use_of_a_repositorys_model_is_when_its_count_rose() -> None:
             f'nv_inference_request_success{{model="a",version="1"}} {finished}\n'
             f'nv_inference_pending_request_count{{model="a",version="1"}} {pending}\n'
         )
-        page = read_page(text, DIALECTS["Triton"], unix_s=0.0)
+        page = read_page(text.encode(), DIALECTS["Triton"], unix_s=0.0)
         one = uses.adapters({"a": ""}, page, now_s)["a"]
         return one.used_at_s, one.is_in_use
 
@@ -192,7 +156,7 @@ def test_an_idle_engine_has_no_adapter_in_use_whatever_its_last_series_says() ->
     info = 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="a",waiting_lora_adapters=""} 90\n'
     for running, is_in_use in ((1, True), (0, False)):
         load = f"vllm:num_requests_running {running}\nvllm:num_requests_waiting 0\n"
-        page = read_page(load + info, DIALECTS["vLLM"], unix_s=100.0)
+        page = read_page((load + info).encode(), DIALECTS["vLLM"], unix_s=100.0)
         assert uses.adapters({"a": "/a"}, page, 1000.0)["a"].is_in_use is is_in_use
     assert uses.are_known(page)
     assert not uses.are_known(None)

@@ -16,11 +16,12 @@ from aiohttp import web
 
 from controller.agents.runtime.adapter_names import SourcePolicy
 from controller.agents.runtime.agent import Agent
-from controller.agents.runtime.dialects import DIALECTS
 from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import EngineClient, EngineFailed, ModelRequest
 from controller.agents.runtime.server import AgentServer, serving
 from controller.agents.runtime.settings import AdapterSettings, AgentSettings
+from extproc.engines.answers import LoadProblem
+from extproc.engines.dialects import DIALECTS
 from tests.controller.agents.runtime.doubles import FakeDownloads, free_port
 from tests.waiting import eventually
 
@@ -216,7 +217,7 @@ async def test_an_engines_redirect_is_not_followed(status: int) -> None:
     await web.TCPSite(runner, "127.0.0.1", port).start()
     async with EngineClient(f"http://127.0.0.1:{port}", DIALECTS["vLLM"]) as client:
         assert (await client.get("/metrics", timeout_s=5)).status == status
-        assert (await client.load("sql", "/sql", timeout_s=5))[0] == "failed"
+        assert (await client.load("sql", "/sql", timeout_s=5)).problem is LoadProblem.BROKEN
     await runner.cleanup()
     assert not trapped
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoints.engine_reports import EngineReport, apply_report
-from extproc.endpoints.metric_names import NAMES
-from extproc.endpoints.metrics_text import MetricsReader
+from extproc.endpoints.engine_reports import apply_report
+from extproc.engines.dialects import DIALECTS
+from extproc.engines.metrics import EngineReport, MetricsReader
 from extproc.llmd.profiles import picker_from_text
 from extproc.llmd.registry import BUILT_IN
 from extproc.scheduling.plugins.attributes import EndpointAttributeFilter, EndpointAttributeScorer
@@ -129,10 +129,10 @@ plain 0.5
 
 def test_metrics_are_read_from_the_engines_page() -> None:
     custom = [("gold", "queue_depth{tier=gold}"), ("all", "queue_depth"), ("plain", "plain"), ("gone", "gone")]
-    found = MetricsReader(NAMES["vLLM"], custom=custom).read(PAGE).report.attributes
+    found = MetricsReader(DIALECTS["vLLM"], custom=custom).read(PAGE).report.attributes
     assert {name: value for name, value in found.items() if name != "gone"} == {"gold": 7, "all": 16, "plain": 0.5}
     assert math.isnan(found["gone"])
-    assert MetricsReader(NAMES["vLLM"]).read(PAGE).report.attributes == {}
+    assert MetricsReader(DIALECTS["vLLM"]).read(PAGE).report.attributes == {}
 
 
 FILE = """\

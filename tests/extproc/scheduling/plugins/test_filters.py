@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from extproc.endpoints.table import LoraState
+from extproc.engines.metrics import LoraState
 from extproc.scheduling.plugins.affinity import SessionAffinityFilter
 from extproc.scheduling.plugins.filters import (
     Concurrency,

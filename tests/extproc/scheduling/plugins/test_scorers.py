@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.endpoints.costs import PromptCost
-from extproc.endpoints.table import LoraState
+from extproc.engines.metrics import LoraState
 from extproc.scheduling.plugins.affinity import LoraAffinity, SessionAffinity
 from extproc.scheduling.plugins.latency import CostScorer, LatencyScorer, LeastLatency, RandomScore
 from extproc.scheduling.plugins.load_scorers import (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What answers to loads mean, in the words of vLLM, of runtime agents, and of servers that know no such call."""
+"""What engines, runtime agents, and servers that know no such call answer, and what they mean by it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,8 @@ import json
 
 import pytest
 
-from extproc.core.record import LoadProblem
-from extproc.feeds.engine_answers import (
-    Unreadable,
-    answer_to_load,
-    is_unloaded,
-    models_in,
-    most_tokens,
-    said,
-    tokens_in_answer,
-)
+from extproc.engines.answers import LoadProblem, Unreadable, answer_to_load, is_unloaded, message_of, models_in
+from extproc.feeds.tokens import most_tokens, tokens_in_answer
 
 
 def error(message: str, kind: str = "InvalidUserInput") -> bytes:
@@ -46,6 +38,35 @@ def test_an_answer_says_whether_to_wait_to_go_elsewhere_or_to_give_up(
     assert answer_to_load(status, body).problem is problem
 
 
+@pytest.mark.parametrize(
+    ("status", "message", "result"),
+    [
+        (200, "", "loaded"),
+        (400, "The lora adapter 'sql' has already been loaded. If you want to ...", "already"),
+        (400, "LoRA adapter with name sql is already loaded", "already"),
+        (400, "adapter sql already exists", "already"),
+        (409, "adapter sql is already registered", "already"),
+        (400, "Maximum number of loaded LoRA adapters is 4. Please unload some", "full"),
+        (400, "the engine holds max_loras=2 adapters: too many", "full"),
+        (500, "all slots are full", "full"),
+        (400, "the number of adapters would exceed the pool", "full"),
+        (400, "LoRA rank 64 is greater than max_lora_rank 16.", "failed"),
+        (404, "No adapter found for /x", "failed"),
+        (500, "CUDA out of memory", "failed"),
+        # it starts, or is busy: to unload another adapter would not help
+        (503, "not ready", "failed"),
+    ],
+)
+def test_a_load_is_done_was_done_before_needs_room_or_failed(status: int, message: str, result: str) -> None:
+    shapes = ({"error": {"message": message}}, {"message": message}, {"success": False, "error_message": message})
+    for body in (*(json.dumps(one).encode() for one in shapes), message.encode()):
+        answer = answer_to_load(status, body)
+        assert (answer.problem is None) == (result in {"loaded", "already"})
+        assert answer.was_there == (result == "already")
+        assert answer.is_full == (result == "full")
+        assert answer.problem is LoadProblem.BUSY or not answer.is_full
+
+
 def test_an_adapter_that_was_there_is_told_from_one_that_came() -> None:
     assert answer_to_load(400, error("The lora adapter 'sql' has already been loaded.")).was_there
     assert not answer_to_load(200, b"Success").was_there
@@ -66,7 +87,8 @@ def test_a_message_is_one_line_of_bounded_length() -> None:
 
 @pytest.mark.parametrize(("status", "gone"), [(200, True), (404, True), (409, False), (500, False)])
 def test_an_adapter_that_is_not_there_is_unloaded(status: int, *, gone: bool) -> None:
-    assert is_unloaded(status) is gone
+    assert is_unloaded(status, b"") is gone
+    assert is_unloaded(status, error("The lora adapter 'sql' is not loaded"))
 
 
 NESTED = b'{"data":' + b"[" * 100_000
@@ -120,6 +142,12 @@ def test_more_tokens_than_the_prompt_can_have_are_refused() -> None:
     "body", [NESTED, b'{"error":' * 5000, b'{"error":' * 400 + b"7" + b"}" * 400, b"\xff\x1b[2J", b'{"error":{"x":1}}']
 )
 def test_a_message_can_be_made_of_any_bytes(body: bytes) -> None:
-    message = said(body)
+    message = message_of(body)
     assert message.isprintable()
     assert len(message) <= 300
+
+
+def test_messages_of_any_shape_are_short() -> None:
+    assert message_of(b'{"detail": [{"msg": "x"}]}') == '{"detail": [{"msg": "x"}]}'
+    assert message_of(b'{"success": false}') == '{"success": false}'
+    assert len(message_of(b"x" * 10_000)) == 300

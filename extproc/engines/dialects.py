@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the agent needs to know of each kind of engine: paths, APIs and names of metrics."""
+"""What each kind of engine calls things: paths, APIs, metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ AdapterApi = Literal["lora", "repository", ""]
 
 
 class Family(msgspec.Struct, frozen=True):
-    """A metric of ours. Series of one model are added up (data-parallel ranks); a ``ratio`` is averaged."""
+    """A metric that each engine has under a name of its own. Series of one model, as of data-parallel ranks, are added
+    up; those of a ``ratio`` are averaged.
+    """
 
     name: str
     kind: Kind
@@ -55,16 +57,28 @@ Sources = MappingProxyType[str, tuple[Source, ...]]
 class Dialect(msgspec.Struct, frozen=True):
     """One kind of engine.
 
-    ``health``: the path of the cheap probe. ``metrics_port``: 0 if the engine has its metrics on its own port.
-    ``sources``: by family, tried in order. ``model_label``: of its series. ``lora_info``: tells which adapters are in
-    use.
-    ``finishes_requests``: after SIGTERM it waits by itself for running requests, although its metrics do not tell them.
+    ========================  =======================================================================================
+    field                     meaning
+    ========================  =======================================================================================
+    ``health``                path of the cheap probe
+    ``asks``                  APIs by which a model is probed, tried in order
+    ``sources``               its metrics by family, tried in order
+    ``prefixes``              all names of its metrics begin with one of these
+    ``adapters``              how adapters are loaded, at ``load_path`` and ``unload_path``
+    ``metrics_port``          0 if its own port has the metrics, at ``metrics_path``
+    ``model_label``           label of its series that names the model
+    ``lora_info``             metric whose labels list the adapters in use
+    ``cache_info``            metric whose labels ``block_label`` and ``blocks_label`` have the size of the KV cache
+    ``block_size, blocks``    gauges with the same size, in place of ``cache_info``
+    ``finishes_requests``     after SIGTERM it waits by itself for running requests, which its metrics do not count
+    ========================  =======================================================================================
     """
 
     name: str
     health: str
     asks: tuple[Api, ...]
     sources: Sources
+    prefixes: tuple[str, ...] = ()
     adapters: AdapterApi = ""
     load_path: str = ""
     unload_path: str = ""
@@ -72,6 +86,11 @@ class Dialect(msgspec.Struct, frozen=True):
     metrics_path: str = "/metrics"
     model_label: str = "model_name"
     lora_info: str = ""
+    cache_info: str = ""
+    block_label: str = ""
+    blocks_label: str = ""
+    block_size: str = ""
+    blocks: str = ""
     finishes_requests: bool = False
 
 
@@ -85,6 +104,12 @@ def _sources(names: Mapping[str, str | Source | tuple[str | Source, ...]]) -> So
 
 _OPENAI: Final[tuple[Api, ...]] = ("completions", "chat", "embeddings")
 
+# Of Triton's backend of TensorRT-LLM.
+TRITON_BACKEND: Final = "nv_trt_llm_"
+_SCHEDULED: Final = Source("nv_trt_llm_request_metrics", ("request_type", "scheduled"))
+_WAITING: Final = Source("nv_trt_llm_request_metrics", ("request_type", "waiting"))
+_KV_FRACTION: Final = Source("nv_trt_llm_kv_cache_block_metrics", ("kv_cache_block_type", "fraction"))
+
 _VLLM: Final = Dialect(
     name="vLLM",
     health="/health",
@@ -93,6 +118,10 @@ _VLLM: Final = Dialect(
     load_path="/v1/load_lora_adapter",
     unload_path="/v1/unload_lora_adapter",
     lora_info="vllm:lora_requests_info",
+    cache_info="vllm:cache_config_info",
+    block_label="block_size",
+    blocks_label="num_gpu_blocks",
+    prefixes=("vllm:",),
     sources=_sources(
         {
             "running_requests": "vllm:num_requests_running",
@@ -117,6 +146,10 @@ _SGLANG: Final = Dialect(
     adapters="lora",
     load_path="/load_lora_adapter",
     unload_path="/unload_lora_adapter",
+    cache_info="sglang:cache_config_info",
+    block_label="page_size",
+    blocks_label="num_pages",
+    prefixes=("sglang:",),
     sources=_sources(
         {
             "running_requests": "sglang:num_running_reqs",
@@ -143,11 +176,15 @@ _TRTLLM: Final = Dialect(
     asks=_OPENAI,
     # with return_perf_metrics; /metrics is a list of iterations in JSON
     metrics_path="/prometheus/metrics",
+    block_size="trtllm_kv_cache_tokens_per_block",
+    blocks="trtllm_kv_cache_max_blocks",
+    prefixes=("trtllm_", TRITON_BACKEND),
     sources=_sources(
         {
-            "running_requests": "trtllm_num_requests_running",
-            "waiting_requests": "trtllm_num_requests_waiting",
-            "kv_cache_usage_ratio": "trtllm_kv_cache_utilization",
+            # the second ones are those of Triton's backend
+            "running_requests": ("trtllm_num_requests_running", _SCHEDULED),
+            "waiting_requests": ("trtllm_num_requests_waiting", _WAITING),
+            "kv_cache_usage_ratio": ("trtllm_kv_cache_utilization", _KV_FRACTION),
             "prompt_tokens_total": "trtllm_prompt_tokens_total",
             "generation_tokens_total": "trtllm_generation_tokens_total",
             "finished_requests_total": "trtllm_request_success_total",
@@ -172,12 +209,12 @@ _TRITON: Final = Dialect(
     sources=_sources(
         {
             # the TensorRT-LLM backend counts what it computes, other backends do not
-            "running_requests": Source("nv_trt_llm_request_metrics", ("request_type", "scheduled")),
+            "running_requests": _SCHEDULED,
             "waiting_requests": (
-                Source("nv_trt_llm_request_metrics", ("request_type", "waiting")),
+                _WAITING,
                 "nv_inference_pending_request_count",
             ),
-            "kv_cache_usage_ratio": Source("nv_trt_llm_kv_cache_block_metrics", ("kv_cache_block_type", "fraction")),
+            "kv_cache_usage_ratio": _KV_FRACTION,
             "finished_requests_total": "nv_inference_request_success",
             "failed_requests_total": "nv_inference_request_failure",
         }
@@ -204,3 +241,8 @@ _OTHER: Final = Dialect(name="OpenAI", health="/v1/models", asks=_OPENAI, source
 DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
     {one.name: one for one in (_VLLM, _SGLANG, _TRTLLM, _TRITON, _MLSERVER, _OTHER)}
 )
+
+
+def engine_of(metric: str) -> str | None:
+    """The engine among those that a ModelServer may have whose metrics have such names."""
+    return next((one.name for one in (_VLLM, _SGLANG, _TRTLLM) if metric.startswith(one.prefixes)), None)

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoints.engine_reports import CacheConfig
-from extproc.endpoints.metric_names import NAMES
-from extproc.endpoints.metrics_text import MetricsReader, PageRefused
-from extproc.endpoints.table import LoraState
+from extproc.engines.dialects import DIALECTS
+from extproc.engines.metrics import CacheConfig, LoraState, MetricsReader
+from extproc.engines.pages import PageRefused
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -48,7 +47,7 @@ def page(count: float = 4.0, total: float = 2.0) -> bytes:
 
 
 def reader(engine: str = "vLLM") -> MetricsReader:
-    return MetricsReader(NAMES[engine])
+    return MetricsReader(DIALECTS[engine])
 
 
 def test_a_page_of_vllm() -> None:
@@ -238,7 +237,7 @@ PIECES = st.lists(
 
 @given(st.lists(PIECES, max_size=4))
 def test_no_page_that_looks_like_an_engines_raises(pages: list[bytes]) -> None:
-    one = MetricsReader(NAMES["vLLM"], custom=[("mine", 'vllm:num_requests_waiting{a="b"}')])
+    one = MetricsReader(DIALECTS["vLLM"], custom=[("mine", 'vllm:num_requests_waiting{a="b"}')])
     for text in pages:
         waiting = one.read(text).report.waiting
         assert waiting is None or waiting >= 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines and runtime agents say, read into bounded types, and what they mean by it
+"""What engines and runtime agents answer, read into bounded types, and what they mean by it.
 
 They are trusted to be sincere, not to be well formed: whatever is wrong with an answer is an Unreadable, and nothing
 else.
@@ -12,27 +12,29 @@ cannot be had.
 
 from __future__ import annotations
 
+import enum
 import re
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
-from extproc.core.record import LoadProblem
-from extproc.request.model import TokenId
-
-_ALREADY: Final = re.compile(r"already (been )?loaded", re.IGNORECASE)
-_FULL: Final = re.compile(r"(maximum|max) number|max_(cpu_|loaded_)?loras|no (free |more )?(room|slot)", re.IGNORECASE)
+_ALREADY: Final = re.compile(r"already (been )?(loaded|exists|registered)", re.IGNORECASE)
+_FULL: Final = re.compile(
+    r"(maximum|max) number|max_(cpu_|loaded_)?loras|too many|(is|are) full|no (free |more )?(room|slot)|exceed",
+    re.IGNORECASE,
+)
+# vLLM: 'LoRA rank 64 is greater than max_lora_rank 16': to unload another adapter would not help.
+_NOT_FULL: Final = re.compile("rank", re.IGNORECASE)
+_NOT_THERE: Final = re.compile("not loaded", re.IGNORECASE)
 _LONGEST: Final = 300
+# Where the text of an error is, from the outside in.
+_MESSAGES: Final = ("error", "message", "error_message", "detail")
 _NO_SUCH_CALL: Final = frozenset({405, 501})
 _NOT_ALLOWED: Final = frozenset({401, 403})
 _BUSY: Final = frozenset({409, 429, 503})
 _MOST_MODELS: Final = 4_096
 # vLLM lists a model with an object of permissions in it. Objects take tens of times their bytes in memory.
 _MOST_OBJECTS: Final = 4 * _MOST_MODELS
-# A template adds its own tokens to those of the prompt, of which no tokenizer makes more than one of a byte.
-_TEMPLATE_TOKENS: Final = 16_384
-_MOST_TOKENS: Final = 2**20
-
 _T = TypeVar("_T")
 
 
@@ -65,61 +67,95 @@ def models_in(body: bytes) -> frozenset[str]:
     return frozenset([model.id for model in decoded(_models, body, "the list of models").data])
 
 
-class _Tokens(msgspec.Struct):
-    tokens: list[TokenId]
+class _Listed(msgspec.Struct, frozen=True):
+    id: Annotated[str, msgspec.Meta(max_length=1024)]
+    parent: str | None = None
+    root: str | None = None
 
 
-def most_tokens(payload: bytes) -> int:
-    """How many tokens a prompt may have that was sent in ``payload``."""
-    return min(_MOST_TOKENS, 2 * len(payload) + _TEMPLATE_TOKENS)
+class _ListedModels(msgspec.Struct, frozen=True):
+    data: Annotated[list[_Listed], msgspec.Meta(max_length=_MOST_MODELS)] = []
 
 
-def tokens_in_answer(body: bytes, most: int) -> list[int]:
-    """Of ``POST /tokenize``, at most ``most``. Raises Unreadable."""
-    # counted before they are made: each takes more memory than its digits
-    if body.count(b",") > most + _LONGEST:
-        raise Unreadable(f"more than {most} tokens came for a prompt; see what answers at this address")
-    return decoded(_tokens, body, "the list of tokens").tokens
+class _InRepository(msgspec.Struct, frozen=True):
+    name: str
+    state: str = ""
+
+
+def base_model(body: bytes) -> str:
+    """The first model of ``GET /v1/models`` that is no adapter. Raises Unreadable if there is none."""
+    for one in decoded(_listed, body, "the list of models").data:
+        if not one.parent:
+            return one.id
+    raise Unreadable("the engine lists no model")
+
+
+def adapters_in(body: bytes) -> dict[str, str]:
+    """Adapters of ``GET /v1/models``, and where the files of each are; empty if unknown. Raises Unreadable."""
+    return {one.id: one.root or "" for one in decoded(_listed, body, "the list of models").data if one.parent}
+
+
+def repository_models(body: bytes) -> dict[str, str]:
+    """Models of a V2 repository's index that are loaded; their paths are unknown. Raises Unreadable."""
+    listed = decoded(_repository, body, "the index of a repository")
+    return {one.name: "" for one in listed if one.state == "READY"}
+
+
+class LoadProblem(enum.Enum):
+    """Why an engine did not load an adapter.
+
+    BUSY: all of its slots are in use. BROKEN: it cannot use these weights, or finds none. UNREACHABLE: it, or its
+    agent, did not answer in time, or has nothing to load adapters with.
+    """
+
+    BUSY = "busy"
+    BROKEN = "broken"
+    UNREACHABLE = "unreachable"
 
 
 class LoadAnswer(msgspec.Struct, frozen=True):
-    """``problem``: None if the adapter is there. ``message``: what was said. ``was_there``: before it was asked for."""
+    """``problem``: None if the adapter is there. ``was_there``: before it was asked for. ``message``: of the answer.
+    ``is_full``: the message names a full engine; a busy status alone does not mean that.
+    """
 
     problem: LoadProblem | None = None
     message: str = ""
     was_there: bool = False
-    # adapters that an agent unloaded to make room, if it says so
+    is_full: bool = False
+    # adapters that an agent unloaded to make room, if it reports them
     unloaded: tuple[str, ...] = ()
 
 
 def answer_to_load(status: int, body: bytes) -> LoadAnswer:
     """What became of a load."""
-    content, message = _content(body), said(body)
+    content, message = _content(body), message_of(body)
     if 200 <= status < 300:
         evicted = content.get("evicted") if isinstance(content, dict) else None
         names = [evicted] if isinstance(evicted, str) else evicted if isinstance(evicted, list) else []
         return LoadAnswer(message=message, unloaded=tuple(one for one in names if isinstance(one, str)))
     if _ALREADY.search(message):
         return LoadAnswer(message=message, was_there=True)
-    said_so = f"{status} {message}"
-    if status in _BUSY or (_FULL.search(message) and "rank" not in message.lower()):
-        return LoadAnswer(LoadProblem.BUSY, said_so)
+    is_full = bool(_FULL.search(message) and not _NOT_FULL.search(message))
     is_of_a_model = isinstance(content, dict) and ("error" in content or content.get("object") == "error")
-    if status in _NO_SUCH_CALL or status in _NOT_ALLOWED or (status == 404 and not is_of_a_model):
-        return LoadAnswer(LoadProblem.UNREACHABLE, said_so)
-    return LoadAnswer(LoadProblem.BROKEN, said_so)
+    if status in _BUSY or is_full:
+        problem = LoadProblem.BUSY
+    elif status in _NO_SUCH_CALL or status in _NOT_ALLOWED or (status == 404 and not is_of_a_model):
+        problem = LoadProblem.UNREACHABLE
+    else:
+        problem = LoadProblem.BROKEN
+    return LoadAnswer(problem, message, is_full=is_full)
 
 
-def is_unloaded(status: int) -> bool:
+def is_unloaded(status: int, body: bytes) -> bool:
     """Whether the engine does not hold the adapter any more: it was unloaded, or was not there."""
-    return 200 <= status < 300 or status == 404
+    return 200 <= status < 300 or status == 404 or bool(_NOT_THERE.search(message_of(body)))
 
 
-def said(body: bytes) -> str:
+def message_of(body: bytes) -> str:
     """The message of an answer, whatever its shape, in one line that a log may have."""
     content = _content(body)
     while isinstance(content, dict):
-        content = next((content[key] for key in ("error", "message", "detail") if content.get(key)), None)
+        content = next((content[key] for key in _MESSAGES if content.get(key)), None)
     text = content if isinstance(content, str) else body.decode(errors="replace")
     line = " ".join(text.split())[:_LONGEST]
     return "".join([mark if mark.isprintable() else "\N{REPLACEMENT CHARACTER}" for mark in line])
@@ -133,5 +169,6 @@ def _content(body: bytes) -> Any:  # noqa: ANN401 - whatever a server of unknown
 
 
 _models: Final = msgspec.json.Decoder(_Models)
-_tokens: Final = msgspec.json.Decoder(_Tokens)
+_listed: Final = msgspec.json.Decoder(_ListedModels)
+_repository: Final = msgspec.json.Decoder(list[_InRepository])
 _anything: Final = msgspec.json.Decoder()

@@ -1,49 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the metrics pages of vLLM, SGLang and TensorRT-LLM.
+"""What extproc reads of an engine's metrics page: load, latencies, cache size, adapters, and configured metrics.
 
-A page has hundreds of lines, of which a dozen matter. Each is searched for near its position on the previous page, so
-a reading takes microseconds. Series of one name, as of data-parallel ranks, are added up; fractions are averaged.
-
-An engine may write what it likes, so what is read of a page is bounded, and the time grows with its length alone.
+Series of one name, as of data-parallel ranks, are added up; fractions are averaged.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from functools import lru_cache
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.endpoints.engine_reports import CacheConfig, EngineReport
-from extproc.endpoints.table import LoraState
+from extproc.engines.dialects import Source
+from extproc.engines.pages import RARE_PAGES, PageRefused, Series, labels_of, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from extproc.endpoints.metric_names import MetricNames
+    from extproc.engines.dialects import Dialect
 
-# Bytes by which a line may move from page to page, as numbers get longer.
-_DRIFT: Final = 1024
 # Of a size of blocks, or a number of blocks or adapters.
 _MOST_DIGITS: Final = 12
-# More than any count, number of seconds or Unix time.
-_LARGEST: Final = 1e15
-# Every how many pages to look for what hardly ever changes or was missing.
-_RARE_PAGES: Final = 20
-# Of one name. Data-parallel ranks have one each; each change of what adapters run leaves one behind.
-_MOST_SERIES: Final = 1_024
 _MOST_LORA_SERIES: Final = 8_192
 # Of the lines whose labels are read: those of caches, or the newest of adapters.
 _MOST_LABEL_BYTES: Final = 256 * 1024
 _MOST_LORAS: Final = 4_096
-# It begins where no name goes on, and no quantifier gives back what it took: the time is linear in any line.
-_LABEL: Final = re.compile(r'(?<![a-zA-Z0-9_])([a-zA-Z_][a-zA-Z0-9_]*+)="([^"\\]*+(?:\\.[^"\\]*+)*+)"')
 
 
-class PageRefused(ValueError):
-    """A page has more of something than any engine's; the message says what, and what to do."""
+class LoraState(msgspec.Struct, frozen=True):
+    """The LoRA adapters that an engine reports.
+
+    ``active``: in its batch. ``waiting``: of waiting requests. ``max_active``: how many fit a batch. ``served``: its
+    list of models, None if it was not asked.
+    """
+
+    active: frozenset[str] = frozenset()
+    waiting: frozenset[str] = frozenset()
+    max_active: int = 0
+    served: frozenset[str] | None = None
+
+
+class EngineReport(msgspec.Struct, frozen=True):
+    """One reading of an engine's metrics. None: the engine does not report it.
+
+    ================  ========  ======================================================
+    field             unit      meaning
+    ================  ========  ======================================================
+    ``waiting``       requests  in the engine's queue
+    ``running``       requests  in its batch
+    ``kv_usage``      0 to 1    fraction of its KV cache in use
+    ``ttft_s``        s         mean time to first token since the last reading
+    ``tpot_s``        s         mean time per output token since the last reading
+    ``loras``                   its LoRA adapters
+    ``first_tokens``  requests  that received their first token since the last reading
+    ``attributes``              metrics of its own that were asked for, NaN if missing
+    ================  ========  ======================================================
+    """
+
+    waiting: float | None = None
+    running: float | None = None
+    kv_usage: float | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    loras: LoraState | None = None
+    first_tokens: float | None = None
+    attributes: Mapping[str, float] = {}
+
+
+class CacheConfig(msgspec.Struct, frozen=True):
+    """The KV cache that an engine reports: tokens in a block, and tokens in total."""
+
+    block_tokens: int
+    total_tokens: int
 
 
 class EngineMetrics(msgspec.Struct, frozen=True):
@@ -78,16 +108,19 @@ class MetricsReader:
         "_waiting",
     )
 
-    def __init__(self, names: MetricNames, *, custom: Iterable[tuple[str, str]] = ()) -> None:
+    def __init__(self, dialect: Dialect, *, custom: Iterable[tuple[str, str]] = ()) -> None:
         """``custom``: attributes, each with its metric (``OneMetric``)."""
         self._custom = [(name, OneMetric(spec)) for name, spec in custom]
-        self._waiting, self._running = _Family(names.waiting), _Family(names.running)
-        self._kv_usage = _Family(names.kv_usage)
-        self._ttft, self._tpot = _HistogramMean(names.ttft), _HistogramMean(names.tpot)
-        self._loras = _Family((names.loras,) if names.loras else (), most_series=_MOST_LORA_SERIES)
-        self._cache_info = _Family((names.cache_info,) if names.cache_info else ())
-        self._block_size, self._blocks = _Family((names.block_size,)), _Family((names.blocks,))
-        self._labels = (names.block_label, names.blocks_label)
+        sources = dialect.sources
+        self._waiting = Series(sources["waiting_requests"])
+        self._running = Series(sources["running_requests"])
+        self._kv_usage = Series(sources["kv_cache_usage_ratio"])
+        self._ttft = _HistogramMean(sources["time_to_first_token_seconds"])
+        self._tpot = _HistogramMean(sources["inter_token_latency_seconds"])
+        self._loras = Series(_named(dialect.lora_info), most_series=_MOST_LORA_SERIES)
+        self._cache_info = Series(_named(dialect.cache_info))
+        self._block_size, self._blocks = Series(_named(dialect.block_size)), Series(_named(dialect.blocks))
+        self._labels = (dialect.block_label, dialect.blocks_label)
         self._pages = 0
 
     def read(self, page: bytes) -> EngineMetrics:
@@ -106,12 +139,12 @@ class MetricsReader:
         )
         self._pages += 1
         # the cache size does not change while the engine runs
-        reads_cache = ttft.ran_backwards or self._pages % _RARE_PAGES == 1
+        reads_cache = ttft.ran_backwards or self._pages % RARE_PAGES == 1
         reading = EngineMetrics(report, self._read_cache(page) if reads_cache else None, ttft.ran_backwards)
         if not reading.is_report:
             # an engine that starts may show its metrics on the next page
-            for family in (self._waiting, self._running, self._kv_usage):
-                family.search_again()
+            for series in (self._waiting, self._running, self._kv_usage):
+                series.search_again()
         return reading
 
     def _read_cache(self, page: bytes) -> CacheConfig | None:
@@ -119,7 +152,7 @@ class MetricsReader:
         if block_label:
             lines = self._cache_info.lines(page)
             _check_labels(lines)
-            labels = map(_labels, lines)
+            labels = map(labels_of, lines)
             sizes = [(_whole(one.get(block_label)), _whole(one.get(blocks_label))) for one in labels]
         else:
             sizes = [(int(self._block_size.mean(page) or 0), int(self._blocks.total(page) or 0))]
@@ -131,87 +164,14 @@ class MetricsReader:
         if not lines:
             return None
         # each change starts a new series, whose value is the time of the change
-        newest = max(lines, key=lambda line: _value(line) or 0.0)
+        newest = max(lines, key=lambda line: value_of(line) or 0.0)
         _check_labels([newest])
-        labels = _labels(newest)
+        labels = labels_of(newest)
         return LoraState(
             active=_set_of(labels.get("running_lora_adapters", "")),
             waiting=_set_of(labels.get("waiting_lora_adapters", "")),
             max_active=_whole(labels.get("max_lora")),
         )
-
-
-class _Family:
-    """The samples of a metric family: the first of several names found on the page. They are adjacent lines."""
-
-    # there are ten of an engine, and may be 20,000 engines
-    __slots__ = ("_label", "_misses", "_most_series", "_needle", "_needles", "_offset")
-
-    def __init__(self, names: tuple[str, ...], suffix: str = "", *, most_series: int = _MOST_SERIES) -> None:
-        self._most_series = most_series
-        self._needles = _needles_of(names, suffix)
-        self._needle = self._label = b""
-        self._offset = 0
-        self._misses = 0
-
-    def total(self, page: bytes) -> float | None:
-        values = self._values(page)
-        return sum(values) if values else None
-
-    def mean(self, page: bytes) -> float | None:
-        values = self._values(page)
-        return sum(values) / len(values) if values else None
-
-    def lines(self, page: bytes) -> list[bytes]:
-        found: list[bytes] = []
-        start = self._find(page)
-        while start >= 0:
-            if len(found) == self._most_series:
-                raise PageRefused(
-                    f"its page has more than {self._most_series} series of {self._needle[1:-1].decode()}; "
-                    "start the engine again, or have it write fewer"
-                )
-            end = page.find(b"\n", start + 1)
-            found.append(page[start + 1 :] if end < 0 else page[start + 1 : end])
-            start = end if end >= 0 and page.startswith(self._needle, end) else -1
-        return found
-
-    def search_again(self) -> None:
-        """Search all of the next page, although the family was missing lately."""
-        self._misses = 0
-
-    def _values(self, page: bytes) -> list[float]:
-        # every line has the empty label
-        return [value for line in self.lines(page) if self._label in line and (value := _value(line)) is not None]
-
-    def _find(self, page: bytes) -> int:
-        offset = self._offset
-        if self._needle:
-            start = page.find(self._needle, offset - _DRIFT if offset > _DRIFT else 0, offset + _DRIFT)
-            if start >= 0:
-                self._offset = start
-                return start
-        elif self._misses:
-            # searching a whole page for a missing family costs more than everything else
-            self._misses -= 1
-            return -1
-        for needle, label in self._needles:
-            start = page.find(needle)
-            if start >= 0:
-                self._needle, self._label, self._offset = needle, label, start
-                return start
-        self._needle, self._misses = b"", _RARE_PAGES
-        return -1
-
-
-@lru_cache
-def _needles_of(names: tuple[str, ...], suffix: str) -> tuple[tuple[bytes, bytes], ...]:
-    """Each with the preceding line end and the following character, so that only whole names match; and the label."""
-    return tuple(
-        (f"\n{name}{suffix}{end}".encode(), label.rstrip("}").encode())
-        for name, _, label in (one.partition("{") for one in names if one)
-        for end in "{ "
-    )
 
 
 class OneMetric:
@@ -225,12 +185,12 @@ class OneMetric:
             re.compile(rb"[{,] ?%b" % re.escape(f'{label.strip()}="{value.strip(chr(32) + chr(34))}"').encode())
             for label, _, value in pairs
         ]
-        self._family = _Family((name.strip(),))
+        self._series = Series(_named(name.strip()))
 
     def value(self, page: bytes) -> float:
         """NaN if the page has no such series."""
-        lines = self._family.lines(page)
-        found = [_value(line) for line in lines if all(label.search(line) for label in self._labels)]
+        lines = self._series.lines(page)
+        found = [value_of(line) for line in lines if all(label.search(line) for label in self._labels)]
         values = [value for value in found if value is not None]
         return sum(values) if values else math.nan
 
@@ -248,8 +208,8 @@ class _HistogramMean:
 
     __slots__ = ("_before", "_count", "_sum")
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self._sum, self._count = _Family(names, "_sum"), _Family(names, "_count")
+    def __init__(self, sources: tuple[Source, ...]) -> None:
+        self._sum, self._count = Series(sources, "_sum"), Series(sources, "_count")
         self._before: tuple[float, float] | None = None
 
     def since(self, page: bytes) -> _HistogramChange:
@@ -271,21 +231,8 @@ class _HistogramMean:
         return _HistogramChange((total - before[1]) / added, added)
 
 
-def _value(line: bytes) -> float | None:
-    """The value in ``name{labels} value`` or ``name value``, with or without a timestamp; None if unreadable."""
-    rest = line[line.rfind(b"}") + 1 :] if b"}" in line else line[line.find(b" ") :]
-    try:
-        value = float(rest)
-    except ValueError:
-        parts = rest.split(None, 1)
-        return _value(b" " + parts[0]) if len(parts) > 1 else None
-    # counts, sums and shares: what is negative, infinite or no number is no reading
-    return value if 0 <= value < _LARGEST else None
-
-
-def _labels(line: bytes) -> dict[str, str]:
-    text = line[line.find(b"{") + 1 : line.rfind(b"}")].decode(errors="replace")
-    return dict(_LABEL.findall(text))
+def _named(name: str) -> tuple[Source, ...]:
+    return (Source(name),) if name else ()
 
 
 def _check_labels(lines: list[bytes]) -> None:
