@@ -29,7 +29,7 @@ _WITHOUT_EFFECT: Final = frozenset(
 
 
 def code_fingerprint(root: Path = _ROOT) -> str:
-    """Twelve hexadecimal digits. A comment changes them as much as a law does: they say that code differs, not how."""
+    """Twelve hexadecimal digits. A comment changes them as much as a strategy does: code differs, not how."""
     found = hashlib.sha256()
     for file in _files(root):
         found.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decides how many replicas a fleet has: the live autoscaler, a peer's law, a fixed number, or the oracle."""
+"""What decides how many replicas a fleet has: the live autoscaler, a peer's algorithm, a fixed number, the oracle."""
 
 from __future__ import annotations
 

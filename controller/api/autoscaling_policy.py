@@ -80,8 +80,8 @@ else:
 class AutoscalingPolicySpec(Spec, frozen=True):
     """How to scale; one policy serves many bindings.
 
-    ``strategies``: laws; the largest answer scales out, and only if all agree, in. ``period``: between two decisions;
-    what waits for an engine is decided about at once. ``metrics``: targets of the law ``Target``. ``objective``:
+    ``strategies``: the largest answer scales out, and only if all agree, in. ``period``: between two decisions;
+    what waits for an engine is decided about at once. ``metrics``: targets of the strategy ``Target``. ``objective``:
     latencies to keep. ``behavior``: how fast. ``panic``: for steep rises. ``scale_to_zero``: whether, and when.
     ``schedules``: bounds by time. ``staleness``: how old data may be. ``manual_hold``: for so long replicas stay as
     somebody else has set them. ``drain``: for so long engines of Deployments, StatefulSets and LeaderWorkerSets may

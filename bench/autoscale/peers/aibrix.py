@@ -33,7 +33,7 @@ class AibrixApa(msgspec.Struct, frozen=True):
     period_s: float = 10.0
 
     def desired(self, situation: Situation, memory: HpaMemory | None) -> tuple[int, HpaMemory | None]:
-        """The law, then the cooldown."""
+        """The algorithm, then the cooldown."""
         past = memory.past if memory is not None else began(situation)
         reports = [one for one in ready_reports(situation) if one is not None]
         current = current_of(situation)

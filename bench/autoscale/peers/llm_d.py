@@ -49,7 +49,7 @@ class KedaQueue(msgspec.Struct, frozen=True):
             "epp_queue": Metric(situation.now_s, total=float(situation.waiting.requests)),
             "epp_running": Metric(situation.now_s, total=float(running)),
         }
-        law = TargetStrategy(
+        strategy = TargetStrategy(
             (
                 MetricTarget("epp_queue", self.queue, source="Prometheus"),
                 MetricTarget("epp_running", self.running, source="Prometheus"),
@@ -57,7 +57,7 @@ class KedaQueue(msgspec.Struct, frozen=True):
             careful=False,
         )
         seen = msgspec.structs.replace(situation, metrics=known)
-        return StrategyPeer(law, behavior, self.period_s).desired(seen, memory)
+        return StrategyPeer(strategy, behavior, self.period_s).desired(seen, memory)
 
 
 class SloPast(msgspec.Struct, frozen=True):

@@ -53,9 +53,9 @@ class HpaMemory(msgspec.Struct, frozen=True):
 
 
 class StrategyPeer(msgspec.Struct, frozen=True):
-    """A law of ours that is a peer's own law, with an HPA's behaviour block behind it; None: without one.
+    """A strategy of ours that is a peer's own, with an HPA's behaviour block behind it; None: without one.
 
-    A law that does not know changes nothing.
+    A strategy that does not know changes nothing.
     """
 
     strategy: Strategy[Any]
@@ -63,7 +63,7 @@ class StrategyPeer(msgspec.Struct, frozen=True):
     period_s: float
 
     def desired(self, situation: Situation, memory: HpaMemory | None) -> tuple[int, HpaMemory | None]:
-        """The law's answer, as fast as the behaviour allows it."""
+        """The strategy's answer, as fast as the behaviour allows it."""
         found, inner = self.strategy.recommend(situation, memory.inner if memory is not None else None)
         past = memory.past if memory is not None else began(situation)
         if found.replicas is None:

@@ -2,7 +2,7 @@
 """llm-d's workload-variant-autoscaler, second form, as it was, in whole tokens, with its HPA.
 
 Source: llm-d-workload-variant-autoscaler, ``internal/engines/analyzers/saturation_v2/analyzer.go`` and
-``internal/engines/pipeline/cost_aware_optimizer.go``. What differs from our law ``tokens``: the queue of the gateways
+``internal/engines/pipeline/cost_aware_optimizer.go``. What differs from our strategy ``tokens``: the gateways' queue
 is guessed from bytes and means, engines that do not tell their cache are left out altogether, waiting requests without
 a known length count nothing. Every 30 s.
 

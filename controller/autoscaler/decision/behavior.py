@@ -64,7 +64,7 @@ _DOWN_POLICIES: Final = (ScalingRule("Percent", 100, 15),)
 
 
 class Recommended(msgspec.Struct, frozen=True):
-    """What the laws together asked for at an instant, before anything corrected it."""
+    """What the strategies together asked for at an instant, before anything corrected it."""
 
     at_s: float
     replicas: float
@@ -227,7 +227,7 @@ def held(state: PanicState, desired: float) -> PanicState:
 def panicking(
     panic: Panic, state: PanicState | None, *, recommended: float, ready: float, now_s: float
 ) -> PanicState | None:
-    """For laws without windows of their own: the state after a combined recommendation; None: no panic.
+    """For strategies without windows of their own: the state after a combined recommendation; None: no panic.
 
     While it is not None, ``most`` of it is the answer, and limits of scaling out do not apply.
     """

@@ -17,12 +17,12 @@ Memory = TypeVar("Memory")
 
 
 class Recommendation(msgspec.Struct, frozen=True):
-    """``law``: whose. ``replicas``: of the first target, a fraction where targets differ in capacity; None: the law
+    """``strategy``: whose. ``replicas``: of the first target, a fraction where targets differ in capacity; None: it
     does not know, so nothing may be scaled in because of it. ``reason``: for people. ``inputs``: the numbers that led
     there, by name and unit.
     """
 
-    law: str
+    strategy: str = msgspec.field(name="law")
     replicas: float | None
     reason: str
     inputs: Mapping[str, float] = {}
@@ -37,7 +37,7 @@ class Strategy(Protocol[Memory]):
         ...
 
     def recommend(self, situation: Situation, memory: Memory | None) -> tuple[Recommendation, Memory | None]:
-        """``memory``: what the law returned last; None at first, and after a restart."""
+        """``memory``: what the strategy returned last; None at first, and after a restart."""
         ...
 
 
@@ -87,9 +87,9 @@ class TargetDecision(msgspec.Struct, frozen=True):
 
 
 class StageDecision(msgspec.Struct, frozen=True):
-    """One stage. ``stage``: Both, Prefill or Decode. ``recommendations``: of the laws. ``combined``: what came of them;
-    None: unknown. ``steps``: what changed it after that. ``waiting`` and ``freshness``: what it was decided from.
-    ``is_proven``: False if a slightly cheaper set of targets may exist.
+    """One stage. ``stage``: Both, Prefill or Decode. ``recommendations``: of the strategies. ``combined``: from all
+    of them; None: unknown. ``steps``: what changed it after that. ``waiting`` and ``freshness``: what it was decided
+    from. ``is_proven``: False if a slightly cheaper set of targets may exist.
     """
 
     stage: str

@@ -32,15 +32,15 @@ _LATENCY_WINDOW_S: Final = 60.0
 
 
 def combined(recommendations: Sequence[Recommendation], current: float) -> Answer | None:
-    """The largest answer; never below ``current`` while a law does not know. None: no law knows."""
+    """The largest answer; never below ``current`` while a strategy does not know. None: no strategy knows."""
     known = [one.replicas for one in recommendations if one.replicas is not None]
     if not known:
         return None
     answer = Answer(max(known))
-    unknown = [one.law for one in recommendations if one.replicas is None and not _is_bound(one.law)]
+    unknown = [one.strategy for one in recommendations if one.replicas is None and not _is_bound(one.strategy)]
     if unknown:
         return answer.at_least("Unknown", current, f"{', '.join(unknown)} cannot tell")
-    if all(_is_bound(one.law) for one in recommendations):
+    if all(_is_bound(one.strategy) for one in recommendations):
         return answer.at_least("Unknown", current, "no law says that fewer are enough")
     return answer
 
@@ -206,13 +206,13 @@ def to_zero(
     memory: StageMemory,
     recommendations: Sequence[Recommendation],
 ) -> Answer:
-    """Idle for long enough, the last replica goes although laws ask for it: the few requests of their longer windows,
-    or speeds that so few did not teach, say nothing about the next one. Lower bounds hold, and so does it if a law does
-    not know.
+    """Idle for long enough, the last replica goes although strategies ask for it: the few requests of their longer
+    windows, or speeds that so few did not teach, say nothing about the next one. Lower bounds hold, and so does it if a
+    strategy does not know.
     """
     if not 0 < answer.replicas <= 1 or any(one.replicas is None for one in recommendations):
         return answer
-    is_bound = any(_is_bound(one.law) and one.replicas for one in recommendations)
+    is_bound = any(_is_bound(one.strategy) and one.replicas for one in recommendations)
     if is_bound or why_not_zero(policy, situation, memory):
         return answer
     return answer.at_most("Idle", 0.0, f"idle for {situation.now_s - memory.active_at_s:.0f} s")

@@ -113,7 +113,7 @@ def replicas_for_cache(rate: float, work: RequestWork, *, kv_tokens: float, tpot
 # An 8B model on an H100. They fill in what is missing where something is known.
 _TYPICAL: Final = Speed(prefill_tokens_per_s=15_000.0, step_s=0.0075, step_s_per_token=8e-8)
 # Estimates of the gateways follow single answers. Those for scaling need not: engines stay as they are, and where they
-# do not, the law's correction follows what is measured at once.
+# do not, the strategy's correction follows what is measured at once.
 _SMOOTHING_S: Final = 600.0
 # The first estimates come from few answers, so they count no more than this.
 _FIRST_S: Final = 30.0

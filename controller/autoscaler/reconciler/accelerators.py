@@ -41,14 +41,14 @@ _MOST_KINDS: Final = 8
 
 class Capacity(msgspec.Struct, frozen=True):
     """``rooms``: replicas beyond those that were asked for, by target. ``free``: accelerators for them, by pool. What
-    is not named is not limited. ``pools``: of which of these each target takes its own. ``homeless``: why no node
+    is not named is not limited. ``pools``: of which of these each target takes its own. ``without_nodes``: why no node
     counts for a target that is limited.
     """
 
     rooms: Mapping[str, int] = {}
     free: Mapping[str, int] = {}
     pools: Mapping[str, tuple[str, ...]] = {}
-    homeless: Mapping[str, str] = {}
+    without_nodes: Mapping[str, str] = {}
 
 
 class Ordered(NamedTuple):
@@ -72,7 +72,7 @@ class Accelerators:
         self._ordered = ordered
         self._users: set[str] = set()
         self._wake = asyncio.Event()
-        self._followed: tuple[Informer, Informer] | None = None
+        self._informers: tuple[Informer, Informer] | None = None
         self._is_old = True
         self._read_at_s = float("-inf")
         self._nodes = Nodes()
@@ -142,14 +142,14 @@ class Accelerators:
         pods = Informer(self._client, PODS, Selection(), timing=self._timing, transform=trimmed_to_requests)
         for one in (nodes, pods):
             one.subscribe(self._changed)
-        self._followed, self._is_old = (nodes, pods), True
+        self._informers, self._is_old = (nodes, pods), True
         tasks = [asyncio.create_task(one.run(), name=f"room: {one.resource.plural}") for one in (nodes, pods)]
         try:
             while self._users:
                 self._wake.clear()
                 await self._wake.wait()
         finally:
-            self._followed = None
+            self._informers = None
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -159,9 +159,9 @@ class Accelerators:
 
     def _is_known(self) -> bool:
         """Whether it is known what nodes have left, and which pods take what is not."""
-        if self._followed is None:
+        if self._informers is None:
             return False
-        nodes, pods = self._followed
+        nodes, pods = self._informers
         if not (nodes.synced.is_set() and pods.synced.is_set()):
             return False
         now_s = _now_s()

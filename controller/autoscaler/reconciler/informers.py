@@ -189,7 +189,7 @@ _HPAS: Final = Resource("autoscaling", "v2", "horizontalpodautoscalers", "Horizo
 _SCALED_OBJECTS: Final = Resource("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
 
 
-class Followed:
+class Informers:
     """``run`` does the work. ``changed``: called with the key of each binding about which something has changed."""
 
     def __init__(

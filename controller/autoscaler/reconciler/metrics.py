@@ -144,7 +144,7 @@ def _of_bindings(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
         for stage in one.stages
     ]
     by_law = [
-        (labels_of((*_STAGE, "law"), (*values, one.law)), one.replicas)
+        (labels_of((*_STAGE, "law"), (*values, one.strategy)), one.replicas)
         for values, stage, _ in stages
         for one in stage.recommendations
         if one.replicas is not None

@@ -13,7 +13,7 @@ import msgspec
 from controller.autoscaler.reconciler.accelerators import Accelerators
 from controller.autoscaler.reconciler.actuator import SOON_S, Actuator
 from controller.autoscaler.reconciler.demand import DemandSource
-from controller.autoscaler.reconciler.informers import Followed
+from controller.autoscaler.reconciler.informers import Informers
 from controller.autoscaler.reconciler.metric_sources import Sources
 from controller.autoscaler.reconciler.metrics import BindingSeries, series_of
 from controller.autoscaler.reconciler.records import Record
@@ -79,7 +79,7 @@ class Parts(msgspec.Struct, frozen=True):
     """
 
     client: Client
-    followed: Followed
+    informers: Informers
     resolver: Resolver
     demand: DemandSource
     sources: Sources
@@ -108,7 +108,7 @@ class Reconciler:
         if view is None:
             self._forget(key)
             return "gone", None
-        if not self._parts.followed.knows(view):
+        if not self._parts.informers.knows(view):
             return "waiting", SOON_S
         state = self._state(view)
         result = self._resolve(view, state)
@@ -140,12 +140,12 @@ class Reconciler:
 
     def series(self) -> list[BindingSeries]:
         """Called in the thread of a scrape."""
-        model_of = self._parts.followed.model_of
+        model_of = self._parts.informers.model_of
         return [one for state in list(self.states.values()) if (one := series_of(state, model_of)) is not None]
 
     def _read(self, key: str) -> BindingView | None:
         """None if the binding is gone, or going."""
-        view = self._parts.followed.binding(key)
+        view = self._parts.informers.binding(key)
         return None if view is None or view.thing["metadata"].get("deletionTimestamp") else view
 
     def _state(self, view: BindingView) -> BindingState:
@@ -163,7 +163,7 @@ class Reconciler:
         state.resolution = parts.resolver.resolve(view, state.resolution)
         resolved = tuple(self._latest(one) for one in state.resolution.targets)
         parts.use_servers(view.key, sorted({one.server for one in resolved if one.server}))
-        policy = parts.followed.policy(view.policy_key)
+        policy = parts.informers.policy(view.policy_key)
         if policy is None:
             problem = ("PolicyNotFound", f"there is no AutoscalingPolicy {view.policy_key}")
             return Result(now_s=now_s, resolved=resolved, problem=problem)
@@ -182,7 +182,7 @@ class Reconciler:
         """With manual overrides and a situation for each stage."""
         parts, now_s = self._parts, result.now_s
         holds = state.holds(view, result.resolved, policy.manual_hold, now_s)
-        cut_off_s = parts.followed.cut_off_s(view.namespace)
+        cut_off_s = parts.informers.cut_off_s(view.namespace)
         situations = situations_of(
             result.resolved,
             policy,
@@ -209,7 +209,7 @@ class Reconciler:
             situations=situations,
             decision=decision,
             steps=steps,
-            homeless=capacity.homeless,
+            without_nodes=capacity.without_nodes,
             awaits_data=state.awaits_data(decision, float(policy.period), result.now_s),
         )
 

@@ -158,7 +158,7 @@ def _stage(stage: StageDecision) -> Iterator[str]:
     asked = "the laws do not know" if stage.combined is None else f"the laws ask for {_number(stage.combined)}"
     yield f"stage {stage.stage}: {asked}"
     rows = [
-        (f"  {one.law}", _number(one.replicas), one.reason, f"({_inputs(one.inputs)})" if one.inputs else "")
+        (f"  {one.strategy}", _number(one.replicas), one.reason, f"({_inputs(one.inputs)})" if one.inputs else "")
         for one in stage.recommendations
     ]
     yield from _table(rows)

@@ -16,7 +16,7 @@ from controller.kube.resources import selector
 
 if TYPE_CHECKING:
     from controller.autoscaler.reconciler.bindings import BindingView
-    from controller.autoscaler.reconciler.informers import Followed
+    from controller.autoscaler.reconciler.informers import Informers
 
 # Reasons of conditions, the gravest first.
 PROBLEMS: Final = (
@@ -69,15 +69,15 @@ class Resolution(NamedTuple):
 class Resolver:
     """Finds what a binding's targets refer to."""
 
-    def __init__(self, followed: Followed) -> None:
-        self._followed = followed
+    def __init__(self, informers: Informers) -> None:
+        self._informers = informers
         self._version = -1
         # by target: the labels of its pods, and the ModelServer that selects them
         self._servers: dict[Place, tuple[Mapping[str, str], str]] = {}
 
     def resolve(self, view: BindingView, before: Resolution | None) -> Resolution:
         """All targets of a binding without mistakes. ``before``: what this returned last."""
-        versions = self._followed.versions()
+        versions = self._informers.versions()
         if before is not None and before.view is view and before.versions == versions:
             return before
         specs = () if view.binding is None else view.binding.spec.targets
@@ -86,16 +86,16 @@ class Resolver:
 
     def _one(self, view: BindingView, spec: ScaleTarget, place: Place) -> Resolved:
         if is_foreign(place):
-            read = self._followed.other_kinds.of(place)
+            read = self._informers.other_kinds.of(place)
             if read.kind is None or read.found is None:
                 problem = None if read.lacks is None else Problem(*read.lacks)
                 return Resolved(spec=spec, place=place, kind=read.kind, problem=problem)
             return self._found(view, spec, place, read.kind, read.found)
-        kind = self._followed.kind_at(place)
+        kind = self._informers.kind_at(place)
         if kind is None:
             said = f"{spec.ref.api_version} {spec.ref.kind} cannot be scaled here"
             return Resolved(spec=spec, place=place, problem=Problem("UnknownKind", said))
-        found = self._followed.scalable(kind, place)
+        found = self._informers.scalable(kind, place)
         if found is None or found.is_going:
             said = f"there is no {place[2]} {place[3]}"
             if spec.role is not None:
@@ -106,7 +106,7 @@ class Resolver:
     def _found(
         self, view: BindingView, spec: ScaleTarget, place: Place, kind: ScalableKind, found: Scalable
     ) -> Resolved:
-        pods = _selected(self._followed.pods.index.of(view.namespace, found.selector), found)
+        pods = _selected(self._informers.pods.index.of(view.namespace, found.selector), found)
         server = self._server(view.namespace, spec, place, found)
         return Resolved(
             spec=spec,
@@ -120,21 +120,21 @@ class Resolver:
 
     def _problem(self, view: BindingView, place: Place, found: Scalable, server: str) -> Problem | None:
         name = f"{place[2]} {place[3]}"
-        others = [one for one in self._followed.claims_on(place) if one != view.claim]
-        first = rival(view.claim, others) or ("" if others else other_owner(found, view.claim, self._followed.exists))
+        others = [one for one in self._informers.claims_on(place) if one != view.claim]
+        first = rival(view.claim, others) or ("" if others else other_owner(found, view.claim, self._informers.exists))
         if first:
             return Problem("Conflict", f"{name} is scaled by the AutoscalingPolicyBinding {first}, which is older")
-        wrong = self._followed.misused_by(place)
+        wrong = self._informers.misused_by(place)
         if wrong:
             said = (
                 f"the HorizontalPodAutoscaler {wrong} scales {name} by our metric with a target of type Value, and so "
                 "without end; write AverageValue 1"
             )
             return Problem("WrongMetricTarget", said)
-        other = self._followed.scaler_of(place)
+        other = self._informers.scaler_of(place)
         if other:
             return Problem("OtherAutoscaler", f"{name} is scaled by the {other}; delete one, or use the mode Export")
-        if server and not self._followed.has_server(server):
+        if server and not self._informers.has_server(server):
             said = f"there is no ModelServer {server.partition('/')[2]}, which the field server of the target names"
             return Problem("ServerNotFound", said, forbids=False)
         if not server:
@@ -145,9 +145,9 @@ class Resolver:
     def _server(self, namespace: str, spec: ScaleTarget, place: Place, found: Scalable) -> str:
         if spec.server is not None:
             return f"{namespace}/{spec.server}"
-        if self._version != self._followed.servers_version:
+        if self._version != self._informers.servers_version:
             self._servers.clear()
-            self._version = self._followed.servers_version
+            self._version = self._informers.servers_version
         known = self._servers.get(place)
         if known is None or known[0] != found.template:
             known = found.template, self._selecting(namespace, found)
@@ -160,7 +160,7 @@ class Resolver:
         fitting = [
             (-len(selector), key)
             for template in templates
-            for key, selector in self._followed.servers_selecting(namespace, template)
+            for key, selector in self._informers.servers_selecting(namespace, template)
         ]
         return min(fitting)[1] if fitting else ""
 

@@ -73,8 +73,8 @@ class Scaled(msgspec.Struct, frozen=True):
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """What a reconciliation came to. ``policy``: None if there is none; ``problem``: why nothing can be decided, as
-    reason and message. ``holds``: whose changes are honoured, ``waits_for``: pods that drain, ``homeless``: why no node
-    counts, and ``refused``: why the API server does not let us write, by target. ``awaits_data``: what is
+    reason and message. ``holds``: whose changes are honoured, ``waits_for``: pods that drain, ``without_nodes``: why no
+    node counts, and ``refused``: why the API server does not let us write, by target. ``awaits_data``: what is
     unknown may still arrive by itself.
     """
 
@@ -88,7 +88,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     scaled: Sequence[Scaled] = ()
     holds: Mapping[str, Hold] = {}
     waits_for: Mapping[str, Sequence[str]] = {}
-    homeless: Mapping[str, str] = {}
+    without_nodes: Mapping[str, str] = {}
     refused: Mapping[str, str] = {}
     awaits_data: bool = False
 

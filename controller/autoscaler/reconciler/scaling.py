@@ -18,7 +18,7 @@ from controller.autoscaler.decision.decide import decide
 from controller.autoscaler.decision.memory import decoded, encoded
 from controller.autoscaler.reconciler.actuator import Actuator
 from controller.autoscaler.reconciler.demand import GatewayDemand
-from controller.autoscaler.reconciler.informers import Followed
+from controller.autoscaler.reconciler.informers import Informers
 from controller.autoscaler.reconciler.metric_sources import Sources, SourceSettings
 from controller.autoscaler.reconciler.reconcile import Decider, Parts, Reconciler
 from controller.autoscaler.reconciler.resolver import Resolver
@@ -84,21 +84,21 @@ class Scaling:
         self._rng = Random()
         self._queue = WorkQueue[str](self._rng, settings.queue)
         scaler = client.as_manager(SCALER)
-        self._followed = Followed(client, settings.namespace, settings.informers, self._soon)
-        self._policies = PolicyStatuses(scaler, self._followed, metrics.wrote)
+        self._informers = Informers(client, settings.namespace, settings.informers, self._soon)
+        self._policies = PolicyStatuses(scaler, self._informers, metrics.wrote)
         self._servers: dict[str, frozenset[str]] = {}
         self._users: dict[str, set[str]] = defaultdict(set)
         self._is_begun = False
-        self._sources = Sources(client, settings.sources, clock, self._followed.port_of)
+        self._sources = Sources(client, settings.sources, clock, self._informers.port_of)
         self._reconciler = Reconciler(
             Parts(
                 client=scaler,
-                followed=self._followed,
-                resolver=Resolver(self._followed),
+                informers=self._informers,
+                resolver=Resolver(self._informers),
                 demand=demand,
                 sources=self._sources,
                 decider=decider,
-                actuator=Actuator(scaler, demand, metrics.wrote, self._followed.other_kinds.anew),
+                actuator=Actuator(scaler, demand, metrics.wrote, self._informers.other_kinds.anew),
                 recorder=Recorder(client, SCALER, _loop_s, metrics.wrote),
                 counted=metrics.wrote,
                 clock=clock,
@@ -121,13 +121,13 @@ class Scaling:
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._followed.run(), name="informers of scaling")
+            tasks.create_task(self._informers.run(), name="informers of scaling")
             tasks.create_task(_awaited(self._demand.run(self._urgent)), name="demand")
-            await self._followed.synced()
+            await self._informers.synced()
             _spare_the_collector()
             self._is_begun = True
             # spread over a period, as later reconciliations come a period after the one before
-            for key in self._followed.bindings():
+            for key in self._informers.bindings():
                 self._queue.add_in(key, self._rng.uniform(0.0, 1.0))
             tasks.create_task(self._policies.run(), name="statuses of policies")
             tasks.create_task(self._reconciler.accelerators.run(), name="accelerators of nodes")
@@ -207,25 +207,25 @@ _EACH_S: Final = 2.0
 class PolicyStatuses:
     """Looks at policies that changed, or whose number of bindings did, every two seconds."""
 
-    def __init__(self, client: Client, followed: Followed, counted: Counted) -> None:
+    def __init__(self, client: Client, informers: Informers, counted: Counted) -> None:
         self._client = client
-        self._followed = followed
+        self._informers = informers
         self._counted = counted
         self._said: dict[str, tuple[str, int]] = {}
 
     async def run(self) -> None:
         """Until cancelled. A write that fails is tried again."""
         while True:
-            keys = self._followed.policies()
+            keys = self._informers.policies()
             for key in keys:
-                policy = self._followed.policy(key)
+                policy = self._informers.policy(key)
                 if policy is not None:
                     await self._look(key, policy)
             self._said = {key: said for key, said in self._said.items() if key in keys}
             await asyncio.sleep(_EACH_S)
 
     async def _look(self, key: str, policy: PolicyView) -> None:
-        now = policy.thing["metadata"].get("resourceVersion", ""), self._followed.users_of(key)
+        now = policy.thing["metadata"].get("resourceVersion", ""), self._informers.users_of(key)
         if self._said.get(key) == now:
             return
         try:

@@ -23,7 +23,7 @@ _NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
 
 
 def reasons_of(stage: StageDecision) -> list[str]:
-    """Why its laws cannot tell."""
+    """Why its strategies cannot tell."""
     return [one.reason for one in stage.recommendations if one.replicas is None]
 
 
@@ -32,7 +32,7 @@ def without_numbers(text: str) -> str:
     return _NUMBERS.sub("#", text)
 
 
-# Rules of a decision's steps that kept it from what the laws asked for.
+# Rules of a decision's steps that kept it from what the strategies asked for.
 LIMITING: Final[frozenset[Rule]] = frozenset({"Limited", "ScalingLimited", "Schedule", "Budget"})
 _LONGEST: Final = 1000
 _MISSING: Final = "DataMissing"
@@ -229,7 +229,7 @@ def _limited(decision: Decision, resolved: Sequence[Resolved]) -> dict[str, Any]
 def _blocked(result: Result) -> dict[str, Any]:
     decision = result.decision
     blocked = [] if decision is None else [f"{name}: {why}" for name, why in decision.blocked.items()]
-    said = "; ".join([*blocked, *(f"{name}: {why}" for name, why in result.homeless.items())])
+    said = "; ".join([*blocked, *(f"{name}: {why}" for name, why in result.without_nodes.items())])
     if said:
         reason = "NoCapacity" if blocked else "NoSuchAccelerator"
         return _condition("CapacityBlocked", truth=True, reason=reason, message=said)

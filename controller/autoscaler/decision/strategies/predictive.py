@@ -72,7 +72,7 @@ class KeptSeason(msgspec.Struct, frozen=True):
 
 
 def kept_season(memory: object) -> KeptSeason | None:
-    """What of a law's memory is slow to learn; None if nothing is."""
+    """What of a strategy's memory is slow to learn; None if nothing is."""
     if not isinstance(memory, PredictiveMemory) or max(memory.profile, default=-1.0) < 0:
         return None
     return KeptSeason(tuple(float(f"{one:.{_DIGITS}g}") for one in memory.profile[:MOST_PLACES]), memory.season_s)

@@ -167,12 +167,12 @@ def one_fewer(situation: Situation, units: float = 1.0) -> float:
 
 
 def growth_only(
-    law: str, situation: Situation, replicas: float, reason: str, inputs: Mapping[str, float], why_unsure: str
+    strategy: str, situation: Situation, replicas: float, reason: str, inputs: Mapping[str, float], why_unsure: str
 ) -> Recommendation:
-    """A recommendation from incomplete data: it may ask for more; otherwise the law does not know."""
+    """A recommendation from incomplete data: it may ask for more; otherwise the strategy does not know."""
     if replicas > situation.current:
-        return Recommendation(law, replicas, reason, inputs)
-    return Recommendation(law, None, f"{why_unsure}, so it does not scale in; otherwise: {reason}", inputs)
+        return Recommendation(strategy, replicas, reason, inputs)
+    return Recommendation(strategy, None, f"{why_unsure}, so it does not scale in; otherwise: {reason}", inputs)
 
 
 def is_unknown(report: EngineReport | None) -> bool:

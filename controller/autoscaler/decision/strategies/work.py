@@ -300,7 +300,7 @@ class WorkMemory(msgspec.Struct, frozen=True):
 
 
 def kept_peaks(memory: object) -> Peaks | None:
-    """What of a law's memory is slow to learn; None if nothing is. Without it, a restart would look like a load of
+    """What of a strategy's memory is slow to learn; None if nothing is. Without it, a restart would look like a load of
     which nothing is known, and call for room at once.
     """
     if not isinstance(memory, WorkMemory) or memory.peaks is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each peer's law on cases worked out by hand from its code."""
+"""Each peer's strategy on cases worked out by hand from its code."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def test_llm_d_counts_queue_and_running() -> None:
 
 
 def test_llm_ds_latency_law_is_its_formula() -> None:
-    law = KedaSlo(PROMISED)
-    assert law.formula(1.1, 4, 4) == 8
-    assert law.formula(1.1, 8, 4) == 8
-    assert law.formula(0.6, 10, 5) == 6
-    assert law.formula(0.2, 10, 10) == 5
-    assert law.formula(0.5, 7, 7) == 7
+    strategy = KedaSlo(PROMISED)
+    assert strategy.formula(1.1, 4, 4) == 8
+    assert strategy.formula(1.1, 8, 4) == 8
+    assert strategy.formula(0.6, 10, 5) == 6
+    assert strategy.formula(0.2, 10, 10) == 5
+    assert strategy.formula(0.5, 7, 7) == 7
 
 
 def test_llm_ds_latency_law_takes_silence_for_idleness_and_leaves_slowly() -> None:
@@ -136,14 +136,14 @@ def test_wva_v2_gives_all_that_is_missing() -> None:
 
 
 def test_wva_v2_learns_from_full_queues() -> None:
-    law, history, means = WvaV2(), {}, Means(1000, 200)
+    strategy, history, means = WvaV2(), {}, Means(1000, 200)
     one = report(cache=100_000)
-    assert law.capacity_of(one, 30_001, 5, means, history) == 30_001
-    assert law.capacity_of(one, 20_000, 9, means, history) == 20_000
-    assert law.capacity_of(one, 20_000, 4, means, history) == 25_000
+    assert strategy.capacity_of(one, 30_001, 5, means, history) == 30_001
+    assert strategy.capacity_of(one, 20_000, 9, means, history) == 20_000
+    assert strategy.capacity_of(one, 20_000, 4, means, history) == 25_000
     # a class of which nothing was seen: 256 sequences of 1,300 tokens are more than the cache
-    assert law.capacity_of(one, 20_000, 0, Means(1000, 600), history) == 80_000
-    assert law.capacity_of(report(cache=1_000_000), 0, 0, Means(10, 600), history) == 256 * 310
+    assert strategy.capacity_of(one, 20_000, 0, Means(1000, 600), history) == 80_000
+    assert strategy.capacity_of(report(cache=1_000_000), 0, 0, Means(10, 600), history) == 256 * 310
     assert median([1, 2]) == 1
 
 
@@ -179,13 +179,13 @@ def test_kthenas_window_of_corrected_numbers() -> None:
 
 
 def test_aibrix_changes_by_at_most_two() -> None:
-    law = AibrixApa(10)
-    assert law.formula(15, 4) == 6
-    assert law.formula(50, 4) == 8
-    assert law.formula(10.9, 4) == 4
-    assert law.formula(7, 4) == 3
-    assert law.formula(1, 5) == 2
-    assert once(law, pool(*[report(in_flight=10)] * 2, waiting=Waiting(requests=20))) == 4
+    strategy = AibrixApa(10)
+    assert strategy.formula(15, 4) == 6
+    assert strategy.formula(50, 4) == 8
+    assert strategy.formula(10.9, 4) == 4
+    assert strategy.formula(7, 4) == 3
+    assert strategy.formula(1, 5) == 2
+    assert once(strategy, pool(*[report(in_flight=10)] * 2, waiting=Waiting(requests=20))) == 4
 
 
 def test_aibrix_scales_in_after_its_cooldown() -> None:
@@ -222,14 +222,14 @@ def test_dynamo_takes_one_away_when_the_others_would_keep_most_of_the_objective(
 
 def test_dynamo_keeps_the_floor_of_its_throughput_and_sets_it_every_three_minutes() -> None:
     assert planned(*[report(waiting=0)] * 3, floor=5) == 5
-    law = DynamoPlanner(PROMISED)
+    strategy = DynamoPlanner(PROMISED)
     # 90,000 tokens in flight keep a step at 0.1 s; a request has 1,050 of them in the mean
     at_once = 90_000 / 1050
-    assert law.engine_per_s(SPEED, Request(1, 1000, 1000, 100)) == pytest.approx(1 / (0.1 + 100 * 0.1 / at_once))
+    assert strategy.engine_per_s(SPEED, Request(1, 1000, 1000, 100)) == pytest.approx(1 / (0.1 + 100 * 0.1 / at_once))
     seen = pool(*[report(waiting=0)] * 2, traffic=steady(requests=20, prompt=1000, answer=100))
     seen = msgspec.structs.replace(seen, targets=(msgspec.structs.replace(seen.targets[0], speed=SPEED),))
     # 20 a second, of which an engine carries 4.6
-    assert law.desired(seen, DynamoMemory(0, seen.now_s - 180))[0] == 5
+    assert strategy.desired(seen, DynamoMemory(0, seen.now_s - 180))[0] == 5
 
 
 def test_dynamo_waits_while_replicas_start() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two hours of a busy ModelServer fit into little memory; windows that laws look at stay exact."""
+"""Two hours of a busy ModelServer fit into little memory; windows that strategies look at stay exact."""
 
 from __future__ import annotations
 

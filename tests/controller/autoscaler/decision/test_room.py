@@ -64,7 +64,7 @@ def test_it_stays_small_and_never_below_load(looks: list[tuple[float, float]]) -
 
 
 def law_memory(*loads: tuple[float, float]) -> WorkMemory:
-    """Of the law, with these loads."""
+    """Of the strategy, with these loads."""
     return WorkMemory(NOW_S, peaks=seen(*loads))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules between laws and targets, one decision at a time."""
+"""The rules between strategies and targets, one decision at a time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the law Predictive learned of a season outlives a restart of the manager."""
+"""What the strategy Predictive learned of a season outlives a restart of the manager."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def arrivals(at_s: int) -> float:
 
 
 def looked(
-    law: PredictiveStrategy, memory: PredictiveMemory | None, from_s: int, to_s: int
+    strategy: PredictiveStrategy, memory: PredictiveMemory | None, from_s: int, to_s: int
 ) -> tuple[Recommendation, PredictiveMemory | None]:
     """Every half minute."""
     found = None
     for now_s in range(from_s, to_s, 30):
         points = [_point(at_s) for at_s in range(max(0, now_s - 200), now_s + 1, 10)]
         situation = situation_of(target_of(ready=2), traffic=Traffic(tuple(points)), now_s=float(now_s))
-        found, memory = law.recommend(situation, memory)
+        found, memory = strategy.recommend(situation, memory)
     assert found is not None
     return found, memory
 

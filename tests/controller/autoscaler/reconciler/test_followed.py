@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, cast
 
-from controller.autoscaler.reconciler.informers import Followed
+from controller.autoscaler.reconciler.informers import Informers
 from controller.kube.client import Client, Listed, WatchEvent
 from controller.kube.informer import InformerTiming
 from controller.kube.resources import MODEL_SERVERS, Object, Resource
@@ -40,8 +40,8 @@ class FakeClient:
 
 
 @contextlib.asynccontextmanager
-async def following(client: FakeClient) -> AsyncIterator[Followed]:
-    found = Followed(cast("Client", client), None, InformerTiming(resync_s=0), lambda _: None)
+async def following(client: FakeClient) -> AsyncIterator[Informers]:
+    found = Informers(cast("Client", client), None, InformerTiming(resync_s=0), lambda _: None)
     task = asyncio.create_task(found._servers.run())
     await found._servers.synced.wait()
     yield found

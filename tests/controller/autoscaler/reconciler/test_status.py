@@ -142,10 +142,12 @@ def test_a_change_by_hand_is_told_with_its_end() -> None:
 
 
 def test_a_target_whose_accelerator_no_node_has_is_told() -> None:
-    homeless = msgspec.structs.replace(result(), homeless={"main": "no node has accelerators of the kind H1000"})
-    status = status_of(homeless, {})
+    without_nodes = msgspec.structs.replace(
+        result(), without_nodes={"main": "no node has accelerators of the kind H1000"}
+    )
+    status = status_of(without_nodes, {})
     assert conditions(status)["CapacityBlocked"] == ("True", "NoSuchAccelerator")
-    assert [one.reason for one in events_of(homeless, status, {})] == ["CapacityBlocked"]
+    assert [one.reason for one in events_of(without_nodes, status, {})] == ["CapacityBlocked"]
 
 
 def test_modes_and_problems_keep_from_writing() -> None:

@@ -59,7 +59,7 @@ def test_kthenas_order_worked_out_by_hand() -> None:
 
 
 def kthena(targets: list[tuple[int, int, int]], rate: int, replicas: int) -> list[int]:
-    """Kthena's law restated: (least, most, cost) of each target; how many each has of ``replicas``."""
+    """Kthena's strategy restated: (least, most, cost) of each target; how many each has of ``replicas``."""
     blocks = []
     for index, (least, most, cost) in enumerate(targets):
         rest, length, exact = most - least, 0, 1.0

@@ -33,8 +33,10 @@ def followed(
     season: str | None = None,
     lead: str = "120s",
 ) -> tuple[Recommendation, PredictiveMemory]:
-    """What the law says after so long, looking every 30 s."""
-    law = PredictiveStrategy(PredictiveParameters(season=Duration(season) if season else None, lead=Duration(lead)))
+    """What the strategy says after so long, looking every 30 s."""
+    strategy = PredictiveStrategy(
+        PredictiveParameters(season=Duration(season) if season else None, lead=Duration(lead))
+    )
     memory, found, points, arrivals = None, None, [], 0.0
     for at_s in range(0, seconds + 1, 10):
         arrivals += 10 * rate(at_s)
@@ -50,7 +52,7 @@ def followed(
             situation = situation_of(
                 target_of(ready=2), traffic=Traffic(tuple(points[-20:])), now_s=float(at_s), freshness=freshness
             )
-            found, memory = law.recommend(situation, memory)
+            found, memory = strategy.recommend(situation, memory)
     assert found is not None
     assert memory is not None
     return found, memory
@@ -100,8 +102,8 @@ def test_silent_gateways_are_not_observed() -> None:
 
 
 def test_its_memory_is_bounded() -> None:
-    law = PredictiveStrategy(PredictiveParameters(season=Duration("7d")))
-    _, memory = law.recommend(situation_of(target_of()), None)
+    strategy = PredictiveStrategy(PredictiveParameters(season=Duration("7d")))
+    _, memory = strategy.recommend(situation_of(target_of()), None)
     assert memory is not None
     assert len(memory.profile) == 288
     assert len(msgspec.json.encode(memory)) < 3000

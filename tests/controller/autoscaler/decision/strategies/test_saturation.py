@@ -16,8 +16,8 @@ from tests.scaling_scenes import engine, pool, report, situation, some_report, t
 
 
 def asked(seen: Situation, **parameters: float) -> float | None:
-    law = SaturationStrategy(SaturationParameters(**parameters))  # type: ignore[arg-type]
-    return law.recommend(seen, None)[0].replicas
+    strategy = SaturationStrategy(SaturationParameters(**parameters))  # type: ignore[arg-type]
+    return strategy.recommend(seen, None)[0].replicas
 
 
 def test_saturation_is_the_larger_of_cache_and_queue() -> None:

@@ -130,12 +130,12 @@ def test_ten_thousand_cases_agree_with_the_restatement() -> None:
     while compared < 10_000:
         up, down = rng.choice((Fraction(55, 100), Fraction(8, 10))), rng.choice((Fraction(4, 10), Fraction(1, 10)))
         share, ready, starting = Fraction(rng.randrange(200), 100), rng.randrange(9), rng.choice((0, 0, 1, 5))
-        law = SloStrategy(SloParameters(float(up), float(down)), PROMISED)
+        strategy = SloStrategy(SloParameters(float(up), float(down)), PROMISED)
         replicas = ready + starting
         exact = share * (ready or replicas) / up, replicas * share / down
         if replicas == 0 or any(value.denominator == 1 for value in exact):
             continue
-        ours = law.desired(float(share), float(replicas), float(ready), fleet(ready, starting))
+        ours = strategy.desired(float(share), float(replicas), float(ready), fleet(ready, starting))
         assert ours == restated(share, ready, starting, up, down)
         compared += 1
 

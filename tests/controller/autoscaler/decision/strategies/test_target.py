@@ -203,9 +203,9 @@ def test_a_metric_that_is_not_a_number_is_unknown() -> None:
 
 
 def test_tolerance_differs_by_direction() -> None:
-    law = TargetStrategy((RUNNING,), Tolerance(up=0.5, down=0.0))
-    assert law.recommend(pool(report(running=20)), None)[0].replicas == 1
-    assert law.recommend(pool(*[report(running=7.9)] * 2), None)[0].replicas == 1
+    strategy = TargetStrategy((RUNNING,), Tolerance(up=0.5, down=0.0))
+    assert strategy.recommend(pool(report(running=20)), None)[0].replicas == 1
+    assert strategy.recommend(pool(*[report(running=7.9)] * 2), None)[0].replicas == 1
 
 
 def test_engines_of_another_kind_count_by_their_capacity() -> None:

@@ -134,7 +134,7 @@ def test_a_target_without_engines_has_what_it_had_or_what_another_has() -> None:
 
 
 def restated(parts: dict[str, Any], given: TokensParameters) -> int:
-    """The law in whole replicas, tried one by one."""
+    """The strategy in whole replicas, tried one by one."""
     demand = Fraction(parts["queued"])
     capacities, observed = [], []
     for used, waiting in parts["engines"]:
@@ -163,7 +163,7 @@ def restated(parts: dict[str, Any], given: TokensParameters) -> int:
 def test_ten_thousand_cases_agree_with_the_restatement() -> None:
     rng, compared = random.Random(15), 0
     given = TokensParameters(max_batched_tokens=10**6, max_sequences=10**6)
-    law = TokensStrategy(given)
+    strategy = TokensStrategy(given)
     while compared < 10_000:
         parts = {
             "engines": [
@@ -176,7 +176,7 @@ def test_ten_thousand_cases_agree_with_the_restatement() -> None:
             (engine(f"e{at}", holding(used, waiting)) for at, (used, waiting) in enumerate(parts["engines"])),
             current=len(parts["engines"]) + parts["coming"],
         )
-        found = law.recommend(situation(them, waiting=Waiting(tokens=parts["queued"])), None)[0]
+        found = strategy.recommend(situation(them, waiting=Waiting(tokens=parts["queued"])), None)[0]
         unit, ready = found.inputs["replica_capacity_tokens"], found.inputs["ready_capacity_tokens"]
         demand = found.inputs["demand_tokens"]
         steps = (demand / 0.85 - ready) / unit, (ready - demand / 0.7) / unit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work law, with numbers worked out by hand."""
+"""The work strategy, with numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TPOT = LatencyObjective(tpot=Duration("40ms"), percentile=50.0)
 
 
 def asked(situation: Situation, **parameters: object) -> Recommendation:
-    """What the law asks for at first, with no room unless it is said."""
+    """What the strategy asks for at first, with no room unless it is said."""
     fields = {"headroom": 1.0} | parameters
     return WorkStrategy(WorkParameters(**fields)).recommend(situation, None)[0]  # type: ignore[arg-type]
 
@@ -139,7 +139,7 @@ class TestCorrection:
 
     def followed(self, ttft_s: float, *, looks: int = 36, starting: int = 0) -> WorkMemory:
         """After minutes with this latency and one engine that should be enough."""
-        law, memory = WorkStrategy(), None
+        strategy, memory = WorkStrategy(), None
         objective = LatencyObjective(ttft=Duration("1s"))
         for look in range(looks):
             now_s = NOW_S + 5 * look
@@ -149,7 +149,7 @@ class TestCorrection:
                 objective=objective,
                 now_s=now_s,
             )
-            _, memory = law.recommend(situation, memory)
+            _, memory = strategy.recommend(situation, memory)
         assert memory is not None
         return memory
 
@@ -171,7 +171,7 @@ class TestCorrection:
         # The median of values in one bucket is its middle: 11.3, 14.22, 22.54 and 35.72 ms. Where an idle step takes 10
         # ms, they show an engine that is 0.115, 0.297, 0.556 and 0.72 busy; 2 * 0.21 s are expected. Half of that is
         # the least that is believed, and more only near the objective.
-        law, memory = WorkStrategy(), None
+        strategy, memory = WorkStrategy(), None
         for look in range(240):
             now_s = NOW_S + 5 * look
             situation = situation_of(
@@ -180,7 +180,7 @@ class TestCorrection:
                 objective=TPOT,
                 now_s=now_s,
             )
-            _, memory = law.recommend(situation, memory)
+            _, memory = strategy.recommend(situation, memory)
         assert memory is not None
         assert factor(memory) == pytest.approx(correction, abs=0.02)
 
@@ -188,7 +188,7 @@ class TestCorrection:
     def test_late_tokens_raise_it_at_once_by_the_fewest_replicas_of_their_time(self, more: int) -> None:
         # Values in the bucket of 0.05 s are 44.9 ms in the middle: an engine that is 0.777 busy, where 2 * 0.21 s were
         # expected of it. Replicas that came half a minute ago have not written these tokens.
-        law, memory = WorkStrategy(), None
+        strategy, memory = WorkStrategy(), None
         for look in range(18):
             now_s = NOW_S + 5 * look
             situation = situation_of(
@@ -197,7 +197,7 @@ class TestCorrection:
                 objective=TPOT,
                 now_s=now_s,
             )
-            _, memory = law.recommend(situation, memory)
+            _, memory = strategy.recommend(situation, memory)
         assert memory is not None
         assert factor(memory) == pytest.approx(1 + 0.851 * (1 - (11 / 12) ** 17), abs=0.01)
 
