@@ -177,6 +177,17 @@ class Api(enum.Enum):
         input="each pair of texts",
         output="nothing",
     )
+    SPEECH = ApiSpec(
+        paths=("/v1/audio/speech",),
+        parser="audio:speech",
+        fields_of=("input voice",),
+        reports_usage=False,
+        example={"input": "hello", "voice": "alloy"},
+        owner="OpenAI",
+        engines="vLLM-Omni",
+        input="the text",
+        output="the seconds that the text takes to be spoken, at 15 characters a second, 25 tokens each",
+    )
     TOKENIZE = ApiSpec(
         paths=("/tokenize",),
         parser="tokens:tokenize",

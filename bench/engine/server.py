@@ -25,6 +25,7 @@ from bench.engine.api import (
     responses_job,
     sglang_chat_job,
 )
+from bench.engine.audio import handlers as audio_handlers
 from bench.engine.driver import Driver
 from bench.engine.faults import DropEvents, Fault, FaultPlan, Refuse, Stall
 from bench.engine.formats import ChatFormat, CompletionFormat, Format, ResponsesFormat, error_body
@@ -138,6 +139,7 @@ class EngineServer:
             Api.GENERATE: self._generating(GenerateRequest, generate_job, GenerateFormat),
             **{api: self._pooling(one) for api, one in POOLING.items()},
             **tokenizer_handlers(self._serves),
+            **audio_handlers(self._compute),
         }
 
     async def _listen(self) -> None:
@@ -232,22 +234,26 @@ class EngineServer:
         decoder = msgspec.json.Decoder(pooling.body)
 
         async def handle(http: web.Request) -> web.StreamResponse:
-            status = self._faults.next_status()
-            if status is not None:
-                return _error(status, "The engine is asked to fail.", "service_unavailable_error")
             try:
                 body = decoder.decode(await http.read())
             except msgspec.DecodeError as error:
                 return _error(400, str(error), "BadRequestError")
-            job = pooling.to_job(body)
-            if (refused := self._refuse(job)) is not None:
-                return refused
-            request = self._driver.new_request(job.prompt, 1, model=job.model)
-            async for _ in self._driver.tokens(request):
-                pass
-            return web.json_response(pooling.answer(body, request))
+            done = await self._compute(pooling.to_job(body))
+            return done if isinstance(done, web.Response) else web.json_response(pooling.answer(body, done))
 
         return handle
+
+    async def _compute(self, job: Job) -> Request | web.Response:
+        """The whole job at once, or a refusal."""
+        status = self._faults.next_status()
+        if status is not None:
+            return _error(status, "The engine is asked to fail.", "service_unavailable_error")
+        if (refused := self._refuse(job)) is not None:
+            return refused
+        request = self._driver.new_request(job.prompt, self._answer_length(job), model=job.model)
+        async for _ in self._driver.tokens(request):
+            pass
+        return request
 
     async def _list_models(self, _: web.Request) -> web.Response:
         base = {"object": "model", "created": 0, "owned_by": "vllm", "max_model_len": self._settings.max_model_len}

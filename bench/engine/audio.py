@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's audio APIs: speech is silence of the right length."""
+
+from __future__ import annotations
+
+import io
+import wave
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from aiohttp import web
+
+from bench.engine.api import Job
+from extproc.protocol import Api
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from bench.engine.request import Request
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+    # a job as the finished request, or as the answer that it cannot be done
+    Compute = Callable[[Job], Awaitable[Request | web.Response]]
+
+_SAMPLE_RATE: Final = 16_000
+_TOKENS_PER_S: Final = 25
+_CHARACTERS_PER_S: Final = 15
+
+
+class SpeechRequest(msgspec.Struct):
+    """POST /v1/audio/speech."""
+
+    model: str
+    input: str
+
+
+def handlers(compute: Compute) -> dict[Api, Handler]:
+    """How each API is answered."""
+
+    async def speech(http: web.Request) -> web.StreamResponse:
+        try:
+            body = _speech.decode(await http.read())
+        except msgspec.DecodeError as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
+        tokens = max(1, len(body.input) * _TOKENS_PER_S // _CHARACTERS_PER_S)
+        done = await compute(_job(body.model, body.input.encode(), tokens))
+        if isinstance(done, web.Response):
+            return done
+        return web.Response(body=_silence(done.produced), content_type="audio/wav")
+
+    return {Api.SPEECH: speech}
+
+
+def _job(model: str, prompt: bytes, max_tokens: int | None) -> Job:
+    return Job(model=model, prompt=prompt, max_tokens=max_tokens, is_streamed=False, wants_usage=False)
+
+
+def _silence(tokens: int) -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(_SAMPLE_RATE)
+        out.writeframes(bytes(2 * _SAMPLE_RATE * tokens // _TOKENS_PER_S))
+    return file.getvalue()
+
+
+_speech: Final = msgspec.json.Decoder(SpeechRequest)
