@@ -22,10 +22,11 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     To add one, write its row in ``Api``, its parser, and how the simulator answers (``bench/engine``).
 
     ``paths``: the API's own, then its aliases; a request keeps its path. ``parser``: ``module:function`` of
-    ``extproc.request``, from a body to an InferenceRequest. ``example``: the fields of a valid request beside
-    ``model``. ``fields_of``: the top-level fields by which a body is known where a gateway does not send the path. Each
-    text is a set of them; ``name[]`` is a list of other things than objects, and a header's name counts as a field. Of
-    the sets that fit, the largest decides, then the first. Empty: it looks like an API that costs more.
+    ``extproc.request``, from a body, or its form, to an InferenceRequest. ``body``: a JSON object, or a form
+    (``multipart/form-data``). ``example``: the fields of a valid request beside ``model``; bytes are a file.
+    ``fields_of``: the top-level fields by which a body is known where a gateway does not send the path. Each text is a
+    set of them; ``name[]`` is a list of other things than objects, and a header's name counts as a field. Of the sets
+    that fit, the largest decides, then the first. Empty: it looks like an API that costs more.
 
     ``needs_model``: engines require ``model``; where a ModelRoute decides, every API needs it. ``waits_in_queue``:
     requests pass through flow control; not those for which engines compute nothing that others wait for. ``prompt``:
@@ -49,6 +50,7 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     input: str
     output: str
     fields_of: tuple[str, ...] = ()
+    body: Literal["json", "form"] = "json"
     needs_model: bool = True
     waits_in_queue: bool = True
     prompt: Literal["messages", "anthropic messages", "text", "tokens"] | None = None
@@ -176,6 +178,19 @@ class Api(enum.Enum):
         engines="vLLM, SGLang (`/v1/score`)",
         input="each pair of texts",
         output="nothing",
+    )
+    TRANSCRIPTIONS = ApiSpec(
+        paths=("/v1/audio/transcriptions",),
+        parser="audio:transcription",
+        body="form",
+        fields_of=("file model",),
+        reports_usage=False,
+        # 0.125 ms of silence
+        example={"file": b"RIFF(\0\0\0WAVEfmt \x10\0\0\0\1\0\1\0\x80>\0\0\0}\0\0\2\0\x10\0data\4\0\0\0\0\0\0\0"},
+        owner="OpenAI",
+        engines="vLLM, SGLang",
+        input="the seconds of the audio, 25 tokens each, and `prompt`",
+        output=_WRITTEN,
     )
     SPEECH = ApiSpec(
         paths=("/v1/audio/speech",),

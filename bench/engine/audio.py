@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's audio APIs: speech is silence of the right length."""
+"""OpenAI's audio APIs: transcripts are words as many as answers have, and speech is silence of the right length."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _SAMPLE_RATE: Final = 16_000
 _TOKENS_PER_S: Final = 25
 _CHARACTERS_PER_S: Final = 15
+_BYTES_PER_S: Final = 8_000
 
 
 class SpeechRequest(msgspec.Struct):
@@ -48,7 +49,19 @@ def handlers(compute: Compute) -> dict[Api, Handler]:
             return done
         return web.Response(body=_silence(done.produced), content_type="audio/wav")
 
-    return {Api.SPEECH: speech}
+    async def transcribe(http: web.Request) -> web.StreamResponse:
+        form = await http.post()
+        model, file = form.get("model"), form.get("file")
+        if not isinstance(model, str) or not isinstance(file, web.FileField):
+            return web.json_response({"error": {"message": "'model' and 'file' are required"}}, status=400)
+        audio = file.file.read()
+        seconds = max(1, len(audio) // _BYTES_PER_S)
+        done = await compute(_job(model, audio[: 4 * _TOKENS_PER_S * seconds], None))
+        if isinstance(done, web.Response):
+            return done
+        return web.json_response({"text": done.answer.decode(), "usage": {"type": "duration", "seconds": seconds}})
+
+    return {Api.SPEECH: speech, Api.TRANSCRIPTIONS: transcribe}
 
 
 def _job(model: str, prompt: bytes, max_tokens: int | None) -> Job:

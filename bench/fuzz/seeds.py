@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from bench.stack import ALIAS
-from extproc.protocol import APIS_BY_PATH
+from extproc.protocol import APIS_BY_PATH, Api
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _WEATHER: Final = {
     "type": "function",
@@ -18,6 +21,19 @@ _MULTIPART: Final = (
     b'--cut\r\ncontent-disposition: form-data; name="model"\r\n\r\nllama\r\n--cut\r\ncontent-disposition: form-data; '
     b'name="file"; filename="a.wav"\r\ncontent-type: audio/wav\r\n\r\nRIFF$\0\0\0WAVEfmt \x10\0\0\0\r\n--cut--\r\n'
 )
+
+
+def content_of(api: Api, fields: Mapping[str, object]) -> tuple[bytes, str]:
+    """A body with these fields, and its content type."""
+    if api.spec.body == "json":
+        return msgspec.json.encode(fields), "application/json"
+    parts = []
+    for name, value in fields.items():
+        more = '; filename="a.wav"\r\ncontent-type: audio/wav' if isinstance(value, bytes) else ""
+        parts.append(f'--cut\r\ncontent-disposition: form-data; name="{name}"{more}\r\n\r\n'.encode())
+        parts.append(value if isinstance(value, bytes) else str(value).encode())
+        parts.append(b"\r\n")
+    return b"".join((*parts, b"--cut--\r\n")), "multipart/form-data; boundary=cut"
 
 
 class Seed(msgspec.Struct, frozen=True):
@@ -39,7 +55,11 @@ def _plain(value: object) -> object:
 
 
 SEEDS: Final = (
-    *(Seed(path, _plain({"model": ALIAS, **api.spec.example})) for path, api in APIS_BY_PATH.items()),
+    *(
+        Seed(path, _plain({"model": ALIAS, **api.spec.example}))
+        for path, api in APIS_BY_PATH.items()
+        if api.spec.body == "json"
+    ),
     Seed("/v1/chat/completions", _said("hello", stream=True, stream_options={"include_usage": True}, n=1)),
     Seed(
         "/v1/chat/completions",

@@ -16,6 +16,7 @@ from extproc.core.record import Record, Run
 from extproc.core.states import State
 from extproc.errors import EngineStarting, InternalError, NoEndpoint, Refusal
 from extproc.prefix.index import tail_of
+from extproc.request.form import read_form, with_fields
 from extproc.request.rewrite import is_plain, with_changes
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.scheduling.pool import PickConstraints, RequestStarted
@@ -303,6 +304,11 @@ def changed_body(arrival: Arrival, *, with_usage: bool) -> bytes | None:
         changes["stream_options"] = {**request.stream_options, "include_usage": True}
     allowed = arrival.pool.spec.allowed_fields
     dropped = [name for name in request.internal_fields if name not in allowed]
+    if request.api.spec.body == "form":
+        if not changes and not dropped:
+            return None
+        form = read_form(arrival.body, arrival.head.headers.get("content-type", ""))
+        return with_fields(form, {name: str(value) for name, value in changes.items()}, without=dropped)
     if not changes and not dropped and is_plain(arrival.body, request.contents):
         return None
     return with_changes(arrival.body, changes, request.contents, without=dropped)

@@ -24,7 +24,7 @@ from extproc.errors import (
 )
 from extproc.protocol import APIS_BY_PATH, MODEL_REWRITES, MODELS_PATH, Api, api_of_path
 from extproc.request.model import STEERING_FIELDS, InferenceRequest, no_model
-from extproc.request.parsing import api_by_body, parse, steering_of_unread
+from extproc.request.parsing import api_by_body, no_body, parse, steering_of_unread
 from extproc.routing.resolve import Destination, RoutingTable
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class Intake:
         if head.method != "POST":
             raise MethodNotAllowed(f"{head.path} takes POST, not {head.method[:20]}.")
         if not head.has_body:
-            raise BadRequest("The request has no body; send a JSON object with at least 'model'.")
+            raise no_body(api)
         return api
 
     def take(self, head: Head, body: bytes, server: str = "") -> Arrival:
@@ -179,7 +179,7 @@ class Intake:
 
     def receive(self, api: Api, head: Head, body: bytes) -> Arrival:
         """Parse and route; raises a Refusal."""
-        return self._by_route(parse(api, body), head, body)
+        return self._by_route(parse(api, body, head.headers), head, body)
 
     def _by_route(self, request: InferenceRequest, head: Head, body: bytes) -> Arrival:
         if not request.model:
@@ -234,7 +234,7 @@ class Intake:
         if api is None:
             return self.receive_unread(server, head, body)
         try:
-            request = parse(api, body)
+            request = parse(api, body, head.headers)
         except BadRequest:
             # engines know more APIs and fields than we do, and say best what is wrong
             if self.has_limits:
@@ -244,7 +244,7 @@ class Intake:
 
     def receive_for(self, server: str, api: Api, head: Head, body: bytes) -> Arrival:
         """Parse, and route to ``server`` unless a ModelRoute knows the model; raises a Refusal."""
-        request = parse(api, body)
+        request = parse(api, body, head.headers)
         if self._routing.knows(request.model):
             return self._by_route(request, head, body)
         return self._direct(request, server, head, body)

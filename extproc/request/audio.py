@@ -3,13 +3,29 @@
 
 from __future__ import annotations
 
+import struct
 from math import ceil
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.errors import BadRequest
 from extproc.protocol import Api
-from extproc.request.model import MOST_TOKENS, Common, InferenceRequest, large_contents, opened, request_of
+from extproc.request.model import (
+    INTERNAL_FIELDS,
+    MOST_TOKENS,
+    NUMBERS,
+    Common,
+    InferenceRequest,
+    Media,
+    large_contents,
+    opened,
+    request_of,
+    steering_in,
+)
+
+if TYPE_CHECKING:
+    from extproc.request.form import Form
 
 # Of Qwen2-Audio; the codecs of speech models have 12 to 83.
 TOKENS_PER_S: Final = 25
@@ -29,4 +45,64 @@ def speech(body: bytes) -> InferenceRequest:
     return request_of(Api.SPEECH, asked, bytes(opened(asked.input)), most, large_contents(asked.input, body))
 
 
+def transcription(form: Form) -> InferenceRequest:
+    """POST /v1/audio/transcriptions: its prompt is the client's text, and so much of the audio as it has tokens."""
+    model, audio = form.text("model"), form.file("file")
+    for name, value in (("model", model), ("file", audio)):
+        if value is None:
+            raise BadRequest(f"The field '{name}' is missing; it is required.", param=name)
+    assert model is not None  # noqa: S101 - see above
+    assert audio is not None  # noqa: S101
+    tokens = ceil(TOKENS_PER_S * _seconds(audio))
+    heard = bytes(audio[: _BYTES_PER_TOKEN * tokens])
+    request = request_of(
+        Api.TRANSCRIPTIONS,
+        Common(model=model, stream=form.text("stream") in _TRUE),
+        (form.text("prompt") or "").encode() + heard,
+        _limit(form.text("max_completion_tokens")),
+        None,
+        media=Media(tokens, len(heard)),
+    )
+    return msgspec.structs.replace(request, internal_fields=_internal_fields(form))
+
+
+def _seconds(audio: memoryview) -> float:
+    """By the header of a WAV file; of other formats at 64 kbit/s."""
+    header = bytes(audio[:36])
+    rate = _BYTES_PER_S
+    if header[:4] == b"RIFF" and header[8:16] == b"WAVEfmt " and len(header) == _WAV.size:
+        _, channels, samples_per_s, bits = _WAV.unpack(header)
+        # nobody's header makes seconds cost nothing
+        rate = min(_MOST_BYTES_PER_S, samples_per_s * channels * bits / 8) or rate
+    return len(audio) / rate
+
+
+def _limit(text: str | None) -> int | None:
+    if not text:
+        return None
+    if not text.isdecimal() or len(text) > len(str(MOST_TOKENS)) or not 1 <= int(text) <= MOST_TOKENS:
+        name = "max_completion_tokens"
+        raise BadRequest(f"'{name}' must be {NUMBERS[name]}; send one, or leave the field out.", param=name)
+    return int(text)
+
+
+def _internal_fields(form: Form) -> tuple[str, ...]:
+    """Beside those of its name, what vLLM reads as JSON in one field."""
+    found = tuple([name for name in INTERNAL_FIELDS if name in form.names])
+    arguments = form.text("vllm_xargs")
+    if arguments is None:
+        return found
+    try:
+        return found + steering_in(msgspec.Raw(arguments.encode()))
+    except (msgspec.DecodeError, RecursionError):
+        raise BadRequest("'vllm_xargs' is not JSON.", param="vllm_xargs") from None
+
+
+_TRUE: Final = frozenset({"true", "True", "1", "on", "yes"})
+_BYTES_PER_TOKEN: Final = 4
+_BYTES_PER_S: Final = 8_000
+# 192,000 samples of two channels of 32 bits.
+_MOST_BYTES_PER_S: Final = 1_536_000
+# RIFF, length, WAVEfmt, its length, kind; channels, samples a second; bytes a second, bytes of a sample; bits of one
+_WAV: Final = struct.Struct("<22sHI6xH")
 _speech: Final = msgspec.json.Decoder(_Speech)

@@ -10,23 +10,29 @@ import json
 import re
 from operator import attrgetter
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Final, NoReturn
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
 
 from extproc.errors import BadRequest
 from extproc.protocol import ANTHROPIC_VERSION, Api
 from extproc.request.bounds import check_bounds, check_rest
+from extproc.request.form import read_form
 from extproc.request.model import ABSENT, NUMBERS, STEERING_FIELDS, InferenceRequest, steering_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
-def parse(api: Api, body: bytes) -> InferenceRequest:
+
+def parse(api: Api, body: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> InferenceRequest:
     """Read the request in ``body``. Raises BadRequest, which says what to correct."""
     if not body:
-        raise BadRequest("The request has no body; send a JSON object with at least 'model'.")
+        raise no_body(api)
+    if api.spec.body == "form":
+        return _PARSERS[api](read_form(body, headers.get("content-type", "")))
     check_bounds(body)
     try:
         # msgspec does not check the text of fields that it skips
@@ -45,6 +51,12 @@ def parse(api: Api, body: bytes) -> InferenceRequest:
     return request
 
 
+def no_body(api: Api) -> BadRequest:
+    """The refusal of a request without a body."""
+    what = "form" if api.spec.body == "form" else "JSON object"
+    return BadRequest(f"The request has no body; send a {what} with at least 'model'.")
+
+
 def _refuse_shape(problem: str) -> NoReturn:
     """Raise what msgspec reports, ``Expected `str`, got `int` - at `$.model```, with the field in OpenAI's
     ``param``.
@@ -60,7 +72,8 @@ def _refuse_shape(problem: str) -> NoReturn:
     raise BadRequest(f"{what.replace('`', chr(39))}{f' in {param}' if param else ' as the body'}.", param=param)
 
 
-_PARSERS: Final[dict[Api, Callable[[bytes], InferenceRequest]]] = {
+# from bytes, or from a Form
+_PARSERS: Final[dict[Api, Callable[[Any], InferenceRequest]]] = {
     api: resolve_name(f"{__package__}.{api.spec.parser}") for api in Api
 }
 
@@ -72,6 +85,8 @@ def api_by_body(body: bytes, headers: Mapping[str, str]) -> Api | None:
     count tokens looks the same; it is taken for the one that costs more, because a client could leave out what tells
     them apart and be charged nothing for a generation.
     """
+    if headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        return next((api for api in _FIELDS_OF if api.spec.body == "form"), None)
     try:
         shape = _shape.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

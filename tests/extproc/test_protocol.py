@@ -3,26 +3,27 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
+from bench.fuzz.seeds import content_of
 from extproc.core.record import Head
 from extproc.errors import BadRequest, ErrorForm
 from extproc.protocol import ANTHROPIC_PATHS, APIS_BY_PATH, Api, api_of_path
-from extproc.request.model import STEERING_FIELDS
+from extproc.request.model import STEERING_FIELDS, InferenceRequest
 from extproc.request.parsing import api_by_body, parse
 from extproc.streams.headers import error_form
 
 EVERY_API = pytest.mark.parametrize("api", Api, ids=lambda api: api.name)
 
 
-def body_of(api: Api, **fields: object) -> bytes:
-    return msgspec.json.encode({"model": "m", **api.spec.example, **fields})
+def request_of(api: Api, **fields: object) -> InferenceRequest:
+    content, content_type = content_of(api, {"model": "m", **api.spec.example, **fields})
+    return parse(api, content, {"content-type": content_type})
 
 
 @EVERY_API
 def test_the_example_of_an_api_is_read(api: Api) -> None:
-    request = parse(api, body_of(api))
+    request = request_of(api)
     assert request.api is api
     assert request.model == "m"
     assert not request.is_streamed
@@ -33,40 +34,50 @@ def test_the_example_of_an_api_is_read(api: Api) -> None:
 
 @EVERY_API
 def test_a_model_that_is_no_name_is_refused(api: Api) -> None:
-    for wrong in (1, None, [], {"a": "b"}):
+    for wrong in (1, None, [], {"a": "b"}) if api.spec.body == "json" else (b"a file", b"\xff"):
         with pytest.raises(BadRequest) as caught:
-            parse(api, body_of(api, model=wrong))
+            request_of(api, model=wrong)
         assert caught.value.param == "model"
 
 
 @EVERY_API
 def test_a_model_is_needed_where_engines_need_it(api: Api) -> None:
-    body = msgspec.json.encode(dict(api.spec.example))
+    content, content_type = content_of(api, api.spec.example)
     if not api.spec.needs_model:
-        assert parse(api, body).model == ""
+        assert parse(api, content).model == ""
         return
-    for content in (body, body_of(api, model="")):
+    empty, _ = content_of(api, {**api.spec.example, "model": ""})
+    for one in (content, empty):
         with pytest.raises(BadRequest) as caught:
-            parse(api, content)
+            parse(api, one, {"content-type": content_type})
         assert caught.value.param == "model"
+
+
+@EVERY_API
+def test_a_request_without_a_body_is_refused(api: Api) -> None:
+    with pytest.raises(BadRequest, match="has no body"):
+        parse(api, b"")
 
 
 @EVERY_API
 @pytest.mark.parametrize("name", STEERING_FIELDS)
 def test_fields_that_steer_engines_are_found(api: Api, name: str) -> None:
-    assert parse(api, body_of(api, **{name: 1})).internal_fields == (name,)
+    assert request_of(api, **{name: 1}).internal_fields == (name,)
 
 
 @EVERY_API
 def test_a_stream_lacks_usage_only_where_it_must_be_asked_for(api: Api) -> None:
-    request = parse(api, body_of(api, stream=True))
+    request = request_of(api, stream="true" if api.spec.body == "form" else True)
+    assert request.is_streamed
     assert request.leaves_usage_out == api.spec.usage_if_asked
     assert request.asks_for_usage == (api.spec.reports_usage and not api.spec.usage_if_asked)
 
 
 @EVERY_API
 def test_an_example_is_recognised_without_its_path(api: Api) -> None:
-    found = api_by_body(body_of(api), {"anthropic-version": "1"} if api.spec.errors == "anthropic" else {})
+    content, content_type = content_of(api, {"model": "m", **api.spec.example})
+    version = {"anthropic-version": "1"} if api.spec.errors == "anthropic" else {}
+    found = api_by_body(content, {"content-type": content_type, **version})
     if api.spec.fields_of:
         assert found is api
     else:

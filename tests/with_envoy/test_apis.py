@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from bench.fuzz.seeds import content_of
 from extproc.protocol import APIS_BY_PATH, Api
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
+    import openai
+
     from bench.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -22,7 +25,8 @@ EVERY_PATH = pytest.mark.parametrize(("path", "api"), APIS_BY_PATH.items())
 
 async def post(stack: Stack, path: str, api: Api, **fields: object) -> httpx.Response:
     async with httpx.AsyncClient(timeout=30) as http:
-        return await http.post(stack.url + path, json={**api.spec.example, **fields})
+        content, content_type = content_of(api, {**api.spec.example, **fields})
+        return await http.post(stack.url + path, content=content, headers={"content-type": content_type})
 
 
 async def total(stack: Stack, name: str) -> float:
@@ -60,3 +64,26 @@ async def test_its_usage_is_read_from_the_answer(stack: Stack, model: str, api: 
         return await total(stack, "attache_prompt_tokens_total") == before + tokens
 
     await eventually(is_counted)
+
+
+async def test_openais_client_sends_forms_and_reads_sound(client: openai.AsyncOpenAI, model: str) -> None:
+    sound = await client.audio.speech.create(model=model, input="Hello, " * 20, voice="alloy")
+    assert sound.content[:4] == b"RIFF"
+    # 140 characters
+    assert len(sound.content) == 44 + 2 * 16_000 * 233 // 25
+    for asked in (model, "sql"):
+        heard = await client.audio.transcriptions.create(
+            model=asked, file=("a.wav", sound.content), prompt="Say it.", timestamp_granularities=["word", "segment"]
+        )
+        assert heard.text
+
+
+async def test_what_readers_of_forms_might_understand_differently_is_refused(stack: Stack, model: str) -> None:
+    path = Api.TRANSCRIPTIONS.spec.paths[0]
+    content, content_type = content_of(Api.TRANSCRIPTIONS, {"model": model, **Api.TRANSCRIPTIONS.spec.example})
+    twice = content_of(Api.TRANSCRIPTIONS, {"model": "unknown"})[0].removesuffix(b"--cut--\r\n") + content
+    async with httpx.AsyncClient() as http:
+        for odd in (twice, b"before\r\n" + content, content + b"behind", content[:-9]):
+            answer = await http.post(stack.url + path, content=odd, headers={"content-type": content_type})
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["type"] == "invalid_request_error"

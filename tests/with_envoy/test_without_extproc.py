@@ -14,6 +14,7 @@ import pytest_asyncio
 import yaml
 from aiohttp import web
 
+from bench.fuzz.seeds import content_of
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
 from controller.bundle.sync import write_once
@@ -32,7 +33,7 @@ CHAT: Final = "/v1/chat/completions"
 MESSAGES: Final = "/v1/messages"
 COUNT: Final = "/v1/messages/count_tokens"
 GENERATE: Final = "/inference/v1/generate"
-PATHS: Final = tuple(APIS_BY_PATH)
+PATHS: Final = tuple(path for path, api in APIS_BY_PATH.items() if api.spec.body == "json")
 # what the engines of the two servers call their model
 ONE, TWO = "engines/one", 'engines/"zwei" \\ é'
 STEERING: Final = ("kv_transfer_params", "bootstrap_host", "data_parallel_rank", "lora_path")
@@ -160,6 +161,16 @@ def names(told: Told) -> list[str]:
     return [name for name, _ in told.pairs()]
 
 
+async def test_forms_wait_for_extproc(gateway: Gateway) -> None:
+    """Envoy alone does not find the model in them."""
+    for path, api in APIS_BY_PATH.items():
+        if api.spec.body == "form":
+            content, _ = content_of(api, {"model": "chat", **api.spec.example})
+            error = await gateway.refused(content, 503, path)
+            assert error["code"] == "no_picker"
+            assert "JSON" in error["message"]
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "content",
@@ -240,7 +251,7 @@ async def test_a_route_whose_rules_take_other_paths_serves_none_else(gateway: Ga
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/messages/batches", "/v1/audio/transcriptions", "/v1/models", "/v1/load_lora_adapter", "/"]
+    "path", ["/v1/messages/batches", "/v1/audio/translations", "/v1/models", "/v1/load_lora_adapter", "/"]
 )
 async def test_other_paths_are_not_served(gateway: Gateway, path: str) -> None:
     assert (await gateway.post('{"model": "chat"}', path)).status_code == 404

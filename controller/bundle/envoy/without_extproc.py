@@ -278,7 +278,12 @@ function envoy_on_request(handle)
   local headers = handle:headers()
   local method, path = headers:get(":method"), match(headers:get(":path") or "", "^[^?]*")
   if method == "GET" and path == "@MODELS_PATH@" then return look_again(handle, true) end
-  if method ~= "POST" or not @IS_INFERENCE@ then return end
+  local kind = @IS_INFERENCE@
+  if method ~= "POST" or not kind then return end
+  if kind == "form" then
+    local message = "Only JSON requests can be served at the moment; try again soon."
+    return refuse(handle, "503", "service_unavailable_error", '"no_picker"', "null", message)
+  end
   local body = handle:body()
   local size = body and body:length() or 0
   local fine, name, members = pcall(read, size > 0 and body:getBytes(0, size) or "")
@@ -372,7 +377,7 @@ def reads_body(*, with_prefixes: bool = False) -> Lua:
     if with_prefixes:
         is_inference = f"({' or '.join(f'PATHS[match(path, {pattern})]' for pattern in _lua_patterns())})"
     marks = {
-        "@PATHS@": ", ".join(f'["{path}"] = true' for path in APIS_BY_PATH),
+        "@PATHS@": ", ".join(f'["{path}"] = "{api.spec.body}"' for path, api in APIS_BY_PATH.items()),
         "@IS_INFERENCE@": is_inference,
         "@KNOWN@": _lua_set(("model", *_INTERNAL_FIELDS)),
         "@STEERING@": _lua_set(_STEERING_FIELDS),

@@ -15,6 +15,8 @@ from extproc.core.record import Head
 from extproc.request.parsing import parse
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from extproc.protocol import Api
     from extproc.request.model import InferenceRequest
 
@@ -38,9 +40,9 @@ def test_a_body_behind_a_pool_is_read_once_whoever_routes_it(
 ) -> None:
     read = list[bytes]()
 
-    def counted(api: Api, body: bytes) -> InferenceRequest:
+    def counted(api: Api, body: bytes, headers: Mapping[str, str]) -> InferenceRequest:
         read.append(body)
-        return parse(api, body)
+        return parse(api, body, headers)
 
     monkeypatch.setattr(module, "parse", counted)
     core = Core(load({"a.yaml": DIRECTORY.encode()}), rng=random.Random(1), ticket_prefix="t")
