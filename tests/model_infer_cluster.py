@@ -20,9 +20,8 @@ from controller.kube.resources import (
     Resource,
     key_of,
 )
-from controller.models.model_infer.observed import Load, NodeRoom, Observed, PodGroups
-from controller.models.model_infer.reconcile import reconcile
-from controller.models.model_infer.times import text_of
+from controller.models.model_infer.names import text_of
+from controller.models.model_infer.observed import Load, NodeRoom, Observed, PodGroups, reconcile
 from tests.kube_objects import resource
 
 Object = dict[str, Any]

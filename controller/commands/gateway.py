@@ -15,7 +15,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from controller.gateway.compile.gateway_api.settings import ANY, GatewayApiSettings, parse_addresses
+from controller.gateway.compile.gateway_api.gateways import ANY, GatewayApiSettings, parse_addresses
 from extproc.api.addresses import parse_endpoint
 
 if TYPE_CHECKING:

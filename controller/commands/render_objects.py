@@ -10,10 +10,10 @@ import msgspec
 import yaml
 
 from controller.gateway.compile.compiler import Compiler
+from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
-from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
-from controller.gateway.compile.pickers import LABEL
 from controller.gateway.compile.secrets import Pointer
+from controller.gateway.compile.servers import LABEL
 from controller.gateway.compile.sources import DOCUMENT_KINDS
 from controller.kube.conditions import Wanted, WantedStatus
 from extproc.api.documents import read, split

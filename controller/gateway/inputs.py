@@ -7,9 +7,9 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Final
 
-from controller.gateway.compile.gateway_api.services import trimmed_slice
-from controller.gateway.compile.pickers import LABEL
+from controller.gateway.compile.gateway_api.backends import trimmed_slice
 from controller.gateway.compile.pods import trimmed_pod
+from controller.gateway.compile.servers import LABEL
 from controller.kube.resources import (
     CONFIG_MAPS,
     CRDS,

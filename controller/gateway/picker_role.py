@@ -15,9 +15,9 @@ import msgspec
 
 from controller.gateway.compile.picker_mode import LLM_D_OBJECTIVES as LLM_D
 from controller.gateway.compile.picker_mode import OBJECTIVES, PickerCompiler
-from controller.gateway.compile.pickers import LABEL
 from controller.gateway.compile.pods import trimmed_pod
 from controller.gateway.compile.pools import KIND
+from controller.gateway.compile.servers import LABEL
 from controller.gateway.directory import DirectoryWriter
 from controller.gateway.inputs import Inputs
 from controller.gateway.picker_metrics import PickerMetrics

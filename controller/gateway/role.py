@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.compiler import Compiler
-from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
+from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.compile.programmed import Consumer, is_settled, with_use
 from controller.gateway.directory import DirectoryWriter
 from controller.gateway.inputs import REFERENCED_KINDS, Inputs, ReferencedObjects, gateway_informers

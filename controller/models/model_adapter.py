@@ -27,7 +27,7 @@ from controller.kube.resources import (
 )
 from controller.models.adapter import Failure, WorkKey
 from controller.models.model.observed import CHILDREN, MODEL, Observed, Settings
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 
 if TYPE_CHECKING:
     from controller.kube.cache import Cache
@@ -85,7 +85,7 @@ class ModelAdapter:
             for one, informer in self._children.items()
         }
         # those of warm-ups; the others belong to ModelInfers
-        warming = cache.add(PODS, labels=f"{MODEL},!{labels.MODEL_INFER}", transform=trimmed_pod)
+        warming = cache.add(PODS, labels=f"{MODEL},!{names.MODEL_INFER}", transform=trimmed_pod)
         self._pods = [Index(one, _model, self._pod_changed) for one in (infer_pods, warming)]
         self._runtimes = Index(
             cache.add(SERVING_RUNTIMES, transform=without_managed_fields, optional=True),

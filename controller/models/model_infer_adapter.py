@@ -28,7 +28,7 @@ from controller.kube.resources import (
     key_of,
 )
 from controller.models.adapter import Failure, WorkKey
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 from controller.models.model_infer.observed import Observed, PodGroups
 from controller.models.node_capacity import LostNodes, not_ready_since_s, room, trimmed_to_requests
 
@@ -162,7 +162,7 @@ class ModelInferAdapter:
         self._informers: dict[Resource, Informer] = {
             one: cache.add(
                 one,
-                labels=labels.MODEL_INFER,
+                labels=names.MODEL_INFER,
                 transform=_TRANSFORMS.get(one, without_managed_fields),
                 optional=one in _OPTIONAL,
             )
@@ -176,7 +176,7 @@ class ModelInferAdapter:
         self._lost = LostNodes(self._nodes.get)
         self._was_ready: dict[str, bool] = {}
         self._nodes.subscribe(self._node_changed)
-        self._queues = cache.add(WORKLOADS, labels=labels.MODEL_INFER, transform=without_managed_fields, optional=True)
+        self._queues = cache.add(WORKLOADS, labels=names.MODEL_INFER, transform=without_managed_fields, optional=True)
         self._everything: Informer | None = None
         self.log_tails = LogTails(client, self._pod_changed)
 
@@ -205,7 +205,7 @@ class ModelInferAdapter:
         for one, informer in self._informers.items():
             if not self._cache.serves(informer):
                 continue
-            listed = await self._client.list(one, metadata["namespace"], labels=labels.MODEL_INFER)
+            listed = await self._client.list(one, metadata["namespace"], labels=names.MODEL_INFER)
             lean = _TRANSFORMS.get(one, without_managed_fields)
             found[one] = [lean(each) for each in listed.items if owner_uid(each) == metadata["uid"]]
         return found

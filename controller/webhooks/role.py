@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from controller.gateway.compile.pickers import LABEL
+from controller.gateway.compile.servers import LABEL
 from controller.kube.informer import Informer, InformerTiming, Selection
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from controller.kube.plan import Action, Annotate, Create, Delete, Plan
 from controller.kube.resources import MODEL_INFERS, PODS, Object, key_of
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ def stand_in(observed: Observed, now_s: float) -> Plan:  # noqa: ARG001 - time c
         status={
             "replicas": replicas,
             "readyReplicas": replicas if done else 0,
-            "labelSelector": f"{labels.MODEL_INFER}={thing['metadata']['name']},{labels.SCALE_UNIT}=true",
+            "labelSelector": f"{names.MODEL_INFER}={thing['metadata']['name']},{names.SCALE_UNIT}=true",
             "conditions": [available],
         },
     )
@@ -67,7 +67,7 @@ def _pod(thing: Object, template: dict[str, Any], name: str, role: str) -> Objec
         "metadata": {
             "name": name,
             "namespace": metadata["namespace"],
-            "labels": {labels.MODEL_INFER: metadata["name"], labels.ROLE: role},
+            "labels": {names.MODEL_INFER: metadata["name"], names.ROLE: role},
             "ownerReferences": [owner],
         },
         "spec": template["spec"],

@@ -16,7 +16,7 @@ from bench.cluster.virtual.looks import OWNED
 from bench.cluster.virtual.manager import Look
 from controller.kube.errors import NotFound
 from controller.kube.resources import MODEL_INFERS, PODS, SERVICES, Object, Resource
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 from controller.models.model_infer.reconcile import reconcile
 from tests.controller.models.model_infer.chaos.ending import has_what_it_should
 from tests.controller.models.model_infer.chaos.oracle import Broken, Oracle
@@ -81,7 +81,7 @@ class Watching:
 
 def _fat(pod: Object) -> Object:
     """With what the manager's copies leave out and the oracle asks for."""
-    size = 2 if pod["metadata"]["labels"][labels.ROLE] == "decode" else 1
+    size = 2 if pod["metadata"]["labels"][names.ROLE] == "decode" else 1
     container = {"name": "engine", "env": [{"name": "GROUP_SIZE", "value": str(size)}]}
     return {**pod, "spec": {**pod["spec"], "containers": [container]}}
 

@@ -21,7 +21,7 @@ from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
-from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
+from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
 from controller.kube.client import Client, connect

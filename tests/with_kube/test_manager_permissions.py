@@ -14,7 +14,7 @@ from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
 from controller.kube.errors import Forbidden
 from controller.kube.resources import MODEL_INFERS, MODELS, NODES, PODS, SECRETS, SERVICES
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 from controller.models.model_infer.reconcile import reconcile
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
@@ -105,7 +105,7 @@ async def test_the_account_may_do_what_the_work_needs_and_little_more(
                 )
 
             await eventually(are_made, timeout_s=PATIENCE_S)
-            changed = {"metadata": {"labels": {labels.MODEL_INFER: None}}}
+            changed = {"metadata": {"labels": {names.MODEL_INFER: None}}}
             await client.merge_patch(PODS, "llama-0-main-0-0", namespace, changed)
             await client.merge_patch(SERVICES, "llama-0-main-0", namespace, changed)
 
@@ -115,7 +115,7 @@ async def test_the_account_may_do_what_the_work_needs_and_little_more(
                     await client.find(SERVICES, "llama-0-main-0", namespace),
                 ]
                 found = [(one or {"metadata": {}})["metadata"].get("labels") or {} for one in things]
-                return all(labels.MODEL_INFER in one for one in found)
+                return all(names.MODEL_INFER in one for one in found)
 
             # whom the scaling takes away nobody mends
             await eventually(are_mended, timeout_s=PATIENCE_S)

@@ -23,7 +23,7 @@ from controller.kube.resources import (
     MODELS,
     PODS,
 )
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 from controller.models.model_infer.observed import Load
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL
@@ -126,7 +126,7 @@ async def test_what_others_change_is_mended(client: Client, kube: Kube, namespac
             return bool(found) and found[0]["metadata"]["uid"] != before
 
         await eventually(is_another, timeout_s=SOON_S)
-        for label in (labels.ROLE, labels.MODEL_INFER):  # without the second one our informers do not see the pod
+        for label in (names.ROLE, names.MODEL_INFER):  # without the second one our informers do not see the pod
             patch = {"metadata": {"labels": {label: None}}}
             await client.merge_patch(PODS, "llama-0-main-0-0", namespace, patch)
 

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from bench.cluster.crds import apply_crds
-from controller.gateway.compile.gateway_api.settings import GatewayApiSettings, parse_addresses
+from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings, parse_addresses
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
 from controller.kube.client import connect

@@ -17,7 +17,7 @@ from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
 from controller.kube.client import connect
 from controller.kube.resources import NAMESPACES, NODES
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 from controller.models.model_infer.reconcile import reconcile
 from extproc.scheduling.pickers import NO_PREFILL
 from tests.waiting import eventually
@@ -190,7 +190,7 @@ async def test_a_killed_engine_and_a_lost_node_fail_no_request_without_a_first_b
         "whenUnsatisfiable": "DoNotSchedule",
         # a node that is lost does not keep the other from having all
         "nodeTaintsPolicy": "Honor",
-        "labelSelector": {"matchLabels": {labels.MODEL_INFER: name}},
+        "labelSelector": {"matchLabels": {names.MODEL_INFER: name}},
     }
     engines = site.role()
     engines["entryTemplate"]["spec"]["topologySpreadConstraints"] = [apart]
@@ -226,9 +226,9 @@ async def test_a_killed_engine_and_a_lost_node_fail_no_request_without_a_first_b
 async def test_pairs_are_of_one_group_while_groups_are_replaced(site: Site) -> None:
     name = "pairs"
     group = {
-        "prefillLabels": {labels.ROLE: "prefill"},
-        "decodeLabels": {labels.ROLE: "decode"},
-        "groupKey": labels.GROUP,
+        "prefillLabels": {names.ROLE: "prefill"},
+        "decodeLabels": {names.ROLE: "decode"},
+        "groupKey": names.GROUP,
         "minUncachedTokens": 0,
     }
     roles = [site.role("prefill"), site.role("decode")]

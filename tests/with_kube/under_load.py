@@ -30,7 +30,7 @@ from controller.kube.resources import (
     MODEL_SERVERS,
     PODS,
 )
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 from extproc.api.status_pages import LOADS_LABEL, LOADS_PATH
 from extproc.llmd.pickers import InstalledPlugins
 from tests.kube_objects import resource, route
@@ -135,7 +135,7 @@ class Site(msgspec.Struct, frozen=True):
         made["spec"]["template"]["drainTimeout"] = f"{drain_s}s"
         made["spec"].update(spec)
         selecting = {
-            "workloadSelector": {"matchLabels": {labels.MODEL_INFER: name, labels.ENTRY: "true"}},
+            "workloadSelector": {"matchLabels": {names.MODEL_INFER: name, names.ENTRY: "true"}},
             "workloadPort": {"port": 8000},
         }
         about = {"model": "org/llama", **selecting, **(server or {})}
@@ -190,7 +190,7 @@ class Site(msgspec.Struct, frozen=True):
 
     async def pods(self, name: str) -> list[Object]:
         """All of a ModelInfer."""
-        return (await self.client.list(PODS, self.namespace, labels=f"{labels.MODEL_INFER}={name}")).items
+        return (await self.client.list(PODS, self.namespace, labels=f"{names.MODEL_INFER}={name}")).items
 
     async def condition(self, name: str, type_: str) -> tuple[str, str, str]:
         """Status, reason and message."""
@@ -278,7 +278,7 @@ class Watch:
         found: dict[str, list[Object]] = defaultdict(list)
         for pod in self._informer.objects.values():
             if "deletionTimestamp" not in pod["metadata"]:
-                found[pod["metadata"]["labels"][labels.GROUP]].append(pod)
+                found[pod["metadata"]["labels"][names.GROUP]].append(pod)
         return dict(found)
 
     def ready(self) -> set[str]:
@@ -321,19 +321,19 @@ class Watch:
         for pod in self._informer.objects.values():
             if (pod.get("status") or {}).get("podIP"):
                 said = pod["metadata"]["labels"]
-                self.places[pod["status"]["podIP"]] = said[labels.GROUP], said[labels.ROLE]
+                self.places[pod["status"]["podIP"]] = said[names.GROUP], said[names.ROLE]
 
 
 def _serves(pod: Object) -> bool:
     conditions = (pod.get("status") or {}).get("conditions") or ()
     is_ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
-    return is_ready and labels.DRAINING not in (pod["metadata"].get("annotations") or {})
+    return is_ready and names.DRAINING not in (pod["metadata"].get("annotations") or {})
 
 
 @contextlib.asynccontextmanager
 async def watching(client: Client, namespace: str, name: str, size: int) -> AsyncIterator[Watch]:
     """``size``: pods of a group."""
-    informer = Informer(client, PODS, Selection(namespace, f"{labels.MODEL_INFER}={name}"))
+    informer = Informer(client, PODS, Selection(namespace, f"{names.MODEL_INFER}={name}"))
     task = asyncio.create_task(informer.run())
     try:
         await informer.synced.wait()

@@ -11,7 +11,7 @@ from bench.cluster.fake.answers import Refused
 from bench.cluster.virtual.clock import rfc3339
 from bench.cluster.virtual.engine_pod import EnginePod
 from controller.kube.resources import NODES, PODS, Object, key_of
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 
 if TYPE_CHECKING:
     import random
@@ -221,8 +221,8 @@ class Nodes:
 
 def _replica(pod: Object) -> tuple[str, ...]:
     own = pod["metadata"].get("labels") or {}
-    names = (labels.MODEL_INFER, labels.GROUP, labels.ROLE, labels.ROLE_REPLICA, labels.ROLE_REVISION)
-    return tuple(own.get(name, "") for name in names)
+    keys = (names.MODEL_INFER, names.GROUP, names.ROLE, names.ROLE_REPLICA, names.ROLE_REVISION)
+    return tuple(own.get(name, "") for name in keys)
 
 
 def _group_size(pod: Object) -> int:

@@ -10,7 +10,7 @@ import msgspec
 
 from bench.cluster.virtual.engine_pod import Why
 from controller.kube.resources import PODS, Object
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 from controller.models.model_infer.observed import Load
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Requests:
 
 def is_entry(pod: Object) -> bool:
     """Whether requests are sent to pods like this."""
-    return (pod["metadata"].get("labels") or {}).get(labels.ENTRY) == "true"
+    return (pod["metadata"].get("labels") or {}).get(names.ENTRY) == "true"
 
 
 def is_ready(pod: Object) -> bool:
@@ -105,7 +105,7 @@ def is_ready(pod: Object) -> bool:
 def takes_requests(pod: Object) -> bool:
     """Whether a gateway gives it new requests."""
     metadata = pod["metadata"]
-    draining = labels.DRAINING in (metadata.get("annotations") or {})
+    draining = names.DRAINING in (metadata.get("annotations") or {})
     return is_entry(pod) and is_ready(pod) and not draining and "deletionTimestamp" not in metadata
 
 

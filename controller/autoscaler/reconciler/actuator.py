@@ -17,7 +17,7 @@ from controller.autoscaler.reconciler.result import Result, Scaled
 from controller.autoscaler.reconciler.scalables import DELETION_COST, DRAINING, SCALED_BY, SCALED_TO, PodView
 from controller.kube.errors import ApiError, ClusterError, Conflict, NotFound, TooManyRequests
 from controller.kube.resources import PODS, split_key
-from controller.models.model_infer.times import text_of
+from controller.models.model_infer.names import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -31,7 +31,7 @@ from controller.autoscaler.reconciler.source_http import (
 )
 from controller.kube.errors import ClusterError, NotFound
 from controller.kube.resources import Resource
-from controller.models.model_infer.times import seconds_of
+from controller.models.model_infer.names import seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -10,8 +10,8 @@ import msgspec
 
 from controller.autoscaler.decision.situation import EngineState
 from controller.kube.resources import DEPLOYMENTS, MODEL_INFER_ROLES, MODEL_INFERS, Object, Resource, key_of
-from controller.models.model_infer import labels
-from controller.models.model_infer.times import seconds_of
+from controller.models.model_infer import names
+from controller.models.model_infer.names import seconds_of
 from controller.models.node_capacity import quantity
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ def _labels(template: object) -> dict[str, str]:
 
 
 def _model_infer(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    mine = {labels.MODEL_INFER: thing["metadata"]["name"]}
+    mine = {names.MODEL_INFER: thing["metadata"]["name"]}
     together: dict[str, str] = {}
     for one in _roles(thing).values():
         together |= one
@@ -306,9 +306,9 @@ def _roles(thing: Object) -> dict[str, dict[str, str]]:
     return {
         one.get("name", ""): {
             **_labels(one.get("entryTemplate")),
-            labels.MODEL_INFER: name,
-            labels.ROLE: one.get("name", ""),
-            labels.ENTRY: "true",
+            names.MODEL_INFER: name,
+            names.ROLE: one.get("name", ""),
+            names.ENTRY: "true",
         }
         for one in roles
     }
@@ -316,8 +316,8 @@ def _roles(thing: Object) -> dict[str, dict[str, str]]:
 
 def _model_infer_role(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:
     spec = thing.get("spec") or {}
-    mine = {labels.MODEL_INFER: spec.get("modelInfer", ""), labels.ROLE: spec.get("role", "")}
-    return mine, {**mine, labels.ENTRY: "true"}
+    mine = {names.MODEL_INFER: spec.get("modelInfer", ""), names.ROLE: spec.get("role", "")}
+    return mine, {**mine, names.ENTRY: "true"}
 
 
 def _leader_worker_set(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:
@@ -332,12 +332,12 @@ def _pod(pod: PodView) -> str:
 
 
 def _group(pod: PodView) -> str:
-    return pod.labels.get(labels.GROUP, pod.key)
+    return pod.labels.get(names.GROUP, pod.key)
 
 
 def _role_replica(pod: PodView) -> str:
     """A role has as many replicas in each group: requests are spread over all groups, so they count together."""
-    return pod.labels.get(labels.ROLE_REPLICA, pod.key)
+    return pod.labels.get(names.ROLE_REPLICA, pod.key)
 
 
 def _is_lws_leader(pod: PodView) -> bool:

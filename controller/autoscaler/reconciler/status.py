@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from controller.api.autoscaling_mistakes import schedule_mistakes
 from controller.autoscaler.reconciler.resolver import PROBLEMS, Problem, Resolved
 from controller.kube.plan import Happened
-from controller.models.model_infer.times import text_of
+from controller.models.model_infer.names import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

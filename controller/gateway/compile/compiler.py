@@ -7,26 +7,24 @@ with what a fresh one makes of its last state.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.file_names import bounded_name
 from controller.gateway.compile.gateway_api.gateway_api import GatewayApi
+from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
-from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
-from controller.gateway.compile.gateway_configs import GatewayConfigs
-from controller.gateway.compile.gateway_document import GatewayDocument, GatewayDocuments
+from controller.gateway.compile.gateway_config import GatewayConfigs, GatewayDocument, GatewayDocuments
 from controller.gateway.compile.policies import PolicyResult, PolicySet, Served
 from controller.gateway.compile.routes import RouteResult, compile_routes
-from controller.gateway.compile.secrets import Pointer
-from controller.gateway.compile.server_set import ServerSet
-from controller.gateway.compile.servers import empty_server
-from controller.gateway.compile.sizes import size_problem
+from controller.gateway.compile.secrets import Pointer, bounded_name
+from controller.gateway.compile.servers import ServerSet, empty_server
 from controller.gateway.compile.sources import DOCUMENT_KINDS, Source, source_of
 from controller.kube.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
 from extproc.api.gateway_config import GatewayConfig
+from extproc.api.load import MAX_DIRECTORY_BYTES, SUFFIXES, max_bytes
 from extproc.api.model_route import ModelRoute
 from extproc.api.picker_config import check_shape_alone
 from extproc.api.snapshot import Snapshot, failure_mode_of
@@ -36,6 +34,33 @@ if TYPE_CHECKING:
 
     from extproc.api.gateway_config import Listener
     from extproc.api.picker_config import PickerCheck
+
+# Of namespaces in one message.
+_MOST_SAID: Final = 3
+
+
+def size_problem(files: Mapping[str, bytes]) -> str:
+    """Why a directory of ``files`` would be refused, and by whose objects; empty if it would not be.
+
+    A reader that starts with a directory that is too large serves nothing at all, to anybody.
+    """
+    sizes = {name: len(content) for name, content in files.items() if name.endswith(SUFFIXES)}
+    for name, size in sizes.items():
+        if size > max_bytes(name):
+            return f"{name} would have {size} bytes, and {max_bytes(name)} are read; make that object smaller"
+    total = sum(sizes.values())
+    if total <= MAX_DIRECTORY_BYTES:
+        return ""
+    # names begin with kind and namespace
+    shares = Counter[str]()
+    for name, size in sizes.items():
+        shares[name.split(".")[1]] += size
+    largest = ", ".join(f"{namespace} {size}" for namespace, size in shares.most_common(_MOST_SAID))
+    return (
+        f"all objects come to {total} bytes, and {MAX_DIRECTORY_BYTES} are read; "
+        f"the namespaces with most of them: {largest}"
+    )
+
 
 GATEWAY_FILE: Final = "gateway.json"
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.compiler import Compiler
-from controller.gateway.compile.pickers import picker_file_name, picker_of
 from controller.gateway.compile.pools import KIND, server_of
+from controller.gateway.compile.servers import picker_file_name, picker_of
 from controller.gateway.compile.sources import source_of
 from extproc.api.picker_config import check_shape_alone
 from extproc.api.spec import namespace_of, object_key

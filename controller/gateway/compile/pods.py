@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pods of engines, and the endpoints that they are to requests."""
+"""Pods of engines, the endpoints that they are to requests, and which belong to which ModelServer or pool."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from extproc.api.spec import object_key
+from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
 PRICE: Final = "attache.dev/price"
 DRAIN: Final = "attache.dev/drain"
@@ -134,3 +134,50 @@ def _price(text: str | None) -> float | None:
     except ValueError:
         return None
     return price if 0 < price < math.inf else None
+
+
+class PodIndex:
+    """All pods, and those that each owner selects. Owners are named ``namespace/name``, and select in their
+    namespace.
+    """
+
+    def __init__(self) -> None:
+        self._pods: dict[str, dict[str, Pod]] = {}
+        self._labels: dict[str, dict[str, Mapping[str, str]]] = {}
+        self._selected: dict[str, dict[str, Pod]] = {}
+
+    def select(self, owner: str, labels: Mapping[str, str] | None) -> None:
+        """From now on ``owner`` has the pods with all of ``labels``; None: it is gone."""
+        namespace = namespace_of(owner)
+        owners = self._labels.setdefault(namespace, {})
+        if labels is None:
+            owners.pop(owner, None)
+            self._selected.pop(owner, None)
+        elif owners.get(owner) != labels:
+            owners[owner] = labels
+            pods = self._pods.get(namespace, {})
+            self._selected[owner] = {key: pod for key, pod in pods.items() if pod.has(labels)}
+
+    def put(self, key: str, pod: Pod | None) -> list[str]:
+        """A pod as it is now, None if it is gone; the owners that this concerns."""
+        namespace = namespace_of(key)
+        pods = self._pods.setdefault(namespace, {})
+        if pods.get(key) == pod:
+            return []
+        if pod is None:
+            del pods[key]
+        else:
+            pods[key] = pod
+        concerned = []
+        for owner, labels in self._labels.get(namespace, {}).items():
+            selected = self._selected[owner]
+            if pod is not None and pod.has(labels):
+                selected[key] = pod
+            elif selected.pop(key, None) is None:
+                continue
+            concerned.append(owner)
+        return concerned
+
+    def of(self, owner: str) -> Collection[Pod]:
+        """The pods that ``owner`` selects."""
+        return self._selected.get(owner, {}).values()

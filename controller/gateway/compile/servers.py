@@ -1,30 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ModelServer and its pods to the document that the directory has of it."""
+"""ModelServers and pools with their pods, to documents of the directory; only what changed is compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.connections import ConnectionResult, compile_connection
-from controller.gateway.compile.listed_addresses import own_address
-from controller.gateway.compile.pickers import LABEL
-from controller.gateway.compile.pods import PRICE, pod_endpoints
-from controller.gateway.compile.secrets import Pointer
-from controller.gateway.compile.sources import Source, to_bytes
+from controller.gateway.compile.pods import PRICE, PodIndex, pod_endpoints, pod_of
+from controller.gateway.compile.pools import PREFIX, pool_key, server_key, server_of
+from controller.gateway.compile.secrets import ConnectionResult, Pointer, bounded_name, compile_connection
+from controller.gateway.compile.sources import Source, source_of, to_bytes
 from controller.kube.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
-from extproc.api.addresses import OF_CLUSTER
+from extproc.api.addresses import OF_CLUSTER, is_own, parse_endpoint
+from extproc.api.decode import read_picker_file
+from extproc.api.errors import ConfigInvalid, Mistake
+from extproc.api.load import unforeseen
 from extproc.api.model_server import ModelServer, ModelServerSpec
 from extproc.api.spec import API_VERSION, namespace_of, object_key
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Iterator
 
-    from controller.gateway.compile.connections import Read
-    from controller.gateway.compile.pickers import Picker
     from controller.gateway.compile.pods import Pod
+    from controller.gateway.compile.secrets import Read
+    from extproc.api.picker_config import PickerCheck
+
+
+def own_address(spec: ModelServerSpec) -> str:
+    """The first address that means the gateway's own pod or node; empty if there is none.
+
+    What a host name resolves to is looked at when it is resolved.
+    """
+    return next((one for one in _addresses(spec) if is_own(parse_endpoint(one).host)), "")
+
+
+def _addresses(spec: ModelServerSpec) -> Iterator[str]:
+    for endpoint in spec.endpoints:
+        yield from (one for one in (endpoint.address, endpoint.kv_events, endpoint.kv_replay) if one is not None)
+
+
+# ConfigMaps with this label are read; others may be large, and are none of our business.
+LABEL: Final = "attache.dev/picker-config"
+
+
+class Picker(msgspec.Struct, frozen=True, kw_only=True):
+    """One ConfigMap. ``file`` and ``content``: what the directory has of it, if it can be used. ``problem``: why it
+    cannot be; empty if it can. ``notes``: what of it has no effect.
+    """
+
+    file: str
+    content: bytes = b""
+    problem: str = ""
+    notes: Sequence[str] = ()
+
+
+def picker_file_name(key: str) -> str:
+    """Of the ConfigMap ``namespace/name``, in the directory."""
+    return bounded_name(f"picker.{key.replace('/', '.', 1)}", ".yaml")
+
+
+def picker_of(key: str, thing: Mapping[str, Any], check: PickerCheck) -> Picker:
+    """The EndpointPickerConfig in the ConfigMap ``key``, which has one key with one document."""
+    name = picker_file_name(key)
+    texts = list((thing.get("data") or {}).values())
+    if len(texts) != 1:
+        return Picker(file=name, problem=f"has {len(texts)} keys; give it one, whose text is an EndpointPickerConfig")
+    try:
+        notes = tuple(check(read_picker_file(name, texts[0])))
+    except ConfigInvalid as error:
+        return Picker(file=name, problem="; ".join(map(_said, error.mistakes)))
+    except Exception as error:  # noqa: BLE001 - whatever a text does to a plugin, the others must be served
+        return Picker(file=name, problem=_said(unforeseen(name, error)))
+    return Picker(file=name, content=texts[0].encode(), notes=notes)
+
+
+def _said(mistake: Mistake) -> str:
+    """Without the file, which nobody has written."""
+    where = f"line {mistake.line}: " if mistake.line else ""
+    return f"{where}{mistake.path}: {mistake.message}" if mistake.path else f"{where}{mistake.message}"
+
 
 _PORT_FIELDS = ("workloadSelector", "workloadPort")
 # Whoever may write a ModelServer could have the gateway's own keys sent to an engine of theirs, and a file that is not
@@ -192,3 +248,137 @@ def _result(source: Source, document: bytes | None, conditions: tuple[Wanted, ..
 def _document(source: Source, content: Mapping[str, Any]) -> bytes:
     """Whoever resolves host names in it must know that it is a cluster's."""
     return source.document(content, {OF_CLUSTER: "true"})
+
+
+class ServerSet:
+    """``put_...`` takes what changed, None for what is gone; ``compile`` brings ``results`` and ``usable`` up to date.
+
+    ``check_picker``: that of the extproc that reads the directory. ``read``: what Secrets and ConfigMaps hold.
+    """
+
+    def __init__(self, check_picker: PickerCheck, read: Read) -> None:
+        self._check_picker = check_picker
+        self._read = read
+        self._sources: dict[str, Source] = {}
+        # keys of ModelServer objects that have the name of a pool's
+        self._refused: dict[str, Source] = {}
+        self._pods = PodIndex()
+        self._pickers: dict[str, Picker] = {}
+        self._stale: set[str] = set()
+        self.results: dict[str, ServerResult] = {}
+        # keys of those that have a document
+        self.usable: frozenset[str] = frozenset()
+        # why pools cannot be used, by the pool's key
+        self._pool_problems: dict[str, str] = {}
+
+    def put_server(self, key: str, source: Source | None) -> None:
+        """A ModelServer object."""
+        if not is_pools(key):
+            self._put(key, source)
+        elif source is None:
+            self._refused.pop(key, None)
+        else:
+            self._refused[key] = source
+
+    def put_pool(self, key: str, thing: Mapping[str, Any] | None) -> None:
+        """An InferencePool, as the API server has it."""
+        self._pool_problems.pop(key, None)
+        made = None if thing is None else server_of(thing)
+        source = None if made is None or made.server is None else source_of(made.server)
+        if made is not None and made.server is None:
+            self._pool_problems[key] = made.complaint
+        elif source is not None and source.mistakes:
+            self._pool_problems[key] = source.complaint()
+        self._put(server_key(key), source)
+
+    def put_pod(self, key: str, thing: Mapping[str, Any] | None) -> None:
+        """A pod, as the API server has it."""
+        self._stale.update(self._pods.put(key, None if thing is None else pod_of(thing)))
+
+    def put_picker(self, key: str, thing: Mapping[str, Any] | None) -> None:
+        """A ConfigMap that may hold an EndpointPickerConfig."""
+        self._pickers.pop(key, None)
+        if thing is not None:
+            self._pickers[key] = picker_of(key, thing, self._check_picker)
+        namespace = namespace_of(key)
+        self._stale |= {one for one in self._sources if namespace_of(one) == namespace}
+
+    def pointed_changed(self, kind: str, key: str) -> None:
+        """An object that ``read`` gives has changed. ``kind``: as a pointer's ``compiled_as``."""
+        self._stale |= {
+            name
+            for name, one in self.results.items()
+            if any((pointer.compiled_as, pointer.key) == (kind, key) for pointer in one.pointers)
+        }
+
+    def compile(self) -> None:
+        """What changed."""
+        for key in self._stale:
+            source = self._sources.get(key)
+            if source is None:
+                self.results.pop(key, None)
+            else:
+                self.results[key] = compile_server(source, self._pods.of(key), self._pickers, self._read)
+        if self._stale:
+            self.usable = frozenset(key for key, one in self.results.items() if one.document is not None)
+        self._stale.clear()
+
+    def picker_files(self) -> Iterator[tuple[str, bytes]]:
+        """Names and contents of the EndpointPickerConfigs that can be used."""
+        return ((one.file, one.content) for one in self._pickers.values() if not one.problem)
+
+    def pointers(self) -> frozenset[Pointer]:
+        """What connections refer to."""
+        return frozenset(pointer for one in self.results.values() for pointer in one.pointers)
+
+    def connection_files(self) -> Iterator[tuple[str, bytes]]:
+        """Names and contents of the certificates and keys that connections need."""
+        for one in self.results.values():
+            yield from one.files.items()
+
+    def pool_problems(self) -> Mapping[str, str]:
+        """Why pools cannot be used, by the pool's key."""
+        unconnected = {
+            pool_key(key): one.unconnected for key, one in self.results.items() if one.unconnected and is_pools(key)
+        }
+        return {**unconnected, **self._pool_problems}
+
+    def documents(self, pools: Collection[str]) -> Iterator[tuple[str, bytes]]:
+        """Of all ModelServers, and of ``pools``, which are named by the keys of their ModelServers."""
+        for key, one in self.results.items():
+            if one.document is not None and (key in pools or not is_pools(key)):
+                yield key, one.document
+
+    def statuses(self) -> Iterator[WantedStatus]:
+        """Of the ModelServer objects. Pools say something else of themselves."""
+        yield from (one.status for key, one in self.results.items() if not is_pools(key))
+        for source in self._refused.values():
+            yield refused_server(source, f"names that begin with {PREFIX} are those of InferencePools").status
+
+    def decoded(self) -> Iterator[ModelServer]:
+        """The ModelServer objects that are served."""
+        for key in self.usable:
+            found = self._sources[key].decoded
+            if isinstance(found, ModelServer) and not is_pools(key):
+                yield found
+
+    def _put(self, key: str, source: Source | None) -> None:
+        if source is None:
+            self._sources.pop(key, None)
+        else:
+            self._sources[key] = source
+        self._pods.select(key, _selector(source))
+        self._stale.add(key)
+
+
+def is_pools(key: str) -> bool:
+    """Whether a ModelServer of this key stands for a pool."""
+    return key.partition("/")[2].startswith(PREFIX)
+
+
+def _selector(source: Source | None) -> Mapping[str, str] | None:
+    """The labels of a ModelServer's pods; None if it has no pods."""
+    if source is None or not isinstance(source.decoded, ModelServer):
+        return None
+    selector = source.decoded.spec.workload_selector
+    return None if selector is None else selector.match_labels

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every object that a Model wants, with its name, labels and owner."""
+"""Every object that a Model wants, with its name, labels and owner, and whether it has to be applied again."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from controller.api.crds.schema import to_plain
+from controller.kube.plan import without
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
@@ -18,19 +23,220 @@ from controller.kube.resources import (
     Object,
     Resource,
 )
-from controller.models.model.infers import infer_spec
 from controller.models.model.observed import BACKEND, CHILDREN, MODEL
-from controller.models.model.pods import ADAPTERS_FILE
-from controller.models.model.scaling import binding_spec, policy_spec
-from controller.models.model.serving import routes, server_spec, shares
-from controller.models.model.warming import warmers
+from controller.models.model.pods import ADAPTERS_FILE, AGENT_PORT, digest, infer_spec, warmers
+from controller.models.model_infer.names import ENTRY, GROUP, MODEL_INFER, ROLE
+from extproc.api.quantities import Duration
 from extproc.api.spec import API_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from controller.models.model.observed import Settings
-    from controller.models.model.resolved import Resolved
+    from controller.models.model.resolved import Resolved, ResolvedBackend
+
+# A digest of what was applied. Fields that are no longer wanted show by it alone.
+APPLIED: Final = "attache.dev/applied"
+
+
+def stamped(thing: Object) -> Object:
+    """With its digest."""
+    digest = sha256(msgspec.json.encode(thing, order="sorted")).hexdigest()[:16]
+    metadata = {**thing["metadata"], "annotations": {**(thing["metadata"].get("annotations") or {}), APPLIED: digest}}
+    return {**thing, "metadata": metadata}
+
+
+def digest_of(thing: Object) -> str | None:
+    """None if it was never stamped."""
+    return (thing["metadata"].get("annotations") or {}).get(APPLIED)
+
+
+def is_settled(wanted: Object, found: Object, yields: Iterable[tuple[str, ...]]) -> bool:
+    """``wanted``: stamped. Fields of ``yields`` may have any value: others may own them."""
+    wanted = without(wanted, yields)
+    owners = [one.get("uid") for one in found["metadata"].get("ownerReferences") or ()]
+    is_owned = all(one["uid"] in owners for one in wanted["metadata"].get("ownerReferences") or ())
+    metadata = {name: value for name, value in wanted["metadata"].items() if name != "ownerReferences"}
+    return is_owned and _covers({**wanted, "metadata": metadata}, found)
+
+
+def _covers(wanted: object, found: object) -> bool:
+    """Whether ``found`` has everything that is wanted; a server adds defaults."""
+    if isinstance(wanted, Mapping):
+        return isinstance(found, Mapping) and all(
+            name in found and _covers(one, found[name]) for name, one in wanted.items()
+        )
+    if isinstance(wanted, (list, tuple)):
+        return (
+            isinstance(found, (list, tuple))
+            and len(wanted) == len(found)
+            and all(_covers(one, other) for one, other in zip(wanted, found, strict=True))
+        )
+    return wanted == found
+
+
+_SPANS: Final = ("schedulingSeconds", "downloadSeconds", "loadSeconds")
+# Measured starts are told in such steps, up to so many seconds: a ModelServer that changed with each would be written
+# often.
+_STEPS: Final = ((120.0, 15.0), (600.0, 30.0), (math.inf, 60.0))
+# What is told stays while the measured start differs by no more than this share.
+_TOLERATED: Final = 0.25
+
+
+def may_be_at_zero(model: Resolved, made: ResolvedBackend) -> bool:
+    """Whether autoscaling may take the last replica of a backend. A stopped Model has none, and nothing starts one."""
+    wanted, backend = model.spec.autoscaling, made.backend
+    if wanted is None or model.spec.stop or backend.max_replicas is None:
+        return False
+    says_so = backend.min_replicas is None and model.to_zero is not None
+    return wanted.scale_to_zero is not None or backend.min_replicas == 0 or says_so
+
+
+def activation_spec(model: Resolved, made: ResolvedBackend, start_times: Mapping[str, str]) -> dict[str, Any] | None:
+    """``start_times``: what starts take, by backend, where that is known. None: its engines never all go."""
+    if not may_be_at_zero(model, made):
+        return None
+    start_time = start_times.get(made.backend.name)
+    spec = {} if start_time is None else {"startTime": start_time}
+    return spec if model.to_zero is None else {**spec, "holdTimeout": str(model.to_zero.hold_timeout)}
+
+
+def told_start_times(model: Resolved, status: Mapping[str, Any], servers: Mapping[str, Object]) -> dict[str, str]:
+    """By backend. ``status``: of the Model. ``servers``: ModelServers as they are, by name."""
+    measured = {
+        one["name"]: sum(one["start"].get(span) or 0.0 for span in _SPANS)
+        for one in status.get("backends") or ()
+        if one.get("start")
+    }
+    found = {}
+    for made in model.backends:
+        server = servers.get(model.child(made.backend), {})
+        told = ((server.get("spec") or {}).get("activation") or {}).get("startTime")
+        start_time = start_time_of(measured.get(made.backend.name), told)
+        if start_time is not None:
+            found[made.backend.name] = start_time
+    return found
+
+
+def start_time_of(measured_s: float | None, told: str | None) -> str | None:
+    """What to tell of a start that took ``measured_s``, where ``told`` was told before; None: nothing is known."""
+    if not measured_s:
+        return told
+    if told is not None and abs(measured_s - Duration(told)) <= _TOLERATED * Duration(told):
+        return told
+    step_s = next(step for most_s, step in _STEPS if measured_s <= most_s)
+    return f"{math.ceil(measured_s / step_s) * step_s:g}s"
+
+
+# As the presets' flags have it.
+_KV_EVENTS: Final = {"port": 5557, "replayPort": 5657, "topic": "kv-events"}
+
+
+def server_spec(model: Resolved, made: ResolvedBackend, start_times: Mapping[str, str]) -> dict[str, Any]:
+    """The engines of one backend. ``start_times``: what their starts take, by backend, where that is known."""
+    preset, config = made.preset.spec, made.roles[0].engine.config
+    spec: dict[str, Any] = {
+        "model": model.served_name,
+        "workloadSelector": {"matchLabels": {MODEL_INFER: model.child(made.backend), ENTRY: "true"}},
+        "workloadPort": {"port": preset.port},
+    }
+    if preset.metrics is not None:
+        spec["engine"] = preset.metrics
+    else:
+        spec["scrapeInterval"] = "0s"
+    if made.backend.disaggregation is not None:
+        spec["pdGroup"] = {
+            "prefillLabels": {ROLE: "prefill"},
+            "decodeLabels": {ROLE: "decode"},
+            "groupKey": GROUP,
+        }
+    if config.kv_events:
+        ranks = {"dataParallelSize": config.parallelism.data} if config.parallelism.data > 1 else {}
+        spec["kvEvents"] = {**_KV_EVENTS, **ranks}
+    asked_for = [one for one in model.spec.adapters if not one.pinned]
+    if asked_for and preset.agent.enabled:
+        spec["adapterLoading"] = {
+            "port": AGENT_PORT,
+            "adapters": [{"name": one.name, "source": one.uri} for one in asked_for],
+        }
+        if config.lora.max_loaded is not None:
+            spec["adapterLoading"]["slots"] = config.lora.max_loaded
+    activation = activation_spec(model, made, start_times)
+    if activation is not None:
+        spec["activation"] = activation
+    return spec
+
+
+def shares(model: Resolved, ready: Mapping[str, int]) -> dict[str, int]:
+    """Weights by backend. ``ready``: replicas that serve, by backend.
+
+    A backend without a ready replica gets no requests while another has one: a canary that does not start harms nobody.
+    Without any, all keep theirs, so that a request can start one that is scaled to zero.
+    """
+    written = {one.backend.name: one.backend.weight for one in model.backends}
+    serving = {name: weight for name, weight in written.items() if ready.get(name, 0) > 0 and weight > 0}
+    return {name: serving.get(name, 0) for name in written} if serving else written
+
+
+def routes(model: Resolved, weights: Mapping[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """ModelRoutes by name: one for the served name and the adapters, and one for each alias."""
+    rule = {
+        "targetModels": [
+            {"modelServerName": model.child(one.backend), "weight": weights[one.backend.name]} for one in model.backends
+        ]
+    }
+    shared: dict[str, Any] = {"rules": [rule]}
+    if model.spec.parent_refs:
+        shared["parentRefs"] = [to_plain(one) for one in model.spec.parent_refs]
+    adapters = [one.name for one in model.spec.adapters]
+    own = {"modelName": model.served_name, **shared}
+    yield model.name, {**own, "loraAdapters": adapters} if adapters else own
+    for alias in model.spec.aliases:
+        yield alias_route(model.name, alias), {"modelName": alias, **shared}
+
+
+def alias_route(model: str, alias: str) -> str:
+    """Aliases may have characters that names of objects must not."""
+    return f"{model}-alias-{digest(alias)}"
+
+
+def policy_spec(model: Resolved) -> dict[str, Any] | None:
+    """The default policy; None where the Model names one, or does not scale."""
+    wanted = model.spec.autoscaling
+    if wanted is None or wanted.policy_ref is not None or model.spec.stop:
+        return None
+    return {"scaleToZero": {"idle": str(wanted.scale_to_zero)}} if wanted.scale_to_zero is not None else {}
+
+
+def binding_spec(model: Resolved) -> dict[str, Any] | None:
+    """Backends that have bounds are its targets. A stopped Model is not scaled."""
+    wanted = model.spec.autoscaling
+    if wanted is None or model.spec.stop:
+        return None
+    return {
+        "policyRef": wanted.policy_ref or model.name,
+        "targets": [_target(model, one) for one in model.backends if one.backend.max_replicas is not None],
+    }
+
+
+def _target(model: Resolved, made: ResolvedBackend) -> dict[str, Any]:
+    backend = made.backend
+    found: dict[str, Any] = {
+        "name": backend.name,
+        "ref": {"apiVersion": API_VERSION, "kind": "ModelInfer", "name": model.child(backend)},
+        "minReplicas": backend.min_replicas if backend.min_replicas is not None else _least(model),
+        "maxReplicas": backend.max_replicas,
+        "cost": backend.cost,
+        "spot": backend.spot,
+    }
+    return {**found, "accelerator": backend.accelerator} if backend.accelerator else found
+
+
+def _least(model: Resolved) -> int:
+    """A Model that may be scaled to zero says so once, here or in the policy that it names."""
+    wanted = model.spec.autoscaling
+    return 0 if model.to_zero is not None or (wanted is not None and wanted.scale_to_zero is not None) else 1
+
 
 _MANAGED_BY: Final = {"app.kubernetes.io/managed-by": "attache"}
 _REPLICAS: Final = ("spec", "replicas")

@@ -1,27 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The templates of engine pods: the preset's PodSpec, what we add to it, and what the Model says, in this order."""
+"""Templates of pods, ModelInfers of backends, and what puts weights on nodes ahead of pods."""
 
 from __future__ import annotations
 
 import math
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
 
-from controller.models.model.observed import BACKEND, MODEL
-from controller.models.runtimes.arguments import words
-from controller.models.runtimes.merging import strategic
-from controller.models.runtimes.settings import MODEL_PATH, gpus_of, settings_of
-from controller.models.runtimes.weights import CACHE_PATH, MODELS, WEIGHTS, cache_volume
+import msgspec
+
+from controller.api.crds.schema import to_plain
+from controller.kube.resources import DAEMON_SETS, JOBS, Resource
+from controller.models.model.observed import BACKEND, MODEL, PURPOSE
+from controller.models.runtimes.layers import strategic
+from controller.models.runtimes.settings import (
+    CACHE_PATH,
+    MODEL_PATH,
+    MODELS,
+    WEIGHTS,
+    cache_volume,
+    gpus_of,
+    settings_of,
+    words,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from controller.api.engine import EngineConfig
     from controller.models.model.observed import Settings
     from controller.models.model.resolved import Resolved, ResolvedBackend, ResolvedRole
     from controller.models.runtimes.settings import Node
 
-Plain = dict[str, Any]
 
+def digest(text: str) -> str:
+    """Eight characters."""
+    return sha256(text.encode()).hexdigest()[:8]
+
+
+Plain = dict[str, Any]
 AGENT_PORT: Final = 9000
 DOWNLOAD: Final = "download"
 ENGINE: Final = "engine"
@@ -205,3 +222,100 @@ def _sidecar(model: Resolved, made: ResolvedBackend, config: EngineConfig, setti
         ]
         found |= _credentials(model)
     return found
+
+
+def infer_spec(model: Resolved, made: ResolvedBackend, settings: Settings) -> dict[str, Any]:
+    """``replicas`` is left to autoscalers by whoever applies it."""
+    group: dict[str, Any] = {
+        "roles": [_role(model, made, role, settings) for role in made.roles],
+        "drainTimeout": str(max((role.engine.config.drain_timeout for role in made.roles), key=float)),
+    }
+    if len(made.roles) > 1 or any(role.engine.config.nodes > 1 for role in made.roles):
+        # half an engine, or prefill without decode, would hold GPUs for nothing
+        group["gang"] = {}
+    return {
+        "replicas": 0 if model.spec.stop else initial_replicas(made),
+        "template": group,
+        "rollout": to_plain(made.backend.rollout),
+    }
+
+
+def initial_replicas(made: ResolvedBackend) -> int:
+    """What is written, or where autoscaling may begin."""
+    backend = made.backend
+    if backend.replicas is not None:
+        return backend.replicas
+    return max(backend.min_replicas if backend.min_replicas is not None else 1, 0)
+
+
+def _role(model: Resolved, made: ResolvedBackend, role: ResolvedRole, settings: Settings) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": role.name,
+        "replicas": role.replicas,
+        "entryTemplate": template(model, made, role, "entry", settings),
+    }
+    if role.engine.config.nodes > 1:
+        found["workerReplicas"] = role.engine.config.nodes - 1
+        found["workerTemplate"] = template(model, made, role, "worker", settings)
+    return found
+
+
+# What decides on which nodes a pod may run.
+_PLACEMENT: Final = (
+    "nodeSelector",
+    "affinity",
+    "tolerations",
+    "runtimeClassName",
+    "imagePullSecrets",
+    "serviceAccountName",
+)
+_WARM: Final = "warm"
+_METRICS_PORT: Final = 9006
+# It stays, so that the weights are in use and nobody evicts them.
+_HOLD: Final = ("--hold", f"--metrics=0.0.0.0:{_METRICS_PORT}")
+
+
+def cannot_warm(model: Resolved) -> str:
+    """Why ``warm`` has no effect; empty if it has, or is not asked for."""
+    if not model.spec.warm:
+        return ""
+    if not model.weights.is_downloaded:
+        return "the weights are mounted where they are, so there is nothing to fetch ahead"
+    if model.spec.cache.claim is None and model.spec.cache.host_path is None:
+        return "each pod has its own copy of the weights; write cache.hostPath or cache.claim to fetch them ahead"
+    return ""
+
+
+def warmers(model: Resolved, settings: Settings) -> Iterator[tuple[Resource, str, dict[str, Any]]]:
+    """The kind, name and spec of what fetches the weights ahead."""
+    if not model.spec.warm or cannot_warm(model):
+        return
+    if model.spec.cache.claim is not None:
+        pod = {**_pod(model, settings), "restartPolicy": "OnFailure"}
+        # a Job's template cannot change: another one has another name
+        name = f"{model.name}-{_WARM}-{digest(msgspec.json.encode(pod, order='sorted').decode())}"
+        yield JOBS, name, {"backoffLimit": 6, "template": {"metadata": {"labels": {MODEL: model.name}}, "spec": pod}}
+        return
+    seen: list[object] = []
+    for made in model.backends:
+        spec = template(model, made, made.roles[0], "entry", settings)["spec"]
+        placement = {name: spec[name] for name in _PLACEMENT if name in spec}
+        if placement in seen:
+            continue
+        seen.append(placement)
+        labels = {MODEL: model.name, BACKEND: made.backend.name, PURPOSE: _WARM}
+        pod = {"metadata": {"labels": labels}, "spec": {**_pod(model, settings, *_HOLD), **placement}}
+        pod["spec"]["containers"][0]["readinessProbe"] = {"httpGet": {"path": "/readyz", "port": _METRICS_PORT}}
+        name = f"{model.child(made.backend)}-{_WARM}"
+        yield DAEMON_SETS, name, {"selector": {"matchLabels": labels}, "template": pod}
+
+
+def _pod(model: Resolved, settings: Settings, *more: str) -> dict[str, Any]:
+    """Without a link: nothing here reads the weights."""
+    fetching = download(model, settings)
+    args = [one for one in fetching["args"] if not one.startswith("--link=")]
+    mounts = [one for one in fetching["volumeMounts"] if one["name"] == WEIGHTS]
+    return {
+        "containers": [{**fetching, "args": [*args, *more], "volumeMounts": mounts}],
+        "volumes": [cache_volume(model.spec.cache)],
+    }

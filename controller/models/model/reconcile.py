@@ -9,9 +9,7 @@ import msgspec
 
 from controller.kube.plan import Apply, Delete, Happened, Plan
 from controller.kube.resources import MODEL_SERVERS, Object, key_of
-from controller.models.model.activation import told_start_times
-from controller.models.model.children import Child, children
-from controller.models.model.drift import digest_of, is_settled, stamped
+from controller.models.model.children import Child, children, digest_of, is_settled, stamped, told_start_times
 from controller.models.model.observed import CHILDREN
 from controller.models.model.pods import our_images
 from controller.models.model.resolved import Resolved, Unresolved, resolve

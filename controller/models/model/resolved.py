@@ -12,13 +12,10 @@ from msgspec.structs import replace
 from controller.api.autoscaling import ScaleToZero
 from controller.api.model import Backend, ModelFormat, ModelSpec
 from controller.models.runtimes import presets
-from controller.models.runtimes.arguments import unknown_settings
-from controller.models.runtimes.choosing import NotChosen, choose
 from controller.models.runtimes.layers import Layered, NotMergeable, engine_config, merged
 from controller.models.runtimes.mistakes import mistakes, unsupported
-from controller.models.runtimes.presets import Preset
-from controller.models.runtimes.settings import Engine
-from controller.models.runtimes.weights import Weights, format_of, weights_of
+from controller.models.runtimes.presets import NotChosen, Preset, choose
+from controller.models.runtimes.settings import Engine, Weights, format_of, unknown_settings, weights_of
 from extproc.api.quantities import decode_quantity
 
 if TYPE_CHECKING:

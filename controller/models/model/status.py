@@ -1,28 +1,236 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Model says of itself."""
+"""The status of a Model: phases in KServe's words, conditions, and what its pods report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from controller.models.model.conditions import Condition, condition, condition_of, of_children
-from controller.models.model.drift import is_settled
-from controller.models.model.infers import initial_replicas
-from controller.models.model.phases import BackendState, phase_fields, phase_of, transition_of
-from controller.models.model.pod_report import failure_of, is_scheduled, of_backend, start_times
-from controller.models.model.serving import shares
-from controller.models.model.warming import cannot_warm
+import msgspec
+
+from controller.kube.resources import key_of
+from controller.models.model.children import is_settled, shares
+from controller.models.model.observed import BACKEND, PURPOSE
+from controller.models.model.pods import DOWNLOAD, ENGINE, cannot_warm, initial_replicas
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from controller.kube.resources import Object
     from controller.models.model.children import Child
     from controller.models.model.observed import Observed
     from controller.models.model.resolved import Resolved, Unresolved
 
+Condition = dict[str, Any]
+# What says of each kind that it does its work.
+_TOLD_BY: Final[Mapping[str, tuple[str, ...]]] = {
+    "ModelServer": ("Programmed", "Available"),
+    "ModelRoute": ("Programmed",),
+    "AutoscalingPolicyBinding": ("ScalingActive",),
+}
+
+
+def condition(type_: str, status: bool | None, reason: str, message: str) -> Condition:
+    """As the status has it, without the generation and times."""
+    said = {True: "True", False: "False", None: "Unknown"}[status]
+    return {"type": type_, "status": said, "reason": reason, "message": message}
+
+
+def of_children(type_: str, kind: str, things: Sequence[Object]) -> Condition:
+    """True if all say that they work; False with those that do not; Unknown while one has not said."""
+    if not things:
+        return condition(type_, None, "NotMade", f"there is no {kind} yet")
+    silent, failing = [], []
+    for thing in things:
+        name = thing["metadata"]["name"]
+        for found in (condition_of(thing, about) for about in _TOLD_BY[kind]):
+            if not found or found.get("status") == "Unknown":
+                silent.append(name)
+            elif found.get("status") == "False":
+                failing.append(f"{kind} {name}: {found.get('reason')}: {found.get('message')}")
+    if failing:
+        return condition(type_, False, f"{kind}NotReady", "; ".join(failing))
+    if silent:
+        names = ", ".join(dict.fromkeys(silent))
+        return condition(type_, None, "NotReported", f"no gateway has reported on {kind} {names} yet")
+    return condition(type_, True, f"{kind}Ready", "")
+
+
+def condition_of(thing: Object, type_: str) -> Mapping[str, Any]:
+    """One condition of an object, of its present generation; empty if it has none."""
+    status, generation = thing.get("status") or {}, thing["metadata"].get("generation")
+    for one in status.get("conditions") or ():
+        seen = one.get("observedGeneration", generation)
+        if one.get("type") == type_ and (generation is None or seen >= generation):
+            return one  # type: ignore[no-any-return]  # an object's JSON
+    return {}
+
+
+Phase = Literal["Pending", "Standby", "Loading", "Loaded", "FailedToLoad"]
+Transition = Literal["UpToDate", "InProgress", "BlockedByFailedLoad", "InvalidSpec"]
+# Reasons that waiting does not mend; others, such as a pod without a node or one that is lost, may pass.
+_LOADING_FAILED: Final = frozenset(
+    {
+        *("ModelLoadFailed", "RuntimeUnhealthy", "PodFailed", "BlockedByFailedLoad"),
+        *("ImagePullFailed", "ContainerConfigFailed"),
+    }
+)
+
+
+class BackendState(msgspec.Struct, frozen=True, kw_only=True):
+    """``wanted``, ``there``, ``ready`` and ``updated``: replicas. ``is_current``: its ModelInfer has what the Model
+    says, and says itself that it has done it. ``is_blocked``: the new revision does not become ready. ``is_scheduled``:
+    a pod has a node. ``failure``: a reason and a message, of a pod or of the ModelInfer.
+    """
+
+    name: str
+    wanted: int = 0
+    there: int = 0
+    ready: int = 0
+    updated: int = 0
+    is_current: bool = False
+    is_blocked: bool = False
+    is_scheduled: bool = False
+    failure: tuple[str, str] | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it does not load, and trying again alone will not help."""
+        return self.is_blocked or (self.failure is not None and self.failure[0] in _LOADING_FAILED)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether everything that is wanted is there, in the newest revision, and nothing else."""
+        return self.is_current and self.there == self.ready == self.updated == self.wanted
+
+
+def phase_of(backends: Sequence[BackendState]) -> Phase:
+    """The best that any backend has reached: requests go where one serves."""
+    if any(one.ready for one in backends):
+        return "Loaded"
+    if not any(one.wanted for one in backends):
+        return "Standby"
+    trying = [one for one in backends if one.wanted]
+    if all(one.has_failed for one in trying):
+        return "FailedToLoad"
+    return "Loading" if any(one.is_scheduled for one in trying) else "Pending"
+
+
+def transition_of(backends: Sequence[BackendState]) -> Transition:
+    """Whether what runs is what is written."""
+    if any(one.is_blocked or (one.has_failed and not one.is_settled) for one in backends):
+        return "BlockedByFailedLoad"
+    return "UpToDate" if all(one.is_settled for one in backends) else "InProgress"
+
+
+def phase_fields(phase: Phase, before: Mapping[str, Any], now_s: float) -> dict[str, Any]:
+    """Fields of the status. ``before``: the status as it is. The present stay is added when it ends."""
+    last, since = before.get("phase"), before.get("phaseSince")
+    times = {one["name"]: one["seconds"] for one in before.get("phaseTimes") or ()}
+    if phase == last and since:
+        return {"phase": phase, "phaseSince": since, "phaseTimes": _listed(times)}
+    if last and since:
+        stayed_s = now_s - datetime.fromisoformat(since).timestamp()
+        times[last] = round(times.get(last, 0.0) + max(stayed_s, 0.0), 1)
+    return {"phase": phase, "phaseSince": _written(now_s), "phaseTimes": _listed(times)}
+
+
+def _listed(times: Mapping[str, float]) -> list[dict[str, Any]]:
+    return [{"name": name, "seconds": times[name]} for name in sorted(times)]
+
+
+def _written(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+# Why a container waits, where waiting alone does not help.
+_STUCK: Final = frozenset(
+    {
+        *("CrashLoopBackOff", "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError"),
+        *("CreateContainerError", "RunContainerError"),
+    }
+)
+
+
+class PodFailure(msgspec.Struct, frozen=True):
+    """``reason``: ModelLoadFailed or RuntimeUnhealthy, as KServe has them. ``message``: which pod and why."""
+
+    reason: str
+    message: str
+
+
+def of_backend(pods: Iterable[Object], backend: str) -> list[Object]:
+    """The engine pods of one backend that are not being deleted, by name."""
+    found = []
+    for one in pods:
+        labels = one["metadata"].get("labels") or {}
+        if labels.get(BACKEND) == backend and PURPOSE not in labels and "deletionTimestamp" not in one["metadata"]:
+            found.append(one)
+    return sorted(found, key=key_of)
+
+
+def failure_of(pods: Sequence[Object]) -> PodFailure | None:
+    """Of the first pod that cannot go on by itself."""
+    return next((found for pod in pods for found in _failures(pod)), None)
+
+
+def _failures(pod: Object) -> Iterator[PodFailure]:
+    status = pod.get("status") or {}
+    for one in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
+        waiting = (one.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") not in _STUCK:
+            continue
+        ended = (one.get("lastState") or {}).get("terminated") or {}
+        details = [str(waiting["reason"])]
+        if "exitCode" in ended:
+            details.append(f"exit status {ended['exitCode']}")
+        details += [str(text).strip() for text in (ended.get("message") or waiting.get("message"),) if text]
+        reason = "ModelLoadFailed" if one.get("name") == DOWNLOAD else "RuntimeUnhealthy"
+        yield PodFailure(reason, f"pod {pod['metadata']['name']}, container {one.get('name')}: {', '.join(details)}")
+
+
+def is_scheduled(pods: Iterable[Object]) -> bool:
+    """Whether any pod has a node."""
+    return any(_condition(one, "PodScheduled").get("status") == "True" for one in pods)
+
+
+def start_times(pods: Iterable[Object]) -> Mapping[str, float] | None:
+    """As the status has them, of the pod that became ready last; None while none is."""
+    ready = [one for one in pods if _condition(one, "Ready").get("status") == "True"]
+    if not ready:
+        return None
+    pod = max(ready, key=lambda one: (_condition(one, "Ready").get("lastTransitionTime") or "", key_of(one)))
+    download = ((_container(pod, "initContainerStatuses", DOWNLOAD).get("state") or {}).get("terminated")) or {}
+    engine = (_container(pod, "containerStatuses", ENGINE).get("state") or {}).get("running") or {}
+    spans = {
+        "schedulingSeconds": (
+            pod["metadata"].get("creationTimestamp"),
+            _condition(pod, "PodScheduled").get("lastTransitionTime"),
+        ),
+        "downloadSeconds": (download.get("startedAt"), download.get("finishedAt")),
+        "loadSeconds": (engine.get("startedAt"), _condition(pod, "Ready").get("lastTransitionTime")),
+    }
+    return {name: seconds for name, (start, end) in spans.items() if (seconds := _between(start, end)) is not None}
+
+
+def _condition(pod: Object, type_: str) -> Mapping[str, Any]:
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return next((one for one in conditions if one.get("type") == type_), {})
+
+
+def _container(pod: Object, field: str, name: str) -> Mapping[str, Any]:
+    return next((one for one in (pod.get("status") or {}).get(field) or () if one.get("name") == name), {})
+
+
+def _between(start: str | None, end: str | None) -> float | None:
+    if not start or not end:
+        return None
+    return max((datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds(), 0.0)
+
+
 Status = dict[str, Any]
 Owned = Mapping[tuple[str, str], "Object"]
-
 _BLOCKED: Final = frozenset({"BlockedByFailedLoad", "ProgressDeadlineExceeded"})
 _URL_PATH: Final = "/v1"
 

@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to become of groups, before anybody asked how."""
+"""Which pods go and which are missing, between groups and inside a group; which of the missing must wait."""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from controller.models.model_infer.groups import Replica
+from controller.models.model_infer.groups import Replica, Size, Step, as_member, entries, replica_as_member, step
 from controller.models.model_infer.names import Place
 from controller.models.model_infer.pod_state import Pod
-from controller.models.model_infer.revisions import Revision, RoleRevision
+from controller.models.model_infer.target import Revision, RoleRevision, down, up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from controller.api.common import IntOrPercent
+    from controller.api.model_infer import Role
+    from controller.models.model_infer.groups import Group
+    from controller.models.model_infer.observed import Load, Observed
+    from controller.models.model_infer.recovery import Recovered
+    from controller.models.model_infer.target import History, Target
 
 
 class Missing(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,3 +71,284 @@ def missing_pods(group: int, revision: Revision, role: RoleRevision, replica: in
         Missing(place=Place(group, role.name, replica, index), revision=revision, role=role)
         for index in range(role.size)
     )
+
+
+def whole_group(ordinal: int, revision: Revision, target: Target) -> Changes:
+    """A group of which nothing is there."""
+    return Changes(
+        missing=tuple(
+            one
+            for role in revision.roles
+            for replica in range(target.replicas_of(revision, role.name))
+            for one in missing_pods(ordinal, revision, role, replica)
+        )
+    )
+
+
+def kept_group(group: Group, target: Target, observed: Observed) -> Changes:
+    """A group that keeps its revision: only the number of replicas changes, and pods that are missing come again."""
+    if group.is_going:
+        return Changes()
+    sizes = {one.name: Size(wanted=target.replicas_of(group.revision, one.name)) for one in group.revision.roles}
+    return _changed(group, group.revision, sizes, target, observed)
+
+
+def turning_group(
+    group: Group, target: Target, observed: Observed, *, may_drop: bool, least_surge: int = 0, is_moving: bool = True
+) -> Changes:
+    """A group whose roles become those of the goal, one replica after the other, each role within its own bounds.
+
+    ``may_drop``: the group may serve with less meanwhile; otherwise roles change only by what they may have too many,
+    which is ``least_surge`` at least.
+    """
+    goal = target.goal
+    outdated = frozenset(
+        one.place
+        for one in group.replicas
+        if (role := goal.role(one.place.role)) is not None and one.role_revision != role.hash
+    )
+    roles = {one.name: one for one in target.spec.template.roles}
+    ahead = _ahead(group, goal, target, outdated)
+    sizes: dict[str, Size] = {}
+    for one in goal.roles:
+        wanted = target.replicas_of(goal, one.name)
+        unavailable, surge = bounds(roles.get(one.name), wanted)
+        if not may_drop:
+            unavailable, surge = 0, max(surge, least_surge)
+        moves = is_moving and one.name not in ahead and unavailable + surge > 0
+        sizes[one.name] = Size(wanted=wanted, max_unavailable=unavailable, max_surge=surge, is_moving=moves)
+    found = _changed(group, goal, sizes, target, observed, outdated)
+    unchanged = [pod for one in group.replicas if one.place not in outdated for pod in one.live]
+    renamed = tuple((one, goal.hash) for one in unchanged if one.revision != goal.hash and goal.role(one.place.role))
+    return msgspec.structs.replace(found, renamed=renamed)
+
+
+def bounds(role: Role | None, wanted: int) -> tuple[int, int]:
+    """How many replicas of a role may be missing, and how many too many. One may be missing if nothing is written, or
+    if shares leave nothing to move with; none if only a surplus is.
+    """
+    surge = up(role.max_surge, wanted) if role is not None and role.max_surge is not None else 0
+    unavailable = down(role.max_unavailable, wanted) if role is not None and role.max_unavailable is not None else 0
+    return (unavailable, surge) if unavailable + surge else (1, 0)
+
+
+def _ahead(group: Group, goal: Revision, target: Target, outdated: frozenset[object]) -> frozenset[str]:
+    """Roles that would be further than ``maxSkew`` ahead of the slowest one after one more replica. The slowest one may
+    always go on.
+    """
+    done: dict[str, int] = {}
+    wanted: dict[str, int] = {}
+    for role in goal.roles:
+        found = group.of_role(role.name)
+        if any(one.place in outdated for one in found):
+            wanted[role.name] = max(1, target.replicas_of(goal, role.name))
+            done[role.name] = len([one for one in found if one.place not in outdated])
+    skew = target.spec.rollout.max_skew
+    return frozenset(name for name in done if _is_ahead(name, done, wanted, skew))
+
+
+def _is_ahead(name: str, done: Mapping[str, int], wanted: Mapping[str, int], skew: IntOrPercent) -> bool:
+    if isinstance(skew, int):
+        slowest = min(done.values())
+        return done[name] > slowest and done[name] + 1 - slowest > skew
+    share = {one: done[one] / wanted[one] for one in done}
+    slowest_share = min(share.values())
+    return share[name] > slowest_share and (done[name] + 1) / wanted[name] - slowest_share > int(skew[:-1]) / 100
+
+
+def _changed(
+    group: Group,
+    revision: Revision,
+    sizes: Mapping[str, Size],
+    target: Target,
+    observed: Observed,
+    outdated: frozenset[object] = frozenset(),
+) -> Changes:
+    gone = [one for one in group.replicas if revision.role(one.place.role) is None]
+    found = [going(gone)]
+    for role in revision.roles:
+        replicas = group.of_role(role.name)
+        members = [replica_as_member(one, observed.loads, is_outdated=one.place in outdated) for one in replicas]
+        found.append(
+            _of_role(group.ordinal, revision, role, replicas, step(members, sizes[role.name]), observed, target.history)
+        )
+    return together(found)
+
+
+def _of_role(
+    ordinal: int,
+    revision: Revision,
+    role: RoleRevision,
+    replicas: Sequence[Replica],
+    made: Step,
+    observed: Observed,
+    history: History,
+) -> Changes:
+    asked = _unasked([one for one in replicas if one.place.replica in made.chosen], observed)
+    leaving = [] if asked else [one for one in replicas if one.place.replica in made.leave]
+    staying = [one for one in replicas if one.place.replica not in made.leave]
+    return msgspec.structs.replace(
+        going(leaving),
+        missing=(
+            *(pod for one in staying for pod in _missing_of(one, revision, history)),
+            *(pod for one in (*made.new, *made.new_as_old) for pod in missing_pods(ordinal, revision, role, one)),
+        ),
+        asks_loads_of=asked,
+    )
+
+
+def _missing_of(replica: Replica, revision: Revision, history: History) -> list[Missing]:
+    """Pods of a replica that is there in part, of the revision of those that are. Nothing while one is going: names are
+    in use, and workers of a replica that is made anew must not meet its old entry pod.
+    """
+    found = history.with_role(replica.role_revision, revision)
+    if found is None or len(replica.live) != len(replica.pods):
+        return []
+    there = {one.place.index for one in replica.pods}
+    whole = missing_pods(replica.place.group, *found, replica.place.replica)
+    return [one for one in whole if one.place.index not in there]
+
+
+def _unasked(replicas: Sequence[Replica], observed: Observed) -> frozenset[str]:
+    return unasked([one.key for one in entries(replicas)], observed.loads, observed.loads_asked_of)
+
+
+def unasked(keys: Sequence[str], loads: Mapping[str, Load], asked: frozenset[str]) -> frozenset[str]:
+    """All of ``keys`` as long as gateways have not been asked about one of them."""
+    return frozenset(keys) if any(one not in loads and one not in asked for one in keys) else frozenset()
+
+
+def is_outdated(group: Group, target: Target) -> bool:
+    """Whether a group is to become the goal. Groups below the partition keep what they have."""
+    if group.ordinal < target.first_moving:
+        return False
+    return not group.is_whole_revision or group.revision.hash != target.goal.hash
+
+
+def changes(groups: Sequence[Group], target: Target, observed: Observed, *, is_moving: bool) -> Changes:
+    """``is_moving``: the rollout is neither paused nor has it failed."""
+    by_role = target.spec.rollout.unit == "Role"
+    size = _size(groups, target, is_moving=is_moving, by_role=by_role)
+    members = [
+        as_member(
+            one,
+            observed.loads,
+            is_outdated=is_outdated(one, target) and not by_role,
+            is_protected=one.ordinal < target.first_moving,
+        )
+        for one in groups
+    ]
+    made = step(members, size)
+    staying = [one for one in groups if one.ordinal not in made.leave]
+    if by_role:
+        inside = _turns(staying, target, observed, is_moving=is_moving)
+    else:
+        inside = [kept_group(one, target, observed) for one in staying]
+    return together([_leaving(groups, made, observed), *inside, *_new(made, target)])
+
+
+def _size(groups: Sequence[Group], target: Target, *, is_moving: bool, by_role: bool) -> Size:
+    """By role no group counts as outdated, so it is told here that beside old ones, while nothing moves, new ones are
+    of the old revision.
+    """
+    rollout, wanted = target.spec.rollout, target.spec.replicas
+    stands_still = by_role and not is_moving and any(is_outdated(one, target) for one in groups)
+    first_new = sys.maxsize if stands_still else target.first_moving
+    return Size(
+        wanted=wanted,
+        max_unavailable=down(rollout.max_unavailable, wanted),
+        max_surge=0 if by_role else up(rollout.max_surge, wanted),
+        is_moving=is_moving,
+        keeps_old_below=first_new if target.current.hash != target.goal.hash else 0,
+    )
+
+
+def _leaving(groups: Sequence[Group], made: Step, observed: Observed) -> Changes:
+    """Nobody leaves before the gateways were asked who does least harm, where that decides."""
+    candidates = [one for one in groups if one.ordinal in made.chosen]
+    keys = [pod.key for one in candidates for pod in entries(one.replicas)]
+    asked = unasked(keys, observed.loads, observed.loads_asked_of)
+    leaving = [one for one in groups if one.ordinal in made.leave and (not asked or one.ordinal in made.replaced)]
+    found = going([replica for one in leaving for replica in one.replicas])
+    return msgspec.structs.replace(found, asks_loads_of=asked)
+
+
+def _new(made: Step, target: Target) -> list[Changes]:
+    new = [whole_group(one, target.goal, target) for one in made.new]
+    return [*new, *(whole_group(one, target.current, target) for one in made.new_as_old)]
+
+
+def _turns(groups: Sequence[Group], target: Target, observed: Observed, *, is_moving: bool) -> list[Changes]:
+    """With ``unit: Role``: groups that have begun go on, others begin as far as groups may be unavailable. Where none
+    may be, one after the other changes, each role by a surplus replica.
+    """
+    rollout, wanted = target.spec.rollout, target.spec.replicas
+    unavailable = down(rollout.max_unavailable, wanted) or (0 if up(rollout.max_surge, wanted) else 1)
+    least_surge = 0 if unavailable else 1
+    budget = len([one for one in groups if one.is_ready]) - (wanted - unavailable)
+    old = [one for one in groups if is_outdated(one, target)]
+    fresh = [one for one in groups if not is_outdated(one, target)]
+    begun = {one.ordinal for one in old if _has_begun(one, target)}
+    slots = max(1, unavailable) - len(begun) - len([one for one in fresh if not one.is_ready])
+    found = [kept_group(one, target, observed) for one in fresh]
+    for one in sorted(old, key=lambda one: (one.ordinal not in begun, one.is_ready, -one.ordinal)):
+        if one.ordinal not in begun:
+            if slots <= 0 or not is_moving:
+                found.append(kept_group(one, target, observed))
+                continue
+            slots -= 1
+        may_drop = not one.is_ready or budget > 0
+        budget -= one.is_ready and _drops(target)
+        found.append(
+            turning_group(one, target, observed, may_drop=may_drop, least_surge=least_surge, is_moving=is_moving)
+        )
+    return found
+
+
+def _has_begun(group: Group, target: Target) -> bool:
+    return any(one.revision == target.goal.hash for one in group.pods)
+
+
+def _drops(target: Target) -> bool:
+    """Whether a group serves with less while its roles change."""
+    return any(bounds(one, target.counts[one.name])[0] > 0 for one in target.spec.template.roles)
+
+
+def may_be_made(wanted: Changes, groups: Sequence[Group], recovered: Recovered, target: Target) -> list[Missing]:
+    """Of the missing pods, those that nothing keeps from being made now."""
+    by_ordinal = {one.ordinal: one for one in groups}
+    restarting = _restarting(wanted, groups, recovered, target)
+    after = {one.name: one.starts_after for one in target.spec.template.roles}
+    return [
+        one
+        for one in wanted.missing
+        if one.place.group not in restarting
+        and msgspec.structs.replace(one.place, index=0) not in recovered.places
+        and not _waits(one, by_ordinal.get(one.place.group), after, target)
+    ]
+
+
+def _restarting(wanted: Changes, groups: Sequence[Group], recovered: Recovered, target: Target) -> frozenset[int]:
+    """Groups that are made anew whole: nothing of them is made before all of the old one is gone."""
+    if target.spec.recovery != "Group":
+        return frozenset()
+    going = [
+        pod.place.group
+        for group in groups
+        for one in group.replicas
+        if one.place not in wanted.unwanted
+        for pod in one.pods
+        if pod.is_going
+    ]
+    return frozenset(going) | {one.group for one in recovered.places}
+
+
+def _waits(missing: Missing, group: Group | None, after: Mapping[str, Sequence[str]], target: Target) -> bool:
+    """A role waits until those that it starts after are ready. Once it has begun, it need not any more."""
+    first = [one for one in after.get(missing.place.role, ()) if missing.revision.role(one) is not None]
+    wanted = {one: target.replicas_of(missing.revision, one) for one in first}
+    if group is None:
+        return any(wanted.values())
+    if any(one.live for one in group.of_role(missing.place.role)):
+        return False
+    return any(len([one for one in group.of_role(role) if one.is_ready]) < count for role, count in wanted.items())

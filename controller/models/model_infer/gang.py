@@ -1,29 +1,173 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a group is started whole: by a PodGroup, by Kueue's marks, or by our own hold."""
+"""A group starts whole: by a PodGroup, by Kueue's marks, or by our own hold until all of its pods have capacity."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from controller.kube.plan import Apply, Create, Delete
+from controller.kube.plan import Apply, Create, Delete, Happened
 from controller.kube.resources import SCHEDULER_POD_GROUPS, VOLCANO_POD_GROUPS, key_of
-from controller.models.model_infer import labels, names
+from controller.models.model_infer import names
+from controller.models.model_infer.changes import Missing
+from controller.models.model_infer.drain import deletion
 from controller.models.model_infer.pod_state import is_owned
-from controller.models.model_infer.revisions import owner_reference
-from controller.models.model_infer.room import total
+from controller.models.model_infer.recovery import FORGOTTEN_AFTER_S, NO_ROOM, Attempt, attempts_of
+from controller.models.model_infer.status import Problem
+from controller.models.model_infer.target import owner_reference
+from extproc.api.spec import requirement_holds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from controller.kube.resources import Object, Resource
+    from controller.models.model_infer.groups import Group
     from controller.models.model_infer.names import Place
-    from controller.models.model_infer.observed import Observed
-    from controller.models.model_infer.revisions import Revision
-    from controller.models.model_infer.target import Target
+    from controller.models.model_infer.observed import NodeRoom, Observed
+    from controller.models.model_infer.target import Revision, Target
+
+_QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:([numkMGTPE]|[KMGTPE]i)|[eE]([+-]?[0-9]+))?", re.ASCII)
+_FACTORS: Final = {
+    "n": 1e-9,
+    "u": 1e-6,
+    "m": 1e-3,
+    "k": 1e3,
+    **{letter: 1000.0**power for power, letter in enumerate("MGTPE", start=2)},
+    **{f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE", start=1)},
+}
+# Of a bound in a node affinity.
+_MOST_DIGITS: Final = 18
+_EFFECTS: Final = ("NoSchedule", "NoExecute")
+
+
+def quantity(value: object) -> float:
+    """In base units; 0 of what is no quantity, which the API server refuses when the pod is made."""
+    match = _QUANTITY.fullmatch(str(value))
+    if match is None:
+        return 0.0
+    number, unit, exponent = match.groups()
+    found = float(number) * _FACTORS[unit] if unit else float(f"{number}e{exponent or 0}")
+    return found if math.isfinite(found) else 0.0
+
+
+def asked_by(spec: Mapping[str, Any]) -> dict[str, float]:
+    """What a pod asks for: its containers together, or its largest init container where that is more."""
+    found: dict[str, float] = {}
+    for one in spec.get("containers") or ():
+        for name, amount in _requests(one).items():
+            found[name] = found.get(name, 0.0) + amount
+    for one in spec.get("initContainers") or ():
+        is_sidecar = one.get("restartPolicy") == "Always"
+        for name, amount in _requests(one).items():
+            found[name] = found.get(name, 0.0) + amount if is_sidecar else max(found.get(name, 0.0), amount)
+    for name, amount in (spec.get("overhead") or {}).items():
+        found[name] = found.get(name, 0.0) + quantity(amount)
+    return found
+
+
+def _requests(container: Mapping[str, Any]) -> dict[str, float]:
+    """A limit without a request is one."""
+    resources = container.get("resources") or {}
+    given = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    return {name: quantity(value) for name, value in given.items()}
+
+
+def total(specs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Of several pods, as Kubernetes writes quantities."""
+    sums: dict[str, float] = {}
+    for spec in specs:
+        for name, amount in asked_by(spec).items():
+            sums[name] = sums.get(name, 0.0) + amount
+    return {name: _written(amount) for name, amount in sorted(sums.items()) if amount}
+
+
+def _written(amount: float) -> str:
+    thousandths = round(amount * 1000)
+    return str(thousandths // 1000) if thousandths % 1000 == 0 else f"{thousandths}m"
+
+
+class Places:
+    """Room on nodes, less what is placed there. Pods are placed largest first, each on the first node that takes it."""
+
+    def __init__(self, nodes: Sequence[NodeRoom]) -> None:
+        self._nodes = sorted(nodes, key=lambda one: one.name)
+        self._free = {one.name: dict(one.free) for one in nodes}
+
+    def place(self, specs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """The first that finds no place, and then none of them is placed; None if all have one."""
+        before = {name: dict(free) for name, free in self._free.items()}
+        for spec in sorted(specs, key=_size, reverse=True):
+            if not self._place(spec):
+                self._free = before
+                return spec
+        return None
+
+    def _place(self, spec: Mapping[str, Any]) -> bool:
+        asked = {**asked_by(spec), "pods": 1.0}
+        for node in self._nodes:
+            free = self._free[node.name]
+            fits = all(free.get(name, 0.0) >= amount for name, amount in asked.items() if amount)
+            if fits and takes(node, spec):
+                for name, amount in asked.items():
+                    free[name] = free.get(name, 0.0) - amount
+                return True
+        return False
+
+
+def _size(spec: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Accelerators decide, then cores, then memory."""
+    asked = asked_by(spec)
+    devices = sum(amount for name, amount in asked.items() if "/" in name)
+    return devices, asked.get("cpu", 0.0), asked.get("memory", 0.0)
+
+
+def takes(node: NodeRoom, spec: Mapping[str, Any]) -> bool:
+    """Whether a node may run a pod, room aside."""
+    selector = spec.get("nodeSelector") or {}
+    tolerations = spec.get("tolerations") or ()
+    return (
+        all(node.labels.get(name) == value for name, value in selector.items())
+        and all(_tolerates(tolerations, one) for one in node.taints if one.get("effect") in _EFFECTS)
+        and _has_affinity(spec, node)
+    )
+
+
+def _tolerates(tolerations: Sequence[Mapping[str, Any]], taint: Mapping[str, Any]) -> bool:
+    return any(
+        one.get("effect") in (None, "", taint.get("effect"))
+        and (
+            (one.get("operator") == "Exists" and one.get("key") in (None, "", taint.get("key")))
+            or (one.get("key") == taint.get("key") and (one.get("value") or "") == (taint.get("value") or ""))
+        )
+        for one in tolerations
+    )
+
+
+def _has_affinity(spec: Mapping[str, Any], node: NodeRoom) -> bool:
+    """One of the terms, if there are any, and of that all expressions."""
+    affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
+    terms = (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms")
+    if not terms:
+        return True
+    return any(all(_holds(one, node.labels) for one in term.get("matchExpressions") or ()) for term in terms)
+
+
+def _holds(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    operator, key, values = expression.get("operator"), str(expression.get("key")), list(expression.get("values") or ())
+    if operator in ("Gt", "Lt"):
+        value, bound = labels.get(key, ""), "".join(map(str, values))
+        if not (value.isdecimal() and bound.isdecimal() and len(bound) <= _MOST_DIGITS):
+            return False
+        return int(value) > int(bound) if operator == "Gt" else int(value) < int(bound)
+    return requirement_holds(key, str(operator), values, labels)
+
 
 Form = Literal["Kueue", "Volcano", "SchedulerPlugins", "Hold"]
-
 _KUEUE_QUEUE: Final = "kueue.x-k8s.io/queue-name"
 _VOLCANO_QUEUE: Final = "scheduling.volcano.sh/queue-name"
 _VOLCANO: Final = "volcano"
@@ -146,8 +290,185 @@ def _pod_group(ordinal: int, revision: Revision, target: Target, kind: Resource)
         "metadata": {
             "name": names.pod_group_name(target.name, ordinal),
             "namespace": metadata["namespace"],
-            "labels": {labels.MODEL_INFER: target.name, labels.GROUP: str(ordinal)},
+            "labels": {names.MODEL_INFER: target.name, names.GROUP: str(ordinal)},
             "ownerReferences": [owner_reference(target.owner)],
         },
         "spec": spec,
     }
+
+
+# nodes change without being told to us
+_LOOK_EACH_S: Final = 15.0
+
+
+class Ganged(msgspec.Struct, frozen=True, kw_only=True):
+    """``form``: how groups are held together. ``missing``: pods that may be made. ``problems``: of groups that wait.
+    ``deleted``: pods of groups that are given up. ``attempts``: for the status.
+    """
+
+    form: Form | None
+    missing: tuple[Missing, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    deleted: tuple[Delete, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    events: tuple[Happened, ...] = ()
+    look_again_at_s: float | None = None
+
+
+class _Held(msgspec.Struct, frozen=True, kw_only=True):
+    missing: tuple[Missing, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    look_again_at_s: float | None = None
+
+
+class _GivenUp(msgspec.Struct, frozen=True, kw_only=True):
+    groups: frozenset[int] = frozenset()
+    deleted: tuple[Delete, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    events: tuple[Happened, ...] = ()
+    look_again_at_s: float | None = None
+
+
+def gang_of(
+    missing: Sequence[Missing],
+    groups: Sequence[Group],
+    target: Target,
+    observed: Observed,
+    now_s: float,
+) -> Ganged:
+    """Schedulers that know gangs need nothing but marks."""
+    form = form_of(target, observed)
+    if form != "Hold":
+        return Ganged(form=form, missing=tuple(missing))
+    known = _known(target, now_s)
+    gone = _given_up(groups, target, observed, known, now_s)
+    attempts = tuple({one.name: one for one in (*known, *gone.attempts)}.values())
+    rest = [one for one in missing if one.place.group not in gone.groups]
+    kept = _held(rest, groups, target, observed, attempts, now_s)
+    times = [one for one in (gone.look_again_at_s, kept.look_again_at_s) if one is not None]
+    times += [_forgotten_s(one, target) for one in attempts]
+    return Ganged(
+        form=form,
+        missing=kept.missing,
+        problems=kept.problems,
+        deleted=gone.deleted,
+        attempts=attempts,
+        events=gone.events,
+        look_again_at_s=min(times, default=None),
+    )
+
+
+def _known(target: Target, now_s: float) -> list[Attempt]:
+    """Groups that were given up, until they have had time to try again and to run for a while."""
+    found = attempts_of(target.owner.get("status") or {})
+    return [one for one in found if one.reason == NO_ROOM and now_s < _forgotten_s(one, target)]
+
+
+def _forgotten_s(attempt: Attempt, target: Target) -> float:
+    gang = target.spec.template.gang
+    return attempt.at_s + FORGOTTEN_AFTER_S + (gang.timeout if gang is not None else 0.0)
+
+
+def _held(
+    missing: Sequence[Missing],
+    groups: Sequence[Group],
+    target: Target,
+    observed: Observed,
+    attempts: Sequence[Attempt],
+    now_s: float,
+) -> _Held:
+    """Of the ``missing`` pods, those of groups for which there is room."""
+    by_group: dict[int, list[Missing]] = defaultdict(list)
+    for one in missing:
+        by_group[one.place.group].append(one)
+    waits = {one.name: one.at_s + one.wait_s for one in attempts}
+    places = None if observed.room is None else Places(observed.room)
+    if places is not None:
+        for pod in (pod for group in groups for pod in group.pods if pod.is_waiting):
+            places.place([pod.thing.get("spec") or {}])
+    begun = {one.ordinal for one in groups if not one.is_going}
+    made: list[Missing] = []
+    problems: list[Problem] = []
+    times: list[float] = []
+    for ordinal, found in sorted(by_group.items()):
+        until_s = waits.get(_name(ordinal), 0.0)
+        asked = [_spec(one) for one in found] if ordinal in begun else specs(found[0].revision, target)
+        left_over = None if places is None or now_s < until_s else places.place(asked)
+        if now_s < until_s:
+            problems.append(Problem(NO_ROOM, f"group {ordinal} was given up for want of room, and waits"))
+            times.append(until_s)
+        elif left_over is not None:
+            problems.append(Problem(NO_ROOM, _no_room(ordinal, len(asked), left_over)))
+            times.append(now_s + _LOOK_EACH_S)
+        else:
+            made += found
+    return _Held(missing=tuple(made), problems=tuple(problems), look_again_at_s=min(times, default=None))
+
+
+def _given_up(
+    groups: Sequence[Group], target: Target, observed: Observed, known: Sequence[Attempt], now_s: float
+) -> _GivenUp:
+    """Groups that hold room without being able to start. Later each time, so that others get the room meanwhile."""
+    gang = target.spec.template.gang
+    before = {one.name: one for one in known}
+    ordinals: set[int] = set()
+    deleted: list[Delete] = []
+    attempts: list[Attempt] = []
+    events: list[Happened] = []
+    times: list[float] = []
+    for group in groups:
+        since_s = _incomplete_since(group, target)
+        if gang is None or since_s is None:
+            continue
+        if now_s < since_s + gang.timeout:
+            times.append(since_s + gang.timeout)
+            continue
+        ordinals.add(group.ordinal)
+        deleted += [deletion(one, observed.lost_nodes) for one in group.pods if not one.is_going]
+        old = before.get(_name(group.ordinal))
+        attempts.append(
+            Attempt(name=_name(group.ordinal), count=old.count + 1 if old else 1, at_s=now_s, reason=NO_ROOM)
+        )
+        said = (
+            f"group {group.ordinal} found no room for all of its pods within {gang.timeout}, and gives up what it has"
+        )
+        events.append(Happened("Warning", NO_ROOM, said))
+    return _GivenUp(
+        groups=frozenset(ordinals),
+        deleted=tuple(deleted),
+        attempts=tuple(attempts),
+        events=tuple(events),
+        look_again_at_s=min(times, default=None),
+    )
+
+
+def _incomplete_since(group: Group, target: Target) -> float | None:
+    """When the oldest pod without a node was made. None if enough replicas have one to start, or no pod has: those that
+    wait hold nothing.
+    """
+    gang = target.spec.template.gang
+    waiting = [one.created_at_s for one in group.pods if one.is_waiting]
+    if gang is None or not waiting or len(waiting) == len(group.pods) or group.is_ready:
+        return None
+    later = {one.name for one in target.spec.template.roles if one.starts_after}
+    for role in group.revision.roles:
+        count = target.replicas_of(group.revision, role.name)
+        needed = 0 if role.name in later else min(count, gang.min_role_replicas.get(role.name, count))
+        placed = [one for one in group.of_role(role.name) if one.live and not any(pod.is_waiting for pod in one.live)]
+        if len(placed) < needed:
+            return min(waiting)
+    return None
+
+
+def _spec(missing: Missing) -> Mapping[str, Any]:
+    template = missing.role.entry if missing.place.index == 0 or missing.role.worker is None else missing.role.worker
+    return template.spec
+
+
+def _no_room(ordinal: int, count: int, spec: Mapping[str, Any]) -> str:
+    asked = ", ".join(f"{amount} {name}" for name, amount in total([spec]).items()) or "a place"
+    return f"group {ordinal} waits until its {count} pods find room together; one of them asks for {asked}"
+
+
+def _name(ordinal: int) -> str:
+    return f"{ordinal}/gang"

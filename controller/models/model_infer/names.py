@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of what a ModelInfer owns, by which nothing is made twice."""
+"""Labels, annotations and names of what a ModelInfer owns, by which nothing is made twice, and instants as text."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -10,7 +11,30 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-from controller.models.model_infer import labels
+PREFIX: Final = "attache.dev/"
+MODEL_INFER: Final = PREFIX + "model-infer"
+# The group's ordinal; a prefill and a decode engine of the same group make a pair.
+GROUP: Final = PREFIX + "group"
+ROLE: Final = PREFIX + "role"
+ROLE_REPLICA: Final = PREFIX + "role-replica"
+# 0 is the entry pod.
+WORKER_INDEX: Final = PREFIX + "worker-index"
+# "true" on entry pods, which requests are sent to.
+ENTRY: Final = PREFIX + "entry"
+# Of the whole template, and of the pod's role alone.
+REVISION: Final = PREFIX + "revision"
+ROLE_REVISION: Final = PREFIX + "role-revision"
+# "true" on one pod of each group: the scale subresource counts them.
+SCALE_UNIT: Final = PREFIX + "scale-unit"
+# Annotation, RFC 3339: since when a pod gets no new requests, because it is going to be deleted.
+DRAINING: Final = PREFIX + "draining"
+# Annotations of ControllerRevisions, RFC 3339: when the rollout began, if not with the object; when it was given up;
+# when all groups at or above the partition had become ready with it.
+ROLLED_OUT_SINCE: Final = PREFIX + "rolled-out-since"
+FAILED: Final = PREFIX + "failed"
+REACHED: Final = PREFIX + "reached"
+# Annotation of a ModelInferRole: the replicas that the template last asked for.
+TEMPLATE_REPLICAS: Final = PREFIX + "template-replicas"
 
 LONGEST_HOST_NAME: Final = 63
 
@@ -27,19 +51,19 @@ class Place(msgspec.Struct, frozen=True, order=True):
     def labels(self) -> dict[str, str]:
         """What a pod at this place is found by."""
         found = {
-            labels.GROUP: str(self.group),
-            labels.ROLE: self.role,
-            labels.ROLE_REPLICA: str(self.replica),
-            labels.WORKER_INDEX: str(self.index),
+            GROUP: str(self.group),
+            ROLE: self.role,
+            ROLE_REPLICA: str(self.replica),
+            WORKER_INDEX: str(self.index),
         }
-        return {**found, labels.ENTRY: "true"} if self.index == 0 else found
+        return {**found, ENTRY: "true"} if self.index == 0 else found
 
 
 def place_of(found: Mapping[str, str]) -> Place | None:
     """The place that a pod's labels name, None if they name none."""
     try:
-        numbers = [int(found[one]) for one in (labels.GROUP, labels.ROLE_REPLICA, labels.WORKER_INDEX)]
-        role = found[labels.ROLE]
+        numbers = [int(found[one]) for one in (GROUP, ROLE_REPLICA, WORKER_INDEX)]
+        role = found[ROLE]
     except (KeyError, ValueError):
         return None
     return Place(numbers[0], role, numbers[1], numbers[2])
@@ -71,6 +95,22 @@ def role_scale_name(owner: str, role: str) -> str:
 
 
 def selector(owner: str, **more: str) -> str:
-    """A label selector as text. ``more``: values by constants' names of ``labels``."""
-    wanted = {labels.MODEL_INFER: owner, **{getattr(labels, name): value for name, value in more.items()}}
+    """A label selector as text. ``more``: values by names of constants above."""
+    wanted = {MODEL_INFER: owner, **{globals()[name]: value for name, value in more.items()}}
     return ",".join(f"{name}={value}" for name, value in wanted.items())
+
+
+def seconds_of(text: object) -> float | None:
+    """Seconds since the epoch of an RFC 3339 instant; None of anything else."""
+    if not isinstance(text, str):
+        return None
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return found.timestamp() if found.tzinfo else found.replace(tzinfo=UTC).timestamp()
+
+
+def text_of(at_s: float) -> str:
+    """RFC 3339 with whole seconds, as Kubernetes writes it."""
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pod says of itself: its place, its revision, whether it serves or goes."""
+"""What a pod reports: its place, its revision, whether it serves or goes, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.kube.resources import Object, key_of
-from controller.models.model_infer import labels
-from controller.models.model_infer.names import Place, place_of
-from controller.models.model_infer.times import seconds_of
+from controller.models.model_infer import names
+from controller.models.model_infer.names import Place, place_of, seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from controller.models.model_infer.observed import Observed
 
 _DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
 _ENDED: Final = ("Failed", "Succeeded")
@@ -85,14 +86,14 @@ def _read(thing: Object, lost_nodes: Collection[str]) -> Pod | None:
         key=key_of(thing),
         uid=metadata.get("uid", ""),
         place=place,
-        revision=given.get(labels.REVISION, ""),
-        role_revision=given.get(labels.ROLE_REVISION, ""),
+        revision=given.get(names.REVISION, ""),
+        role_revision=given.get(names.ROLE_REVISION, ""),
         is_ready=conditions.get("Ready") == "True" and not going and not ended and node not in lost_nodes,
         is_going=going,
         is_ended=ended,
         is_waiting=not node and not going and not ended,
-        is_scale_unit=given.get(labels.SCALE_UNIT) == "true",
-        draining_at_s=seconds_of(annotations.get(labels.DRAINING)),
+        is_scale_unit=given.get(names.SCALE_UNIT) == "true",
+        draining_at_s=seconds_of(annotations.get(names.DRAINING)),
         created_at_s=seconds_of(metadata.get("creationTimestamp")) or 0.0,
         node=node,
         deletion_cost=_cost(annotations.get(_DELETION_COST)),
@@ -104,3 +105,143 @@ def _cost(text: object) -> int:
         return int(str(text)) if text is not None else 0
     except ValueError:
         return 0
+
+
+# A node that misses a few heartbeats often comes back.
+LOST_AFTER_S: Final = 30.0
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """``at_s``: when it began. ``due_s``: how long after that it is for us to act, beside the grace that the user
+    gives.
+    ``is_restarted``: the kubelet starts the container again by itself. ``is_final``: it cannot recover by itself.
+    """
+
+    pod: Pod
+    at_s: float
+    reason: str
+    message: str
+    due_s: float = 0.0
+    is_restarted: bool = False
+    is_final: bool = False
+
+
+def failure_of(pod: Pod, observed: Observed, unresponsive_s: float) -> Failure | None:
+    """None of a pod that runs, starts, or goes. ``unresponsive_s``: how long an engine that has been ready may not be;
+    0 for ever.
+    """
+    if pod.is_going:
+        return None
+    if pod.node in observed.lost_nodes:
+        since_s = observed.lost_nodes[pod.node]
+        return Failure(
+            pod=pod, at_s=since_s, reason="NodeLost", message=f"its node {pod.node} is lost", due_s=LOST_AFTER_S
+        )
+    if pod.is_ended:
+        return _ended(pod, observed)
+    if pod.is_ready:
+        return None
+    return _crashed(pod, observed) or _hung(pod, unresponsive_s)
+
+
+def _ended(pod: Pod, observed: Observed) -> Failure:
+    status = pod.status
+    said = status.get("message") or f"it has ended ({status.get('reason') or status.get('phase')})"
+    last = _last_terminated(pod)
+    if last:
+        said = _how(last)
+    times = [seconds_of(last.get("finishedAt")), seconds_of(pod.condition("Ready").get("lastTransitionTime"))]
+    at_s = next((one for one in times if one is not None), pod.created_at_s)
+    return Failure(pod=pod, at_s=at_s, reason="PodFailed", message=said + _tail(pod, observed))
+
+
+def _crashed(pod: Pod, observed: Observed) -> Failure | None:
+    """A container has ended, and the pod has not been ready since."""
+    last = _last_terminated(pod)
+    at_s = seconds_of(last.get("finishedAt"))
+    if not last or at_s is None:
+        return None
+    said = f"{_how(last)}, {last['restarts']} restarts" + _tail(pod, observed)
+    return Failure(pod=pod, at_s=at_s, reason="RuntimeUnhealthy", message=said, is_restarted=True)
+
+
+def _hung(pod: Pod, unresponsive_s: float) -> Failure | None:
+    """It was ready after its containers started, and is not any more."""
+    changed_s = seconds_of(pod.condition("Ready").get("lastTransitionTime"))
+    started = [seconds_of(_running(one).get("startedAt")) for one in pod.containers()]
+    known = [one for one in started if one is not None]
+    if not unresponsive_s or changed_s is None or not known or len(known) < len(started) or changed_s <= max(known):
+        return None
+    said = "it runs, was ready, and does not answer any more"
+    return Failure(pod=pod, at_s=changed_s, reason="NotAnswering", message=said, due_s=unresponsive_s)
+
+
+def _running(container: Mapping[str, Any]) -> Mapping[str, Any]:
+    return (container.get("state") or {}).get("running") or {}
+
+
+def _last_terminated(pod: Pod) -> Mapping[str, Any]:
+    """The latest end of a container, with its name and how often it was started again."""
+    found = [
+        {**ended, "container": one.get("name", ""), "restarts": one.get("restartCount", 0)}
+        for one in pod.containers()
+        for state in (one.get("state") or {}, one.get("lastState") or {})
+        if (ended := state.get("terminated"))
+    ]
+    return max(found, key=lambda one: seconds_of(one.get("finishedAt")) or 0.0, default={})
+
+
+def _how(last: Mapping[str, Any]) -> str:
+    reason = last.get("reason")
+    said = f"container {last['container']} ended with code {last.get('exitCode')}"
+    return f"{said} ({reason})" if reason and reason != "Error" else said
+
+
+def _tail(pod: Pod, observed: Observed) -> str:
+    """The last line first: it mostly is the reason, and one line is all that tables of kubectl show.
+
+    Without the characters by which a log would steer the terminal of whoever reads the status.
+    """
+    said = observed.log_tails.get(pod.key, "")
+    text = "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in said)
+    before, _, last = text.strip().rpartition("\n")
+    if not last:
+        return ""
+    return f": {last.strip()}" + (f"\nbefore that it wrote:\n{before}" if before else "")
+
+
+_STUCK: Final = {
+    "ImagePullBackOff": "ImagePullFailed",
+    "ErrImagePull": "ImagePullFailed",
+    "InvalidImageName": "ImagePullFailed",
+    "CreateContainerConfigError": "ContainerConfigFailed",
+    "CreateContainerError": "ContainerConfigFailed",
+    "RunContainerError": "ContainerConfigFailed",
+}
+
+
+def stuck(pod: Pod, observed: Observed) -> Failure | None:
+    """What keeps a pod from starting, and somebody else must mend."""
+    scheduled = pod.condition("PodScheduled")
+    if scheduled.get("status") == "False" and not pod.is_going:
+        said = str(scheduled.get("message") or "no node was found for it")
+        return _told(pod, str(scheduled.get("reason") or "Unschedulable"), said)
+    for one in _all_containers(pod):
+        waiting = (one.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") in _STUCK:
+            said = f"container {one.get('name')}: {waiting.get('message') or waiting['reason']}"
+            return _told(pod, _STUCK[waiting["reason"]], said)
+    for one in pod.status.get("initContainerStatuses") or ():
+        ended = (one.get("state") or {}).get("terminated") or (one.get("lastState") or {}).get("terminated") or {}
+        if ended.get("exitCode") and not one.get("ready"):
+            said = _how({**ended, "container": one.get("name")}) + _tail(pod, observed)
+            return _told(pod, "ModelLoadFailed", said)
+    return None
+
+
+def _told(pod: Pod, reason: str, message: str) -> Failure:
+    return Failure(pod=pod, at_s=pod.created_at_s, reason=reason, message=message)
+
+
+def _all_containers(pod: Pod) -> Sequence[Mapping[str, Any]]:
+    return [*(pod.status.get("initContainerStatuses") or ()), *pod.containers()]

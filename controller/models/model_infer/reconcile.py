@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelInfer: from what is there and what is asked for to what to do now.
+"""ModelInfer: from what is observed and what is asked for to what to do now.
 
-Nothing is remembered between two looks: timers are read from objects, and counts from the status.
+Nothing is remembered between two reconciles: timers are read from objects, and counts from the status.
 """
 
 from __future__ import annotations
@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING
 
 from controller.api.model_infer_mistakes import mistakes, too_many
 from controller.kube.plan import Plan
-from controller.models.model_infer import owned, scale_units, statuses
-from controller.models.model_infer.conditions import conditions_of, failed_groups, problems_of
-from controller.models.model_infer.draining import drain
-from controller.models.model_infer.gang import pod_groups, unused_pod_groups
-from controller.models.model_infer.group_changes import changes
+from controller.models.model_infer import owned
+from controller.models.model_infer.changes import changes, may_be_made
+from controller.models.model_infer.drain import drain
+from controller.models.model_infer.gang import gang_of, pod_groups, unused_pod_groups
 from controller.models.model_infer.groups import groups_of
-from controller.models.model_infer.holds import may_be_made
+from controller.models.model_infer.owned import role_scales
 from controller.models.model_infer.pod_state import pods_of
 from controller.models.model_infer.recovery import as_status, recover
-from controller.models.model_infer.role_scales import role_scales
 from controller.models.model_infer.rollout import rollout_of, told
+from controller.models.model_infer.status import conditions_of, failed_groups, problems_of, refused_status, status_of
 from controller.models.model_infer.target import read, target_of
-from controller.models.model_infer.waiting import gang_of
 
 if TYPE_CHECKING:
     from controller.models.model_infer.observed import Observed
@@ -37,11 +35,11 @@ def reconcile(observed: Observed, now_s: float) -> Plan:
     found = read(thing)
     wrong = [found] if isinstance(found, str) else list(mistakes(found))
     if isinstance(found, str) or wrong:
-        return Plan(status=statuses.refused(thing, wrong))
+        return Plan(status=refused_status(thing, wrong))
     target = target_of(observed, found.spec, now_s)
     # roles may have scales of their own, which no webhook sees
     if wrong := list(too_many(found.spec, target.counts)):
-        return Plan(status=statuses.refused(thing, wrong))
+        return Plan(status=refused_status(thing, wrong))
     groups = groups_of(pods_of(observed.pods, target.uid, observed.lost_nodes), target)
     rollout = rollout_of(groups, target, now_s)
     wanted = changes(groups, target, observed, is_moving=rollout.is_moving)
@@ -65,7 +63,7 @@ def reconcile(observed: Observed, now_s: float) -> Plan:
             *rollout.notes,
             *drained.marked,
             *owned.renamed(wanted),
-            *scale_units.corrected(groups, ganged.missing),
+            *owned.corrected(groups, ganged.missing),
             *owned.once((*recovered.deleted, *ganged.deleted, *drained.deleted)),
             *pod_groups(revisions, target, observed, ganged.form),
             *owned.new_services(groups, wanted, target, observed),
@@ -75,7 +73,7 @@ def reconcile(observed: Observed, now_s: float) -> Plan:
             *owned.old_revisions(groups, target),
             *role_scales(groups, target, observed),
         ),
-        status=statuses.status_of(
+        status=status_of(
             groups,
             target,
             rollout,

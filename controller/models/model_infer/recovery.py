@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.kube.plan import Delete, Happened
-from controller.models.model_infer.draining import deletion
-from controller.models.model_infer.failures import LOST_AFTER_S, Failure, failure_of
-from controller.models.model_infer.names import Place
-from controller.models.model_infer.pod_state import Pod
-from controller.models.model_infer.times import seconds_of, text_of
+from controller.models.model_infer.drain import deletion
+from controller.models.model_infer.names import Place, seconds_of, text_of
+from controller.models.model_infer.pod_state import LOST_AFTER_S, Failure, Pod, failure_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,8 +21,7 @@ if TYPE_CHECKING:
     from controller.kube.resources import Object
     from controller.models.model_infer.groups import Group, Replica
     from controller.models.model_infer.observed import Observed
-    from controller.models.model_infer.revisions import Revision
-    from controller.models.model_infer.target import Target
+    from controller.models.model_infer.target import Revision, Target
 
 _FIRST_WAIT_S: Final = 10.0
 _LONGEST_WAIT_S: Final = 300.0

@@ -9,10 +9,10 @@ import msgspec
 
 from controller.kube.plan import Annotate, Happened
 from controller.kube.resources import CONTROLLER_REVISIONS
-from controller.models.model_infer import labels
-from controller.models.model_infer.group_changes import is_outdated
+from controller.models.model_infer import names
+from controller.models.model_infer.changes import is_outdated
+from controller.models.model_infer.names import seconds_of, text_of
 from controller.models.model_infer.recovery import attempts_of
-from controller.models.model_infer.times import seconds_of, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -62,7 +62,7 @@ def rollout_of(groups: Sequence[Group], target: Target, now_s: float) -> Rollout
         return _failed(target, waiting, notes, now_s)
     if counts and now_s >= fails_at_s and update.uid:
         # old pods are still going, and nothing has shown yet whether the revision is good
-        notes += (_note(target, {labels.ROLLED_OUT_SINCE: text_of(now_s)}),)
+        notes += (_note(target, {names.ROLLED_OUT_SINCE: text_of(now_s)}),)
         fails_at_s = now_s + settings.progress_deadline
     new = [one for one in groups if one.is_whole_revision and one.revision.hash == update.hash]
     said = f"{len(new)} of {target.spec.replicas} groups have revision {update.hash}{_waiting(waiting)}"
@@ -93,7 +93,7 @@ def _failed(target: Target, waiting: Sequence[int], notes: tuple[Annotate, ...],
     update, settings = target.history.update, target.spec.rollout
     said = f"revision {update.hash} made no progress for {settings.progress_deadline}{_waiting(waiting)}; "
     if settings.on_failure == "RollBack" and update.uid:
-        failed = _note(target, {labels.FAILED: text_of(now_s)})
+        failed = _note(target, {names.FAILED: text_of(now_s)})
         said += f"going back to {target.current.hash}"
         return Rollout(phase=BLOCKED, message=said, is_moving=False, notes=(*notes, failed))
     said += f"it has stopped, and {target.current.hash} serves"
@@ -135,9 +135,9 @@ def _notes(target: Target, now_s: float, *, is_done: bool) -> Iterator[Annotate]
     if not update.uid:
         return
     if target.is_restarted:
-        yield _note(target, {labels.ROLLED_OUT_SINCE: text_of(now_s), labels.FAILED: None, labels.REACHED: None})
+        yield _note(target, {names.ROLLED_OUT_SINCE: text_of(now_s), names.FAILED: None, names.REACHED: None})
     elif is_done and update.hash != target.current.hash and target.first_moving and not update.reached:
-        yield _note(target, {labels.REACHED: text_of(now_s)})
+        yield _note(target, {names.REACHED: text_of(now_s)})
 
 
 def _note(target: Target, annotations: dict[str, str | None]) -> Annotate:

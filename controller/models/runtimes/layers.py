@@ -1,21 +1,162 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of a Model merged: preset, then base references, then the object."""
+"""The layers of a Model merged: preset, then base references, then the object.
+
+Plain merge: maps are merged, everything else is replaced; lists of named items (backends, adapters, env) are merged by
+name. Strategic merge: as the API server's strategic merge patch does it for a PodSpec. Its lists are merged by the keys
+of Kubernetes' API ("patch merge key" in its reference), or replaced where Kubernetes has none, such as ``tolerations``.
+``$patch: delete`` removes an item or a map's contents, ``$patch: replace`` drops what the lower layer has, and null
+removes a field.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
 
 import msgspec
 
 from controller.api.engine import EngineConfig
 from controller.api.model import ModelSpec
 from controller.api.pod_shapes import wrong_shapes
-from controller.models.runtimes.merging import folded, pod_layers, pods_in, typed
 from extproc.api.quantities import decode_quantity
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+_DIRECTIVE: Final = "$patch"
+# By the field's name, which has one meaning in a PodSpec.
+_POD_KEYS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "containers": "name",
+        "initContainers": "name",
+        "ephemeralContainers": "name",
+        "env": "name",
+        "ports": "containerPort",
+        "volumeMounts": "mountPath",
+        "volumeDevices": "devicePath",
+        "volumes": "name",
+        "imagePullSecrets": "name",
+        "hostAliases": "ip",
+        "topologySpreadConstraints": "topologyKey",
+        "schedulingGates": "name",
+        "resourceClaims": "name",
+    }
+)
+_TYPED_KEYS: Final[Mapping[str, str]] = MappingProxyType({"backends": "name", "adapters": "name", "env": "name"})
+# An item of these has one source, of its value or its files: another kind of source replaces it.
+_ONE_SOURCE: Final = frozenset({"volumes", "env"})
+# Fields of typed layers that hold partial PodSpecs.
+_POD_FIELDS: Final = frozenset({"pod", "spotPod"})
+
+
+def typed(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Partial ModelSpecs or EngineConfigs as plain data, the lowest first.
+
+    Partial PodSpecs are collected in a list, the lowest first: what one of them deletes may stand in a runtime's
+    PodSpec, which is below all of them.
+    """
+    return _all(layers, _TYPED_KEYS)
+
+
+def strategic(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Partial PodSpecs, the lowest first."""
+    return _all(layers, _POD_KEYS)
+
+
+def _all(layers: Iterable[Mapping[str, Any]], keyed: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for layer in layers:
+        found = _merged(found, layer, keyed)
+    return found
+
+
+def folded(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """The result of ``typed`` as documents have it: one PodSpec where it has collected several."""
+    if isinstance(value, Mapping):
+        return {
+            name: strategic(*pod_layers(one)) if name in _POD_FIELDS else folded(one) for name, one in value.items()
+        }
+    return [folded(one) for one in value] if isinstance(value, list) else value
+
+
+def pods_in(value: object, where: str = "spec") -> Iterator[tuple[str, object]]:
+    """The partial PodSpecs of a typed layer, each with the field that it stands in."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            if name in _POD_FIELDS:
+                yield f"{where}.{name}", one or {}
+            else:
+                yield from pods_in(one, f"{where}.{name}")
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            yield from pods_in(one, f"{where}[{number}]")
+
+
+def pod_layers(value: object) -> list[Mapping[str, Any]]:
+    """The partial PodSpecs of a field, the lowest first."""
+    if isinstance(value, list):
+        return value
+    return [value] if isinstance(value, Mapping) else []
+
+
+def _merged(lower: Mapping[str, Any], upper: Mapping[str, Any], keyed: Mapping[str, str]) -> dict[str, Any]:
+    directive = upper.get(_DIRECTIVE)
+    if directive == "delete":
+        return {}
+    found = {} if directive == "replace" else dict(lower)
+    for name, value in upper.items():
+        if name == _DIRECTIVE:
+            continue
+        if value is None:
+            found.pop(name, None)
+            continue
+        if name in _POD_FIELDS and keyed is _TYPED_KEYS:
+            found[name] = [*pod_layers(found.get(name)), *pod_layers(value)]
+        else:
+            found[name] = _value(name, found.get(name), value, keyed)
+    return found
+
+
+def _value(name: str, lower: object, upper: object, keyed: Mapping[str, str]) -> object:
+    if isinstance(upper, Mapping):
+        return _merged(lower if isinstance(lower, Mapping) else {}, upper, keyed)
+    if isinstance(upper, (list, tuple)):
+        if name not in keyed or not _are_items([*upper, *_listed(lower)]):
+            return list(upper)
+        return _items(_listed(lower), upper, name, keyed)
+    return upper
+
+
+def _listed(value: object) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def _are_items(values: Sequence[object]) -> bool:
+    return all(isinstance(one, Mapping) for one in values)
+
+
+def _items(
+    lower: Sequence[Mapping[str, Any]], upper: Sequence[Mapping[str, Any]], name: str, keyed: Mapping[str, str]
+) -> list[Mapping[str, Any]]:
+    """In the lower layer's order, and then what is new."""
+    if any(one == {_DIRECTIVE: "replace"} for one in upper):
+        lower, upper = (), [one for one in upper if one != {_DIRECTIVE: "replace"}]
+    key = keyed[name]
+    found: dict[object, Mapping[str, Any]] = {_identity(one, key): one for one in lower}
+    for item in upper:
+        identity = _identity(item, key)
+        if item.get(_DIRECTIVE) == "delete":
+            found.pop(identity, None)
+            continue
+        before = found.get(identity, {})
+        if name in _ONE_SOURCE and set(before) != set(item) - {_DIRECTIVE}:
+            before = {}
+        found[identity] = _merged(before, item, keyed)
+    return list(found.values())
+
+
+def _identity(item: Mapping[str, Any], key: str) -> object:
+    """A name or number; of fields that nobody checks, whatever is written."""
+    found = item.get(key)
+    return found if isinstance(found, Hashable) else repr(found)
 
 
 class Layered(msgspec.Struct, frozen=True):

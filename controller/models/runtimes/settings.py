@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Typed fields as settings by name, from which presets make the command line.
+"""Typed fields as settings by name; a preset's rules turn these into arguments; where an engine finds its weights.
 
 A setting that is not set, or has the value that changes nothing (a degree of 1), is not there.
 
@@ -19,7 +19,10 @@ A setting that is not set, or has the value that changes nothing (a degree of 1)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal
+import re
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -27,7 +30,10 @@ from controller.api.engine import Connector, EngineConfig
 from controller.api.model import ModelFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from controller.api.model import WeightsCache
+    from controller.api.serving_runtime import Arguments
 
 MODEL_PATH: Final = "/mnt/models"
 NAMES: Final = frozenset(
@@ -95,3 +101,117 @@ def settings_of(engine: Engine, node: Node) -> Mapping[str, str]:
     found = {name: str(number) for name, number in numbers.items() if number is not None}
     found |= {name: "true" if value else "false" for name, value in switches.items() if value is not None}
     return {**found, **{name: text for name, text in texts.items() if text is not None}}
+
+
+# JSON in arguments has braces, too, but never a bare word in them.
+_PLACE: Final = re.compile(r"(?<!\$)\{([A-Za-z]+)\}")
+_ANY: Final = "*"
+
+
+class Words(NamedTuple):
+    """``args``: of the command line. ``env``: as a container has it."""
+
+    args: list[str]
+    env: list[dict[str, Any]]
+
+
+def words(rules: Sequence[Arguments], settings: Mapping[str, str]) -> Words:
+    """What the rules that hold add, in their order."""
+    holding = [one for one in rules if _holds(one.when, settings)]
+    env = [msgspec.to_builtins(one) for rule in holding for one in rule.env]
+    filled = [{**one, "value": _filled(one["value"], settings)} if one.get("value") else one for one in env]
+    return Words(
+        args=[_filled(one, settings) for rule in holding for one in rule.args],
+        env=[{name: value for name, value in one.items() if value is not None} for one in filled],
+    )
+
+
+def unknown_settings(rules: Iterable[Arguments]) -> Iterator[str]:
+    """Names in rules that are no settings: a rule with one never holds, or leaves the place unfilled."""
+    for rule in rules:
+        texts = [*rule.args, *(one.value or "" for one in rule.env)]
+        used = {*rule.when, *(name for text in texts for name in _PLACE.findall(text))}
+        yield from sorted(used - NAMES)
+
+
+def _holds(when: Mapping[str, str], settings: Mapping[str, str]) -> bool:
+    return all(name in settings and value in (_ANY, settings[name]) for name, value in when.items())
+
+
+def _filled(text: str, settings: Mapping[str, str]) -> str:
+    return _PLACE.sub(lambda match: settings.get(match[1], match[0]), text)
+
+
+CACHE_PATH: Final = "/var/cache/attache"
+WEIGHTS: Final = "weights"
+MODELS: Final = "models"
+_DEFAULT_FORMAT: Final = "huggingface"
+# By the suffix of a single file.
+_FORMATS: Final = {".gguf": "gguf", ".onnx": "onnx"}
+_MOUNTED: Final = ("pvc", "file")
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """``path``: of the weights, for the engine. ``volumes``: of the pod. ``mounts``: of the engine. ``is_downloaded``:
+    an init container has to fetch them.
+    """
+
+    path: str
+    volumes: tuple[Mapping[str, Any], ...]
+    mounts: tuple[Mapping[str, Any], ...]
+    is_downloaded: bool
+
+
+def format_of(uri: str, written: ModelFormat | None) -> ModelFormat:
+    """What is written, or else what the suffix tells."""
+    return written or ModelFormat(name=_FORMATS.get(_name(uri).suffix, _DEFAULT_FORMAT))
+
+
+def weights_of(uri: str, cache: WeightsCache) -> Weights:
+    """``pvc://CLAIM/PATH`` and ``file:///PATH`` are mounted where they are, all else is downloaded."""
+    scheme, _, place = uri.partition("://")
+    if scheme not in _MOUNTED:
+        # the link into the cache is the pod's own, the cache may be shared
+        volumes = ({"name": MODELS, "emptyDir": {}}, cache_volume(cache))
+        mounts = (
+            {"name": MODELS, "mountPath": str(PurePosixPath(MODEL_PATH).parent), "readOnly": True},
+            {"name": WEIGHTS, "mountPath": CACHE_PATH, "readOnly": True},
+        )
+        return Weights(_file_in(MODEL_PATH, uri), volumes, mounts, is_downloaded=True)
+    mount: dict[str, Any] = {"name": MODELS, "mountPath": MODEL_PATH, "readOnly": True}
+    if scheme == "file":
+        volume: dict[str, Any] = {"name": MODELS, "hostPath": {"path": _directory(place)}}
+    else:
+        claim, _, path = place.partition("/")
+        volume = {"name": MODELS, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+        if inner := _directory(path.strip("/")):
+            mount["subPath"] = inner
+    return Weights(_file_in(MODEL_PATH, uri), (volume,), (mount,), is_downloaded=False)
+
+
+def cache_volume(cache: WeightsCache) -> Mapping[str, Any]:
+    """The volume that downloads go to."""
+    if cache.claim:
+        return {"name": WEIGHTS, "persistentVolumeClaim": {"claimName": cache.claim}}
+    if cache.host_path:
+        return {"name": WEIGHTS, "hostPath": {"path": cache.host_path, "type": "DirectoryOrCreate"}}
+    return {"name": WEIGHTS, "emptyDir": {}}
+
+
+def _name(uri: str) -> PurePosixPath:
+    """Without the query, which may hold a signature."""
+    return PurePosixPath(uri.partition("?")[0])
+
+
+def _is_file(uri: str) -> bool:
+    return _name(uri).suffix in _FORMATS
+
+
+def _directory(path: str) -> str:
+    """A single file is mounted with its directory."""
+    parent = str(PurePosixPath(path).parent) if _is_file(path) else path
+    return "" if parent == "." else parent
+
+
+def _file_in(directory: str, uri: str) -> str:
+    return f"{directory}/{_name(uri).name}" if _is_file(uri) else directory

@@ -16,12 +16,11 @@ from controller.api.model import Model, ModelTemplate
 from controller.api.model_infer import ModelInfer
 from controller.api.model_infer_mistakes import mistakes as model_infer_mistakes
 from controller.api.serving_runtime import ServingRuntime, ServingRuntimeSpec
-from controller.gateway.compile.pickers import picker_of
 from controller.gateway.compile.pools import PREFIX
+from controller.gateway.compile.servers import picker_of
 from controller.gateway.compile.sources import source_of
-from controller.models.runtimes.arguments import unknown_settings
 from controller.models.runtimes.mistakes import mistakes as model_mistakes
-from controller.models.runtimes.settings import NAMES
+from controller.models.runtimes.settings import NAMES, unknown_settings
 from controller.webhooks.admission.metrics import metric_warnings
 from controller.webhooks.admission.references import (
     budget_warnings,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from controller.api.accelerators import is_of_kind
-from controller.gateway.compile.pickers import LABEL, picker_of
+from controller.gateway.compile.servers import LABEL, picker_of
 from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:

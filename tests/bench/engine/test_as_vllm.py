@@ -11,9 +11,8 @@ from bench.engine.__main__ import parser
 from bench.engine.as_vllm import translated
 from controller.api.engine import EngineConfig, LoraLimits, Parallelism
 from controller.api.model import ModelFormat
-from controller.models.runtimes.arguments import words
 from controller.models.runtimes.presets import built_in
-from controller.models.runtimes.settings import Engine, settings_of
+from controller.models.runtimes.settings import Engine, settings_of, words
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from controller.api.pod_shapes import wrong_shapes
 from controller.models.model.observed import Observed
 from controller.models.model.reconcile import reconcile
+from controller.models.model_infer.gang import quantity
 from controller.models.model_infer.observed import NodeRoom
-from controller.models.model_infer.room import quantity
 from tests.controller.models.model.test_reconcile import NOW_S, model
 from tests.model_infer_cluster import Cluster, model_infer, role
 

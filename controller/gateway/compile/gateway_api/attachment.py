@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from controller.gateway.compile.gateway_api.gateway_spec import GROUP, RouteKind
-from controller.gateway.compile.gateway_api.objects import NAME_LABEL, ParentRef
+from controller.gateway.compile.gateway_api.objects import GROUP, NAME_LABEL, ParentRef, RouteKind
 from controller.kube.conditions import Wanted, fails, holds
 from extproc.api.spec import namespace_of, object_key
 

@@ -6,23 +6,29 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from controller.gateway.compile.gateway_api.addresses import advertised
 from controller.gateway.compile.gateway_api.attachment import Listeners
+from controller.gateway.compile.gateway_api.backends import (
+    UNRESOLVED,
+    Grants,
+    References,
+    backend_document,
+    backend_name,
+    unresolved_document,
+)
 from controller.gateway.compile.gateway_api.gateways import (
     GatewayResult,
+    Parameters,
+    advertised,
+    choose_parameters,
+    class_problem,
     class_status,
     compile_gateways,
     listener_documents,
 )
-from controller.gateway.compile.gateway_api.grants import Grants
-from controller.gateway.compile.gateway_api.http_routes import HttpRouteResult, compile_http_route
+from controller.gateway.compile.gateway_api.http_routes import HttpRouteResult, compile_http_route, pool_status
+from controller.gateway.compile.gateway_api.listeners import TlsCompiler
 from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME, GatewayClass
 from controller.gateway.compile.gateway_api.observed import Observed, Stale
-from controller.gateway.compile.gateway_api.parameters import Parameters, choose_parameters, class_problem
-from controller.gateway.compile.gateway_api.pool_status import pool_status
-from controller.gateway.compile.gateway_api.references import UNRESOLVED, References
-from controller.gateway.compile.gateway_api.services import backend_document, backend_name, unresolved_document
-from controller.gateway.compile.gateway_api.tls import TlsCompiler
 from controller.gateway.compile.secrets import Pointer
 from extproc.api.spec import namespace_of, object_key
 
@@ -30,9 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from controller.gateway.compile.gateway_api.attachment import ParentResult
+    from controller.gateway.compile.gateway_api.gateways import Configs, GatewayApiSettings
     from controller.gateway.compile.gateway_api.listeners import ListenerResult
-    from controller.gateway.compile.gateway_api.parameters import Configs
-    from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
     from controller.gateway.compile.secrets import Pointed
     from controller.kube.conditions import WantedStatus
 

@@ -1,25 +1,268 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All Gateways of a role: their addresses and listeners, and what each says of itself."""
+"""All Gateways of a role: the settings of the role, addresses, the GatewayConfig in effect, and their statuses."""
 
 from __future__ import annotations
 
+import ipaddress
 import re
-from typing import TYPE_CHECKING, Any, Final
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from controller.gateway.compile.gateway_api.addresses import Assigned, assign
-from controller.gateway.compile.gateway_api.features import FEATURES
 from controller.gateway.compile.gateway_api.listeners import Claims, ListenerResult, compile_listeners
 from controller.gateway.compile.gateway_api.objects import Gateway
 from controller.kube.conditions import Wanted, WantedList, WantedStatus, fails, holds
+from extproc.api.spec import API_VERSION, object_key
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from controller.gateway.compile.gateway_api.objects import GatewayClass
-    from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
-    from controller.gateway.compile.gateway_api.tls import TlsCompiler
+    from controller.gateway.compile.gateway_api.listeners import TlsCompiler
+    from controller.gateway.compile.gateway_api.objects import GatewayClass, Reference
+
+ANY: Final = "0.0.0.0"  # noqa: S104 - a gateway is there to be reached
+# More addresses than a machine has; a range that is larger was a mistake.
+_MOST_ADDRESSES: Final = 1024
+
+
+class GatewayApiSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """``gateway``: the one Gateway to serve, as ``namespace/name``; None: all of our classes. ``bind``: addresses that
+    Envoy binds; with several, each Gateway gets one of its own while there are enough. ``advertise``: what statuses
+    say in their place: an IP address, a host name, or ``service/NAMESPACE/NAME``; empty: the bound addresses.
+    ``port_offset`` is added to the ports of listeners, so that Envoy need not bind ports below 1024.
+    """
+
+    gateway: str | None = None
+    bind: tuple[str, ...] = (ANY,)
+    advertise: str = ""
+    port_offset: int = 0
+
+    @property
+    def advertised_service(self) -> str:
+        """The Service whose addresses are advertised, as ``namespace/name``; empty if there is none."""
+        return self.advertise.removeprefix("service/") if self.advertise.startswith("service/") else ""
+
+
+def parse_addresses(text: str) -> tuple[str, ...]:
+    """The addresses of ``IP[,IP...]`` or of a range such as ``127.0.2.0/24``; raises ValueError with what to write."""
+    found: list[str] = []
+    for part in text.split(","):
+        try:
+            network = ipaddress.ip_network(part.strip())
+        except ValueError:
+            advice = "write IP addresses with commas between them, or a range such as 127.0.2.0/24"
+            raise ValueError(f"'{part}' is not an address; {advice}") from None
+        if network.num_addresses > _MOST_ADDRESSES:
+            raise ValueError(f"'{part}' has more than {_MOST_ADDRESSES} addresses; write a smaller range")
+        found += [str(one) for one in (network.hosts() if network.num_addresses > 1 else network)]
+    return tuple(dict.fromkeys(found))
+
+
+# Sorted, as the Gateway API asks for.
+FEATURES: Final = (
+    "Gateway",
+    "GatewayAddressEmpty",
+    "GatewayFrontendClientCertificateValidation",
+    "GatewayHTTPListenerIsolation",
+    "GatewayHTTPSListenerDetectMisdirectedRequests",
+    "GatewayPort8080",
+    "GatewayStaticAddresses",
+    "HTTPRoute",
+    "HTTPRoute303RedirectStatusCode",
+    "HTTPRoute307RedirectStatusCode",
+    "HTTPRoute308RedirectStatusCode",
+    "HTTPRouteBackendProtocolH2C",
+    "HTTPRouteBackendProtocolWebSocket",
+    "HTTPRouteBackendRequestHeaderModification",
+    "HTTPRouteBackendTimeout",
+    "HTTPRouteCORS",
+    "HTTPRouteDestinationPortMatching",
+    "HTTPRouteHostRewrite",
+    "HTTPRouteMethodMatching",
+    "HTTPRouteNamedRouteRule",
+    "HTTPRouteParentRefPort",
+    "HTTPRoutePathRedirect",
+    "HTTPRoutePathRewrite",
+    "HTTPRoutePortRedirect",
+    "HTTPRouteQueryParamMatching",
+    "HTTPRouteRequestMirror",
+    "HTTPRouteRequestMultipleMirrors",
+    "HTTPRouteRequestPercentageMirror",
+    "HTTPRouteRequestTimeout",
+    "HTTPRouteResponseHeaderModification",
+    "HTTPRouteSchemeRedirect",
+    "ReferenceGrant",
+)
+
+_GROUP = API_VERSION.partition("/")[0]
+
+
+class Configs(Protocol):
+    """What is known of GatewayConfigs, by key."""
+
+    def problem(self, key: str) -> str:
+        """Why it cannot be used; empty if it can."""
+
+    def needs_certificates(self, key: str | None) -> bool:
+        """Whether callers are identified by client certificates."""
+
+
+class Parameters(msgspec.Struct, frozen=True, kw_only=True):
+    """``config``: of the GatewayConfig in effect, None for the defaults. ``problems``: why Gateways, by key, cannot
+    have what they refer to. ``named``: every GatewayConfig that is referred to.
+    """
+
+    config: str | None = None
+    problems: Mapping[str, str] = {}
+    named: frozenset[str] = frozenset()
+
+
+def choose_parameters(
+    gateways: Sequence[Gateway],
+    classes: Mapping[str, GatewayClass],
+    given: str | None,
+    problem_of: Callable[[str], str],
+) -> Parameters:
+    """``gateways``: the oldest first. ``given``: what the role was told to serve. ``problem_of``: why a GatewayConfig
+    cannot be used, empty if it can.
+
+    There is one Envoy, and it has one configuration: of Gateways that refer to different ones, the oldest decides.
+    """
+    config, owner = given, "--gateway-config"
+    problems: dict[str, str] = {}
+    named: set[str] = set()
+    for gateway in gateways:
+        reference, namespace = _reference(gateway, classes)
+        if reference is None:
+            continue
+        if (reference.group, reference.kind) != (_GROUP, "GatewayConfig"):
+            problems[gateway.identity.key] = (
+                f"parametersRef names {reference.group}/{reference.kind}; name a GatewayConfig of {_GROUP}"
+            )
+            continue
+        key = object_key(reference.namespace or namespace, reference.name)
+        named.add(key)
+        problem = problem_of(key)
+        if not problem and config not in (None, key):
+            problem = f"one Envoy has one GatewayConfig, and {owner} says {config}; run another role with --gateway"
+        if problem:
+            problems[gateway.identity.key] = f"GatewayConfig {key}: {problem}"
+        elif config is None:
+            config, owner = key, f"the older Gateway {gateway.identity.key}"
+    return Parameters(config=config, problems=problems, named=frozenset(named))
+
+
+def class_problem(one: GatewayClass, problem_of: Callable[[str], str]) -> str:
+    """Why the parametersRef of a GatewayClass cannot be used; empty if it can, or there is none."""
+    reference = one.spec.parameters_ref
+    if reference is None:
+        return ""
+    if (reference.group, reference.kind) != (_GROUP, "GatewayConfig") or reference.namespace is None:
+        return f"parametersRef must name a GatewayConfig of {_GROUP}, with its namespace"
+    return problem_of(object_key(reference.namespace, reference.name))
+
+
+def _reference(gateway: Gateway, classes: Mapping[str, GatewayClass]) -> tuple[Reference | None, str]:
+    """The Gateway's own reference goes before its class's; with the namespace that it means if it says none."""
+    own = gateway.spec.infrastructure.parameters_ref
+    if own is not None:
+        return own, gateway.identity.namespace
+    return classes[gateway.spec.gateway_class_name].spec.parameters_ref, ""
+
+
+_IP: Final = "IPAddress"
+_HOSTNAME: Final = "Hostname"
+
+
+class Assigned(msgspec.Struct, frozen=True, kw_only=True):
+    """``bind``: where Envoy listens for the Gateway. ``published``: type and value of what its status says.
+    ``refused``: a condition Accepted or Programmed that is False because of addresses; then nothing is bound.
+    """
+
+    bind: str = ""
+    published: tuple[tuple[str, str], ...] = ()
+    refused: Wanted | None = None
+
+
+def advertised(settings: GatewayApiSettings, service: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Type and value of what statuses say in place of bound addresses. ``service``: addresses of the advertised one."""
+    if settings.advertised_service:
+        return tuple(_typed(one) for one in service)
+    return (_typed(settings.advertise),) if settings.advertise else ()
+
+
+def assign(
+    gateways: Sequence[Gateway], settings: GatewayApiSettings, published: tuple[tuple[str, str], ...]
+) -> dict[str, Assigned]:
+    """By the Gateways' keys. ``gateways``: the oldest first. ``published``: what takes the place of bound addresses."""
+    found: dict[str, Assigned] = {}
+    rest: list[Gateway] = []
+    for gateway in gateways:
+        refused = _refusal(gateway, settings, published)
+        wanted = _requested(gateway)
+        if refused is not None:
+            found[gateway.identity.key] = Assigned(refused=refused)
+        elif wanted and _is_set(settings) and wanted[0] in settings.bind:
+            found[gateway.identity.key] = _assigned(wanted[0], published)
+        else:
+            rest.append(gateway)
+    used = Counter(one.bind for one in found.values() if one.bind)
+    for gateway in rest:
+        # the one that it has, before those that have none yet choose
+        for address in gateway.assigned:
+            if address in settings.bind and not used[address]:
+                found[gateway.identity.key] = _assigned(address, published)
+                used[address] += 1
+                break
+    for gateway in rest:
+        if gateway.identity.key not in found:
+            address = min(settings.bind, key=lambda one: used[one])
+            found[gateway.identity.key] = _assigned(address, published)
+            used[address] += 1
+    return found
+
+
+def _assigned(address: str, published: tuple[tuple[str, str], ...]) -> Assigned:
+    if published:
+        return Assigned(bind=address, published=published)
+    if ipaddress.ip_address(address).is_unspecified:
+        said = "there is no address to publish; give the role --advertise or --address, or look at its Service"
+        return Assigned(refused=fails("Programmed", "AddressNotAssigned", said))
+    return Assigned(bind=address, published=((_IP, address),))
+
+
+def _refusal(gateway: Gateway, settings: GatewayApiSettings, published: tuple[tuple[str, str], ...]) -> Wanted | None:
+    odd = [one.type for one in gateway.spec.addresses if one.type not in (_IP, _HOSTNAME)]
+    if odd:
+        return fails("Accepted", "UnsupportedAddress", f"addresses of type {', '.join(odd)} are not supported")
+    usable = set(settings.bind) | {value for _, value in published}
+    wanted = _requested(gateway)
+    strange = [one for one in wanted if one not in usable]
+    if strange:
+        known = ", ".join(sorted(usable))
+        return fails("Programmed", "AddressNotUsable", f"{', '.join(strange)} is not one of {known}")
+    if len(wanted) > 1 and _is_set(settings):
+        return fails("Programmed", "AddressNotUsable", "a Gateway has one address; ask for one of them")
+    return None
+
+
+def _requested(gateway: Gateway) -> list[str]:
+    return [one.value for one in gateway.spec.addresses if one.value]
+
+
+def _is_set(settings: GatewayApiSettings) -> bool:
+    """Whether Gateways can have addresses of their own."""
+    return not all(ipaddress.ip_address(one).is_unspecified for one in settings.bind)
+
+
+def _typed(text: str) -> tuple[str, str]:
+    try:
+        return _IP, str(ipaddress.ip_address(text))
+    except ValueError:
+        return _HOSTNAME, text
+
 
 # As many as a GatewayConfig may have.
 MOST_LISTENERS: Final = 256

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An HTTPRoute to its document and to what it says of each of its Gateways."""
+"""An HTTPRoute to its document, and its status and that of its pools, for each of its Gateways."""
 
 from __future__ import annotations
 
@@ -8,20 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.gateway_api.attachment import Attaching, ParentResult
-from controller.gateway.compile.gateway_api.gateway_spec import GROUP
+from controller.gateway.compile.gateway_api.backends import Resolution
 from controller.gateway.compile.gateway_api.listeners import HTTP_ROUTE
-from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME
-from controller.gateway.compile.gateway_api.references import Resolution
+from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME, GROUP
 from controller.gateway.compile.sources import to_bytes
-from controller.kube.conditions import (
-    IN_DIRECTORY,
-    Wanted,
-    WantedEntry,
-    WantedList,
-    WantedStatus,
-    fails,
-    holds,
-)
+from controller.kube.conditions import IN_DIRECTORY, Wanted, WantedEntry, WantedList, WantedStatus, fails, holds
 from extproc.api.decode import decode
 from extproc.api.documents import Document
 from extproc.api.http_route import ATTACHE_GROUP
@@ -30,8 +21,44 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from controller.gateway.compile.gateway_api.attachment import Listeners
-    from controller.gateway.compile.gateway_api.objects import Route
-    from controller.gateway.compile.gateway_api.references import References
+    from controller.gateway.compile.gateway_api.backends import References
+    from controller.gateway.compile.gateway_api.objects import Pool, Route
+
+
+def pool_status(
+    pool: Pool, parents: Iterable[ParentResult], *, problem: str, picker_problem: str, gateway: str | None
+) -> WantedStatus:
+    """``parents``: of the routes that refer to it. ``problem``: why it cannot be used. ``picker_problem``: why its
+    endpointPickerRef does not resolve. ``gateway``: the one Gateway that is served, None if all of our classes are.
+    """
+    accepted: dict[str, bool] = {}
+    for one in parents:
+        accepted[one.gateway] = accepted.get(one.gateway, False) or one.accepted.status == "True"
+    resolved = fails("ResolvedRefs", "InvalidExtensionRef", picker_problem) if picker_problem else holds("ResolvedRefs")
+    entries = []
+    for key in sorted(accepted):
+        namespace, _, name = key.partition("/")
+        refused = fails("Accepted", "HTTPRouteNotAccepted", "the Gateway accepts no HTTPRoute that refers to it")
+        if problem:
+            refused = fails("Accepted", "NotSupportedByParent", problem)
+        is_accepted = accepted[key] and not problem
+        reference = {"group": GROUP, "kind": "Gateway", "name": name, "namespace": namespace}
+        entries.append(
+            WantedEntry(
+                identity={"parentRef": reference, "controllerName": CONTROLLER_NAME},
+                conditions=(holds("Accepted") if is_accepted else refused, resolved),
+            )
+        )
+    identity = pool.identity
+    return WantedStatus(
+        kind="InferencePool",
+        key=identity.key,
+        generation=identity.generation,
+        conditions=(),
+        lists=(WantedList(name="parents", entries=tuple(entries), controller=CONTROLLER_NAME, gateway=gateway or ""),),
+        is_plain=True,
+    )
+
 
 # Fields of rules that have no effect here; everything else that is not known is refused.
 _WITHOUT_EFFECT: Final = ("sessionPersistence",)

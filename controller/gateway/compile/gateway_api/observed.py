@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from controller.gateway.compile.gateway_api.backends import Service, Slice, service_of, slice_of
 from controller.gateway.compile.gateway_api.objects import (
     CONTROLLER_NAME,
     Gateway,
@@ -20,7 +21,6 @@ from controller.gateway.compile.gateway_api.objects import (
     pool_of,
     route_of,
 )
-from controller.gateway.compile.gateway_api.services import Service, Slice, service_of, slice_of
 from controller.gateway.compile.secrets import Pointed, pointed_of
 
 if TYPE_CHECKING:

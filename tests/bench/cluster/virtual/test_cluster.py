@@ -16,13 +16,13 @@ from bench.cluster.virtual.engine_pod import CRASHES, GOOD, MISSING, NEVER_READY
 from bench.cluster.virtual.requests import is_ready
 from controller.kube.plan import Action, Annotate, Create, Delete, Plan
 from controller.kube.resources import MODEL_INFERS, NODES, PODS, Object, key_of
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 
 if TYPE_CHECKING:
     from bench.cluster.virtual.manager import Look
     from controller.models.model_infer.observed import Observed
 
-ENTRY = {labels.ENTRY: "true", labels.MODEL_INFER: "one"}
+ENTRY = {names.ENTRY: "true", names.MODEL_INFER: "one"}
 
 
 def reconcile(observed: Observed, now_s: float) -> Plan:  # noqa: ARG001 - as reconcilers are called
@@ -56,7 +56,7 @@ class Notes:
 
 
 def pod(name: str, image: str = GOOD, *, owner: Object | None = None) -> Object:
-    metadata: dict[str, Any] = {"name": name, "namespace": "default", "labels": {**ENTRY, labels.ROLE_REPLICA: name}}
+    metadata: dict[str, Any] = {"name": name, "namespace": "default", "labels": {**ENTRY, names.ROLE_REPLICA: name}}
     if owner is not None:
         ids = {"name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"]}
         metadata["ownerReferences"] = [

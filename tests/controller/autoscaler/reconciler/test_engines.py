@@ -11,7 +11,7 @@ from controller.autoscaler.decision.situation import EngineReport, EngineState
 from controller.autoscaler.reconciler.scalables import KINDS, ScalableKind, view_of
 from controller.autoscaler.reconciler.situations import engines_of
 from controller.kube.resources import DEPLOYMENTS, MODEL_INFERS
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 
 DRAINS = {"attache.dev/draining": "2026-11-22T09:00:00Z"}
 READY = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-11-22T08:00:30Z"}
@@ -68,7 +68,7 @@ def test_each_pod_of_a_deployment_is_an_engine_with_its_own_report() -> None:
 
 def test_a_group_is_as_good_as_its_worst_pod_and_as_busy_as_all_together() -> None:
     def member(name: str, ip: str, group: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
-        return pod(name, ip, labels={labels.GROUP: group}, **more)
+        return pod(name, ip, labels={names.GROUP: group}, **more)
 
     pods = [
         view_of(member("x-0-a", "10.0.0.1", "0", conditions=[READY])),

@@ -18,7 +18,7 @@ from controller.autoscaler.reconciler.resolver import Resolved
 from controller.autoscaler.reconciler.scalables import PodView, kind_of
 from controller.autoscaler.reconciler.scaling import wall_s
 from controller.kube.resources import MODEL_INFERS
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 from tests.scaling_scenes import situation
 from tests.scaling_scenes import target as engines_at
 from tests.waiting import eventually
@@ -85,7 +85,7 @@ def engines(namespace: str, number: int, count: int) -> Resolved:
         PodView(
             key=f"{namespace}/llama-{index}",
             uid=f"{index}",
-            labels={labels.GROUP: f"{index}"},
+            labels={names.GROUP: f"{index}"},
             ip=f"127.{number}.{index // 250}.{index % 250 + 1}",
             state=EngineState.READY,
             created_at_s=0.0,

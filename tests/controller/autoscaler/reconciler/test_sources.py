@@ -34,7 +34,7 @@ from controller.autoscaler.reconciler.source_http import (
     usage_by_pod,
 )
 from controller.kube.resources import MODEL_INFERS
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 
 
 def answer(*series: tuple[dict[str, str], float, str], **more: object) -> bytes:
@@ -208,7 +208,7 @@ async def test_many_askers_share_a_fetch_and_a_slow_one_holds_nobody_up() -> Non
 
 
 def pod(name: str, *, cpu: float, group: str) -> PodView:
-    labels_ = {labels.GROUP: group}
+    labels_ = {names.GROUP: group}
     return PodView(
         key=f"shop/{name}", uid=name, labels=labels_, ip="10.0.0.1", state=EngineState.READY, created_at_s=0.0, cpu=cpu
     )

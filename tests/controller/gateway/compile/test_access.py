@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from controller.gateway.compile.compiler import GATEWAY_FILE, Compiler, Outcome
-from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
+from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.compile.secrets import Pointer
 from controller.kube.resources import key_of
 from extproc.admission.access import Access, Wish

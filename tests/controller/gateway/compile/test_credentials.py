@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.gateway.compile.credentials import Credentials, SecretContent, resolve, secrets_of
+from controller.gateway.compile.gateway_config import Credentials, SecretContent, resolve, secrets_of
 from extproc.api.authentication import Authentication
 from extproc.api.load import load
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from controller.gateway.compile.pools import SETTINGS, server_key, server_of
-from controller.gateway.compile.server_set import ServerSet
+from controller.gateway.compile.servers import ServerSet
 from controller.kube.resources import key_of
 from extproc.api.picker_config import check_shape_alone
 from tests.kube_objects import Object, pod

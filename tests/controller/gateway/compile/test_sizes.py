@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from controller.gateway.compile.compiler import Compiler
-from controller.gateway.compile.sizes import size_problem
+from controller.gateway.compile.compiler import Compiler, size_problem
 from extproc.api.load import MAX_DIRECTORY_BYTES, MAX_JSON_BYTES
 from tests.kube_objects import pod, server
 

@@ -10,7 +10,7 @@ import pytest
 
 from controller.kube.plan import Apply, Delete, Plan
 from controller.kube.resources import MODEL_INFERS
-from controller.models.model.activation import start_time_of
+from controller.models.model.children import start_time_of
 from controller.models.model.observed import Observed, Settings
 from controller.models.model.reconcile import reconcile
 

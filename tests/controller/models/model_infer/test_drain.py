@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from controller.kube.plan import Annotate, Delete
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 from controller.models.model_infer.observed import Load
 from tests.model_infer_cluster import Cluster, model_infer, role
 
@@ -30,7 +30,7 @@ def draining(cluster: Cluster) -> list[str]:
     return [
         name
         for name in (one.rstrip("-") for one in cluster.names())
-        if labels.DRAINING in cluster.pod(name)["metadata"].get("annotations", {})
+        if names.DRAINING in cluster.pod(name)["metadata"].get("annotations", {})
     ]
 
 

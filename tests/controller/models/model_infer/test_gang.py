@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from controller.kube.resources import PODS, SCHEDULER_POD_GROUPS, VOLCANO_POD_GROUPS, Resource
+from controller.models.model_infer.gang import asked_by, quantity, takes, total
 from controller.models.model_infer.observed import NodeRoom, PodGroups
-from controller.models.model_infer.room import asked_by, quantity, takes, total
 from tests.model_infer_cluster import Cluster, model_infer, role
 
 GPU = "nvidia.com/gpu"

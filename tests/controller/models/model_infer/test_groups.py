@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from controller.kube.resources import CONTROLLER_REVISIONS, PODS, SERVICES
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 from tests.model_infer_cluster import Cluster, model_infer, role, template
 
 
@@ -66,12 +66,12 @@ def test_pods_are_owned_and_labelled() -> None:
         "controller": True,
         "blockOwnerDeletion": True,
     }
-    place = {labels.GROUP: "0", labels.ROLE: "prefill", labels.ROLE_REPLICA: "0"}
-    assert {labels.MODEL_INFER: "llama", labels.ENTRY: "true", labels.WORKER_INDEX: "0", **place}.items() <= (
+    place = {names.GROUP: "0", names.ROLE: "prefill", names.ROLE_REPLICA: "0"}
+    assert {names.MODEL_INFER: "llama", names.ENTRY: "true", names.WORKER_INDEX: "0", **place}.items() <= (
         entry["labels"].items()
     )
-    assert labels.ENTRY not in worker["labels"]
-    assert worker["labels"][labels.WORKER_INDEX] == "1"
+    assert names.ENTRY not in worker["labels"]
+    assert worker["labels"][names.WORKER_INDEX] == "1"
 
 
 def test_one_pod_of_each_group_is_counted_by_autoscalers() -> None:
@@ -92,7 +92,7 @@ def test_another_pod_is_counted_when_the_counted_role_is_scaled_to_nothing() -> 
 def counted(cluster: Cluster) -> list[str]:
     """Pods with the label of the scale unit."""
     return [
-        one["metadata"]["name"] for one in cluster.of(PODS).values() if labels.SCALE_UNIT in one["metadata"]["labels"]
+        one["metadata"]["name"] for one in cluster.of(PODS).values() if names.SCALE_UNIT in one["metadata"]["labels"]
     ]
 
 

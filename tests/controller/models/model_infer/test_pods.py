@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from controller.api.common import PodTemplate
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 from controller.models.model_infer.names import Place
-from controller.models.model_infer.pods import Ask, pod
-from controller.models.model_infer.revisions import Revision, RoleRevision
+from controller.models.model_infer.owned import Ask, pod
+from controller.models.model_infer.target import Revision, RoleRevision
 
 OWNER = {
     "apiVersion": "attache.dev/v1alpha1",
@@ -37,10 +37,10 @@ def test_entry_pods_of_a_role_go_to_different_nodes_where_they_can() -> None:
     chosen = spread["labelSelector"]["matchLabels"]
     assert chosen.items() <= found["metadata"]["labels"].items()
     assert chosen == {
-        labels.MODEL_INFER: "llama",
-        labels.ROLE: "decode",
-        labels.ROLE_REVISION: "abc",
-        labels.ENTRY: "true",
+        names.MODEL_INFER: "llama",
+        names.ROLE: "decode",
+        names.ROLE_REVISION: "abc",
+        names.ENTRY: "true",
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from controller.models.model_infer.times import text_of
+from controller.models.model_infer.names import text_of
 from tests.model_infer_cluster import START_S, Cluster, model_infer, role, template
 
 CRASHED = {"exitCode": 139, "reason": "Error"}

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from controller.api.model_infer import GroupTemplate
-from controller.models.model_infer.revisions import hash_of, history_of, revision_of
+from controller.models.model_infer.target import hash_of, history_of, revision_of
 from extproc.api.quantities import decode_quantity
 from tests.model_infer_cluster import Cluster, model_infer, role, template
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.models.model_infer.sizing import Member, Size, step
+from controller.models.model_infer.groups import Member, Size, step
 
 
 def members(text: str) -> list[Member]:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from controller.api.model import Backend, ModelFormat
-from controller.models.runtimes.choosing import NotChosen, choose
-from controller.models.runtimes.presets import Preset, available, built_in
+from controller.models.runtimes.presets import NotChosen, Preset, available, built_in, choose
 
 HUGGINGFACE = ModelFormat(name="huggingface")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from controller.models.runtimes.merging import folded, strategic, typed
+from controller.models.runtimes.layers import folded, strategic, typed
 
 Plain = dict[str, Any]
 

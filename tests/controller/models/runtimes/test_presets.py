@@ -12,9 +12,8 @@ import yaml
 from controller.api.engine import EngineConfig, LoraLimits, Parallelism
 from controller.api.model import ModelFormat
 from controller.api.serving_runtime import Arguments
-from controller.models.runtimes.arguments import unknown_settings, words
 from controller.models.runtimes.presets import built_in, objects
-from controller.models.runtimes.settings import Engine, settings_of
+from controller.models.runtimes.settings import Engine, settings_of, unknown_settings, words
 
 ROOT = Path(__file__).parents[4]
 MANIFESTS = ROOT / "manifests" / "runtimes"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from controller.api.model import ModelFormat, WeightsCache
-from controller.models.runtimes.weights import format_of, weights_of
+from controller.models.runtimes.settings import format_of, weights_of
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from controller.gateway.compile.compiler import Compiler
-from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
+from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.kube.resources import key_of
 from extproc.api.load import load
 from tests.gateway_objects import Object, gateway_class

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.gateway.compile.gateway_api.settings import GatewayApiSettings, parse_addresses
+from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings, parse_addresses
 from controller.gateway.compile.secrets import Pointer
 from tests.controller.gateway.compile.gateway_api.outcomes import (
     addresses,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.gateway.compile.compiler import Compiler
-from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
+from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.kube.resources import key_of
 from tests.controller.gateway.compile.gateway_api.outcomes import feed, snapshot
 from tests.gateway_objects import (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from controller.gateway.compile.gateway_api.attachment import meets
-from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
+from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from extproc.api.http_route import HTTPRouteRetry
 from extproc.api.quantities import Duration
 from tests.controller.gateway.compile.gateway_api.outcomes import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.gateway.compile.gateway_api.services import Slice, slice_of, trimmed_slice
+from controller.gateway.compile.gateway_api.backends import Slice, slice_of, trimmed_slice
 from tests.gateway_objects import Object, endpoint_slice
 
 ENDING = {"ready": False, "serving": True, "terminating": True}

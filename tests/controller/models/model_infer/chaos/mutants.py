@@ -11,7 +11,11 @@ import msgspec
 from bench.cluster.virtual import manager as managers
 from controller.kube.plan import Create, Delete, Plan
 from controller.kube.resources import PODS
-from controller.models.model_infer import draining, group_changes, holds, owned, pod_state, reconcile, sizing
+from controller.models.model_infer import changes as group_changes
+from controller.models.model_infer import changes as holds
+from controller.models.model_infer import drain as draining
+from controller.models.model_infer import groups as sizing
+from controller.models.model_infer import owned, pod_state, reconcile
 from tests.controller.models.model_infer.chaos import events, specs
 from tests.controller.models.model_infer.chaos.history import Scene
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pods that have to go: told to gateways first, deleted once nothing runs on them."""
+"""Pods that have to go: gateways stop sending first, and they are deleted once nothing runs on them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import msgspec
 
 from controller.kube.plan import Annotate, Delete
 from controller.kube.resources import PODS
-from controller.models.model_infer import labels
+from controller.models.model_infer import names
 from controller.models.model_infer.groups import entries
-from controller.models.model_infer.times import text_of
+from controller.models.model_infer.names import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -64,7 +64,7 @@ def drain(
 
 def mark(pod: Pod, at_s: float | None) -> Annotate:
     """None takes the mark off."""
-    return Annotate(PODS, pod.key, pod.uid, {labels.DRAINING: None if at_s is None else text_of(at_s)})
+    return Annotate(PODS, pod.key, pod.uid, {names.DRAINING: None if at_s is None else text_of(at_s)})
 
 
 def deletion(pod: Pod, lost_nodes: Collection[str]) -> Delete:
