@@ -21,7 +21,8 @@ from controller.kube.resources import (
     key_of,
 )
 from controller.models.model_infer.names import text_of
-from controller.models.model_infer.observed import Load, NodeRoom, Observed, PodGroups, reconcile
+from controller.models.model_infer.observed import Load, NodeRoom, Observed, PodGroups
+from controller.models.model_infer.reconcile import reconcile
 from tests.kube_objects import resource
 
 Object = dict[str, Any]

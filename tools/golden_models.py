@@ -6,8 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from controller.commands.render_models import as_text, render_models
-from controller.commands.render_objects import objects_in
+from controller.commands.render import as_text, objects_in, render_models
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

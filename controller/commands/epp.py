@@ -8,19 +8,306 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from controller.commands.epp_flags import FLAGS, FlagInvalid, read_flags
-from controller.commands.epp_plan import for_conformance, plan
+import msgspec
+
+from controller.gateway.compile.pools import KIND
+from extproc.api.patterns import ADVICE, HTTP_PATH
+from extproc.api.quantities import Duration
+from extproc.engines.dialects import TRITON_BACKEND, engine_of
 
 if TYPE_CHECKING:
-    from controller.commands.epp_plan import Plan
+    from collections.abc import Sequence
+
     from controller.kube.access import Access
     from extproc.api.picker_config import PickerCheck
+
+Sort = Literal["text", "number", "truth", "duration"]
+Fate = Literal["obeyed", "accepted", "refused"]
+
+
+class Flag(msgspec.Struct, frozen=True):
+    """``default``: here, as text. ``fate``: what it comes to; ``note``: how, or why not. A flag that is refused may be
+    given with ``harmless``, the value that asks for nothing.
+    """
+
+    name: str
+    sort: Sort
+    fate: Fate
+    note: str
+    default: str = ""
+    harmless: str = ""
+
+
+FLAGS: Final = (
+    Flag("pool-name", "text", "obeyed", "the InferencePool; or --endpoint-selector"),
+    Flag("pool-namespace", "text", "obeyed", "its namespace; without it $NAMESPACE, or else `default`"),
+    Flag("pool-group", "text", "obeyed", "its API group", "inference.networking.k8s.io"),
+    Flag("endpoint-selector", "text", "obeyed", "pods by labels `a=b,c=d`, in place of a pool; no other operators"),
+    Flag("endpoint-target-ports", "text", "obeyed", "their ports, with --endpoint-selector"),
+    Flag("config-file", "text", "obeyed", "the EndpointPickerConfig; a change of the file is used within a second"),
+    Flag("config-text", "text", "obeyed", "the same as text"),
+    Flag("grpc-port", "number", "obeyed", "where the gateway calls", "9002"),
+    Flag("grpc-health-port", "number", "obeyed", "gRPC's health service, without TLS", "9003"),
+    Flag("metrics-port", "number", "obeyed", "extproc's metrics; those of the role are on the next port", "9090"),
+    Flag("secure-serving", "truth", "obeyed", "TLS on the gRPC port", "true"),
+    Flag("cert-path", "text", "obeyed", "a folder with tls.crt and tls.key; without it the certificate is self-signed"),
+    Flag("drain-timeout", "duration", "obeyed", "how long running requests may take to end after SIGTERM", "2m"),
+    Flag("refresh-metrics-interval", "duration", "obeyed", "`scrapeInterval` of the pool's ModelServer", "200ms"),
+    Flag("total-queued-requests-metric", "text", "obeyed", "says which engine it is: vLLM, SGLang or TensorRT-LLM"),
+    Flag("total-running-requests-metric", "text", "obeyed", "the same"),
+    Flag("kv-cache-usage-percentage-metric", "text", "obeyed", "the same"),
+    Flag("kubeconfig", "text", "obeyed", "where the API server is, outside a cluster"),
+    Flag("enable-cert-reload", "truth", "accepted", "certificates are always followed"),
+    Flag("health-checking", "truth", "accepted", "the gRPC port always has the health service, too"),
+    Flag("lora-info-metric", "text", "accepted", "follows from the engine"),
+    Flag("cache-info-metric", "text", "accepted", "follows from the engine"),
+    Flag("ha-enable-leader-election", "truth", "accepted", "every replica serves; none stands by"),
+    Flag("metrics-staleness-threshold", "duration", "accepted", "old readings lose weight with age"),
+    Flag("refresh-prometheus-metrics-interval", "duration", "accepted", "metrics are always up to date"),
+    Flag("grpc-max-recv-msg-size", "text", "accepted", "the gateway bounds what a request may have"),
+    Flag("grpc-max-send-msg-size", "text", "accepted", "the same"),
+    Flag("grpc-enable-compression", "truth", "accepted", "nothing is compressed"),
+    Flag(
+        "enable-grpc-stream-metrics",
+        "truth",
+        "accepted",
+        "attache_open_streams and attache_stream_seconds are always there",
+    ),
+    Flag("enable-pprof", "truth", "accepted", "there is none"),
+    Flag("tracing", "truth", "accepted", "no traces are sent"),
+    Flag("emit-endpoint-scores", "truth", "accepted", "no scores are sent; `attache explain` shows them"),
+    Flag("allow-experimental-plugins", "truth", "accepted", "the plugins that there are may be used"),
+    Flag(
+        "metrics-endpoint-auth", "truth", "accepted", "metrics are served without authentication; use a NetworkPolicy"
+    ),
+    Flag("v", "number", "accepted", "the log has one level"),
+    Flag("zap-devel", "truth", "accepted", "the log has one form"),
+    Flag("zap-encoder", "text", "accepted", "the log has one form"),
+    Flag("zap-log-level", "text", "accepted", "the log has one level"),
+    Flag("zap-stacktrace-level", "text", "accepted", "the log has one form"),
+    Flag("zap-time-encoding", "text", "accepted", "the log has one form"),
+    Flag("model-server-metrics-scheme", "text", "refused", "metrics are read by plain HTTP", harmless="http"),
+    Flag("model-server-metrics-path", "text", "obeyed", "`metricsPath` of the pool's ModelServer"),
+    Flag(
+        "model-server-metrics-port", "number", "refused", "metrics are read from each endpoint's own port", harmless="0"
+    ),
+    Flag("model-server-metrics-https-insecure-skip-verify", "truth", "accepted", "metrics are read by plain HTTP"),
+    Flag("disable-endpoint-subset-filter", "truth", "refused", "the subset hint is always obeyed", harmless="false"),
+    Flag("enable-multi-engine", "truth", "refused", "a pool has one kind of engine", harmless="false"),
+    Flag("engine-label-key", "text", "accepted", "a pool has one kind of engine"),
+    Flag("metrics-cert-dir", "text", "refused", "metrics have no TLS; use a NetworkPolicy"),
+    Flag("metrics-client-ca-file", "text", "refused", "metrics have no TLS; use a NetworkPolicy"),
+)
+"""Names and meanings are those of llm-d-router's ``pkg/epp/server/options.go`` and of the Inference Extension's before
+it.
+"""
+BY_NAME: Final[Mapping[str, Flag]] = MappingProxyType({one.name: one for one in FLAGS})
+
+
+class FlagInvalid(Exception):
+    """The flags cannot be used; the message says what to write."""
+
+
+class Given(msgspec.Struct, frozen=True):
+    """``values``: of flags that are obeyed, defaults included. ``notes``: a line for each that has no effect."""
+
+    values: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def read_flags(words: Sequence[str]) -> Given:
+    """Flags as Go's pflag reads them, one dash or two, and ``camelCase`` as of the first versions; raises
+    FlagInvalid.
+    """
+    values = {one.name: one.default for one in FLAGS if one.fate == "obeyed" and one.default}
+    notes = []
+    for flag, value in _pairs(words):
+        _check(flag, value)
+        if flag.fate == "refused" and value != flag.harmless:
+            raise FlagInvalid(f"--{flag.name}={value}: {flag.note}")
+        if flag.fate == "obeyed":
+            values[flag.name] = value
+        elif flag.fate == "accepted":
+            notes.append(f"--{flag.name} has no effect: {flag.note}")
+    return Given(values, tuple(notes))
+
+
+def _pairs(words: Sequence[str]) -> list[tuple[Flag, str]]:
+    found, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-") or word in {"-", "--"}:
+            raise FlagInvalid(f"'{word}' is no flag")
+        name, has_value, value = word.lstrip("-").partition("=")
+        flag = BY_NAME.get(_kebab(name))
+        if flag is None:
+            raise FlagInvalid(f"there is no flag '--{name}'")
+        if not has_value:
+            # a truth takes no word of its own: "--tracing false" means --tracing, and a stray word
+            if flag.sort == "truth":
+                value = "true"
+            elif rest:
+                value = rest.pop(0)
+            else:
+                raise FlagInvalid(f"--{flag.name} needs a value")
+        found.append((flag, value.lower() if flag.sort == "truth" else value))
+    return found
+
+
+def _kebab(name: str) -> str:
+    """``poolName`` is ``pool-name``."""
+    return "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name)
+
+
+def _check(flag: Flag, value: str) -> None:
+    if flag.sort == "truth" and value not in {"true", "false", "1", "0", "t", "f"}:
+        raise FlagInvalid(f"--{flag.name}={value}: write true or false")
+    if flag.sort == "number" and not value.lstrip("-").isdecimal():
+        raise FlagInvalid(f"--{flag.name}={value}: write a number")
+
+
+def is_true(value: str) -> bool:
+    """As Go's ParseBool."""
+    return value in {"true", "1", "t"}
+
+
+POOL_GROUPS: Final = ("inference.networking.k8s.io", "inference.networking.x-k8s.io")
+_SELECTED: Final = "selected-endpoints"
+_METRIC_FLAGS: Final = (
+    "total-queued-requests-metric",
+    "total-running-requests-metric",
+    "kv-cache-usage-percentage-metric",
+)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """``pool``: ``namespace/name``. ``fixed_pool``: the pool itself, where it is no object of the cluster.
+    ``server_fields``: of the pool's ModelServer. ``picker_file`` or ``picker_text``: the EndpointPickerConfig, if one
+    is given. ``extproc``: its options, without ``--config``. ``metrics``: where the role's metrics are.
+    """
+
+    pool: str
+    group: str
+    fixed_pool: Mapping[str, Any] | None
+    server_fields: Mapping[str, Any]
+    picker_file: Path | None
+    picker_text: str
+    extproc: tuple[str, ...]
+    metrics: str
+    kubeconfig: str = ""
+
+
+def plan(given: Given, *, namespace: str, address: str, trusts_headers: bool) -> Plan:
+    """``namespace``: ours, empty if unknown. ``address``: where ports are opened. Raises FlagInvalid."""
+    values = given.values
+    selector, name = values.get("endpoint-selector", ""), values.get("pool-name", "")
+    if bool(selector) == bool(name):
+        raise FlagInvalid("write --pool-name or --endpoint-selector")
+    if "config-file" in values and "config-text" in values:
+        raise FlagInvalid("--config-file and --config-text: write one of them")
+    group = values["pool-group"]
+    if group not in POOL_GROUPS:
+        raise FlagInvalid(f"--pool-group={group}: write {' or '.join(POOL_GROUPS)}")
+    namespace = values.get("pool-namespace") or namespace or "default"
+    fixed = None
+    if selector:
+        name = _SELECTED
+        fixed = _fixed_pool(namespace, selector, values.get("endpoint-target-ports", ""))
+    pool = f"{namespace}/{name}"
+    file = values.get("config-file")
+    return Plan(
+        pool=pool,
+        group=group,
+        fixed_pool=fixed,
+        server_fields={
+            "scrapeInterval": _duration(values, "refresh-metrics-interval"),
+            **_metrics_path(values),
+            **_engine(values),
+        },
+        picker_file=None if file is None else Path(file),
+        picker_text=values.get("config-text", ""),
+        extproc=_extproc(values, pool, address) + (("--trust-headers",) if trusts_headers else ()),
+        metrics=f"{address}:{int(values['metrics-port']) + 1}",
+        kubeconfig=values.get("kubeconfig", ""),
+    )
+
+
+def for_conformance(planned: Plan) -> Plan:
+    """The same for the conformance suite, whose only plugin picks what a header says: extproc does so on request."""
+    return msgspec.structs.replace(
+        planned, picker_file=None, picker_text="", extproc=(*planned.extproc, "--conformance")
+    )
+
+
+def _extproc(values: Mapping[str, str], pool: str, address: str) -> tuple[str, ...]:
+    words = ["--pool", pool, "--wait-for-pool", "--settle", "0s"]
+    for option, flag in (("--listen", "grpc-port"), ("--health", "grpc-health-port"), ("--metrics", "metrics-port")):
+        words += [option, f"{address}:{values[flag]}"]
+    words += ["--drain", _duration(values, "drain-timeout")]
+    if is_true(values["secure-serving"]):
+        folder = values.get("cert-path")
+        pair = ("--tls-cert", f"{folder}/tls.crt", "--tls-key", f"{folder}/tls.key")
+        words += pair if folder else ("--tls-self-signed",)
+    return tuple(words)
+
+
+def _duration(values: Mapping[str, str], flag: str) -> str:
+    try:
+        Duration(values[flag])
+    except ValueError:
+        raise FlagInvalid(f"--{flag}={values[flag]}: write a duration such as 200ms or 1m30s") from None
+    return values[flag]
+
+
+def _metrics_path(values: Mapping[str, str]) -> dict[str, str]:
+    path = values.get("model-server-metrics-path", "")
+    if path and re.match(HTTP_PATH, path) is None:
+        raise FlagInvalid(f"--model-server-metrics-path={path} {ADVICE[HTTP_PATH]}")
+    # Triton's page is where most engines have it; trtllm-serve has its own under another path
+    if not path and any(values.get(flag, "").startswith(TRITON_BACKEND) for flag in _METRIC_FLAGS):
+        path = "/metrics"
+    return {"metricsPath": path} if path else {}
+
+
+def _engine(values: Mapping[str, str]) -> dict[str, str]:
+    """The engine type implied by metric flags; all must agree."""
+    found = set()
+    for flag in _METRIC_FLAGS:
+        metric = values.get(flag, "")
+        if metric:
+            engine = engine_of(metric)
+            if engine is None:
+                raise FlagInvalid(f"--{flag}={metric}: no engine that is known here has such a metric")
+            found.add(engine)
+    if len(found) > 1:
+        raise FlagInvalid(f"metrics of {' and '.join(sorted(found))}: a pool has one kind of engine")
+    return {"engine": found.pop()} if found else {}
+
+
+def _fixed_pool(namespace: str, selector: str, ports: str) -> Mapping[str, Any]:
+    labels = {}
+    for part in selector.split(","):
+        name, equals, value = part.strip().partition("=")
+        value = value.removeprefix("=")
+        if not equals or not name or name.endswith("!") or not value:
+            raise FlagInvalid(f"--endpoint-selector={selector}: write labels as a=b,c=d; there are no other operators")
+        labels[name] = value
+    numbers = list(dict.fromkeys(ports.split(","))) if ports else []
+    if not 1 <= len(numbers) <= 8 or not all(one.isdecimal() and 0 < int(one) < 65536 for one in numbers):
+        raise FlagInvalid(f"--endpoint-target-ports={ports}: write 1 to 8 ports as 8000,8001")
+    spec = {"selector": {"matchLabels": labels}, "targetPorts": [{"number": int(one)} for one in numbers]}
+    metadata = {"name": _SELECTED, "namespace": namespace}
+    return {"apiVersion": f"{POOL_GROUPS[0]}/v1", "kind": KIND, "metadata": metadata, "spec": spec}
+
 
 DESCRIPTION: Final = (
     "Serve one InferencePool as an endpoint picker of the Gateway API Inference Extension. The flags are those of"
@@ -28,7 +315,6 @@ DESCRIPTION: Final = (
 )
 _ROLE_RETRY_S: Final = 1.0
 _EVERYWHERE: Final = "0.0.0.0"  # noqa: S104 - a pod's ports are for others
-
 log = logging.getLogger(__name__)
 
 

@@ -7,24 +7,264 @@ import argparse
 import asyncio
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+import yaml
+
+from controller.api.crds.schema import to_plain
+from controller.gateway.compile.compiler import Compiler
+from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
+from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
+from controller.gateway.compile.secrets import Pointer
+from controller.gateway.compile.servers import LABEL
+from controller.gateway.compile.sources import DOCUMENT_KINDS
+from controller.kube.conditions import Wanted, WantedStatus
+from controller.kube.resources import Object, key_of
+from controller.models.model.children import children
+from controller.models.model.observed import Observed, Settings
+from controller.models.model.resolved import Unresolved, resolve
+from controller.models.runtimes.settings import settings_of
+from extproc.api.documents import read, split
 from extproc.api.errors import ConfigInvalid, Mistake
+from extproc.api.load import SUFFIXES
+from extproc.api.spec import object_key
 from extproc.cli.system import report
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator
 
-    from controller.commands.render_objects import Object, Rendered
-    from controller.gateway.compile.secrets import Pointer
+    from controller.gateway.compile.compiler import Outcome
     from controller.kube.access import Access
     from controller.kube.client import Client
+    from controller.models.model.resolved import Resolved
     from extproc.api.picker_config import PickerCheck
 
-# Rendered by themselves: objects that the manager makes others of, and what it looks at for that.
+_KINDS: Final = frozenset({*DOCUMENT_KINDS, *GATEWAY_API_KINDS, "ConfigMap", "Pod"})
+# Rendered by themselves; gateways do not look at them.
 _OF_MODELS: Final = frozenset({"Model", "ModelTemplate", "ServingRuntime", "ClusterServingRuntime"})
+# What Gateways say of their address, which no object tells.
+_SOMEWHERE: Final = "gateway"
+_CLUSTER_SCOPED: Final = frozenset({"GatewayClass", "Namespace", "CustomResourceDefinition", "ClusterServingRuntime"})
+# Read only if something points to them.
+_POINTED_AT: Final = frozenset({"ConfigMap", "Secret"})
+# Conditions whose False means that an object is not used as it is written.
+_JUDGED: Final = frozenset({"Accepted", "ResolvedRefs", "Programmed"})
+
+
+class Rendered(msgspec.Struct, frozen=True):
+    """``files``: the directory's, by name. ``statuses``: of all objects that are served. ``refused``: why nothing of
+    this would be served, empty if it would be. ``unused``: GatewayConfigs of other gateways. ``foreign``: kinds of
+    objects that a gateway does not look at. ``missing``: Secrets and ConfigMaps that something points to and that were
+    not given.
+    """
+
+    files: Mapping[str, bytes]
+    statuses: Sequence[WantedStatus]
+    refused: str
+    unused: Sequence[str]
+    foreign: Sequence[str]
+    missing: Sequence[Pointer]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether all objects are used as they are written."""
+        conditions = [one for status in self.statuses for one in status.conditions]
+        items = [one for status in self.statuses for list_ in status.lists for one in list_.entries]
+        conditions += [one for item in items for one in item.conditions]
+        return not self.refused and not any(one.status == "False" and one.type in _JUDGED for one in conditions)
+
+
+def render(objects: Iterable[Object], gateway: str | None, check_picker: PickerCheck) -> Rendered:
+    """``objects``: as an API server has them. ``gateway``: the GatewayConfig to serve, as ``namespace/name``."""
+    compiler = Compiler(gateway, GatewayApiSettings(advertise=_SOMEWHERE), check_picker=check_picker)
+    configs, foreign = set(), set()
+    given: dict[tuple[str, str], Object] = {}
+    for thing in objects:
+        kind, metadata = thing["kind"], thing.get("metadata") or {}
+        if kind not in _KINDS:
+            foreign.add(kind)
+            continue
+        name = metadata["name"]
+        key = name if kind in _CLUSTER_SCOPED else object_key(metadata["namespace"], name)
+        if kind == "GatewayConfig":
+            configs.add(key)
+        if kind in _POINTED_AT:
+            given[kind, key] = thing
+        if kind not in _POINTED_AT or (kind == "ConfigMap" and LABEL in (metadata.get("labels") or {})):
+            compiler.put(kind, key, thing)
+    outcome, followed = _with_pointed(compiler, given)
+    return Rendered(
+        files=outcome.files,
+        statuses=sorted(outcome.statuses.values(), key=lambda one: (one.kind, one.key)),
+        refused=outcome.refused,
+        unused=sorted(configs - {gateway}),
+        foreign=sorted(foreign),
+        missing=sorted(one for one in followed if (one.kind, one.key) not in given),
+    )
+
+
+def _with_pointed(compiler: Compiler, given: Mapping[tuple[str, str], Object]) -> tuple[Outcome, set[Pointer]]:
+    """Compile with those Secrets and ConfigMaps that something points to, which may point on; all that were."""
+    followed: set[Pointer] = set()
+    while True:
+        outcome = compiler.compile()
+        fresh = set(outcome.pointers) - followed
+        if not fresh:
+            return outcome, followed
+        followed |= fresh
+        for one in fresh:
+            compiler.put(one.compiled_as, one.key, given.get((one.kind, one.key)))
+
+
+def objects_in(file: str, text: str, namespace: str) -> Iterator[Object]:
+    """The objects of one file, those in Lists too; ``namespace``: of those that name none. Raises ConfigInvalid."""
+    for document in split(file, text):
+        value, findings = read(document)
+        if findings:
+            raise ConfigInvalid(document.mistakes(findings))
+        items = value.get("items") if isinstance(value, dict) and str(value.get("kind")).endswith("List") else [value]
+        for item in items if isinstance(items, list) else []:
+            if item is None:
+                continue
+            if problem := _problem(item):
+                raise ConfigInvalid(document.mistakes([((), problem)]))
+            scope = {} if item["kind"] in _CLUSTER_SCOPED else {"namespace": namespace}
+            yield {**item, "metadata": {**scope, **(item.get("metadata") or {})}}
+
+
+def _problem(item: object) -> str:
+    """Why ``item`` is no object of Kubernetes; empty if it is one."""
+    if not isinstance(item, dict) or not all(isinstance(item.get(field), str) for field in ("apiVersion", "kind")):
+        return "is no object; write apiVersion, kind and metadata"
+    if item["kind"] not in _KINDS | _OF_MODELS:
+        return ""
+    metadata = item.get("metadata")
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
+        return "has no metadata.name; write one"
+    return "" if isinstance(metadata.get("namespace", ""), str) else "write metadata.namespace as text"
+
+
+def as_yaml(name: str, content: bytes) -> str:
+    """One file of JSON or YAML as a document of a YAML stream, with its name in a comment; of others, the size
+    alone.
+    """
+    if not name.endswith(SUFFIXES):
+        return f"---\n# {name}: {len(content)} bytes, which may be secret\n"
+    try:
+        text = yaml.safe_dump(msgspec.json.decode(content), sort_keys=False, allow_unicode=True, width=120)
+    except msgspec.DecodeError:
+        text = content.decode()
+    return f"---\n# {name}\n{text.rstrip()}\n"
+
+
+def status_as_yaml(status: WantedStatus) -> str:
+    """What an object says of itself, without times."""
+    lists = {
+        one.name: [{**item.identity, **item.fields, "conditions": _plain(item.conditions)} for item in one.entries]
+        for one in status.lists
+        if one.entries
+    }
+    content = {
+        "kind": status.kind,
+        "object": status.key,
+        "status": {**status.fields, "conditions": _plain(status.conditions), **lists},
+    }
+    return f"---\n# status\n{yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120).rstrip()}\n"
+
+
+def _plain(conditions: Iterable[Wanted]) -> list[Any]:
+    return [msgspec.to_builtins(one) for one in conditions]
+
+
+_SETTINGS = Settings()
+
+
+class RenderedModel(msgspec.Struct, frozen=True):
+    """``key``: of the Model. ``children``: what is made of it. ``engines``: runtime, settings and config by backend and
+    role. ``problem``: why nothing is made, empty if something is.
+    """
+
+    key: str
+    children: Sequence[Object] = ()
+    engines: Mapping[str, Any] = {}
+    problem: str = ""
+
+
+def render_models(objects: Iterable[Mapping[str, Any]], settings: Settings = _SETTINGS) -> list[RenderedModel]:
+    """Every Model among ``objects``, with the runtimes and templates among them."""
+    by_kind: dict[str, list[Object]] = {}
+    for one in objects:
+        by_kind.setdefault(one["kind"], []).append(dict(one))
+    return [_rendered_model(model, by_kind, settings) for model in sorted(by_kind.get("Model", ()), key=key_of)]
+
+
+def _rendered_model(thing: Object, by_kind: Mapping[str, Sequence[Object]], settings: Settings) -> RenderedModel:
+    namespace = thing["metadata"]["namespace"]
+    templates = by_kind.get("ModelTemplate", ())
+    observed = Observed(
+        thing=thing,
+        runtimes=[one for one in by_kind.get("ServingRuntime", ()) if one["metadata"]["namespace"] == namespace],
+        cluster_runtimes=by_kind.get("ClusterServingRuntime", ()),
+        templates=[one for one in templates if one["metadata"]["namespace"] == namespace],
+        # which namespace is the manager's is not known here
+        shared_templates=[one for one in templates if one["metadata"]["namespace"] != namespace],
+        settings=settings,
+    )
+    model = resolve(observed)
+    if isinstance(model, Unresolved):
+        return RenderedModel(key_of(thing), problem=f"{model.reason}: {model.message}")
+    made = [one.thing for one in children(model, settings, {})]
+    return RenderedModel(key_of(thing), children=made, engines=_engines(model))
+
+
+def _engines(model: Resolved) -> dict[str, Any]:
+    return {
+        f"{made.backend.name}/{role.name}": {
+            "runtime": str(made.preset),
+            "settings": dict(settings_of(role.engine, "entry")),
+            "config": to_plain(role.engine.config),
+        }
+        for made in model.backends
+        for role in made.roles
+    }
+
+
+def as_text(model: RenderedModel, *, has_owner: bool = True) -> str:
+    """A stream of YAML documents; the merged configuration is a comment in front, so that the rest can be applied.
+
+    ``has_owner``: whether the objects belong to the Model. One without a uid, as in files, is refused by the API
+    server.
+    """
+    if model.problem:
+        return f"# Model {model.key}: {model.problem}\n"
+    engines = yaml.safe_dump(dict(model.engines), sort_keys=False, allow_unicode=True, width=118)
+    comment = "".join(f"# {line}\n" for line in engines.splitlines())
+    made = model.children if has_owner else [_without_owner(one) for one in model.children]
+    documents = "".join(f"---\n{_as_yaml(one)}" for one in made)
+    return f"# Model {model.key}, its engines with all layers merged:\n{comment}{documents}"
+
+
+def _without_owner(thing: Mapping[str, Any]) -> Object:
+    metadata = {name: value for name, value in thing["metadata"].items() if name != "ownerReferences"}
+    return {**thing, "metadata": metadata}
+
+
+def _as_yaml(thing: Object) -> str:
+    text: str = yaml.dump(thing, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=118)
+    return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Without anchors, which hide what is said twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401, ARG002 - as the base class has it
+        return True
+
+
 _SUFFIXES: Final = (".yaml", ".yml", ".json")
 # An API server that does not answer is not waited for any longer.
 _PATIENCE_S: Final = 20.0
@@ -82,7 +322,6 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     if options.gateway_config is not None and options.gateway_config.count("/") != 1:
         made.error("--gateway-config: write NAMESPACE/NAME")
     # decoders of all kinds take a quarter of a second to make: not for --help
-    from controller.commands.render_objects import render  # noqa: PLC0415
 
     models_are_good = True
     try:
@@ -112,7 +351,6 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
 
 def _show_models(objects: Sequence[Object]) -> bool:
     """What Models become; whether all of them become something."""
-    from controller.commands.render_models import as_text, render_models  # noqa: PLC0415
 
     found = render_models(objects)
     for one in found:
@@ -126,7 +364,6 @@ class _NoCluster(Exception):
 
 def _of_files(options: argparse.Namespace) -> Iterator[Object]:
     """Raises ConfigInvalid."""
-    from controller.commands.render_objects import objects_in  # noqa: PLC0415
 
     for path in options.paths:
         files = sorted(one for one in path.rglob("*") if one.suffix in _SUFFIXES) if path.is_dir() else [path]
@@ -152,7 +389,6 @@ def _of_cluster(options: argparse.Namespace, check_picker: PickerCheck) -> Rende
 
 
 async def _rendered(options: argparse.Namespace, access: Access, check_picker: PickerCheck) -> Rendered:
-    from controller.commands.render_objects import render  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415
     from controller.kube.resources import CONFIG_MAPS, CRDS, SECRETS, split_key  # noqa: PLC0415
 
@@ -204,7 +440,6 @@ def _bundle(rendered: Rendered) -> Mapping[str, str]:
 def _show(rendered: Rendered, bundle: Mapping[str, str], out: Path | None) -> None:
     """Raises OSError."""
     from controller.bundle.files import replace_file  # noqa: PLC0415
-    from controller.commands.render_objects import as_yaml, status_as_yaml  # noqa: PLC0415
     from controller.gateway.directory import DirectoryWriter  # noqa: PLC0415
 
     for key in rendered.unused:

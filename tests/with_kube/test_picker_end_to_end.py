@@ -23,7 +23,7 @@ from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
 from controller.kube.client import Client
 from controller.kube.resources import DEPLOYMENTS, INFERENCE_POOLS, NODES, PODS, SECRETS, Object, Resource
-from tests.controller.commands.test_epp_flags import CHART
+from tests.controller.commands.test_epp import CHART
 from tests.controller.gateway.compile.test_picker_mode import PICKER
 from tests.waiting import eventually
 from tests.with_envoy.gateways import NO_HINT, bootstrap, pool_cluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from controller.commands.epp_flags import FLAGS
+from controller.commands.epp import FLAGS
 
 _HEADER: Final = """# llm-d's flags
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from controller.commands.epp_flags import FLAGS, FlagInvalid, read_flags
-from controller.commands.epp_plan import Plan, for_conformance, plan
+from controller.commands.epp import FLAGS, FlagInvalid, Plan, for_conformance, plan, read_flags
 from controller.gateway.compile.pools import server_of
 from controller.gateway.compile.sources import source_of
 from extproc.cli.serve import parser
