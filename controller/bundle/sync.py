@@ -25,7 +25,7 @@ from controller.bundle.files import replace_file
 from controller.bundle.secret_files import KeyFiles, SecretFiles, without_unusable
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load_directory
-from extproc.api.make_before_break import Lingering
+from extproc.api.make_before_break import DrainingServers
 from extproc.api.status_pages import ConfigReport
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class BundleSync:
         self._out = out
         self._keys = KeyFiles(os.environ)
         self.secrets = SecretFiles(os.environ, config.path, bundle=out)
-        self._lingering, self._writer = Lingering(_LINGER_S), BundleWriter(path)
+        self._draining, self._writer = DrainingServers(_LINGER_S), BundleWriter(path)
         # what is in the bundle, and what could not be written last: a configuration, and secrets by file
         self._failed: tuple[Snapshot, Mapping[str, str]] | None = None
         # digests of the files that the bundle was made from
@@ -221,11 +221,11 @@ class BundleSync:
             fresh = self._read()
             self.is_valid = fresh is not None
             fresh = fresh or self._snapshot
-            self._lingering.follow(self._snapshot, fresh, clock())
+            self._draining.on_change(self._snapshot, fresh, clock())
             if fresh.gateway.admin != self._snapshot.gateway.admin:
                 log.warning("the admin address has changed: restart Envoy for that")
             self._snapshot = fresh
-        wanted = queued, secrets = self._with_secrets(self._fill(self._lingering.added_to(self._snapshot, clock())))
+        wanted = queued, secrets = self._with_secrets(self._fill(self._draining.with_draining(self._snapshot, clock())))
         if wanted == self._written or (wanted == self._failed and clock() < self._retry_at_s):
             return
         if self._replace(queued, secrets, clock):

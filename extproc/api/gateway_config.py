@@ -217,8 +217,9 @@ def _check_certificates_shown(spec: GatewayConfigSpec) -> Iterator[Finding]:
             yield ("spec", "listeners", index), asks
 
 
-def missed_meeting(gateway: GatewayConfigSpec, listens: Sequence[str]) -> str:
-    """What is wrong if Envoy calls where nobody listens, or somebody listens where Envoy does not call; else empty.
+def unreachable_listener(gateway: GatewayConfigSpec, listens: Sequence[str]) -> str:
+    """Why Envoy and extproc do not reach each other: Envoy calls an address without a listener, or never calls one that
+    has a listener; empty if they do.
 
     ``listens``: an address for each process of extproc.
     """

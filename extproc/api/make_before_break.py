@@ -21,17 +21,15 @@ if TYPE_CHECKING:
     from extproc.api.picker_config import PickerFile
     from extproc.api.snapshot import Snapshot
 
-# An Envoy that has refused its configuration says for ever that it does not know an engine.
+# An Envoy that has refused its configuration never has the engine.
 _LONGEST_S: Final = 60.0
 
 
-class Settling:
-    """Another process tells Envoy of them, each at its own pace: new engines stand for some seconds before they are
-    used, and for longer while Envoy says that it does not know them yet.
+class WarmingEngines:
+    """New engines of ModelServers that have none: unused for ``settle_s``, and for longer while Envoy lacks them.
 
-    Where a server has engines, Envoy passes over one that it does not know yet; where it has none, the request would
-    fail. Each engine waits by itself, so that changes of other servers are not delayed. Instants are seconds of any one
-    clock.
+    Envoy skips an address that is not in its cluster. Where the server has other engines, one of them serves; where it
+    has none, the request would fail. Each engine warms up by itself, so that changes of other servers are not delayed.
     """
 
     def __init__(self, settle_s: float) -> None:
@@ -40,15 +38,16 @@ class Settling:
         self._since_s: dict[tuple[str, str], float] = {}
         self._known: set[tuple[str, str]] = set()
 
-    def asks(self, now: float) -> frozenset[str]:
-        """Servers with an engine that has stood long enough: call ``hear`` with what Envoy knows of them."""
+    def pending(self, now: float) -> frozenset[str]:
+        """Servers with an engine whose time is over: pass what Envoy has of them to ``on_envoy_endpoints``."""
         return frozenset(
             one[0] for one, at_s in self._since_s.items() if at_s + self._settle_s <= now and one not in self._known
         )
 
-    def hear(self, known: Mapping[str, Collection[tuple[str, int]]], now: float) -> bool:
-        """``known``: IP addresses and ports that Envoy knows, by server; without servers of which it cannot be asked.
-        Returns whether an engine that was kept back may be used from now on.
+    def on_envoy_endpoints(self, known: Mapping[str, Collection[tuple[str, int]]], now: float) -> bool:
+        """Returns whether a warming engine may be used from now on.
+
+        ``known``: IP addresses and ports in Envoy's clusters, by server; without servers that Envoy cannot be asked of.
         """
         news = {
             (server, address)
@@ -59,8 +58,8 @@ class Settling:
         self._known |= news
         return bool(news)
 
-    def settled(self, snapshot: Snapshot, has_engines: Callable[[str], bool], now: float) -> Snapshot:
-        """``snapshot`` without engines that are too new. ``has_engines``: whether a server has some already."""
+    def without_warming(self, snapshot: Snapshot, has_engines: Callable[[str], bool], now: float) -> Snapshot:
+        """``snapshot`` without warming engines. ``has_engines``: whether a server has some already."""
         if self._settle_s <= 0:
             return snapshot
         new = dict(_first_engines(snapshot, has_engines))
@@ -88,11 +87,10 @@ def _first_engines(snapshot: Snapshot, has_engines: Callable[[str], bool]) -> It
             yield server.metadata.key, staying
 
 
-class Lingering:
-    """Servers that have left the configuration, and to which requests may still be sent.
+class DrainingServers:
+    """ModelServers that were removed from the configuration, and to which requests may still be sent.
 
-    extproc and Envoy follow the configuration each at its own pace, so each keeps for some seconds what the other may
-    still name. Instants are seconds of any one clock.
+    extproc and Envoy keep for some seconds what the other may still name.
     """
 
     def __init__(self, linger_s: float) -> None:
@@ -100,7 +98,7 @@ class Lingering:
         self._left_at_s: dict[str, float] = {}
         self._servers: dict[str, ModelServer] = {}
 
-    def follow(self, before: Snapshot, after: Snapshot, now: float) -> None:
+    def on_change(self, before: Snapshot, after: Snapshot, now: float) -> None:
         """The configuration has changed."""
         names = {server.metadata.key for server in after.servers}
         for server in before.servers:
@@ -109,8 +107,8 @@ class Lingering:
         for name in names & set(self._servers):
             self._forget(name)
 
-    def added_to(self, snapshot: Snapshot, now: float) -> Snapshot:
-        """``snapshot`` with those that linger at ``now``."""
+    def with_draining(self, snapshot: Snapshot, now: float) -> Snapshot:
+        """``snapshot`` with the servers that drain at ``now``."""
         for name, left_at_s in list(self._left_at_s.items()):
             if now - left_at_s >= self._linger_s:
                 self._forget(name)
@@ -124,8 +122,8 @@ class Lingering:
         del self._servers[name], self._left_at_s[name]
 
 
-class LingeringChosen(Lingering):
-    """Of those that have left, the servers that an HTTPRoute named a short while ago.
+class DrainingRoutedServers(DrainingServers):
+    """Of those, the servers that an HTTPRoute named a short while ago.
 
     Envoy chooses them, and goes on for as long as it has its former routes. Requests by model alone are routed by the
     configuration in use and need no server of an earlier one.
@@ -136,19 +134,19 @@ class LingeringChosen(Lingering):
         self._named_at_s: dict[str, float] = {}
         self._picker_files: dict[str, PickerFile] = {}
 
-    def follow(self, before: Snapshot, after: Snapshot, now: float) -> None:
+    def on_change(self, before: Snapshot, after: Snapshot, now: float) -> None:
         """The configuration has changed."""
         self._named_at_s = {key: at_s for key, at_s in self._named_at_s.items() if now - at_s < self._linger_s}
         self._named_at_s.update(dict.fromkeys(_chosen(before), now))
-        super().follow(before, after, now)
+        super().on_change(before, after, now)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody lingers."""
+        """Whether no server drains."""
         return not self._servers
 
-    def added_to(self, snapshot: Snapshot, now: float) -> Snapshot:
-        """``snapshot`` with those that linger at ``now``; no file of theirs is asked for that is not there any more."""
+    def with_draining(self, snapshot: Snapshot, now: float) -> Snapshot:
+        """``snapshot`` with the servers that drain at ``now``, without picker files that are not there any more."""
         for name, server in self._servers.items():
             file = server.spec.picker_config
             if file is not None and snapshot.picker_files.get(file) != self._picker_files.get(name):
@@ -156,7 +154,7 @@ class LingeringChosen(Lingering):
                 self._servers[name] = msgspec.structs.replace(
                     server, spec=msgspec.structs.replace(server.spec, picker_config=None)
                 )
-        return super().added_to(snapshot, now)
+        return super().with_draining(snapshot, now)
 
     def _keep(self, server: ModelServer, before: Snapshot, now: float) -> None:
         name, file = server.metadata.key, server.spec.picker_config

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from extproc.admission.limits import MAX_BUCKETS, RESOURCES
 from extproc.api.addresses import parse_address, worker_addresses
 from extproc.api.errors import ConfigInvalid
-from extproc.api.gateway_config import missed_meeting
+from extproc.api.gateway_config import unreachable_listener
 from extproc.api.load import load_directory
 from extproc.api.matches import ANY_HOST, have_common_hosts
 from extproc.api.references import backend_key, backend_refs
@@ -82,9 +82,9 @@ def main(words: list[str], prog: str = "extproc check") -> int:
         return report(error)
     for note in notes:
         print(f"note: {note}")
-    missed = missed_meeting(snapshot.gateway, listens) if listens else ""
-    if missed:
-        print(missed, file=sys.stderr)
+    problem = unreachable_listener(snapshot.gateway, listens) if listens else ""
+    if problem:
+        print(problem, file=sys.stderr)
         return 2
     print(f"{directory} is valid: {_summary(snapshot)}")
     return 0

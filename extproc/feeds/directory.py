@@ -17,7 +17,7 @@ import msgspec
 
 from extproc.api.addresses import parse_address
 from extproc.api.errors import ConfigInvalid
-from extproc.api.make_before_break import LingeringChosen, Settling
+from extproc.api.make_before_break import DrainingRoutedServers, WarmingEngines
 from extproc.api.status_pages import ConfigReport
 
 if TYPE_CHECKING:
@@ -150,9 +150,9 @@ class DirectoryFeed:
         self._core = core
         self._metrics = metrics
         self._clock = clock
-        self._lingering = LingeringChosen(_LINGER_S)
-        self._settling = Settling(settle_s)
-        # what was read last and is in use, without servers that linger
+        self._draining = DrainingRoutedServers(_LINGER_S)
+        self._warming = WarmingEngines(settle_s)
+        # what was read last and is in use, without servers that drain
         self._snapshot: Snapshot | None = None
         self._version = ""
         self.report = ConfigReport()
@@ -190,10 +190,10 @@ class DirectoryFeed:
             # never be used
             await asyncio.sleep(self._settle_s)
             await self._until_known(snapshot.gateway.admin, new)
-        await self._hears_of_engines()
+        await self._new_engines_are_usable()
         now = self._clock()
         if self._snapshot is not None:
-            self._lingering.follow(self._snapshot, snapshot, now)
+            self._draining.on_change(self._snapshot, snapshot, now)
         if not self._put_into_use(self._usable(snapshot, now)):
             return
         self._snapshot = snapshot
@@ -218,24 +218,24 @@ class DirectoryFeed:
 
     async def _go_on(self) -> None:
         """Forget servers that have left, once Envoy names them no more, and use engines that it knows by now."""
-        has_engines = await self._hears_of_engines()
-        if self._snapshot is None or (self._lingering.is_empty and not has_engines):
+        has_engines = await self._new_engines_are_usable()
+        if self._snapshot is None or (self._draining.is_empty and not has_engines):
             return
         usable = self._usable(self._snapshot, self._clock())
         if has_engines or len(usable.servers) != len(self._core.pools):
             self._put_into_use(usable)
 
-    async def _hears_of_engines(self) -> bool:
+    async def _new_engines_are_usable(self) -> bool:
         """Whether Envoy knows, or should know, another of the engines that were kept back."""
-        servers = self._settling.asks(self._clock())
+        servers = self._warming.pending(self._clock())
         if not servers:
             return False
         known = await self._known_to_envoy(self._core.snapshot.gateway.admin, servers)
-        return self._settling.hear(known or {}, self._clock())
+        return self._warming.on_envoy_endpoints(known or {}, self._clock())
 
     def _usable(self, snapshot: Snapshot, now: float) -> Snapshot:
         """With servers that linger, and without engines that Envoy may not know yet."""
-        return self._settling.settled(self._lingering.added_to(snapshot, now), self._has_engines, now)
+        return self._warming.without_warming(self._draining.with_draining(snapshot, now), self._has_engines, now)
 
     def _put_into_use(self, snapshot: Snapshot) -> bool:
         """Whether it is in use; the last good one stays otherwise."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import disable_created_metrics
 
-from extproc.api.gateway_config import missed_meeting
+from extproc.api.gateway_config import unreachable_listener
 from extproc.api.snapshot import kept_connections, limits_without_redis, missing_descriptors
 from extproc.core.core import Core
 from extproc.failures import Supervisor
@@ -173,7 +173,7 @@ class App:
 
     def _look_for_envoy(self, snapshot: Snapshot) -> None:
         """Say if Envoy will call elsewhere: once, by the first of several workers, and again when it changes."""
-        missed = missed_meeting(snapshot.gateway, self._settings.listens) if self._settings.listens else ""
+        missed = unreachable_listener(snapshot.gateway, self._settings.listens) if self._settings.listens else ""
         self._metrics.meets_envoy(is_met=not missed)
         worker = self._settings.worker
         if missed and missed != self._missed and (worker is None or not worker.number):

@@ -23,7 +23,7 @@ from controller.bundle.envoy.local_replies import local_replies
 from controller.bundle.sync import GOLDEN_PATH, Step, remove_orphans, steps, write
 from extproc.api.http_route import Backend, BackendSpec
 from extproc.api.load import load, load_directory
-from extproc.api.make_before_break import Lingering, with_servers
+from extproc.api.make_before_break import DrainingServers, with_servers
 from extproc.api.spec import Metadata
 from tests.waiting import eventually
 
@@ -418,16 +418,16 @@ def test_an_endpoint_more_of_a_backend_changes_one_file() -> None:
 
 def test_a_server_that_leaves_lingers_for_a_while_unless_it_comes_back() -> None:
     both, one = snapshot_of("one", "two"), snapshot_of("one", second="one")
-    lingering = Lingering(5.0)
-    lingering.follow(both, one, now=100.0)
-    assert lingering.added_to(one, now=104.9) == with_servers(one, both.servers)
-    assert lingering.added_to(one, now=105.0) == one
+    draining = DrainingServers(5.0)
+    draining.on_change(both, one, now=100.0)
+    assert draining.with_draining(one, now=104.9) == with_servers(one, both.servers)
+    assert draining.with_draining(one, now=105.0) == one
 
-    lingering.follow(both, one, now=200.0)
-    lingering.follow(one, both, now=201.0)
-    assert lingering.added_to(both, now=201.0) == both
-    lingering.follow(both, one, now=204.0)
-    assert lingering.added_to(one, now=208.9) != one
+    draining.on_change(both, one, now=200.0)
+    draining.on_change(one, both, now=201.0)
+    assert draining.with_draining(both, now=201.0) == both
+    draining.on_change(both, one, now=204.0)
+    assert draining.with_draining(one, now=208.9) != one
 
 
 def test_files_are_replaced_whole_and_only_if_they_change(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from extproc.api.addresses import parse_address, parse_endpoint, parse_target
 from extproc.api.errors import ConfigInvalid
-from extproc.api.gateway_config import GatewayConfigSpec, missed_meeting
+from extproc.api.gateway_config import GatewayConfigSpec, unreachable_listener
 from extproc.api.load import load
 
 GATEWAY = """apiVersion: attache.dev/v1alpha1
@@ -87,4 +87,4 @@ def test_a_gateway_takes_names_where_it_calls_and_not_where_it_listens(field: st
     ],
 )
 def test_whether_a_name_reaches_extproc_is_judged_by_its_port(called: str, listens: str, *, meets: bool) -> None:
-    assert (missed_meeting(GatewayConfigSpec(extproc=called), [listens]) == "") == meets
+    assert (unreachable_listener(GatewayConfigSpec(extproc=called), [listens]) == "") == meets

@@ -11,7 +11,7 @@ from extproc.api.addresses import worker_addresses
 from extproc.api.decode import decode
 from extproc.api.documents import split
 from extproc.api.errors import ConfigInvalid
-from extproc.api.gateway_config import GatewayConfigSpec, missed_meeting
+from extproc.api.gateway_config import GatewayConfigSpec, unreachable_listener
 from extproc.api.load import load
 from extproc.cli.check import main
 
@@ -128,7 +128,7 @@ def test_origins_that_no_browser_sends_are_refused() -> None:
     ],
 )
 def test_these_two_meet(called: str, listens: str) -> None:
-    assert missed_meeting(GatewayConfigSpec(extproc=called), [listens]) == ""
+    assert unreachable_listener(GatewayConfigSpec(extproc=called), [listens]) == ""
 
 
 @pytest.mark.parametrize(
@@ -145,15 +145,15 @@ def test_these_two_meet(called: str, listens: str) -> None:
     ],
 )
 def test_these_two_miss_each_other_and_both_are_named(called: str, listens: str) -> None:
-    said = missed_meeting(GatewayConfigSpec(extproc=called), [listens])
+    said = unreachable_listener(GatewayConfigSpec(extproc=called), [listens])
     assert f"call {called}, and extproc listens on {listens}" in said
 
 
 def test_as_many_workers_must_listen_as_are_called() -> None:
     gateway = GatewayConfigSpec(extproc="127.0.0.1:9002", extproc_workers=4)
-    assert missed_meeting(gateway, worker_addresses("0.0.0.0:9002", 4)) == ""
+    assert unreachable_listener(gateway, worker_addresses("0.0.0.0:9002", 4)) == ""
     for workers in (1, 3, 5):
-        said = missed_meeting(gateway, worker_addresses("0.0.0.0:9002", workers))
+        said = unreachable_listener(gateway, worker_addresses("0.0.0.0:9002", workers))
         assert "127.0.0.1:9002 to 127.0.0.1:9005" in said
         assert "extprocWorkers" in said
 
