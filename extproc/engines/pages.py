@@ -33,16 +33,19 @@ class PageRefused(ValueError):
 
 
 class Series:
-    """The series of one metric on successive pages: the first of several sources found. They are adjacent lines.
+    """The series of one metric on successive pages: the first of several sources found.
 
-    Each is searched for near its position on the previous page, so a page costs microseconds.
+    They are adjacent lines, but for histograms (``suffix``), where the lines of each rank or model follow each other.
+
+    All are searched for near their position on the previous page, so a page costs microseconds.
     """
 
     # ten for each engine, of which there may be 20,000
-    __slots__ = ("_label", "_misses", "_most_series", "_needle", "_needles", "_offset")
+    __slots__ = ("_is_scattered", "_label", "_misses", "_most_series", "_needle", "_needles", "_offset")
 
     def __init__(self, sources: tuple[Source, ...], suffix: str = "", *, most_series: int = MOST_SERIES) -> None:
         self._most_series = most_series
+        self._is_scattered = bool(suffix)
         self._needles = _needles_of(sources, suffix)
         self._needle = self._label = b""
         self._offset = 0
@@ -67,7 +70,9 @@ class Series:
                 raise _too_many(self._needle[1:-1], self._most_series)
             end = page.find(b"\n", start + 1)
             found.append(page[start + 1 :] if end < 0 else page[start + 1 : end])
-            start = end if end >= 0 and page.startswith(self._needle, end) else -1
+            if end < 0:
+                break
+            start = end if page.startswith(self._needle, end) else self._find_next(page, end)
         return found
 
     def search_again(self) -> None:
@@ -79,6 +84,13 @@ class Series:
         return [
             number for line in self.lines(page) if self._label in line and 0 <= (number := number_of(line)) < _LARGEST
         ]
+
+    def _find_next(self, page: bytes, start: int) -> int:
+        """The same name in the rest of its family, which the next comment ends."""
+        if not self._is_scattered:
+            return -1
+        stop = page.find(b"\n#", start)
+        return page.find(self._needle, start, stop if stop >= 0 else len(page))
 
     def _find(self, page: bytes) -> int:
         offset = self._offset

@@ -8,6 +8,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from extproc.engines.dialects import DIALECTS
 from extproc.engines.metrics import CacheConfig, LoraState, MetricsReader
@@ -63,6 +64,20 @@ def test_latencies_are_means_since_the_previous_page() -> None:
     # 2 more requests in 0.6 s more
     assert one.read(page(6.0, 2.6)).report.ttft_s == pytest.approx(0.3)
     assert one.read(page(6.0, 2.6)).report.ttft_s is None
+
+
+def test_latencies_are_of_all_data_parallel_ranks() -> None:
+    registry = CollectorRegistry()
+    ttft = Histogram("vllm:time_to_first_token_seconds", "Of each rank.", ["engine"], registry=registry)
+    for rank in "01":
+        ttft.labels(rank).observe(0.1)
+    one = reader()
+    one.read(generate_latest(registry))
+    ttft.labels("0").observe(0.2)
+    ttft.labels("1").observe(0.4)
+    report = one.read(generate_latest(registry)).report
+    assert report.first_tokens == 2.0
+    assert report.ttft_s == pytest.approx(0.3)
 
 
 def test_a_decreasing_counter_is_a_restart() -> None:
