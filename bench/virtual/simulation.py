@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from bench.workload.sessions import Session, Workload
     from extproc.admission.limits import Grant
     from extproc.api.snapshot import Snapshot
-    from extproc.core.effects import Effect
-    from extproc.core.pipeline import Own
+    from extproc.core.effects import Effect, RequestEffect
     from extproc.core.record import LoadResult
     from extproc.llmd.pickers import MakePicker
 
@@ -200,7 +199,7 @@ class Simulation:
         except Refusal as refusal:
             self._refuse(asked, refusal.outcome)
             return
-        own: Own | None
+        own: RequestEffect | None
         own, effects = self.core.arrive(arrival, now)
         while isinstance(own, AskTokens | AskLimits):
             self._perform(effects, now)
@@ -228,12 +227,12 @@ class Simulation:
         self._results.append(refused(asked, error))
 
     def _perform(self, effects: list[Effect], now: float) -> None:
-        """What the core asks for; a request that was not held follows its own effect itself."""
+        """What the core asks for; requests that were held have their answers here."""
         for effect in effects:
             match effect:
-                case Decision() if effect.was_held:
+                case Decision():
                     self._send(self._held.pop(effect.ticket), effect, now)
-                case Refused() if effect.was_held:
+                case Refused():
                     self._refuse(self._held.pop(effect.ticket), effect.refusal.outcome)
                 case SettleGrant():
                     self._store.settle(effect.grant, effect.used, now)

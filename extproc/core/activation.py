@@ -24,7 +24,7 @@ from extproc.admission.saturation import RECHECK_S
 from extproc.core.effects import Effect, EngineStarted, WaitsForEngine, WakeAt
 from extproc.core.queue import MOST_AT_ONCE, no_longer_served
 from extproc.core.record import Record
-from extproc.core.states import Event, State, is_legal
+from extproc.core.states import Event, State
 from extproc.errors import EngineStarting, NoEndpoint, QueueFull, QueueTimeout, Refusal
 from extproc.scheduling.pool import Pool
 
@@ -263,7 +263,7 @@ class AwaitingRequests:
         next one, before those that came later.
         """
         for record in [one for one in records if _has_lost_engines(one, pools)]:
-            is_legal(record.state, Event.ENGINES_GONE, record.ticket)
+            record.happens(Event.ENGINES_GONE)
             if record.queued is not None and record.state is State.QUEUED:
                 self._waiting.withdraw(record)
                 record.engine_wait_s += now - record.queued.arrived_at_s
@@ -406,9 +406,9 @@ class AwaitingRequests:
         return EngineStarting(message, retry_after_s=self._retry_after_s(group.pool, now))
 
     def _refuse(self, record: Record, refusal: Refusal, now: float, out: list[Effect]) -> None:
-        is_legal(record.state, Event.GIVEN_UP, record.ticket)
+        record.happens(Event.GIVEN_UP)
         self.withdraw(record, now)
-        out.append(self._dispatcher.refuse(record, refusal, now, out, was_held=True))
+        out.append(self._dispatcher.refuse(record, refusal, now, out))
 
 
 def _assumed_s(pool: Pool) -> float:

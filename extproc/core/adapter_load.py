@@ -20,7 +20,7 @@ import msgspec
 from extproc.core.effects import Effect, LoadAdapter, LoadEnded, Tell, WakeAt
 from extproc.core.peers import AdapterChanged
 from extproc.core.record import LoadResult, Record
-from extproc.core.states import Event, State, is_legal
+from extproc.core.states import Event, State
 from extproc.endpoints.table import EndpointRef
 from extproc.engines.answers import LoadProblem
 from extproc.errors import AdapterBroken, AdapterUnavailable, NoEndpoint, Refusal
@@ -393,8 +393,8 @@ class LoadingRequests:
     def _refuse(self, group: _Group, ticket: str, refusal: Refusal, now: float, out: list[Effect]) -> None:
         _remove(group, ticket)
         record = self._records[ticket]
-        is_legal(record.state, Event.GIVEN_UP, ticket)
-        out.append(self._dispatcher.refuse(record, refusal, now, out, was_held=True))
+        record.happens(Event.GIVEN_UP)
+        out.append(self._dispatcher.refuse(record, refusal, now, out))
 
 
 def _remove(group: _Group, ticket: str) -> bool:

@@ -29,7 +29,7 @@ from extproc.core.queue import AdmissionController, WaitingRequests
 from extproc.core.record import BUNDLE, Record
 from extproc.core.request_builder import Intake, WhoMay
 from extproc.core.running import RunningRequests, loads_in_parts, loads_of
-from extproc.core.states import Event, IllegalEvent, State, is_legal
+from extproc.core.states import Event, IllegalEvent, State
 from extproc.llmd.pickers import PickerMaker, pickers_for
 from extproc.prefix.index import blocks_of_each
 from extproc.routing.resolve import RoutingTable
@@ -42,9 +42,10 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
     from extproc.api.status_pages import Demand, EndpointLoad
     from extproc.core.activation import ZeroDemand
+    from extproc.core.effects import RequestEffect
     from extproc.core.explanation import Explanation
     from extproc.core.peers import EventBatch
-    from extproc.core.pipeline import Answer, Own
+    from extproc.core.pipeline import Answer
     from extproc.core.record import Arrival, Attachment, LoadResult, Outcome
     from extproc.llmd.pickers import MadePicker, MakePicker
 
@@ -147,38 +148,37 @@ class Core:
 
     def arrive(
         self, arrival: Arrival, now: float, attachment: Attachment = BUNDLE, *, wants_reasons: bool = False
-    ) -> tuple[Own, list[Effect]]:
+    ) -> tuple[RequestEffect, list[Effect]]:
         """A request has arrived. ``wants_reasons``: explain its Decision.
 
-        Returns the effect that is about the request itself, and all effects, that one first.
+        Returns the effect that is about the request itself, and all others.
         """
         self._tickets += 1
-        record = Record(f"{self._ticket_prefix}-{self._tickets:x}", State.ABSENT, arrival=arrival)
+        record = Record(f"{self._ticket_prefix}-{self._tickets:x}", arrival=arrival)
         record.attachment, record.wants_reasons = attachment, wants_reasons
+        record.happens(Event.ARRIVED)
         self.meter.arrived(record, arrival, now)
         out = list[Effect]()
         try:
             own = self._entering.begin(record, arrival, now, out)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must leave nothing behind
             own = self._entering.fail(record, error, now, out)
-        out.insert(0, own)
         return own, out
 
-    def resume(self, ticket: str, answer: Answer, now: float) -> tuple[Own | None, list[Effect]]:
+    def resume(self, ticket: str, answer: Answer, now: float) -> tuple[RequestEffect | None, list[Effect]]:
         """What the request asked for is here. Returns as ``arrive`` does; None if its client has disconnected."""
         record, out = self._records.get(ticket), list[Effect]()
         if record is None:
             if isinstance(answer, Grant):
                 self._accounts.settle_grants((answer,), None, now, out)
             return None, out
-        is_legal(record.state, Event.ANSWERED, ticket)
+        record.happens(Event.ANSWERED)
         try:
             own = self._entering.resume(record, answer, now, out)
         except IllegalEvent:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it must leave nothing behind
             own = self._entering.fail(record, error, now, out)
-        out.insert(0, own)
         return own, out
 
     def tick(self, now: float) -> list[Effect]:
@@ -200,7 +200,7 @@ class Core:
     def leave(self, ticket: str, now: float) -> list[Effect]:
         """The client of a request went away before it was answered: no engine gets it."""
         record, out = self._records.get(ticket), list[Effect]()
-        if record is None or not is_legal(record.state, Event.LEFT, ticket):
+        if record is None or not record.happens(Event.LEFT):
             return out
         if record.run is None:
             self._entering.withdraw(record, now, out)
@@ -214,7 +214,7 @@ class Core:
     def finish(self, ticket: str, now: float) -> list[Effect]:
         """The stream of a request is closed: its endpoint is free of it."""
         record, out = self._records.get(ticket), list[Effect]()
-        if record is None or not is_legal(record.state, Event.FINISHED, ticket):
+        if record is None or not record.happens(Event.FINISHED):
             return out
         if record.run is None:
             self._entering.withdraw(record, now, out)

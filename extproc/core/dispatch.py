@@ -13,7 +13,7 @@ from extproc.core.effects import Decision, Effect, Fault, Refused, Tell
 from extproc.core.explanation import explain
 from extproc.core.feedback import OverdueRequests
 from extproc.core.record import Record, Run
-from extproc.core.states import State
+from extproc.core.states import Event, State
 from extproc.errors import EngineStarting, InternalError, NoEndpoint, Refusal
 from extproc.prefix.index import tail_of
 from extproc.request.form import read_form, with_fields
@@ -56,11 +56,12 @@ class Dispatcher:
 
     def put(self, record: Record, state: State) -> None:
         """Enter the request in the table, in this state."""
+        was_waiting = record.state in WAITING
+        record.become(state)
         if state in WAITING:
             self._demand.begin_wait(record, state)
-        elif record.state in WAITING:
+        elif was_waiting:
             _end_wait(record)
-        record.state = state
         self._records[record.ticket] = record
 
     def move(self, record: Record, other: Arrival) -> None:
@@ -75,17 +76,15 @@ class Dispatcher:
         self._records.pop(record.ticket, None)
         if record.state in WAITING:
             _end_wait(record)
-        record.state = State.ABSENT
+        record.become(State.ABSENT)
         grants, record.grants = record.grants, ()
         self._accounts.settle_grants(grants, None, now, out)
 
-    def refuse(
-        self, record: Record, refusal: Refusal, now: float, out: list[Effect], *, was_held: bool = False
-    ) -> Refused:
+    def refuse(self, record: Record, refusal: Refusal, now: float, out: list[Effect]) -> Refused:
         """The client is told why its request cannot be served."""
         self.drop(record, now, out)
         count_refusal(record, is_for_want_of_engines=isinstance(refusal, NoEndpoint | EngineStarting))
-        return Refused(record.ticket, refusal, record.arrived, record.queued, was_held)
+        return Refused(record.ticket, refusal, record.arrived, record.queued, record.was_held)
 
     def dispatch(
         self,
@@ -97,7 +96,6 @@ class Dispatcher:
         gate: Gate | None = None,
         with_room: Bools | None = None,
         expectation: Expectation | None = None,
-        was_held: bool = False,
     ) -> Decision | Refused:
         """Pick endpoints, and count the request as running there.
 
@@ -114,9 +112,9 @@ class Dispatcher:
             adds_usage = asks_for_usage(arrival, record.attachment)
             body = changed_body(arrival, with_usage=adds_usage)
         except Refusal as refusal:
-            return self.refuse(record, refusal, now, out, was_held=was_held)
+            return self.refuse(record, refusal, now, out)
         except Exception as error:  # noqa: BLE001 - a mistake of ours ends this request; the others of this tick go on
-            return self.refuse(record, InternalError(error), now, out, was_held=was_held)
+            return self.refuse(record, InternalError(error), now, out)
         if considered.view.failed:
             out.extend(plugin_faults(pool.name, considered.view.failed))
         # from here on the request counts, and nothing may fail
@@ -159,7 +157,7 @@ class Dispatcher:
             body=body,
             explanation=explanation,
             queued=queued,
-            was_held=was_held,
+            was_held=record.was_held,
             waited_s=waited_s,
             adapter_wait_s=record.loading_s,
             engine_wait_s=record.engine_wait_s,
@@ -227,7 +225,9 @@ def repeat(event: RequestStarted, origin: str, pool: Pool, gate: Gate | None, no
         # of a stream, only its own process knows
         expects_usage=not event.is_streamed,
     )
-    record = Record(event.ticket, State.RUNNING, origin, run=run)
+    record = Record(event.ticket, origin=origin, run=run)
+    record.happens(Event.STARTED_ELSEWHERE)
+    record.become(State.RUNNING)
     if gate is not None and event.flow is not None:
         # the flow has had this service, whichever process the request came to
         record.queued = QueuedRequest(event.ticket, event.flow, now, now, priority=event.priority)

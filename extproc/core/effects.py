@@ -208,6 +208,8 @@ class WakeAt(msgspec.Struct, frozen=True):
 # What a request may have to wait for after ``arrive`` or ``resume``; held ones end with a Decision or Refused.
 Held = AwaitEngine | AwaitAdapter | Hold
 Pending = AskLimits | AskTokens | Held
+# What each step of a request says of the request itself: its answer, or what it waits for.
+RequestEffect = Decision | Refused | Pending
 Effect = (
     Decision
     | Refused

@@ -11,9 +11,20 @@ import msgspec
 
 from extproc.admission.limits import Grant, StoreAway, unavailable
 from extproc.core.dispatch import prompt_of
-from extproc.core.effects import AskLimits, AskTokens, AwaitAdapter, AwaitEngine, Decision, Effect, Hold, Left, Refused
+from extproc.core.effects import (
+    AskLimits,
+    AskTokens,
+    AwaitAdapter,
+    AwaitEngine,
+    Decision,
+    Effect,
+    Hold,
+    Left,
+    Refused,
+    RequestEffect,
+)
 from extproc.core.queue import WaitingRequests, no_longer_served
-from extproc.core.states import Event, IllegalEvent, State, is_legal
+from extproc.core.states import Event, IllegalEvent, State
 from extproc.errors import InternalError, Refusal
 
 if TYPE_CHECKING:
@@ -35,8 +46,6 @@ from extproc.core.queue import AdmissionController, usage_to_reserve
 
 # What a shell may resume a request with: what was asked for, or None if it cannot be had.
 Answer = Grant | Refusal | StoreAway | Sequence[int] | None
-# What each step says of the request itself.
-Own = Decision | Refused | AskLimits | AskTokens | AwaitEngine | AwaitAdapter | Hold
 
 
 class EnteringRequests:
@@ -61,7 +70,7 @@ class EnteringRequests:
         self._dispatcher = dispatcher
         self._intake = intake
 
-    def begin(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
+    def begin(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> RequestEffect:
         """The request has come: local limits first, then those that all machines share."""
         limits = self._admission.routes.get(arrival.destination.route)
         if limits is None:
@@ -81,7 +90,7 @@ class EnteringRequests:
         record.charges = everywhere
         return AskLimits(record.ticket, everywhere)
 
-    def resume(self, record: Record, answer: Answer, now: float, out: list[Effect]) -> Own:
+    def resume(self, record: Record, answer: Answer, now: float, out: list[Effect]) -> RequestEffect:
         """What the request asked for is here."""
         arrival, charges = record.arrived, record.charges
         if record.state is State.ASKING_LIMITS:
@@ -94,12 +103,12 @@ class EnteringRequests:
 
     def loaded(self, record: Record, now: float, out: list[Effect]) -> None:
         """An engine has its adapter: the request goes there, or to the queue."""
-        is_legal(record.state, Event.LOADED, record.ticket)
+        record.happens(Event.LOADED)
         record.loading_s += now - record.loading_since_s
         try:
-            own = self._pass_gate(record, record.arrived, now, out, was_held=True)
+            own = self._pass_gate(record, record.arrived, now, out)
         except Exception as error:  # noqa: BLE001 - whatever it is, the others of its group go on
-            own = self.fail(record, error, now, out, was_held=True)
+            own = self.fail(record, error, now, out)
         if not isinstance(own, Hold):
             # a stream that is held already waits on
             out.append(own)
@@ -109,7 +118,7 @@ class EnteringRequests:
 
         Returns False if the queue is full: the request keeps its place before it.
         """
-        is_legal(record.state, Event.ENGINE_READY, record.ticket)
+        record.happens(Event.ENGINE_READY)
         arrival, waited_s = record.arrived, record.engine_wait_s
         gate, slots = self._gate_for(arrival), arrival.pool.slots
         record.engine_wait_s += now - record.engine_since_s
@@ -117,7 +126,7 @@ class EnteringRequests:
             if slots is None or not self._loading.admit(record, arrival, slots, now, out):
                 if gate is None:
                     self._awaiting.withdraw(record, now)
-                    out.append(self._dispatcher.dispatch(record, arrival, now, out, was_held=True))
+                    out.append(self._dispatcher.dispatch(record, arrival, now, out))
                     return True
                 expectation = arrival.pool.expect(prompt_of(arrival, record.tokens), now)
                 record.queued = self._queue_entry(record, arrival, expectation, now)
@@ -129,22 +138,20 @@ class EnteringRequests:
                 self._dispatcher.put(record, State.QUEUED)
         except Refusal as refusal:
             self._awaiting.withdraw(record, now)
-            out.append(self._dispatcher.refuse(record, refusal, now, out, was_held=True))
+            out.append(self._dispatcher.refuse(record, refusal, now, out))
             return True
         except Exception as error:  # noqa: BLE001 - whatever it is, the others of its server go on
-            out.append(self.fail(record, error, now, out, was_held=True))
+            out.append(self.fail(record, error, now, out))
             return True
         self._awaiting.withdraw(record, now)
         return True
 
-    def fail(
-        self, record: Record, error: Exception, now: float, out: list[Effect], *, was_held: bool = False
-    ) -> Refused:
+    def fail(self, record: Record, error: Exception, now: float, out: list[Effect]) -> Refused:
         """Our own code has failed: the request is refused, and nothing of it remains."""
         self._awaiting.withdraw(record, now)
         self._loading.withdraw(record)
         self._waiting.withdraw(record)
-        return self._dispatcher.refuse(record, InternalError(error), now, out, was_held=was_held)
+        return self._dispatcher.refuse(record, InternalError(error), now, out)
 
     def withdraw(self, record: Record, now: float, out: list[Effect]) -> None:
         """Its client went away while it waited for something."""
@@ -165,7 +172,7 @@ class EnteringRequests:
         answer: Grant | Refusal | StoreAway | None,
         now: float,
         out: list[Effect],
-    ) -> Own:
+    ) -> RequestEffect:
         try:
             grant = self._grant_of(charges, answer, now, out)
         except Refusal as refusal:
@@ -191,13 +198,13 @@ class EnteringRequests:
             return self._accounts.reserve(charges, now, out)
         return self._accounts.reserve_alone(charges, answer.most_left, now, out)
 
-    def _ask_tokens(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
+    def _ask_tokens(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> RequestEffect:
         if arrival.pool.caches.kv_index is None or not arrival.wants_tokens:
             return self._enter(record, arrival, now, out)
         self._dispatcher.put(record, State.ASKING_TOKENS)
         return AskTokens(record.ticket, arrival)
 
-    def _enter(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
+    def _enter(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> RequestEffect:
         pool = arrival.pool
         if self._intake().pools.get(pool.name) is pool:
             if pool.spec.activation is not None and not pool.readiness.can_serve:
@@ -217,15 +224,13 @@ class EnteringRequests:
                 return self._dispatcher.refuse(record, refusal, now, out)
         return self._pass_gate(record, arrival, now, out)
 
-    def _pass_gate(
-        self, record: Record, arrival: Arrival, now: float, out: list[Effect], *, was_held: bool = False
-    ) -> Decision | Refused | Hold:
+    def _pass_gate(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Decision | Refused | Hold:
         gate, pool, dispatcher = self._gate_for(arrival), arrival.pool, self._dispatcher
         if self._intake().pools.get(pool.name) is not pool:
             # the configuration changed while the request waited for its limits, tokens or adapter
-            return dispatcher.refuse(record, no_longer_served(pool.name), now, out, was_held=was_held)
+            return dispatcher.refuse(record, no_longer_served(pool.name), now, out)
         if gate is None:
-            return dispatcher.dispatch(record, arrival, now, out, was_held=was_held)
+            return dispatcher.dispatch(record, arrival, now, out)
         expectation = pool.expect(prompt_of(arrival, record.tokens), now)
         queued = record.queued = self._queue_entry(record, arrival, expectation, now)
         try:
@@ -239,11 +244,10 @@ class EnteringRequests:
                     gate=gate,
                     with_room=with_room,
                     expectation=expectation,
-                    was_held=was_held,
                 )
             self._waiting.enter(record, gate, now, out)
         except Refusal as refusal:
-            return dispatcher.refuse(record, refusal, now, out, was_held=was_held)
+            return dispatcher.refuse(record, refusal, now, out)
         dispatcher.put(record, State.QUEUED)
         self._waiting.wake(now, out)
         longest_s = gate.control.longest_wait_s

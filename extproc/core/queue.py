@@ -20,7 +20,7 @@ from extproc.admission.queue import Gate
 from extproc.admission.saturation import RECHECK_S, Stages
 from extproc.api.spec import namespace_of
 from extproc.core.effects import Effect, Fault, WakeAt
-from extproc.core.states import Event, State, is_legal
+from extproc.core.states import Event, State
 from extproc.errors import NoEndpoint, Refusal
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ class WaitingRequests:
 
     def _release(self, ticket: str, with_room: Bools | None, now: float, out: list[Effect]) -> None:
         record = self._records[ticket]
-        is_legal(record.state, Event.DISPATCHED, ticket)
+        record.happens(Event.DISPATCHED)
         arrival = record.arrived
         slots = arrival.pool.slots
         if slots is not None:
@@ -254,15 +254,15 @@ class WaitingRequests:
                     # its adapter has gone meanwhile
                     return
             except Refusal as refusal:
-                out.append(self._dispatcher.refuse(record, refusal, now, out, was_held=True))
+                out.append(self._dispatcher.refuse(record, refusal, now, out))
                 return
         gate = self._admission.gates.get(arrival.pool.name)
-        out.append(self._dispatcher.dispatch(record, arrival, now, out, gate=gate, with_room=with_room, was_held=True))
+        out.append(self._dispatcher.dispatch(record, arrival, now, out, gate=gate, with_room=with_room))
 
     def _give_up(self, ticket: str, refusal: Refusal, now: float, out: list[Effect]) -> None:
         record = self._records[ticket]
-        is_legal(record.state, Event.GIVEN_UP, ticket)
-        out.append(self._dispatcher.refuse(record, refusal, now, out, was_held=True))
+        record.happens(Event.GIVEN_UP)
+        out.append(self._dispatcher.refuse(record, refusal, now, out))
 
 
 def _next(gate: Gate, now: float, faults: list[Effect]) -> tuple[QueuedRequest, Bools] | None:

@@ -16,7 +16,7 @@ from extproc.admission.identity import ANONYMOUS_CALLER, Caller
 from extproc.admission.limits import NO_USAGE, Charge, Grant, Usage
 from extproc.admission.queue import Gate
 from extproc.core.demand_meter import ModelMeter
-from extproc.core.states import State
+from extproc.core.states import Event, IllegalEvent, State, successors
 from extproc.engines.answers import LoadProblem
 from extproc.prefix.index import Tail
 from extproc.request.model import InferenceRequest
@@ -251,11 +251,13 @@ class Record(msgspec.Struct):
     ``answer_by_s``      until when its gateway waits, once the request is held
     ``meter``            where it counts as demand, None if another process decides it
     ``is_work_counted``  whether its prefill work counts there, too
+    ``event``            what happens to it now, or happened last
+    ``successors``       the states that this event may lead to
     ===================  =======================================================================
     """
 
     ticket: str
-    state: State
+    state: State = State.ABSENT
     origin: str = OURS
     arrival: Arrival | None = None
     attachment: Attachment = BUNDLE
@@ -275,6 +277,27 @@ class Record(msgspec.Struct):
     engine_wait_s: float = 0.0
     engine_by_s: float = math.inf
     answer_by_s: float = math.inf
+    event: Event = Event.ARRIVED
+    successors: frozenset[State] = frozenset()
+
+    def happens(self, event: Event) -> bool:
+        """``event`` begins. Returns whether it changes anything; raises IllegalEvent, with nothing changed."""
+        after = successors(self.state, event, self.ticket)
+        if not after:
+            return False
+        self.event, self.successors = event, after
+        return True
+
+    def become(self, state: State) -> None:
+        """The only place where a state is set: a successor that the table has for the event that happens."""
+        if state not in self.successors:
+            raise IllegalEvent(f"{self.event.name} to {state.name}", self.state.name, f"request {self.ticket}")
+        self.state = state
+
+    @property
+    def was_held(self) -> bool:
+        """Whether its stream waits for a Decision or Refused already."""
+        return self.event is not Event.ARRIVED and self.event is not Event.ANSWERED
 
     @property
     def arrived(self) -> Arrival:

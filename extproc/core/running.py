@@ -12,7 +12,7 @@ from extproc.core.dispatch import repeat
 from extproc.core.effects import Effect, Fault, Settled, Tell
 from extproc.core.feedback import judge, learn, lost_adapter
 from extproc.core.peers import Ended
-from extproc.core.states import Event, State, is_legal
+from extproc.core.states import Event, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -49,9 +49,9 @@ class RunningRequests:
         """Its stream is closed: its endpoint is free of it."""
         self._free(record, run, now, out)
         if record.state is State.SETTLED:
-            del self._records[record.ticket]
+            self._remove(record)
             return
-        record.state = State.ENDED
+        record.become(State.ENDED)
         self._ended.append(record.ticket)
         if len(self._ended) > MOST_ENDED:
             self._forget(self._ended.popleft(), now, out)
@@ -60,25 +60,25 @@ class RunningRequests:
         """Requests of another process are over."""
         for ticket in tickets:
             record = self._records.get(ticket)
-            if record is not None and record.run is not None and is_legal(record.state, Event.FINISHED, ticket):
+            if record is not None and record.run is not None and record.happens(Event.FINISHED):
                 self.finish(record, record.run, now, out)
 
     def undo(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
         """Its client went away before the decision reached the gateway: no engine got it, and it costs nothing."""
-        del self._records[record.ticket]
+        self._remove(record)
         self._free(record, run, now, out)
         self._accounts.close(record, None, 0.0, now, out)
 
     def settle(self, outcome: Outcome, now: float, out: list[Effect]) -> None:
         """Learn from what became of a request, and correct what it was charged."""
         record = self._records.get(outcome.ticket)
-        if record is None or record.run is None or not is_legal(record.state, Event.OUTCOME, outcome.ticket):
+        if record is None or record.run is None or not record.happens(Event.OUTCOME):
             return
         run = record.run
         if record.state is State.ENDED:
-            del self._records[outcome.ticket]
+            self._remove(record)
         else:
-            record.state = State.SETTLED
+            record.become(State.SETTLED)
         try:
             judge(run, outcome, now, out)
             learn(run, outcome, now, is_ours=record.is_ours, has_limits=bool(record.grants))
@@ -101,6 +101,10 @@ class RunningRequests:
         """The tickets of this process that are in flight."""
         return [one.ticket for one in self._records.values() if one.is_ours and one.state in _IN_FLIGHT]
 
+    def _remove(self, record: Record) -> None:
+        record.become(State.ABSENT)
+        del self._records[record.ticket]
+
     def _free(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
         run.pool.release(run.assignment, now)
         count_end(record, run)
@@ -112,7 +116,8 @@ class RunningRequests:
         # its outcome may have come, and a late message of its process may have started it anew
         if record is None or record.run is None or record.state is not State.ENDED:
             return
-        del self._records[ticket]
+        record.happens(Event.FORGOTTEN)
+        self._remove(record)
         self._accounts.close(record, record.run.reserved, record.run.charged, now, out)
 
 

@@ -219,9 +219,9 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
 _BY_POSITION: Final = tuple(tuple(TRANSITIONS[state][event] for event in Event) for state in State)
 
 
-def is_legal(state: State, event: Event, ticket: str) -> bool:
-    """Whether ``event`` changes a request in ``state``; False if it is to be ignored. Raises IllegalEvent."""
-    successors = _BY_POSITION[state][event]
-    if successors is ILLEGAL:
+def successors(state: State, event: Event, ticket: str) -> frozenset[State]:
+    """The states that ``event`` may lead to; empty if it is to be ignored. Raises IllegalEvent."""
+    found = _BY_POSITION[state][event]
+    if found is ILLEGAL:
         raise IllegalEvent(event.name, state.name, f"request {ticket}")
-    return bool(successors)
+    return found

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Final
 from extproc.core.effects import (
     AskLimits,
     AskTokens,
-    AwaitAdapter,
-    AwaitEngine,
     Decision,
     EngineStarted,
     Fault,
     HealthChanged,
-    Hold,
+    Held,
     LoadAdapter,
     LoadEnded,
     Owe,
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 
     from extproc.api.snapshot import Snapshot
     from extproc.core.core import Core
-    from extproc.core.effects import Effect, Pending
+    from extproc.core.effects import Effect, Pending, RequestEffect
     from extproc.core.peers import EngineSaid, EventBatch, PeerEvent
     from extproc.core.pipeline import Answer
     from extproc.core.record import LoadResult
@@ -84,8 +82,10 @@ class Performer:
         self._later: asyncio.TimerHandle | None = None
         self._later_at_s = math.inf
 
-    def perform(self, effects: list[Effect]) -> None:
-        """Perform all effects. A request that was not held gets its Decision or Refused from its own stream."""
+    def perform(self, effects: list[Effect], own: RequestEffect | None = None) -> None:
+        """Perform all effects. ``own``: what the request of the calling stream gets or waits for."""
+        if own is not None:
+            self._perform_own(own)
         for effect in effects:
             self._metrics.count(effect)
             match effect:
@@ -94,8 +94,6 @@ class Performer:
                 case Settled():
                     # one of every request: counted, and nothing else is to be done
                     pass
-                case Hold() | AwaitAdapter() | AwaitEngine():
-                    self._waits[effect.ticket] = self._loop.create_future()
                 case WakeAt():
                     self._wake_at(effect.at_s)
                 case HealthChanged() | LoadEnded() | WaitsForEngine() | EngineStarted() | Fault():
@@ -120,7 +118,7 @@ class Performer:
                 return await self._tokenizers.tokens_of(pending.arrival)
             case AskLimits():
                 return None if self._limits is None else await self._limits.reserve(pending.charges)
-            case Hold() | AwaitAdapter() | AwaitEngine():
+            case _:
                 try:
                     if tell_gateway is not None:
                         await tell_gateway()
@@ -163,17 +161,27 @@ class Performer:
                 self._failures.note(effect.what, effect.error)
 
     def _deliver(self, end: Decision | Refused) -> None:
-        """To its stream, if that waits; other streams follow theirs without us."""
-        if isinstance(end, Refused) and isinstance(end.refusal, InternalError):
-            self._failures.note("a request could not be decided, and is refused", end.refusal.__cause__ or end.refusal)
-        if not end.was_held:
-            return
+        """A request that was held has its answer: to its stream, if that still waits."""
+        if isinstance(end, Refused):
+            self._note(end)
         future = self._waits.get(end.ticket)
         if future is not None and not future.done():
             future.set_result(end)
         elif isinstance(end, Decision):
             # its client has just disconnected
             self.perform(self._core.leave(end.ticket, self._clock()))
+
+    def _perform_own(self, own: RequestEffect) -> None:
+        self._metrics.count(own)
+        if isinstance(own, Held):
+            self._waits[own.ticket] = self._loop.create_future()
+        elif isinstance(own, Refused):
+            self._note(own)
+
+    def _note(self, refused: Refused) -> None:
+        refusal = refused.refusal
+        if isinstance(refusal, InternalError):
+            self._failures.note("a request could not be decided, and is refused", refusal.__cause__ or refusal)
 
     def _wake_at(self, at_s: float) -> None:
         delay_s = at_s - self._clock()

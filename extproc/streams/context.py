@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from extproc.core.core import Core
-from extproc.core.effects import Effect
 from extproc.errors import MethodNotAllowed, UnknownModel
 from extproc.metrics.registry import Metrics
 from extproc.protocol import CONFORMANCE_HEADER, MODELS_PATH
@@ -17,6 +16,7 @@ from extproc.streams.headers import UNKNOWN, error_form, read_claims, read_head
 from extproc.streams.responses import model_answer, models_answer
 
 if TYPE_CHECKING:
+    from extproc.core.effects import Effect, RequestEffect
     from extproc.core.record import Head
     from extproc.streams.headers import Origin
     from extproc.streams.messages import ProcessingRequest
@@ -42,13 +42,21 @@ class GatewayOptions(msgspec.Struct, frozen=True):
     whole_bodies: bool = False
 
 
+class Perform(Protocol):
+    """Carries the core's effects out."""
+
+    def __call__(self, effects: list[Effect], own: RequestEffect | None = None, /) -> None:
+        """``own``: what the request of the calling stream gets or waits for."""
+        ...
+
+
 class StreamContext(msgspec.Struct, frozen=True):
     """``perform``: carries the core's effects out. ``started_s``: Unix time of our start, the age of listed models."""
 
     core: Core
     metrics: Metrics
     clock: Callable[[], float]
-    perform: Callable[[list[Effect]], None]
+    perform: Perform
     started_s: int
     options: GatewayOptions = GatewayOptions()
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from extproc.core.effects import Decision, Pending, Refused
 
 if TYPE_CHECKING:
-    from extproc.core.pipeline import Answer, Own
+    from extproc.core.effects import RequestEffect
+    from extproc.core.pipeline import Answer
     from extproc.core.record import Arrival, Attachment
     from extproc.scheduling.pool import Assignment
     from extproc.streams.context import StreamContext
@@ -36,7 +37,7 @@ class StreamRequest:
         )
         # whatever fails from here on, ``close`` ends the request
         self.ticket = own.ticket
-        context.perform(effects)
+        context.perform(effects, own)
         if isinstance(own, Decision):
             context.metrics.picked_within(context.clock() - began_s)
         return self._follow(own)
@@ -49,7 +50,7 @@ class StreamRequest:
         if isinstance(answer, Decision | Refused):
             return self._follow(answer)
         own, effects = self._context.core.resume(pending.ticket, answer, self._context.clock())
-        self._context.perform(effects)
+        self._context.perform(effects, own)
         return None if own is None else self._follow(own)
 
     def close(self) -> None:
@@ -60,7 +61,7 @@ class StreamRequest:
             verb = context.core.leave if self.sent is None else context.core.finish
             context.perform(verb(self.ticket, context.clock()))
 
-    def _follow(self, own: Own) -> Decision | Refused | None:
+    def _follow(self, own: RequestEffect) -> Decision | Refused | None:
         match own:
             case Decision():
                 self.sent = own.assignment

@@ -74,8 +74,8 @@ def in_some_state(core: Core) -> int:
 def shell(core: Core, metrics: Metrics, now: Callable[[], float] = lambda: 5.0, **options: object) -> StreamContext:
     """What streams work with, where effects are counted and not performed."""
 
-    def perform(effects: list[Effect]) -> None:
-        for effect in effects:
+    def perform(effects: list[Effect], own: Effect | None = None) -> None:
+        for effect in effects if own is None else (own, *effects):
             metrics.count(effect)
 
     return StreamContext(core, metrics, now, perform, 77, GatewayOptions(**options))  # type: ignore[arg-type]

@@ -60,7 +60,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from extproc.admission.limits import Grant, Usage
-    from extproc.core.pipeline import Answer, Own
+    from extproc.core.effects import RequestEffect
+    from extproc.core.pipeline import Answer
     from extproc.core.record import Run
 
 # What a held request goes on with, by what it waits for.
@@ -115,7 +116,7 @@ class Life:
         before = {ticket: self.core.state_of(ticket) for ticket in self.seen}
         before.setdefault(subject, State.ABSENT)
         effects = verb()
-        ends = {one.ticket: one for one in effects if isinstance(one, Decision | Refused) and one.was_held}
+        ends = {one.ticket: one for one in effects if isinstance(one, Decision | Refused)}
         for ticket, state in before.items():
             after = self.core.state_of(ticket)
             happened = event if ticket == subject else None
@@ -160,7 +161,7 @@ class Life:
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case Decision() | Refused() if effect.was_held:
+                case Decision() | Refused():
                     # delivered to a stream that waits, and nobody else
                     assert isinstance(self.pending.pop(effect.ticket), Held)
                     self.follow(effect)
@@ -191,7 +192,7 @@ class Life:
         self.happens(None, "", lambda: self.core.take_load(result, self.now))
         self.must_wake()
 
-    def follow(self, own: Own | None) -> None:
+    def follow(self, own: RequestEffect | None) -> None:
         match own:
             case AskLimits() | AskTokens() | AwaitEngine() | AwaitAdapter() | Hold():
                 self.pending[own.ticket] = own
@@ -228,7 +229,6 @@ class Life:
             def verb() -> list[Effect]:
                 own, effects = self.core.arrive(arrival, self.now)  # noqa: B023 - called at once
                 assert own.ticket == ticket  # noqa: B023 - called at once
-                assert effects[0] is own
                 self.follow(own)
                 return effects
 

@@ -103,7 +103,7 @@ class Shell:
             head = Head("POST", "/v1/chat/completions", {}, has_body=True)
             own, effects = self.core.arrive(self.core.intake.receive(Api.CHAT, head, body), self.now)
             tickets.append(own.ticket)
-            self.perform(effects)
+            self.perform([own, *effects])
         self.passes(0.0)
         return tickets
 

@@ -90,7 +90,7 @@ class Scene:
 
 def ends(effects: list[Effect]) -> list[Decision | Refused]:
     """The waits that end."""
-    return [one for one in effects if isinstance(one, Decision | Refused) and one.was_held]
+    return [one for one in effects if isinstance(one, Decision | Refused)]
 
 
 def outcome(ticket: str, *, completion_tokens: int | None = 7) -> Outcome:

@@ -167,7 +167,7 @@ class Zero:
             self.asked_at_s[own.ticket] = self.now
             if isinstance(own, Held):
                 self.held[own.ticket] = own.longest_s
-            self.perform(effects)
+            self.perform([own, *effects])
         self.passes(0.0)
         return tickets
 

@@ -23,7 +23,7 @@ from extproc.protocol import Api
 from extproc.runtime.performer import Performer
 
 if TYPE_CHECKING:
-    from extproc.core.pipeline import Own
+    from extproc.core.effects import RequestEffect
 
 CONFIG = b"""
 apiVersion: attache.dev/v1alpha1
@@ -65,10 +65,10 @@ class Shell:
             load=lambda _: None,
         )
 
-    def arrive(self) -> Own:
+    def arrive(self) -> RequestEffect:
         head = Head("POST", "/v1/chat/completions", {}, has_body=True)
         own, effects = self.core.arrive(self.core.intake.receive(Api.CHAT, head, BODY), self.clock())
-        self.performer.perform(effects)
+        self.performer.perform(effects, own)
         return own
 
     def held(self) -> tuple[Hold, asyncio.Task[object]]:

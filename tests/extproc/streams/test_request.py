@@ -19,7 +19,6 @@ from tests.extproc.conftest import in_some_state, shell
 
 if TYPE_CHECKING:
     from extproc.core.core import Core
-    from extproc.core.effects import Effect
 
 MARK = b"once upon a time "
 # under another name, so the body is written anew; and under the engines' own
@@ -67,7 +66,7 @@ def test_a_request_that_an_engine_answers_keeps_no_copy_of_its_body(core: Core, 
 def test_a_shell_that_fails_behind_the_decision_leaves_no_load(core: Core, *, duplex: bool) -> None:
     failures = [OSError("the disk is full")]
 
-    def perform(_: list[Effect]) -> None:
+    def perform(*_: object) -> None:
         if failures:
             raise failures.pop()
 
