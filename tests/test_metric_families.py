@@ -18,8 +18,7 @@ from controller.autoscaler.reconciler.metrics import BindingSeries, ScalingMetri
 from controller.bundle.acknowledgements import Acknowledgements
 from controller.bundle.metrics import BundleSeries
 from controller.bundle.sync import BundleSync
-from controller.gateway.metrics import GatewayMetrics
-from controller.gateway.picker_metrics import PickerMetrics
+from controller.gateway.metrics import GatewayMetrics, PickerMetrics
 from controller.kube.metrics import ManagerMetrics
 from extproc.api.load import ConfigDirectory
 from extproc.engines.dialects import FAMILIES

@@ -17,8 +17,7 @@ from prometheus_client import CollectorRegistry
 from controller.bundle.acknowledgements import Acknowledgements
 from controller.bundle.metrics import BundleSeries
 from controller.bundle.sync import BundleSync
-from controller.gateway.metrics import GatewayMetrics
-from controller.gateway.picker_metrics import PickerMetrics
+from controller.gateway.metrics import GatewayMetrics, PickerMetrics
 from extproc.api.load import ConfigDirectory
 from extproc.metrics.registry import Metrics, TlsMetrics
 from tools.dashboard import FILE, dashboard

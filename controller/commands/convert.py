@@ -17,7 +17,7 @@ from extproc.cli.system import counted, report
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from controller.convert.reading import Object
+    from controller.convert.fields import Object
 
 _LIST: Final = "List"
 
@@ -42,7 +42,7 @@ def main(words: list[str], prog: str) -> int:
     options = parser(prog).parse_args(words)
     # types of all kinds take a quarter of a second to load: not for --help
     from controller.convert.convert import convert  # noqa: PLC0415
-    from controller.convert.reading import Invalid  # noqa: PLC0415
+    from controller.convert.fields import Invalid  # noqa: PLC0415
 
     try:
         found = convert(list(_objects(options.files)))

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from controller.kube.metrics import ManagerMetrics
     from controller.manager.role import Leader
+    from controller.webhooks.certificates import Shows
     from controller.webhooks.role import WebhookRole
-    from controller.webhooks.rotation import Shows
     from extproc.api.picker_config import PickerCheck
 
 __all__ = ["main", "parser"]
@@ -81,9 +81,12 @@ async def _run(options: argparse.Namespace, access: Access, check_picker: Picker
     from controller.kube.client import connect  # noqa: PLC0415
     from controller.kube.metrics import ManagerMetrics  # noqa: PLC0415
     from controller.kube.pages import pages  # noqa: PLC0415
-    from controller.manager.role import CONTROLLER, ManagerRole  # noqa: PLC0415
-    from controller.models.own_image import own_image  # noqa: PLC0415
-    from controller.webhooks.server import ServerTls  # noqa: PLC0415
+    from controller.manager.role import (  # noqa: PLC0415
+        CONTROLLER,
+        ManagerRole,
+        own_image,
+    )
+    from controller.webhooks.role import ServerTls  # noqa: PLC0415
 
     metrics = ManagerMetrics()
     async with connect(access, manager=CONTROLLER) as client:
@@ -134,8 +137,8 @@ def _webhooks(
     check_picker: PickerCheck,
     others: Sequence[Shows],
 ) -> WebhookRole:
+    from controller.webhooks.certificates import RotationSettings  # noqa: PLC0415
     from controller.webhooks.role import WebhookRole, WebhookSettings  # noqa: PLC0415
-    from controller.webhooks.rotation import RotationSettings  # noqa: PLC0415
 
     namespace = options.namespace or client.access.namespace
     rotation = RotationSettings(

@@ -11,7 +11,7 @@ import msgspec
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding
 from controller.api.autoscaling_policy import AutoscalingPolicy
 from controller.convert import kthena, variant_autoscaling
-from controller.convert.reading import Converted, Invalid, Object, shaped, title
+from controller.convert.fields import Converted, Invalid, Object, shaped, title
 from extproc.api.quantities import decode_quantity
 
 if TYPE_CHECKING:

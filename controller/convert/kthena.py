@@ -3,15 +3,294 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
-from controller.convert.kthena_behavior import behavior_and_panic
-from controller.convert.kthena_metrics import Metrics, same_everywhere
-from controller.convert.kthena_targets import TARGETS, of_targets
-from controller.convert.reading import Converted, Fields, Invalid, Object, ours
+import msgspec
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from controller.convert.fields import Converted, Fields, Invalid, Object, ours, quantity, seconds, target_names
+
+_LONGEST_WINDOW_S: Final = 3600
+_LONGEST_PERIOD_S: Final = 1800
+# Theirs, where nothing is written.
+_INSTANCES: Final = 1
+_PERCENT: Final = 100
+_PERIOD: Final = "15s"
+_PANIC_THRESHOLD: Final = 200
+_PANIC_HOLD: Final = "60s"
+
+
+def behavior_and_panic(
+    behavior: Fields, tolerance: float, warnings: list[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The blocks ``behavior`` and ``panic`` of a policy of ours; raises Invalid."""
+    up = behavior.below("scaleUp")
+    found = {
+        "scaleUp": _rules(up.below("stablePolicy"), tolerance, warnings),
+        "scaleDown": _rules(behavior.below("scaleDown"), tolerance, warnings),
+    }
+    # their webhook writes it where it is left out
+    panic = up.below("panicPolicy")
+    for name in ("percent", "period"):
+        if name in panic:
+            panic.take(name)
+            warnings.append(f"{panic.where}.{name}: not carried over; in a panic growth is limited by scaleUp alone")
+    hold = str(panic.take("panicModeHold", _PANIC_HOLD))
+    seconds(hold, f"{panic.where}.panicModeHold")
+    return found, {"thresholdPercent": panic.number("panicThresholdPercent", _PANIC_THRESHOLD), "hold": hold}
+
+
+def _rules(stable: Fields, tolerance: float, warnings: list[str]) -> dict[str, Any]:
+    """Or takes the larger of both limits, And the smaller one; 0 allows nothing."""
+    instances, percent = stable.number("instances", _INSTANCES), stable.number("percent", _PERCENT)
+    takes_smaller = stable.take("selectPolicy", "Or") == "And"
+    period_s = _whole(stable, "period", _PERIOD, _LONGEST_PERIOD_S, warnings)
+    found: dict[str, Any] = {"tolerance": tolerance}
+    if "stabilizationWindow" in stable:
+        found["stabilizationWindowSeconds"] = _whole(stable, "stabilizationWindow", "0s", _LONGEST_WINDOW_S, warnings)
+    limits = [
+        {"type": kind, "value": value, "periodSeconds": max(1, period_s)}
+        for kind, value in (("Pods", instances), ("Percent", percent))
+        if value > 0
+    ]
+    if not limits or (takes_smaller and len(limits) == 1):
+        found["selectPolicy"] = "Disabled"
+    else:
+        found |= {"selectPolicy": "Min" if takes_smaller else "Max", "policies": limits}
+    return found
+
+
+def _whole(stable: Fields, name: str, otherwise: str, longest_s: int, warnings: list[str]) -> int:
+    """Whole seconds, as HPA v2 has them."""
+    where = f"{stable.where}.{name}"
+    exact_s = seconds(stable.take(name, otherwise), where)
+    found_s = min(longest_s, math.ceil(exact_s))
+    if found_s != exact_s:
+        warnings.append(
+            f"{where}: {found_s} s instead of {exact_s:g} s; whole seconds up to {longest_s} can be written"
+        )
+    return found_s
+
+
+# Theirs, where nothing is written.
+_PORT: Final = 8100
+_PATH: Final = "/metrics"
+
+
+class Source(msgspec.Struct, frozen=True):
+    """``name``: of the metric in the policy; empty: of all that have no other. ``block``: what ours has for it.
+    ``series``: how the engine calls it, if otherwise.
+    """
+
+    name: str
+    block: Mapping[str, Any]
+    series: str = ""
+
+
+class Metrics(msgspec.Struct, frozen=True):
+    """``values``: by name, what one replica should have."""
+
+    values: Mapping[str, float]
+
+    @staticmethod
+    def read(metrics: Sequence[Fields]) -> Metrics:
+        """Raises Invalid. The first versions called the name ``metricName``."""
+        return Metrics(
+            {
+                one.need("metricName" if "metricName" in one else "name"): quantity(
+                    one.take("targetValue"), f"{one.where}.targetValue"
+                )
+                for one in metrics
+            }
+        )
+
+    def resolved(self, sources: Sequence[Source], where: str, warnings: list[str]) -> list[dict[str, Any]]:
+        """The metrics of a policy of ours."""
+        by_name = {one.name: one for one in sources}
+        found = []
+        for name, value in self.values.items():
+            source = by_name.get(name, by_name.get(""))
+            if source is None:
+                text = (
+                    f"port {_PORT} and {_PATH} of the engines are written, where it was read from if nothing was said"
+                )
+                warnings.append(f"{where}: no source of the metric {name} is named; {text}")
+                source = Source(name, _engine(_PORT, _PATH))
+            found.append({"name": source.series or name, "value": value, **source.block})
+        return found
+
+
+def same_everywhere(read: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]] | None:
+    """The metrics that all targets have; None if they differ."""
+    first, *others = [one for one in read if one] or [[]]
+    return first if all(one == first for one in others) else None
+
+
+def sources_of(target: Fields, warnings: list[str]) -> list[Source]:
+    """Of ``metricSources``, or of ``metricEndpoint``, as it was earlier; raises Invalid."""
+    found = []
+    if "metricEndpoint" in target:
+        found.append(Source("", _of_endpoint(target.below("metricEndpoint"), warnings)))
+    for name, one in target.by_name("metricSources").items():
+        # said twice in their earlier form
+        one.take("type")
+        if "prometheus" in one:
+            server = one.below("prometheus")
+            block = {"address": server.need("serverURL").rstrip("/"), "query": server.need("query")}
+            if server.take("auth"):
+                warnings.append(f"{server.where}.auth: name a Secret as secretRef in the policy")
+            found.append(Source(name, {"source": "Prometheus", "prometheus": block}))
+        else:
+            pod = one.below("pod")
+            series = str(pod.take("name", name))
+            found.append(Source(name, _of_endpoint(pod, warnings), series))
+    return found
+
+
+def _of_endpoint(endpoint: Fields, warnings: list[str]) -> dict[str, Any]:
+    if endpoint.take("labelSelector"):
+        text = "not carried over; the page of each entry pod is read"
+        warnings.append(f"{endpoint.where}.labelSelector: {text}")
+    return _engine(endpoint.number("port", _PORT), str(endpoint.take("uri", _PATH)))
+
+
+def _engine(port: int, path: str) -> dict[str, Any]:
+    return {"source": "Engine", "engine": {"port": port, "path": path}}
+
+
+# Each with what the first versions called it; roles came later.
+_ONE: Final = ("homogeneousTarget", "scalingConfiguration")
+_SEVERAL: Final = ("heterogeneousTarget", "optimizerConfiguration")
+_ROLES: Final = "disaggregatedTarget"
+TARGETS: Final = (*_ONE, *_SEVERAL, _ROLES)
+_API_VERSION: Final = "workload.serving.volcano.sh/v1alpha1"
+_KIND: Final = "ModelServing"
+_EXPANSION_PERCENT: Final = 200
+_LEAST_EXPANSION: Final = 101
+# Ours must be above 0.
+_SMALLEST: Final = 0.001
+
+
+class Unit(msgspec.Struct, frozen=True):
+    """What is scaled on its own. ``sources``: where its metrics are. ``metrics``: of its own; None: the policy's."""
+
+    sources: Sequence[Source]
+    metrics: Metrics | None = None
+    is_fixed: bool = False
+
+    def metrics_over(self, of_policy: Metrics) -> Metrics:
+        """Its own if it has any; none if nothing has to be decided."""
+        return Metrics({}) if self.is_fixed and self.metrics is None else self.metrics or of_policy
+
+
+class Targets(msgspec.Struct, frozen=True):
+    """``spec``: of a binding of ours, without the policy."""
+
+    spec: Mapping[str, Any]
+    units: Sequence[Unit]
+
+
+def of_targets(spec: Fields, namespace: str, warnings: list[str]) -> Targets:
+    """Raises Invalid unless there is exactly one form."""
+    found = [one for one in TARGETS if one in spec]
+    if len(found) != 1:
+        raise Invalid(f"{spec.where}: write exactly one of {', '.join(TARGETS)}")
+    block = spec.below(found[0])
+    if found[0] in _ONE:
+        return _one(block, namespace, warnings)
+    if found[0] in _SEVERAL:
+        return _several(block, namespace, warnings)
+    return _roles(block, namespace, warnings)
+
+
+def _one(block: Fields, namespace: str, warnings: list[str]) -> Targets:
+    inner = block.below("target")
+    reference = _reference(inner.below("targetRef"), namespace, warnings)
+    target = {"name": target_names([reference["name"]])[0], "ref": reference, **_bounds(block)}
+    return Targets({"targets": [target]}, [Unit(sources_of(inner, warnings))])
+
+
+def _several(block: Fields, namespace: str, warnings: list[str]) -> Targets:
+    targets, units = [], []
+    for one in block.each("params"):
+        inner = one.below("target")
+        reference = _reference(inner.below("targetRef"), namespace, warnings)
+        cost = one.number("cost", 0)
+        if cost == 0:
+            warnings.append(f"{one.where}.cost: is 0; {_SMALLEST} is written, since it must be above 0 here")
+        targets.append({"ref": reference, **_bounds(one), "cost": float(cost or _SMALLEST)})
+        units.append(Unit(sources_of(inner, warnings)))
+    if not targets:
+        raise Invalid(f"{block.where}.params: is empty")
+    names = target_names([one["ref"]["name"] for one in targets])
+    named = [{"name": name, **one} for name, one in zip(names, targets, strict=True)]
+    percent = block.number("costExpansionRatePercent", _EXPANSION_PERCENT)
+    if percent >= _LEAST_EXPANSION:
+        return Targets({"targets": named, "allocation": "Expansion", "expansionRatePercent": percent}, units)
+    # batches that do not grow: the cheapest target is filled, then the next
+    order = sorted(range(len(named)), key=lambda index: -named[index]["cost"])
+    for priority, index in enumerate(order):
+        named[index]["priority"] = priority
+    return Targets({"targets": named, "allocation": "Priority"}, units)
+
+
+def _roles(block: Fields, namespace: str, warnings: list[str]) -> Targets:
+    reference = _reference(block.below("targetRef"), namespace, warnings)
+    text = (
+        f"roles are scaled in a ModelInfer; make one of that name from the {reference['kind']} {reference['name']},"
+        " with scalable: true in its roles"
+    )
+    warnings.append(f"{block.where}: {text}")
+    reference = {"kind": "ModelInfer", "name": reference["name"]}
+    roles = block.by_name("roles")
+    names = dict(zip(roles, target_names(list(roles)), strict=True))
+    targets, units = [], []
+    for role, one in roles.items():
+        bounds = _bounds(one)
+        stage = role.capitalize() if role in {"prefill", "decode"} else "Both"
+        if stage == "Both":
+            warnings.append(f"{one.where}: is taken for engines that do both prefill and decode; write stage if not")
+        targets.append({"name": names[role], "ref": reference, "role": role, "stage": stage, **bounds})
+        metrics = Metrics.read(one.each("metrics")) if "metrics" in one else None
+        is_fixed = bounds["minReplicas"] == bounds["maxReplicas"]
+        units.append(Unit(sources_of(one, warnings), metrics, is_fixed))
+    spec: dict[str, Any] = {"targets": targets}
+    if "ratioConstraint" in block:
+        spec["ratios"] = [_ratio(block.below("ratioConstraint"), names, warnings)]
+    return Targets(spec, units)
+
+
+def _ratio(block: Fields, names: Mapping[str, str], warnings: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field, role in (("numerator", "numeratorRole"), ("denominator", "denominatorRole")):
+        name = block.need(role)
+        if name not in names:
+            raise Invalid(f"{block.where}.{role}: there is no role {name}")
+        found[field] = names[name]
+    for field, theirs in (("min", "minRatio"), ("max", "maxRatio")):
+        value = quantity(block.take(theirs), f"{block.where}.{theirs}")
+        if value <= 0:
+            warnings.append(f"{block.where}.{theirs}: is 0; {_SMALLEST} is written, since it must be above 0 here")
+        found[field] = value if value > 0 else _SMALLEST
+    return found
+
+
+def _bounds(block: Fields) -> dict[str, Any]:
+    return {"minReplicas": block.number("minReplicas", 0), "maxReplicas": block.number("maxReplicas", 1)}
+
+
+def _reference(reference: Fields, namespace: str, warnings: list[str]) -> dict[str, str]:
+    theirs = reference.take("namespace", namespace)
+    if theirs != namespace:
+        warnings.append(f"{reference.where}.namespace: {theirs} is another namespace; a binding scales its own alone")
+    kind = str(reference.take("kind", _KIND))
+    return {
+        "apiVersion": str(reference.take("apiVersion", _API_VERSION)),
+        "kind": kind,
+        "name": reference.need("name"),
+    }
+
 
 GROUP: Final = "workload.serving.volcano.sh"
 KINDS: Final = frozenset({"AutoscalingPolicy", "AutoscalingPolicyBinding"})

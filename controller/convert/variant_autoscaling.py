@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.convert.reading import Converted, Fields, Invalid, Object, object_name, ours, quantity, target_names
+from controller.convert.fields import Converted, Fields, Invalid, Object, object_name, ours, quantity, target_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

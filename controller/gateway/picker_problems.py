@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from controller.gateway.compile.picker_mode import Problem
-    from controller.gateway.picker_metrics import PickerMetrics
+    from controller.gateway.metrics import PickerMetrics
     from controller.kube.client import Client
     from controller.kube.resources import Object
 

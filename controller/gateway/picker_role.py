@@ -20,7 +20,7 @@ from controller.gateway.compile.pools import KIND
 from controller.gateway.compile.servers import LABEL
 from controller.gateway.directory import DirectoryWriter
 from controller.gateway.inputs import Inputs
-from controller.gateway.picker_metrics import PickerMetrics
+from controller.gateway.metrics import PickerMetrics
 from controller.gateway.picker_problems import PickerProblems
 from controller.kube.controller import Controller, ControllerSettings, Outcome
 from controller.kube.informer import Informer, InformerTiming

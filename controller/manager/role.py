@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manager role: webhooks, which every replica serves, and the leader's work on Models, ModelInfers and scaling."""
+"""The manager role: webhooks, which every replica serves, and the controllers of Models, ModelInfers and bindings."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final
 
+from controller.kube.errors import ClusterError, Forbidden
 from controller.kube.kopf_thread import Handlers
 from controller.kube.resources import (
     CLUSTER_SERVING_RUNTIMES,
@@ -14,6 +16,7 @@ from controller.kube.resources import (
     MODEL_INFERS,
     MODEL_TEMPLATES,
     MODELS,
+    PODS,
     SERVING_RUNTIMES,
 )
 from controller.models.controller import ModelController
@@ -27,6 +30,28 @@ if TYPE_CHECKING:
     from controller.models.controller import Decisions, ModelControllerSettings, Source
     from controller.webhooks.role import WebhookRole
 
+DEFAULT: Final = "attache"
+_CONTAINER: Final = "manager"
+_PAUSE_S: Final = 2.0
+log = logging.getLogger(__name__)
+
+
+async def own_image(client: Client, pod: str) -> str:
+    """``pod``: the name of the pod that this may be, which is its host name. Waits for an API server that is away."""
+    while True:
+        try:
+            found = await client.find(PODS, pod, client.access.namespace)
+        except Forbidden as error:
+            log.warning("the image of this pod may not be read, so engines get '%s'; set --image: %s", DEFAULT, error)
+            return DEFAULT
+        except ClusterError as error:
+            log.warning("the image of this pod is not known yet: %s", error)
+            await asyncio.sleep(_PAUSE_S)
+            continue
+        containers = [] if found is None else found["spec"]["containers"]
+        return next((str(one["image"]) for one in containers if one["name"] == _CONTAINER), DEFAULT)
+
+
 CONTROLLER: Final = "attache-manager"
 # What kopf follows: the kinds that people and other controllers write.
 FOLLOWED: Final = (
@@ -37,8 +62,6 @@ FOLLOWED: Final = (
     CLUSTER_SERVING_RUNTIMES,
     MODEL_TEMPLATES,
 )
-
-
 Scaling = Callable[["Client"], Awaitable[None]]
 """Scales, until cancelled, what AutoscalingPolicyBindings name."""
 

@@ -26,7 +26,7 @@ from bench.processes import Processes, free_ports
 from controller.autoscaler.export.keda_messages import GetMetricsRequest, GetMetricsResponse, ScaledObjectRef
 from controller.kube.errors import ClusterError, NotFound
 from controller.kube.resources import MODEL_INFERS, SECRETS, SERVICE_ACCOUNTS, SERVICES, Resource
-from controller.webhooks.rotation import API_SERVICES
+from controller.webhooks.certificates import API_SERVICES
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import define_kinds, model_infer

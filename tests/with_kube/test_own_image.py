@@ -9,7 +9,7 @@ import msgspec
 
 from controller.kube.client import connect
 from controller.kube.resources import PODS
-from controller.models.own_image import own_image
+from controller.manager.role import own_image
 from tests.with_kube.kubes import FAKE
 
 if TYPE_CHECKING:

@@ -29,9 +29,8 @@ from controller.kube.resources import (
     Resource,
 )
 from controller.manager.role import CONTROLLER
-from controller.webhooks.material import Lifetimes
+from controller.webhooks.certificates import WEBHOOK_CONFIGURATIONS, Lifetimes, RotationSettings
 from controller.webhooks.role import WebhookRole, WebhookSettings
-from controller.webhooks.rotation import WEBHOOK_CONFIGURATIONS, RotationSettings
 from extproc.llmd.pickers import InstalledPlugins
 from tests.kube_objects import Object, picker_config, route, server
 from tests.waiting import eventually

@@ -21,7 +21,7 @@ from controller.autoscaler.export.exports import METRICS, Exported, Exports
 from controller.kube.authorizer import Action, Callers, User
 from controller.kube.errors import ClusterError, NotFound
 from controller.kube.resources import CONFIG_MAPS, selector
-from controller.webhooks.server import ServerTls
+from controller.webhooks.role import ServerTls
 from extproc.api.addresses import parse_address
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
     from controller.kube.client import Client
-    from controller.webhooks.material import Pair
+    from controller.webhooks.certificates import Pair
 
 GROUP: Final = "external.metrics.k8s.io"
 VERSION: Final = "v1beta1"

@@ -18,7 +18,7 @@ from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, Object
 if TYPE_CHECKING:
     from controller.kube.authorizer import Callers
     from controller.kube.client import Client
-    from controller.webhooks.material import Pair
+    from controller.webhooks.certificates import Pair
 
 _METADATA: Final = ("name", "namespace", "uid", "resourceVersion")
 

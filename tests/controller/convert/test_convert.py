@@ -16,7 +16,7 @@ import yaml
 
 from controller.commands.convert import main
 from controller.convert.convert import check, convert
-from controller.convert.reading import Invalid, quantity, target_names
+from controller.convert.fields import Invalid, quantity, target_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

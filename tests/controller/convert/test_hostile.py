@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from controller.commands.convert import main
 from controller.convert.convert import check, convert
-from controller.convert.reading import Invalid, target_names
+from controller.convert.fields import Invalid, target_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

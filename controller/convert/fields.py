@@ -16,7 +16,6 @@ from extproc.api.quantities import Duration
 from extproc.api.spec import API_VERSION, DEFAULT_NAMESPACE
 
 Object = Mapping[str, Any]
-
 _QUANTITY: Final = re.compile(r"^([+-]?[0-9]*\.?[0-9]+)([numkMGTPE]|[KMGTPE]i)?$")
 _POWERS: Final = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 _BINARY: Final = {f"{letter}i": 1024**power for power, letter in enumerate("KMGTPE", start=1)}

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from cryptography import x509
 
-from controller.webhooks.material import Lifetimes, Material, Pair, from_secret, renewed, to_secret
-from controller.webhooks.server import ServerTls
+from controller.webhooks.certificates import Lifetimes, Material, Pair, from_secret, renewed, to_secret
+from controller.webhooks.role import ServerTls
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 LIFETIMES = Lifetimes(authority=timedelta(days=90), certificate=timedelta(days=9), settled=timedelta(hours=1))
