@@ -36,7 +36,7 @@ run: preflight-run $(VENV)/ready $(ENVOY) ## Envoy, extproc and engines under lo
 	$(RUN) -m bench.live.run $(if $(TRACE),--trace $(TRACE)) $(ARGS)
 
 up: preflight-up $(VENV)/ready $(ENVOY) ## the same stack left running, with a curl line to try
-	$(RUN) -m bench.up $(ARGS)
+	$(RUN) -m bench.stack $(ARGS)
 
 up-kube: preflight-up-kube $(VENV)/ready $(ENVOY) kube-built ## a Kubernetes cluster on this machine, left running: a real API server, nodes whose pods are processes
 	$(RUN) -m bench.cluster $(ARGS)
@@ -96,7 +96,7 @@ fix: $(VENV)/ready ## mend what ruff can mend
 bench: $(VENV)/ready $(ENVOY) ## what extproc costs beside baselines, queues in virtual time, micro-benchmarks; under bench/out/ (ARGS="--quick --only 2KB": a minute)
 	$(RUN) -m bench.micro $(ARGS)
 	$(RUN) -m bench validate
-	$(RUN) -m bench.fairness
+	$(RUN) -m bench.lab.fairness
 	$(RUN) -m pytest bench/micro --benchmark-enable --benchmark-columns=median,ops --benchmark-sort=name --benchmark-json=bench/out/core.json -q
 
 sglang-gateway: $(GATEWAY)/ready ## SGLang's gateway for `make bench` to compare with (its own virtual environment, 150 MB)

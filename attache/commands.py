@@ -137,7 +137,7 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
             Command(
                 "up",
                 "start Envoy, extproc and simulated engines on this machine",
-                "bench.up",
+                "bench.stack.__main__",
                 "--engines 4",
                 "bench",
                 needs_envoy=True,

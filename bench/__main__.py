@@ -19,15 +19,13 @@ import msgspec
 from rich.console import Console
 
 from bench.autoscale import command as autoscale_command
-from bench.engine.hardware import GPUS
-from bench.engine.links import LINKS
-from bench.lab import compare, lab_command, replay_command, workload_command
-from bench.lab.engine_kinds import HardwareUnknown, gpus_of
-from bench.lab.hardware_file import is_file
+from bench.engine.hardware import GPUS, LINKS
+from bench.lab import export, lab_command, replay_command, workload_command
+from bench.lab.hardware import HardwareUnknown, gpus_of, is_file
 from bench.lab.lab_command import TRACES
+from bench.lab.policies.own_file import PolicyFailed
 from bench.lab.runner import TrialFailed
-from bench.policies.own_file import PolicyFailed
-from bench.validation.check import unchecked, validate
+from bench.lab.validation import unchecked, validate
 from bench.workload.traces import FORMATS, TraceInvalid
 from extproc.api.errors import ConfigInvalid
 
@@ -119,8 +117,8 @@ def _add_sides(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(options: argparse.Namespace, console: Console) -> int:
-    first, second = compare.read_side(options.first), compare.read_side(options.second)
-    for table in compare.tables((options.first, options.second), first, second):
+    first, second = export.read_side(options.first), export.read_side(options.second)
+    for table in export.tables((options.first, options.second), first, second):
         console.print(table.on_terminal())
     return 0
 
@@ -157,7 +155,7 @@ _SAID: Final = (
     HardwareUnknown,
     PolicyFailed,
     TrialFailed,
-    compare.NotComparable,
+    export.NotComparable,
     ValueError,
 )
 

@@ -12,7 +12,7 @@ import certifi
 import pytest
 from hypothesis import settings
 
-from bench.guard import Guard
+from bench.stack.guard import Guard
 from tests.examples import IS_CI
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ _PROGRAMS: Final = frozenset({"bench.engine", "controller", "extproc"})
 
 
 class Forked:
-    """A process that is not our child, as ``bench.processes`` needs it."""
+    """A process that is not our child, as ``bench.stack.processes`` needs it."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

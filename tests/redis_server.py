@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from tests.programs import program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from bench.guard import Guard
+    from bench.stack.guard import Guard
 
 
 class Redis:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from bench.cluster.assets import find_assets
-from bench.cluster.control_plane import running_control_plane
-from bench.cluster.crds import apply_crds
+from bench.cluster.control_plane import apply_crds, running_control_plane
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
 from controller.kube.client import connect

@@ -1,33 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One cell of the lab: a policy at one setting of its knob, on one load, with one seed."""
+"""One cell of the lab: a policy at one setting of its knob on one load with one seed; its measures; all cells."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.autoscale.fleet import Fleet
-from bench.autoscale.loads import Half, load_named
-from bench.autoscale.measures import Window, met_by_window, overload_to_order_s, reversals
-from bench.autoscale.mixes import worths
-from bench.autoscale.oracle import needed, work_by_second
+from bench.autoscale.fleet import Bill, Fleet, bill
+from bench.autoscale.loads import Half, load_named, worths
 from bench.autoscale.pictures import Pictures
-from bench.autoscale.policies import policy_named
-from bench.autoscale.replicas import Bill, bill
-from bench.autoscale.scaler import Setup, told_objective
-from bench.reporting.distribution import Distribution, distribution
+from bench.autoscale.policies import Setup, needed, policies_for, policy_named, told_objective, work_by_second
+from bench.reporting.results import Distribution, distribution
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from bench.autoscale.loads import Load
-    from bench.autoscale.scaler import Scaler
+    from bench.autoscale.policies import Scaler
+    from bench.lab.measures import LatencyObjective
     from bench.reporting.results import RequestResult
     from bench.workload.sessions import Workload
+
+WINDOWS: Final = 12
+
+
+class Window(msgspec.Struct, frozen=True, array_like=True):
+    """``due``: requests of a part of the run. ``met``: those of them that met both targets."""
+
+    due: int
+    met: int
+
+
+def met_by_window(
+    due_at_s: Iterable[float],
+    results: Iterable[RequestResult],
+    objective: LatencyObjective,
+    *,
+    since_s: float,
+    until_s: float,
+) -> list[Window]:
+    """Parts of equal length, so that those of two policies have the same requests. ``due_at_s``: of all requests: one
+    that has no result is lost, and missed. Those before ``since_s`` do not count.
+    """
+    due, met = [0] * WINDOWS, [0] * WINDOWS
+
+    def window(at_s: float) -> int:
+        return min(WINDOWS - 1, int(WINDOWS * (at_s - since_s) / (until_s - since_s)))
+
+    for at_s in due_at_s:
+        if at_s >= since_s:
+            due[window(at_s)] += 1
+    for one in results:
+        if one.due_at_s < since_s:
+            continue
+        is_met = not one.error and one.ttft_s <= objective.ttft_s and one.tpot_s <= objective.tpot_s
+        met[window(one.due_at_s)] += is_met
+    return [Window(*both) for both in zip(due, met, strict=True)]
+
+
+def reversals(totals: Sequence[float]) -> int:
+    """How often orders changed direction. ``totals``: after each change."""
+    directions = [later > before for before, later in itertools.pairwise(totals) if later != before]
+    return sum(one != other for one, other in itertools.pairwise(directions))
+
+
+def overload_to_order_s(need: Sequence[float], orders: Sequence[tuple[float, float]]) -> list[float]:
+    """For each time in which more was needed than was ordered: how long until the next larger order.
+
+    ``need``: by second; the first second is not judged. ``orders``: instants and totals, in the same unit, by time. A
+    time that ends without an order is left out: the load has gone by itself.
+    """
+    delays: list[float] = []
+    began_at_s: float | None = None
+    index, ordered = 0, orders[0][1]
+    for second, wanted in enumerate(need):
+        while index + 1 < len(orders) and orders[index + 1][0] <= second:
+            index += 1
+            at_s, total = orders[index]
+            if total > ordered and began_at_s is not None:
+                delays.append(max(0.0, at_s - began_at_s))
+                began_at_s = None
+            ordered = total
+        if wanted <= ordered:
+            began_at_s = None
+        elif began_at_s is None:
+            began_at_s = float(second)
+    return delays
+
 
 # How often the core is asked what it knows.
 _DEMAND_S: Final = 1.0
@@ -185,3 +251,68 @@ def _result(
         hours=(load.duration_s - WARM_UP_S) / 3600,
         cpu_s=round(cpu_s, 2),
     )
+
+
+# Operators ask for so much; of the settings that attain it in tuning, the cheapest is taken.
+GOAL: Final = 0.95
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What to compare. ``period_s``: between two decisions, of every policy; 0: each has its own. ``seeds``: of the
+    held halves; tuning takes half as many, rounded up. ``start_s`` and ``duration_s``: as in Cell.
+    """
+
+    loads: Sequence[str]
+    policies: Sequence[str]
+    seeds: int = 2
+    period_s: float = 5.0
+    start_s: float = 0.0
+    duration_s: float = 0.0
+
+    def cells(self, half: Half) -> list[Cell]:
+        """Every policy at every setting on every load."""
+        seeds = self.seeds if half is Half.HELD else -(-self.seeds // 2)
+        return [
+            Cell(load, half, policy, knob, seed, self.period_s, self.start_s, self.duration_s)
+            for seed in range(seeds)
+            for load in self.loads
+            for policy in policies_for(self.policies, len(load_named(load).variants))
+            for knob in policy_named(policy).grid
+        ]
+
+
+class Tuned(msgspec.Struct, frozen=True):
+    """What tuning has found for a policy: ``knob``, of ``trials`` settings. ``attainment`` and ``cost``: its means over
+    the tuning halves of all loads; the cost is of an hour.
+    """
+
+    policy: str
+    knob: float
+    attainment: float
+    cost: float
+    trials: int
+
+
+def tuned(results: Iterable[CellResult], goal: float = GOAL) -> dict[str, Tuned]:
+    """For each policy the cheapest setting that attains the goal in the mean of the loads; if none does, the one that
+    attains most. Settings that were run on fewer loads or seeds than others of the policy are left out.
+    """
+    by_setting: Mapping[str, dict[float, list[CellResult]]] = defaultdict(lambda: defaultdict(list))
+    for one in results:
+        by_setting[one.cell.policy][one.cell.knob].append(one)
+    found = {}
+    for policy, settings in by_setting.items():
+        most = max(len(each) for each in settings.values())
+        whole = {knob: each for knob, each in settings.items() if len(each) == most}
+        means = [_mean(policy, knob, each, len(whole)) for knob, each in whole.items()]
+        good = [one for one in means if one.attainment >= goal]
+        found[policy] = (
+            min(good, key=lambda one: one.cost) if good else max(means, key=lambda one: (one.attainment, -one.cost))
+        )
+    return found
+
+
+def _mean(policy: str, knob: float, results: Sequence[CellResult], trials: int) -> Tuned:
+    count = len(results)
+    attainment = sum(one.attainment for one in results) / count
+    return Tuned(policy, knob, attainment, sum(one.bill.cost / one.hours for one in results) / count, trials)

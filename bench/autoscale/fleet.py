@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fleet in virtual time: replicas that start and drain under the live core, ordered by a scaler."""
+"""A fleet in virtual time: kinds of engine and their capacity, replicas that start and drain, and what they cost.
+
+With r requests a second of P seconds of prefill and O tokens of output each, an engine makes ``s = (1 - r P) / T + r``
+steps a second: r compute prompts, the others only write and take T, which depends on the batch; the batch is
+``r O / s`` requests, because each gets a token in each step. The largest r with ``s >= 1 / tpot_s`` whose batch fits
+into the cache is the capacity; what prefill leaves of a second at this rate is the cost of the output.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +16,202 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from bench.autoscale.replicas import Replica, victims
-from bench.stack import documents
+from bench.engine.step_time import StepBatch, prefill_s
+from bench.lab.hardware import engine_kinds
+from bench.stack.stack import documents
 from bench.virtual.engines import addresses
 from bench.virtual.simulation import Simulation
+from controller.api.autoscaling_binding import ScaleTarget
+from controller.api.common import ObjectReference
 from extproc.api.load import load
 from extproc.api.model_server import StaticEndpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from bench.autoscale.variants import Variant
+    from bench.virtual.engines import EngineKind
     from extproc.api.snapshot import Snapshot
+
+BLOCK_SIZE: Final = 64
+
+
+class Variant(msgspec.Struct, frozen=True):
+    """One target of the binding in the lab. ``name``: of the target. ``hardware`` and ``model``: as in
+    ``bench.lab.hardware``. ``cost``: of a replica and hour. ``accelerators``: of one replica. ``start_s``: from the
+    order to the first request. ``jitter``: the share of it by which starts differ, evenly, up and down.
+    ``max_replicas``: its bound.
+    """
+
+    name: str
+    hardware: str
+    model: str = "32b"
+    cost: float = 1.0
+    accelerators: int = 1
+    start_s: float = 60.0
+    jitter: float = 0.1
+    max_replicas: int = 16
+
+    def kind(self) -> EngineKind:
+        """The simulated engine. Raises HardwareUnknown."""
+        (kind,) = engine_kinds(self.hardware, self.model, count=1, block_size=BLOCK_SIZE)
+        return kind
+
+    def drawn_start_s(self, rng: random.Random) -> float:
+        """How long the next replica takes to start."""
+        return self.start_s * rng.uniform(1 - self.jitter, 1 + self.jitter)
+
+    def target(self, min_replicas: int) -> ScaleTarget:
+        """As a binding has it."""
+        return ScaleTarget(
+            name=self.name,
+            ref=ObjectReference(api_version="apps/v1", kind="Deployment", name=self.name),
+            min_replicas=min_replicas,
+            max_replicas=self.max_replicas,
+            cost=self.cost,
+            accelerator=self.hardware,
+            accelerators=self.accelerators,
+        )
+
+
+# A 32B model on two A100s costs one unit an hour. The other cost is chosen, not a vendor's: by
+# ``bench.autoscale.fleet`` the H100s carry 2.7 times as much.
+ONE: Final = (Variant("a100", "a100x2", cost=1.0, accelerators=2),)
+SEVERAL: Final = (*ONE, Variant("h100", "h100x2", cost=2.6, accelerators=2, start_s=90.0, max_replicas=3))
+
+_STEPS: Final = 60
+
+
+class Mean(msgspec.Struct, frozen=True):
+    """Lengths in tokens: of the uncached part of a prompt, of its cached part, of the answer."""
+
+    uncached: float
+    cached: float
+    output: float
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """What one engine can do at its TPOT. ``requests_per_s``: of the mean request. ``output_token_s``: engine time of a
+    token of output.
+    """
+
+    requests_per_s: float
+    output_token_s: float
+
+
+def capacity(kind: EngineKind, mean: Mean, tpot_s: float) -> Capacity:
+    """The largest rate of mean requests at which steps are short enough, and no more than all of the time is used."""
+    low, high = 0.0, 1 / max(1e-9, prefill_of(kind, mean.uncached, mean.cached))
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        if _has_steps(kind, mean, tpot_s, middle):
+            low = middle
+        else:
+            high = middle
+    left = 1 - low * prefill_of(kind, mean.uncached, mean.cached)
+    return Capacity(low, left / max(1e-9, low * mean.output))
+
+
+def prefill_of(kind: EngineKind, uncached: float, cached: float) -> float:
+    """Engine time of one prompt."""
+    return prefill_s(kind.speed, max(1, round(uncached)), round(cached), budget=kind.limits.max_num_batched_tokens)
+
+
+def _has_steps(kind: EngineKind, mean: Mean, tpot_s: float, rate: float) -> bool:
+    """Whether the batch at this rate settles where its steps are short enough and its tokens fit into the cache."""
+    left = 1 - rate * prefill_of(kind, mean.uncached, mean.cached)
+    if left <= 0:
+        return False
+    held = mean.uncached + mean.cached + mean.output / 2
+    room = min(float(kind.limits.max_num_seqs), kind.limits.num_gpu_blocks * kind.limits.block_size / held)
+    batch, steps = 1.0, 0.0
+    for _ in range(_STEPS):
+        count = max(1, round(batch))
+        one = StepBatch(requests=count, tokens=count, pairs=0.0, read=round(batch * held), decodes=count)
+        steps = left / kind.speed.seconds(one) + rate
+        batch = rate * mean.output / steps
+        if batch > room:
+            return False
+    return steps >= 1 / tpot_s
+
+
+_HOUR_S = 3600.0
+
+
+class Replica(msgspec.Struct):
+    """One replica. ``target``: of which variant. ``cost``: of an hour. ``created_at_s``: when it was ordered; from then
+    on it costs. ``ready_at_s``: its first instant of service. ``draining_at_s``: since when it gets nothing new.
+    ``gone_at_s``: the last instant that it costs. None: not yet.
+    """
+
+    name: str
+    target: str
+    address: str
+    cost: float
+    accelerators: int
+    created_at_s: float
+    ready_at_s: float | None = None
+    draining_at_s: float | None = None
+    gone_at_s: float | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """It gets requests."""
+        return self.ready_at_s is not None and self.draining_at_s is None and self.gone_at_s is None
+
+    @property
+    def is_starting(self) -> bool:
+        """It will get requests."""
+        return self.ready_at_s is None and self.gone_at_s is None
+
+    @property
+    def is_wanted(self) -> bool:
+        """It counts against what was ordered: a draining one cannot be had back."""
+        return self.is_ready or self.is_starting
+
+    def paid_s(self, since_s: float, until_s: float) -> float:
+        """How long it has cost in a time."""
+        end = until_s if self.gone_at_s is None else min(self.gone_at_s, until_s)
+        return max(0.0, end - max(since_s, self.created_at_s))
+
+    def serving_s(self, since_s: float, until_s: float) -> float:
+        """How long it could take requests in a time."""
+        if self.ready_at_s is None:
+            return 0.0
+        ends = [one for one in (self.draining_at_s, self.gone_at_s, until_s) if one is not None]
+        return max(0.0, min(ends) - max(since_s, self.ready_at_s))
+
+
+class Bill(msgspec.Struct, frozen=True):
+    """What a fleet has used. ``replica_hours``: paid for. ``cost``: by the variants' costs. ``wasted_gpu_s``:
+    GPU-seconds of replicas that were starting or draining.
+    """
+
+    replica_hours: float
+    cost: float
+    wasted_gpu_s: float
+
+
+def bill(replicas: Iterable[Replica], since_s: float, until_s: float) -> Bill:
+    """Of all replicas, from one instant to another."""
+    hours = cost = wasted_s = 0.0
+    for one in replicas:
+        paid_s = one.paid_s(since_s, until_s)
+        hours += paid_s / _HOUR_S
+        cost += one.cost * paid_s / _HOUR_S
+        wasted_s += one.accelerators * (paid_s - one.serving_s(since_s, until_s))
+    return Bill(hours, cost, wasted_s)
+
+
+def victims(replicas: Sequence[Replica], count: int, in_flight: dict[str, int]) -> list[Replica]:
+    """Which of a target's replicas go: those that are starting, the newest first; then those with the least to do.
+
+    ``in_flight``: requests by address.
+    """
+    starting = sorted((one for one in replicas if one.is_starting), key=lambda one: -one.created_at_s)
+    ready = [one for one in replicas if one.is_ready]
+    ready.sort(key=lambda one: (in_flight.get(one.address, 0), -one.created_at_s))
+    return [*starting, *ready][:count]
+
 
 # More addresses than any fleet uses: a replica that is gone does not lend its own to another.
 _ADDRESSES: Final = 2000

@@ -1,28 +1,126 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads by name, each in a half to tune on and a half that is held back."""
+"""Loads by name, in a tuning half and a held-back half; their shapes over time; the cheapest mix of engines for each.
+
+A load has two kinds, each with at most 16 replicas, so there are few mixes. The live autoscaler's allocation is another
+program (``controller.autoscaler.decision.allocation``): what judges it does not use it.
+"""
 
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import random
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
+import numpy as np
 
-from bench.autoscale.capacity import Mean, capacity
-from bench.autoscale.shapes import Lines, Shape, Sines, arrivals, days, spikes, steps
-from bench.autoscale.variants import ONE, SEVERAL, Variant
+from bench.autoscale.fleet import ONE, SEVERAL, Mean, Variant, capacity
 from bench.lab.measures import LatencyObjective
-from bench.workload.sessions import Session, SessionTurn, Workload
-from bench.workload.text import Piece
+from bench.workload.sessions import Piece, Session, SessionTurn, Workload
 from bench.workload.traces import Excerpt, TraceInvalid, read_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator
     from pathlib import Path
+
+# Of a day in the life of a service, by hour; scaled to a mean of 1.
+_DAY: Final = (3, 2, 2, 2, 2, 3, 4, 6, 9, 11, 12, 12, 10, 11, 13, 13, 12, 10, 8, 7, 7, 6, 5, 4)
+
+
+class Shape(Protocol):
+    """Load by time."""
+
+    @property
+    def peak(self) -> float:
+        """Never exceeded."""
+        ...
+
+    def at(self, at_s: float) -> float:
+        """Engines' worth of requests at an instant."""
+        ...
+
+
+class Lines(msgspec.Struct, frozen=True):
+    """Straight lines between ``points`` of time and load; the first and the last level go on. Two points at one instant
+    are a step.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @property
+    def peak(self) -> float:
+        """The highest point."""
+        return max(load for _, load in self.points)
+
+    def at(self, at_s: float) -> float:
+        """By interpolation."""
+        after = bisect_right(self.points, at_s, key=lambda one: one[0])
+        if after == 0:
+            return self.points[0][1]
+        if after == len(self.points):
+            return self.points[-1][1]
+        (begin_s, low), (end_s, high) = self.points[after - 1], self.points[after]
+        return low + (high - low) * (at_s - begin_s) / (end_s - begin_s)
+
+
+class Sines(msgspec.Struct, frozen=True):
+    """``mean`` and ``waves`` of a period and an amplitude each; never below 0."""
+
+    mean: float
+    waves: tuple[tuple[float, float], ...]
+
+    @property
+    def peak(self) -> float:
+        """All waves at once."""
+        return self.mean + sum(amplitude for _, amplitude in self.waves)
+
+    def at(self, at_s: float) -> float:
+        """The sum at an instant."""
+        waves = (amplitude * math.sin(2 * math.pi * at_s / period_s) for period_s, amplitude in self.waves)
+        return max(0.0, self.mean + sum(waves))
+
+
+def steps(*levels: tuple[float, float]) -> Lines:
+    """``levels``: from when on which load."""
+    points = [levels[0]]
+    for begin_s, load in levels[1:]:
+        points += [(begin_s, points[-1][1]), (begin_s, load)]
+    return Lines(tuple(points))
+
+
+def spikes(base: float, *found: tuple[float, float, float]) -> Lines:
+    """``found``: when, for how long, and up to which load."""
+    levels = [(0.0, base)]
+    for begin_s, length_s, load in found:
+        levels += [(begin_s, load), (begin_s + length_s, base)]
+    return steps(*levels)
+
+
+def days(mean: float, day_s: float, begins_at: float = 0.0) -> Lines:
+    """A day in ``day_s``, twice, so that any excerpt of one day can begin at the hour ``begins_at``."""
+    hours = [mean * len(_DAY) * load / sum(_DAY) for load in _DAY]
+    hour_s = day_s / len(hours)
+    return Lines(tuple(((number - begins_at) * hour_s, load) for number, load in enumerate([*hours, *hours])))
+
+
+def arrivals(shape: Shape, per_engine: float, duration_s: float, rng: random.Random) -> Iterator[float]:
+    """Instants of a Poisson process whose rate follows the shape, by thinning (Lewis and Shedler, 1979).
+
+    ``per_engine``: requests a second that are one engine's worth.
+    """
+    highest = shape.peak * per_engine
+    at_s = 0.0
+    for _ in itertools.count():
+        at_s += rng.expovariate(highest)
+        if at_s >= duration_s:
+            return
+        if rng.random() * highest < shape.at(at_s) * per_engine:
+            yield at_s
 
 
 class Half(enum.StrEnum):
@@ -191,3 +289,77 @@ QUICK_LOADS: Final[Mapping[str, Load]] = MappingProxyType(
 def load_named(name: str) -> Load:
     """Raises KeyError."""
     return LOADS[name] if name in LOADS else QUICK_LOADS[name]
+
+
+# Rounding of sums of capacities.
+_NOTHING = 1e-9
+
+
+def worths(load: Load) -> dict[str, float]:
+    """What one replica of each variant carries, in replicas of the first."""
+    rates = [capacity(one.kind(), load.mean, load.objective.tpot_s).requests_per_s for one in load.variants]
+    return {one.name: rate / rates[0] for one, rate in zip(load.variants, rates, strict=True)}
+
+
+class Mixes(msgspec.Struct, frozen=True):
+    """All mixes within the variants' bounds. ``counts``: replicas of each variant, a row a mix. ``units``: what a mix
+    carries, in replicas of the first variant. ``costs``: of an hour.
+    """
+
+    variants: Sequence[Variant]
+    counts: np.ndarray
+    units: np.ndarray
+    costs: np.ndarray
+
+    def carrying(self, units: float) -> np.ndarray:
+        """Whether each mix carries so much; if none does, those that carry most."""
+        return self.units >= min(units, float(self.units.max())) - _NOTHING
+
+    def named(self, row: int) -> dict[str, int]:
+        """A mix as an order."""
+        return {one.name: int(count) for one, count in zip(self.variants, self.counts[row], strict=True)}
+
+    def cheapest(self, units: float) -> dict[str, int]:
+        """The mix with the least cost that carries so much; of equals the one with the fewest replicas."""
+        rows = np.flatnonzero(self.carrying(units))
+        return self.named(int(min(rows, key=lambda row: (self.costs[row], self.counts[row].sum()))))
+
+
+def mixes_of(load: Load, min_replicas: int) -> Mixes:
+    """``min_replicas``: of the first variant."""
+    variants, worth = load.variants, worths(load)
+    bounds = [range(0 if number else min_replicas, one.max_replicas + 1) for number, one in enumerate(variants)]
+    counts = np.array(list(itertools.product(*bounds)))
+    return Mixes(
+        variants,
+        counts,
+        counts @ np.array([worth[one.name] for one in variants]),
+        counts @ np.array([one.cost for one in variants]),
+    )
+
+
+def cheapest_plan(
+    mixes: Mixes, needs: Sequence[float], leads_s: Mapping[str, float], initial: Mapping[str, int]
+) -> list[dict[str, int]]:
+    """For each second the mix that serves, so that all seconds together cost least and every need is carried.
+
+    A replica costs from its order on, so each start costs its lead time as well. Exact, by dynamic programming from the
+    last second to the first. ``initial``: what serves before the first second.
+    """
+    prices = np.array([one.cost for one in mixes.variants])
+    leads = np.array([leads_s[one.name] for one in mixes.variants])
+    added = np.maximum(0, mixes.counts[None, :, :] - mixes.counts[:, None, :])
+    starts = added @ (prices * leads)
+    later = np.zeros(len(mixes.counts))
+    choices = []
+    for units in reversed(needs):
+        value = np.where(mixes.carrying(units), mixes.costs + later, np.inf)
+        totals = starts + value[None, :]
+        choices.append(totals.argmin(axis=1))
+        later = totals.min(axis=1)
+    row = int(np.flatnonzero((mixes.counts == [initial.get(one.name, 0) for one in mixes.variants]).all(axis=1))[0])
+    plan = []
+    for choice in reversed(choices):
+        row = int(choice[row])
+        plan.append(mixes.named(row))
+    return plan

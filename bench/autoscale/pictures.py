@@ -12,8 +12,7 @@ from controller.autoscaler.decision.speeds import speed_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from bench.autoscale.fleet import Fleet
-    from bench.autoscale.replicas import Replica
+    from bench.autoscale.fleet import Fleet, Replica
     from controller.api.autoscaling import LatencyObjective
     from controller.autoscaler.decision.gateway_reports import EngineSignal
     from extproc.api.status_pages import Demand, EngineDemand

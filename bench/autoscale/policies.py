@@ -1,23 +1,358 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scalers by name, each with its knob and the values of it to try."""
+"""Autoscalers by name, each with the grid of its knob: the live one, others' (``peers``), a fixed number, the oracle.
+
+It knows each arrival and its lengths, and what they cost an engine (``bench.autoscale.fleet``). It is a bound in one
+sense: nobody else can order before load is seen. It is none in another: costs are those of the mean batch, the needs of
+a window are averaged, and its knob, the share of engines' time to use, is one number for all of a load; a scaler that
+uses engines more exactly can be cheaper.
+
+Of several kinds of engine it takes the mix for each second that makes the whole load cheapest, starts included
+(``bench.autoscale.loads``), and orders each kind its own start time ahead.
+
+The grids span what a fleet of the lab's engines can need: a replica that keeps its TPOT runs some 20 requests.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from bench.autoscale.live import by_headroom, by_utilization
-from bench.autoscale.mixes import mixes_of
-from bench.autoscale.oracle import Oracle
-from bench.autoscale.peer_policies import PEER_POLICIES, SECOND_POLICIES
-from bench.autoscale.scaler import Policy, Setup
+import msgspec
+
+from bench.autoscale.fleet import capacity, prefill_of
+from bench.autoscale.loads import Load, cheapest_plan, mixes_of
+from bench.autoscale.peers.aibrix import AibrixApa
+from bench.autoscale.peers.dynamo import DynamoPlanner
+from bench.autoscale.peers.kthena import Kthena
+from bench.autoscale.peers.llm_d import KedaQueue, KedaSlo
+from bench.autoscale.peers.peer import hpa, kpa
+from bench.autoscale.peers.wva import WvaV1, WvaV2
+from bench.workload.sessions import Workload
+from controller.api.autoscaling import LatencyObjective, ScaleToZero
+from controller.api.autoscaling_binding import AutoscalingPolicyBinding, AutoscalingPolicyBindingSpec
+from controller.api.autoscaling_policy import AutoscalingPolicySpec, Strategy
+from controller.autoscaler.decision.decide import decide
+from controller.autoscaler.decision.strategies.spare_capacity import SpareCapacityParameters
+from controller.autoscaler.decision.strategies.tokens import TokensParameters
+from controller.autoscaler.decision.strategies.work import WorkParameters
+from extproc.api.quantities import Duration
+from extproc.api.spec import Metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from bench.autoscale.fleet import Variant
+    from bench.autoscale.peers.peer import Peer
+    from controller.autoscaler.decision.memory import Memory
     from controller.autoscaler.decision.situation import Situation
 
+
+class Scaler(Protocol):
+    """Asked once a period. It may remember what it has seen."""
+
+    def decide(self, situation: Situation) -> Mapping[str, int]:
+        """Replicas by target; targets that are left out stay as they are."""
+        ...
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What a scaler is made for. ``knob``: the value of the policy's knob. ``workload``: for the oracle alone, because
+    nobody else knows what will come. ``min_replicas``: of the first target; the others may have none. ``initial``:
+    replicas of the first target that there are at first.
+    """
+
+    load: Load
+    workload: Workload
+    knob: float
+    period_s: float
+    min_replicas: int = 1
+    initial: int = 1
+
+
+# Which percentile of latencies policies are told to keep.
+PERCENTILE: Final = 90.0
+
+
+def told_objective(setup: Setup, share: float = 1.0) -> LatencyObjective:
+    """The load's objective as a policy has it, or a share of its latencies."""
+    asked = setup.load.objective
+    return LatencyObjective(
+        ttft=_duration(asked.ttft_s * share), tpot=_duration(asked.tpot_s * share), percentile=PERCENTILE
+    )
+
+
+def _duration(value_s: float) -> Duration:
+    return Duration(f"{value_s * 1000:.0f}ms")
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """A scaler by name. ``knob``: what is varied, in words; ``grid``: the values to try, which are tuned on.
+    ``native_period_s``: how often its own program decides. ``has_zero``: it can do without any replica, and is asked at
+    once when a request then comes. ``kind``: which of a load's variants its fleet begins with, and is the first for it.
+    """
+
+    name: str
+    make: Callable[[Setup], Scaler]
+    knob: str
+    grid: tuple[float, ...]
+    native_period_s: float
+    has_zero: bool = False
+    kind: int = 0
+
+
+# Arrivals of so long are averaged, so that chance alone calls for nobody.
+WINDOW_S: Final = 15.0
+
+
+def work_by_second(load: Load, workload: Workload) -> list[float]:
+    """Engine time, in seconds of the load's first variant, that the arrivals of each second need.
+
+    The cached share of a prompt is taken to be the mean's.
+    """
+    kind, mean = load.variants[0].kind(), load.mean
+    per_output_s = capacity(kind, mean, load.objective.tpot_s).output_token_s
+    uncached = mean.uncached / (mean.uncached + mean.cached)
+    seconds = [0.0] * math.ceil(load.duration_s)
+    for session in workload.sessions:
+        for turn in session.turns:
+            prompt = sum(piece.tokens for piece in turn.pieces)
+            second = min(len(seconds) - 1, int(session.begins_at_s))
+            seconds[second] += prefill_of(kind, uncached * prompt, (1 - uncached) * prompt)
+            seconds[second] += per_output_s * turn.output_tokens
+    return seconds
+
+
+def needed(work: Sequence[float], utilization: float, window_s: float = WINDOW_S) -> list[int]:
+    """Engines that each second's work needs, averaged over a window around it. ``utilization``: the share of an
+    engine's time to use.
+    """
+    return [math.ceil(one - 1e-9) for one in units_needed(work, utilization, window_s)]
+
+
+def units_needed(work: Sequence[float], utilization: float, window_s: float = WINDOW_S) -> list[float]:
+    """The same, not rounded up to whole engines."""
+    half = max(0, int(window_s // 2))
+    found = []
+    for second in range(len(work)):
+        near = work[max(0, second - half) : second + half + 1]
+        found.append(sum(near) / len(near) / utilization)
+    return found
+
+
+def orders_ahead(need: Sequence[int], lead_s: float, min_replicas: int) -> list[int]:
+    """What to have ordered at each second: the most that is needed from then until an engine ordered now would be
+    there.
+
+    So an engine comes when it is needed, and goes when it is not needed for as long as a new one would take to start.
+    """
+    lead = math.ceil(lead_s) + 1
+    return [max(min_replicas, *need[second : second + lead + 1]) for second in range(len(need))]
+
+
+class Oracle:
+    """Follows the plan that it made of the whole workload."""
+
+    def __init__(self, setup: Setup) -> None:
+        work = work_by_second(setup.load, setup.workload)
+        self._plans = _one_kind(setup, work) if len(setup.load.variants) == 1 else _several_kinds(setup, work)
+        self._most = {one.name: one.max_replicas for one in setup.load.variants}
+
+    def decide(self, situation: Situation) -> Mapping[str, int]:
+        """By the clock alone."""
+        return {
+            name: min(self._most[name], plan[min(len(plan) - 1, int(situation.now_s))])
+            for name, plan in self._plans.items()
+        }
+
+
+def _lead_s(variant: Variant, setup: Setup) -> float:
+    return variant.start_s * (1 + variant.jitter) + setup.period_s
+
+
+def _one_kind(setup: Setup, work: Sequence[float]) -> dict[str, list[int]]:
+    (one,) = setup.load.variants
+    return {one.name: orders_ahead(needed(work, setup.knob), _lead_s(one, setup), setup.min_replicas)}
+
+
+def _several_kinds(setup: Setup, work: Sequence[float]) -> dict[str, list[int]]:
+    variants = setup.load.variants
+    leads_s = {one.name: _lead_s(one, setup) for one in variants}
+    initial = {variants[0].name: setup.initial}
+    plan = cheapest_plan(mixes_of(setup.load, setup.min_replicas), units_needed(work, setup.knob), leads_s, initial)
+    return {name: orders_ahead([mix[name] for mix in plan], lead_s, 0) for name, lead_s in leads_s.items()}
+
+
+# Of the epoch: the lab's clock begins at 0, and schedules need a day.
+_BEGIN_S: Final = 1_700_000_000.0
+# Shorter than the default of ten minutes, because the lab's idle times are short.
+_TO_ZERO: Final = ScaleToZero(idle=Duration("60s"))
+
+
+class Live:
+    """One binding with all variants of the load as its targets."""
+
+    def __init__(self, setup: Setup, policy: AutoscalingPolicySpec) -> None:
+        targets = tuple(
+            variant.target(0 if number else setup.min_replicas) for number, variant in enumerate(setup.load.variants)
+        )
+        self._policy = policy
+        self._binding = AutoscalingPolicyBinding(
+            metadata=Metadata(name="lab"),
+            spec=AutoscalingPolicyBindingSpec(policy_ref="lab", targets=targets),
+        )
+        self._memory: Memory | None = None
+
+    def decide(self, situation: Situation) -> Mapping[str, int]:
+        """As the manager would."""
+        if self._policy.objective is not None:
+            situation = msgspec.structs.replace(situation, objective=self._policy.objective)
+        decision, self._memory = decide(
+            self._policy, self._binding, [situation], self._memory, _BEGIN_S + situation.now_s
+        )
+        return {one.name: one.desired for one in decision.targets if one.desired is not None}
+
+
+def by_headroom(setup: Setup) -> Live:
+    """The load's objective as it is. The knob: for how many times the load of now there is room."""
+    work = Strategy(name="Work", work=WorkParameters(headroom=setup.knob))
+    return Live(setup, _policy(setup, told_objective(setup), (work,)))
+
+
+def by_utilization(setup: Setup) -> Live:
+    """The knob: the utilization of the strategy Work."""
+    work = Strategy(name="Work", work=WorkParameters(utilization=setup.knob))
+    return Live(setup, _policy(setup, told_objective(setup), (work,)))
+
+
+def _policy(setup: Setup, objective: LatencyObjective, strategies: tuple[Strategy, ...]) -> AutoscalingPolicySpec:
+    return AutoscalingPolicySpec(
+        strategies=strategies,
+        objective=objective,
+        period=Duration(f"{setup.period_s:g}s"),
+        scale_to_zero=None if setup.min_replicas else _TO_ZERO,
+    )
+
+
+_IN_FLIGHT: Final = (6.0, 8.0, 12.0, 16.0, 22.0)
+# What a replica of the lab's second kind carries, about, in replicas of the first: only a grid is spread by it.
+_SECOND_CARRIES: Final = 2.7
+
+
+class OfPeer:
+    """A peer in its loop. ``ask``: what it wants of each target, and what it is to be given the next time."""
+
+    def __init__(self, ask: Callable[[Situation, Any], tuple[Mapping[str, int], Any]]) -> None:
+        self._ask = ask
+        self._memory: Any = None
+
+    def decide(self, situation: Situation) -> Mapping[str, int]:
+        """What the peer wants."""
+        desired, self._memory = self._ask(situation, self._memory)
+        return desired
+
+
+def _of_first(peer: Peer[Any]) -> OfPeer:
+    """It knows one kind of engine, and scales the first target."""
+
+    def ask(situation: Situation, memory: object) -> tuple[Mapping[str, int], object]:
+        desired, memory = peer.desired(situation, memory)
+        return {situation.targets[0].name: desired}, memory
+
+    return OfPeer(ask)
+
+
+def _peer(make: Callable[[Setup], Peer[Any]]) -> Callable[[Setup], Scaler]:
+    return lambda setup: _of_first(make(setup))
+
+
+def _kinds_peer(make: Callable[[Setup], WvaV1 | WvaV2 | Kthena]) -> Callable[[Setup], Scaler]:
+    """With one kind of engine: its simpler form."""
+
+    def made(setup: Setup) -> Scaler:
+        peer = make(setup)
+        return _of_first(peer) if len(setup.load.variants) == 1 else OfPeer(peer.desired_kinds)
+
+    return made
+
+
+def _wva_v1(setup: Setup) -> WvaV1:
+    return WvaV1(SpareCapacityParameters(kv_spare_trigger=setup.knob), period_s=setup.period_s)
+
+
+def _wva_v2(setup: Setup) -> WvaV2:
+    """The two utilizations stay as far apart as in the original."""
+    up, down = setup.knob, setup.knob * 0.70 / 0.85
+    return WvaV2(TokensParameters(scale_up_utilization=up, scale_down_utilization=down), period_s=setup.period_s)
+
+
+def _slo(setup: Setup) -> Peer[Any]:
+    """The two thresholds stay in the original's proportion."""
+    up, down = setup.knob, setup.knob * 0.40 / 0.55
+    return KedaSlo(told_objective(setup), up, down, period_s=setup.period_s)
+
+
+PEER_POLICIES: Final = (
+    Policy(
+        "hpa-running-waiting",
+        _peer(lambda setup: hpa(running=setup.knob, period_s=setup.period_s)),
+        "requests of a replica",
+        _IN_FLIGHT,
+        15.0,
+    ),
+    Policy(
+        "kpa",
+        _peer(lambda setup: kpa(target=setup.knob, period_s=setup.period_s)),
+        "target concurrency",
+        (6.0, 10.0, 16.0, 22.0, 30.0),
+        2.0,
+    ),
+    Policy("wva-v1", _kinds_peer(_wva_v1), "spare share of KV caches", (0.25, 0.4, 0.55, 0.65, 0.75), 30.0),
+    Policy("wva-v2", _kinds_peer(_wva_v2), "scale-up utilization", (0.12, 0.25, 0.4, 0.55, 0.7), 30.0),
+    Policy(
+        "llmd-keda",
+        _peer(lambda setup: KedaQueue(running=setup.knob, period_s=setup.period_s)),
+        "running requests of a replica",
+        _IN_FLIGHT,
+        15.0,
+    ),
+    Policy("llmd-slo", _peer(_slo), "share of the objective", (0.4, 0.55, 0.7, 0.85, 1.0), 15.0),
+    Policy(
+        "kthena",
+        _kinds_peer(lambda setup: Kthena(target=setup.knob, period_s=setup.period_s)),
+        "requests of a replica",
+        _IN_FLIGHT,
+        15.0,
+    ),
+    Policy(
+        "aibrix-apa",
+        _peer(lambda setup: AibrixApa(target=setup.knob, period_s=setup.period_s)),
+        "requests of a replica",
+        _IN_FLIGHT,
+        10.0,
+    ),
+    Policy(
+        "dynamo",
+        _peer(lambda setup: DynamoPlanner(told_objective(setup, setup.knob), period_s=setup.period_s)),
+        "share of the objective",
+        (0.6, 0.75, 0.9, 1.0, 1.15),
+        5.0,
+    ),
+)
+
+
+def _second(policy: Policy) -> Policy:
+    """The same peer on a fleet of the second kind."""
+    carries = _SECOND_CARRIES if policy.grid[-1] > 2 else 1.0
+    return msgspec.structs.replace(
+        policy, name=f"{policy.name}-second", grid=tuple(carries * one for one in policy.grid), kind=1
+    )
+
+
+# Peers that know one kind of engine get, on loads with several, a fleet of the second kind as well.
+_ONE_KIND: Final = frozenset({"hpa-running-waiting", "kpa", "llmd-keda", "llmd-slo", "aibrix-apa", "dynamo"})
+SECOND_POLICIES: Final = tuple(_second(one) for one in PEER_POLICIES if one.name in _ONE_KIND)
 
 OURS: Final = "attache"
 # Ours with another strategy is no peer.
@@ -52,9 +387,9 @@ _POLICIES: Final = (
     Policy("fixed", Fixed, "replicas", (4, 6, 8, 10, 12), 5.0),
     Policy("oracle", Oracle, "share of engines' time", (0.8, 0.95, 1.1, 1.25, 1.4), 5.0, has_zero=True),
 )
-POLICIES: Final[Mapping[str, Policy]] = MappingProxyType({one.name: one for one in _POLICIES})
+POLICIES: Final[Mapping[str, Policy]] = MappingProxyType({each.name: each for each in _POLICIES})
 # The same peers on a fleet of the second kind of engine, for loads that have one.
-SECONDS: Final[Mapping[str, Policy]] = MappingProxyType({one.name: one for one in SECOND_POLICIES})
+SECONDS: Final[Mapping[str, Policy]] = MappingProxyType({each.name: each for each in SECOND_POLICIES})
 
 
 def policy_named(name: str) -> Policy:
@@ -69,5 +404,5 @@ def policy_named(name: str) -> Policy:
 def policies_for(names: Iterable[str], variants: int) -> list[str]:
     """``names``, and on a load with several kinds of engine also the forms of them that begin with the second."""
     asked = list(dict.fromkeys(names))
-    more = [f"{one}-second" for one in asked if variants > 1 and f"{one}-second" in SECONDS]
-    return [*asked, *(one for one in more if one not in asked)]
+    more = [f"{each}-second" for each in asked if variants > 1 and f"{each}-second" in SECONDS]
+    return [*asked, *(each for each in more if each not in asked)]

@@ -18,14 +18,12 @@ import uvloop
 from rich.console import Console
 
 from bench.cluster.assets import ROOT, Assets, AssetsMissing, find_assets
-from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, running_control_plane
-from bench.cluster.crds import apply_crds
+from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, apply_crds, running_control_plane
 from bench.cluster.netns import NoNamespace, enter, host_address, pod_range
-from bench.cluster.node.images import IMAGES
-from bench.cluster.node.node import gpu_node
-from bench.cluster.node.running import running_nodes
-from bench.processes import StartFailed
-from bench.stack import EnvoyMissing, envoy_binary
+from bench.cluster.node.node import gpu_node, running_nodes
+from bench.cluster.node.pod_spec import IMAGES
+from bench.stack.processes import StartFailed
+from bench.stack.stack import EnvoyMissing, envoy_binary
 from controller.kube.client import connect
 from controller.kube.errors import ClusterError
 from controller.kube.resources import SERVICES

@@ -1,34 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Kubernetes control plane on loopback, in a directory of its own.
-
-It has etcd, the API server, controllers and the scheduler.
-"""
+"""A real Kubernetes control plane on loopback: etcd, API server, controllers, scheduler; its kubeconfig and CRDs."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
 import os
 import secrets
 import signal
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 import msgspec
+import yaml
 
 from bench.cluster.certificates import Authority, signing_key, write_private
-from bench.cluster.kubeconfig import write_kubeconfig
-from bench.processes import Processes, free_ports
+from bench.stack.processes import Processes, free_ports
 from controller.kube.access import Access
 from controller.kube.client import Client, connect
 from controller.kube.errors import ClusterError
-from controller.kube.resources import NAMESPACES, SERVICE_ACCOUNTS
+from controller.kube.resources import CRDS, NAMESPACES, SERVICE_ACCOUNTS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Iterable, Mapping
 
     from bench.cluster.assets import Assets
+    from controller.kube.client import Client
+    from controller.kube.resources import Object
+
+
+def write_kubeconfig(path: Path, access: Access) -> Path:
+    """A kubeconfig with one cluster, one user and one context; it may hold a token, so only its owner may read it."""
+    cluster: dict[str, object] = {"server": access.server}
+    if access.ca:
+        cluster["certificate-authority-data"] = base64.b64encode(access.ca.encode()).decode()
+    user = {"tokenFile": access.token_file} if access.token_file else {"token": access.token} if access.token else {}
+    content = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "bench", "cluster": cluster}],
+        "users": [{"name": "bench", "user": user}],
+        "contexts": [
+            {"name": "bench", "context": {"cluster": "bench", "user": "bench", "namespace": access.namespace}}
+        ],
+        "current-context": "bench",
+    }
+    return write_private(path, yaml.safe_dump(content, sort_keys=False))
+
+
+_SERVED_S: Final = 30.0
+_PAUSE_S: Final = 0.05
+
+
+async def apply_crds(client: Client, folders: Iterable[Path]) -> int:
+    """Apply all CRDs in these folders and below, as far as they exist; how many there were.
+
+    Raises ClusterError, and TimeoutError if one is not served after half a minute.
+    """
+    found = [one for folder in folders for one in await asyncio.to_thread(_crds_in, folder)]
+    await asyncio.gather(*(_apply(client, one) for one in found))
+    return len(found)
+
+
+async def _apply(client: Client, crd: Object) -> None:
+    name = crd["metadata"]["name"]
+    await client.apply(CRDS, crd, force=True)
+    async with asyncio.timeout(_SERVED_S):
+        while not _is_served(await client.get(CRDS, name)):  # noqa: ASYNC110  the server says it by the object alone
+            await asyncio.sleep(_PAUSE_S)
+
+
+def _is_served(crd: Object) -> bool:
+    conditions = (crd.get("status") or {}).get("conditions") or ()
+    return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)
+
+
+def _crds_in(folder: Path) -> list[Object]:
+    documents: list[dict[str, Any] | None] = []
+    for file in sorted(folder.rglob("*.yaml")):
+        documents += yaml.load_all(file.read_text(), Loader=_Loader)
+    return [one for one in documents if one and one.get("kind") == CRDS.kind]
+
+
+# the parser in C is ten times faster, where PyYAML was built with it
+_Loader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 API_SERVER: Final = "kube-apiserver"
 CONTROLLERS: Final = "kube-controller-manager"

@@ -30,11 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.cluster.assets import ROOT, AssetsMissing, find_assets
-from bench.cluster.control_plane import ControlPlaneOptions, running_control_plane
-from bench.cluster.crds import apply_crds
+from bench.cluster.control_plane import ControlPlaneOptions, apply_crds, running_control_plane
 from bench.cluster.demand_gateway import address_of
-from bench.processes import Processes, StartFailed, free_ports
-from bench.usage import cpu_seconds
+from bench.stack.processes import Processes, StartFailed, cpu_seconds, free_ports
 from controller.kube.client import Client, connect
 from controller.kube.errors import ClusterError, NotFound
 from controller.kube.informer import Informer, Selection

@@ -15,12 +15,10 @@ from rich.console import Console
 
 from bench.cluster.assets import ROOT, AssetsMissing, versions
 from bench.cluster.netns import NoNamespace, enter, pod_range
-from bench.conformance.kept import PAGE, REPORTS, keep, write_page
-from bench.conformance.results import Disagreement
-from bench.conformance.running import run_suite
-from bench.conformance.suites import Suite, Wishes, built_in, chosen, suites
-from bench.processes import StartFailed
-from bench.stack import EnvoyMissing
+from bench.conformance.page import PAGE, REPORTS, Disagreement, keep, write_page
+from bench.conformance.suites import Suite, Wishes, built_in, chosen, run_suite, suites
+from bench.stack.processes import StartFailed
+from bench.stack.stack import EnvoyMissing
 from controller.kube.errors import ClusterError
 
 if TYPE_CHECKING:

@@ -1,18 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page that lists every case of every suite, as text. No network, no clock."""
+"""Results of conformance suites: read from their output and reports, kept beside the docs, and listed on a page."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from typing import TYPE_CHECKING, Final
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
+import yaml
+
+from bench.cluster.assets import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from bench.conformance.results import Case, Outcome, SuiteResult
+Outcome = Literal["passed", "failed", "skipped"]
+_OUTCOMES: Final[Mapping[str, Outcome]] = {"PASS": "passed", "FAIL": "failed", "SKIP": "skipped"}
+_ENDED: Final = re.compile(r"^\s*--- (PASS|FAIL|SKIP): TestConformance/(\S+) \(([\d.]+)s\)$")
+_SPEAKS: Final = re.compile(r"^=== (?:RUN|CONT|NAME|PAUSE)\s+TestConformance/(\S+)")
+_ANOTHER: Final = re.compile(r"^(?:===|\s*---)")
+_SKIPPED: Final = re.compile(r"Skipping \S+: (.*)$")
+_ERROR: Final = re.compile(r"^\s+(?:Error|Messages):\s+(.*\S)\s*$")
+# what a case says last, without its time; what it cleans up after itself is no reason
+_FATAL: Final = re.compile(r"^\s+[\w-]+\.go:\d+: (?:[\dT:.-]+Z: )?+(?!Deleting|Creating|Updating|Applying)(.*\S)\s*$")
+_LONGEST: Final = 300
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One case of a suite. ``why``: what the suite said of it, if it did not pass; ``parts``: subtests that failed."""
+
+    name: str
+    outcome: Outcome
+    seconds: float
+    why: str = ""
+    parts: tuple[str, ...] = ()
+
+
+class SuiteResult(msgspec.Struct, frozen=True):
+    """A run of one suite. ``report``: what the suite itself wrote; empty if it wrote none."""
+
+    name: str
+    cases: tuple[Case, ...]
+    report: Mapping[str, Any]
+    wall_s: float
+
+    def counted(self, outcome: Outcome) -> int:
+        """How many cases had it."""
+        return sum(one.outcome == outcome for one in self.cases)
+
+
+class Disagreement(Exception):
+    """A suite's output and its report say different things."""
+
+
+def cases(output: Iterable[str]) -> list[Case]:
+    """All cases, by name, from what the suite printed (``-test.v``)."""
+    ended: dict[str, tuple[Outcome, float]] = {}
+    failed: dict[str, list[str]] = {}
+    said: dict[str, list[str]] = {}
+    speaker = ""
+    for line in output:
+        if found := _ENDED.match(line):
+            name, _, part = found[2].partition("/")
+            outcome = _OUTCOMES[found[1]]
+            if not part:
+                ended[name] = outcome, float(found[3])
+            elif outcome == "failed":
+                failed.setdefault(name, []).append(part)
+        elif found := _SPEAKS.match(line):
+            speaker = found[1]
+        elif _ANOTHER.match(line):
+            speaker = ""
+        elif speaker:
+            said.setdefault(speaker, []).append(line.rstrip("\n"))
+    return [
+        Case(
+            name, outcome, seconds, _why(outcome, _words(name, failed.get(name, ()), said)), tuple(failed.get(name, ()))
+        )
+        for name, (outcome, seconds) in sorted(ended.items())
+    ]
+
+
+def check(found: Sequence[Case], report: Mapping[str, Any]) -> None:
+    """Compare with the suite's own report; raises Disagreement.
+
+    A report counts what passed and names what failed and what was skipped on request. It leaves out the cases of
+    features that are not supported, which the output has as skipped.
+    """
+    passed = failed = 0
+    names: set[str] = set()
+    for profile in report.get("profiles") or ():
+        for level in ("core", "extended"):
+            one = profile.get(level) or {}
+            counts = {name.lower(): number for name, number in (one.get("statistics") or {}).items()}
+            passed += counts.get("passed", 0)
+            failed += counts.get("failed", 0)
+            names.update(one.get("failedTests") or ())
+    ours = {one.name for one in found if one.outcome == "failed"}
+    if names != ours or failed != len(ours):
+        raise Disagreement(f"failed by the report: {sorted(names)}, by the output: {sorted(ours)}")
+    if passed != sum(one.outcome == "passed" for one in found):
+        raise Disagreement(f"the report counts {passed} that passed, the output has another number")
+
+
+def _words(name: str, parts: Sequence[str], said: Mapping[str, Sequence[str]]) -> list[str]:
+    """The lines of a case, or of those of its parts that failed and have no failed part themselves."""
+    last = [part for part in parts if not any(other.startswith(f"{part}/") for other in parts)]
+    return [line for part in last for line in said.get(f"{name}/{part}", ())] or list(said.get(name, ()))
+
+
+def _why(outcome: Outcome, lines: Sequence[str]) -> str:
+    if outcome == "passed":
+        return ""
+    if outcome == "skipped":
+        return next((found[1] for line in lines if (found := _SKIPPED.search(line))), "")
+    testify = [found[1] for line in lines if (found := _ERROR.match(line))]
+    fatal = [found[1] for line in lines if (found := _FATAL.match(line))]
+    said = "; ".join(dict.fromkeys(testify)) or (fatal[-1] if fatal else "")
+    return said if len(said) <= _LONGEST else said[: _LONGEST - 1] + "…"
+
 
 _SIGNS: Final[Mapping[Outcome, str]] = {"passed": "passed", "failed": "**failed**", "skipped": "skipped"}
 _ORDER: Final[Sequence[Outcome]] = ("failed", "skipped", "passed")
@@ -77,11 +187,11 @@ def _section(result: SuiteResult, remarks: Remarks) -> str:
             named = "Extended features: " + ", ".join(f"`{one}`" for one in supported) + "."
             words += [textwrap.fill(named, _WIDTH, break_long_words=False, break_on_hyphens=False), ""]
     ordered = sorted(result.cases, key=lambda one: (_ORDER.index(one.outcome), one.name))
-    rows = [f"| `{one.name}` | {_SIGNS[one.outcome]} | {_why(one, remarks)} |" for one in ordered]
+    rows = [f"| `{one.name}` | {_SIGNS[one.outcome]} | {_reason(one, remarks)} |" for one in ordered]
     return "\n".join([*words, "| case | outcome | why |", "|---|---|---|", *rows, ""])
 
 
-def _why(case: Case, remarks: Remarks) -> str:
+def _reason(case: Case, remarks: Remarks) -> str:
     feature = _feature(case)
     needs = f"Needs `{feature}`." if feature else _quoted(case.why)
     said = [needs, remarks.features.get(feature, ""), remarks.cases.get(case.name, "").strip()]
@@ -100,3 +210,44 @@ def _quoted(words: str) -> str:
 
 def _anchor(name: str) -> str:
     return name.replace(".", "")
+
+
+PAGE: Final = ROOT / "docs" / "conformance.md"
+REPORTS: Final = ROOT / "docs" / "conformance"
+_REPORT: Final = ".report.yaml"
+_CASES: Final = ".cases.yaml"
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    wall_s: float
+    cases: tuple[Case, ...]
+
+
+def keep(result: SuiteResult, folder: Path = REPORTS) -> None:
+    """Write the suite's own report, and what became of each case, which the report does not list."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{result.name}{_REPORT}").write_text(yaml.safe_dump(dict(result.report), sort_keys=False, width=120))
+    kept = msgspec.to_builtins(_Kept(round(result.wall_s, 1), result.cases))
+    (folder / f"{result.name}{_CASES}").write_text(yaml.safe_dump(kept, sort_keys=False, width=120))
+
+
+def kept_results(names: Sequence[str], folder: Path = REPORTS) -> list[SuiteResult]:
+    """The kept results of these suites, as far as there are any."""
+    found: list[SuiteResult] = []
+    for name in names:
+        path = folder / f"{name}{_CASES}"
+        if path.is_file():
+            kept = msgspec.convert(yaml.safe_load(path.read_text()), _Kept)
+            report = yaml.safe_load((folder / f"{name}{_REPORT}").read_text())
+            found.append(SuiteResult(name, kept.cases, report, kept.wall_s))
+    return found
+
+
+def remarks() -> Remarks:
+    """What we say of suites and cases."""
+    return msgspec.convert(tomllib.loads(Path(__file__).with_name("remarks.toml").read_text()), Remarks)
+
+
+def write_page(names: Sequence[str]) -> None:
+    """Write the page from what is kept."""
+    PAGE.write_text(page(kept_results(names), remarks()))

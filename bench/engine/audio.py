@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from aiohttp import web
 
-from bench.engine.api import Job
+from bench.engine.formats import Job
 from extproc.protocol import Api
 
 if TYPE_CHECKING:

@@ -3,9 +3,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Literal
 
 import msgspec
+from aiohttp import web
+
+_GARBAGE = b"<html>It works!</html>"
+
+
+async def answer_wrongly(http: web.Request, kind: str) -> web.StreamResponse:
+    """``kind``: of the fault ``ill``. An answer without an end lasts until the client leaves."""
+    await http.read()
+    if kind == "garbage":
+        return web.Response(body=_GARBAGE, content_type="text/html")
+    if kind == "silence":
+        await asyncio.Event().wait()
+    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await response.prepare(http)
+    while True:
+        await response.write(b":")
+        await asyncio.sleep(1)
+
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]

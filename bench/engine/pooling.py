@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from bench.engine.api import Job
+from bench.engine.formats import Job
 from bench.engine.request import Request
 from extproc.protocol import Api
 

@@ -15,12 +15,12 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from bench.engine.journal import BlocksStored
+from bench.engine.blocks import BlocksStored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.engine.journal import CacheChange
+    from bench.engine.blocks import CacheChange
 
 _BUFFERED: Final = 10_000
 _END: Final = (-1).to_bytes(8, "big", signed=True)

@@ -19,7 +19,7 @@ from bench.engine.step_time import StepBatch
 from bench.engine.text import BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
-    from bench.engine.journal import Journal
+    from bench.engine.blocks import Journal
     from bench.engine.step_time import StepTime
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from bench.engine.api import TokenId
+from bench.engine.formats import TokenId
 from bench.engine.text import Message, render_chat, tokens_of
 from extproc.protocol import Api
 

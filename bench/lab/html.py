@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from bench.lab.columns import policy_table
 from bench.lab.export import by_conditions, by_policy, pooled, ttft_blocks
-from bench.reporting.intervals import mean_interval
-from bench.reporting.plots import figure, log_axis, plot_cumulative
+from bench.lab.measures import policy_table
+from bench.reporting.pages import figure, log_axis, plot_cumulative
+from bench.reporting.results import mean_interval
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bench.lab.export import Results
     from bench.lab.measures import LatencyObjective
     from bench.lab.trial import RequestRow, TrialReport
-    from bench.reporting.intervals import Interval
+    from bench.reporting.results import Interval
 
 _STYLE: Final = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:85em;margin:2em auto;padding:0 1em}"
@@ -68,7 +68,7 @@ def _colors(policies: Sequence[str]) -> dict[str, str]:
 
 
 def _twenty(number: int) -> str:
-    from matplotlib import colormaps  # noqa: PLC0415 - as bench.reporting.plots does, which says why
+    from matplotlib import colormaps  # noqa: PLC0415 - as bench.reporting.pages does, which says why
     from matplotlib.colors import to_hex  # noqa: PLC0415
 
     return to_hex(colormaps["tab20"](number % _MANY))

@@ -20,8 +20,8 @@ from bench.lab.html import write_html
 from bench.lab.measures import LatencyObjective, Measures
 from bench.lab.runner import run_all
 from bench.lab.trial import Conditions, Trial, check_trials
-from bench.reporting.intervals import Interval, mean_interval, ratio_interval
-from bench.reporting.tables import Table
+from bench.reporting.pages import Table
+from bench.reporting.results import Interval, mean_interval, ratio_interval
 from bench.workload.traces import TraceInvalid
 
 if TYPE_CHECKING:

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the requests of trials to the measures that people compare."""
+"""Measures of trials that people compare, and their columns in tables."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.reporting.distribution import Distribution, distribution
+from bench.reporting.pages import Table
+from bench.reporting.results import Distribution, distribution
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from bench.lab.trial import RequestRow
+    from bench.reporting.results import Interval
 
 
 class LatencyObjective(msgspec.Struct, frozen=True):
@@ -100,3 +102,45 @@ def _fairness(rows: Sequence[RequestRow]) -> float:
     means = [sum(values) / len(values) for values in by_label.values()]
     squares = sum(mean * mean for mean in means)
     return sum(means) ** 2 / (len(means) * squares) if squares else 1.0
+
+
+# Seconds, unless a heading has a unit.
+COLUMNS: Final[Mapping[str, Callable[[Measures], str]]] = {
+    "TTFT mean": lambda one: f"{one.ttft_s.mean:.3f}",
+    "p50": lambda one: f"{one.ttft_s.p50:.3f}",
+    "p90": lambda one: f"{one.ttft_s.p90:.3f}",
+    "p99": lambda one: f"{one.ttft_s.p99:.2f}",
+    "excess": lambda one: f"{one.excess_ttft_s.mean:.3f}",
+    "TPOT, ms": lambda one: f"{1000 * one.tpot_s.mean:.1f}",
+    "E2E": lambda one: f"{one.e2e_s.mean:.2f}",
+    "cached": lambda one: f"{one.cached_token_ratio:.1%}",
+    "goodput, 1/s": lambda one: f"{one.goodput:.2f}",
+    "errors": lambda one: str(one.errors),
+    "imbalance": lambda one: f"{one.imbalance:.2f}",
+    "fairness": lambda one: f"{one.fairness:.3f}",
+}
+# What fits on a terminal.
+NARROW: Final = tuple(COLUMNS)[:10]
+
+
+def policy_table(
+    title: str,
+    policies: Mapping[str, Measures],
+    intervals: Mapping[str, Interval],
+    *,
+    columns: tuple[str, ...] = tuple(COLUMNS),
+) -> Table:
+    """A row for each policy, in the order of ``policies``. ``columns``: keys of COLUMNS.
+
+    ``intervals``: of each policy's mean TTFT, in a second column.
+    """
+    first, *others = columns
+    rows = [
+        [name, COLUMNS[first](one), _interval(intervals[name]), *(COLUMNS[column](one) for column in others)]
+        for name, one in policies.items()
+    ]
+    return Table(title, ["policy", first, "95%", *others], rows)
+
+
+def _interval(found: Interval) -> str:
+    return f"{found.low:.3f} to {found.high:.3f}"

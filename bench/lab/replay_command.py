@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.lab.columns import NARROW, policy_table
 from bench.lab.export import by_conditions, by_policy, pooled, results_of, ttft_blocks, write_csv, write_json
 from bench.lab.html import write_html
-from bench.lab.measures import LatencyObjective
+from bench.lab.measures import NARROW, LatencyObjective, policy_table
+from bench.lab.policies.registry import POLICIES
 from bench.lab.runner import run_all
 from bench.lab.trial import Conditions, Trial, check_trials
-from bench.policies.registry import POLICIES
-from bench.reporting.intervals import mean_interval
+from bench.reporting.results import mean_interval
 from bench.workload.generators import GENERATORS
 from bench.workload.traces import FORMATS
 from extproc.api.quantities import Duration
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from bench.lab.trial import TrialReport
-    from bench.reporting.tables import Table
+    from bench.reporting.pages import Table
 
 KEPT = Path("bench/out/lab")
 

@@ -1,35 +1,223 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs trials on all processors, keeps finished ones, continues after a stop."""
+"""Run trials in several processes, keep finished ones by what they depend on, and continue after a stop.
+
+Known before a trial runs: the code of bench and extproc, the trace, hardware and model files, a policy's file with all
+that it imports, and installed plugins. Known after it: files that the policy opened itself.
+"""
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import gzip
+import multiprocessing
 import os
+import platform
+import sys
+import sysconfig
 import time
 import traceback
-from concurrent.futures import as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import cache
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import xxhash
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench.lab.engine_kinds import HardwareUnknown
-from bench.lab.inputs import OpenedFiles, digests, key_of
+from bench.lab.hardware import HardwareUnknown, hardware_files
+from bench.lab.policies.own_file import PolicyFailed, policy_file
+from bench.lab.policies.registry import POLICIES
 from bench.lab.trial import TrialReport, run
-from bench.policies.own_file import PolicyFailed
-from bench.workers import worker_pool
 from bench.workload.traces import TraceInvalid
 from extproc.api.errors import ConfigInvalid
+from extproc.llmd.registry import ENTRY_POINTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator, Sequence
+    from importlib.machinery import ModuleSpec
 
     from rich.console import Console
 
-    from bench.lab.trial import Trial
+    from bench.lab.trial import Conditions, Trial
+
+
+@contextlib.contextmanager
+def worker_pool(count: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool of ``count`` processes. If the block raises, as by Ctrl-C, what they are doing is given up.
+
+    A pool by itself would first finish that, and what it had handed out beyond it.
+    """
+    before = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(count) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for one in set(multiprocessing.active_children()) - before:
+                one.terminate()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+_ROOT: Final = Path(__file__).resolve().parents[2]
+_OURS: Final = frozenset({"attache", "bench", "controller", "extproc"})
+_CHUNK: Final = 1 << 20
+# The libraries whose numbers a simulation takes over.
+_LIBRARIES: Final = ("numpy", "msgspec", "xxhash")
+
+
+def key_of(trial: Trial) -> str:
+    """The same for the same trial, code and contents of files."""
+    names = {**_policy_parts(trial.policy), **condition_files(trial.conditions), "code": code_digest()}
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode([trial, sorted(names.items())]))
+
+
+def condition_files(conditions: Conditions) -> dict[str, str]:
+    """The files of a trial's conditions with their digests: its trace, and hardware and models from files."""
+    return digests([conditions.trace, *hardware_files(conditions.hardware, conditions.model)])
+
+
+def digests(files: Iterable[str]) -> dict[str, str]:
+    """The digest of the contents of each of ``files`` that is there."""
+    found = {file: digest(Path(file)) for file in files}
+    return {file: one for file, one in found.items() if one}
+
+
+def digest(file: Path) -> str:
+    """Of the contents; empty if it is no file that can be read, which whoever needs it will report."""
+    made = xxhash.xxh3_64()
+    try:
+        with file.open("rb") as source:
+            while part := source.read(_CHUNK):
+                made.update(part)
+    except OSError:
+        return ""
+    return made.hexdigest()
+
+
+@cache
+def code_digest() -> str:
+    """Of the code of bench and extproc, and of the versions of what computes with it."""
+    made = xxhash.xxh3_64(" ".join([platform.python_version(), *(version(one) for one in _LIBRARIES)]).encode())
+    for file in sorted(path for package in ("bench", "extproc") for path in (_ROOT / package).rglob("*")):
+        if file.suffix in {".py", ".yaml"}:
+            made.update(f"{file.relative_to(_ROOT)}\0".encode() + file.read_bytes())
+    return made.hexdigest()
+
+
+def _policy_parts(policy: str) -> dict[str, str]:
+    """Empty for a policy of ours, which is part of the code. Others may use installed plugins."""
+    if policy in POLICIES:
+        return {}
+    file = policy_file(policy)
+    own = digests([policy]) if file is None else _python_parts([file], beside=file.parent)
+    return {**own, **_plugin_parts()}
+
+
+def _plugin_parts() -> dict[str, str]:
+    """Every package with plugins: its version, its files, and what its modules are made of."""
+    found: dict[str, str] = {}
+    for entry in entry_points(group=ENTRY_POINTS):
+        found[f"plugin {entry.name}"] = entry.value
+        if entry.dist is not None:
+            found[f"package {entry.dist.name}"] = entry.dist.version
+            found.update(digests(str(one.locate()) for one in entry.dist.files or () if one.suffix != ".pyc"))
+        # an editable installation lists no modules among its files
+        found.update(_modules(_spec(entry.module.partition(".")[0], [])))
+    return found
+
+
+def _python_parts(files: Iterable[Path], beside: Path) -> dict[str, str]:
+    """The contents of ``files`` and of the modules that they import, and versions of installed packages."""
+    found: dict[str, str] = {}
+    left = [str(file) for file in files]
+    while left:
+        file = left.pop()
+        if file in found:
+            continue
+        found[file] = digest(Path(file))
+        for name in _imported(Path(file)) - sys.stdlib_module_names - _OURS:
+            spec = _spec(name, [str(beside.resolve())])
+            if spec is not None and _is_installed(spec):
+                found[f"package {name}"] = _version(name)
+            else:
+                left += _modules(spec)
+    return found
+
+
+def _imported(file: Path) -> set[str]:
+    """The first parts of the names that a Python file imports; empty if it has a mistake."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (OSError, SyntaxError, ValueError):
+        return set()
+    plain = {one.name for node in nodes if isinstance(node, ast.Import) for one in node.names}
+    others = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    return {name.partition(".")[0] for name in plain | others} - {""}
+
+
+def _spec(name: str, first: list[str]) -> ModuleSpec | None:
+    return PathFinder.find_spec(name, [*first, *sys.path])
+
+
+def _modules(spec: ModuleSpec | None) -> dict[str, str]:
+    """Every Python file of a module or package, with its digest."""
+    if spec is None:
+        return {}
+    folders = spec.submodule_search_locations
+    if folders is None:
+        return digests([spec.origin or ""])
+    return digests(str(file) for folder in folders for file in sorted(Path(folder).rglob("*.py")))
+
+
+def _is_installed(spec: ModuleSpec) -> bool:
+    origin = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
+    return any(origin.startswith(sysconfig.get_path(one) + os.sep) for one in ("purelib", "platlib"))
+
+
+@cache
+def _version(package: str) -> str:
+    try:
+        return ", ".join(f"{one} {version(one)}" for one in sorted(set(packages_distributions().get(package, []))))
+    except PackageNotFoundError:
+        return ""
+
+
+class OpenedFiles:
+    """The files that a trial opens for reading. An audit hook hears of them, and it stays for the life of the
+    process.
+    """
+
+    def __init__(self) -> None:
+        self._heard: set[str] | None = None
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and self._heard is not None and isinstance(arguments[0], str):
+            self._heard.add(arguments[0])
+
+    @contextmanager
+    def during(self) -> Iterator[dict[str, str]]:
+        """Yields a dictionary that holds the digests of the opened files after the block."""
+        found: dict[str, str] = {}
+        self._heard = set()
+        try:
+            yield found
+        finally:
+            heard, self._heard = self._heard, None
+            found.update(digests(sorted(one for one in map(os.path.abspath, heard) if _is_users(one))))
+
+
+def _is_users(file: str) -> bool:
+    """Not of Python, of its packages or of the system; bytecode stands for a source that is known already."""
+    system = (sys.prefix, sys.base_prefix, "/proc", "/sys", "/dev", str(_ROOT / "bench"), str(_ROOT / "extproc"))
+    return not file.endswith(".pyc") and not any(file.startswith(one + os.sep) for one in system)
+
 
 # What the user can mend; the message is enough.
 _SAID: Final = (ConfigInvalid, HardwareUnknown, PolicyFailed, TraceInvalid)
@@ -51,7 +239,7 @@ def run_all(
 ) -> list[TrialReport]:
     """The reports, in the order of ``trials``. Raises the exception of the first trial that fails.
 
-    ``kept``: the directory of finished reports; a trial that was made of the same things (``bench.lab.inputs``) is read
+    ``kept``: the directory of finished reports; a trial that was made of the same things (``bench.lab.runner``) is read
     from there, unless ``fresh``. ``jobs``: processes; 0: one for each processor.
     """
     kept.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One trial: a policy on a workload with engines, in virtual time, and its report."""
+"""One trial: a policy on a workload in virtual time, its report, and the lower bound of its TTFT.
+
+What a request takes beyond that, its excess, is what a picker can change.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from bench.engine.step_time import Work, batch_of
-from bench.lab.engine_kinds import engine_kinds
-from bench.lab.lower_bound import LowerBound
-from bench.policies.own_file import PolicyFailed
-from bench.policies.registry import policy_named
-from bench.policies.setup import EngineCalibration
-from bench.stack import documents
+from bench.engine.hardware import API_S
+from bench.engine.step_time import Work, batch_of, prefill_s
+from bench.lab.hardware import engine_kinds
+from bench.lab.policies.own_file import PolicyFailed
+from bench.lab.policies.registry import policy_named
+from bench.lab.policies.trackers import EngineCalibration
+from bench.stack.stack import documents
 from bench.virtual.delays import Delays
 from bench.virtual.engines import addresses
 from bench.virtual.simulation import Simulation
+from bench.workload.generators import load_workload
 from bench.workload.sessions import with_rate_scale
-from bench.workload.source import load_workload
 from bench.workload.traces import Excerpt
 from extproc.api.load import load
 from extproc.errors import NoEndpoint
@@ -27,11 +30,53 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Mapping, Sequence
 
+    from bench.engine.request import Request
+    from bench.engine.scheduler import Scheduler
     from bench.reporting.results import RequestResult
     from bench.virtual.engines import EngineKind
     from bench.workload.sessions import Workload
     from extproc.api.snapshot import Snapshot
     from extproc.scheduling.picker import Pick, Picker, View
+
+
+class LowerBound:
+    """A RequestObserver. ``kind``: the fastest engine of the trial."""
+
+    def __init__(self, kind: EngineKind) -> None:
+        self._kind = kind
+        self._seen: set[int] = set()
+        self._seconds: dict[tuple[int, int], float] = {}
+
+    def seconds(self, position: tuple[int, int]) -> float:
+        """The bound of the request at ``position``; 0 if it never arrived."""
+        return self._seconds.get(position, 0.0)
+
+    def begins(self, engines: Mapping[str, Scheduler]) -> None:
+        """The state of the engines does not matter."""
+
+    def arrives(self, request: Request, position: tuple[int, int], now: float) -> None:
+        """Compute the bound and remember the blocks of the prompt."""
+        del now
+        hashes = request.text.hashes
+        known = next((index for index, block_hash in enumerate(hashes) if block_hash not in self._seen), len(hashes))
+        self._seen.update(hashes)
+        size = self._kind.limits.block_size
+        cached = min(known, (request.prompt_tokens - 1) // size) * size
+        budget = self._kind.limits.max_num_batched_tokens
+        uncached = request.prompt_tokens - cached
+        self._seconds[position] = API_S + prefill_s(self._kind.speed, uncached, cached, budget=budget)
+
+    def sent(self, request: Request, address: str, now: float) -> None:
+        """The pick does not matter."""
+
+    def first_token(self, request: Request, now: float) -> None:
+        """The real TTFT does not matter."""
+
+    def ended(self, request: Request, now: float) -> None:
+        """Remember the blocks of the answer."""
+        del now
+        self._seen.update(request.text.hashes)
+
 
 _CHUNK: Final = 8192
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks behind a real Envoy on loopback; knows stack, load and reporting."""
+"""The load client, and comparisons behind a real Envoy on loopback; knows stack, workload and reporting."""

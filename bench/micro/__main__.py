@@ -19,11 +19,10 @@ import uvloop
 from rich.console import Console
 
 from bench.micro import overhead
-from bench.micro.figures import ServerFigures, figures, table, threads
-from bench.micro.page import markdown
+from bench.micro.figures import ServerFigures, figures, markdown, table, threads
 from bench.micro.servers import GATEWAY_MISSING, GATEWAY_PYTHON
-from bench.processes import StartFailed
-from bench.stack import EnvoyMissing
+from bench.stack.processes import StartFailed
+from bench.stack.stack import EnvoyMissing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import uvloop
 
 from bench.micro.noop import PASS_HEADERS, SERVER, serve
-from bench.stack import ALIAS, MODEL
+from bench.stack.stack import ALIAS, MODEL
 from extproc.protocol import DESTINATION, LB_NAMESPACE, NAMESPACE, SERVER_HEADER, TICKET
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rounds to figures: medians, and ratios to the no-op server with their range."""
+"""From rounds to figures: medians, ratios to the no-op server with their range, and the tables of them."""
 
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from rich.table import Table
@@ -12,7 +12,7 @@ from rich.table import Table
 from bench.micro.overhead import ALONE, BUSY, WHOLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from bench.micro.overhead import Found, Load, Measured
 
@@ -202,3 +202,29 @@ def threads(found: Sequence[ServerFigures]) -> list[str]:
         parts = [f"{name} {us:.0f}" for name, us in busy.threads_us.items() if us >= 1]
         lines.append(f"{one.case}: extproc's threads, µs for a request, {BUSY.name}: {', '.join(parts)}")
     return lines
+
+
+_ANSWERING: Final = "answering"
+_GATEWAY: Final = "SGLang's gateway"
+_HEAD: Final = """\
+| | added latency, ms | | | | requests/s, of the no-op's | | CPU of a request, µs | | |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|
+| prompt, endpoints | no-op | answering | extproc | SGLang's gateway | answering | extproc | no-op | answering | extproc |
+"""  # noqa: E501 - a line of a table
+
+
+def markdown(found: Iterable[ServerFigures]) -> str:
+    """One line for each case."""
+    cases: dict[str, dict[str, ServerFigures]] = {}
+    for one in found:
+        cases.setdefault(one.case, {})[one.server] = one
+    return _HEAD + "".join(f"| {case} | {' | '.join(_markdown_cells(servers))} |\n" for case, servers in cases.items())
+
+
+def _markdown_cells(servers: Mapping[str, ServerFigures]) -> Iterator[str]:
+    for name in (BASELINE, _ANSWERING, EXTPROC, _GATEWAY):
+        yield f"{servers[name].added_p50_ms.median:.2f}" if name in servers else ""
+    for name in (_ANSWERING, EXTPROC):
+        yield f"{servers[name].phases[BUSY.name].rate_ratio.median:.2f}" if name in servers else ""
+    for name in (BASELINE, _ANSWERING, EXTPROC):
+        yield f"{servers[name].phases[BUSY.name].cpu_us:,.0f}" if name in servers else ""

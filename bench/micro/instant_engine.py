@@ -16,7 +16,7 @@ from typing import Final, cast
 
 import uvloop
 
-from bench.stack import MODEL
+from bench.stack.stack import MODEL
 
 _CHOICE: Final = '{"index":0,"message":{"role":"assistant","content":"ok"},"finish_reason":"stop"}'
 _USAGE: Final = (

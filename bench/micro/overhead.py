@@ -10,9 +10,8 @@ import msgspec
 
 from bench.micro.servers import ANSWER_BY_ENVOY, Case, Servers
 from bench.micro.wire import WireLoad, questions
-from bench.processes import Processes, StartFailed
-from bench.reporting.distribution import nearest_rank
-from bench.usage import cpu_seconds, is_running, peak_rss_bytes, thread_seconds
+from bench.reporting.results import nearest_rank
+from bench.stack.processes import Processes, StartFailed, cpu_seconds, is_running, peak_rss_bytes, thread_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

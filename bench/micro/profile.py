@@ -26,9 +26,8 @@ from bench.micro.checkout import BEGIN
 from bench.micro.overhead import BUSY
 from bench.micro.servers import ANSWER_BY_ENVOY, Case, Servers
 from bench.micro.wire import WireLoad, questions
-from bench.processes import Processes, StartFailed
-from bench.stack import EnvoyMissing
-from bench.usage import thread_seconds
+from bench.stack.processes import Processes, StartFailed, thread_seconds
+from bench.stack.stack import EnvoyMissing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 import msgspec
 
-from bench.processes import Processes, free_ports
-from bench.stack import ALIAS, MODEL, ROOT, documents, envoy_command
+from bench.stack.processes import Processes, free_ports
+from bench.stack.stack import ALIAS, MODEL, ROOT, documents, envoy_command
 from controller.bundle.envoy.bundle import build
 from controller.bundle.sync import Step, write
 from extproc.api.load import load

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.stack import ALIAS, MODEL, ROOT, documents
-from bench.workload.text import text_of
+from bench.stack.stack import ALIAS, MODEL, ROOT, documents
+from bench.workload.sessions import text_of
 from extproc.api.load import load
 from extproc.api.model_server import ModelServerSpec
 from extproc.core.core import Core
@@ -100,7 +100,7 @@ def view_over(endpoints: int) -> View:
 def test_pick(benchmark: BenchmarkFixture, policy: str, endpoints: int) -> None:
     picker = make_picker(ModelServerSpec(model="m", listed=()), {})
     if policy != "default":
-        file = ROOT / "bench/policies/configs" / f"{policy.replace(' ', '-')}.yaml"
+        file = ROOT / "bench/lab/policies/configs" / f"{policy.replace(' ', '-')}.yaml"
         picker = picker_from_text(file.name, file.read_text(), installed()).picker
     view, rng = view_over(endpoints), random.Random(0)
     assert benchmark(lambda: picker.pick(view, rng=rng)).rows

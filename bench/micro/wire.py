@@ -16,8 +16,8 @@ import msgspec
 
 from bench.engine.text import BYTES_PER_TOKEN
 from bench.micro.instant_engine import LAST_CHUNK, content_length, is_chunked
-from bench.stack import ALIAS
-from bench.workload.text import text_of
+from bench.stack.stack import ALIAS
+from bench.workload.sessions import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,10 +19,9 @@ import msgspec
 import uvloop
 from rich.console import Console
 
-from bench.processes import Processes, free_ports
 from bench.sizes.configuration import Gateway, Sizes, configuration, key_of
-from bench.stack import envoy_command
-from bench.usage import cpu_seconds, rss_bytes
+from bench.stack.processes import Processes, cpu_seconds, free_ports, rss_bytes
+from bench.stack.stack import envoy_command
 from extproc.api.status_pages import REPORT_PATH, ConfigReport, content_digest
 from extproc.protocol import CHAT_PATH
 

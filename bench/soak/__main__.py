@@ -18,12 +18,12 @@ from typing import Final
 import uvloop
 from rich.console import Console
 
-from bench.processes import StartFailed
 from bench.soak import report
 from bench.soak.hostile import GROUPS, HOSTILE
 from bench.soak.run import Settings, soak
 from bench.soak.verdict import Bounds, Record, is_well, verdict
-from bench.stack import ROOT, EnvoyMissing
+from bench.stack.processes import StartFailed
+from bench.stack.stack import ROOT, EnvoyMissing
 
 _OUT: Final = ROOT / "bench" / "out" / "soak"
 

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from bench.soak.engines import ENGINE_HEADER
-from bench.workload.text import text_of
+from bench.workload.sessions import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -20,11 +20,23 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from bench.engine.api import ChatRequest, CompletionRequest, Job, ResponsesRequest, chat_job, completion_job
-from bench.engine.api import responses_job as _responses_job
-from bench.engine.formats import ChatFormat, CompletionFormat, Format, ResponsesFormat
-from bench.engine.journal import BlocksRemoved, BlocksStored, CacheChange
-from bench.engine.messages import MessagesFormat, MessagesRequest, messages_job
+from bench.engine.blocks import BlocksRemoved, BlocksStored, CacheChange
+from bench.engine.formats import (
+    ChatFormat,
+    ChatRequest,
+    CompletionFormat,
+    CompletionRequest,
+    Format,
+    Job,
+    MessagesFormat,
+    MessagesRequest,
+    ResponsesFormat,
+    ResponsesRequest,
+    chat_job,
+    completion_job,
+    messages_job,
+)
+from bench.engine.formats import responses_job as _responses_job
 from bench.engine.publisher import Form, KvEventPublisher, KvEventsConfig
 from bench.engine.request import Request, Token
 from bench.engine.text import BYTES_PER_TOKEN, answer_text

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 import msgspec
 
-from bench.processes import Processes, free_ports, ports_in_a_row
 from bench.soak import engines, fleet
 from bench.soak.fleet import Model, document, text_of
 from bench.soak.hostile import HOSTILE, MIXED, REPLAY_OFFSET, adapter_of, hostile_host
-from bench.stack import Answers, IsThere, envoy_binary, envoy_command
+from bench.stack.processes import Processes, free_ports, ports_in_a_row
+from bench.stack.stack import Answers, IsThere, envoy_binary, envoy_command
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.reporting.plots import figure
+from bench.reporting.pages import figure
 from bench.soak.verdict import MIB
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from bench.soak.fleet import BROKEN, BROKEN_EVERY, Change, Model
 from bench.soak.gateway import JUDGED, KV, MIXED_NAME, Gateway, running_gateway
 from bench.soak.hostile import HOSTILE, MIXED, TRAP_HOST, TRAPPED_PATH, adapter_of
 from bench.soak.verdict import Latency, Loss, Process, Record, Refusal, Sample, Uptake
-from bench.usage import cpu_seconds, rss_bytes
+from bench.stack.processes import cpu_seconds, rss_bytes
 from extproc.api.status_pages import REPORT_PATH, ConfigReport, content_digest
 
 if TYPE_CHECKING:

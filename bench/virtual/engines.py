@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.engine.journal import Journal
+from bench.engine.blocks import Journal
 from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import Roofline, StepTime
 from extproc.core.peers import EngineSaid
@@ -16,8 +16,8 @@ from extproc.engines.metrics import CacheConfig, EngineReport, LoraState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from bench.engine.blocks import CacheChange
     from bench.engine.hardware import Hardware
-    from bench.engine.journal import CacheChange
     from bench.engine.request import EngineStep, Request, Token
     from bench.virtual.event_queue import EventQueue
 

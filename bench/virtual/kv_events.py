@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.engine.journal import BlocksRemoved
+from bench.engine.blocks import BlocksRemoved
 from bench.engine.text import tokens_of
 from extproc.prefix import kv_events
 from extproc.prefix.kv_index import Source
@@ -13,7 +13,7 @@ from extproc.prefix.kv_index import Source
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bench.engine.journal import CacheChange
+    from bench.engine.blocks import CacheChange
     from extproc.core.core import Core
 
 

@@ -1,20 +1,258 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generators by name, with their parameters: ``shared-prefix:groups=256,prefix=4096``."""
+"""Generated traffic: shapes with their parameters, by name as in ``shared-prefix:groups=256,prefix=4096``.
+
+Lengths are tokens, rates are requests or sessions per second. Equal shapes and seeds give equal workloads. Arrivals
+are a Poisson process unless the shape says otherwise. "Varies by half": evenly between half and one and a half of the
+mean.
+"""
 
 from __future__ import annotations
 
+import random
 from itertools import islice
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from bench.workload.formats.rows import Excerpt, TraceInvalid
-from bench.workload.sessions import Session, Workload
-from bench.workload.shapes import Agents, Bursts, Conversations, HeavyTail, LoraMix, Retrieval, SharedPrefix, Tenants
+from bench.workload.sessions import Piece, Session, SessionTurn, Workload, one_piece
+from bench.workload.traces import Excerpt, TraceInvalid, read_trace
+from extproc.protocol import TENANT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from bench.workload.traces import Excerpt
+
+
+class Conversations(msgspec.Struct, frozen=True):
+    """Many users chat with a few assistants: shared system prompts, several turns, pauses to think.
+
+    User turns, answers and think times vary by half. The shape is that of inference-perf's ``shared_prefix``
+    generator, with which llm-d's published comparisons were made.
+    """
+
+    sessions: int = 240
+    sessions_per_s: float = 4.5
+    system_prompts: int = 24
+    system_tokens: int = 4000
+    turns: int = 4
+    user_tokens: int = 300
+    output_tokens: int = 80
+    think_s: float = 4.0
+
+    def play(self, seed: int) -> Iterator[Session]:
+        """Each session draws its system prompt by chance."""
+        rng = random.Random(seed)
+        systems = [one_piece(f"{seed}/system/{number}", self.system_tokens) for number in range(self.system_prompts)]
+        begins_at_s = 0.0
+        for number in range(self.sessions):
+            begins_at_s += rng.expovariate(self.sessions_per_s)
+            turns = tuple(
+                SessionTurn(
+                    pieces=one_piece(f"{seed}/{number}/{turn}", jittered(rng, self.user_tokens)),
+                    output_tokens=jittered(rng, self.output_tokens),
+                    think_s=rng.uniform(0.5, 1.5) * self.think_s if turn else 0.0,
+                )
+                for turn in range(self.turns)
+            )
+            yield Session(begins_at_s, turns, rng.choice(systems))
+
+
+class SharedPrefix(msgspec.Struct, frozen=True):
+    """Groups of prompts with a long common prefix: inference-perf's ``shared_prefix``, used by llm-d and Kthena.
+
+    ``concurrency``: clients that each send the next request when they have an answer; 0: ``rate`` requests per second.
+    """
+
+    groups: int = 150
+    prompts: int = 5
+    prefix: int = 6000
+    question: int = 1200
+    output: int = 1000
+    rate: float = 10.0
+    concurrency: int = 0
+
+    def play(self, seed: int) -> Iterator[Session]:
+        """The prompts of all groups in random order."""
+        rng = random.Random(seed)
+        order = [(group, number) for group in range(self.groups) for number in range(self.prompts)]
+        rng.shuffle(order)
+        turns = [self._turn(seed, group, number) for group, number in order]
+        if self.concurrency:
+            for client in range(min(self.concurrency, len(turns))):
+                yield Session(0.0, tuple(turns[client :: self.concurrency]))
+            return
+        for begins_at_s, turn in zip(poisson_arrivals(rng, self.rate), turns, strict=False):
+            yield Session(begins_at_s, (turn,))
+
+    def _turn(self, seed: int, group: int, number: int) -> SessionTurn:
+        pieces = (Piece(f"{seed}/group/{group}", self.prefix), Piece(f"{seed}/{group}/{number}", self.question))
+        return SessionTurn(pieces, self.output, is_whole=True)
+
+
+class Agents(msgspec.Struct, frozen=True):
+    """Agents in tool loops: a long prompt of instructions that all share, then tool results and short answers in turn.
+
+    ``tool_s``: the mean time that a tool takes.
+    """
+
+    sessions: int = 120
+    rate: float = 0.6
+    instructions: int = 8000
+    task: int = 1500
+    steps: int = 12
+    result: int = 1200
+    output: int = 150
+    tool_s: float = 2.0
+
+    def play(self, seed: int) -> Iterator[Session]:
+        """Numbers of steps vary by half, tool results by a lognormal distribution."""
+        rng = random.Random(seed)
+        system = (Piece(f"{seed}/tools", self.instructions),)
+        for number, begins_at_s in zip(range(self.sessions), poisson_arrivals(rng, self.rate), strict=False):
+            steps = jittered(rng, self.steps)
+            yield Session(
+                begins_at_s, tuple(self._turn(rng, f"{seed}/{number}/{step}", step) for step in range(steps)), system
+            )
+
+    def _turn(self, rng: random.Random, key: str, step: int) -> SessionTurn:
+        if not step:
+            return SessionTurn((Piece(key, jittered(rng, self.task)),), jittered(rng, self.output))
+        tokens = max(1, round(self.result * rng.lognormvariate(-0.5, 1.0)))
+        return SessionTurn((Piece(key, tokens),), jittered(rng, self.output), think_s=rng.expovariate(1 / self.tool_s))
+
+
+class Retrieval(msgspec.Struct, frozen=True):
+    """Answers from documents: instructions, ``retrieved`` of ``documents`` by popularity (Zipf), and a question."""
+
+    requests: int = 1500
+    rate: float = 4.0
+    documents: int = 400
+    document: int = 2500
+    retrieved: int = 4
+    instructions: int = 500
+    question: int = 60
+    output: int = 250
+
+    def play(self, seed: int) -> Iterator[Session]:
+        """The most popular document comes first, so that prompts with the same one share a prefix."""
+        rng = random.Random(seed)
+        weights = [1 / (place + 1) for place in range(self.documents)]
+        for number, begins_at_s in zip(range(self.requests), poisson_arrivals(rng, self.rate), strict=False):
+            found = sorted(set(rng.choices(range(self.documents), weights, k=self.retrieved)))
+            pieces = (
+                Piece(f"{seed}/instructions", self.instructions),
+                *(Piece(f"{seed}/document/{one}", self.document) for one in found),
+                Piece(f"{seed}/question/{number}", self.question),
+            )
+            yield Session(begins_at_s, (SessionTurn(pieces, jittered(rng, self.output)),))
+
+
+class Bursts(msgspec.Struct, frozen=True):
+    """Bursts: ``burst_rate`` for ``burst_s`` seconds, then ``rate`` for ``quiet_s`` seconds. Prompts share nothing."""
+
+    requests: int = 2000
+    rate: float = 2.0
+    burst_rate: float = 20.0
+    burst_s: float = 10.0
+    quiet_s: float = 50.0
+    prompt: int = 3000
+    output: int = 200
+
+    def play(self, seed: int) -> Iterator[Session]:
+        """A Poisson process with two rates, by thinning."""
+        rng = random.Random(seed)
+        fastest = max(self.rate, self.burst_rate)
+        number = 0
+        for begins_at_s in poisson_arrivals(rng, fastest):
+            is_burst = begins_at_s % (self.burst_s + self.quiet_s) < self.burst_s
+            if rng.random() * fastest > (self.burst_rate if is_burst else self.rate):
+                continue
+            yield Session(
+                begins_at_s,
+                (SessionTurn((Piece(f"{seed}/{number}", jittered(rng, self.prompt)),), jittered(rng, self.output)),),
+            )
+            number += 1
+            if number == self.requests:
+                return
+
+
+class HeavyTail(msgspec.Struct, frozen=True):
+    """Lognormal prompt lengths with the given median and sigma, at most ``longest``. Prompts share nothing."""
+
+    requests: int = 2000
+    rate: float = 4.0
+    median: int = 1500
+    sigma: float = 1.5
+    longest: int = 100_000
+    output: int = 250
+
+    def play(self, seed: int) -> Iterator[Session]:
+        """Answers vary by half."""
+        rng = random.Random(seed)
+        for number, begins_at_s in zip(range(self.requests), poisson_arrivals(rng, self.rate), strict=False):
+            tokens = min(self.longest, max(1, round(self.median * rng.lognormvariate(0.0, self.sigma))))
+            yield Session(begins_at_s, (SessionTurn((Piece(f"{seed}/{number}", tokens),), jittered(rng, self.output)),))
+
+
+class Tenants(msgspec.Struct, frozen=True):
+    """Tenants with unequal shares of the requests (Zipf), each with a system prompt of its own.
+
+    The tenant is in the header and in the label.
+    """
+
+    requests: int = 2000
+    rate: float = 8.0
+    tenants: int = 10
+    system: int = 2000
+    prompt: int = 1000
+    output: int = 200
+
+    def play(self, seed: int) -> Iterator[Session]:
+        """The first tenant sends most."""
+        rng = random.Random(seed)
+        weights = [1 / (place + 1) for place in range(self.tenants)]
+        for number, begins_at_s in zip(range(self.requests), poisson_arrivals(rng, self.rate), strict=False):
+            tenant = f"tenant-{rng.choices(range(self.tenants), weights)[0]}"
+            turn = SessionTurn((Piece(f"{seed}/{number}", jittered(rng, self.prompt)),), jittered(rng, self.output))
+            system = (Piece(f"{seed}/{tenant}", self.system),)
+            yield Session(begins_at_s, (turn,), system, headers={TENANT: tenant}, label=tenant)
+
+
+class LoraMix(msgspec.Struct, frozen=True):
+    """Requests for LoRA adapters by popularity (Zipf). Adapters share no cache."""
+
+    requests: int = 2000
+    rate: float = 8.0
+    adapters: int = 12
+    system: int = 1500
+    prompt: int = 800
+    output: int = 200
+
+    def play(self, seed: int) -> Iterator[Session]:
+        """The label is the adapter."""
+        rng = random.Random(seed)
+        weights = [1 / (place + 1) for place in range(self.adapters)]
+        for number, begins_at_s in zip(range(self.requests), poisson_arrivals(rng, self.rate), strict=False):
+            adapter = f"adapter-{rng.choices(range(self.adapters), weights)[0]}"
+            turn = SessionTurn((Piece(f"{seed}/{number}", jittered(rng, self.prompt)),), jittered(rng, self.output))
+            yield Session(begins_at_s, (turn,), (Piece(f"{seed}/system", self.system),), label=adapter, adapter=adapter)
+
+
+def poisson_arrivals(rng: random.Random, rate: float) -> Iterator[float]:
+    """Instants of a Poisson process, without end. ``rate``: per second."""
+    now = 0.0
+    while True:
+        now += rng.expovariate(rate)
+        yield now
+
+
+def jittered(rng: random.Random, mean: int) -> int:
+    """A random integer between half and one and a half of ``mean``, at least 1."""
+
+    return max(1, round(rng.uniform(0.5, 1.5) * mean))
 
 
 class Shape(Protocol):
@@ -73,3 +311,13 @@ def generate(described: str, seed: int, excerpt: Excerpt) -> Workload:
 
 def _fields(name: str) -> list[str]:
     return list(GENERATORS[name].__annotations__)
+
+
+def load_workload(source: str, excerpt: Excerpt, *, trace_format: str | None = None, seed: int = 0) -> Workload:
+    """``source``: the path of a trace, or a generator as in ``chat:sessions=30``. Raises TraceInvalid.
+
+    ``trace_format``: of a trace; None: by its file name. ``seed``: of a generator.
+    """
+    if source.partition(":")[0] in GENERATORS:
+        return generate(source, seed, excerpt)
+    return read_trace(Path(source), excerpt, trace_format)

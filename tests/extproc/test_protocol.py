@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.fuzz.seeds import content_of
+from bench.fuzz.mutants import content_of
 from extproc.core.record import Head
 from extproc.errors import BadRequest, ErrorForm
 from extproc.protocol import ANTHROPIC_PATHS, APIS_BY_PATH, Api, api_of_path

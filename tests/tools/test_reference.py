@@ -13,10 +13,9 @@ from controller.api.crds import field_docs
 from extproc.llmd.registry import BUILT_IN, NOT_BUILT
 from tools.reference.__main__ import FOLDER, pages
 from tools.reference.commands import page as commands_page
-from tools.reference.field_types import default_text, type_text
-from tools.reference.kinds import KINDS, anchor, page
-from tools.reference.llm_d_files import verdicts as file_verdicts
-from tools.reference.llm_d_parameters import LLM_D, unknown_parameters, verdicts
+from tools.reference.kinds import KINDS, anchor, default_text, page, type_text
+from tools.reference.llm_d import LLM_D, parameter_verdicts, unknown_parameters
+from tools.reference.llm_d import verdicts as file_verdicts
 
 
 class Part(msgspec.Struct, frozen=True, rename="camel"):
@@ -49,9 +48,9 @@ def test_the_pages_are_up_to_date() -> None:
 
 def test_every_parameter_of_llm_ds_plugins_is_taken_or_told() -> None:
     assert unknown_parameters() == []
-    assert {name for name, _, here in verdicts() if here.startswith("not built")} == {"reserve-endpoint"}
+    assert {name for name, _, here in parameter_verdicts() if here.startswith("not built")} == {"reserve-endpoint"}
     assert NOT_BUILT.keys() & LLM_D.keys() == {"reserve-endpoint"}
-    by_parameter = {(name, parameter): here for name, parameter, here in verdicts()}
+    by_parameter = {(name, parameter): here for name, parameter, here in parameter_verdicts()}
     assert by_parameter["prefix-cache-affinity-filter", "maxTTFTPenaltyMs"] == "taken"
     assert by_parameter["no-hit-lru-scorer", "lruSize"].startswith("without effect: every endpoint")
     assert by_parameter["token-producer", "estimate"].startswith("without effect; in its place, the ModelServer's")

@@ -12,8 +12,8 @@ import openai
 import pytest
 import pytest_asyncio
 
-from bench import processes
-from bench.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, envoy_binary, running_stack
+from bench.stack import processes
+from bench.stack.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, envoy_binary, running_stack
 from tests.fork_server import ForkServer
 from tests.programs import not_tested
 

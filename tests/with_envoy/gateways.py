@@ -16,8 +16,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from bench.processes import Processes, free_ports
-from bench.stack import envoy_command
+from bench.stack.processes import Processes, free_ports
+from bench.stack.stack import envoy_command
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence

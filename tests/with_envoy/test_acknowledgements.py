@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from bench.processes import Processes, free_ports
-from bench.stack import documents, envoy_command
+from bench.stack.processes import Processes, free_ports
+from bench.stack.stack import documents, envoy_command
 from controller.bundle.acknowledgements import Acknowledgements, read_state
 from extproc.api.load import load_directory
 from tests.waiting import eventually

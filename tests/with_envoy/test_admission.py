@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.stack import ALIAS, EngineFlags, Stack, running_stack
+from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

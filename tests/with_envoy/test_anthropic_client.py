@@ -11,7 +11,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from bench.stack import MODEL
+from bench.stack.stack import MODEL
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import openai
 
-    from bench.stack import Stack
+    from bench.stack.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from bench.fuzz.seeds import content_of
+from bench.fuzz.mutants import content_of
 from extproc.protocol import APIS_BY_PATH, Api
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     import openai
 
-    from bench.stack import Stack
+    from bench.stack.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from aiohttp import web
 
-from bench.processes import Processes, free_ports
-from bench.stack import ALIAS, documents, envoy_command
+from bench.stack.processes import Processes, free_ports
+from bench.stack.stack import ALIAS, documents, envoy_command
 from controller.bundle.sync import GOLDEN_PATH, write_once
 from extproc.api.load import load_directory
 from tests.waiting import until_served

@@ -13,7 +13,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from bench.stack import ALIAS, EngineFlags, Stack, running_stack
+from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
 from tests.waiting import eventually
 from tests.with_envoy.test_admission import edit, spec_of
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import httpx
 from prometheus_client import CollectorRegistry
 
-from bench.processes import free_ports
-from bench.stack import ALIAS, EngineFlags, running_stack
+from bench.stack.processes import free_ports
+from bench.stack.stack import ALIAS, EngineFlags, running_stack
 from controller.autoscaler.decision.signals import Signals
 from controller.kube.gateway_reports import DemandFeed
 from controller.kube.pages import pages

@@ -11,11 +11,9 @@ import httpx
 import msgspec
 import pytest
 
-from bench.fuzz.bodies import FLAGS, ROUTE, SERVER, FuzzSettings, fuzz, told
+from bench.fuzz.bodies import FLAGS, ROUTE, SERVER, Answer, FuzzSettings, fault_of, fuzz, send, told
 from bench.fuzz.mutants import Case, mutant
-from bench.fuzz.senders import Answer, send
-from bench.fuzz.verdict import fault_of
-from bench.stack import running_stack
+from bench.stack.stack import running_stack
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from tests.with_envoy.gateways import engines, gateway
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from bench.stack import ALIAS
+from bench.stack.stack import ALIAS
 
 if TYPE_CHECKING:
-    from bench.stack import Stack
+    from bench.stack.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 
-from bench.stack import ALIAS, EngineFlags, Stack, running_stack
+from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
 from tests.redis_server import running_redis
 from tests.waiting import eventually
 from tests.with_envoy.load import Load

@@ -14,8 +14,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from bench.processes import free_ports
-from bench.stack import ALIAS, EngineFlags, Stack, running_stack
+from bench.stack.processes import free_ports
+from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
 from controller.bundle.acknowledgements import Acknowledgements, read_state
 from controller.bundle.sync import wait_until_acknowledged
 from extproc.api.load import load_directory

@@ -11,11 +11,11 @@ import httpx
 import openai
 import pytest
 
-from bench.stack import MODEL
+from bench.stack.stack import MODEL
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from bench.stack import Stack
+    from bench.stack.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.cluster.certificates import Authority
-from bench.processes import Processes, free_ports
+from bench.stack.processes import Processes, free_ports
 from extproc.streams.tls import TlsFiles
 from tests.extproc.streams.test_tls import issue
 from tests.waiting import eventually

@@ -15,16 +15,15 @@ import aiohttp
 import msgspec
 import pytest
 
-from bench.load.client import LoadClient
-from bench.stack import ALIAS, EngineFlags, running_stack
-from bench.workload.generators import conversations
-from bench.workload.shapes import Conversations
+from bench.live.client import LoadClient
+from bench.stack.stack import ALIAS, EngineFlags, running_stack
+from bench.workload.generators import Conversations, conversations
 from tests.decision_log import LoggedOutcome, read_outcomes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.stack import Stack
+    from bench.stack.stack import Stack
 
 BLOCK: Final = 16
 SPEED: Final = 8.0

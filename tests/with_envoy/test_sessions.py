@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from bench.stack import ALIAS, EngineFlags, running_stack
+from bench.stack.stack import ALIAS, EngineFlags, running_stack
 from extproc.scheduling.sessions import session_token
 from tests.waiting import eventually
 from tests.with_envoy.gateways import engines, gateway, pool_config
@@ -18,7 +18,7 @@ from tests.with_envoy.gateways import engines, gateway, pool_config
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.stack import Stack
+    from bench.stack.stack import Stack
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps({"model": "base", "messages": [{"role": "user", "content": "Who are you?"}]})

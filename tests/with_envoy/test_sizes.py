@@ -13,9 +13,8 @@ import httpx
 import pytest
 from aiohttp import web
 
-from bench.processes import Processes, free_ports
 from bench.sizes.configuration import Gateway, Sizes, configuration
-from bench.stack import envoy_command
+from bench.stack.stack import envoy_command
 from controller.bundle.acknowledgements import Acknowledgements, read_state, why_not_ready
 from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES
 from extproc.api.load import load_directory

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from bench.stack import EngineFlags, Stack, running_stack
+from bench.stack.stack import EngineFlags, Stack, running_stack
 from tests.waiting import eventually
 from tests.with_envoy.load import Load
 

@@ -11,13 +11,12 @@ import pytest
 
 from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import EngineLimits
-from bench.load.client import LoadClient
-from bench.reporting.summary import Summary, summarize
-from bench.stack import ALIAS, EngineFlags, documents, running_stack
+from bench.live.client import LoadClient
+from bench.reporting.results import Summary, summarize
+from bench.stack.stack import ALIAS, EngineFlags, documents, running_stack
 from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import Simulation
-from bench.workload.generators import conversations
-from bench.workload.shapes import Conversations
+from bench.workload.generators import Conversations, conversations
 from extproc.api.load import load
 
 if TYPE_CHECKING:

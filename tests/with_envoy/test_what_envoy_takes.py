@@ -10,8 +10,8 @@ import httpx
 import pytest
 from aiohttp import web
 
-from bench.processes import Processes, free_ports
-from bench.stack import ALIAS, documents, envoy_command
+from bench.stack.processes import Processes, free_ports
+from bench.stack.stack import ALIAS, documents, envoy_command
 from controller.bundle.sync import write_once
 from extproc.api.load import load
 from extproc.api.matches import MAX_PROGRAM_SIZE

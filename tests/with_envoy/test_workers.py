@@ -15,11 +15,10 @@ import httpx
 import msgspec
 import pytest
 
-from bench.load.client import LoadClient
-from bench.reporting.summary import cached_token_ratio
-from bench.stack import ALIAS, EngineFlags, running_stack
-from bench.workload.generators import conversations
-from bench.workload.shapes import Conversations
+from bench.live.client import LoadClient
+from bench.reporting.results import cached_token_ratio
+from bench.stack.stack import ALIAS, EngineFlags, running_stack
+from bench.workload.generators import Conversations, conversations
 from tests.decision_log import read_outcomes
 from tests.waiting import eventually
 from tests.with_envoy.load import Load

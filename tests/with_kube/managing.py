@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bench.cluster.crds import apply_crds
+from bench.cluster.control_plane import apply_crds
 from controller.kube.client import Client, connect
 from controller.kube.informer import InformerTiming
 from controller.kube.lease import LeaderElection, LeaseTiming

@@ -14,7 +14,7 @@ import yaml
 from aiohttp import web
 
 from bench.cluster.certificates import Authority, write_private
-from bench.processes import Processes, free_ports
+from bench.stack.processes import Processes, free_ports
 from tests.programs import program
 
 if TYPE_CHECKING:

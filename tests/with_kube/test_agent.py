@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest_asyncio
 
-from bench.cluster.node.container_machine import NodeTiming
-from bench.cluster.node.node import gpu_node
-from bench.cluster.node.running import running_nodes
+from bench.cluster.node.node import gpu_node, running_nodes
+from bench.cluster.node.pod_machine import NodeTiming
 from controller.kube.resources import NODES, PODS
 from tests.waiting import eventually
 

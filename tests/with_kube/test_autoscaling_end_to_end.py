@@ -13,13 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from bench.cluster.scaling.asking import Asking
-from bench.cluster.scaling.cycles import cycled
-from bench.cluster.scaling.faults import survived
-from bench.cluster.scaling.leaving import scaled_in
-from bench.cluster.scaling.objects import Model
-from bench.cluster.scaling.reaction import overloads, wakings
-from bench.cluster.scaling.site import PATIENCE_S, running_site, until
+from bench.cluster.scaling.site import PATIENCE_S, Asking, Model, running_site, until
+from bench.cluster.scaling.trials import cycled, overloads, scaled_in, survived, wakings
 from tests.programs import program
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from controller.kube.access import Access
 from controller.kube.client import Client, connect, events_in
 from controller.kube.errors import (

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bench.cluster.assets import ROOT, versions
-from bench.cluster.control_plane import ControlPlaneOptions, running_control_plane
-from bench.cluster.crds import apply_crds
-from bench.cluster.node.container_machine import NodeTiming
-from bench.cluster.node.node import gpu_node
-from bench.cluster.node.running import running_nodes
+from bench.cluster.control_plane import ControlPlaneOptions, apply_crds, running_control_plane
+from bench.cluster.node.node import gpu_node, running_nodes
+from bench.cluster.node.pod_machine import NodeTiming
 from controller.kube.client import Client, connect
 from controller.kube.errors import Invalid, NotFound, Unreachable
 from controller.kube.resources import PODS, Resource

@@ -16,11 +16,11 @@ import openai
 import pytest_asyncio
 import yaml
 
-from bench.cluster.crds import apply_crds
+from bench.cluster.control_plane import apply_crds
 from bench.cluster.node.node import gpu_node
-from bench.cluster.node.running import running_nodes
-from bench.processes import Processes, free_ports
-from bench.stack import envoy_command
+from bench.cluster.node.node import running_nodes
+from bench.stack.processes import Processes, free_ports
+from bench.stack.stack import envoy_command
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings

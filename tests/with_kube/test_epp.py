@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest_asyncio
 
-from bench.cluster.kubeconfig import write_kubeconfig
-from bench.processes import free_ports, ports_in_a_row
+from bench.cluster.control_plane import write_kubeconfig
+from bench.stack.processes import free_ports, ports_in_a_row
 from controller.kube.resources import INFERENCE_POOLS
 from tests.waiting import eventually
 from tests.with_envoy.test_picker_tls import NOT_SERVING, SERVING, health

@@ -21,8 +21,8 @@ import yaml
 
 from bench.cluster.assets import ROOT
 from bench.cluster.certificates import write_private
-from bench.cluster.kubeconfig import write_kubeconfig
-from bench.processes import Processes, free_ports
+from bench.cluster.control_plane import write_kubeconfig
+from bench.stack.processes import Processes, free_ports
 from controller.autoscaler.export.keda_messages import GetMetricsRequest, GetMetricsResponse, ScaledObjectRef
 from controller.kube.errors import ClusterError, NotFound
 from controller.kube.resources import MODEL_INFERS, SECRETS, SERVICE_ACCOUNTS, SERVICES, Resource

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest_asyncio
 
-from bench.cluster.crds import apply_crds
+from bench.cluster.control_plane import apply_crds
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings

@@ -15,7 +15,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from attache.__main__ import main
-from bench.cluster.kubeconfig import write_kubeconfig
+from bench.cluster.control_plane import write_kubeconfig
 from controller.gateway.compile.compiler import Compiler
 from controller.gateway.directory import DirectoryWriter
 from controller.gateway.metrics import GatewayMetrics

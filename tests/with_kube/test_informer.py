@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from bench.cluster.control_plane import ControlPlane
-    from bench.cluster.fake.faults import Call
-    from bench.cluster.fake.server import FakeServer
+    from bench.cluster.fake.server import Call, FakeServer
     from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 

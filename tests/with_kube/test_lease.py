@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from controller.kube.client import connect
 from controller.kube.lease import LeaderElection, LeaseTiming
 from controller.kube.resources import LEASES

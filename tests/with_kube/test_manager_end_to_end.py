@@ -12,9 +12,8 @@ import pytest
 import pytest_asyncio
 
 from bench.cluster.assets import ROOT
-from bench.cluster.node.container_machine import NodeTiming
-from bench.cluster.node.node import Node, gpu_node
-from bench.cluster.node.running import running_nodes
+from bench.cluster.node.node import Node, gpu_node, running_nodes
+from bench.cluster.node.pod_machine import NodeTiming
 from controller.kube.client import Client
 from controller.kube.resources import (
     CONTROLLER_REVISIONS,

@@ -10,8 +10,7 @@ import msgspec
 import pytest_asyncio
 import yaml
 
-from bench.cluster.node.node import gpu_node
-from bench.cluster.node.running import running_nodes
+from bench.cluster.node.node import gpu_node, running_nodes
 from controller.kube.errors import Forbidden
 from controller.kube.resources import MODEL_INFERS, MODELS, NODES, PODS, SECRETS, SERVICES
 from controller.models.model_infer import names

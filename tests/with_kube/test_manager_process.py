@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import aiohttp
 
 from bench.cluster.assets import ROOT
-from bench.cluster.kubeconfig import write_kubeconfig
-from bench.processes import Processes, free_ports
+from bench.cluster.control_plane import write_kubeconfig
+from bench.stack.processes import Processes, free_ports
 from controller.kube.resources import LEASES, MODEL_INFERS, PODS
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from bench.cluster.crds import apply_crds
+from bench.cluster.control_plane import apply_crds
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings, parse_addresses
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings

@@ -18,11 +18,10 @@ import yaml
 from aiohttp import web
 
 from bench.cluster.assets import ROOT
-from bench.cluster.node.container_machine import NodeTiming
-from bench.cluster.node.node import gpu_node
-from bench.cluster.node.running import running_nodes
-from bench.processes import Processes, free_ports
-from bench.stack import envoy_command
+from bench.cluster.node.node import gpu_node, running_nodes
+from bench.cluster.node.pod_machine import NodeTiming
+from bench.stack.processes import Processes, free_ports
+from bench.stack.stack import envoy_command
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
 from controller.kube.client import Client, connect

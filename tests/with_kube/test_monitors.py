@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 import yaml
 
-from bench.processes import Processes, free_ports
+from bench.stack.processes import Processes, free_ports
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
 from controller.gateway.metrics import GatewayMetrics
 from controller.kube.metrics import ManagerMetrics

@@ -14,9 +14,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from bench.cluster.node.container_machine import NodeTiming
-from bench.cluster.node.node import Node, gpu_node
-from bench.cluster.node.running import running_nodes
+from bench.cluster.node.node import Node, gpu_node, running_nodes
+from bench.cluster.node.pod_machine import NodeTiming
 from controller.kube.client import Client
 from controller.kube.errors import Forbidden
 from controller.kube.resources import CONFIG_MAPS, DEPLOYMENTS, NODES, PODS, SECRETS, Resource

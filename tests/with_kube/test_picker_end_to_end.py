@@ -17,10 +17,9 @@ import pytest_asyncio
 import yaml
 
 from bench.cluster.certificates import Authority
-from bench.cluster.node.node import gpu_node
-from bench.cluster.node.running import running_nodes
-from bench.processes import Processes, free_ports
-from bench.stack import envoy_command
+from bench.cluster.node.node import gpu_node, running_nodes
+from bench.stack.processes import Processes, free_ports
+from bench.stack.stack import envoy_command
 from controller.kube.client import Client
 from controller.kube.resources import DEPLOYMENTS, INFERENCE_POOLS, NODES, PODS, SECRETS, Object, Resource
 from tests.controller.commands.test_epp import CHART

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.cluster.crds import apply_crds
+from bench.cluster.control_plane import apply_crds
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.picker_role import CONTROLLER, PickerRole, PickerSettings
 from controller.kube.client import connect

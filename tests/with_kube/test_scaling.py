@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from bench.cluster.fake.faults import Call
-    from bench.cluster.fake.server import FakeServer
+    from bench.cluster.fake.server import Call, FakeServer
     from controller.api.autoscaling_binding import AutoscalingPolicyBinding
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.decision import Decision

@@ -15,7 +15,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from bench.cluster.assets import ROOT
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
 from controller.autoscaler.reconciler.pages import routes
 from controller.autoscaler.reconciler.records import Records

@@ -9,7 +9,7 @@ import pytest_asyncio
 import yaml
 
 from bench.cluster.assets import ROOT
-from bench.cluster.crds import apply_crds
+from bench.cluster.control_plane import apply_crds
 from controller.autoscaler.reconciler.scalables import LEADER_WORKER_SETS
 from controller.kube.resources import PODS, Object
 from tests.waiting import eventually

@@ -9,7 +9,7 @@ import pytest_asyncio
 import yaml
 
 from bench.cluster.assets import ROOT
-from bench.cluster.crds import apply_crds
+from bench.cluster.control_plane import apply_crds
 from controller.autoscaler.reconciler.scalables import SCALED_BY
 from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, PODS, Object, Resource
 from tests.waiting import eventually

@@ -12,7 +12,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from bench.cluster.assets import ROOT
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from controller.autoscaler.reconciler.metric_sources import SourceSettings
 from controller.autoscaler.reconciler.source_http import Failed, page_of
 from controller.kube.resources import DEPLOYMENTS

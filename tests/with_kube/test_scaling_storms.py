@@ -32,8 +32,7 @@ from tests.with_kube.scaling import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bench.cluster.fake.faults import Call
-    from bench.cluster.fake.server import FakeServer
+    from bench.cluster.fake.server import Call, FakeServer
     from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 

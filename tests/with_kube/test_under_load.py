@@ -13,8 +13,7 @@ import pytest
 import pytest_asyncio
 
 from bench.cluster.assets import ROOT
-from bench.cluster.node.node import gpu_node
-from bench.cluster.node.running import running_nodes
+from bench.cluster.node.node import gpu_node, running_nodes
 from controller.kube.client import connect
 from controller.kube.resources import NAMESPACES, NODES
 from controller.models.model_infer import names

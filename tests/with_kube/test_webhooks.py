@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from controller.kube.client import connect
 from controller.kube.errors import ApiError, Forbidden
 from controller.kube.metrics import ManagerMetrics

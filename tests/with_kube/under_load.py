@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import aiohttp
 import msgspec
 
-from bench.cluster.node.container_machine import NodeTiming
 from bench.cluster.node.node import Node
-from bench.processes import Processes, free_ports
-from bench.stack import envoy_command
+from bench.cluster.node.pod_machine import NodeTiming
+from bench.stack.processes import Processes, free_ports
+from bench.stack.stack import envoy_command
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
 from controller.kube.client import Client, connect

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tools.reference import apis, commands, kinds, llm_d_files, llm_d_flags, llm_d_parameters, plugins
+from tools.reference import apis, commands, kinds, llm_d, plugins
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,10 +21,10 @@ def pages() -> Mapping[str, str]:
         "apis.md": apis.page(),
         "plugins.md": plugins.page(),
         "commands.md": commands.page(),
-        "llm-d-flags.md": llm_d_flags.page(),
+        "llm-d-flags.md": llm_d.flags_page(),
     }
-    llm_d = {"llm-d-plugins.md": llm_d_parameters.page(), "llm-d-files.md": llm_d_files.page()}
-    return {**found, **others, **llm_d}
+    files = {"llm-d-plugins.md": llm_d.parameters_page(), "llm-d-files.md": llm_d.files_page()}
+    return {**found, **others, **files}
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from msgspec import inspect
 from controller.api.crds import field_docs
 from extproc.llmd.notes import without_effect
 from extproc.llmd.registry import ACCEPTED, BUILT_IN, NOT_BUILT
-from tools.reference.field_types import structs_in
-from tools.reference.kinds import MARK, field_table
+from tools.reference.kinds import MARK, field_table, structs_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an autoscaler of others offers, and the HPA that stands behind most of them.
+"""The interface of another project's autoscaler, the HPA that stands behind most of them, and Knative's KPA.
 
 A peer answers in replicas of the situation's first target, within that target's bounds; one that knows several kinds of
 engine answers for each. What a peer's own collector does not know is what its program would take for it: mostly 0.
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from controller.api.autoscaling import Behavior
+from controller.api.autoscaling import Behavior, MetricTarget
 from controller.autoscaler.decision.behavior import Past, Recommended, Scaled, behaved, remembered
 from controller.autoscaler.decision.decision import Strategy
 from controller.autoscaler.decision.situation import EngineReport, EngineState, Situation
-from controller.autoscaler.decision.strategies.target import Pool, Tolerance, of_total
+from controller.autoscaler.decision.strategies.concurrency import ConcurrencyParameters, ConcurrencyStrategy
+from controller.autoscaler.decision.strategies.target import Pool, TargetStrategy, Tolerance, of_total
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -135,3 +136,19 @@ def bounded(replicas: float, situation: Situation) -> int:
     """Within the bounds of the first target."""
     spec = situation.targets[0].spec
     return min(max(math.ceil(replicas), spec.min_replicas), spec.max_replicas)
+
+
+def kpa(*, target: float = 100.0, utilization: float = 0.7, period_s: float = 2.0) -> StrategyPeer:
+    """``target``: requests in flight that one replica takes; ``utilization``: the share of it that is aimed at."""
+    return StrategyPeer(ConcurrencyStrategy(ConcurrencyParameters(target, utilization)), None, period_s)
+
+
+def hpa(
+    *, running: float, waiting: float | None = None, behavior: Behavior | None = None, period_s: float = 15.0
+) -> StrategyPeer:
+    """``running`` and ``waiting``: requests that one replica should have; without ``waiting`` all count as one."""
+    if waiting is None:
+        metrics: tuple[MetricTarget, ...] = (MetricTarget("requests_in_flight", running),)
+    else:
+        metrics = (MetricTarget("requests_running", running), MetricTarget("requests_queued", waiting))
+    return StrategyPeer(TargetStrategy(metrics, careful=False), behavior or Behavior(), period_s)

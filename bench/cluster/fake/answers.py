@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The refusals of the API server, as its Status objects have them."""
+"""Refusals of the fake API server as Status objects, and label and field selectors."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 
 class Refused(Exception):
@@ -67,3 +66,55 @@ def invalid(kind: str, name: str, causes: list[str]) -> Refused:
 def bad_request(message: str) -> Refused:
     """400."""
     return Refused(400, "BadRequest", message)
+
+
+Matches = Callable[[Mapping[str, Any]], bool]
+_SET: Final = re.compile(r"^(?P<key>[\w./-]+)\s+(?P<op>in|notin)\s*\((?P<values>[^)]*)\)$")
+_EQUAL: Final = re.compile(r"^(?P<key>[\w./-]+)\s*(?P<op>==|=|!=)\s*(?P<value>[\w.-]*)$")
+_THERE: Final = re.compile(r"^(?P<no>!?)\s*(?P<key>[\w./-]+)$")
+
+
+def selector(labels: str, fields: str) -> Matches:
+    """Whether an object is selected; both may be empty. Raises Refused (400) for what cannot be read."""
+    by_label = [_requirement(part) for part in _parts(labels)]
+    by_field = [_field(part) for part in _parts(fields)]
+
+    def matches(thing: Mapping[str, Any]) -> bool:
+        found = thing["metadata"].get("labels") or {}
+        return all(one(found) for one in by_label) and all(one(thing) for one in by_field)
+
+    return matches
+
+
+def _parts(text: str) -> list[str]:
+    """Commas inside of parentheses do not separate."""
+    return [part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()]
+
+
+def _requirement(part: str) -> Matches:
+    if found := _SET.match(part):
+        values = {value.strip() for value in found["values"].split(",")}
+        key, wanted = found["key"], found["op"] == "in"
+        return lambda labels: (labels.get(key) in values) == wanted if key in labels else not wanted
+    if found := _EQUAL.match(part):
+        key, value, equal = found["key"], found["value"], found["op"] != "!="
+        return lambda labels: (labels.get(key) == value) == equal
+    if found := _THERE.match(part):
+        key, wanted = found["key"], not found["no"]
+        return lambda labels: (key in labels) == wanted
+    raise bad_request(f"unable to parse requirement: {part}")
+
+
+def _field(part: str) -> Matches:
+    path, operator, value = re.split(r"(==|!=|=)", part, maxsplit=1) if "=" in part else (part, "", "")
+    if not operator:
+        raise bad_request(f"invalid selector: {part!r}; can't understand it")
+    names = path.strip().split(".")
+    return lambda thing: (str(_at(thing, names)) == value.strip()) == (operator != "!=")
+
+
+def _at(thing: Mapping[str, Any], names: list[str]) -> object:
+    found: object = thing
+    for name in names:
+        found = found.get(name, "") if isinstance(found, Mapping) else ""
+    return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of the API on the stored objects: create, update, patch, apply, delete, bind."""
+"""Calls on stored objects: what a path names, and create, update, patch, apply, delete, bind."""
 
 from __future__ import annotations
 
@@ -10,17 +10,44 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from bench.cluster.fake.answers import Refused, bad_request, conflict, invalid, not_found
-from bench.cluster.fake.applying import Applying, Owners
-from bench.cluster.fake.patches import merged, patched
-from bench.cluster.fake.schema import faults_in, pruned, unknown_fields, with_defaults
+from bench.cluster.fake.applying import Applying, Owners, merged, patched
+from bench.cluster.fake.kinds import Kind, faults_in, pruned, unknown_fields, with_defaults
 from controller.kube.resources import CRDS, SECRETS, Object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from bench.cluster.fake.kinds import Kind, Kinds
+    from bench.cluster.fake.kinds import Kinds
     from bench.cluster.fake.storage import Storage
-    from bench.cluster.fake.targets import Target
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A collection without ``name``; of all namespaces without ``namespace``, if its kind has any."""
+
+    kind: Kind
+    namespace: str | None = None
+    name: str = ""
+    subresource: str = ""
+
+
+def target_of(path: str, kinds: Kinds) -> Target | None:
+    """What ``path`` names; None if the server has nothing there."""
+    parts = [part for part in path.split("/") if part]
+    if parts[:1] == ["api"] and len(parts) > 2:
+        group, version, rest = "", parts[1], parts[2:]
+    elif parts[:1] == ["apis"] and len(parts) > 3:
+        group, version, rest = parts[1], parts[2], parts[3:]
+    else:
+        return None
+    namespace = None
+    if rest[0] == "namespaces" and len(rest) >= 3 and rest[2] not in ("status", "finalize"):
+        namespace, rest = rest[1], rest[2:]
+    kind = kinds.find(group, version, rest[0])
+    if kind is None or len(rest) > 3 or (namespace is not None) > kind.resource.namespaced:
+        return None
+    plural, name, subresource = [*rest, "", ""][:3]
+    return Target(kind, namespace, name, subresource) if plural else None
+
 
 _NOTHING: Final[Mapping[str, Any]] = {}
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fake server's HTTP: discovery, reads, writes, watches."""
+"""The fake API server's HTTP: discovery, reads, writes, watches and injected faults."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,19 +14,225 @@ import msgspec
 import yaml
 from aiohttp import web
 
-from bench.cluster.fake.answers import Refused, bad_request, expired
-from bench.cluster.fake.faults import Call, Faults
-from bench.cluster.fake.kinds import Kinds
-from bench.cluster.fake.objects import How, Objects
-from bench.cluster.fake.scales import scale_of, scaling
-from bench.cluster.fake.selectors import selector
-from bench.cluster.fake.storage import Storage
-from bench.cluster.fake.targets import Target, target_of
-from bench.cluster.fake.watches import Watches
+from bench.cluster.fake.answers import Matches, Refused, bad_request, conflict, expired, selector
+from bench.cluster.fake.kinds import Kinds, scale_of, scaling
+from bench.cluster.fake.objects import How, Objects, Target, target_of
+from bench.cluster.fake.storage import Change, Storage, place_of
 from controller.kube.access import Access
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
+
+
+class Call(msgspec.Struct, frozen=True):
+    """What a client asks for: ``verb`` as RBAC names it (get, list, watch, create, update, patch, delete)."""
+
+    verb: str
+    target: Target
+
+
+Chosen = Callable[[Call], bool]
+
+
+class Faults:
+    """What goes wrong with the next calls. Watches that are open are ended or frozen by the server's own methods."""
+
+    def __init__(self) -> None:
+        self._refusals: list[_Refusal] = []
+        self._slow: list[tuple[Chosen, float]] = []
+        self._frozen = asyncio.Event()
+        self._frozen.set()
+
+    def refuse(
+        self, count: int, code: int, *, reason: str = "", retry_after_s: int | None = None, of: Chosen | None = None
+    ) -> None:
+        """Answer the next ``count`` of the chosen calls (all without ``of``) with an error and ``Retry-After``."""
+        self._refusals.append(_Refusal(count, code, reason, retry_after_s, of or _any))
+
+    def conflicts(self, count: int, of: Chosen | None = None) -> None:
+        """Refuse the next ``count`` updates, as if somebody else had always been faster."""
+        chosen = of or _any
+        self.refuse(count, 409, reason="Conflict", of=lambda call: call.verb in ("update", "patch") and chosen(call))
+
+    def slow(self, for_s: float, of: Chosen | None = None) -> None:
+        """Answer the chosen calls so much later, until ``heal``."""
+        self._slow.append((of or _any, for_s))
+
+    def freeze(self) -> None:
+        """Send nothing on watches, bookmarks neither, and keep them open, until ``heal``."""
+        self._frozen.clear()
+
+    def heal(self) -> None:
+        """Nothing goes wrong any more."""
+        self._refusals.clear()
+        self._slow.clear()
+        self._frozen.set()
+
+    async def meet(self, call: Call) -> None:
+        """Wait, or raise what this call meets."""
+        for chosen, for_s in self._slow:
+            if chosen(call):
+                await asyncio.sleep(for_s)
+        for refusal in self._refusals:
+            if refusal.left > 0 and refusal.of(call):
+                refusal.left -= 1
+                raise refusal.error(call)
+
+    async def thawed(self) -> None:
+        """Wait while watches are frozen."""
+        await self._frozen.wait()
+
+
+class _Refusal:
+    def __init__(self, left: int, code: int, reason: str, retry_after_s: int | None, of: Chosen) -> None:
+        self.left = left
+        self.of = of
+        self._code = code
+        self._reason = reason
+        self._retry_after_s = retry_after_s
+
+    def error(self, call: Call) -> Refused:
+        if self._code == 409:
+            return conflict(call.target.kind.resource.plural, call.target.name)
+        details = {} if self._retry_after_s is None else {"retryAfterSeconds": self._retry_after_s}
+        return Refused(self._code, self._reason, "a fault that was asked for", details)
+
+
+def _any(_: Call) -> bool:
+    return True
+
+
+class Watches:
+    """All open watches."""
+
+    def __init__(self, storage: Storage, faults: Faults, bookmark_s: float) -> None:
+        self._storage = storage
+        self._faults = faults
+        self._bookmark_s = bookmark_s
+        self.open: set[asyncio.Queue[Change | Refused | None]] = set()
+
+    def __len__(self) -> int:
+        return len(self.open)
+
+    def drop(self) -> None:
+        """End all, as a server does that stops: nothing says that more would have come."""
+        for queue in self.open:
+            queue.put_nowait(None)
+
+    def expire(self) -> None:
+        """Tell all, by an event, that they fell too far behind."""
+        for queue in self.open:
+            queue.put_nowait(expired(0, self._storage.floor))
+
+    async def serve(self, request: web.Request, target: Target) -> web.StreamResponse:
+        """Stream the changes until the watch's time is over, or it is dropped, or the client goes."""
+        query = request.query
+        chosen = _Chosen(target, selector(query.get("labelSelector", ""), query.get("fieldSelector", "")))
+        queue: asyncio.Queue[Change | Refused | None] = asyncio.Queue()
+        since, begins = query.get("resourceVersion", ""), query.get("sendInitialEvents") == "true"
+        # nothing is awaited between looking back and listening: no change is lost or seen twice
+        before, refused = self._before(target, since, begins=begins)
+        stop = self._storage.subscribe(queue.put_nowait)
+        self.open.add(queue)
+        answer = web.StreamResponse(headers={"content-type": "application/json"})
+        try:
+            await answer.prepare(request)
+            if refused is not None:
+                # in the stream: a real server's answer has begun by then
+                await self._send(answer, {"type": "ERROR", "object": refused.status()})
+                return answer
+            for change in before:
+                await self._send(answer, chosen.event(change))
+            if begins:
+                await self._send(answer, chosen.bookmark(self._storage.version, ends_beginning=True))
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                async with asyncio.timeout(float(query.get("timeoutSeconds", "1800"))):
+                    await self._follow(answer, queue, chosen, bookmarks=query.get("allowWatchBookmarks") == "true")
+        finally:
+            self.open.discard(queue)
+            stop()
+        return answer
+
+    async def _follow(
+        self,
+        answer: web.StreamResponse,
+        queue: asyncio.Queue[Change | Refused | None],
+        chosen: _Chosen,
+        *,
+        bookmarks: bool,
+    ) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._bookmark_s):
+                    change = await queue.get()
+            except TimeoutError:
+                if bookmarks:
+                    await self._send(answer, chosen.bookmark(self._storage.version))
+                continue
+            if change is None:
+                return
+            if isinstance(change, Refused):
+                await self._send(answer, {"type": "ERROR", "object": change.status()})
+                return
+            await self._send(answer, chosen.event(change))
+
+    async def _send(self, answer: web.StreamResponse, event: dict[str, Any] | None) -> None:
+        if event is not None:
+            await self._faults.thawed()
+            await answer.write(msgspec.json.encode(event) + b"\n")
+
+    def _before(self, target: Target, since: str, *, begins: bool) -> tuple[list[Change], Refused | None]:
+        """What a watch from ``since`` begins with, or why it cannot."""
+        if begins or since in ("", "0"):
+            return self._current(target), None
+        try:
+            return self._storage.since(int(since)), None
+        except Refused as refused:
+            return [], refused
+
+    def _current(self, target: Target) -> list[Change]:
+        """What is there now, as additions."""
+        place = place_of(target.kind)
+        found = self._storage.all(target.kind, target.namespace)
+        return [Change(int(one["metadata"]["resourceVersion"]), place, None, one) for one in found]
+
+
+class _Chosen:
+    """Which changes a watch sends. An object that stops matching is deleted, for this watch; one that begins to,
+    added.
+    """
+
+    def __init__(self, target: Target, matches: Matches) -> None:
+        self._target = target
+        self._place = place_of(target.kind)
+        self._matches = matches
+
+    def event(self, change: Change) -> dict[str, Any] | None:
+        if change.place != self._place:
+            return None
+        before, after = self._mine(change.before), self._mine(change.after)
+        if after:
+            return {"type": "MODIFIED" if before else "ADDED", "object": change.after}
+        if before:
+            last = change.after or change.before or {}
+            return {"type": "DELETED", "object": last}
+        return None
+
+    def bookmark(self, version: int, *, ends_beginning: bool = False) -> dict[str, Any]:
+        resource = self._target.kind.resource
+        metadata: dict[str, Any] = {"resourceVersion": str(version)}
+        if ends_beginning:
+            metadata["annotations"] = {"k8s.io/initial-events-end": "true"}
+        thing = {"kind": resource.kind, "apiVersion": resource.api_version, "metadata": metadata}
+        return {"type": "BOOKMARK", "object": thing}
+
+    def _mine(self, thing: dict[str, Any] | None) -> bool:
+        if thing is None:
+            return False
+        metadata, target = thing["metadata"], self._target
+        here = target.namespace is None or metadata.get("namespace") == target.namespace
+        return here and (not target.name or metadata["name"] == target.name) and self._matches(thing)
+
 
 _MAX_PAGES: Final = 100
 _VERBS: Final = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}

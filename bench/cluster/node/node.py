@@ -1,43 +1,308 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node: registers itself, runs the pods that are bound to it, and can be lost."""
+"""A node in this process: its Node object and lease, the pods bound to it, their logs, injected faults."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import os
+import ssl
+import tempfile
 from datetime import UTC, datetime
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 import msgspec
+from aiohttp import web
 
-from bench.cluster.node.container_machine import NodeTiming
-from bench.cluster.node.environment import Missing
-from bench.cluster.node.faults import NodeFaults
-from bench.cluster.node.images import IMAGES
-from bench.cluster.node.log_server import serving_logs
-from bench.cluster.node.node_status import Heartbeat, NodeSpec
-from bench.cluster.node.pod_files import PodFiles
-from bench.cluster.node.pod_spec import pod_spec
+from bench.cluster.certificates import Authority, write_private
+from bench.cluster.node.pod_files import Kept, PodFiles
+from bench.cluster.node.pod_machine import NodeTiming
+from bench.cluster.node.pod_network import BridgedNetwork, LoopbackNetwork
+from bench.cluster.node.pod_spec import IMAGES, ImageMissing, Missing, pod_spec, repository
 from bench.cluster.node.pod_worker import PodWorker, Tools
-from bench.cluster.node.volumes import Kept
-from controller.kube.errors import ClusterError
+from bench.cluster.node.scheduler import Scheduler
+from bench.stack.guard import Guard
+from controller.kube.errors import AlreadyExists, ClusterError, NotFound
 from controller.kube.informer import Informer, InformerTiming, Selection
-from controller.kube.resources import PODS
+from controller.kube.resources import LEASES, NODES, PODS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from bench.cluster.node.pod_network import PodNetwork, PodPlace
-    from bench.guard import Guard
     from controller.kube.client import Client
     from controller.kube.resources import Object
 
-log = logging.getLogger(__name__)
 
+class NodeFaults:
+    """Faults that new starts of containers meet. Killing processes and losing the node: see ``Node``."""
+
+    def __init__(self) -> None:
+        self._missing_images: set[str] = set()
+        self._crashing: set[str] = set()
+        self._slow_s: dict[str, float] = {}
+
+    def image_never_pulls(self, image: str) -> None:
+        """Containers with this image (without tag) wait with ErrImagePull, then ImagePullBackOff."""
+        self._missing_images.add(repository(image))
+
+    def crash_at_start(self, key: str) -> None:
+        """The containers of the pod ``namespace/name`` end with status 1 as soon as they start: CrashLoopBackOff."""
+        self._crashing.add(key)
+
+    def slow_start(self, image: str, for_s: float) -> None:
+        """Containers with this image start so much later, as if they were pulled or loaded weights."""
+        self._slow_s[repository(image)] = for_s
+
+    def heal(self) -> None:
+        """Nothing goes wrong with starts any more."""
+        self._missing_images.clear()
+        self._crashing.clear()
+        self._slow_s.clear()
+
+    def check_image(self, image: str) -> None:
+        """Raises ImageMissing."""
+        if repository(image) in self._missing_images:
+            raise ImageMissing(f'failed to pull image "{image}": it was made to be missing')
+
+    def crashes(self, key: str) -> bool:
+        """Whether this pod's containers crash at once."""
+        return key in self._crashing
+
+    def start_delay_s(self, image: str) -> float:
+        """How much later containers with this image start."""
+        return self._slow_s.get(repository(image), 0.0)
+
+
+_PAUSE_S: Final = 0.2
+_CHUNK_BYTES: Final = 65_536
+
+
+@contextlib.asynccontextmanager
+async def serving_logs(address: str, find: Callable[[str, str], Path | None]) -> AsyncIterator[int]:
+    """Serve logs at a free port of ``address``, which is given.
+
+    ``find(pod, container)``: the file with what a container of the pod ``namespace/name`` has said, if it is known.
+    """
+    app = web.Application()
+    app.add_routes([web.get("/containerLogs/{namespace}/{pod}/{container}", _Logs(find).get)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, address, 0, ssl_context=await asyncio.to_thread(_context, address))
+        await site.start()
+        yield int(runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
+
+
+class _Logs:
+    """Answers with a log as it stands, its last lines (``tailLines``), and what comes after (``follow``).
+
+    Lines have no times in our logs, so ``sinceTime`` and ``sinceSeconds`` are ignored: more is shown than was asked
+    for.
+    """
+
+    def __init__(self, find: Callable[[str, str], Path | None]) -> None:
+        self._find = find
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        """One container's log."""
+        named = request.match_info
+        pod, container = f"{named['namespace']}/{named['pod']}", named["container"]
+        path = self._find(pod, container)
+        if path is None or not path.is_file():
+            return web.Response(status=404, text=f"no log of container {container} in pod {pod}\n")
+        answer = web.StreamResponse(headers={"content-type": "text/plain"})
+        await answer.prepare(request)
+        with path.open("rb") as log:
+            if "tailLines" in request.query:
+                log.seek(_tail_start(log.read(), int(request.query["tailLines"])))
+            while True:
+                if chunk := log.read(_CHUNK_BYTES):
+                    await answer.write(chunk)
+                elif request.query.get("follow") == "true" and self._find(pod, container) is not None:
+                    await asyncio.sleep(_PAUSE_S)
+                else:
+                    break
+        await answer.write_eof()
+        return answer
+
+
+def _tail_start(content: bytes, lines: int) -> int:
+    """Where the last ``lines`` lines begin."""
+    kept = content.splitlines(keepends=True)
+    return len(content) - sum(map(len, kept[max(0, len(kept) - lines) :]))
+
+
+def _context(address: str) -> ssl.SSLContext:
+    """A certificate that nobody has reason to trust: the API server does not ask for more unless it is told to."""
+    certificate, key = Authority(datetime.now(UTC)).issue("kubelet", [address])
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    with tempfile.TemporaryDirectory() as directory:
+        paths = [write_private(Path(directory) / name, text) for name, text in (("cert", certificate), ("key", key))]
+        context.load_cert_chain(*map(os.fspath, paths))
+    return context
+
+
+_log = logging.getLogger(__name__)
+_LEASES: Final = "kube-node-lease"
+_MANAGER: Final = "node"
+# the scheduler does not look at conditions
+_UNREACHABLE: Final = {"key": "node.kubernetes.io/unreachable", "effect": "NoSchedule"}
+_STATES: Final = ("node.kubernetes.io/not-", _UNREACHABLE["key"])
+# the API wants all of them
+_INFO: Final = {
+    "machineID": "",
+    "systemUUID": "",
+    "bootID": "",
+    "kernelVersion": "",
+    "osImage": "processes of this machine",
+    "containerRuntimeVersion": "process://1",
+    "kubeletVersion": "v0.0.0-process",
+    "kubeProxyVersion": "",
+    "operatingSystem": "linux",
+    "architecture": "amd64",
+}
+
+
+class NodeSpec(msgspec.Struct, frozen=True):
+    """A node as the scheduler sees it. ``capacity``: quantities by resource."""
+
+    name: str
+    capacity: dict[str, str]
+    labels: dict[str, str] = {}
+    taints: tuple[dict[str, str], ...] = ()
+
+
+def node_object(spec: NodeSpec) -> Object:
+    """The Node to apply."""
+    labels = {"kubernetes.io/hostname": spec.name, "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
+    node: Object = {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": spec.name, "labels": {**labels, **spec.labels}},
+        "spec": {"taints": list(spec.taints)} if spec.taints else {},
+    }
+    return node
+
+
+def node_status(
+    spec: NodeSpec, wall: datetime, *, ready: str = "True", host_ip: str = "127.0.0.1", port: int = 0
+) -> dict[str, Any]:
+    """Its status. ``ready``: True, False or Unknown; ``port``: where its logs are asked for."""
+    now = wall.strftime("%Y-%m-%dT%H:%M:%SZ")
+    reason = "KubeletReady" if ready == "True" else "NodeStatusUnknown"
+    message = "processes are run" if ready == "True" else "Kubelet stopped posting node status."
+    condition = {"type": "Ready", "status": ready, "reason": reason, "message": message}
+    return {
+        "capacity": spec.capacity,
+        "allocatable": spec.capacity,
+        "addresses": [{"type": "InternalIP", "address": host_ip}, {"type": "Hostname", "address": spec.name}],
+        "daemonEndpoints": {"kubeletEndpoint": {"Port": port}},
+        "nodeInfo": _INFO,
+        "conditions": [{**condition, "lastHeartbeatTime": now, "lastTransitionTime": now}],
+    }
+
+
+class Heartbeat:
+    """Registers a node and says every ``period_s`` that it lives, unless it is ``silent``."""
+
+    def __init__(self, client: Client, spec: NodeSpec, period_s: float, host_ip: str) -> None:
+        self.silent = False
+        self.port = 0
+        self.registered = asyncio.Event()
+        self._client = client
+        self._spec = spec
+        self._period_s = period_s
+        self._host_ip = host_ip
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            try:
+                if not self.silent:
+                    await (self._renew() if self.registered.is_set() else self.beat())
+            except ClusterError as error:
+                _log.warning("node %s: %s", self._spec.name, error)
+            await asyncio.sleep(self._period_s if self.registered.is_set() else 0.5)
+
+    async def beat(self) -> None:
+        """Write the Node and its status; raises ClusterError."""
+        await self._client.apply(NODES, node_object(self._spec), manager=_MANAGER, force=True)
+        await self._write("True")
+        await self._untaint()
+        await self._renew()
+        self.registered.set()
+
+    async def declare_lost(self, pods: Sequence[Object]) -> None:
+        """What the node lifecycle controller says of a silent node: it is Unknown, gets no pods, and its pods are not
+        ready.
+        """
+        await self._write("Unknown")
+        await self._client.merge_patch(
+            NODES, self._spec.name, None, {"spec": {"taints": [*self._spec.taints, _UNREACHABLE]}}
+        )
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        for pod in pods:
+            conditions = (pod.get("status") or {}).get("conditions") or []
+            changed = [
+                {**one, "status": "False", "lastTransitionTime": now} if one["type"] == "Ready" else one
+                for one in conditions
+            ]
+            metadata = pod["metadata"]
+            try:
+                await self._client.merge_patch(
+                    PODS,
+                    metadata["name"],
+                    metadata["namespace"],
+                    {"status": {"conditions": changed}},
+                    subresource="status",
+                )
+            except NotFound:
+                _log.debug("pod %s went with its node", metadata["name"])
+
+    async def _write(self, ready: str) -> None:
+        thing: Object = {
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {"name": self._spec.name},
+            "status": node_status(self._spec, datetime.now(UTC), ready=ready, host_ip=self._host_ip, port=self.port),
+        }
+        await self._client.apply(NODES, thing, subresource="status", manager=_MANAGER, force=True)
+
+    async def _untaint(self) -> None:
+        """The API server taints new nodes as not ready; without the node lifecycle controller nobody else removes
+        that.
+        """
+        node = await self._client.get(NODES, self._spec.name)
+        taints = [one for one in node["spec"].get("taints") or () if not one["key"].startswith(_STATES)]
+        if taints != (node["spec"].get("taints") or []):
+            await self._client.merge_patch(NODES, self._spec.name, None, {"spec": {"taints": taints or None}})
+
+    async def _renew(self) -> None:
+        """The lease by which the node lifecycle controller sees that the node lives."""
+        lease: Object = {
+            "apiVersion": LEASES.api_version,
+            "kind": LEASES.kind,
+            "metadata": {"name": self._spec.name, "namespace": _LEASES},
+            "spec": {
+                "holderIdentity": self._spec.name,
+                "leaseDurationSeconds": 40,
+                "renewTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            },
+        }
+        try:
+            await self._client.apply(LEASES, lease, manager=_MANAGER, force=True)
+        except (NotFound, AlreadyExists) as error:  # a server without that namespace has no node lifecycle either
+            _log.debug("node %s has no lease: %s", self._spec.name, error)
+
+
+log = logging.getLogger(__name__)
 _REFRESH_S: Final = 5.0
 
 
@@ -207,3 +472,53 @@ def gpu_node(name: str, gpus: int = 8, labels: Mapping[str, str] | None = None, 
     """A node of a common size."""
     capacity = {"cpu": "64", "memory": "512Gi", "pods": "110", "nvidia.com/gpu": str(gpus)}
     return msgspec.structs.replace(NodeSpec(name=name, capacity=capacity, labels=dict(labels or {})), **more)
+
+
+@contextlib.asynccontextmanager
+async def running_nodes(
+    client: Client,
+    specs: Sequence[NodeSpec],
+    directory: Path,
+    *,
+    images: Mapping[str, Sequence[str]] = IMAGES,
+    timing: NodeTiming = NodeTiming(),  # noqa: B008 - frozen
+    schedules: bool = False,
+    pod_range: str | None = None,
+) -> AsyncIterator[dict[str, Node]]:
+    """Nodes by name, ready for pods. On the way out their pods' processes end; the objects stay.
+
+    ``schedules``: bind pods too, because no kube-scheduler runs.
+    ``pod_range``: the range of ``bench.cluster.netns``, if this process is in its network; else pods have addresses of
+    127/8.
+    """
+    with Guard() as guard:
+        network = BridgedNetwork(pod_range, guard) if pod_range else LoopbackNetwork()
+        nodes = {
+            spec.name: Node(client, spec, directory / spec.name, guard, network, images=images, timing=timing)
+            for spec in specs
+        }
+        running = [asyncio.create_task(node.run(), name=f"node {name}") for name, node in nodes.items()]
+        if schedules:
+            running.append(asyncio.create_task(Scheduler(client).run(), name="scheduler"))
+        try:
+            await _all_registered(nodes, running)
+            yield nodes
+        finally:
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.wait(running)
+            network.close()
+            for task in running:
+                if not task.cancelled() and (error := task.exception()):
+                    raise error
+
+
+async def _all_registered(nodes: Mapping[str, Node], running: Sequence[asyncio.Task[None]]) -> None:
+    """Until all nodes are in the cluster, or one of the tasks has ended, whose error is then raised on the way out."""
+    for node in nodes.values():
+        registered = asyncio.create_task(node.registered())
+        await asyncio.wait([registered, *running], return_when=asyncio.FIRST_COMPLETED)
+        if not registered.done():
+            registered.cancel()
+            raise RuntimeError("a node has ended before it was in the cluster")

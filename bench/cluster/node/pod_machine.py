@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a pod: what to do next, from its spec, what happened to its processes, and the time.
+"""The life of a pod and its containers as state machines: probes, restarts, status. No network, no clock, no processes.
 
 Tell it what happened (``started``, ``exited``, ``probed``, ``delete``), then ask ``step`` what to do and ``wake_at_s``
 when to ask again. No network, no clock, no processes.
@@ -7,17 +7,164 @@ when to ask again. No network, no clock, no processes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from bench.cluster.node.container_machine import ContainerMachine, NodeTiming
 from bench.cluster.node.pod_spec import ProbeKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from bench.cluster.node.pod_spec import PodSpec
+    from bench.cluster.node.pod_spec import ContainerSpec, PodSpec, ProbeSpec
+
+
+class ProbeState:
+    """One probe of a container that runs since ``began_at_s``. ``passed``: None until a threshold has been reached."""
+
+    def __init__(self, spec: ProbeSpec, began_at_s: float) -> None:
+        self.spec = spec
+        self.passed: bool | None = None
+        self.message = ""
+        self._due_at_s = began_at_s + spec.delay_s
+        self._is_running = False
+        self._row = 0
+        self._last: bool | None = None
+
+    def due(self, now_s: float) -> bool:
+        """Whether to run it now; it counts as running from then on."""
+        if self._is_running or now_s < self._due_at_s:
+            return False
+        self._is_running = True
+        self._due_at_s = now_s + self.spec.period_s
+        return True
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """When it is due; None while it runs."""
+        return None if self._is_running else self._due_at_s
+
+    def result(self, *, ok: bool, message: str) -> None:
+        """Count a result: enough of one kind in a row change ``passed``."""
+        self._is_running = False
+        self._row = self._row + 1 if ok == self._last else 1
+        self._last = ok
+        self.message = message
+        if self._row >= (self.spec.successes if ok else self.spec.failures):
+            self.passed = ok
+
+
+State = Literal["waiting", "starting", "running", "stopping", "terminated"]
+
+
+class NodeTiming(msgspec.Struct, frozen=True):
+    """How long a node waits, in seconds, with the kubelet's values."""
+
+    restart_s: float = 10.0
+    restart_max_s: float = 300.0
+    forget_crashes_s: float = 600.0
+    pull_s: float = 10.0
+    pull_max_s: float = 300.0
+    heartbeat_s: float = 10.0
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """One run that is over. ``code`` as a shell has it: 128 + N for one that was ended by signal N."""
+
+    started_at_s: float
+    finished_at_s: float
+    code: int
+    signal: int = 0
+    reason: str = ""
+    message: str = ""
+
+
+class ContainerMachine:
+    """What is known of a container."""
+
+    def __init__(self, spec: ContainerSpec, timing: NodeTiming) -> None:
+        self.spec = spec
+        self.state: State = "waiting"
+        self.reason = "PodInitializing"
+        self.message = ""
+        self.restarts = 0
+        self.started_at_s = 0.0
+        self.ended: Ended | None = None
+        self.last: Ended | None = None
+        self.not_before_s = 0.0
+        self.probes: dict[ProbeKind, ProbeState] = {}
+        self._timing = timing
+        self._crash_wait_s = 0.0
+        self._pull_wait_s = 0.0
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is a process."""
+        return self.state in ("starting", "running", "stopping")
+
+    @property
+    def started(self) -> bool:
+        """Whether it is up as far as a startup probe says."""
+        startup = self.probes.get("startup")
+        return self.state in ("running", "stopping") and (startup is None or startup.passed is True)
+
+    @property
+    def ready(self) -> bool:
+        """Whether its readiness probe, if it has one, has passed; an init container is ready once it has succeeded."""
+        if self.spec.is_init and not self.spec.stays:
+            return self.state == "terminated" and self.ended is not None and self.ended.code == 0
+        readiness = self.probes.get("readiness")
+        return self.started and self.state == "running" and (readiness is None or readiness.passed is True)
+
+    def starting(self) -> None:
+        """It is told to start."""
+        self.state = "starting"
+
+    def started_at(self, now_s: float) -> None:
+        """Its process runs."""
+        self.state, self.reason, self.message = "running", "", ""
+        self.started_at_s = now_s
+        self._pull_wait_s = 0.0
+        self.probes = {kind: ProbeState(spec, now_s) for kind, spec in self.spec.probes.items()}
+
+    def cannot_start(self, reason: str, message: str, now_s: float) -> None:
+        """There is no process: its image or what it refers to is missing. Images are asked for less and less often."""
+        self.state, self.reason, self.message = "waiting", reason, message
+        if reason == "ErrImagePull":
+            if self._pull_wait_s:
+                self.reason, self.message = "ImagePullBackOff", f'Back-off pulling image "{self.spec.image}": {message}'
+            self._pull_wait_s = min(self._timing.pull_max_s, self._pull_wait_s * 2 or self._timing.pull_s)
+            self.not_before_s = now_s + self._pull_wait_s
+        else:
+            self.not_before_s = now_s + 1.0
+
+    def stopping(self) -> None:
+        """It is told to stop."""
+        self.state = "stopping"
+
+    def exited(self, code: int, signal: int, message: str, now_s: float) -> None:
+        """Its process has ended."""
+        reason = "Completed" if code == 0 else "Error"
+        self.ended = Ended(self.started_at_s, now_s, code, signal, reason, message)
+        self.state, self.reason, self.message = "terminated", reason, message
+        self.probes = {}
+
+    def restart_later(self) -> None:
+        """It will be started again: at once after the first failure, then after waits that double."""
+        ended = self.ended
+        assert ended is not None
+        if ended.finished_at_s - ended.started_at_s > self._timing.forget_crashes_s:
+            self._crash_wait_s = 0.0
+        self.not_before_s = ended.finished_at_s + self._crash_wait_s
+        waits = self._crash_wait_s
+        self._crash_wait_s = min(self._timing.restart_max_s, waits * 2 or self._timing.restart_s)
+        self.last, self.ended = ended, None
+        self.restarts += 1
+        self.state = "waiting"
+        self.reason = "CrashLoopBackOff" if waits else "ContainerCreating"
+        self.message = f"back-off {waits:g}s restarting failed container={self.spec.name}" if waits else ""
+
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed"]
 
@@ -232,3 +379,116 @@ def _is_done(machine: ContainerMachine) -> bool:
 
 def _failed(machine: ContainerMachine) -> bool:
     return machine.state == "terminated" and machine.ended is not None and machine.ended.code != 0
+
+
+class StatusWriter:
+    """Builds one pod's status again and again; remembers since when each condition is as it is."""
+
+    def __init__(self, *, host_ip: str, pod_ip: str) -> None:
+        self._host_ip = host_ip
+        self._pod_ip = pod_ip
+        self._conditions: dict[str, tuple[str, str]] = {}
+
+    def status(self, pod: Mapping[str, Any], machine: PodMachine, now_s: float) -> dict[str, Any]:
+        """The status now. ``pod``: the object, whose readiness gates and generation count."""
+        over = machine.is_over
+        ip = {} if over else {"podIP": self._pod_ip, "podIPs": [{"ip": self._pod_ip}]}
+        status: dict[str, Any] = {
+            "phase": machine.phase,
+            "hostIP": self._host_ip,
+            "hostIPs": [{"ip": self._host_ip}],
+            **ip,
+            "startTime": _time(machine.started_at_s),
+            "conditions": self._all_conditions(pod, machine, now_s),
+            "containerStatuses": [_container(one) for one in machine.main],
+        }
+        if machine.init:
+            status["initContainerStatuses"] = [_container(one) for one in machine.init]
+        if machine.reason:
+            status.update(reason=machine.reason, message=machine.message)
+        return status
+
+    def _all_conditions(self, pod: Mapping[str, Any], machine: PodMachine, now_s: float) -> list[dict[str, Any]]:
+        unready = [
+            one.spec.name
+            for one in (*machine.main, *machine.init)
+            if not one.ready and (one.spec.stays or not one.spec.is_init)
+        ]
+        said = "" if not unready else f"containers with unready status: [{' '.join(unready)}]"
+        completed = "PodCompleted" if machine.phase == "Succeeded" else "ContainersNotReady"
+        gates = _missing_gates(pod, machine.spec.readiness_gates)
+        ready = (
+            not unready and not gates,
+            "ReadinessGatesNotReady" if not unready else completed,
+            said or ", ".join(gates),
+        )
+        begun = any(one.started_at_s for one in machine.containers.values())
+        initialized = machine.is_initialized or machine.phase in ("Running", "Succeeded")
+        values = {
+            "PodReadyToStartContainers": (begun and not machine.is_over, "", ""),
+            "Initialized": (initialized, "ContainersNotInitialized", "containers with incomplete status"),
+            "Ready": ready,
+            "ContainersReady": (not unready, completed, said),
+            "PodScheduled": (True, "", ""),
+        }
+        return [self._condition(kind, *value, now_s) for kind, value in values.items()]
+
+    def _condition(self, kind: str, holds: bool, reason: str, message: str, now_s: float) -> dict[str, Any]:
+        value = "True" if holds else "False"
+        known = self._conditions.get(kind)
+        since = known[1] if known is not None and known[0] == value else _time(now_s)
+        self._conditions[kind] = value, since
+        condition = {"type": kind, "status": value, "lastTransitionTime": since}
+        return condition if holds or not reason else {**condition, "reason": reason, "message": message}
+
+
+def _missing_gates(pod: Mapping[str, Any], gates: Sequence[str]) -> list[str]:
+    conditions = {one["type"]: one["status"] for one in (pod.get("status") or {}).get("conditions") or ()}
+    return [
+        f'corresponding condition of pod readiness gate "{gate}" does not hold'
+        for gate in gates
+        if conditions.get(gate) != "True"
+    ]
+
+
+def _container(machine: ContainerMachine) -> dict[str, Any]:
+    image = machine.spec.image
+    status: dict[str, Any] = {
+        "name": machine.spec.name,
+        "image": image,
+        "imageID": f"process://{image}" if machine.started_at_s else "",
+        "ready": machine.ready,
+        "started": machine.started,
+        "restartCount": machine.restarts,
+        "state": _state(machine),
+        "lastState": {} if machine.last is None else {"terminated": _ended(machine.last)},
+    }
+    if machine.started_at_s:
+        status["containerID"] = f"process://{machine.spec.name}-{machine.restarts}"
+    return status
+
+
+def _state(machine: ContainerMachine) -> dict[str, Any]:
+    if machine.state in ("running", "stopping"):
+        return {"running": {"startedAt": _time(machine.started_at_s)}}
+    if machine.state == "terminated" and machine.ended is not None:
+        return {"terminated": _ended(machine.ended)}
+    reason = "ContainerCreating" if machine.state == "starting" and not machine.reason else machine.reason
+    waiting = {"reason": reason or "ContainerCreating"}
+    return {"waiting": {**waiting, "message": machine.message} if machine.message else waiting}
+
+
+def _ended(run: Ended) -> dict[str, Any]:
+    ended: dict[str, Any] = {
+        "exitCode": run.code,
+        "reason": run.reason,
+        "startedAt": _time(run.started_at_s or run.finished_at_s),
+        "finishedAt": _time(run.finished_at_s),
+    }
+    if run.signal:
+        ended["signal"] = run.signal
+    return {**ended, "message": run.message} if run.message else ended
+
+
+def _time(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

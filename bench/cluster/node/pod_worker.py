@@ -13,14 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 import msgspec
 
-from bench.cluster.node.container_machine import NodeTiming
-from bench.cluster.node.container_process import ContainerProcess
-from bench.cluster.node.environment import Missing
-from bench.cluster.node.images import ImageMissing
-from bench.cluster.node.pod_machine import PodMachine, Remove, RunProbe, Start, Stop
-from bench.cluster.node.pod_status import StatusWriter
-from bench.cluster.node.probing import run_handler
-from bench.guard import Guard
+from bench.cluster.node.containers import ContainerProcess, run_handler
+from bench.cluster.node.pod_machine import NodeTiming, PodMachine, Remove, RunProbe, Start, StatusWriter, Stop
+from bench.cluster.node.pod_spec import ImageMissing, Missing
+from bench.stack.guard import Guard
 from controller.kube.client import Client
 from controller.kube.errors import ClusterError, Conflict, NotFound
 from controller.kube.resources import PODS

@@ -16,21 +16,18 @@ from rich.console import Console
 
 from bench.cluster.assets import AssetsMissing, find_assets
 from bench.cluster.control_plane import ControlPlaneOptions, running_control_plane
-from bench.cluster.scaling.cycles import cycled
-from bench.cluster.scaling.faults import survived
-from bench.cluster.scaling.leaving import scaled_in
-from bench.cluster.scaling.reaction import overloads, wakings
 from bench.cluster.scaling.site import running_site
-from bench.processes import StartFailed
-from bench.reporting.distribution import distribution
-from bench.stack import EnvoyMissing
+from bench.cluster.scaling.trials import cycled, overloads, scaled_in, survived, wakings
+from bench.reporting.results import distribution
+from bench.stack.processes import StartFailed
+from bench.stack.stack import EnvoyMissing
 from controller.kube.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from bench.cluster.scaling.reaction import Reaction
     from bench.cluster.scaling.site import Site
+    from bench.cluster.scaling.trials import Reaction
 
 
 async def _overload(site: Site, options: argparse.Namespace, console: Console) -> None:

@@ -1,34 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gateways and the manager as processes, and nodes that run engines, around a control plane."""
+"""A site: gateways, manager and nodes around a control plane; models, their clients, and the replicas asked for."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
+import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import aiohttp
 import msgspec
 
 from bench.cluster.assets import ROOT
-from bench.cluster.crds import apply_crds
-from bench.cluster.node.container_machine import NodeTiming
-from bench.cluster.node.node import gpu_node
-from bench.cluster.node.running import running_nodes
-from bench.cluster.scaling.asking import Asking
-from bench.cluster.scaling.watching import replicas_of
-from bench.processes import Processes, free_ports
-from bench.stack import envoy_command
+from bench.cluster.control_plane import apply_crds
+from bench.cluster.node.node import gpu_node, running_nodes
+from bench.cluster.node.pod_machine import NodeTiming
+from bench.stack.processes import Processes, free_ports
+from bench.stack.stack import envoy_command
 from controller.kube.client import Client, connect
 from controller.kube.errors import NotFound
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,
+    AUTOSCALING_POLICY_BINDINGS,
+    DEPLOYMENTS,
     GATEWAY_CONFIGS,
+    MODEL_INFERS,
+    MODEL_ROUTES,
+    MODEL_SERVERS,
     NAMESPACES,
     NODES,
     PODS,
@@ -37,11 +41,260 @@ from controller.kube.resources import (
 from extproc.api.status_pages import LOADS_LABEL
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from bench.cluster.control_plane import ControlPlane
-    from bench.cluster.scaling.objects import Model
-    from bench.cluster.scaling.watching import Replicas
+    from controller.kube.resources import Object, Resource
+
+
+class Change(msgspec.Struct, frozen=True):
+    """``at_s``: when its event came, by the event loop's clock. ``replicas``: asked for since then."""
+
+    at_s: float
+    replicas: int
+
+
+class Replicas:
+    """``changes``: all so far, the replicas at the beginning first."""
+
+    def __init__(self, replicas: int) -> None:
+        self.changes = [Change(now_s(), replicas)]
+        self._news = asyncio.Event()
+
+    @property
+    def now(self) -> int:
+        """Asked for by now."""
+        return self.changes[-1].replicas
+
+    def hear(self, replicas: int) -> None:
+        """An event came."""
+        if replicas != self.now:
+            self.changes.append(Change(now_s(), replicas))
+            self._news.set()
+
+    async def until(self, holds: Callable[[int], bool], *, timeout_s: float) -> Change:
+        """The change by which it holds, or the last one if it holds already. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while not holds(self.now):
+                self._news.clear()
+                await self._news.wait()
+        return self.changes[-1]
+
+    def since(self, at_s: float) -> list[int]:
+        """What was asked for at an instant, and each change after it."""
+        before = [one.replicas for one in self.changes if one.at_s <= at_s][-1:]
+        return before + [one.replicas for one in self.changes if one.at_s > at_s]
+
+    def falls(self, since_s: float) -> int:
+        """How often there were fewer than before."""
+        found = self.since(since_s)
+        return sum(after < before for before, after in itertools.pairwise(found))
+
+
+@contextlib.asynccontextmanager
+async def replicas_of(client: Client, resource: Resource, name: str, namespace: str) -> AsyncIterator[Replicas]:
+    """Every event of the object is seen: the watch goes on from the version that was read."""
+    thing = await client.get(resource, name, namespace)
+    seen = Replicas(_replicas(thing))
+
+    async def watch() -> None:
+        since = thing["metadata"]["resourceVersion"]
+        while True:
+            async for event in client.watch(resource, namespace, since=since, fields=f"metadata.name={name}"):
+                since = event.object["metadata"]["resourceVersion"]
+                if event.type in ("ADDED", "MODIFIED"):
+                    seen.hear(_replicas(event.object))
+
+    task = asyncio.create_task(watch())
+    try:
+        yield seen
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+    if not task.cancelled() and (error := task.exception()):
+        raise error
+
+
+def now_s() -> float:
+    """The event loop's clock."""
+    return asyncio.get_running_loop().time()
+
+
+def _replicas(thing: Object) -> int:
+    return int(thing["spec"].get("replicas", 1))
+
+
+_LONGEST_S = 300.0
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """One request that has ended. ``error``: empty if its answer was whole."""
+
+    began_at_s: float
+    first_at_s: float
+    ended_at_s: float
+    error: str = ""
+
+
+class Asking:
+    """``url``: of Envoy. ``asked``: all that have ended; those that ``hang_up`` ended are not among them."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self.asked: list[Asked] = []
+        self.open = 0
+        self._url = f"{url}/v1/chat/completions"
+        self._model = model
+        self._numbers: Iterator[int] = itertools.count()
+        self._tasks: set[asyncio.Task[Asked]] = set()
+
+    async def __aenter__(self) -> Self:
+        timeout = aiohttp.ClientTimeout(total=_LONGEST_S)
+        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.hang_up()
+        await self._http.close()
+
+    @property
+    def failures(self) -> list[str]:
+        """Of all that have ended."""
+        return [one.error for one in self.asked if one.error]
+
+    def ask(self, *, tokens: int = 4, words: int = 10) -> asyncio.Task[Asked]:
+        """Begin one stream. ``words``: of the prompt, about a token each."""
+        task = asyncio.create_task(self.stream(tokens=tokens, words=words))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def all_ended(self) -> None:
+        """Until all streams so far have ended by themselves."""
+        await asyncio.gather(*self._tasks)
+
+    async def hang_up(self) -> None:
+        """End all streams."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def steadily(self, per_s: float, *, tokens: int = 4, words: int = 10) -> None:
+        """Begin streams at even distances, until cancelled."""
+        next_s = now_s()
+        while True:
+            _ = self.ask(tokens=tokens, words=words)
+            next_s += 1 / per_s
+            await asyncio.sleep(next_s - now_s())
+
+    async def stream(self, *, tokens: int, words: int) -> Asked:
+        """One stream, to its end."""
+        began_s, first_s, tail, status = now_s(), 0.0, b"", "no answer"
+        self.open += 1
+        try:
+            async with self._http.post(self._url, json=self._question(tokens, words)) as answer:
+                status = str(answer.status)
+                async for chunk in answer.content.iter_any():
+                    first_s = first_s or now_s()
+                    tail = (tail + chunk)[-400:]
+        except (aiohttp.ClientError, TimeoutError) as caught:
+            status = f"{status}, {caught!r}"
+        finally:
+            self.open -= 1
+        is_whole = status == "200" and tail.endswith(b"data: [DONE]\n\n")
+        after_s = now_s() - began_s
+        error = "" if is_whole else f"{status} after {after_s:.1f} s: {tail[-300:].decode(errors='replace')}"
+        ended = Asked(began_at_s=began_s, first_at_s=first_s, ended_at_s=now_s(), error=error)
+        self.asked.append(ended)
+        return ended
+
+    def _question(self, tokens: int, words: int) -> Object:
+        text = f"{next(self._numbers)} of {id(self)} " + "long " * words
+        message = {"role": "user", "content": text}
+        return {"model": self._model, "messages": [message], "max_tokens": tokens, "stream": True}
+
+
+ENTRY_LABELS: Final = ("attache.dev/model-infer", "attache.dev/entry")
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """What is scaled. ``kind``: Deployment or ModelInfer. ``engine``: words of the simulated engine. ``start_s``: that
+    an engine waits before it begins to start. ``policy``: spec of its policy. ``server``: more of its ModelServer.
+    ``target``: more of the binding's target.
+    """
+
+    name: str
+    kind: str = "Deployment"
+    replicas: int = 1
+    most: int = 4
+    engine: tuple[str, ...] = ()
+    start_s: float = 0.0
+    drain_s: int = 60
+    policy: Mapping[str, Any] = {}
+    server: Mapping[str, Any] = {}
+    target: Mapping[str, Any] = {}
+
+    @property
+    def resource(self) -> Resource:
+        """Of what is scaled."""
+        return MODEL_INFERS if self.kind == "ModelInfer" else DEPLOYMENTS
+
+    def objects(self, namespace: str) -> Iterator[tuple[Resource, Object]]:
+        """All of them, in the order in which they are made."""
+        selected = {ENTRY_LABELS[0]: self.name, ENTRY_LABELS[1]: "true"}
+        labels = selected if self.kind == "ModelInfer" else {"app": self.name}
+        selecting = {"workloadSelector": {"matchLabels": labels}, "workloadPort": {"port": 8000}}
+        rules = [{"targetModels": [{"modelServerName": self.name}]}]
+        reference = {"apiVersion": self.resource.api_version, "kind": self.kind, "name": self.name}
+        target = {"name": "main", "ref": reference, "minReplicas": 0, "maxReplicas": self.most, **self.target}
+        specs = (
+            (self.resource, self._model_infer() if self.kind == "ModelInfer" else self._deployment(labels)),
+            (MODEL_SERVERS, {"model": "org/llama", **selecting, **self.server}),
+            (MODEL_ROUTES, {"modelName": self.name, "rules": rules}),
+            (AUTOSCALING_POLICIES, dict(self.policy)),
+            (AUTOSCALING_POLICY_BINDINGS, {"policyRef": self.name, "targets": [target]}),
+        )
+        metadata = {"name": self.name, "namespace": namespace}
+        for resource, spec in specs:
+            yield (
+                resource,
+                {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": metadata, "spec": spec},
+            )
+
+    def _deployment(self, labels: Mapping[str, str]) -> Object:
+        template = {"metadata": {"labels": labels}, "spec": self._pod()}
+        return {"replicas": self.replicas, "selector": {"matchLabels": labels}, "template": template}
+
+    def _model_infer(self) -> Object:
+        role = {"name": "all", "replicas": 1, "entryTemplate": {"spec": self._pod()}}
+        return {"replicas": self.replicas, "template": {"drainTimeout": f"{self.drain_s}s", "roles": [role]}}
+
+    def _pod(self) -> Object:
+        words = ["--model", "org/llama", "--port", "8000", *self.engine]
+        container: Object = {
+            "name": "engine",
+            "image": "attache/engine-sim",
+            "args": words,
+            "ports": [{"name": "http", "containerPort": 8000}],
+            # a machine with other work on it is slow, and so are its engines: that is no reason to take them out
+            "readinessProbe": {
+                "httpGet": {"path": "/health", "port": "http"},
+                "periodSeconds": 1,
+                "timeoutSeconds": 10,
+                "failureThreshold": 30,
+            },
+            # nothing new comes by the time that the engine is told to stop
+            "lifecycle": {"preStop": {"sleep": {"seconds": 3}}},
+        }
+        if self.start_s:
+            engine = shlex.join([sys.executable, "-m", "bench.engine", "--host", "0.0.0.0", *words])  # noqa: S104 - becomes the pod's address
+            container |= {
+                "image": "attache/host",
+                "command": ["sh", "-c", f"sleep {self.start_s:g}; exec {engine}"],
+                "args": [],
+            }
+        return {"containers": [container], "terminationGracePeriodSeconds": 60}
+
 
 PATIENCE_S: Final = 240.0
 _QUICK: Final = NodeTiming(restart_s=0.2, restart_max_s=0.4, pull_s=0.1, pull_max_s=0.4, heartbeat_s=2.0)

@@ -6,14 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from bench.cluster.fake.answers import Refused
-from bench.cluster.node.container_machine import NodeTiming
-from bench.cluster.node.pod_machine import PodMachine, Remove, Start, Stop
+from bench.cluster.node.pod_machine import NodeTiming, PodMachine, Remove, Start, StatusWriter, Stop
 from bench.cluster.node.pod_spec import pod_spec
-from bench.cluster.node.pod_status import StatusWriter
 from controller.kube.resources import PODS, Object, key_of
 
 if TYPE_CHECKING:
-    from bench.cluster.node.container_machine import ContainerMachine
+    from bench.cluster.node.pod_machine import ContainerMachine
     from bench.cluster.virtual.clock import Clock
     from bench.cluster.virtual.server import Server
 

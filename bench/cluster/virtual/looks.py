@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.cluster.node.scheduling import rooms
+from bench.cluster.node.scheduler import rooms
 from bench.cluster.virtual.clock import seconds
 from controller.kube.resources import (
     CONTROLLER_REVISIONS,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from bench.cluster.node.scheduling import NowhereToGo, choose, rooms
+from bench.cluster.node.scheduler import NowhereToGo, choose, rooms
 from bench.cluster.virtual.clock import rfc3339
 from controller.kube.resources import NODES, PODS, Object, key_of
 

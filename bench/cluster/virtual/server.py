@@ -7,9 +7,8 @@ import itertools
 from typing import TYPE_CHECKING, Final
 
 from bench.cluster.fake.kinds import Kind, Kinds
-from bench.cluster.fake.objects import How, Objects
+from bench.cluster.fake.objects import How, Objects, Target
 from bench.cluster.fake.storage import Change, Storage
-from bench.cluster.fake.targets import Target
 from controller.api.crds.definition import definition_of
 from controller.api.crds.kinds import KINDS
 from controller.kube.resources import NODES, PODS, Object, Resource, key_of, split_key

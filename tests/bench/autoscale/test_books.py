@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.autoscale.frontier import Spot, cost_at, dominates, extra_cost
-from bench.autoscale.measures import Window, met_by_window, overload_to_order_s, reversals
-from bench.autoscale.replicas import Replica, bill, victims
+from bench.autoscale.cell import Window, met_by_window, overload_to_order_s, reversals
+from bench.autoscale.fleet import Replica, bill, victims
+from bench.autoscale.report import Spot, cost_at, dominates, extra_cost
 from bench.lab.measures import LatencyObjective
 from bench.reporting.results import RequestResult
 

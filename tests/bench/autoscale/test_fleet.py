@@ -10,11 +10,10 @@ from rich.console import Console
 
 from bench.__main__ import main
 from bench.autoscale.cell import Cell, run_cell
-from bench.autoscale.fleet import Fleet
+from bench.autoscale.command import kept_results, run_cells
+from bench.autoscale.fleet import ONE, Fleet
 from bench.autoscale.loads import Half
 from bench.autoscale.policies import POLICIES
-from bench.autoscale.runner import kept_results, run_cells
-from bench.autoscale.variants import ONE
 from bench.workload.sessions import Session, SessionTurn, Workload, one_piece
 
 

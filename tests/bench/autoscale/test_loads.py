@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.autoscale.capacity import Mean, capacity, prefill_of
-from bench.autoscale.loads import LOADS, Half, copies
-from bench.autoscale.oracle import needed, orders_ahead, work_by_second
-from bench.autoscale.shapes import Lines, Sines, arrivals, days, spikes, steps
-from bench.autoscale.variants import ONE
+from bench.autoscale.fleet import ONE, Mean, capacity, prefill_of
+from bench.autoscale.loads import LOADS, Half, Lines, Sines, arrivals, copies, days, spikes, steps
+from bench.autoscale.policies import needed, orders_ahead, work_by_second
 from bench.workload.sessions import Session, SessionTurn, one_piece
 
 if TYPE_CHECKING:

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from bench.autoscale.cell import kind_first
-from bench.autoscale.loads import LOADS
-from bench.autoscale.mixes import Mixes, cheapest_plan, mixes_of, worths
+from bench.autoscale.fleet import Variant
+from bench.autoscale.loads import LOADS, Mixes, cheapest_plan, mixes_of, worths
 from bench.autoscale.policies import POLICIES, SECONDS, policies_for
-from bench.autoscale.variants import Variant
 
 SMALL = (Variant("a", "a100x2", cost=1.0, max_replicas=3), Variant("b", "h100x2", cost=2.2, max_replicas=2))
 

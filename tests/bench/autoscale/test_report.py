@@ -13,17 +13,14 @@ import pytest
 from rich.console import Console
 
 from bench.__main__ import main
-from bench.autoscale.cell import Cell, CellResult
-from bench.autoscale.experiment import tuned
-from bench.autoscale.fingerprint import code_fingerprint
-from bench.autoscale.frontier import extra_interval
+from bench.autoscale.cell import Cell, CellResult, Window, tuned
+from bench.autoscale.command import code_fingerprint, kept_results, run_cells
+from bench.autoscale.fleet import Bill
 from bench.autoscale.loads import Half
-from bench.autoscale.measures import Window
 from bench.autoscale.page import NothingToReport, report_of, write_report
 from bench.autoscale.policies import POLICIES, policy_named
-from bench.autoscale.replicas import Bill
-from bench.autoscale.runner import kept_results, run_cells
-from bench.reporting.distribution import distribution
+from bench.autoscale.report import extra_interval
+from bench.reporting.results import distribution
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

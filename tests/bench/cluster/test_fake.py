@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 
-from bench.cluster.fake.answers import Refused
-from bench.cluster.fake.applying import Applying, Owners, keys_in
-from bench.cluster.fake.kinds import Kind, Kinds
-from bench.cluster.fake.patches import merged, patched
-from bench.cluster.fake.schema import faults_in, pruned, unknown_fields, with_defaults
-from bench.cluster.fake.selectors import selector
+from bench.cluster.fake.answers import Refused, selector
+from bench.cluster.fake.applying import Applying, Owners, keys_in, merged, patched
+from bench.cluster.fake.kinds import Kind, Kinds, faults_in, pruned, unknown_fields, with_defaults
+from bench.cluster.fake.objects import target_of
 from bench.cluster.fake.storage import Storage
-from bench.cluster.fake.targets import target_of
 from controller.kube.resources import CONFIG_MAPS, NAMESPACES, PODS
 
 

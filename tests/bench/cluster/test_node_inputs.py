@@ -9,11 +9,20 @@ from typing import Any
 
 import pytest
 
-from bench.cluster.node.addresses import Addresses, NoAddressLeft
-from bench.cluster.node.environment import Missing, Sources, environment, expanded, references
-from bench.cluster.node.images import IMAGES, ImageMissing, command, repository
-from bench.cluster.node.quantities import quantity
-from bench.cluster.node.volumes import mounts, ports_of, remove_others, rewritten, volume_files, write_files
+from bench.cluster.node.pod_files import mounts, ports_of, remove_others, rewritten, volume_files, write_files
+from bench.cluster.node.pod_network import Addresses, NoAddressLeft
+from bench.cluster.node.pod_spec import (
+    IMAGES,
+    ImageMissing,
+    Missing,
+    Sources,
+    command,
+    environment,
+    expanded,
+    quantity,
+    references,
+    repository,
+)
 
 POD: dict[str, Any] = {
     "metadata": {"name": "one", "namespace": "default", "uid": "u", "labels": {"app": "test"}},

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.cluster.node.container_machine import NodeTiming
-from bench.cluster.node.pod_machine import PodMachine, Remove, RunProbe, Start, Stop
+from bench.cluster.node.pod_machine import NodeTiming, PodMachine, Remove, RunProbe, Start, StatusWriter, Stop
 from bench.cluster.node.pod_spec import pod_spec
-from bench.cluster.node.pod_status import StatusWriter
 
 TIMING = NodeTiming(restart_s=10, restart_max_s=40, forget_crashes_s=600, pull_s=10, pull_max_s=20)
 

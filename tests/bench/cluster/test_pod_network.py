@@ -9,9 +9,8 @@ import sys
 import pytest
 
 from bench.cluster.netns import NoNamespace, commands, gateway_range, pod_range, way
-from bench.cluster.node.addresses import NoAddressLeft
-from bench.cluster.node.pod_network import BridgedNetwork, LoopbackNetwork
-from bench.guard import Guard
+from bench.cluster.node.pod_network import BridgedNetwork, LoopbackNetwork, NoAddressLeft
+from bench.stack.guard import Guard
 from tests.programs import not_tested
 
 

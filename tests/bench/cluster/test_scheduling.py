@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.cluster.node.scheduling import NowhereToGo, choose, requests_of, rooms
+from bench.cluster.node.scheduler import NowhereToGo, choose, requests_of, rooms
 
 
 def node(name: str, gpus: int = 2, *, ready: str = "True", **spec: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON

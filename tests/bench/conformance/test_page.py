@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.cluster.assets import versions
-from bench.conformance.kept import PAGE, keep, kept_results, remarks
-from bench.conformance.page import Remarks, page, unexplained
-from bench.conformance.results import Case, SuiteResult, check
+from bench.conformance.page import (
+    PAGE,
+    Case,
+    Remarks,
+    SuiteResult,
+    check,
+    keep,
+    kept_results,
+    page,
+    remarks,
+    unexplained,
+)
 from bench.conformance.suites import Suite, Wishes, arguments, chosen, suites
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.conformance.results import Case, Disagreement, cases, check
+from bench.conformance.page import Case, Disagreement, cases, check
 
 OUTPUT = """\
 === RUN   TestConformance

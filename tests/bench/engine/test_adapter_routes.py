@@ -13,7 +13,7 @@ from bench.engine.adapters import AdapterLimits
 from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import EngineLimits
 from bench.engine.server import EngineServer, EngineSettings
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tracemalloc
 
-from bench.engine.messages import Block, MessagesRequest, Said, messages_job
+from bench.engine.formats import Block, MessagesRequest, Said, messages_job
 
 
 def test_a_picture_of_megabytes_takes_no_more_memory_than_a_small_one() -> None:

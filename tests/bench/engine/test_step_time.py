@@ -6,8 +6,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from bench.engine.hardware import GPUS, MODELS, PRESETS, Gpu, Hardware, ModelShape
-from bench.engine.links import LINKS, Link
+from bench.engine.hardware import GPUS, LINKS, MODELS, PRESETS, Gpu, Hardware, Link, ModelShape
 from bench.engine.step_time import Roofline, StepBatch, Work, prefill_s, step_seconds
 
 # Round numbers: 1e9 parameters, 2e9 bytes; 10 layers; 2 * 10 * 1 * 50 * 2 = 2,000 bytes of KV a token.

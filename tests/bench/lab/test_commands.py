@@ -14,9 +14,10 @@ import msgspec
 import pytest
 
 from bench.__main__ import main
-from bench.lab import html, inputs, lab_command
-from bench.policies import registry
-from bench.validation import check
+from bench.lab import html, lab_command
+from bench.lab import runner as inputs
+from bench.lab import validation as check
+from bench.lab.policies import registry
 
 SMALL = [
     "--trace",

@@ -9,8 +9,7 @@ import pytest
 
 from bench.lab.measures import LatencyObjective, measure
 from bench.lab.trial import RequestRow
-from bench.reporting.distribution import distribution
-from bench.reporting.intervals import mean_interval, ratio_interval, windows
+from bench.reporting.results import distribution, mean_interval, ratio_interval, windows
 
 
 def row(

@@ -14,16 +14,15 @@ import msgspec
 import pytest
 
 from bench.__main__ import main
-from bench.lab.engine_kinds import engine_kinds, hardware_files
-from bench.lab.hardware_file import read_gpu, read_model
-from bench.lab.inputs import condition_files, key_of
+from bench.lab.hardware import engine_kinds, hardware_files, read_gpu, read_model
+from bench.lab.runner import condition_files, key_of
 from bench.lab.trial import Conditions, Trial
 from extproc.api.errors import ConfigInvalid
 from tests.plugin_package import HEAD, install_plugin
 
 NUMPY = """\
 import numpy as np
-from bench.policies.least_cost import least_cost
+from bench.lab.policies.routers import least_cost
 class Mine:
     def __init__(self):
         self.picks = 0
@@ -33,7 +32,7 @@ class Mine:
         return least_cost(view, {cost}, rng)
 """
 FIRST = """
-from bench.policies.least_cost import least_cost
+from bench.lab.policies.routers import least_cost
 
 class First:
     def pick(self, view, *, rng):
@@ -83,14 +82,14 @@ def test_an_edited_policy_is_run_again_and_an_unchanged_one_is_not() -> None:
 
 
 def test_what_a_policy_imports_from_beside_it_counts_too() -> None:
-    Path("helpers.py").write_text("from bench.policies.least_cost import least_cost\nSHARE = -1.0\n")
+    Path("helpers.py").write_text("from bench.lab.policies.routers import least_cost\nSHARE = -1.0\n")
     Path("my.py").write_text(
         FIRST.format(row=0)
-        .replace("bench.policies.least_cost", "helpers")
+        .replace("bench.lab.policies.routers", "helpers")
         .replace("-1.0", "__import__('helpers').SHARE")
     )
     assert imbalances("my.py:First") == [2.0]
-    Path("helpers.py").write_text("from bench.policies.least_cost import least_cost\nSHARE = +0.0\n")
+    Path("helpers.py").write_text("from bench.lab.policies.routers import least_cost\nSHARE = +0.0\n")
     assert imbalances("my.py:First")[0] < 2.0
 
 
@@ -241,7 +240,7 @@ def test_a_mistake_in_a_policys_file_comes_whole(
 
 def test_a_policy_may_ask_for_what_a_router_sees() -> None:
     Path("my.py").write_text(
-        "from bench.policies.least_cost import least_cost\n"
+        "from bench.lab.policies.routers import least_cost\n"
         "class Mine:\n"
         "    def __init__(self, tracker, calibration, alpha=2.0):\n"
         "        self.tracker, self.rate = tracker, calibration.prefill_tokens_per_s\n"

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from bench.lab.engine_kinds import HardwareUnknown, engine_kinds
+from bench.lab.hardware import HardwareUnknown, engine_kinds
 from bench.lab.measures import LatencyObjective, measure
+from bench.lab.policies.registry import POLICIES
 from bench.lab.trial import Conditions, Trial, TrialReport, run
-from bench.policies.registry import POLICIES
 
 CHAT = "chat:sessions=60,sessions_per_s=12,system_prompts=6,system_tokens=3000,turns=2"
 

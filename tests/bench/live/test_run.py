@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.live.report import Comparison, PolicyRun, table, write_report
-from bench.live.run import main
-from bench.reporting.origin import MadeBy
-from bench.reporting.results import RequestResult
-from bench.reporting.summary import summarize
+from bench.live.run import Comparison, PolicyRun, main, table, write_report
+from bench.reporting.pages import MadeBy
+from bench.reporting.results import RequestResult, summarize
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,7 @@ import os
 
 from bench.micro.instant_engine import _Connection
 from bench.micro.profile import read_libraries, read_stacks
-from bench.usage import cpu_seconds, is_running, peak_rss_bytes, thread_seconds
+from bench.stack.processes import cpu_seconds, is_running, peak_rss_bytes, thread_seconds
 
 
 def test_shares_by_library_are_read_from_perf_report() -> None:

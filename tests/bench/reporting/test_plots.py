@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from bench.reporting.plots import figure, log_axis, plot_cumulative
+from bench.reporting.pages import figure, log_axis, plot_cumulative
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.reporting.distribution import distribution
-from bench.reporting.results import RequestResult
-from bench.reporting.summary import summarize
+from bench.reporting.results import RequestResult, distribution, summarize
 
 
 def result(

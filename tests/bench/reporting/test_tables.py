@@ -8,7 +8,7 @@ import io
 import pytest
 from rich.console import Console
 
-from bench.reporting.tables import Table
+from bench.reporting.pages import Table
 
 TABLE = Table("title", ["policy", "TTFT, s"], [["a<b", "1.5"], ["ours", "1.0"]], row_styles=["", "bold"])
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import EngineLimits
-from bench.stack import documents
+from bench.stack.stack import documents
 from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import Simulation
+from bench.workload.generators import LoraMix
 from bench.workload.sessions import Workload
-from bench.workload.shapes import LoraMix
 from extproc.api.load import load
 
 if TYPE_CHECKING:

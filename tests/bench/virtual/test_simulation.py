@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import EngineLimits
-from bench.reporting.summary import Summary, summarize
-from bench.stack import documents
+from bench.reporting.results import Summary, summarize
+from bench.stack.stack import documents
 from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import Simulation
-from bench.workload.generators import conversations
-from bench.workload.shapes import Conversations
+from bench.workload.generators import Conversations, conversations
 from extproc.api.load import load
 
 SHAPE = Conversations(sessions=120)

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.workload.formats.mooncake import runs_of
 from bench.workload.generators import GENERATORS, generate
-from bench.workload.sessions import with_rate_scale
+from bench.workload.sessions import join, text_of, with_rate_scale
 from bench.workload.statistics import statistics
-from bench.workload.text import join, text_of
-from bench.workload.traces import Excerpt, TraceInvalid, read_trace
+from bench.workload.traces import Excerpt, TraceInvalid, read_trace, runs_of
 from extproc.protocol import TENANT
 
 if TYPE_CHECKING:

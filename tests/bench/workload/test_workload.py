@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.workload.generators import conversations
-from bench.workload.shapes import Conversations
-from bench.workload.text import text_of
+from bench.workload.generators import Conversations, conversations
+from bench.workload.sessions import text_of
 from bench.workload.traces import Excerpt, TraceInvalid, read_trace
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
-from bench.processes import free_ports
-from bench.stack import documents
+from bench.stack.processes import free_ports
+from bench.stack.stack import documents
 from controller.bundle.acknowledgements import (
     PATIENCE_S,
     Acknowledgements,

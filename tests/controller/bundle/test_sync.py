@@ -30,7 +30,7 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from bench.guard import Guard
+    from bench.stack.guard import Guard
     from extproc.api.snapshot import Snapshot
 
 GATEWAY = Gateway(listen="127.0.0.1:8080", admin="127.0.0.1:9901", extproc="127.0.0.1:9002", engines=8000)

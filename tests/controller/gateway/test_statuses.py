@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from controller.gateway.statuses import ConsumerReports
 
 

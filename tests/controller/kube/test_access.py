@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from bench.cluster.certificates import Authority
-from bench.cluster.kubeconfig import write_kubeconfig
+from bench.cluster.control_plane import write_kubeconfig
 from controller.kube.access import Access, find_access, from_kubeconfig, in_cluster
 from controller.kube.errors import AccessInvalid
 

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from controller.kube.exposition import Family, labels_of, page_of
 from controller.kube.pages import pages
 

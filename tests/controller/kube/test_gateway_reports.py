@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from controller.kube import gateway_reports as demand
 from controller.kube.gateway_reports import DemandFeed, DemandRelay
 from controller.kube.pages import pages

@@ -10,7 +10,7 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from controller.kube.gateway_reports import loads_by_pod, read_loads
 from controller.kube.pages import pages
 from extproc.api.status_pages import LOADS_LABEL, LOADS_PATH, EndpointLoad

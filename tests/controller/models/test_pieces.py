@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from controller.kube.errors import Conflict, ServerError
 from controller.kube.executor import yielded
 from controller.kube.informer import trimmed_node, trimmed_pod

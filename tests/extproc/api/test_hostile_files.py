@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from bench.fuzz.files import mutant, try_files
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load
 from tests.examples import examples
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bench.guard import Guard
+    from bench.stack.guard import Guard
 
 GOOD: Final = """apiVersion: attache.dev/v1alpha1
 kind: ModelServer

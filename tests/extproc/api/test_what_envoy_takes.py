@@ -8,7 +8,7 @@ import json
 import pytest
 import yaml
 
-from bench.stack import documents
+from bench.stack.stack import documents
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load
 from extproc.api.matches import MAX_PROGRAM_SIZE

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import web
 
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import LoadAdapter

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from extproc.api.load import ConfigDirectory
 from extproc.api.status_pages import ConfigReport, content_digest
 from extproc.core.core import Core

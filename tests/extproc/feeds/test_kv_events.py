@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from bench.engine.journal import Journal
+from bench.engine.blocks import Journal
 from bench.engine.publisher import Form, KvEventPublisher, KvEventsConfig
 from bench.engine.text import tokens_of
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from extproc.api.host_names import with_addresses
 from extproc.api.load import load
 from extproc.core.core import Core

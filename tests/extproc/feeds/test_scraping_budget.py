@@ -9,7 +9,7 @@ import random
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from extproc.api import snapshot as scrapes
 from extproc.api.load import load
 from extproc.api.snapshot import kept_connections, missing_descriptors, scrape_stretch, stretched_intervals

@@ -7,7 +7,7 @@ import random
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from bench.stack import documents
+from bench.stack.stack import documents
 from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.endpoints.health import Failure

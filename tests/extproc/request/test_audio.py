@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.fuzz.seeds import content_of
+from bench.fuzz.mutants import content_of
 from extproc.errors import BadRequest
 from extproc.protocol import Api
 from extproc.request.parsing import parse

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from bench.guard import Guard
+    from bench.stack.guard import Guard
 
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 LOGS = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"

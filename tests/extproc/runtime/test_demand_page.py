@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from bench.processes import free_ports
+from bench.stack.processes import free_ports
 from extproc.api.load import load
 from extproc.api.status_pages import DEMAND_PATH, ConfigReport, Demand, completed
 from extproc.core.core import Core

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import aiohttp
 import msgspec
 
-from bench.processes import free_ports
 from bench.sizes.configuration import Gateway, Sizes, configuration
+from bench.stack.processes import free_ports
 from extproc.api.load import load
 from extproc.api.status_pages import ConfigReport, EndpointLoad
 from extproc.core.core import Core

@@ -8,7 +8,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import HttpHeaders, ProcessingRe
 from envoy_data_plane.google.protobuf import Struct, Value
 
 from extproc.streams import messages
-from tools.envoy_messages.__main__ import derived
+from tools.envoy_messages import derived
 
 
 def test_a_request_reads_the_same_as_written_by_envoy_data_plane() -> None:

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from bench.autoscale.peers.kthena import Kthena
-from bench.autoscale.peers.wva_v1 import V1Memory, WvaV1
-from bench.autoscale.peers.wva_v2 import Kind, WvaV2
+from bench.autoscale.peers.wva import Kind, V1Memory, WvaV1, WvaV2
 from controller.api.autoscaling_binding import ScaleTarget
 from controller.api.common import ObjectReference
 from controller.autoscaler.decision.behavior import Past

@@ -11,12 +11,10 @@ import pytest
 
 from bench.autoscale.peers.aibrix import AibrixApa
 from bench.autoscale.peers.dynamo import DynamoMemory, DynamoPlanner, Request
-from bench.autoscale.peers.knative import kpa
 from bench.autoscale.peers.kthena import Kthena, Sample, recommended_instances, smallest_corrected
-from bench.autoscale.peers.kubernetes import hpa
 from bench.autoscale.peers.llm_d import KedaQueue, KedaSlo
-from bench.autoscale.peers.wva_v1 import WvaV1, as_wva_v1
-from bench.autoscale.peers.wva_v2 import Means, WvaV2, median
+from bench.autoscale.peers.peer import hpa, kpa
+from bench.autoscale.peers.wva import Means, WvaV1, WvaV2, as_wva_v1, median
 from controller.api.autoscaling import LatencyObjective
 from controller.api.autoscaling_binding import ScaleTarget
 from controller.api.common import ObjectReference

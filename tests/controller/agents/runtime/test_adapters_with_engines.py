@@ -21,7 +21,7 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bench.guard import Guard
+    from bench.stack.guard import Guard
 
 ADAPTERS = 10
 SLOTS = 2

@@ -17,7 +17,7 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bench.guard import Guard
+    from bench.stack.guard import Guard
 
 # Of the agent, with its metrics read; measured: 39 MiB.
 MOST_KIB = 64 * 1024

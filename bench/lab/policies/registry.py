@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies by name, each with the observer and the configuration that it needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from bench.lab.policies.own_file import own_policy, policy_file
+from bench.lab.policies.routers import (
+    AffinityWithTokenLoad,
+    CacheAware,
+    ExploitExplore,
+    KthenaDefault,
+    KthenaMeasured,
+    KvRouter,
+    LeastKvCache,
+    LeastRequest,
+    LMetric,
+    Oracle,
+    PowerOfTwo,
+    PrefixAffinity,
+    PrefixCache,
+    RandomPick,
+)
+from bench.lab.policies.trackers import EngineCalibration, InFlightTracker, MemoryRule, PolicySetup, WithPrefixMemory
+from extproc.api.errors import ConfigInvalid, Mistake
+from extproc.llmd.profiles import picker_from_text
+from extproc.llmd.registry import installed
+from extproc.scheduling.pickers import PrefixAware, PrefixAwareParameters, RoundRobin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from extproc.scheduling.picker import Picker
+
+_CONFIGS: Final = Path(__file__).parent / "configs"
+
+
+_KV_EVENTS: Final = {"kvEvents": {"port": 5557}}
+
+
+def _plain(make: Callable[[], Picker]) -> Callable[[EngineCalibration], PolicySetup]:
+    def build(_: EngineCalibration) -> PolicySetup:
+        return PolicySetup(make())
+
+    return build
+
+
+def _watching(
+    make: Callable[[InFlightTracker, EngineCalibration], Picker], memory: MemoryRule | None = None
+) -> Callable[[EngineCalibration], PolicySetup]:
+    """A policy whose router sees answers pass. ``memory``: of the prompts that it sent; None: Attaché's index."""
+
+    def build(known: EngineCalibration) -> PolicySetup:
+        tracker = InFlightTracker()
+        picker = make(tracker, known)
+        if memory is not None:
+            picker = WithPrefixMemory(picker, tracker, memory, known.block_size)
+        return PolicySetup(picker, tracker)
+
+    return build
+
+
+def _llm_d(file: str) -> Callable[[InFlightTracker, EngineCalibration], Picker]:
+    path = _CONFIGS / file
+    return lambda _tracker, _known: picker_from_text(str(path), path.read_text(), installed()).picker
+
+
+def _configured(
+    file: Path, server: Mapping[str, Any] = MappingProxyType({})
+) -> Callable[[EngineCalibration], PolicySetup]:
+    def build(_: EngineCalibration) -> PolicySetup:
+        try:
+            picker = picker_from_text(str(file), file.read_text(), installed()).picker
+        except OSError as error:
+            msg = (
+                f"cannot be read: {error.strerror}; name a Python file as in my.py:Mine, another "
+                f"file, or one of {', '.join(POLICIES)}"
+            )
+            raise ConfigInvalid([Mistake(str(file), 0, "", msg)]) from None
+        return PolicySetup(picker, server=server)
+
+    return build
+
+
+def _ours() -> Picker:
+    return PrefixAware(PrefixAwareParameters())
+
+
+def _preble(tracker: InFlightTracker, known: EngineCalibration) -> Picker:
+    return ExploitExplore(
+        tracker,
+        prefill_tokens_per_s=known.prefill_tokens_per_s,
+        decode_s_per_token=known.decode_s_per_token,
+        block_size=known.block_size,
+    )
+
+
+# What each router remembers; see its module.
+_SENT: Final = MemoryRule()
+_UNBOUNDED: Final = MemoryRule(is_bounded=False)
+_ENDED: Final = MemoryRule(by="ended", is_bounded=False)
+
+POLICIES: Final[Mapping[str, Callable[[EngineCalibration], PolicySetup]]] = MappingProxyType(
+    {
+        "attache": _plain(_ours),
+        "attache-precise": lambda _: PolicySetup(_ours(), server=_KV_EVENTS),
+        "round-robin": _plain(RoundRobin),
+        "random": _plain(RandomPick),
+        "least-request": _plain(LeastRequest),
+        "power-of-two": _plain(PowerOfTwo),
+        "llm-d-blend": _watching(_llm_d("llm-d-default.yaml"), _SENT),
+        "llm-d-token-load": _watching(
+            lambda tracker, known: AffinityWithTokenLoad(tracker, known.prefill_tokens_per_s), _SENT
+        ),
+        "llm-d-precise": _configured(_CONFIGS / "llm-d-precise.yaml", _KV_EVENTS),
+        "kthena": _watching(lambda _tracker, _known: KthenaDefault(), _ENDED),
+        "kthena-2025-least-request": _plain(KthenaMeasured),
+        "kthena-2025-prefix": _watching(lambda _tracker, _known: KthenaMeasured(prefix="seen"), _ENDED),
+        "kthena-2025-kvcache": _watching(
+            lambda _tracker, _known: KthenaMeasured(prefix="whole"), MemoryRule(by="events")
+        ),
+        "sglang": _watching(lambda _tracker, _known: CacheAware(), _UNBOUNDED),
+        "dynamo": _watching(lambda tracker, known: KvRouter(tracker, known.block_size), MemoryRule(by="events")),
+        "preble": _watching(_preble, _SENT),
+        "aibrix-prefix-cache": _watching(lambda _tracker, _known: PrefixCache(), _UNBOUNDED),
+        "aibrix-least-kv-cache": _plain(LeastKvCache),
+        "ray": _watching(lambda _tracker, _known: PrefixAffinity(), _UNBOUNDED),
+        "lmetric": _watching(lambda tracker, _: LMetric(tracker), _SENT),
+        "oracle": _watching(lambda tracker, _: Oracle(tracker)),
+    }
+)
+
+
+def policy_named(name: str) -> Callable[[EngineCalibration], PolicySetup]:
+    """A policy by its name, by its Python file (``my.py:Mine``) or by the path of an EndpointPickerConfig.
+
+    It is called with the calibration of an engine. A file that is not valid raises PolicyFailed or ConfigInvalid then.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    return own_policy(name) if policy_file(name) is not None else _configured(Path(name))

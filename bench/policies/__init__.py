@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""The field's picking policies; knows engine and the observers of virtual."""

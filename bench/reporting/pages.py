@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What reports are made of: tables for all outputs, plots with matplotlib, and the origin of the figures."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import platform
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final
+
+import msgspec
+import rich.table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
+
+class Table(msgspec.Struct, frozen=True):
+    """Text in rows under ``headings``. The first column names what a row is about; the others hold its values.
+
+    ``row_styles``: rich's style of each row on the terminal, such as "bold"; empty for plain rows.
+    """
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    row_styles: Sequence[str] = ()
+
+    def on_terminal(self) -> rich.table.Table:
+        """For a rich console."""
+        made = rich.table.Table(title=self.title, caption=self.caption or None)
+        for number, heading in enumerate(self.headings):
+            made.add_column(heading, justify="right" if number else "left")
+        styles = self.row_styles or [""] * len(self.rows)
+        for row, style in zip(self.rows, styles, strict=True):
+            made.add_row(*row, style=style)
+        return made
+
+    def as_markdown(self) -> list[str]:
+        """Lines, without the title."""
+        return [
+            f"| {' | '.join(self.headings)} |",
+            f"|---|{'---:|' * (len(self.headings) - 1)}",
+            *(f"| {' | '.join(row)} |" for row in self.rows),
+        ]
+
+    def as_html(self) -> str:
+        """A ``<table>``, without the title."""
+        head = "".join(f"<th>{html.escape(heading)}</th>" for heading in self.headings)
+        rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self.rows)
+        return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+
+
+@contextlib.contextmanager
+def figure(
+    target: Path | IO[bytes],
+    *,
+    rows: int = 1,
+    columns: int,
+    size_inches: tuple[float, float],
+    dpi: int = 110,
+) -> Iterator[list[Axes]]:
+    """Yields ``rows * columns`` axes, row by row, and writes them to ``target`` as PNG at the end, with grids and one
+    legend below all axes, where it covers nothing.
+
+    ``size_inches``: width and height. What has one label in several axes is to have one look in all of them.
+    """
+    # Importing matplotlib takes a quarter of a second, and most commands end without a plot.
+    import matplotlib as mpl  # noqa: PLC0415
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    drawn, grid = plt.subplots(rows, columns, figsize=size_inches, layout="constrained", squeeze=False)
+    every = list(grid.flat)
+    yield every
+    marks: dict[str, Artist] = {}
+    for axes in every:
+        axes.grid(alpha=0.3)
+        handles, labels = axes.get_legend_handles_labels()
+        marks = dict(zip(labels, handles, strict=True)) | marks
+    if marks:
+        drawn.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=min(6, len(marks)), fontsize=9)
+    drawn.savefig(target, format="png", dpi=dpi)
+    plt.close(drawn)
+
+
+def plot_cumulative(axes: Axes, label: str, values: Sequence[float], *, color: str | None = None) -> None:
+    """The share of ``values`` that are at most x, as a step function. ``color``: None: the next of the cycle."""
+    ordered = sorted(values)
+    shares = [(index + 1) / len(ordered) for index in range(len(ordered))]
+    axes.plot(ordered, shares, label=label, color=color, drawstyle="steps-post")
+
+
+def log_axis(axes: Axes) -> None:
+    """A logarithmic x axis with plain numbers: 0.05, 0.1, 0.2."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter  # noqa: PLC0415 - as figure does
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(axis="x", rotation=45)
+
+
+# An installed package may lie inside somebody else's repository.
+_ROOT: Final = Path(__file__).resolve().parents[2]
+
+
+class MadeBy(msgspec.Struct, frozen=True):
+    """The command that made results, the versions of what ran it, and the digests of files with policies."""
+
+    command: str
+    versions: dict[str, str]
+    files: dict[str, str] = {}
+
+    @property
+    def versions_line(self) -> str:
+        """The versions in a line."""
+        return ", ".join(f"{name} {one}" for name, one in self.versions.items())
+
+
+def made_by(
+    command: str, *, versions: Mapping[str, str] | None = None, files: Mapping[str, str] | None = None
+) -> MadeBy:
+    """``command``, and what runs it, with the commit if the code is in a clone.
+
+    ``versions``: further ones. ``files``: digests by file.
+    """
+    found = {"Python": platform.python_version(), "numpy": version("numpy"), **(versions or {})}
+    with contextlib.suppress(PackageNotFoundError):  # a clone need not be installed
+        found["attache"] = version("attache")
+    if (_ROOT / ".git").exists() and (commit := _commit()):
+        found["commit"] = commit
+    return MadeBy(command, found, dict(files or {}))
+
+
+def _commit() -> str:
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],  # noqa: S607 - whichever git the user has
+            cwd=_ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError:  # a clone may be copied to where there is no git
+        return ""
+    return said.stdout.strip() if said.returncode == 0 else ""
