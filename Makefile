@@ -16,8 +16,6 @@ GATEWAY := .tools/sglang-router
 DOCS   := .venv-docs
 
 PYTEST := $(RUN) $(if $(COVERAGE),-m coverage run) -m pytest
-# For tests with real processes. RERUN=1, as in CI: the few that fail are run once more, each alone (tools/rerun_failed.py).
-PYTEST_REAL := $(RUN) $(if $(COVERAGE),-m coverage run) -m $(if $(RERUN),tools.rerun_failed,pytest)
 
 # They fetch or build for minutes, or need something that make cannot fetch: first they say what, and look for the rest.
 PREFLIGHTS := $(addprefix preflight-,run up up-kube kube-assets conformance test-vllm)
@@ -61,13 +59,13 @@ SIDE_BY_SIDE := --dist loadfile --max-worker-restart 0
 
 # Twice as many as there are processors where CI runs: these tests wait for others half of their time.
 test-envoy: $(VENV)/ready $(ENVOY) ## tests with a real Envoy and a real Redis, side by side
-	$(PYTEST_REAL) -n 4 $(SIDE_BY_SIDE) -m 'not real_time' $(filter-out tests/with_kube,$(wildcard tests/with_*))
+	$(PYTEST) -n 4 $(SIDE_BY_SIDE) -m 'not real_time' $(filter-out tests/with_kube,$(wildcard tests/with_*))
 
 test-kube: $(VENV)/ready ## tests with a Kubernetes API server: a fake one, and a real one if `make kube-assets` has built it
-	$(PYTEST_REAL) -n 2 $(SIDE_BY_SIDE) tests/with_kube
+	$(PYTEST) -n 2 $(SIDE_BY_SIDE) tests/with_kube
 
 test-real-time: $(VENV)/ready $(ENVOY) ## tests that depend on how fast the machine is, one after the other (ARGS="-n 2 --dist loadfile": two at a time)
-	$(PYTEST_REAL) -m real_time tests/with_* $(ARGS)
+	$(PYTEST) -m real_time tests/with_* $(ARGS)
 
 coverage: $(VENV)/ready $(ENVOY) ## branches that the tests take, by package; fails where a pure package has less than it should
 	$(RUN) -m coverage erase
