@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from bench.sizes.configuration import Gateway, Sizes, configuration
+from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import envoy_command
 from controller.bundle.acknowledgements import Acknowledgements, read_state, why_not_ready
 from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES
