@@ -15,6 +15,7 @@ from extproc.protocol import APIS_BY_PATH, Api
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Mapping
 
 _WEATHER: Final = {
     "type": "function",
