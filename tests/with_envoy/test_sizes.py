@@ -218,7 +218,7 @@ async def test_an_envoy_that_starts_with_routes_that_it_refuses_is_not_ready_and
     await large.processes.start("envoy", envoy_command(large.out))
 
     async def has_nothing() -> bool:
-        return (await asyncio.to_thread(acknowledgements.look, float("inf"))).has_nothing
+        return (await asyncio.to_thread(acknowledgements.poll, float("inf"))).has_nothing
 
     await eventually(has_nothing, timeout_s=30)
     assert "serves nothing" in acknowledgements.report.refused

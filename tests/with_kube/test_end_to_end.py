@@ -17,8 +17,7 @@ import pytest_asyncio
 import yaml
 
 from bench.cluster.control_plane import apply_crds
-from bench.cluster.node.node import gpu_node
-from bench.cluster.node.node import running_nodes
+from bench.cluster.node.node import gpu_node, running_nodes
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import envoy_command
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import inspect
 
-from controller.commands.epp_flags import FLAGS
+from controller.commands.epp import FLAGS
 from extproc.llmd.notes import without_effect
 from extproc.llmd.registry import ACCEPTED, BUILT_IN, NOT_BUILT
 from tools.reference.kinds import MARK
