@@ -305,7 +305,7 @@ def _spare_the_collector() -> None:
     """Freeze start-up objects: requests make no cycles, so the collector need not scan them."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(5_000, 200, 100)
+    gc.set_threshold(50_000, 20, 100)
 
 
 def _on_signals() -> asyncio.Event:
