@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 from aiohttp import web
 
-from bench.engine.formats import error_body
+from bench.engine.formats import refused
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -188,5 +188,4 @@ class AdapterRoutes:
 
 
 def _error(status: int, kind: str, message: str) -> web.Response:
-    body = error_body(message, status=status, kind=kind)
-    return web.Response(body=body, status=status, content_type="application/json")
+    return refused(message, status=status, kind=kind)

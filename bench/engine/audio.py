@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from aiohttp import web
 
-from bench.engine.formats import Job
+from bench.engine.formats import Job, refused
 from extproc.protocol import Api
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def handlers(compute: Compute) -> dict[Api, Handler]:
         try:
             body = _speech.decode(await http.read())
         except msgspec.DecodeError as error:
-            return web.json_response({"error": {"message": str(error)}}, status=400)
+            return refused(str(error))
         tokens = max(1, len(body.input) * _TOKENS_PER_S // _CHARACTERS_PER_S)
         done = await compute(_job(body.model, body.input.encode(), tokens))
         if isinstance(done, web.Response):
@@ -53,7 +53,7 @@ def handlers(compute: Compute) -> dict[Api, Handler]:
         form = await http.post()
         model, file = form.get("model"), form.get("file")
         if not isinstance(model, str) or not isinstance(file, web.FileField):
-            return web.json_response({"error": {"message": "'model' and 'file' are required"}}, status=400)
+            return refused("'model' and 'file' are required")
         audio = file.file.read()
         seconds = max(1, len(audio) // _BYTES_PER_S)
         done = await compute(_job(model, audio[: 4 * _TOKENS_PER_S * seconds], None))

@@ -239,6 +239,13 @@ def error_body(message: str, *, status: int, kind: str, param: str | None = None
     return _dump({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
+def refused(message: str, *, status: int = 400, kind: str = "BadRequestError") -> web.Response:
+    """An answer with nothing but an error object."""
+    return web.Response(
+        body=error_body(message, status=status, kind=kind), status=status, content_type="application/json"
+    )
+
+
 def _closing(head: dict[str, Any], request: Request, *, wants_usage: bool) -> bytes:
     usage = _event({**head, "choices": [], "usage": chat_usage(request)}) if wants_usage else b""
     return usage + b"data: [DONE]\n\n"

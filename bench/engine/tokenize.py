@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from bench.engine.formats import TokenId
+from bench.engine.formats import TokenId, refused
 from bench.engine.text import Message, render_chat, tokens_of
 from extproc.protocol import Api
 
@@ -44,9 +44,9 @@ def handlers(serves: Callable[[str], bool]) -> dict[Api, Handler]:
             try:
                 asked = decoder.decode(await http.read())
             except msgspec.DecodeError as error:
-                return web.json_response({"message": str(error)}, status=400)
+                return refused(str(error))
             if asked.model and not serves(asked.model):
-                return web.json_response({"message": f"The model `{asked.model}` does not exist."}, status=404)
+                return refused(f"The model `{asked.model}` does not exist.", status=404, kind="NotFoundError")
             return web.json_response(answer(asked))
 
         return handle
