@@ -38,7 +38,7 @@ class Manager:
         self.server = server
         self.signals = Signals(trusted=("attache",))
         self.signals.follow((server,), self.now())
-        self.signals.present((POD,), self.now())
+        self.signals.set_gateways((POD,), self.now())
         self.feed = DemandFeed(lambda: {POD: pod}, self.hear, clock=self.now, rng=Random(0), trusted=("attache",))
         self.instances: set[str] = set()
 
@@ -48,7 +48,7 @@ class Manager:
 
     def hear(self, gateway: str, message: Demand, at_s: float) -> None:
         self.instances.add(message.instance)
-        self.signals.hear(gateway, message, at_s)
+        self.signals.ingest(gateway, message, at_s)
 
     def totals(self) -> Totals:
         now = self.now()

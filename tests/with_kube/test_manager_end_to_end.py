@@ -23,6 +23,7 @@ from controller.kube.resources import (
     PODS,
     SERVICES,
 )
+from controller.models.model_infer.names import MODEL_INFER
 from controller.models.model_infer.reconcile import reconcile
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
@@ -134,11 +135,11 @@ async def test_two_groups_of_prefill_and_decode_run_are_scaled_mended_and_collec
     # somebody deletes a pod and a Service, and changes a label
     await client.delete(PODS, "llama-0-decode-0-1", namespace, grace_s=0)
     await client.delete(SERVICES, "llama-1-decode-0", namespace)
-    patch = {"metadata": {"labels": {names.MODEL_INFER: None}}}
+    patch = {"metadata": {"labels": {MODEL_INFER: None}}}
     await client.merge_patch(PODS, "llama-1-prefill-0-0", namespace, patch)
 
     async def is_mended() -> bool:
-        known = await client.list(PODS, namespace, labels=f"{names.MODEL_INFER}=llama")
+        known = await client.list(PODS, namespace, labels=f"{MODEL_INFER}=llama")
         return len(known.items) == 10 and await place.names(SERVICES) == services
 
     await eventually(is_mended, timeout_s=PATIENCE_S)
