@@ -286,6 +286,8 @@ class _Poll:
             self._connecting.cancel()
         if self._connection is not None:
             self._connection.give_up()
+        # they refer to this poll: with its buffers it would wait for the collector
+        self._connecting = self._connection = None
 
     def tick(self, now: float) -> None:
         """Start a scrape; one that is still running after its timeout has failed."""

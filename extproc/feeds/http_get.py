@@ -136,7 +136,7 @@ class KeptConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """A request in progress fails."""
-        self.is_open = False
+        self.is_open, self._transport = False, None
         self._fail(f"the connection ended: {exc or 'closed by the server'}")
 
     def ask(self, request: bytes) -> None:

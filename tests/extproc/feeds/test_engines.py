@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -175,6 +176,25 @@ async def test_a_removed_endpoint_is_not_scraped() -> None:
         asked = engine.asked
         await asyncio.sleep(0.15)
         assert engine.asked == asked
+
+
+async def test_a_removed_endpoint_leaves_nothing_to_the_collector() -> None:
+    """Else readers and buffers of each engine that came and went would stay until a collection of all objects."""
+
+    def left() -> set[str]:
+        kinds = {"_Poll", "KeptConnection", "MetricsReader"}
+        return {type(one).__name__ for one in gc.get_objects()} & kinds
+
+    engine = Engine()
+    async with scraped(engine) as (_, _, core, _):
+        await eventually(lambda: engine.asked > 2)
+        gc.collect()
+        gc.disable()
+        try:
+            core.apply(load({"a.yaml": CONFIG.format(endpoints="").encode()}), 0.0)
+            await eventually(lambda: not left())
+        finally:
+            gc.enable()
 
 
 async def test_a_page_without_a_known_metric_is_no_report(caplog: pytest.LogCaptureFixture) -> None:
