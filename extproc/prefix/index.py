@@ -210,7 +210,8 @@ class HeldBlocks:
 
     def all(self) -> list[int]:
         """Every block."""
-        return [block for segment in self._segments.values() for block in segment.blocks]
+        # with the idle ones that have lost their entry to another segment, which begins with the same hash
+        return [block for segment in {*self._segments.values(), *self._idle} for block in segment.blocks]
 
     def last_use(self, chain: Sequence[int], position: int) -> float | None:
         """When block number ``position`` of ``chain`` was last used, or began to be if it is in use; None if it is not
@@ -304,7 +305,8 @@ def _common(one: list[int], other: list[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-# Remembered of one endpoint at most, and of all together: some 130 bytes each, so 2 MiB and half a GiB.
+# Remembered of one endpoint at most, and of all together: some 120 bytes each, so 2 MiB and half a GiB; twice that
+# where each prompt has but two or three blocks.
 MOST_BLOCKS: Final = 16_384
 MOST_BLOCKS_IN_ALL: Final = 4_194_304
 # A turn takes the memory of so many blocks.
@@ -344,7 +346,7 @@ def blocks_of_each(endpoints: int) -> int:
 class PrefixIndex:
     """The index of one ModelServer, bounded for each endpoint in bytes of prompt text and in blocks.
 
-    ``capacity_bytes``: the initial estimate of an endpoint's capacity. ``first_block_bytes``: see ``hashing.py``.
+    ``capacity_bytes``: the initial estimate of an endpoint's capacity. ``first_block_bytes``: see ``hash_blocks``.
     ``most_blocks``: remembered of an endpoint; one that holds more loses the oldest at its next request.
     """
 

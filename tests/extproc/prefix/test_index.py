@@ -179,6 +179,16 @@ def test_all_endpoints_share_what_a_process_remembers(endpoints: int, blocks: in
     assert blocks_of_each(endpoints) == blocks
 
 
+def test_of_an_endpoint_that_leaves_nothing_stays_though_blocks_have_the_same_hash() -> None:
+    index = PrefixIndex(CAPACITY)
+    common = 7 << 5
+    # the third chain splits the second, whose rest then begins as the first does
+    for chain in ([common, 8 << 5], [1 << 5, common], [1 << 5, 9 << 5]):
+        index.record(0, chain, 0.0)
+    index.forget(0)
+    assert index.blocks == 0
+
+
 class AgainstAPlainModel(RuleBasedStateMachine):
     """Never longer than recorded; equal to LRU by blocks; bounded; nothing left of what is forgotten."""
 
