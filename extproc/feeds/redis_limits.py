@@ -3,7 +3,7 @@
 
 Scripts change the buckets atomically, with the arithmetic of ``admission/buckets.py``. They use Redis' time, so the
 machines' clocks need not agree. What is granted while Redis is away is charged to it afterwards, exactly once: every
-message carries what this process has yet to charge (``admission/store_memory.py``).
+message carries what this process has yet to charge (``StoreMemory``).
 
 Two cases remain inexact, each by the requests in flight at that moment. What Redis granted to a connection that broke
 is not given back. And where one answer is late and others are still to come, the late request is granted from all that
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # fill() reads a bucket, adds the inflow until now and takes what the process owes it. A bucket that is not here is
 # full, or Redis has lost it: it begins with what the process says is left at most. Its first epoch is the time, so that
 # no reservation of a lost bucket is worth anything in this one. "paid:PROCESS" is the running total that this bucket
-# was charged for (admission/store_memory.py). A key expires some time after its bucket would be full.
+# was charged for (StoreMemory). A key expires some time after its bucket would be full.
 _FILL: Final = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1000000

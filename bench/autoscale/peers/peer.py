@@ -8,7 +8,7 @@ engine answers for each. What a peer's own collector does not know is what its p
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -18,9 +18,6 @@ from controller.autoscaler.decision.decision import Strategy
 from controller.autoscaler.decision.situation import EngineReport, EngineState, Situation
 from controller.autoscaler.decision.strategies.concurrency import ConcurrencyParameters, ConcurrencyStrategy
 from controller.autoscaler.decision.strategies.target import Pool, TargetStrategy, Tolerance, of_total
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 Memory = TypeVar("Memory")
 
@@ -35,14 +32,6 @@ class Peer(Protocol[Memory]):
 
     def desired(self, situation: Situation, memory: Memory | None) -> tuple[int, Memory | None]:
         """Replicas, and what to pass in the next time; ``memory`` is None at first."""
-        ...
-
-
-class KindsPeer(Protocol[Memory]):
-    """A peer that chooses among several kinds of engine. Pure, as Peer is."""
-
-    def desired_kinds(self, situation: Situation, memory: Memory | None) -> tuple[Mapping[str, int], Memory | None]:
-        """Replicas by target, and what to pass in the next time; ``memory`` is None at first."""
         ...
 
 
