@@ -15,12 +15,14 @@ GATEWAY := .tools/sglang-router
 
 DOCS   := .venv-docs
 
-PYTEST := $(RUN) $(if $(COVERAGE),-m coverage run) -m pytest
+# tools/stages.py reads what becomes of each test.
+RECORDED := -m pytest -p tools.stages
+PYTEST   := $(RUN) $(if $(COVERAGE),-m coverage run) $(RECORDED)
 
 # They fetch or build for minutes, or need something that make cannot fetch: first they say what, and look for the rest.
-PREFLIGHTS := $(addprefix preflight-,run up up-kube kube-assets conformance test-vllm)
+PREFLIGHTS := $(addprefix preflight-,run up up-kube kube-assets conformance test-kube-real test-conformance test-vllm)
 
-.PHONY: $(PREFLIGHTS) help run up up-kube test test-pure test-envoy test-kube test-real-time test-some test-vllm coverage coverage-report check fix bench \
+.PHONY: $(PREFLIGHTS) help run up up-kube test test-all test-some test-unit test-process test-kube-real test-real-time test-conformance test-vllm coverage coverage-report check fix bench \
   sglang-gateway soak lab lab-autoscale manifests generate docs lock envoy-binary kube-assets kube-built conformance clean
 .NOTPARALLEL:
 
@@ -39,45 +41,56 @@ up: preflight-up $(VENV)/ready $(ENVOY) ## the same stack left running, with a c
 up-kube: preflight-up-kube $(VENV)/ready $(ENVOY) kube-built ## a Kubernetes cluster on this machine, left running: a real API server, nodes whose pods are processes
 	$(RUN) -m bench.cluster $(ARGS)
 
-STAGES := test-pure test-envoy test-kube test-real-time
+# What a change must pass, and what a release must. Every stage runs, whatever became of the one before.
+STAGES     := check test-unit test-process
+ALL_STAGES := $(STAGES) test-real-time test-kube-real test-conformance test-vllm coverage-report
 
-# Every stage runs, whatever became of the one before: they need different things, and one of them may be missing.
-test: $(if $(ARGS),test-some) ## all tests, in four stages; ARGS="-k NAME" or a path: some, in one
+test: $(if $(ARGS),test-some,$(VENV)/ready) ## what a change must pass, in ten minutes; ARGS="-k NAME" or a path: some tests
 ifndef ARGS
-	@failed=; for stage in $(STAGES); do $(MAKE) $$stage || failed="$$failed $$stage"; done; \
-	  if [ "$$failed" ]; then echo "=== FAILED:$$failed"; exit 1; fi; echo "=== passed: $(STAGES)"
+	$(RUN) -m tools.stages $(STAGES)
 endif
+
+test-all: export SLOW := 1
+test-all: export COVERAGE := 1
+test-all: $(VENV)/ready ## all tests, also the slow ones, those with a real API server and with real engines, and how much code they reach (an hour and more)
+	$(RUN) -m coverage erase
+	$(RUN) -m tools.stages --once $(ALL_STAGES)
 
 test-some: $(VENV)/ready $(ENVOY)
 	$(PYTEST) $(ARGS)
 
-test-pure: $(VENV)/ready ## tests that need neither Envoy nor Redis, side by side
-	$(PYTEST) -n auto --dist worksteal tests --ignore-glob='*/with_*'
-
 # A worker that crashes ends its stage: replaced, it could leave tests that nobody runs, and a stage that never ends.
-SIDE_BY_SIDE := --dist loadfile --max-worker-restart 0
+SIDE_BY_SIDE := --max-worker-restart 0 -m 'not (real_time or real_kube $(if $(SLOW),,or slow))'
+PROCESSES    := $(filter-out tests/with_vllm,$(wildcard tests/with_*))
+
+test-unit: $(VENV)/ready ## tests that need no other process, side by side (SLOW=1: also those that take long)
+	$(PYTEST) -n auto --dist worksteal $(SIDE_BY_SIDE) tests --ignore-glob='*/with_*'
 
 # Twice as many as there are processors where CI runs: these tests wait for others half of their time.
-test-envoy: $(VENV)/ready $(ENVOY) ## tests with a real Envoy and a real Redis, side by side
-	$(PYTEST) -n 4 $(SIDE_BY_SIDE) -m 'not real_time' $(filter-out tests/with_kube,$(wildcard tests/with_*))
+test-process: $(VENV)/ready $(ENVOY) ## tests with a real Envoy, a real Redis and a fake Kubernetes API server, side by side
+	$(PYTEST) -n 4 --dist loadfile $(SIDE_BY_SIDE) $(PROCESSES)
 
-test-kube: $(VENV)/ready ## tests with a Kubernetes API server: a fake one, and a real one if `make kube-assets` has built it
-	$(PYTEST) -n 2 $(SIDE_BY_SIDE) tests/with_kube
+test-kube-real: preflight-test-kube-real $(VENV)/ready kube-built ## tests with a real Kubernetes API server: for changes of what talks to it
+	$(RUN) $(RECORDED) -n 2 --dist loadfile --max-worker-restart 0 -m real_kube tests/with_kube $(ARGS)
 
 test-real-time: $(VENV)/ready $(ENVOY) ## tests that depend on how fast the machine is, one after the other (ARGS="-n 2 --dist loadfile": two at a time)
-	$(PYTEST) -m real_time tests/with_* $(ARGS)
+	$(RUN) $(RECORDED) -m 'real_time and not real_kube' $(PROCESSES) $(ARGS)
+
+test-conformance: preflight-test-conformance $(VENV)/ready $(ENVOY) kube-built ## some cases of the Gateway API's conformance suite
+	$(RUN) -m tools.conformance_suites gateway-api
+	$(RUN) -m bench.conformance --suite gateway-api $(addprefix --run ,HTTPRouteSimpleSameNamespace HTTPRouteMatching \
+	  HTTPRouteHTTPSListener HTTPRouteRequestMirror GatewayModifyListeners HTTPRouteReferenceGrant)
 
 coverage: $(VENV)/ready $(ENVOY) ## branches that the tests take, by package; fails where a pure package has less than it should
 	$(RUN) -m coverage erase
-	$(MAKE) test-pure test-envoy COVERAGE=1
-	$(MAKE) coverage-report
+	$(MAKE) test-unit test-process coverage-report COVERAGE=1 SLOW=1
 
 coverage-report: $(VENV)/ready
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m tools.coverage_by_package
 
 test-vllm: preflight-test-vllm $(VENV)/ready $(ENVOY) $(VLLM)/ready ## tests with real vLLM engines on the CPU (installs 3 GB; 6 GB where torch has no CPU build)
-	ATTACHE_VLLM=$(CURDIR)/$(VLLM)/bin/python $(RUN) -m pytest tests/with_vllm $(ARGS)
+	ATTACHE_VLLM=$(CURDIR)/$(VLLM)/bin/python $(RUN) $(RECORDED) tests/with_vllm $(ARGS)
 
 check: $(VENV)/ready ## lint, format, layers, types, generated messages
 	$(VENV)/bin/ruff check .

@@ -27,6 +27,13 @@ settings.load_profile("ci" if IS_CI else "local")
 # when the garbage is collected would fail for it.
 asyncio.set_event_loop(None)
 
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """For ``-n auto``: two more than there are processors, as tests wait for a third of their time."""
+    return len(os.sched_getaffinity(0)) + 2
+
+
 _END_OF_ONE: Final = "-----END CERTIFICATE-----"
 
 

@@ -5,7 +5,7 @@
 server reads a line of JSON for each: arguments, environment and log. It answers with the process id. The fork leaves
 the server's loop and runs the program as ``python -m`` would, in a session of its own.
 
-CI measures coverage, for which every program starts in full; there this server is not used.
+Where coverage is measured every program starts in full, and this server is not used.
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ TARGETS = {
     "up-kube": ("venv", "envoy", "kube"),
     "kube-assets": ("venv", "kube"),
     "conformance": ("venv", "envoy", "kube", "suites"),
+    "test-kube-real": ("venv", "kube"),
+    "test-conformance": ("venv", "envoy", "kube", "suites"),
     "test-vllm": ("venv", "envoy", "vllm"),
 }
 
@@ -70,15 +72,16 @@ def problems(
     from bench.cluster.netns import NoNamespace, way  # noqa: PLC0415 - as tomllib
     from tools.go_modules import toolchain_missing  # noqa: PLC0415 - as tomllib
 
+    needs_suites = "suites" in TARGETS[target]
     built = [one for one in missing if one.cache_gb]
     lacks_go = toolchain_missing() if built else ""
     if lacks_go:
         given = "etcd, kube-apiserver, kube-controller-manager, kube-scheduler and kubectl"
-        other = "" if target == "conformance" else f"; or set KUBEBUILDER_ASSETS to a directory with {given}"
+        other = "" if needs_suites else f"; or set KUBEBUILDER_ASSETS to a directory with {given}"
         yield f"{lacks_go}: see https://go.dev/doc/install{other}"
     yield from _lacking_space(missing, [] if lacks_go else built)
     yield from _lacking_assets(environment.get("KUBEBUILDER_ASSETS", ""), TARGETS[target])
-    if target == "conformance" or "--own-network" in words:
+    if needs_suites or "--own-network" in words:
         try:
             way()
         except NoNamespace as error:

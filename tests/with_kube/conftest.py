@@ -30,6 +30,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if str(item.path).startswith(here):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+            if _needs_real(item):
+                item.add_marker(pytest.mark.real_kube)
+
+
+def _needs_real(item: pytest.Item) -> bool:
+    asked = {"assets", "plane", "real_kube"} & set(getattr(item, "fixturenames", ()))
+    return bool(asked) or (getattr(item, "callspec", None) is not None and "real" in item.callspec.params.values())
 
 
 @pytest.fixture(scope="session")
