@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 import msgspec
 
+from bench.micro.noop import SERVER
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import ALIAS, MODEL, ROOT, documents, envoy_command
 from controller.bundle.envoy.bundle import build
@@ -118,7 +119,7 @@ class Servers:
         config, bundle = self._directory / name / "config", self._directory / name / "envoy"
         config.mkdir(parents=True)
         (config / "attache.yaml").write_text(text)
-        write(bundle, Step(0, self._bundle_files(text, bundle)))
+        write(bundle, Step(0, bundle_files(text, bundle, in_pieces=self._case.in_pieces)))
         words = ["--config", str(config), "--listen", address, "--metrics", f"127.0.0.1:{metrics}"]
         arguments = {
             "no-op": ["bench.micro.noop", "--listen", address],
@@ -128,19 +129,6 @@ class Servers:
         pid, start_s = await self._start(name, [sys.executable, "-m", *arguments], _Accepts(grpc))
         envoy_pid, _ = await self._start(f"envoy-{name}", envoy_command(bundle), _Serves(listen, self._case.model))
         return Server(name, pid, listen, start_s, envoy_pid)
-
-    def _bundle_files(self, text: str, bundle: Path) -> dict[str, str]:
-        """The bundle as the controller writes it, and a route by which Envoy answers in the engines' place."""
-        files = dict(build(load({"all.yaml": text.encode()}), str(bundle)))
-        configuration = json.loads(files["rds.json"])
-        (host,) = configuration["resources"][0]["virtual_hosts"]
-        host["routes"].insert(0, _DIRECT)
-        if self._case.in_pieces:
-            files["lds.json"] = _in_pieces(files["lds.json"])
-            # gateways of this kind have routes of their own; extproc names no ModelServer to them
-            host["routes"][1]["match"] = {"prefix": "/"}
-        files["rds.json"] = json.dumps(configuration)
-        return files
 
     async def _start_gateway(self, engines: list[str]) -> Server:
         """SGLang's, with its default policy ``cache_aware``."""
@@ -154,10 +142,30 @@ class Servers:
         return Server(_GATEWAY, pid, port, start_s)
 
 
+def bundle_files(text: str, bundle: Path, *, in_pieces: bool) -> dict[str, str]:
+    """The bundle as the controller writes it, and a route by which Envoy answers in the engines' place."""
+    files = dict(build(load({"all.yaml": text.encode()}), str(bundle)))
+    configuration = json.loads(files["rds.json"])
+    (host,) = (one for one in configuration["resources"][0]["virtual_hosts"] if one["domains"] == ["*"])
+    if in_pieces:
+        files["lds.json"] = _in_pieces(files["lds.json"])
+        # gateways of this kind have routes of their own; extproc names no ModelServer to them
+        (decided,) = (one for one in host["routes"] if "cluster_header" in one.get("route", {}))
+        route = {
+            "cluster": SERVER,
+            **{key: value for key, value in decided["route"].items() if key != "cluster_header"},
+        }
+        host["routes"] = [{"match": {"prefix": "/"}, "route": route}]
+    host["routes"].insert(0, _DIRECT)
+    files["rds.json"] = json.dumps(configuration)
+    return files
+
+
 def _in_pieces(listeners: str) -> str:
-    """The same listener with bodies both ways in pieces through extproc."""
+    """The same listener with bodies both ways in pieces through extproc, and no access log: outcomes come with them."""
     read = json.loads(listeners)
     manager = read["resources"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    manager.pop("access_log", None)
     (ask,) = (one for one in manager["http_filters"] if one["name"] == "envoy.filters.http.ext_proc")
     ask["typed_config"]["processing_mode"] = {
         **{f"{side}_body_mode": "FULL_DUPLEX_STREAMED" for side in ("request", "response")},

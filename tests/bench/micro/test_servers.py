@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The measured Envoys have the routes that the measurement needs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.micro.noop import SERVER
+from bench.micro.servers import ANSWER_BY_ENVOY, bundle_files
+from bench.stack.stack import documents
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_envoy_answers_marked_requests_and_sends_others_to_the_server(in_pieces: bool) -> None:
+    text = documents(["127.0.0.1:8000"], gateway={"listen": "127.0.0.1:80"})
+    files = bundle_files(text, Path("/bundle"), in_pieces=in_pieces)
+    (host,) = (one for one in json.loads(files["rds.json"])["resources"][0]["virtual_hosts"] if one["domains"] == ["*"])
+    marked, *others = host["routes"]
+    assert marked["match"]["headers"][0]["name"] == ANSWER_BY_ENVOY
+    decided = next(one["route"] for one in others if "route" in one)
+    assert (decided.get("cluster"), "cluster_header" in decided) == ((SERVER, False) if in_pieces else (None, True))
+    assert ("FULL_DUPLEX_STREAMED" in files["lds.json"]) == in_pieces
+    assert SERVER in {one["name"] for one in json.loads(files["cds.json"])["resources"]}
