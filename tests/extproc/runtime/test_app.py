@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import sys
 from typing import IO, TYPE_CHECKING
 
@@ -16,6 +15,7 @@ import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.stack.processes import free_ports
 from extproc.__main__ import main
 from extproc.api.status_pages import ConfigReport
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse, StreamAccessLogsMessage
@@ -34,10 +34,7 @@ CHAT = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "he
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_ports(1)[0]
 
 
 class ExtprocProcess:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import ClientSession, web
 
+from bench.stack.processes import free_ports
 from controller.agents.downloader import fetch as fetching
 from controller.agents.downloader.cache import Cache
 from controller.agents.downloader.core.errors import CacheUnusable, DiskFull, LibraryMissing, TimeIsUp, Unavailable
@@ -314,9 +315,9 @@ async def test_the_least_recently_used_weights_go_but_not_those_that_are_held(tm
             await fetched(f"http://{host}/b.bin", tmp_path, rules=Rules(retry=QUICK, cache_limit=1000))
 
 
-async def test_hold_keeps_the_weights_until_a_signal_and_metrics_tell(tmp_path: Path, unused_tcp_port: int) -> None:
+async def test_hold_keeps_the_weights_until_a_signal_and_metrics_tell(tmp_path: Path) -> None:
     async with serving(Files({"/m.bin": LARGE}).answer) as host:
-        metrics = f"127.0.0.1:{unused_tcp_port}"
+        metrics = f"127.0.0.1:{free_ports(1)[0]}"
         words = ("--cache", str(tmp_path), "--hold", "--metrics", metrics, "--progress", "-", "--keep-free", "1Mi")
         running = await command(f"http://{host}/m.bin", *words)
         assert running.stdout is not None

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
 from aiohttp import web
 
+from bench.stack.processes import free_ports
 from controller.agents.runtime.adapter_files import DownloadFailed
 from controller.agents.runtime.adapter_names import SourcePolicy
 from controller.agents.runtime.agent import Agent
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    return free_ports(1)[0]
 
 
 class FakeEngine:

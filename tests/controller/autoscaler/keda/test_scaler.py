@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from bench.stack.processes import free_ports
 from controller.autoscaler.export.exports import Decisions, Wanted, wanted_of
 from controller.autoscaler.export.keda import KedaScaler, TlsFiles, server_credentials
 from controller.autoscaler.export.keda_access import Readers
@@ -176,7 +176,7 @@ async def test_a_stream_says_it_again_now_and_then(decisions: Decisions) -> None
     scaler = KedaScaler(decisions, repeat_s=0.01)
     port = await scaler.start("127.0.0.1:0")
     decisions.tell("shop/llama", {"h100": Wanted(3, is_active=True)})
-    async with asyncio.timeout(30), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with asyncio.timeout(120), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stream = channel.unary_stream(PATH + "StreamIsActive")(reference("shop", binding="llama"))
         assert [fields(await stream.read()) for _ in range(3)] == [{1: 1}] * 3
         stream.cancel()
@@ -236,9 +236,7 @@ def test_what_was_decided_by_target() -> None:
 
 async def test_it_serves_until_it_is_cancelled(decisions: Decisions) -> None:
     decisions.tell("shop/llama", {"h100": Wanted(3, is_active=True)})
-    free = socket.create_server(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
-    free.close()
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     async with asyncio.timeout(30), grpc.aio.insecure_channel(address) as channel:
         for _ in range(2):
             serving = asyncio.create_task(KedaScaler(decisions).run(address))
