@@ -48,7 +48,7 @@ def user(content: Any) -> Any:  # noqa: ANN401 - what the client takes
 
 
 async def metrics(stack: Stack) -> str:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         return (await http.get(f"{stack.metrics}/metrics")).text
 
 
@@ -58,7 +58,7 @@ def total(text: str, name: str) -> float:
 
 async def served(stack: Stack) -> list[int]:
     """How many requests each engine has answered."""
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         pages = [(await http.get(f"{url}/metrics")).text for url in stack.engines]
     return [int(total(page, "vllm:request_success_total")) for page in pages]
 

@@ -63,7 +63,7 @@ async def test_a_body_that_does_not_come_ends_its_request(tmp_path: Path) -> Non
         host, _, port = gateway.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{{".encode())
-        answer = await asyncio.wait_for(reader.read(4096), 10)
+        answer = await asyncio.wait_for(reader.read(4096), 120)
         assert b" 408 " in answer.splitlines()[0]
         assert b'"error"' in answer
         await close(writer)

@@ -143,7 +143,7 @@ async def hosted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Host
         fresh = stack.config / "attache.new"
         fresh.write_text(yaml.safe_dump_all(documents, sort_keys=False))
         fresh.replace(stack.config / "attache.yaml")
-        await eventually(lambda: hostile.asked[METRICS] > 0 and hostile.asked[MODELS] > 0, timeout_s=20)
+        await eventually(lambda: hostile.asked[METRICS] > 0 and hostile.asked[MODELS] > 0)
         yield Hosted(stack, hostile)
 
 

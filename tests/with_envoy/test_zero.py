@@ -76,7 +76,7 @@ async def in_use(stack: Stack, name: str, text: bytes) -> None:
             report = (await http.get(f"{stack.metrics}/config")).json()
         return bool(report["files"].get(f"{name}.yaml") == content_digest(text))
 
-    await eventually(is_used, timeout_s=60)
+    await eventually(is_used)
 
 
 async def waiting(stack: Stack, name: str) -> int:
@@ -248,7 +248,7 @@ async def cycle(stack: Stack, clients: Clients, name: str, engines: tuple[str, s
     async def is_idle() -> bool:
         return await in_flight(stack, old) == 0
 
-    await eventually(is_idle, timeout_s=60)
+    await eventually(is_idle)
     put(stack, name, [])
     clients.one_more()
     await asyncio.sleep(pick.choice([0.0, 0.05, 0.2, 0.5]))
@@ -261,7 +261,7 @@ async def cycle(stack: Stack, clients: Clients, name: str, engines: tuple[str, s
     async def is_served() -> bool:
         return clients.served > before or bool(clients.wrong)
 
-    await eventually(is_served, timeout_s=60)
+    await eventually(is_served)
     await asyncio.sleep(pick.uniform(0.0, 0.5))
 
 

@@ -104,7 +104,7 @@ async def test_a_real_prometheus_scrapes_what_our_monitors_name(kind: str, tmp_p
             async def are_up() -> bool:
                 return len(await prometheus.query("up == 1")) == len(jobs)
 
-            await eventually(are_up, timeout_s=60)
+            await eventually(are_up)
             assert await prometheus.problems() == []
             up = {one["metric"]["job"] for one in await prometheus.query("up == 1")}
             of_each = [(of_gateways, number) for number in range(len(endpoints_of(of_gateways)))] + [(of_manager, 0)]

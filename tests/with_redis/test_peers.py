@@ -141,7 +141,7 @@ async def connected_after_a_pause(made: list[Process]) -> None:
         made[0].end(decision)
         return heard
 
-    await eventually(hears, timeout_s=20)
+    await eventually(hears)
 
 
 async def test_a_process_ends_at_once_whatever_redis_does_then(redis: Redis) -> None:

@@ -168,7 +168,7 @@ async def test_it_refuses_connections_for_a_while_and_comes_back(engine: Engine)
     await engine.http.post("/faults", json={"fault": "refuse", "for_s": 0.3})
 
     async def new_connection_is_taken() -> bool:
-        async with httpx.AsyncClient() as fresh:
+        async with httpx.AsyncClient(timeout=60) as fresh:
             try:
                 return (await fresh.get(f"{engine.url}/health")).status_code == 200
             except httpx.ConnectError:
