@@ -237,7 +237,7 @@ async def beside(
         engine=url,
         dialect=DIALECTS["vLLM"],
         metrics_url=f"{url}/metrics",
-        health=health or HealthSettings(failures=3, probe_timeout_s=0.05, dead_after_s=30.0),
+        health=health or HealthSettings(failures=3, probe_timeout_s=5.0, dead_after_s=30.0),
         drain=drain or DrainSettings(settle_s=0.0, timeout_s=30.0),
         warm_up=warm_up or WarmUp(),
         adapters=AdapterSettings(**{**own, **(adapters or {})}),

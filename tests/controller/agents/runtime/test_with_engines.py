@@ -76,8 +76,12 @@ async def test_an_engine_that_computes_nothing_gets_no_requests_until_it_does(po
         await eventually(pod.is_ready)
         stream = asyncio.create_task(pod.generate(1000))
         await eventually(pod.runs)
-        await pod.fault(fault="stall", for_s=12)
-        await eventually(pod.is_unready, timeout_s=30)
+
+        async def is_unready_while_stalled() -> bool:
+            await pod.fault(fault="stall", for_s=2)
+            return await pod.is_unready()
+
+        await eventually(is_unready_while_stalled)
         assert "computed nothing" in (await pod.ask("/ready")).text
         await eventually(pod.is_ready)
         assert await stream >= 1000
