@@ -35,7 +35,7 @@ async def install(client: Client) -> None:
     for kind in KINDS:
         await client.apply(CRDS, definition_of(kind), force=True)
     for kind in KINDS:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(20):
             while not await client.serves(RESOURCES[kind.name]):  # noqa: ASYNC110 - the server has no event for it
                 await asyncio.sleep(0.05)
 

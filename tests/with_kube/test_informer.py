@@ -134,12 +134,15 @@ async def test_a_refused_list_is_asked_for_again(client: Client, fake: FakeServe
 async def test_watches_that_end_at_once_are_not_asked_for_without_pause(
     client: Client, fake: FakeServer, namespace: str
 ) -> None:
-    async with following(client, namespace) as informer:
-        before = fake.requests
+    timing = InformerTiming(backoff_s=0.3, backoff_max_s=5.0, resync_s=0)
+    clock = asyncio.get_running_loop().time
+    async with following(client, namespace, timing) as informer:
+        before, began_s = fake.requests, clock()
         for _ in range(20):
             fake.watches.drop()
             await asyncio.sleep(0.02)
-        assert fake.requests - before < 15
+        # a pause of at least 0.15 s after each
+        assert fake.requests - before <= 2 + (clock() - began_s) / 0.15
         await client.create(CONFIG_MAPS, config_map(namespace, "one"))
         await eventually(lambda: names(informer) == {"one"})
 

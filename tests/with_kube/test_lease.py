@@ -106,7 +106,9 @@ async def test_who_is_robbed_of_the_lease_stops(client: Client, namespace: str) 
 @FAKE
 async def test_conflicts_do_not_end_a_term(client: Client, fake: FakeServer, namespace: str) -> None:
     leading: set[str] = set()
-    first = Candidate(client, namespace, "first", leading)
+    # a machine that stands still for seconds ends no term either
+    timing = LeaseTiming(duration_s=60.0, renew_deadline_s=50.0, retry_s=0.1)
+    first = Candidate(client, namespace, "first", leading, timing)
     await eventually(lambda: leading == {"first"})
     fake.faults.conflicts(3)
     written = fake.storage.version

@@ -113,7 +113,11 @@ async def test_a_real_prometheus_scrapes_what_our_monitors_name(kind: str, tmp_p
             (engine,) = await prometheus.query("attache_in_flight")
             assert (engine["metric"]["endpoint"], engine["metric"]["pod"]) == (ENGINE, "pod-0")
             for series in ("attache_gateway_files", "attache_manager_leader", "attache_config_valid"):
-                assert await prometheus.query(series), series
+
+                async def is_there(series: str = series) -> bool:
+                    return bool(await prometheus.query(series))
+
+                await eventually(is_there)
 
 
 async def test_promtool_takes_our_alerts(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ async def test_prometheus_is_asked_with_certificates_and_its_absence_is_no_zero(
         await client.create(DEPLOYMENTS, deployment(namespace, replicas=3))
         await bind(client, namespace, target())
         wanted = Wanted(main=3)
-        settings = SourceSettings(prometheus_allow=(prometheus.url,), secrets_s=0.1, timeout_s=2.0)
+        settings = SourceSettings(prometheus_allow=(prometheus.url,), secrets_s=0.1, timeout_s=20.0)
         prometheus.exporter.value = 30.0
         async with scaling(kube.admin, namespace, wanted, Demand(), sources=settings):
             await until(wanted, "there is no Secret")
@@ -105,7 +105,7 @@ async def test_while_prometheus_is_away_the_real_decision_scales_nothing_in(
         await client.create(DEPLOYMENTS, deployment(namespace, replicas=1))
         await bind(client, namespace, target())
         wanted = Wanted()
-        settings = SourceSettings(prometheus_allow=(prometheus.url,), secrets_s=0.1, timeout_s=2.0)
+        settings = SourceSettings(prometheus_allow=(prometheus.url,), secrets_s=0.1, timeout_s=20.0)
         prometheus.exporter.value = 40.0
         async with scaling(kube.admin, namespace, wanted, Demand(), sources=settings, is_real=True) as running:
 
