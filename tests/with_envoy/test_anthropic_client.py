@@ -162,7 +162,7 @@ async def test_a_client_that_leaves_ends_its_request(
 
     await eventually(nobody)
     with pytest.raises(anthropic.APITimeoutError):
-        await claude.with_options(timeout=0.2).messages.create(model=model, max_tokens=10_000, messages=[user(LONG)])
+        await claude.with_options(timeout=1.0).messages.create(model=model, max_tokens=10_000, messages=[user(LONG)])
     await eventually(nobody)
 
 

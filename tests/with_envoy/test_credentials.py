@@ -155,7 +155,7 @@ async def test_changes_of_keys_hold_on_connections_that_are_open(
     await eventually(lambda: is_said(stack, "its last keys stay"))
     assert await status(http, "sk-of-the-next-month") == 200
 
-    expires_at = (datetime.now(UTC) + timedelta(seconds=8)).isoformat()
+    expires_at = (datetime.now(UTC) + timedelta(seconds=20)).isoformat()
     soon = {"name": "soon", "key": SOON, "tenant": "acme", "expiresAt": expires_at}
     gateway: Any = spec_of(stack, "GatewayConfig")
     edit(stack, "GatewayConfig", authentication={"apiKeys": [*gateway["authentication"]["apiKeys"], soon]})

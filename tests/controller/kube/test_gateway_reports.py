@@ -291,9 +291,9 @@ async def test_a_pod_tells_what_each_of_its_processes_says_and_which_say_nothing
             async with http.get(f"http://{address}{DEMAND_PATH}") as answer:
                 once = [msgspec.json.decode(one, type=Demand) for one in (await answer.read()).splitlines()]
             assert [(one.slot, one.instance) for one in once] == [(first, "a"), (second, "b"), (nowhere, "")]
-            # its end is not held up by who follows
+            # its end is not held up by who follows: the server would wait a minute for them
             began_s = time.monotonic()  # noqa: TID251 - a real server
-        assert time.monotonic() - began_s < 10  # noqa: TID251 - a real server
+        assert time.monotonic() - began_s < 40  # noqa: TID251 - a real server
 
 
 def bulky(slot: int, sequence: int = 1) -> bytes:
