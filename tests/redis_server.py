@@ -34,7 +34,7 @@ class Redis:
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, start_new_session=True)
         self._guard.add(self._process.pid)
-        for _ in range(100):
+        for _ in range(1_200):
             probe = subprocess.run([self._client, "-p", str(self.port), "ping"], capture_output=True, check=False)
             if probe.stdout.strip() == b"PONG":
                 return

@@ -10,7 +10,9 @@ import os
 import random
 import signal
 import socket
-from collections import defaultdict
+import sys
+import time
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
@@ -97,7 +99,7 @@ def busy_share(before: MachineTime, after: MachineTime) -> float:
     return (after.busy_s - before.busy_s) / total if total else 0.0
 
 
-_READY_S: Final = 60.0
+_READY_S: Final = 180.0
 _END_S: Final = 10.0
 
 
@@ -174,7 +176,7 @@ class Processes:
         return process.pid
 
     async def wait_ready(self, name: str, is_ready: Callable[[], Awaitable[bool]]) -> None:
-        """Until ``name`` is ready; StartFailed if it ends or takes longer than a minute."""
+        """Until ``name`` is ready; StartFailed if it ends or takes longer than three minutes."""
         process = self._named(name)
         deadline = asyncio.get_running_loop().time() + _READY_S
         while not await is_ready():
@@ -236,12 +238,12 @@ class Processes:
         return "\n".join(line[:500] for line in lines[-15:]) or "(empty)"
 
 
-# Below those that Linux gives to outgoing connections, one of which would come between the look and the use.
+# Below those that Linux gives to outgoing connections, one of which might take the port between the check and its use.
 _PORTS: Final = range(10_000, 32_000)
 
 
 def _candidates() -> Iterator[int]:
-    """All ports in turn. Each process begins elsewhere, so that two that look at once seldom find the same."""
+    """All ports in turn. Each process begins elsewhere, so that two which search at once seldom find the same."""
     begin = random.randrange(len(_PORTS))
     return itertools.cycle([*_PORTS[begin:], *_PORTS[:begin]])
 
@@ -249,19 +251,37 @@ def _candidates() -> Iterator[int]:
 _CANDIDATES: Final = _candidates()
 
 
+# How long a port is kept for the program that is to listen there.
+_RESERVED_S: Final = 60.0
+# The file descriptors that keep them, the oldest first, and until when.
+_RESERVED: Final = deque[tuple[float, int]]()
+
+
 def free_ports(count: int) -> list[int]:
-    """Different loopback ports that nobody listens on."""
-    ports: list[int] = []
+    """Distinct free loopback ports, which no other process is given for a minute."""
+    now, ports = time.monotonic(), list[int]()  # noqa: TID251 - an edge
+    while _RESERVED and _RESERVED[0][0] < now:
+        os.close(_RESERVED.popleft()[1])
     while len(ports) < count:
         port = next(_CANDIDATES)
-        with socket.socket() as one, contextlib.suppress(OSError):  # somebody else's
+        with socket.socket() as one, contextlib.suppress(OSError):  # in use by another process, or reserved
             one.bind(("127.0.0.1", port))
+            _reserve(port, until_s=now + _RESERVED_S)
             ports.append(port)
     return ports
 
 
+def _reserve(port: int, *, until_s: float) -> None:
+    """An abstract address is a lock that ends with its process, where there are such (Linux); raises OSError."""
+    if sys.platform != "linux":
+        return
+    with socket.socket(socket.AF_UNIX) as lock:
+        lock.bind(f"\0attache-port-{port}")
+        _RESERVED.append((until_s, lock.detach()))
+
+
 def ports_in_a_row(count: int) -> int:
-    """The first of ``count`` loopback ports that follow each other and that nobody listens on."""
+    """The first of ``count`` consecutive free loopback ports."""
     while True:
         ports = free_ports(count)
         if ports[-1] - ports[0] == count - 1:

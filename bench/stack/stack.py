@@ -5,24 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec
 
 import aiohttp
 import msgspec
 import yaml
 
-from bench.stack.processes import Processes, free_ports, ports_in_a_row
+from bench.stack.processes import Processes, StartFailed, free_ports, ports_in_a_row
 from controller.bundle.sync import write_once
 from extproc.api.load import load_directory
 from extproc.api.spec import API_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 MODEL: Final = "meta-llama/Llama-3.1-8B-Instruct"
@@ -151,6 +153,38 @@ def documents(
     )
 
 
+P = ParamSpec("P")
+
+
+def is_port_taken(error: StartFailed) -> bool:
+    """Whether a program could not listen on its port. Envoy and Python write the reason in their own cases."""
+    return "address already in use" in str(error).lower()
+
+
+def started_again_on_other_ports(
+    run: Callable[Concatenate[Path, P], AbstractAsyncContextManager[Stack]],
+) -> Callable[Concatenate[Path, P], AbstractAsyncContextManager[Stack]]:
+    """Run it anew, once, if another program took one of its ports between the check and its use."""
+
+    @functools.wraps(run)
+    @contextlib.asynccontextmanager
+    async def running(directory: Path, /, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[Stack]:
+        async with contextlib.AsyncExitStack() as started:
+            try:
+                stack = await started.enter_async_context(run(directory, *args, **kwargs))
+            except StartFailed as error:
+                if not is_port_taken(error):
+                    raise
+                # they name the ports; the logs stay, and are appended to
+                for written in ("config", "envoy"):
+                    shutil.rmtree(directory / written, ignore_errors=True)
+                stack = await started.enter_async_context(run(directory, *args, **kwargs))
+            yield stack
+
+    return running
+
+
+@started_again_on_other_ports
 @contextlib.asynccontextmanager
 async def running_stack(  # noqa: PLR0913 - what tests want to be different
     directory: Path,

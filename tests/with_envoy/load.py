@@ -51,7 +51,7 @@ class Load:
     async def more(self, count: int) -> None:
         """Until so many more have been answered."""
         target = self.tally.good + count
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while self.tally.good < target:  # noqa: ASYNC110  many tasks count, none of them is the last
                 await asyncio.sleep(0.02)
 

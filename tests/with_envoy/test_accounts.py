@@ -113,11 +113,18 @@ async def test_images_count_before_the_engine_says_what_they_take(client: Client
     assert TOKENS - 200 <= await client.left() <= TOKENS
 
 
-async def test_several_answers_streamed_without_usage_cost_what_was_asked_for(client: Client) -> None:
-    answer = await client.ask(max_tokens=500, n=100, stream=True, stream_options={"include_usage": False})
+async def test_several_answers_streamed_are_charged_as_asked_for_until_the_engine_says_what_they_took(
+    client: Client,
+) -> None:
+    # JSON of this schema ends by itself, long before 500 tokens
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    json_mode = {"response_format": {"type": "json_schema", "json_schema": {"name": "short", "schema": schema}}}
+    answer = await client.ask(max_tokens=500, n=100, stream=True, stream_options={"include_usage": False}, **json_mode)
     assert answer.status_code == 200
-    # far more than all questions cost
-    await eventually(lambda: client.is_charged(50_000, 60_000))
+    assert b"completion_tokens" not in answer.content
+    assert TOKENS - int(answer.headers["x-ratelimit-remaining-tokens"]) >= 50_000
+    # each question of how much is left costs some 22
+    await eventually(lambda: client.is_charged(100, 40_000), pause_s=0.1)
 
 
 async def test_a_request_that_no_engine_served_costs_no_tokens(stack: Stack, client: Client) -> None:
@@ -176,8 +183,9 @@ async def test_a_tenant_of_many_users_gets_the_part_of_one(tmp_path: Path) -> No
 
         asked = [ask("many", f"user-{number}") for number in range(60)]
         await asyncio.gather(*asked, *(ask("one", "alone") for _ in range(30)))
-    # both wait until about 60 were served; the users' share by number would be 58 of 60
-    assert 20 <= served[:50].count("one") <= 30
+    # both wait until about 60 were served, where a busy machine does not send some later; the part of one among 61
+    # users would be one of 50
+    assert 12 <= served[:50].count("one") <= 30
 
 
 HASTY = """
@@ -210,6 +218,6 @@ async def test_a_gateway_that_is_trusted_chooses_no_other_servers_time_limit(tmp
         async def is_cut_off() -> bool:
             return await ask("hasty") == 504
 
-        await eventually(is_cut_off, timeout_s=30)
+        await eventually(is_cut_off)
         (limit,) = {one.spec.traffic_policy.route for one in load_directory(stack.config).servers} - {""}
         assert await ask(ALIAS, **{"x-attache-policy": limit}) == 200

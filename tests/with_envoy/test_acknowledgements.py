@@ -63,13 +63,13 @@ class Writer:
         async def holds() -> bool:
             return await self.status() == status
 
-        await eventually(holds, timeout_s=30)
+        await eventually(holds)
 
 
 @pytest.fixture
 async def writer(tmp_path: Path) -> AsyncIterator[Writer]:
     """Both run, and Envoy has taken the bundle."""
-    async with Processes(tmp_path) as processes, httpx.AsyncClient() as http:
+    async with Processes(tmp_path) as processes, httpx.AsyncClient(timeout=60) as http:
         one = Writer(tmp_path, processes, http)
         one.write()
         await processes.start("bundle", one.command("--watch", "--metrics", f"127.0.0.1:{one.metrics}"))
@@ -119,7 +119,7 @@ async def test_refused_routes_and_endpoints_are_said(writer: Writer) -> None:
         found[:] = acknowledgements.poll(float("inf")).files
         return len(found) == 2
 
-    await eventually(are_refused, timeout_s=20)
+    await eventually(are_refused)
     assert set(found) == {"rds.json", "eds/default/llama.json"}
 
 

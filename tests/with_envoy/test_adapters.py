@@ -85,7 +85,7 @@ async def ask(stack: Stack, model: str, *, tokens: int = 4, timeout_s: float = 4
 
 async def counts(stack: Stack, name: str) -> Counter[str]:
     """The values of a metric: by result, where there is one, else by endpoint or the server."""
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         text = (await http.get(f"{stack.metrics}/metrics")).text
     found: Counter[str] = Counter()
     for line in text.splitlines():
@@ -96,7 +96,7 @@ async def counts(stack: Stack, name: str) -> Counter[str]:
 
 
 async def held(engine: str) -> list[str]:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         return sorted(one["id"] for one in (await http.get(f"{engine}/v1/models")).json()["data"] if one["parent"])
 
 
@@ -144,7 +144,7 @@ async def test_a_broken_adapter_is_an_openai_error_and_costs_its_neighbours_noth
 
 
 async def test_a_load_that_fails_is_tried_at_the_other_engine(own: Stack) -> None:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         # the first choice of two idle engines
         await http.post(f"{own.engines[0]}/faults", json={"fault": "fail-loads", "times": 1, "status": 500})
     assert (await ask(own, NAMES[0])).status_code == 200
@@ -153,7 +153,7 @@ async def test_a_load_that_fails_is_tried_at_the_other_engine(own: Stack) -> Non
 
 
 async def test_an_engine_that_dies_while_it_loads_costs_a_load(own: Stack) -> None:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         await http.post(
             f"{own.engines[0]}/faults", json={"fault": "fail-loads", "times": 1, "status": 0, "after_s": 20}
         )
@@ -171,7 +171,7 @@ async def test_an_engine_that_dies_while_it_loads_costs_a_load(own: Stack) -> No
 
 
 async def test_a_client_that_leaves_leaves_the_others_alone(own: Stack) -> None:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         for engine in own.engines:
             fault = {"fault": "fail-loads", "times": 1, "status": 0, "after_s": 1}
             await http.post(f"{engine}/faults", json=fault)
@@ -210,7 +210,7 @@ async def test_while_all_slots_are_in_use_a_request_waits_and_is_then_told_to_co
 async def test_an_adapter_that_an_engine_lost_is_loaded_again(own: Stack) -> None:
     assert (await ask(own, NAMES[0])).status_code == 200
     (engine,) = [one for one in own.engines if await held(one)]
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         await http.post(f"{engine}/v1/unload_lora_adapter", json={"lora_name": NAMES[0]})
 
     async def serves_again() -> bool:

@@ -48,7 +48,7 @@ def request(*, max_tokens: int = 1, **fields: object) -> dict[str, object]:
 
 async def metric(stack: Stack, name: str, **labels: str) -> float:
     """The sum of a metric's series that have these labels."""
-    async with httpx.AsyncClient(verify=False) as http:  # noqa: S501 - plain HTTP; loading certificates takes long
+    async with httpx.AsyncClient(verify=False, timeout=60) as http:  # noqa: S501 - plain HTTP; loading certificates takes long
         text = (await http.get(f"{stack.metrics}/metrics")).text
     queued = [f'{label}="{value}"' for label, value in labels.items()]
     lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
@@ -61,7 +61,7 @@ def place_at_engine(answer: httpx.Response) -> int:
 
 
 async def envoy_stat(stack: Stack, name: str) -> int:
-    async with httpx.AsyncClient(verify=False) as http:  # noqa: S501 - plain HTTP; loading certificates takes long
+    async with httpx.AsyncClient(verify=False, timeout=60) as http:  # noqa: S501 - plain HTTP; loading certificates takes long
         text = (await http.get(f"{stack.admin}/stats", params={"filter": f"^{name}$"})).text
     return int(text.rpartition(":")[2])
 
@@ -202,7 +202,7 @@ async def test_of_two_hundred_held_clients_fifty_leave_and_the_rest_are_served_i
 
 
 async def has_engine_in_envoy(stack: Stack) -> bool:
-    async with httpx.AsyncClient(verify=False) as http:  # noqa: S501 - plain HTTP; loading certificates takes long
+    async with httpx.AsyncClient(verify=False, timeout=60) as http:  # noqa: S501 - plain HTTP; loading certificates takes long
         return "server/default/llama::127.0.0.1" in (await http.get(f"{stack.admin}/clusters")).text
 
 
@@ -218,7 +218,7 @@ async def without_engine(stack: Stack, **control: object) -> None:
 
 async def listener_waits(stack: Stack, idle_timeout: str) -> bool:
     """Whether Envoy's own configuration, as it runs, bears streams that are idle for so long."""
-    async with httpx.AsyncClient(verify=False) as http:  # noqa: S501 - plain HTTP; loading certificates takes long
+    async with httpx.AsyncClient(verify=False, timeout=60) as http:  # noqa: S501 - plain HTTP; loading certificates takes long
         text = (await http.get(f"{stack.admin}/config_dump", params={"resource": "dynamic_listeners"})).text
     return f'"stream_idle_timeout": "{idle_timeout}"' in text
 
@@ -513,7 +513,7 @@ async def test_tokens_say_who_asks(tmp_path: Path) -> None:
             headers={"authorization": f"Bearer {good}"},
             watch=True,
         ) as stack,
-        httpx.AsyncClient(base_url=stack.url) as http,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
     ):
 
         async def status(headers: dict[str, str], query: str = "") -> int:
@@ -533,7 +533,7 @@ async def test_tokens_say_who_asks(tmp_path: Path) -> None:
         async def is_revoked() -> bool:
             return await status({"authorization": f"Bearer {good}"}) == 401
 
-        await eventually(is_revoked, timeout_s=20)
+        await eventually(is_revoked)
         next_good = {"authorization": "Bearer " + token(b"the issuer's next secret")}
         assert await status(next_good) == 200
 
@@ -547,7 +547,7 @@ async def test_tokens_say_who_asks(tmp_path: Path) -> None:
             # a token of an issuer that Envoy does not know is 401 as well: its own filter file says what it has
             return "signs-nothing" in (stack.directory / "envoy" / "tokens.json").read_text()
 
-        await eventually(envoy_knows_it, timeout_s=20)
+        await eventually(envoy_knows_it)
         assert await status(of_late) == 401
         assert await status(next_good) == 200
         late_jwks.write_text(key_set(b"a late secret"))
@@ -555,8 +555,8 @@ async def test_tokens_say_who_asks(tmp_path: Path) -> None:
         async def is_taken() -> bool:
             return await status(of_late) == 200
 
-        await eventually(is_taken, timeout_s=20)
-        async with httpx.AsyncClient() as admin:
+        await eventually(is_taken)
+        async with httpx.AsyncClient(timeout=60) as admin:
             stats = (
                 await admin.get(f"{stack.admin}/stats", params={"filter": "extension_config_discovery.*(fail|reject)"})
             ).text

@@ -168,7 +168,7 @@ async def guarded(
 
 
 async def picked(made: Gateway) -> float:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         page = (await http.get(f"{made.metrics}/metrics")).text
     counted = [line for line in page.splitlines() if line.startswith("attache_requests_total")]
     return sum(float(line.rsplit(" ", 1)[1]) for line in counted)
@@ -237,7 +237,7 @@ async def test_a_request_with_trailers_and_no_body_goes_nowhere_undecided(guarde
             f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\ntrailer: x-end\r\n"
         )
         writer.write(f"{head}x-gateway-destination-endpoint: {elsewhere}\r\n\r\n0\r\nx-end: 1\r\n\r\n".encode())
-        answer = await asyncio.wait_for(reader.read(), 20)
+        answer = await asyncio.wait_for(reader.read(), 120)
         writer.close()
         await writer.wait_closed()
     assert elsewhere.encode() not in answer
@@ -248,7 +248,7 @@ async def test_a_request_with_trailers_and_no_body_goes_nowhere_undecided(guarde
 @pytest.mark.parametrize("mode", ["in pieces", "whole both ways", "whole, headers of answers"])
 async def test_a_time_limit_of_the_gateway_ends_a_request_that_is_held(tmp_path: Path, mode: str) -> None:
     limited = {"match": {"prefix": "/"}, "route": {"cluster": "pool", "idle_timeout": "0.5s"}}
-    async with gateway(tmp_path, [], mode=MODES[mode], routes=[limited]) as made, httpx.AsyncClient() as http:
+    async with gateway(tmp_path, [], mode=MODES[mode], routes=[limited]) as made, httpx.AsyncClient(timeout=60) as http:
         waits = pool_config([]).replace(
             "scrapeInterval: 0s", "scrapeInterval: 0s, flowControl: {noEndpointTimeout: 10m}"
         )

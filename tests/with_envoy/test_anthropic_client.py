@@ -48,7 +48,7 @@ def user(content: Any) -> Any:  # noqa: ANN401 - what the client takes
 
 
 async def metrics(stack: Stack) -> str:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         return (await http.get(f"{stack.metrics}/metrics")).text
 
 
@@ -58,7 +58,7 @@ def total(text: str, name: str) -> float:
 
 async def served(stack: Stack) -> list[int]:
     """How many requests each engine has answered."""
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         pages = [(await http.get(f"{url}/metrics")).text for url in stack.engines]
     return [int(total(page, "vllm:request_success_total")) for page in pages]
 
@@ -162,7 +162,7 @@ async def test_a_client_that_leaves_ends_its_request(
 
     await eventually(nobody)
     with pytest.raises(anthropic.APITimeoutError):
-        await claude.with_options(timeout=0.2).messages.create(model=model, max_tokens=10_000, messages=[user(LONG)])
+        await claude.with_options(timeout=1.0).messages.create(model=model, max_tokens=10_000, messages=[user(LONG)])
     await eventually(nobody)
 
 

@@ -35,14 +35,14 @@ class Pool:
 
     async def served(self) -> list[int]:
         """How many requests each engine has answered."""
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             return [
                 total((await http.get(f"{url}/metrics")).text, "vllm:request_success_total") for url in self._engines
             ]
 
     async def counted(self, name: str) -> int:
         """A metric of extproc, summed over its labels."""
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             return total((await http.get(f"{self.metrics}/metrics")).text, name)
 
 
@@ -57,7 +57,7 @@ async def pool(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pool]:
     ports = [EnginePorts(*three) for three in zip(*[iter(free_ports(9))] * 3, strict=True)]
     addresses = [f"127.0.0.1:{one.http}" for one in ports]
     (directory / "engines").mkdir()
-    async with Processes(directory / "engines") as processes, httpx.AsyncClient() as http:
+    async with Processes(directory / "engines") as processes, httpx.AsyncClient(timeout=60) as http:
         await processes.start("engines", [sys.executable, "-m", "bench.engine", *ENGINES.arguments(ports)])
 
         async def are_there() -> bool:
@@ -66,7 +66,7 @@ async def pool(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pool]:
             except httpx.TransportError:
                 return False
 
-        await eventually(are_there, timeout_s=60)
+        await eventually(are_there)
         async with gateway(directory / "gateway", addresses) as made:
             yield Pool(made, [f"http://{one}" for one in addresses])
 

@@ -30,7 +30,7 @@ async def post(stack: Stack, path: str, api: Api, **fields: object) -> httpx.Res
 
 
 async def total(stack: Stack, name: str) -> float:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         text = (await http.get(f"{stack.metrics}/metrics")).text
     return sum(float(value) for value in re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE))
 
@@ -45,7 +45,7 @@ async def test_an_engine_gets_it_under_its_own_name_of_the_model(stack: Stack, m
 
 @EVERY_PATH
 async def test_it_is_refused_in_the_form_that_its_clients_read(stack: Stack, path: str, api: Api) -> None:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         wrong_method = await http.get(stack.url + path)
     for answer, status in ((wrong_method, 405), (await post(stack, path, api, model="unknown"), 404)):
         assert answer.status_code == status
@@ -82,7 +82,7 @@ async def test_what_readers_of_forms_might_understand_differently_is_refused(sta
     path = Api.TRANSCRIPTIONS.spec.paths[0]
     content, content_type = content_of(Api.TRANSCRIPTIONS, {"model": model, **Api.TRANSCRIPTIONS.spec.example})
     twice = content_of(Api.TRANSCRIPTIONS, {"model": "unknown"})[0].removesuffix(b"--cut--\r\n") + content
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         for odd in (twice, b"before\r\n" + content, content + b"behind", content[:-9]):
             answer = await http.post(stack.url + path, content=odd, headers={"content-type": content_type})
             assert answer.status_code == 400, answer.text

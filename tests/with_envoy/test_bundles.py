@@ -54,7 +54,7 @@ async def test_golden_bundles_are_taken_whole_by_a_running_envoy(tmp_path: Path,
     bundle = copy_of(name, tmp_path / "bundle")
     port = json.loads((bundle / "bootstrap.json").read_text())["admin"]["address"]["socket_address"]["port_value"]
     admin = f"http://127.0.0.1:{port}"
-    async with Processes(tmp_path) as processes, httpx.AsyncClient() as http:
+    async with Processes(tmp_path) as processes, httpx.AsyncClient(timeout=60) as http:
         await processes.start("envoy", envoy_command(bundle))
 
         async def is_ready() -> bool:
@@ -113,7 +113,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
     text = documents([f"127.0.0.1:{runner.addresses[0][1]}"], gateway=addresses)
     (config / "a.yaml").write_text(text)
     write_once(load_directory(config), tmp_path / "envoy", str(tmp_path / "envoy"))
-    async with Processes(tmp_path) as processes, httpx.AsyncClient() as http:
+    async with Processes(tmp_path) as processes, httpx.AsyncClient(timeout=60) as http:
         await processes.start("envoy", envoy_command(tmp_path / "envoy"))
 
         await until_served(http, f"http://127.0.0.1:{listen}")

@@ -106,7 +106,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory, site: Site) -> AsyncIt
             except REFUSED:
                 return False
 
-        await eventually(serves, timeout_s=20)
+        await eventually(serves)
         yield running
 
 

@@ -128,7 +128,7 @@ async def test_requests_and_reports_use_tls_and_the_engines_key(stack: Stack, en
 async def test_the_key_is_in_no_file_that_others_can_read_and_on_no_page(stack: Stack, engine: Engine) -> None:
     bundle = stack.directory / "envoy"
     readable = [file for file in bundle.rglob("*.json") if file.stat().st_mode & 0o077]
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         dump = (await http.get(f"{stack.admin}/config_dump?include_eds")).text
     text = "".join(file.read_text() for file in readable) + dump
     assert "credential_injector" in text
@@ -145,7 +145,7 @@ async def test_a_new_key_is_used_without_a_restart(stack: Stack, engine: Engine)
         return (await ask(stack)).status_code == 200
 
     await eventually(is_served)
-    await eventually(lambda: "/metrics" in engine.paths(), timeout_s=20)
+    await eventually(lambda: "/metrics" in engine.paths())
     assert {sent for _, sent, _ in engine.calls} == {"Bearer sk-engine-2"}
 
 
@@ -173,7 +173,7 @@ async def test_an_engine_with_a_bad_certificate_gets_nothing(stack: Stack, engin
         return (await ask(stack)).status_code == 200
 
     # Envoy takes an engine that cannot be reached out for some seconds
-    await eventually(is_served, timeout_s=30)
+    await eventually(is_served)
 
 
 async def test_verification_can_be_given_up(stack: Stack, engine: Engine) -> None:
@@ -186,8 +186,8 @@ async def test_verification_can_be_given_up(stack: Stack, engine: Engine) -> Non
     async def is_served() -> bool:
         return (await ask(stack)).status_code == 200
 
-    await eventually(is_served, timeout_s=30)
-    await eventually(lambda: "/metrics" in engine.paths(), timeout_s=20)
+    await eventually(is_served)
+    await eventually(lambda: "/metrics" in engine.paths())
     edit(stack, "ModelServer", connection=before)
 
 
@@ -225,7 +225,7 @@ async def test_a_clusters_secrets_are_used_and_without_them_nothing_reaches_the_
         async def is_so() -> bool:
             return (await ask(stack, authorization="Bearer sk-of-the-client")).status_code == status
 
-        await eventually(is_so, timeout_s=30)
+        await eventually(is_so)
 
     as_the_gateway_role_would(stack, engine, both[0])
     await answers(503)
@@ -238,7 +238,7 @@ async def test_a_clusters_secrets_are_used_and_without_them_nothing_reaches_the_
     assert {sent for _, sent, _ in engine.calls} == {"Bearer sk-of-a-secret"}
     as_the_gateway_role_would(stack, engine, both[0])
     await answers(503)
-    await eventually(lambda: not list((stack.directory / "envoy" / "secrets").glob("*.json")), timeout_s=20)
+    await eventually(lambda: not list((stack.directory / "envoy" / "secrets").glob("*.json")))
     assert (await ask(stack)).status_code == 503
     # nothing has come without the key, or with the client's own
     assert not engine.refused

@@ -40,7 +40,7 @@ async def mended(sturdy: Stack) -> AsyncIterator[Stack]:
     yield sturdy
     if not sturdy.processes.is_running("extproc"):
         await sturdy.processes.start_again("extproc")
-    await eventually(lambda: is_picking(sturdy), timeout_s=30)
+    await eventually(lambda: is_picking(sturdy))
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -66,7 +66,7 @@ async def ask(stack: Stack, model: str = ALIAS, **headers: str) -> httpx.Respons
 
 async def is_picking(stack: Stack) -> bool:
     """Whether extproc decides: it names its ticket in the access log, and counts the pick."""
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         try:
             before = (await http.get(f"{stack.metrics}/metrics")).text
             await ask(stack)
@@ -95,13 +95,13 @@ async def test_an_engine_that_comes_back_is_used_again(apart: Stack) -> None:
 
         async def is_serving_again() -> bool:
             try:
-                async with httpx.AsyncClient() as http:
+                async with httpx.AsyncClient(timeout=60) as http:
                     text = (await http.get(f"{engine}/metrics")).text
             except httpx.TransportError:
                 return False
             return 'finished_reason="length"' in text
 
-        await eventually(is_serving_again, timeout_s=60)
+        await eventually(is_serving_again)
     assert load.tally.lost == []
 
 
@@ -114,7 +114,7 @@ async def test_a_restart_of_extproc_costs_no_client_anything(mended: Stack, numb
         async def picks_again() -> bool:
             return await is_picking(mended)
 
-        await eventually(picks_again, timeout_s=30)
+        await eventually(picks_again)
         await load.more(100)
     assert load.tally.lost == []
     assert load.tally.cut == 0
@@ -127,7 +127,7 @@ async def test_without_extproc_the_right_engines_still_serve(mended: Stack) -> N
     assert served.json()["model"] == MODEL
     steered = await ask(mended, **{"x-attache-server": "nowhere", "x-gateway-destination-endpoint": "127.0.0.1:1"})
     assert steered.status_code == 200
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         listed = (await http.get(f"{mended.url}/v1/models")).json()
         assert [one["id"] for one in listed["data"]] == [ALIAS]
         assert (await http.get(f"{mended.url}/metrics")).status_code == 404
@@ -198,7 +198,7 @@ async def test_an_overloaded_engine_is_passed_over_on_the_list(mended: Stack) ->
     favourite = await who_answers(mended)
     overloaded = [favourite, next(engine for engine in mended.engines if engine != favourite)]
     retries_before = await retries(mended)
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         for engine in overloaded:
             await http.post(f"{engine}/faults", json={"fault": "unavailable", "times": 1000})
         answers = [await ask(mended) for _ in range(10)]
@@ -212,7 +212,7 @@ async def who_answers(stack: Stack) -> str:
     """The engine that gets this prompt: the one that has it in its cache, from the second time on."""
 
     async def answered() -> list[float]:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             pages = [(await http.get(f"{engine}/metrics")).text for engine in stack.engines]
         name = "vllm:request_success_total"
         return [sum(float(n.split()[-1]) for n in page.splitlines() if n.startswith(name)) for page in pages]
@@ -226,7 +226,7 @@ async def who_answers(stack: Stack) -> str:
 
 async def retries(stack: Stack) -> int:
     """Requests that Envoy has sent on to the next engine of the list."""
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         text = (
             await http.get(
                 f"{stack.admin}/stats", params={"filter": "^cluster.server/default/llama.upstream_rq_retry$"}

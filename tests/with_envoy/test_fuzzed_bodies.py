@@ -31,7 +31,7 @@ async def test_broken_requests_are_refused_as_openai_does_and_leave_nothing_behi
 
         # what the fuzzer found first: a compressed body, or one that only says so
         body = {"model": "llama", "prompt": "hello", "max_tokens": 1}
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             headers = {"content-encoding": "gzip"}
             answer = await http.post(f"{stack.url}/v1/completions", json=body, headers=headers)
             assert answer.status_code == 200, answer.text

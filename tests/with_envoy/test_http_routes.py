@@ -568,9 +568,9 @@ async def test_absurd_hosts_are_refused_or_belong_to_nobody(gateway: Stand, host
 
 
 async def raw(gateway: Stand, path: str, host: str = "any.test", port: str = "main") -> str:
-    """An answer to a request that no client library would send."""
+    """The head of an answer to a request that no client library would send. Envoy closes a second after it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.ports[port])
     writer.write(f"GET {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
-    answer = await asyncio.wait_for(reader.read(), 10)
+    answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 120)
     writer.close()
     return answer.decode("latin-1")

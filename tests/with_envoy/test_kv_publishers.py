@@ -138,7 +138,7 @@ def many(number: int) -> bytes:
 
 
 async def counted(stack: Stack, name: str) -> float:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         page = (await http.get(f"{stack.metrics}/metrics")).text
     return float(page.partition(f"{name} ")[2].partition("\n")[0] or "0")
 
@@ -163,7 +163,7 @@ async def received(stack: Stack, more: int, than: float) -> None:
     async def has() -> bool:
         return await counted(stack, messages("received")) >= than + more
 
-    await eventually(has, timeout_s=30)
+    await eventually(has)
 
 
 async def heard(stack: Stack, publisher: Publisher) -> None:

@@ -117,7 +117,7 @@ async def test_http2_is_agreed_on_in_the_handshake(site: Site) -> None:
 
 @pytest.mark.usefixtures("stack")
 async def test_https_does_not_take_plain_requests(site: Site) -> None:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         with pytest.raises(httpx.TransportError):
             await http.get(f"http://127.0.0.1:{site.https}/v1/models")
 
@@ -127,7 +127,7 @@ async def test_private_keys_are_for_the_owner_alone_and_in_no_other_file(stack: 
     secrets = list((bundle / "secrets").iterdir())
     assert len(secrets) == 3
     assert {stat.S_IMODE(file.stat().st_mode) for file in secrets} == {0o600}
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         dump = (await http.get(f"{stack.admin}/config_dump?include_eds")).text
     text = "".join(file.read_text() for file in bundle.glob("*.json")) + dump
     assert "secrets/" in text

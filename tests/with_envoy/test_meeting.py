@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 async def gauge(metrics: str, name: str) -> float:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         page = (await http.get(f"{metrics}/metrics")).text
     (found,) = re.findall(rf"^attache_{name} (\S+)$", page, re.MULTILINE)
     return float(found)
@@ -32,9 +32,9 @@ async def test_envoys_health_checks_and_streams_are_noted(stack: Stack) -> None:
     async def has_asked() -> bool:
         return await gauge(stack.metrics, "last_health_check_timestamp_seconds") > 0
 
-    await eventually(has_asked, timeout_s=20)
+    await eventually(has_asked)
     before = await gauge(stack.metrics, "last_stream_timestamp_seconds")
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         body = {"model": ALIAS, "prompt": "hello", "max_tokens": 1}
         assert (await http.post(f"{stack.url}/v1/completions", json=body)).status_code == 200
     assert await gauge(stack.metrics, "last_stream_timestamp_seconds") > before
@@ -56,11 +56,11 @@ async def test_a_reload_that_makes_envoy_call_elsewhere_is_said(stack: Stack) ->
 
     file.write_text(good.replace(address, "127.0.0.1:1"))
     try:
-        await eventually(misses, timeout_s=20)
+        await eventually(misses)
         assert f"call 127.0.0.1:1, and extproc listens on {address}" in log.read_text()
     finally:
         file.write_text(good)
-    await eventually(meets, timeout_s=20)
+    await eventually(meets)
 
 
 async def test_an_extproc_that_listens_elsewhere_says_so_at_the_start_and_is_ready(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ async def test_an_extproc_that_listens_elsewhere_says_so_at_the_start_and_is_rea
     config.mkdir()
     (config / "a.yaml").write_text(documents(["127.0.0.1:8000"], gateway={"extproc": f"127.0.0.1:{other}"}))
     words = ["--config", str(config), "--listen", f"127.0.0.1:{listen}", "--metrics", f"127.0.0.1:{metrics}"]
-    async with Processes(tmp_path) as processes, httpx.AsyncClient() as http:
+    async with Processes(tmp_path) as processes, httpx.AsyncClient(timeout=60) as http:
         await processes.start("extproc", [sys.executable, "-m", "extproc", *words])
 
         async def is_ready() -> bool:

@@ -23,7 +23,7 @@ HELLO = [{"role": "user", "content": "Tell me something that I do not know, plea
 
 
 async def metrics(stack: Stack) -> str:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         return (await http.get(f"{stack.metrics}/metrics")).text
 
 
@@ -133,7 +133,7 @@ async def test_usage_host_and_times_come_back_to_extproc(stack: Stack, client: o
 
 
 async def test_no_header_of_the_gateway_reaches_a_client(stack: Stack, model: str) -> None:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         answer = await http.post(f"{stack.url}/v1/completions", json={"model": model, "prompt": "x", "max_tokens": 1})
     assert not [name for name in answer.headers if name.startswith(("x-attache", "x-gateway", "x-envoy"))]
     assert json.loads(answer.text)["object"] == "text_completion"

@@ -36,7 +36,7 @@ async def status_of(http: httpx.AsyncClient, url: str) -> int:
 async def test_a_certificate_of_our_own_serves_gateways_that_do_not_check_it(tmp_path: Path) -> None:
     async with engines(2) as addresses:
         made = gateway(tmp_path, addresses, flags=["--tls-self-signed"], tls={})
-        async with made as at, httpx.AsyncClient() as http:
+        async with made as at, httpx.AsyncClient(timeout=60) as http:
             assert await status_of(http, at.url) == 200
 
 

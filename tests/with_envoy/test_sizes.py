@@ -61,7 +61,7 @@ class Large:
 
         await self.processes.wait_ready("bundle", is_written)
         await self.processes.start("envoy", envoy_command(self.out))
-        await eventually(self.is_ready, timeout_s=120)
+        await eventually(self.is_ready)
 
     async def is_ready(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
@@ -90,7 +90,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
 async def large(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Large]:
     """Of ``SIZES``, or of the sizes that a test is given."""
     sizes: Sizes = getattr(request, "param", SIZES)
-    async with Processes(tmp_path) as processes, httpx.AsyncClient(timeout=30) as http:
+    async with Processes(tmp_path) as processes, httpx.AsyncClient(timeout=120) as http:
         one = Large(tmp_path, sizes, processes, http)
         app = web.Application()
         app.add_routes([web.post(CHAT_PATH, answer)])
@@ -136,7 +136,7 @@ async def test_a_thousand_models_on_two_thousand_hosts_are_served_and_changed(la
     async def is_renamed() -> bool:
         return await large.serves("renamed")
 
-    await eventually(is_renamed, timeout_s=120)
+    await eventually(is_renamed)
     assert (await large.ask("model-2999")).status_code == 404
 
 
@@ -177,7 +177,7 @@ async def test_models_come_and_go_one_after_another(large: Large) -> None:
         async def is_renamed(name: str = f"renamed-{number}") -> bool:
             return await large.serves(name)
 
-        await eventually(is_renamed, timeout_s=30)
+        await eventually(is_renamed)
     assert (await large.ask("model-0")).status_code == 404
 
 
@@ -198,10 +198,10 @@ async def test_servers_that_become_few_are_served_on_and_by_an_envoy_that_starts
         return len([*(large.out / "eds").rglob("*.json")]) == 20
 
     # what has left the configuration stays for a while
-    await eventually(has_files, timeout_s=60, pause_s=0.2)
+    await eventually(has_files, pause_s=0.2)
     await large.processes.end("envoy")
     await large.processes.start("envoy", envoy_command(large.out))
-    await eventually(large.is_ready, timeout_s=30)
+    await eventually(large.is_ready)
     for model in ("model-0", "model-19"):
         assert await large.serves(model)
 
@@ -220,11 +220,11 @@ async def test_an_envoy_that_starts_with_routes_that_it_refuses_is_not_ready_and
     async def has_nothing() -> bool:
         return (await asyncio.to_thread(acknowledgements.poll, float("inf"))).has_nothing
 
-    await eventually(has_nothing, timeout_s=30)
+    await eventually(has_nothing)
     assert "serves nothing" in acknowledgements.report.refused
 
     async def is_live() -> bool:
         return "initializing" not in (await asyncio.to_thread(why_not_ready, large.admin)).lower()
 
-    await eventually(is_live, timeout_s=30)
+    await eventually(is_live)
     assert "has no routes" in why_not_ready(large.admin)

@@ -46,7 +46,7 @@ async def screen(stack: Stack) -> list[str]:
 async def test_a_killed_engine_is_dead_on_the_screen_until_it_is_back(two: Stack) -> None:
     dead, alive = (one.removeprefix("http://") for one in two.engines)
     # the page is asked again and again, as it costs less than the command
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
 
         async def is_avoided() -> bool:
             return "attache_endpoint_avoided{" in (await http.get(f"{two.metrics}/metrics")).text
@@ -62,7 +62,7 @@ async def test_a_killed_engine_is_dead_on_the_screen_until_it_is_back(two: Stack
             assert lines[1] == "engines: 2 serving"
             assert all(row[8] == "ms" and float(row[7]) > 0 for row in engine_rows(lines).values())
             await two.processes.end("engine-0", signal.SIGKILL)
-            await eventually(is_avoided, timeout_s=30)
+            await eventually(is_avoided)
         lines = await screen(two)
         assert lines[1] == "engines: 1 serving, 1 avoided"
         why = next(line for line in lines if line.startswith(f"{dead} of "))
@@ -77,7 +77,7 @@ async def test_a_killed_engine_is_dead_on_the_screen_until_it_is_back(two: Stack
         await two.processes.start_again("engine-0")
         # as many clients as one engine does not serve as fast, so that the other one is tried
         async with Load(two.url):
-            await eventually(is_well, timeout_s=120)
+            await eventually(is_well)
         assert (await screen(two))[1] == "engines: 2 serving"
 
 

@@ -210,7 +210,7 @@ async def scene(
                 return False
             return (served.status_code, refused.status_code) == (200, 403)
 
-        await eventually(is_followed, timeout_s=20)
+        await eventually(is_followed)
         yield one
         await one.close()
 
@@ -321,7 +321,7 @@ async def test_requests_without_a_credential_get_nothing(scene: Scene) -> None:
     if scene.callers["acme"].base_url.scheme == "https":
         with pytest.raises((httpx.TransportError, ssl.SSLError)):
             # the server is not looked at: it is the server who asks for a certificate
-            async with httpx.AsyncClient(verify=False) as nobody:  # noqa: S501
+            async with httpx.AsyncClient(verify=False, timeout=60) as nobody:  # noqa: S501
                 await nobody.get(f"{scene.callers['acme'].base_url}/v1/models")
         return
     assert (await scene.ask("acme", headers={"authorization": ""})).status_code == 401
@@ -340,10 +340,10 @@ async def test_a_changed_policy_holds_on_connections_that_are_open(scene: Scene)
     async def law() -> int:
         return (await scene.ask("nobody", "law")).status_code
 
-    await eventually(lambda: _is(law, 200), timeout_s=20)
+    await eventually(lambda: _is(law, 200))
     new.write_text(before)
     new.rename(file)
-    await eventually(lambda: _is(law, 403), timeout_s=20)
+    await eventually(lambda: _is(law, 403))
 
 
 async def _is(status: Any, expected: int) -> bool:  # noqa: ANN401 - a coroutine function
@@ -419,14 +419,14 @@ async def test_keys_are_followed_and_hold_while_the_issuer_is_away(tokens: Scene
         return (await tokens.ask("acme", headers=bearer(key.token()))).status_code
 
     async def fetches() -> int:
-        async with httpx.AsyncClient() as admin:
+        async with httpx.AsyncClient(timeout=60) as admin:
             stats = (await admin.get(f"{tokens.stack.admin}/stats", params={"filter": "jwks_fetch_success"})).text
         return int(stats.split(":")[1])
 
     # a set that a request has waited for holds for cacheDuration; those that are fetched beside requests, without an
     # end
     first = await fetches()
-    await eventually(lambda: _are(fetches, first + 2), timeout_s=20)
+    await eventually(lambda: _are(fetches, first + 2))
     issuer.stop()
     fetched = issuer.fetches
     # three times as long as a set is kept
@@ -435,6 +435,6 @@ async def test_keys_are_followed_and_hold_while_the_issuer_is_away(tokens: Scene
     issuer.key = SigningKey("second")
     issuer.start()
     # a key that the issuer has taken back is no longer good, and the new one is
-    await eventually(lambda: _is(lambda: status(old), 401), timeout_s=20)
+    await eventually(lambda: _is(lambda: status(old), 401))
     assert await status(issuer.key) == 200
     assert issuer.fetches > fetched

@@ -92,14 +92,14 @@ async def test_a_worker_that_is_killed_costs_nobody_anything_and_comes_back(tmp_
                 # Envoy asks for their health once a second, and the first to answer has all until then
                 return all([(await value(page, PICKED) or 0) > 20 for page in pages])
 
-            await eventually(both_work, timeout_s=30)
+            await eventually(both_work)
             os.kill(workers_of(stack.pids["extproc"])[1], signal.SIGKILL)
             await load.more(200)
 
             async def is_back() -> bool:
                 return (await value(pages[1], PICKED) or 0) > 5
 
-            await eventually(is_back, timeout_s=30)
+            await eventually(is_back)
         assert load.tally.lost == []
         assert load.tally.cut == 0
 
@@ -149,5 +149,5 @@ async def test_a_worker_that_is_killed_again_and_again_is_no_way_round_a_limit(t
                 await ask(10)
                 return all([await refused_by(page) > 0 for page in pages])
 
-            await eventually(both_refuse, timeout_s=30)
+            await eventually(both_refuse)
         assert answers.count(200) == granted

@@ -35,8 +35,9 @@ CYCLES = int(os.environ.get("ATTACHE_ZERO_CYCLES", "60"))
 # Side by side: each has two engines of its own, of which one is there at a time.
 MODELS = 10
 FLAGS = EngineFlags(count=2 * MODELS + 1, speed=20.0, stream_headers="first-token")
-# Shorter than the time for which requests are held: what a held request needs is added to each.
-GATEWAY = {"messageTimeout": "2s", "requestTimeout": "2s"}
+# Shorter than the time for which requests are held: what a held request needs is added to each. Longer than a machine
+# with other work takes for a request.
+GATEWAY = {"messageTimeout": "8s", "requestTimeout": "8s"}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["Open", "Close"])
@@ -76,7 +77,7 @@ async def in_use(stack: Stack, name: str, text: bytes) -> None:
             report = (await http.get(f"{stack.metrics}/config")).json()
         return bool(report["files"].get(f"{name}.yaml") == content_digest(text))
 
-    await eventually(is_used, timeout_s=60)
+    await eventually(is_used)
 
 
 async def waiting(stack: Stack, name: str) -> int:
@@ -97,10 +98,11 @@ async def ask(http: httpx.AsyncClient, stack: Stack, model: str, *, stream: bool
     return await http.post(f"{stack.url}/v1/chat/completions", json=body)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_is_held_longer_than_every_other_time_limit_and_then_served(
-    zero: Stack, *, stream: bool
-) -> None:
+async def test_a_request_is_held_longer_than_every_other_time_limit_and_then_served(zero: Stack) -> None:
+    await asyncio.gather(*(is_held_and_served(zero, stream=stream) for stream in (False, True)))
+
+
+async def is_held_and_served(zero: Stack, *, stream: bool) -> None:
     name = f"slow-{stream}".lower()
     await in_use(zero, name, put(zero, name, []))
     async with httpx.AsyncClient(timeout=60) as http:
@@ -110,8 +112,8 @@ async def test_a_request_is_held_longer_than_every_other_time_limit_and_then_ser
             return await waiting(zero, name) == 1
 
         await eventually(waits)
-        # twice as long as requests may take otherwise
-        await asyncio.sleep(5.0)
+        # longer than requests may take otherwise
+        await asyncio.sleep(10.0)
         put(zero, name, [engine_of(zero, -1)])
         answer = await asked
         assert answer.status_code == 200
@@ -145,7 +147,8 @@ async def test_a_deadline_that_passes_says_when_to_come_back(zero: Stack) -> Non
         answer = await ask(http, zero, "late")
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_starting"
-        assert answer.headers["retry-after"] == "27"
+        # of the 30 s that a start is taken to need, 3 have passed, and more on a busy machine
+        assert 1 <= int(answer.headers["retry-after"]) <= 27
         counted = (await http.get(f"{zero.metrics}/metrics")).text
     assert 'attache_requests_total{outcome="engine_starting"} 1.0' in counted
 
@@ -248,7 +251,7 @@ async def cycle(stack: Stack, clients: Clients, name: str, engines: tuple[str, s
     async def is_idle() -> bool:
         return await in_flight(stack, old) == 0
 
-    await eventually(is_idle, timeout_s=60)
+    await eventually(is_idle)
     put(stack, name, [])
     clients.one_more()
     await asyncio.sleep(pick.choice([0.0, 0.05, 0.2, 0.5]))
@@ -261,7 +264,7 @@ async def cycle(stack: Stack, clients: Clients, name: str, engines: tuple[str, s
     async def is_served() -> bool:
         return clients.served > before or bool(clients.wrong)
 
-    await eventually(is_served, timeout_s=60)
+    await eventually(is_served)
     await asyncio.sleep(pick.uniform(0.0, 0.5))
 
 

@@ -28,7 +28,7 @@ async def with_trailers(url: str, content: bytes, more: Mapping[str, str]) -> tu
     connection.send_headers(stream, [("x-late", "1")], end_stream=True)
     status, answer = 0, b""
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while True:
                 writer.write(connection.data_to_send())
                 data = await reader.read(65_536)

@@ -107,7 +107,7 @@ async def namespace(client: Client, kube: Kube) -> str:
     await client.create(NAMESPACES, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
     if kube.plane is not None:
         # pods are refused until the controllers have made it
-        await eventually(lambda: has_account(client, name), timeout_s=30)
+        await eventually(lambda: has_account(client, name))
     return name
 
 

@@ -50,4 +50,4 @@ async def remove_pods(client: Client, namespace: str) -> None:
             await client.delete(PODS, one["metadata"]["name"], namespace, grace_s=0)
         return not deployments and not pods
 
-    await eventually(are_gone, timeout_s=120, pause_s=0.2)
+    await eventually(are_gone, pause_s=0.2)

@@ -72,18 +72,18 @@ async def test_keys_of_a_secret_are_followed_and_only_their_digests_arrive(
             found = await conditions(client, GATEWAY_CONFIGS, "config", namespace)
             return found.get("ResolvedRefs") == (status, why)
 
-        await eventually(lambda: says("False", "SecretNotUsable"), timeout_s=20)
+        await eventually(lambda: says("False", "SecretNotUsable"))
         await client.create(SECRETS, secret("keys", {"web": KEY}, namespace=namespace))
-        await eventually(lambda: digests(tmp_path) == {digest(KEY)}, timeout_s=20)
+        await eventually(lambda: digests(tmp_path) == {digest(KEY)})
         data: dict[str, Any] = {"data": {"web": base64.b64encode(NEXT.encode()).decode()}}
         await client.merge_patch(SECRETS, "keys", namespace, data)
-        await eventually(lambda: digests(tmp_path) == {digest(NEXT)}, timeout_s=20)
+        await eventually(lambda: digests(tmp_path) == {digest(NEXT)})
         files = written(tmp_path)
         assert files
         assert not [file for file in files if any(key.encode() in file.read_bytes() for key in (KEY, NEXT))]
         assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
         await client.delete(SECRETS, "keys", namespace)
-        await eventually(lambda: digests(tmp_path) == {"0" * 64}, timeout_s=20)
+        await eventually(lambda: digests(tmp_path) == {"0" * 64})
 
 
 async def test_a_policy_is_in_the_directory_before_what_it_protects(
@@ -97,7 +97,7 @@ async def test_a_policy_is_in_the_directory_before_what_it_protects(
             found = await conditions(client, MODEL_ACCESS_POLICIES, "p", namespace)
             return found.get(type_) == (status, why)
 
-        await eventually(lambda: says("ResolvedRefs", "False", "TargetNotFound"), timeout_s=20)
+        await eventually(lambda: says("ResolvedRefs", "False", "TargetNotFound"))
         await create(client, server(namespace=namespace), route(namespace=namespace))
         seen = []
 
@@ -107,8 +107,8 @@ async def test_a_policy_is_in_the_directory_before_what_it_protects(
                 seen.append(len(snapshot.access_policies))
             return bool(seen)
 
-        await eventually(is_protected, timeout_s=20)
+        await eventually(is_protected)
         assert seen == [1]
-        await eventually(lambda: says("Programmed", "True", "Programmed"), timeout_s=20)
+        await eventually(lambda: says("Programmed", "True", "Programmed"))
         await client.delete(MODEL_ACCESS_POLICIES, "p", namespace)
-        await eventually(lambda: (found := read(tmp_path)) is not None and not found.access_policies, timeout_s=20)
+        await eventually(lambda: (found := read(tmp_path)) is not None and not found.access_policies)

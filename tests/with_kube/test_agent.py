@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from tests.with_kube.kubes import Kube
 
 MODEL = "llama"
-PATIENCE_S = 60.0
 
 
 def asks(path: str, **more: int) -> dict[str, Any]:
@@ -94,7 +93,7 @@ async def test_a_pod_that_is_deleted_ends_after_its_streams(client: Client, name
     async def are_ready() -> bool:
         return all([is_ready(await status_of(client, namespace, name)) for name in ("engine-0", "engine-1")])
 
-    await eventually(are_ready, timeout_s=PATIENCE_S)
+    await eventually(are_ready)
     status = await status_of(client, namespace, "engine-0")
     # both listen on port 8000, each on its own address
     assert [one["restartCount"] for one in status["containerStatuses"]] == [0]
@@ -121,5 +120,5 @@ async def test_a_pod_that_is_deleted_ends_after_its_streams(client: Client, name
             return await client.find(PODS, "engine-0", namespace) is None
 
         # the agent ends by itself, long before the grace does
-        await eventually(is_gone, timeout_s=40)
+        await eventually(is_gone)
     assert is_ready(await status_of(client, namespace, "engine-1"))

@@ -125,7 +125,7 @@ async def test_a_watch_tells_changes_since_a_version(client: Client, namespace: 
     await client.merge_patch(CONFIG_MAPS, "one", namespace, {"data": {"colour": "blue"}})
     await client.delete(CONFIG_MAPS, "one", namespace)
     seen: list[WatchEvent] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         async for event in client.watch(CONFIG_MAPS, namespace, since=since, fields="metadata.name=one"):
             seen.append(event)
             if len(seen) == 3:
@@ -142,7 +142,7 @@ async def test_what_stops_to_match_is_deleted_for_a_watch(client: Client, namesp
     await client.create(CONFIG_MAPS, thing)
     await client.merge_patch(CONFIG_MAPS, "one", namespace, {"metadata": {"labels": {"colour": "blue"}}})
     kinds: list[str] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         async for event in client.watch(CONFIG_MAPS, namespace, since=since, labels="colour=red"):
             kinds.append(event.type)
             if len(kinds) == 2:

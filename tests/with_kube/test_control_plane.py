@@ -184,13 +184,13 @@ async def test_a_silent_node_is_found_out_and_its_pods_are_evicted(assets: Asset
         async def ready() -> bool:
             return is_ready(await status())
 
-        await eventually(ready, timeout_s=30)
+        await eventually(ready)
         await nodes["node-0"].lose(declared=False)
 
         async def evicted() -> bool:
             return "deletionTimestamp" in (await client.get(PODS, "one", "default"))["metadata"]
 
-        await eventually(evicted, timeout_s=60)
+        await eventually(evicted)
         assert not await ready()
         # the machine is back, and ends what was evicted meanwhile
         await nodes["node-0"].recover()
@@ -198,7 +198,7 @@ async def test_a_silent_node_is_found_out_and_its_pods_are_evicted(assets: Asset
         async def gone() -> bool:
             return await client.find(PODS, "one", "default") is None
 
-        await eventually(gone, timeout_s=30)
+        await eventually(gone)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -208,7 +208,7 @@ async def test_nothing_is_left_of_make_up_kube(assets: Assets, tmp_path: Path, n
     up = await asyncio.create_subprocess_exec(*command, env=environment, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
     assert up.stdout is not None
     said = ""
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(120):
         # at its end there is nothing to wait for, so the time would never be over
         while "Ctrl-C" not in said and not up.stdout.at_eof():
             said += (await up.stdout.readline()).decode()
@@ -218,7 +218,7 @@ async def test_nothing_is_left_of_make_up_kube(assets: Assets, tmp_path: Path, n
         status = await up.wait()
     assert status == (0 if number == signal.SIGINT else -number)
     # all of them have the directory in their arguments
-    await eventually(lambda: not running_with(str(tmp_path)), timeout_s=30)
+    await eventually(lambda: not running_with(str(tmp_path)))
 
 
 def running_with(word: str) -> list[str]:

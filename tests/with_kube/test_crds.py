@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
-GOLDEN = Path(__file__).parents[1] / "controller" / "converters" / "golden"
+GOLDEN = Path(__file__).parents[1] / "controller" / "convert" / "golden"
 CONVERTED = {file.stem: file.read_text() for file in sorted(GOLDEN.glob("*.converted"))}
 RESOURCES = {
     kind.name: Resource(GROUP, VERSION, kind.plural, kind.name, namespaced=kind.scope == "Namespaced") for kind in KINDS

@@ -67,7 +67,7 @@ async def epp(kube: Kube, client: Client, namespace: str, tmp_path: Path) -> Asy
     )
     running = Epp(process, probes, metrics)
     try:
-        await eventually(lambda: running.says(SERVING, "liveness"), timeout_s=120)
+        await eventually(lambda: running.says(SERVING, "liveness"))
         yield running
     finally:
         if process.returncode is None:
@@ -91,11 +91,11 @@ async def test_it_is_ready_once_there_is_a_pool_and_ends_with_a_signal(
     await eventually(has_endpoint)
     assert f'attache_pool_endpoints{{pool="{namespace}/llama",state="ready"}} 1.0' in await epp.page(of_role=True)
     epp.process.send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(epp.process.wait(), 30) == 0
+    assert await asyncio.wait_for(epp.process.wait(), 120) == 0
 
 
 async def test_it_ends_if_extproc_does(epp: Epp) -> None:
     os.kill(epp.extproc(), signal.SIGKILL)
-    assert await asyncio.wait_for(epp.process.wait(), 30) == 1
+    assert await asyncio.wait_for(epp.process.wait(), 120) == 1
     with contextlib.suppress(ProcessLookupError):
         epp.process.kill()

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = ["account"]
 pytestmark = REAL
-SOON_S = 60.0
 API = "v1beta1.external.metrics.k8s.io"
 PATH = "/apis/external.metrics.k8s.io/v1beta1"
 HPAS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
@@ -144,7 +143,7 @@ async def until_replicas(client: Client, namespace: str, number: int) -> None:
     async def are_there() -> bool:
         return await replicas(client, namespace) == number
 
-    await eventually(are_there, timeout_s=SOON_S)
+    await eventually(are_there)
 
 
 async def condition_of(client: Client, namespace: str, type_: str) -> str:
@@ -168,7 +167,7 @@ async def test_the_hpa_controller_scales_a_model_infer_by_our_metric(
         await client.create(HPAS, hpa(namespace))
         await until_replicas(client, namespace, 4)
         # one autoscaler writes, and the other is no rival of it
-        await eventually(lambda: wanted.decisions > 3, timeout_s=SOON_S)
+        await eventually(lambda: wanted.decisions > 3)
         assert await says(client, namespace, "ScalingActive") == ("True", "Exporting")
         assert await says(client, namespace, "TargetsResolved") == ("True", "Resolved")
         wanted.replicas["main"] = 2
@@ -185,7 +184,7 @@ async def test_the_hpa_controller_scales_a_model_infer_by_our_metric(
     async def is_unknown() -> bool:
         return (await condition_of(client, namespace, "ScalingActive")).startswith("False")
 
-    await eventually(is_unknown, timeout_s=SOON_S)
+    await eventually(is_unknown)
     assert await replicas(client, namespace) == 2
     await client.delete(HPAS, "llama", namespace)
 
@@ -213,7 +212,7 @@ async def test_prometheus_gets_metrics_by_what_our_monitors_say(
     async def has_token() -> bool:
         return bool(await secret(asks["authorization"]["credentials"]))
 
-    await eventually(has_token, timeout_s=SOON_S)
+    await eventually(has_token)
     token = await secret(asks["authorization"]["credentials"])
     authority = await secret(asks["tlsConfig"]["ca"]["secret"])
     # this manager was told another namespace than the one of the manifests
@@ -244,7 +243,7 @@ async def test_prometheus_gets_metrics_by_what_our_monitors_say(
         async def is_up() -> bool:
             return len(await prometheus.query("up == 1")) == 1
 
-        await eventually(is_up, timeout_s=SOON_S)
+        await eventually(is_up)
         assert await prometheus.problems() == []
         assert await prometheus.query("attache_manager_leader")
 
@@ -262,7 +261,7 @@ async def test_the_wrong_kind_of_target_is_told(client: Client, kube: Kube, name
         async def is_told() -> bool:
             return await says(client, namespace, "TargetsResolved") == ("False", "WrongMetricTarget")
 
-        await eventually(is_told, timeout_s=SOON_S)
+        await eventually(is_told)
     await client.delete(HPAS, "llama", namespace)
 
 
@@ -281,7 +280,7 @@ async def test_the_external_metrics_api_answers_those_who_may_ask(
             return bool((await client._json("GET", path))["items"])
         return False
 
-    await eventually(is_served, timeout_s=SOON_S)
+    await eventually(is_served)
     # what nothing was decided about is not there, rather than 0
     (item,) = (await client._json("GET", path))["items"]
     assert (item["value"], item["metricLabels"]["variant_name"]) == ("3", "llama")
@@ -320,7 +319,7 @@ async def test_pages_need_a_token_with_the_right(client: Client, namespace: str,
     async def is_allowed() -> bool:
         return (await manager.page("/metrics", accounts["scraper"]))[0] == 200
 
-    await eventually(is_allowed, timeout_s=SOON_S)
+    await eventually(is_allowed)
     found = {
         (path, who): (await manager.page(path, token))[0]
         for path in ("/metrics", "/healthz")

@@ -128,7 +128,7 @@ async def serving(client: Client, namespace: str, folder: Path, probe_s: float =
         role = GatewayRole(own, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
         task = asyncio.create_task(role.run())
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 await role.ready.wait()
             yield role
         finally:

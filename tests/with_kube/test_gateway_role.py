@@ -88,7 +88,7 @@ async def serving(
         role = GatewayRole(own, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
         task = asyncio.create_task(role.run())
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 await role.ready.wait()
             yield role
         finally:
@@ -283,7 +283,7 @@ async def until_said(
     async def is_said() -> bool:
         return await said(name) == expected
 
-    await eventually(is_said, timeout_s=20)
+    await eventually(is_said)
 
 
 async def test_only_the_leader_writes_statuses_and_all_write_their_directories(
@@ -332,7 +332,7 @@ async def test_while_the_api_server_is_away_the_directory_stays(
             assert addresses(tmp_path) == ["127.0.1.1:8000"]
             fake.faults.heal()
         await make_pod(client, namespace, "b", "127.0.1.2")
-        await eventually(lambda: addresses(tmp_path) == ["127.0.1.1:8000", "127.0.1.2:8000"], timeout_s=30)
+        await eventually(lambda: addresses(tmp_path) == ["127.0.1.1:8000", "127.0.1.2:8000"])
 
 
 @pytest.mark.parametrize("kube", ["fake"], indirect=True)

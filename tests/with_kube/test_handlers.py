@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
-SOON_S = 20.0
-
 
 class Bell:
     """What has rung, and in which thread."""
@@ -43,7 +41,7 @@ async def following(kube: Kube, bell: Bell, namespace: str) -> AsyncIterator[Han
     handlers = Handlers(kube.admin, [WIDGETS], bell, namespace=namespace)
     task = asyncio.create_task(handlers.run())
     try:
-        await eventually(handlers.ready.is_set, timeout_s=SOON_S)
+        await eventually(handlers.ready.is_set)
         yield handlers
     finally:
         task.cancel()
@@ -58,13 +56,13 @@ async def test_each_event_rings_in_our_thread_and_nothing_is_written(
     before = await client.create(WIDGETS, widget(namespace, "old", size=1))
     bell = Bell()
     async with following(kube, bell, namespace):
-        await eventually(lambda: bell.rung == [("Widget", f"{namespace}/old")], timeout_s=SOON_S)
+        await eventually(lambda: bell.rung == [("Widget", f"{namespace}/old")])
         await client.create(WIDGETS, widget(namespace, "new", size=1))
-        await eventually(lambda: bell.rung[1:] == [("Widget", f"{namespace}/new")], timeout_s=SOON_S)
+        await eventually(lambda: bell.rung[1:] == [("Widget", f"{namespace}/new")])
         await client.merge_patch(WIDGETS, "new", namespace, {"spec": {"size": 2}})
-        await eventually(lambda: len(bell.rung) == 3, timeout_s=SOON_S)
+        await eventually(lambda: len(bell.rung) == 3)
         await client.delete(WIDGETS, "new", namespace)
-        await eventually(lambda: len(bell.rung) == 4, timeout_s=SOON_S)
+        await eventually(lambda: len(bell.rung) == 4)
     assert bell.threads == {threading.get_ident()}
     after = await client.get(WIDGETS, "old", namespace)
     assert after["metadata"]["resourceVersion"] == before["metadata"]["resourceVersion"]
@@ -93,7 +91,7 @@ async def test_an_api_server_that_refuses_is_asked_again(
         fake.watches.drop()
         fake.faults.heal()
         await client.create(WIDGETS, widget(namespace, size=1))
-        await eventually(lambda: ("Widget", f"{namespace}/one") in bell.rung, timeout_s=SOON_S)
+        await eventually(lambda: ("Widget", f"{namespace}/one") in bell.rung)
 
 
 @FAKE
@@ -109,18 +107,18 @@ async def test_kopf_does_not_tell_of_a_deletion_that_nobody_watched_and_the_info
     followed = asyncio.create_task(informer.run())
     try:
         async with following(kube, bell, namespace):
-            await eventually(lambda: len(bell.rung) == 2 and len(informer.objects) == 2, timeout_s=SOON_S)
+            await eventually(lambda: len(bell.rung) == 2 and len(informer.objects) == 2)
             # no watch can be opened for a moment, and what happened meanwhile is forgotten
             fake.faults.refuse(10_000, 500, of=lambda call: call.verb == "watch")
             fake.watches.drop()
             await client.delete(WIDGETS, "gone", namespace)
             fake.expire()
             fake.faults.heal()
-            await eventually(lambda: list(informer.objects) == [f"{namespace}/kept"], timeout_s=SOON_S)
+            await eventually(lambda: list(informer.objects) == [f"{namespace}/kept"])
             # kopf has listed anew by the time at which it tells of the next change
             await client.merge_patch(WIDGETS, "kept", namespace, {"spec": {"size": 2}})
             told = ("Widget", f"{namespace}/kept")
-            await eventually(lambda: told in bell.rung[2:], timeout_s=SOON_S)
+            await eventually(lambda: told in bell.rung[2:])
             assert ("Widget", f"{namespace}/gone") not in bell.rung[2:]
     finally:
         followed.cancel()

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from tests.with_kube.kubes import Kube
 
 QUICK = NodeTiming(restart_s=0.2, restart_max_s=0.4, pull_s=0.2, pull_max_s=0.4, heartbeat_s=1.0)
-PATIENCE_S = 60.0
 SLEEPS = [{"name": "engine", "image": "attache/host", "command": ["sh", "-c", "exec sleep 3600"]}]
 CRASHES = [{"name": "engine", "image": "attache/host", "command": ["sh", "-c", "echo no GPU found; exit 3"]}]
 
@@ -82,7 +81,7 @@ class Place(msgspec.Struct, frozen=True):
             )
 
         try:
-            await eventually(are_ready, timeout_s=PATIENCE_S, pause_s=0.1)
+            await eventually(are_ready, pause_s=0.1)
         except TimeoutError:
             found = (await self.client.list(PODS, self.namespace)).items
             said = {one["metadata"]["name"]: _is_ready(one) for one in found}
@@ -142,7 +141,7 @@ async def test_two_groups_of_prefill_and_decode_run_are_scaled_mended_and_collec
         known = await client.list(PODS, namespace, labels=f"{MODEL_INFER}=llama")
         return len(known.items) == 10 and await place.names(SERVICES) == services
 
-    await eventually(is_mended, timeout_s=PATIENCE_S)
+    await eventually(is_mended)
     await place.until_settled(10)
     # as an autoscaler does
     await client.merge_patch(MODEL_INFERS, "llama", namespace, {"spec": {"replicas": 1}}, subresource="scale")
@@ -157,7 +156,7 @@ async def test_two_groups_of_prefill_and_decode_run_are_scaled_mended_and_collec
         kinds = (PODS, SERVICES, CONTROLLER_REVISIONS)
         return not any([await place.names(one) for one in kinds])
 
-    await eventually(is_gone, timeout_s=PATIENCE_S)
+    await eventually(is_gone)
 
 
 async def test_a_settled_model_infer_causes_no_write(place: Place, manager: Managing) -> None:
@@ -170,7 +169,7 @@ async def test_a_settled_model_infer_causes_no_write(place: Place, manager: Mana
     await asyncio.sleep(1)
     writes, seen = manager.writes(), looks()
     # resyncs come every two seconds
-    await eventually(lambda: looks() >= seen + 3, timeout_s=PATIENCE_S)
+    await eventually(lambda: looks() >= seen + 3)
     assert manager.writes() == writes
 
 
@@ -184,7 +183,7 @@ async def test_a_container_that_crashes_is_told_with_the_last_lines_of_its_log(
         said += [one["message"] for one in (await client.list(EVENTS, namespace)).items]
         return any("no GPU found" in one for one in said)
 
-    await eventually(is_told, timeout_s=PATIENCE_S)
+    await eventually(is_told)
     assert not manager.task.done()
 
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from controller.kube.resources import Object
 
 pytestmark = REAL
-PATIENCE_S = 60.0
 CRASHES = [{"name": "engine", "image": "attache/host", "command": ["sh", "-c", "echo no GPU found; exit 3"]}]
 # Of the webhooks, of clusters with other schedulers or checks, and of Models with volumes for weights.
 ELSEWHERE = {"secrets", "validatingwebhookconfigurations", "gatewayconfigs", "podgroups", "workloads"}
@@ -103,7 +102,7 @@ async def test_the_account_may_do_what_the_work_needs_and_little_more(
                     one.startswith("five") for one in names
                 )
 
-            await eventually(are_made, timeout_s=PATIENCE_S)
+            await eventually(are_made)
             changed = {"metadata": {"labels": {names.MODEL_INFER: None}}}
             await client.merge_patch(PODS, "llama-0-main-0-0", namespace, changed)
             await client.merge_patch(SERVICES, "llama-0-main-0", namespace, changed)
@@ -117,7 +116,7 @@ async def test_the_account_may_do_what_the_work_needs_and_little_more(
                 return all(names.MODEL_INFER in one for one in found)
 
             # whom the scaling takes away nobody mends
-            await eventually(are_mended, timeout_s=PATIENCE_S)
+            await eventually(are_mended)
             await client.merge_patch(MODEL_INFERS, "llama", namespace, {"spec": {"replicas": 1}})
             await client.merge_patch(MODELS, "five", namespace, {"spec": {"stop": True}})
 
@@ -132,7 +131,7 @@ async def test_the_account_may_do_what_the_work_needs_and_little_more(
                 }
 
             with contextlib.suppress(TimeoutError):
-                await eventually(lambda: not left(), timeout_s=PATIENCE_S)
+                await eventually(lambda: not left())
             assert missing(allowed_by(MANIFESTS / "manager" / "rbac.yaml"), asked) == set()
             assert left() == set(), "what the account may do, and the work never does"
         assert (await condition(client, namespace, "Available", "llama"))[0]

@@ -70,7 +70,7 @@ async def test_the_leader_is_killed_and_the_other_goes_on(
         async def one_leads() -> bool:
             return any([await leads(port) for port in ports.values()])
 
-        await eventually(one_leads, timeout_s=30)
+        await eventually(one_leads)
         (leader,) = [name for name, port in ports.items() if await leads(port)]
         (other,) = set(NAMES) - {leader}
         await client.create(MODEL_INFERS, model_infer(namespace, "llama", *ROLES, replicas=4))
@@ -78,18 +78,18 @@ async def test_the_leader_is_killed_and_the_other_goes_on(
         async def is_half_way() -> bool:
             return len(await pod_names(client, namespace)) >= 6
 
-        await eventually(is_half_way, timeout_s=30, pause_s=0.005)
+        await eventually(is_half_way, pause_s=0.005)
         await processes.end(leader, signal.SIGKILL)
 
         async def took_over() -> bool:
             return await leads(ports[other])
 
-        await eventually(took_over, timeout_s=30)
+        await eventually(took_over)
 
         async def is_whole() -> bool:
             return len(await pod_names(client, namespace)) == 24
 
-        await eventually(is_whole, timeout_s=30)
+        await eventually(is_whole)
         lease = await client.get(LEASES, "attache-manager", namespace)
         assert lease["spec"]["leaseTransitions"] == 1
     watching.cancel()

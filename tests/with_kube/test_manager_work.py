@@ -83,7 +83,7 @@ async def until_says(client: Client, namespace: str, type_: str, said: tuple[str
     async def says() -> bool:
         return await condition(client, namespace, type_) == said
 
-    await eventually(says, timeout_s=SOON_S)
+    await eventually(says)
 
 
 async def until_forbidden_no_more(client: Client, namespace: str) -> None:
@@ -97,7 +97,7 @@ async def until_forbidden_no_more(client: Client, namespace: str) -> None:
         await client.delete(PODS, "first", namespace, grace_s=0)
         return True
 
-    await eventually(accepted, timeout_s=SOON_S)
+    await eventually(accepted)
 
 
 async def test_a_model_infer_becomes_pods_is_scaled_and_goes(client: Client, kube: Kube, namespace: str) -> None:
@@ -125,7 +125,7 @@ async def test_what_others_change_is_mended(client: Client, kube: Kube, namespac
             found = await pods(client, namespace)
             return bool(found) and found[0]["metadata"]["uid"] != before
 
-        await eventually(is_another, timeout_s=SOON_S)
+        await eventually(is_another)
         for label in (names.ROLE, names.MODEL_INFER):  # without the second one our informers do not see the pod
             patch = {"metadata": {"labels": {label: None}}}
             await client.merge_patch(PODS, "llama-0-main-0-0", namespace, patch)
@@ -133,7 +133,7 @@ async def test_what_others_change_is_mended(client: Client, kube: Kube, namespac
             async def is_back(label: str = label) -> bool:
                 return label in (await pods(client, namespace))[0]["metadata"]["labels"]
 
-            await eventually(is_back, timeout_s=SOON_S)
+            await eventually(is_back)
 
 
 async def test_a_name_that_is_taken_is_told_and_used_once_it_is_free(
@@ -154,7 +154,7 @@ async def test_a_name_that_is_taken_is_told_and_used_once_it_is_free(
         async def is_ours() -> bool:
             return any("ownerReferences" in one["metadata"] for one in await pods(client, namespace))
 
-        await eventually(is_ours, timeout_s=SOON_S)
+        await eventually(is_ours)
 
 
 @REAL
@@ -190,7 +190,7 @@ async def test_a_mistake_of_ours_is_told_of_its_object_and_stops_no_other(
         async def is_told() -> bool:
             return await condition(client, namespace, "Degraded", "odd") == ("True", "InternalError")
 
-        await eventually(is_told, timeout_s=SOON_S)
+        await eventually(is_told)
         assert (await reasons(client, namespace)).count("InternalError") == 1
 
 
@@ -217,7 +217,7 @@ async def test_a_pod_of_another_namespace_that_names_the_owner_is_none_of_its(
         await client.merge_patch(MODEL_INFERS, "llama", namespace, {"spec": {"replicas": 2}})
         await until_pods(client, namespace, {"llama-0-main-0-0", "llama-1-main-0-0"})
         looks = len(seen)
-        await eventually(lambda: len(seen) > looks, timeout_s=SOON_S)
+        await eventually(lambda: len(seen) > looks)
         assert all(other not in one for one in seen)
 
 
@@ -247,10 +247,10 @@ async def test_a_settled_object_causes_no_write(client: Client, kube: Kube, name
             return manager.metric("attache_manager_reconciles_total", {"kind": "ModelInfer", "outcome": "settled"})
 
         before_looks = looks()
-        await eventually(lambda: looks() > before_looks, timeout_s=SOON_S)
+        await eventually(lambda: looks() > before_looks)
         writes, seen = manager.writes(), looks()
         # resyncs come every two seconds
-        await eventually(lambda: looks() >= seen + 3, timeout_s=SOON_S)
+        await eventually(lambda: looks() >= seen + 3)
         assert manager.writes() == writes
 
 
@@ -271,12 +271,12 @@ async def test_our_own_writes_are_waited_for_and_then_listed(
     work = settings(namespace, patience_s=0.5)
     async with managing(kube.admin, namespace, decide=decide, work=work) as manager:
         await client.create(MODEL_INFERS, model_infer(namespace))
-        await eventually(lambda: len(seen) >= 2, timeout_s=SOON_S)
+        await eventually(lambda: len(seen) >= 2)
         assert manager.metric("attache_manager_late_lists_total", late) >= 1
         assert seen[:2] == [0, 1], "the second decision knew of the pod"
         assert manager.metric("attache_manager_writes_total", {"kind": "Pod", "verb": "create"}) == 1
         settled = {"kind": "ModelInfer", "outcome": "settled"}
-        await eventually(lambda: manager.metric("attache_manager_reconciles_total", settled) >= 1, timeout_s=SOON_S)
+        await eventually(lambda: manager.metric("attache_manager_reconciles_total", settled) >= 1)
         assert manager.metric("attache_manager_writes_total", {"kind": "ModelInfer", "verb": "status"}) == 1
         fake.faults.heal()
 
@@ -305,12 +305,12 @@ async def test_loads_are_asked_for_the_next_look_and_only_then(client: Client, k
     loads = StubLoads()
     async with managing(kube.admin, namespace, decide=decide, loads=loads):
         await client.create(MODEL_INFERS, model_infer(namespace, replicas=2))
-        await eventually(lambda: any(asked for asked, _ in looks), timeout_s=SOON_S)
+        await eventually(lambda: any(asked for asked, _ in looks))
         asked = next(one for one in looks if one[0])
         assert asked[0] == pods_asked
         assert set(asked[1].values()) == {Load(3, 100)}
         # a resync later nobody asks any more
-        await eventually(lambda: len(looks) > 7, timeout_s=SOON_S)
+        await eventually(lambda: len(looks) > 7)
         assert len(loads.asked) < len(looks)
         assert looks[-1] == (frozenset(), {})
 
@@ -384,10 +384,10 @@ async def test_a_model_follows_the_policy_that_it_names(client: Client, kube: Ku
         async def holds(said: str) -> bool:
             return ((await activation()) or {}).get("holdTimeout") == said
 
-        await eventually(lambda: holds("3m"), timeout_s=SOON_S)
+        await eventually(lambda: holds("3m"))
         changed = {"spec": {"scaleToZero": {"holdTimeout": "9m"}}}
         await client.merge_patch(AUTOSCALING_POLICIES, "quiet", namespace, changed)
-        await eventually(lambda: holds("9m"), timeout_s=SOON_S)
+        await eventually(lambda: holds("9m"))
 
 
 async def test_a_model_becomes_what_serves_it_and_is_mended(client: Client, kube: Kube, namespace: str) -> None:
@@ -404,7 +404,7 @@ async def test_a_model_becomes_what_serves_it_and_is_mended(client: Client, kube
         async def are_made() -> bool:
             return len(await children()) == len(kinds)
 
-        await eventually(are_made, timeout_s=SOON_S)
+        await eventually(are_made)
         (server,) = (await client.list(MODEL_SERVERS, namespace)).items
         wrong = {"spec": {"workloadPort": {"port": 1}}}
         await client.merge_patch(MODEL_SERVERS, server["metadata"]["name"], namespace, wrong)
@@ -413,18 +413,18 @@ async def test_a_model_becomes_what_serves_it_and_is_mended(client: Client, kube
             (found,) = (await client.list(MODEL_SERVERS, namespace)).items
             return bool(found["spec"] == server["spec"])
 
-        await eventually(is_mended, timeout_s=SOON_S)
+        await eventually(is_mended)
         for thing in await children():
             resource = next(one for one in kinds if one.kind == thing["kind"])
             await client.delete(resource, thing["metadata"]["name"], namespace, propagation="Background")
-        await eventually(are_made, timeout_s=SOON_S)
+        await eventually(are_made)
 
         def looks() -> float:
             return manager.metric("attache_manager_reconciles_total", {"kind": "Model", "outcome": "settled"})
 
         await asyncio.sleep(1)
         writes, seen = manager.writes(), looks()
-        await eventually(lambda: looks() >= seen + 3, timeout_s=SOON_S)
+        await eventually(lambda: looks() >= seen + 3)
         assert manager.writes() == writes
 
 
@@ -433,11 +433,11 @@ async def test_a_loss_of_the_lease_ends_all_work_before_another_begins(
     client: Client, kube: Kube, namespace: str
 ) -> None:
     async with managing(kube.admin, namespace) as first:
-        await eventually(lambda: first.metric("attache_manager_leader") == 1, timeout_s=SOON_S)
+        await eventually(lambda: first.metric("attache_manager_leader") == 1)
         async with managing(kube.admin, namespace) as second:
             await asyncio.sleep(0.3)
             assert second.metric("attache_manager_leader") == 0
             await first.stop()
-            await eventually(lambda: second.metric("attache_manager_leader") == 1, timeout_s=SOON_S)
+            await eventually(lambda: second.metric("attache_manager_leader") == 1)
             await client.create(MODEL_INFERS, model_infer(namespace))
             await until_pods(client, namespace, {"llama-0-main-0-0"})

@@ -135,7 +135,7 @@ async def test_the_role_works_with_its_own_account(
     asked = watching.enter_context(asked_for(account))
     task = asyncio.create_task(role.run())
     try:
-        await asyncio.wait_for(role.ready.wait(), 20)
+        await asyncio.wait_for(role.ready.wait(), 120)
         await make_pod(client, namespace, "a", "127.0.1.1")
         await eventually(lambda: addresses(tmp_path, namespace) == ["127.0.1.1:8000"])
 

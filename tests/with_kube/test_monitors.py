@@ -104,7 +104,7 @@ async def test_a_real_prometheus_scrapes_what_our_monitors_name(kind: str, tmp_p
             async def are_up() -> bool:
                 return len(await prometheus.query("up == 1")) == len(jobs)
 
-            await eventually(are_up, timeout_s=60)
+            await eventually(are_up)
             assert await prometheus.problems() == []
             up = {one["metric"]["job"] for one in await prometheus.query("up == 1")}
             of_each = [(of_gateways, number) for number in range(len(endpoints_of(of_gateways)))] + [(of_manager, 0)]
@@ -113,7 +113,11 @@ async def test_a_real_prometheus_scrapes_what_our_monitors_name(kind: str, tmp_p
             (engine,) = await prometheus.query("attache_in_flight")
             assert (engine["metric"]["endpoint"], engine["metric"]["pod"]) == (ENGINE, "pod-0")
             for series in ("attache_gateway_files", "attache_manager_leader", "attache_config_valid"):
-                assert await prometheus.query(series), series
+
+                async def is_there(series: str = series) -> bool:
+                    return bool(await prometheus.query(series))
+
+                await eventually(is_there)
 
 
 async def test_promtool_takes_our_alerts(tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 QUICK = NodeTiming(restart_s=0.2, restart_max_s=0.4, pull_s=0.2, pull_max_s=0.4, heartbeat_s=1.0)
 SERVE = [sys.executable, "-u", "-m", "http.server", "--bind", "0.0.0.0", "8000"]  # noqa: S104 - becomes the pod's address
-PATIENCE_S = 30.0
 PERSISTENT_VOLUMES = Resource("", "v1", "persistentvolumes", "PersistentVolume", namespaced=False)
 CLAIMS = Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
 
@@ -78,7 +77,7 @@ class Place(msgspec.Struct, frozen=True):
             return holds(seen[-1])
 
         try:
-            await eventually(ask, timeout_s=PATIENCE_S)
+            await eventually(ask)
         except TimeoutError:
             pytest.fail(f"the status stays {seen[-1]}")
         return seen[-1]
@@ -324,7 +323,7 @@ async def test_deletion_is_graceful(place: Place) -> None:
     await place.client.delete(PODS, "one", place.namespace)
     deleted = await place.client.find(PODS, "one", place.namespace)
     assert deleted is None or "deletionTimestamp" in deleted["metadata"]
-    await eventually(lambda: gone(place, "one"), timeout_s=PATIENCE_S)
+    await eventually(lambda: gone(place, "one"))
     assert found[0].with_name("notes").read_text() == "stopping\nbye\n"
 
 
@@ -334,7 +333,7 @@ async def test_who_ignores_the_signal_is_killed_after_the_grace(place: Place) ->
     await place.until(is_ready)
     pid = place.node.workers[f"{place.namespace}/one"].pid("main")
     await place.client.delete(PODS, "one", place.namespace)
-    await eventually(lambda: gone(place, "one"), timeout_s=PATIENCE_S)
+    await eventually(lambda: gone(place, "one"))
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -442,17 +441,17 @@ async def test_a_deployment_replaces_what_is_deleted(place: Place) -> None:
     async def two_are_ready() -> bool:
         return len(await ready()) == 2
 
-    await eventually(two_are_ready, timeout_s=PATIENCE_S)
+    await eventually(two_are_ready)
     victim = (await ready())[0]
     await place.client.delete(PODS, victim, place.namespace)
-    await eventually(lambda: gone(place, victim), timeout_s=PATIENCE_S)
-    await eventually(two_are_ready, timeout_s=PATIENCE_S)
+    await eventually(lambda: gone(place, victim))
+    await eventually(two_are_ready)
     await place.client.delete(DEPLOYMENTS, "many", place.namespace, propagation="Background")
 
     async def all_gone() -> bool:
         return not (await place.client.list(PODS, place.namespace)).items
 
-    await eventually(all_gone, timeout_s=PATIENCE_S)
+    await eventually(all_gone)
 
 
 async def gone(place: Place, name: str) -> bool:

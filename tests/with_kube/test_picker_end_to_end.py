@@ -28,7 +28,7 @@ from tests.waiting import eventually
 from tests.with_envoy.gateways import NO_HINT, bootstrap, pool_cluster
 from tests.with_kube.kubes import REAL, Kube
 from tests.with_kube.pods import remove_pods
-from tests.with_kube.test_end_to_end import PATIENCE_S, engines, is_served, load
+from tests.with_kube.test_end_to_end import engines, is_served, load
 from tests.with_kube.test_manifests import MANIFESTS, kubectl
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Site(msgspec.Struct, frozen=True):
             page = await fetch(f"http://{self.picker_ip}:{self.metrics_port}/metrics")
             return len([line for line in page.splitlines() if line.startswith("attache_in_flight{")]) == replicas
 
-        await eventually(is_done, timeout_s=PATIENCE_S)
+        await eventually(is_done)
 
     async def metric(self, name: str) -> float:
         page = await fetch(f"http://{self.picker_ip}:{self.metrics_port}/metrics")
@@ -69,7 +69,7 @@ class Site(msgspec.Struct, frozen=True):
 
 
 async def fetch(url: str) -> str:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         return (await http.get(url)).text
 
 
@@ -201,7 +201,7 @@ async def site(
                     picker["ip"] = pod["status"]["podIP"]
             return "ip" in picker
 
-        await eventually(is_ready, timeout_s=PATIENCE_S)
+        await eventually(is_ready)
         listen, admin = free_ports(2)
         trusted = authorities[0].certificate + authorities[1].certificate
         configured = bootstrap(
@@ -218,7 +218,7 @@ async def site(
         await processes.start("envoy", envoy_command(bundle))
         found = Site(client, namespace, authorities, picker["ip"], 9090, f"http://127.0.0.1:{listen}")
         await found.scale(2)
-        await eventually(lambda: is_served(found.url), timeout_s=PATIENCE_S)
+        await eventually(lambda: is_served(found.url))
         yield found
         await remove_pods(client, namespace)
         await client.delete(NODES, node.name)
@@ -238,8 +238,8 @@ async def test_no_request_fails_while_engines_come_and_go_and_the_certificate_is
         async def is_renewed() -> bool:
             return await site.metric('attache_tls_certificate_loads_total{result="used"}') == 2
 
-        await eventually(is_renewed, timeout_s=PATIENCE_S)
+        await eventually(is_renewed)
         before = asking.answers
-        await eventually(lambda: asking.answers > before + 50, timeout_s=PATIENCE_S)
+        await eventually(lambda: asking.answers > before + 50)
         await site.scale(3)
     assert asking.failures == []

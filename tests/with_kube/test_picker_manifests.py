@@ -143,7 +143,7 @@ async def test_the_picker_needs_all_that_its_account_may_do(
         task = asyncio.create_task(role.run())
         try:
             # without pods, which is an Event
-            await asyncio.wait_for(role.ready.wait(), 20)
+            await asyncio.wait_for(role.ready.wait(), 120)
             await make_pod(client, "default", "picked", "127.0.1.1")
             await eventually(lambda: addresses(tmp_path) == ["127.0.1.1:8000"])
             allowed = allowed_by(PICKER / "base" / "rbac.yaml")

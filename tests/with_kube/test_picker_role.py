@@ -121,7 +121,7 @@ async def test_a_pools_pods_become_a_directory_once_the_pool_is_there(
         await asyncio.sleep(0.3)
         assert not role.ready.is_set()
         await client.create(INFERENCE_POOLS, pool(namespace, 8000, 8001))
-        await asyncio.wait_for(role.ready.wait(), 20)
+        await asyncio.wait_for(role.ready.wait(), 120)
         assert addresses(tmp_path) == ["127.0.1.1:8000", "127.0.1.1:8001"]
         await make_pod(client, namespace, "b", "127.0.1.2")
         await eventually(lambda: len(addresses(tmp_path) or ()) == 4)
@@ -131,7 +131,7 @@ async def test_a_pools_pods_become_a_directory_once_the_pool_is_there(
 async def test_what_is_wrong_is_an_event_of_the_pool(client: Client, namespace: str, tmp_path: Path) -> None:
     await client.create(INFERENCE_POOLS, pool(namespace))
     async with picking(client, namespace, tmp_path) as role:
-        await asyncio.wait_for(role.ready.wait(), 20)
+        await asyncio.wait_for(role.ready.wait(), 120)
         await eventually(lambda: told(client, namespace, "NoPods"))
         await make_pod(client, namespace, "a", "127.0.1.1")
         await eventually(lambda: told(client, namespace, "PoolServed"))
@@ -152,7 +152,7 @@ async def test_an_endpoint_picker_config_in_a_file_is_followed(client: Client, n
         await asyncio.sleep(0.3)
         assert not role.ready.is_set()
         file.write_text(PICKER)
-        await asyncio.wait_for(role.ready.wait(), 20)
+        await asyncio.wait_for(role.ready.wait(), 120)
         (server,) = load_directory(folder).servers
         assert server.spec.picker_config is not None
         assert (folder / server.spec.picker_config).read_text() == PICKER

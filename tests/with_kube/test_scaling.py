@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
-SOON_S = 30.0
 HPAS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
 
 
@@ -69,20 +68,20 @@ async def until_replicas(client: Client, namespace: str, number: int, name: str 
     async def are_there() -> bool:
         return await replicas_of(client, namespace, name) == number
 
-    await eventually(are_there, timeout_s=SOON_S)
+    await eventually(are_there)
 
 
 async def until_says(client: Client, namespace: str, type_: str, said: tuple[str, str], name: str = "one") -> None:
     async def is_said() -> bool:
         return await says(client, namespace, type_, name) == said
 
-    await eventually(is_said, timeout_s=SOON_S)
+    await eventually(is_said)
 
 
 async def until_looked(wanted: Wanted, times: int = 3) -> None:
     """Until so many more decisions have been made."""
     until = wanted.decisions + times
-    await eventually(lambda: wanted.decisions >= until, timeout_s=SOON_S)
+    await eventually(lambda: wanted.decisions >= until)
 
 
 async def test_the_replicas_of_a_deployment_are_written_and_told(client: Client, kube: Kube, namespace: str) -> None:
@@ -103,7 +102,7 @@ async def test_the_replicas_of_a_deployment_are_written_and_told(client: Client,
             policy = (await client.get(AUTOSCALING_POLICIES, "plain", namespace)).get("status") or {}
             return status["targets"][0].get("current") == 5 and policy.get("bindings") == 1
 
-        await eventually(is_told, timeout_s=SOON_S)
+        await eventually(is_told)
         status = (await client.get(AUTOSCALING_POLICY_BINDINGS, "one", namespace))["status"]
         assert status["lastDecision"].startswith("main from 2 to 5")
         assert (await reasons(client, namespace)).count("Scaled") == 1
@@ -118,7 +117,7 @@ async def test_the_replicas_of_a_deployment_are_written_and_told(client: Client,
         assert running.metric("wva_replica_scaling_total", **its) == 1
         assert [one.decision.binding for one in running.records.latest().values()] == [f"{namespace}/one"]
         await client.delete(AUTOSCALING_POLICY_BINDINGS, "one", namespace)
-        await eventually(lambda: labels_of(running, "wva_desired_replicas") == [], timeout_s=SOON_S)
+        await eventually(lambda: labels_of(running, "wva_desired_replicas") == [])
 
 
 @FAKE
@@ -134,7 +133,7 @@ async def test_two_kinds_of_one_name_have_series_of_their_own(client: Client, ku
             found = labels_of(running, "wva_desired_replicas")
             return sorted(one["variant_kind"] for one in found) == ["Deployment", "ModelInfer"]
 
-        await eventually(are_apart, timeout_s=SOON_S)
+        await eventually(are_apart)
 
 
 async def two_deployments(client: Client, namespace: str, *, replicas: int) -> None:
@@ -163,17 +162,17 @@ async def test_room_on_nodes_counts_where_targets_have_accelerators(client: Clie
     try:
         async with scaling(kube.admin, namespace, wanted):
             # one of four is promised to the replica that has no node yet
-            await eventually(lambda: rooms() == [3, 0], timeout_s=SOON_S)
+            await eventually(lambda: rooms() == [3, 0])
             assert wanted.free == {"H100": 6, "B200": 0}
             taken = {"nvidia.com/gpu": "3"}
             container = {"name": "c", "image": "i", "resources": {"requests": taken, "limits": taken}}
             spec = {"nodeName": f"n-{namespace}", "containers": [container]}
             metadata = {"name": "guest", "namespace": namespace}
             await client.create(PODS, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
-            await eventually(lambda: rooms() == [1, 0], timeout_s=SOON_S)
+            await eventually(lambda: rooms() == [1, 0])
             # nowhere is room: whatever is cheapest may be asked for, as nodes may be added
             await client.merge_patch(NODES, f"n-{namespace}", None, {"spec": {"unschedulable": True}})
-            await eventually(lambda: rooms() == [None, None], timeout_s=SOON_S)
+            await eventually(lambda: rooms() == [None, None])
     finally:
         await client.delete(NODES, f"n-{namespace}")
 
@@ -186,11 +185,11 @@ async def test_two_spellings_of_one_accelerator_are_counted_once(client: Client,
     wanted = Wanted(main=0, second=0)
     try:
         async with scaling(kube.admin, namespace, wanted):
-            await eventually(lambda: wanted.rooms == {"main": 8, "second": 8}, timeout_s=SOON_S)
+            await eventually(lambda: wanted.rooms == {"main": 8, "second": 8})
             assert wanted.free == {"NVIDIA-H100-80GB-HBM3 or nvidia-h100": 8}
             assert {one.pools for each in wanted.situations for one in each.targets} == {tuple(wanted.free)}
             wanted.replicas["main"] = 5
-            await eventually(lambda: wanted.rooms == {"main": 3, "second": 3}, timeout_s=SOON_S)
+            await eventually(lambda: wanted.rooms == {"main": 3, "second": 3})
     finally:
         await client.delete(NODES, f"n-{namespace}")
 
@@ -206,7 +205,7 @@ async def test_an_accelerator_that_no_node_has_is_told(client: Client, kube: Kub
             async def is_told() -> bool:
                 return await says(client, namespace, "CapacityBlocked") == ("True", "NoSuchAccelerator")
 
-            await eventually(is_told, timeout_s=SOON_S)
+            await eventually(is_told)
             thing = await client.get(AUTOSCALING_POLICY_BINDINGS, "one", namespace)
             said = next(one["message"] for one in thing["status"]["conditions"] if one["type"] == "CapacityBlocked")
             assert said == "second: no node has accelerators of the kind H1000; nodes have NVIDIA-H100-80GB-HBM3"
@@ -222,9 +221,9 @@ async def two_bindings(client: Client, kube: Kube, namespace: str, wanted: Wante
     try:
         await bind(client, namespace, target(accelerator="H100"), name="one", budget={"accelerators": {"H100": 8}})
         async with scaling(kube.admin, namespace, wanted):
-            await eventually(lambda: wanted.rooms == {"main": 8}, timeout_s=SOON_S)
+            await eventually(lambda: wanted.rooms == {"main": 8})
             await bind(client, namespace, other, name="two", budget={"accelerators": {"h100": 8}})
-            await eventually(lambda: wanted.rooms == {"main": 8, "second": 8}, timeout_s=SOON_S)
+            await eventually(lambda: wanted.rooms == {"main": 8, "second": 8})
             yield
     finally:
         await client.delete(NODES, f"n-{namespace}")
@@ -236,9 +235,9 @@ async def test_no_binding_counts_room_that_another_one_was_promised(client: Clie
     async with two_bindings(client, kube, namespace, wanted):
         wanted.replicas["main"] = 5
         # there are no pods, so the five have no nodes yet, and the node looks as free as before
-        await eventually(lambda: wanted.rooms == {"main": 3, "second": 3}, timeout_s=SOON_S)
+        await eventually(lambda: wanted.rooms == {"main": 3, "second": 3})
         wanted.replicas["second"] = 2
-        await eventually(lambda: wanted.rooms == {"main": 1, "second": 1}, timeout_s=SOON_S)
+        await eventually(lambda: wanted.rooms == {"main": 1, "second": 1})
 
 
 @FAKE
@@ -249,8 +248,8 @@ async def test_replicas_that_never_get_pods_keep_room_from_others_for_a_while(
     wanted = Wanted(main=0, second=0)
     async with two_bindings(client, kube, namespace, wanted):
         wanted.replicas["main"] = 8
-        await eventually(lambda: wanted.rooms.get("second") == 0, timeout_s=SOON_S)
-        await eventually(lambda: wanted.rooms.get("second") == 8, timeout_s=SOON_S)
+        await eventually(lambda: wanted.rooms.get("second") == 0)
+        await eventually(lambda: wanted.rooms.get("second") == 8)
 
 
 async def test_a_settled_binding_causes_no_writes(client: Client, kube: Kube, namespace: str) -> None:
@@ -296,7 +295,7 @@ async def test_a_model_infer_is_scaled_through_its_scale(client: Client, kube: K
         async def is_scaled() -> bool:
             return (await client.get(MODEL_INFERS, "llama", namespace))["spec"]["replicas"] == 4
 
-        await eventually(is_scaled, timeout_s=SOON_S)
+        await eventually(is_scaled)
         await until_says(client, namespace, "TargetsResolved", ("False", "ServerNotFound"))
         wanted.replicas["main"] = 2
 
@@ -304,7 +303,7 @@ async def test_a_model_infer_is_scaled_through_its_scale(client: Client, kube: K
             return (await client.get(MODEL_INFERS, "llama", namespace))["spec"]["replicas"] == 2
 
         # its own controller drains
-        await eventually(is_lowered, timeout_s=SOON_S)
+        await eventually(is_lowered)
 
 
 async def test_a_change_by_hand_is_honoured_for_a_while(client: Client, kube: Kube, namespace: str) -> None:
@@ -448,7 +447,7 @@ async def test_a_manager_that_starts_anew_finds_what_it_had_learned(client: Clie
             thing = await client.get(AUTOSCALING_POLICY_BINDINGS, "one", namespace)
             return "attache.dev/learned" in (thing["metadata"].get("annotations") or {})
 
-        await eventually(is_kept, timeout_s=SOON_S)
+        await eventually(is_kept)
     # the second one knows nothing of the demand yet
     again = Wanted(main=None)
     async with scaling(kube.admin, namespace, again) as running:
@@ -476,7 +475,7 @@ async def test_engines_finish_before_a_deployment_loses_them(client: Client, kub
             metadata = (await client.get(PODS, name, namespace))["metadata"]
             return "attache.dev/draining" in (metadata.get("annotations") or {})
 
-        await eventually(lambda: drains("llama-2"), timeout_s=SOON_S)
+        await eventually(lambda: drains("llama-2"))
         assert not await drains("llama-1")
         await until_looked(wanted)
         assert await replicas_of(client, namespace) == 2
@@ -486,9 +485,9 @@ async def test_engines_finish_before_a_deployment_loses_them(client: Client, kub
         async def stays() -> bool:
             return not await drains("llama-2")
 
-        await eventually(stays, timeout_s=SOON_S)
+        await eventually(stays)
         wanted.replicas["main"] = 1
-        await eventually(lambda: drains("llama-2"), timeout_s=SOON_S)
+        await eventually(lambda: drains("llama-2"))
         demand.reports["10.9.0.2"] = report(0)
         await until_replicas(client, namespace, 1)
 
@@ -516,7 +515,7 @@ async def test_faults_of_the_server_are_lived_through(
         async def is_told() -> bool:
             return "Scaled" in await reasons(client, namespace)
 
-        await eventually(is_told, timeout_s=SOON_S)
+        await eventually(is_told)
         assert (await reasons(client, namespace)).count("Scaled") == 1
 
 
@@ -538,14 +537,14 @@ async def test_while_the_server_is_away_decisions_know_that_and_writes_are_made_
         assert not is_cut_off()
         fake.faults.refuse(10_000, 503, of=lambda call: call.verb != "get")
         fake.watches.expire()
-        await eventually(is_cut_off, timeout_s=SOON_S)
+        await eventually(is_cut_off)
         wanted.replicas["main"] = 5
         await until_looked(wanted)
         assert is_cut_off()
         assert await replicas_of(client, namespace) == 2
         fake.faults.heal()
         await until_replicas(client, namespace, 5)
-        await eventually(lambda: not is_cut_off(), timeout_s=SOON_S)
+        await eventually(lambda: not is_cut_off())
 
 
 async def test_a_decision_that_fails_is_told_and_harms_no_other_binding(
@@ -565,17 +564,17 @@ async def test_a_decision_that_fails_is_told_and_harms_no_other_binding(
         await until_says(client, namespace, "ScalingActive", ("False", "DecisionFailed"), "ill")
         # with what was raised
         assert "ZeroDivisionError('no engines')" in await message(client, namespace, "ScalingActive", "ill")
-        await eventually(lambda: told(client, namespace, "DecisionFailed"), timeout_s=SOON_S)
+        await eventually(lambda: told(client, namespace, "DecisionFailed"))
         # the other one goes on, and the replicas of this one stay, however often it is tried
         await until_replicas(client, namespace, 1, "well")
         tries = wanted.failures
-        await eventually(lambda: wanted.failures >= tries + 3, timeout_s=SOON_S)
+        await eventually(lambda: wanted.failures >= tries + 3)
         assert await replicas_of(client, namespace, "ill") == 3
         assert await says(client, namespace, "ScalingActive", "well") == ("True", "Scaling")
         assert running.metric("attache_scaling_looks_total", outcome="error") >= 3
         # the same failure is written once
         writes = running.writes()
-        await eventually(lambda: wanted.failures >= tries + 5, timeout_s=SOON_S)
+        await eventually(lambda: wanted.failures >= tries + 5)
         assert running.writes() == writes
         wanted.fails.clear()
         await until_replicas(client, namespace, 1, "ill")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
-SOON_S = 30.0
+SOON_S = 120.0
 
 
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
@@ -119,7 +119,7 @@ async def until_replicas(client: Client, namespace: str, number: int) -> None:
     async def are_there() -> bool:
         return await replicas_of(client, namespace) == number
 
-    await eventually(are_there, timeout_s=SOON_S)
+    await eventually(are_there)
 
 
 @FAKE

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
-SOON_S: Final = 30.0
 NAME: Final = "leaderworkerset.sigs.k8s.io/name"
 PRESERVED: Final = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 DEFINITION: Final[dict[str, Any]] = {
@@ -82,12 +81,12 @@ async def test_groups_are_replicas_and_their_number_is_written(client: Client, k
         async def is_scaled() -> bool:
             return bool((await client.get(LEADER_WORKER_SETS, "llama", namespace))["spec"]["replicas"] == 3)
 
-        await eventually(is_scaled, timeout_s=SOON_S)
+        await eventually(is_scaled)
 
         def engines() -> list[str]:
             return [one.name for each in wanted.situations for target in each.targets for one in target.engines]
 
-        await eventually(lambda: engines() == ["llama-0", "llama-1"], timeout_s=SOON_S)
+        await eventually(lambda: engines() == ["llama-0", "llama-1"])
 
 
 def _leader_worker_set(namespace: str) -> Object:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from tests.with_kube.kubes import Kube
 
 __all__ = ["account"]
-SOON_S: Final = 30.0
 FLEETS: Final = Resource("example.org", "v1", "fleets", "Fleet")
 CLUSTER_ROLES: Final = Resource("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole", namespaced=False)
 PRESERVED: Final = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
@@ -96,14 +95,14 @@ async def until_size(client: Client, namespace: str, number: int) -> None:
     async def is_so() -> bool:
         return await size_of(client, namespace) == number
 
-    await eventually(is_so, timeout_s=SOON_S)
+    await eventually(is_so)
 
 
 async def until_says(client: Client, namespace: str, type_: str, *said: str) -> None:
     async def is_said() -> bool:
         return await says(client, namespace, type_) == said
 
-    await eventually(is_said, timeout_s=SOON_S)
+    await eventually(is_said)
 
 
 async def message(client: Client, namespace: str) -> str:
@@ -127,7 +126,7 @@ async def test_replicas_and_pods_are_those_of_the_scale(client: Client, kube: Ku
         def engines() -> list[str]:
             return [one.name for each in wanted.situations for target in each.targets for one in target.engines]
 
-        await eventually(lambda: engines() == ["llama-0", "llama-1"], timeout_s=SOON_S)
+        await eventually(lambda: engines() == ["llama-0", "llama-1"])
         found = await client.get(FLEETS, "llama", namespace)
         assert found["metadata"]["annotations"][SCALED_BY] == f"{namespace}/one/{binding['metadata']['uid']}"
         # the least busy pods are marked before there are fewer

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["account"]
 pytestmark = REAL
-PATIENCE_S = 60.0
 # Beside those for kinds that this cluster lacks, for roles of ModelInfers, and for conflicts.
 OURS = {
     ("patch", "autoscalingpolicies/status"),
@@ -74,7 +73,7 @@ async def test_scaling_may_do_what_it_needs(
                 return {one for one in OURS if one not in done} | usage
 
             with contextlib.suppress(TimeoutError):
-                await eventually(lambda: not left(), timeout_s=PATIENCE_S)
+                await eventually(lambda: not left())
         allowed = allowed_by(MANIFESTS / "manager" / "rbac.yaml")
         assert missing(allowed, asked) == set()
         assert left() == set()

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
-SOON_S = 30.0
 pytestmark = FAKE
 
 
@@ -48,7 +47,7 @@ async def until(wanted: Wanted, says: str | float) -> None:
         found = metric(wanted)
         return found is not None and (found.total == says if isinstance(says, float) else says in found.problem)
 
-    await eventually(is_so, timeout_s=SOON_S)
+    await eventually(is_so)
 
 
 def metric(wanted: Wanted) -> Metric | None:
@@ -66,7 +65,7 @@ async def test_prometheus_is_asked_with_certificates_and_its_absence_is_no_zero(
         await client.create(DEPLOYMENTS, deployment(namespace, replicas=3))
         await bind(client, namespace, target())
         wanted = Wanted(main=3)
-        settings = SourceSettings(prometheus_allow=(prometheus.url,), secrets_s=0.1, timeout_s=2.0)
+        settings = SourceSettings(prometheus_allow=(prometheus.url,), secrets_s=0.1, timeout_s=20.0)
         prometheus.exporter.value = 30.0
         async with scaling(kube.admin, namespace, wanted, Demand(), sources=settings):
             await until(wanted, "there is no Secret")
@@ -106,7 +105,7 @@ async def test_while_prometheus_is_away_the_real_decision_scales_nothing_in(
         await client.create(DEPLOYMENTS, deployment(namespace, replicas=1))
         await bind(client, namespace, target())
         wanted = Wanted()
-        settings = SourceSettings(prometheus_allow=(prometheus.url,), secrets_s=0.1, timeout_s=2.0)
+        settings = SourceSettings(prometheus_allow=(prometheus.url,), secrets_s=0.1, timeout_s=20.0)
         prometheus.exporter.value = 40.0
         async with scaling(kube.admin, namespace, wanted, Demand(), sources=settings, is_real=True) as running:
 
@@ -116,7 +115,7 @@ async def test_while_prometheus_is_away_the_real_decision_scales_nothing_in(
             async def are_four() -> bool:
                 return await replicas() == 4
 
-            await eventually(are_four, timeout_s=SOON_S)
+            await eventually(are_four)
             await prometheus.processes.end(NAME, signal.SIGKILL)
             prometheus.exporter.value = 0.0
 
@@ -124,7 +123,7 @@ async def test_while_prometheus_is_away_the_real_decision_scales_nothing_in(
                 found = [one.decision for one in running.records.latest().values()]
                 return any("cannot be asked" in str(one.stages) for one in found)
 
-            await eventually(is_unknown, timeout_s=SOON_S)
+            await eventually(is_unknown)
             before = len(list(running.records.of(f"{namespace}/one")))
             await asyncio.sleep(1.0)
             assert before >= 1

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
-SOON_S = 30.0
-
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def kinds(client: Client) -> None:
@@ -88,9 +86,9 @@ async def test_engines_pages_are_read_and_silent_engines_are_missing(
         return None if found is None else found.by_engine
 
     async with engine(port, said) as asked, scaling(kube.admin, namespace, wanted, Demand()):
-        await eventually(lambda: values() == {"first": 7.0}, timeout_s=SOON_S)
+        await eventually(lambda: values() == {"first": 7.0})
         said["/own/metrics"] = "vllm:num_requests_running 3\n"
-        await eventually(lambda: values() is None, timeout_s=SOON_S)
+        await eventually(lambda: values() is None)
         found = metric(waiting)
         assert found is not None
         assert found.problem == f"no engine's page has a recent {waiting}"
@@ -119,14 +117,14 @@ async def test_bindings_of_one_policy_share_their_queries(client: Client, kube: 
     allowed = SourceSettings(prometheus_allow=(source["address"],))
     running = scaling(kube.admin, namespace, wanted, Demand(), sources=allowed)
     async with engine(port, said) as asked, running:
-        await eventually(lambda: wanted.decisions > 60, timeout_s=SOON_S)
+        await eventually(lambda: wanted.decisions > 60)
         assert wanted.situations[0].metrics["queue"].total == 4.0
         assert len(asked) <= wanted.decisions / 2
     # this machine itself is asked only if that is allowed
     refused = Wanted(main=2)
     asked.clear()
     async with engine(port, said) as asked, scaling(kube.admin, namespace, refused, Demand()):
-        await eventually(lambda: refused.decisions > 10, timeout_s=SOON_S)
+        await eventually(lambda: refused.decisions > 10)
         assert "--prometheus-allow" in refused.situations[0].metrics["queue"].problem
         assert asked == []
 

@@ -23,7 +23,7 @@ from tests.waiting import eventually
 from tests.with_kube.conftest import has_account
 from tests.with_kube.kubes import Kube
 from tests.with_kube.managing import define_kinds, managing
-from tests.with_kube.under_load import PATIENCE_S, QUICK, Site, Streams, gateway
+from tests.with_kube.under_load import QUICK, Site, Streams, gateway
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -45,7 +45,7 @@ async def site(plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) ->
     namespace = f"test-{uuid.uuid4().hex[:8]}"
     async with connect(kube.admin, manager="test") as client:
         await client.create(NAMESPACES, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
-        await eventually(lambda: has_account(client, namespace), timeout_s=30)
+        await eventually(lambda: has_account(client, namespace))
         await define_kinds(client, ROOT / "manifests" / "crds")
         specs = [gpu_node(f"node-{number}-{namespace}", labels={"test": namespace}) for number in range(2)]
         async with (
@@ -78,14 +78,14 @@ async def test_a_rollout_of_four_groups_cuts_no_stream(site: Site, unavailable: 
         site.serving(name, replicas=4, rollout=rollout) as watch,
         Streams(site.gateway.url, name) as asking,
     ):
-        await eventually(lambda: asking.open >= 6, timeout_s=PATIENCE_S)
+        await eventually(lambda: asking.open >= 6)
         watch.begin()
         measured = Measured(site)
         await site.update(name, site.role(revision="2"))
         await site.until_rolled_out(name, watch, 4)
         log.info("rollout with maxUnavailable %d, maxSurge %d: %s", unavailable, surge, measured)
         before = asking.whole
-        await eventually(lambda: asking.whole >= before + 6, timeout_s=PATIENCE_S)
+        await eventually(lambda: asking.whole >= before + 6)
     log.info("%s", asking)
     assert asking.failures == []
     assert watch.least_ready >= 4 - unavailable
@@ -104,7 +104,7 @@ async def test_a_revision_that_never_becomes_ready_harms_nobody(
         site.serving(name, replicas=2, rollout=rollout) as watch,
         Streams(site.gateway.url, name, streams=3, seconds=2) as asking,
     ):
-        await eventually(lambda: asking.open >= 3, timeout_s=PATIENCE_S)
+        await eventually(lambda: asking.open >= 3)
         watch.begin()
         await site.update(name, site.role(revision="2", **broken))
         await site.until_condition(name, "Degraded", "True", "BlockedByFailedLoad", said)
@@ -113,7 +113,7 @@ async def test_a_revision_that_never_becomes_ready_harms_nobody(
             await watch.until(ready=2)
             assert watch.templates() == {"1"}
         before = asking.whole
-        await eventually(lambda: asking.whole >= before + 3, timeout_s=PATIENCE_S)
+        await eventually(lambda: asking.whole >= before + 3)
         assert watch.templates() >= {"1"}
         measured = Measured(site)
         # engines that are drained first take longer than the broken ones were given
@@ -135,11 +135,11 @@ async def test_scaling_in_cuts_no_stream_of_thirty_seconds(site: Site) -> None:
         for _ in range(8):
             asking.one_more()
             await asyncio.sleep(0.1)
-        await eventually(lambda: are_busy(site, watch, 4), timeout_s=PATIENCE_S, pause_s=0.2)
+        await eventually(lambda: are_busy(site, watch, 4), pause_s=0.2)
         measured = Measured(site)
         await site.scale(name, 2)
         await watch.until(ready=2)
-        await eventually(lambda: has_pods(site, name, 2), timeout_s=PATIENCE_S, pause_s=0.1)
+        await eventually(lambda: has_pods(site, name, 2), pause_s=0.1)
         log.info("from 4 to 2 with streams of 30 s: %s", measured)
     log.info("%s", asking)
     assert asking.failures == []
@@ -155,25 +155,25 @@ async def test_the_least_busy_and_then_the_least_cached_go_first(site: Site) -> 
         # by their ordinals alone, 3 and 2 would go
         for group in (0, 1):
             await site.annotate(f"{name}-{group}-all-0-0", {"attache.dev/drain": "true"})
-        await eventually(lambda: site.draining(name, 2), timeout_s=PATIENCE_S, pause_s=0.1)
+        await eventually(lambda: site.draining(name, 2), pause_s=0.1)
         for _ in range(4):
             asking.one_more()
             await asyncio.sleep(0.3)
-        await eventually(lambda: are_busy(site, watch, 2), timeout_s=PATIENCE_S, pause_s=0.1)
+        await eventually(lambda: are_busy(site, watch, 2), pause_s=0.1)
         for group in (0, 1):
             await site.annotate(f"{name}-{group}-all-0-0", {"attache.dev/drain": None})
-        await eventually(lambda: site.draining(name, 0), timeout_s=PATIENCE_S, pause_s=0.1)
+        await eventually(lambda: site.draining(name, 0), pause_s=0.1)
         assert await busy(site, watch) == {"2", "3"}
         measured = Measured(site)
         await site.scale(name, 2)
-        await eventually(lambda: has_pods(site, name, 2), timeout_s=PATIENCE_S, pause_s=0.1)
+        await eventually(lambda: has_pods(site, name, 2), pause_s=0.1)
         log.info("from 4 to 2, the two that go are idle: %s", measured)
         assert set(watch.groups()) == {"2", "3"}
-        await eventually(lambda: asking.open == 0, timeout_s=PATIENCE_S)
+        await eventually(lambda: asking.open == 0)
         await site.scale(name, 4)
         await watch.until(ready=4)
         await site.scale(name, 2)
-        await eventually(lambda: has_pods(site, name, 2), timeout_s=PATIENCE_S, pause_s=0.1)
+        await eventually(lambda: has_pods(site, name, 2), pause_s=0.1)
         assert set(watch.groups()) == {"2", "3"}, "their caches are worth more than those of new engines"
     assert asking.failures == []
     assert asking.whole == 4
@@ -197,14 +197,14 @@ async def test_a_killed_engine_and_a_lost_node_fail_no_request_without_a_first_b
         site.serving(name, engines, replicas=4, server={"trafficPolicy": {"retry": {"attempts": 3}}}) as watch,
         Streams(site.gateway.url, name, streams=0, plain=6, plain_tokens=14) as asking,
     ):
-        await eventually(lambda: asking.answers >= 6, timeout_s=PATIENCE_S)
+        await eventually(lambda: asking.answers >= 6)
         measured = Measured(site)
         nodes = Counter(one["spec"]["nodeName"] for one in engines_of(watch))
         assert len(nodes) == 2, f"none is left if that node is lost: {nodes}"
         ((node, _),) = nodes.most_common(1)
         victim = next(one for one in engines_of(watch) if one["spec"]["nodeName"] == node)
         site.nodes[node].kill(f"{site.namespace}/{victim['metadata']['name']}")
-        await eventually(lambda: any(map(has_restarted, engines_of(watch))), timeout_s=PATIENCE_S)
+        await eventually(lambda: any(map(has_restarted, engines_of(watch))))
         await watch.until(ready=4)
         log.info("an engine was killed and is back: %s", measured)
         measured = Measured(site)
@@ -212,7 +212,7 @@ async def test_a_killed_engine_and_a_lost_node_fail_no_request_without_a_first_b
         watch.begin()
         await lost.lose()
         try:
-            await eventually(lambda: watch.least_ready < 4, timeout_s=PATIENCE_S)
+            await eventually(lambda: watch.least_ready < 4)
             await watch.until(ready=4)
             log.info("a node with %d of 4 engines was lost: %s", 4 - watch.least_ready, measured)
             assert node not in {one["spec"]["nodeName"] for one in engines_of(watch)}
@@ -235,14 +235,14 @@ async def test_pairs_are_of_one_group_while_groups_are_replaced(site: Site) -> N
         site.serving(name, *roles, replicas=2, server={"pdGroup": group}) as watch,
         Streams(site.gateway.url, name, streams=3, seconds=2) as asking,
     ):
-        await eventually(lambda: asking.whole >= 3, timeout_s=PATIENCE_S)
+        await eventually(lambda: asking.whole >= 3)
         watch.begin()
         measured = Measured(site)
         await site.update(name, *(site.role(one, revision="2") for one in ("prefill", "decode")))
         await site.until_rolled_out(name, watch, 2)
         log.info("rollout of 2 groups of prefill and decode: %s", measured)
         before = asking.whole
-        await eventually(lambda: asking.whole >= before + 3, timeout_s=PATIENCE_S)
+        await eventually(lambda: asking.whole >= before + 3)
     log.info("%s", asking)
     assert asking.failures == []
     assert watch.least_ready >= 1

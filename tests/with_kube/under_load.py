@@ -86,7 +86,7 @@ async def gateway(client: Client, kube: Kube, namespace: str, folder: Path) -> A
             await processes.start("extproc", [*python, *words, *logged])
             words = ["bundle", "--config", str(config), "--out", str(bundle), "--watch", "--metrics", reports]
             await processes.start("bundle", [*python, *words])
-            await eventually((bundle / "bootstrap.json").exists, timeout_s=PATIENCE_S)
+            await eventually((bundle / "bootstrap.json").exists)
             await processes.start("envoy", envoy_command(bundle))
             await _stand_in(client, namespace, metrics)
             yield Gateway(f"http://{listen}", metrics, decisions)
@@ -147,7 +147,7 @@ class Site(msgspec.Struct, frozen=True):
             try:
                 await watch.until(ready=replicas)
                 async with Streams(self.gateway.url, name, streams=0, plain=0) as asking:
-                    await eventually(asking.is_served, timeout_s=PATIENCE_S, pause_s=0.2)
+                    await eventually(asking.is_served, pause_s=0.2)
                 yield watch
             finally:
                 watch.end()
@@ -207,7 +207,7 @@ class Site(msgspec.Struct, frozen=True):
             return said[-1][:2] == (status, reason) and text in said[-1][2]
 
         try:
-            await eventually(is_so, timeout_s=PATIENCE_S, pause_s=0.1)
+            await eventually(is_so, pause_s=0.1)
         except TimeoutError:
             raise AssertionError(said[-1]) from None
 
@@ -239,7 +239,7 @@ class Site(msgspec.Struct, frozen=True):
             )
 
         try:
-            await eventually(is_done, timeout_s=PATIENCE_S, pause_s=0.1)
+            await eventually(is_done, pause_s=0.1)
         except TimeoutError:
             thing = await self.client.get(MODEL_INFERS, name, self.namespace)
             raise AssertionError(f"{thing.get('status')}; {watch.groups()}") from None
@@ -308,7 +308,7 @@ class Watch:
             return len(self.ready()) == len(self.groups()) == ready
 
         try:
-            await eventually(are_ready, timeout_s=PATIENCE_S)
+            await eventually(are_ready)
         except TimeoutError:
             states = {key: one.get("status") for key, one in self._informer.objects.items()}
             raise AssertionError(f"{self.ready()} are ready; {states}") from None

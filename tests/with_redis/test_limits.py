@@ -46,11 +46,17 @@ async def limits(redis: Redis) -> AsyncIterator[list[RedisLimits]]:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def reserve(limits: RedisLimits, *charges: Charge) -> Grant:
-    """Granted as soon as Redis answers."""
-    async with asyncio.timeout(10):
+async def ask(limits: RedisLimits, *charges: Charge) -> Grant | RateLimited:
+    """As soon as Redis answers, which on a busy machine may be later than its clients wait."""
+    async with asyncio.timeout(120):
         while isinstance(found := await limits.reserve(charges), StoreAway):  # noqa: ASYNC110 - Redis comes back by itself
             await asyncio.sleep(0.05)
+    return found
+
+
+async def reserve(limits: RedisLimits, *charges: Charge) -> Grant:
+    """Granted."""
+    found = await ask(limits, *charges)
     assert isinstance(found, Grant)
     return found
 
@@ -61,14 +67,14 @@ async def level(limits: RedisLimits, one: Charge) -> float:
 
 
 async def until(limits: RedisLimits, one: Charge, queued: float) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         while abs(await level(limits, one) - queued) > 0.01:  # noqa: ASYNC110 - it happens in another process
             await asyncio.sleep(0.01)
 
 
 async def test_all_of_it_or_nothing(limits: list[RedisLimits]) -> None:
     await reserve(limits[0], charge(60))
-    refused = await limits[1].reserve([charge(50), charge(10, key="other")])
+    refused = await ask(limits[1], charge(50), charge(10, key="other"))
     assert isinstance(refused, RateLimited)
     assert "50, 40 of 100 are left" in refused.message
     assert await level(limits[2], charge(0, key="other")) == 100
@@ -82,20 +88,25 @@ async def test_what_was_not_used_comes_back_and_debts_are_kept(limits: list[Redi
     grant = await reserve(limits[1], charge(70))
     limits[1].settle(grant, Usage(0, 200))
     await asyncio.sleep(0.2)
-    assert isinstance(await limits[2].reserve([charge(1)]), RateLimited)
+    assert isinstance(await ask(limits[2], charge(1)), RateLimited)
 
 
 async def test_an_answer_that_was_there_in_time_counts_though_we_were_too_busy_to_read_it(
     limits: list[RedisLimits], redis: Redis
 ) -> None:
     await reserve(limits[0], charge(10))
-    redis.hang()
-    asked = asyncio.create_task(limits[0].reserve([charge(10)]))
-    await asyncio.sleep(0.05)
-    redis.go_on()
-    # the whole process has no processor, and meanwhile the time is over
-    time.sleep(0.4)  # noqa: ASYNC251 - that is what is tested
-    assert isinstance(await asked, Grant)
+
+    async def is_granted() -> bool:
+        redis.hang()
+        asked = asyncio.create_task(limits[0].reserve([charge(10)]))
+        await asyncio.sleep(0.05)
+        redis.go_on()
+        # the whole process has no processor, and meanwhile the time is over
+        time.sleep(0.4)  # noqa: ASYNC251 - that is what is tested
+        return isinstance(await asked, Grant)
+
+    # on a busy machine Redis itself may have answered too late
+    await eventually(is_granted)
 
 
 async def test_a_request_that_never_went_gives_everything_back(limits: list[RedisLimits]) -> None:
@@ -226,7 +237,7 @@ async def test_amounts_that_are_none_change_nothing(limits: list[RedisLimits], a
     limits[0].settle(odd, Usage(0, amount))
     limits[0].settle(held, Usage(0, amount))
     await until(limits[1], charge(0), 100)
-    assert isinstance(await limits[2].reserve([charge(101)]), RateLimited)
+    assert isinstance(await ask(limits[2], charge(101)), RateLimited)
 
 
 async def test_a_look_up_whose_client_goes_away_gives_its_grant_back(limits: list[RedisLimits]) -> None:
@@ -247,7 +258,7 @@ async def test_a_clock_that_ran_ahead_does_not_freeze_a_limit(limits: list[Redis
     fast = charge(100, rate=1000.0)
     await reserve(limits[0], fast)
     await limits[0]._redis.hset("test:limit:k", "at", str(time.time() + 1e6))  # noqa: TID251 - Redis' own time
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while isinstance(await limits[0].reserve([fast]), RateLimited):  # noqa: ASYNC110 - Redis' time passes
             await asyncio.sleep(0.01)
 

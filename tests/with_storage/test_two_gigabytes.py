@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import os
-import socket
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from bench.stack.processes import free_ports
 from tests.controller.agents.downloader.downloads import MIB, command
 from tests.controller.agents.downloader.s3_server import VERSITYGW, s3_server
 from tests.controller.agents.downloader.servers import Proxy, serving
@@ -87,9 +87,7 @@ async def registry(path: Path) -> AsyncIterator[tuple[str, str, dict[str, str]]]
     """A real container registry, to which the file is pushed."""
     if not REGISTRY:
         not_tested("REGISTRY", "ATTACHE_REGISTRY names no program of a real container registry, distribution")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        host = f"127.0.0.1:{free.getsockname()[1]}"
+    host = f"127.0.0.1:{free_ports(1)[0]}"
     words = [REGISTRY, "registry", "serve", "--address", host, "--disk", str(path.parent / "registry")]
     (path.parent / "registry").mkdir()
     running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: ASYNC220

@@ -71,7 +71,7 @@ async def engines(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) ->
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     }
-    async with Processes(directory) as processes, httpx.AsyncClient() as http:
+    async with Processes(directory) as processes, httpx.AsyncClient(timeout=60) as http:
         for number, port in enumerate(ports):
             command = _command(vllm_python, model, port, events[number], replays[number])
             await processes.start(f"vllm-{number}", ["env", *(f"{k}={v}" for k, v in environment.items()), *command])
@@ -135,12 +135,12 @@ class Gateway(msgspec.Struct, frozen=True):
         async def are_there() -> bool:
             return self.log.exists() and len(read_outcomes(self.log)) >= count
 
-        await eventually(are_there, timeout_s=20)
+        await eventually(are_there)
         return read_outcomes(self.log)
 
     async def metric(self, name: str) -> float:
         """The sum of a family's series."""
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             page = (await http.get(f"{self.metrics}/metrics")).text
         return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(name))
 
@@ -167,7 +167,7 @@ async def gateway(directory: Path, engines: Engines, *, precise: bool) -> AsyncI
     (config / "all.yaml").write_text(yaml.safe_dump_all(documents))
     python = [sys.executable, "-m"]
     flags = ["--metrics", f"127.0.0.1:{metrics}", "--decision-log", str(log), "--decision-sample", "1"]
-    async with Processes(directory) as processes, httpx.AsyncClient() as http:
+    async with Processes(directory) as processes, httpx.AsyncClient(timeout=60) as http:
 
         async def is_there(url: str) -> bool:
             try:
@@ -178,18 +178,18 @@ async def gateway(directory: Path, engines: Engines, *, precise: bool) -> AsyncI
         await processes.start(
             "extproc", [*python, "extproc", "--config", str(config), "--listen", at["extproc"], *flags]
         )
-        await eventually(lambda: is_there(f"http://127.0.0.1:{metrics}/readyz"), timeout_s=30)
+        await eventually(lambda: is_there(f"http://127.0.0.1:{metrics}/readyz"))
         writer = [*python, "controller", "bundle", "--config", str(config), "--out", str(bundle)]
         await processes.start("bundle", writer)
-        await eventually((bundle / "bootstrap.json").is_file, timeout_s=30)
+        await eventually((bundle / "bootstrap.json").is_file)
         await processes.start("envoy", envoy_command(bundle))
-        await eventually(lambda: is_there(f"http://{at['listen']}/v1/models/chat"), timeout_s=30)
+        await eventually(lambda: is_there(f"http://{at['listen']}/v1/models/chat"))
         made = Gateway(f"http://{at['listen']}", f"http://127.0.0.1:{metrics}", log)
 
         async def have_reported() -> bool:
             return await made.metric("attache_engine_reports_total") >= 4
 
-        await eventually(have_reported, timeout_s=30)
+        await eventually(have_reported)
         await asyncio.sleep(1.0)  # for replays of KV events
         yield made
 

@@ -112,7 +112,7 @@ async def test_engines_say_how_they_are(engines: Engines, tmp_path: Path) -> Non
 
         async def are_known() -> bool:
             names = ("attache_engine_waiting{", "attache_engine_running{", "attache_engine_kv_usage{")
-            async with httpx.AsyncClient() as http:
+            async with httpx.AsyncClient(timeout=60) as http:
                 page = (await http.get(f"{one.metrics}/metrics")).text
             return all(page.count(f"\n{name}") == 2 for name in names)
 
@@ -156,7 +156,7 @@ async def test_our_tokens_are_the_engines_tokens(engines: Engines) -> None:
         {"role": "user", "content": [{"type": "text", "text": "héllo"}]},
     ]
     body = json.dumps({"model": NAME, "messages": messages}).encode()
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         answer = await http.post(
             f"http://{engines.addresses[0]}/tokenize", content=body, headers={"content-type": "application/json"}
         )

@@ -499,7 +499,7 @@ async def test_a_bundle_that_is_followed_says_what_it_refuses_and_keeps_the_last
         async def answer() -> bool:
             return holds()
 
-        await eventually(answer, timeout_s=20)
+        await eventually(answer)
 
     try:
         await until((out / "bootstrap.json").is_file)

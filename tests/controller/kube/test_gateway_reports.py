@@ -219,10 +219,10 @@ async def test_fifty_gateways_are_followed_and_of_those_nobody_vouches_for_a_few
         pods = {f"g{number}": gateway(address) for number, address in enumerate(addresses)}
         async with following(trusted=("default",)) as stand:
             stand.set(**pods)
-            await eventually(lambda: len(stand.heard) == 50, timeout_s=20.0)
+            await eventually(lambda: len(stand.heard) == 50)
         async with following() as stand:
             stand.set(**pods)
-            await eventually(lambda: len(stand.heard) == 32, timeout_s=20.0)
+            await eventually(lambda: len(stand.heard) == 32)
             assert len(stand.feed.present()) == 50
 
 
@@ -251,7 +251,7 @@ async def test_lines_that_name_changed_servers_alone_are_heard_as_whole_ones() -
 async def test_a_pod_tells_its_followers_changes_if_they_ask_for_these() -> None:
     async def speak(answer: web.StreamResponse) -> None:
         await answer.write(line("x", 1, a=waiting(1), b=waiting(2)))
-        for sequence in range(2, 200):
+        for sequence in range(2, 10_000):
             said = Demand("x", sequence, 1.0, {"b": waiting(sequence)}, since=sequence - 1)
             await answer.write(msgspec.json.encode(said) + b"\n")
             await asyncio.sleep(0.02)
@@ -291,9 +291,9 @@ async def test_a_pod_tells_what_each_of_its_processes_says_and_which_say_nothing
             async with http.get(f"http://{address}{DEMAND_PATH}") as answer:
                 once = [msgspec.json.decode(one, type=Demand) for one in (await answer.read()).splitlines()]
             assert [(one.slot, one.instance) for one in once] == [(first, "a"), (second, "b"), (nowhere, "")]
-            # its end is not held up by who follows
+            # its end is not held up by who follows: the server would wait a minute for them
             began_s = time.monotonic()  # noqa: TID251 - a real server
-        assert time.monotonic() - began_s < 10  # noqa: TID251 - a real server
+        assert time.monotonic() - began_s < 40  # noqa: TID251 - a real server
 
 
 def bulky(slot: int, sequence: int = 1) -> bytes:
@@ -342,6 +342,6 @@ async def test_a_relay_ends_even_if_something_is_said_at_that_instant() -> None:
         relay._news.set()
         await asyncio.sleep(0)
         reading.cancel()
-        ended, _ = await asyncio.wait([reading], timeout=5)
+        ended, _ = await asyncio.wait([reading], timeout=120)
         assert ended
         assert reading.cancelled()

@@ -133,7 +133,7 @@ class Followed:
             self._guard.add(one.pid)
             self.processes.append(one)
         await self.until((self.out / "bootstrap.json").is_file)
-        await eventually(self._is_ready, timeout_s=60)
+        await eventually(self._is_ready)
 
     async def stop(self) -> None:
         for one in self.processes:
@@ -150,10 +150,10 @@ class Followed:
             assert all(one.returncode is None for one in self.processes), self.logs()
             return holds()
 
-        await eventually(answer, timeout_s=60)
+        await eventually(answer, timeout_s=180)
 
     async def _is_ready(self) -> bool:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             try:
                 return (await http.get(f"http://{self._metrics}/readyz")).status_code == 200
             except httpx.TransportError:

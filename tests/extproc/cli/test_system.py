@@ -102,9 +102,9 @@ def test_a_page_without_an_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(system, "_MOST_BYTES", 10_000)
     monkeypatch.setattr(system, "_PIECE_BYTES", 1_000)
     with answering(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 10_001) as address, pytest.raises(OSError, match="no end"):
-        read_page(f"http://{address}/", timeout_s=5.0)
+        read_page(f"http://{address}/", timeout_s=120.0)
     with answering(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 10_000) as address:
-        assert len(read_page(f"http://{address}/", timeout_s=5.0)) == 10_000
+        assert len(read_page(f"http://{address}/", timeout_s=120.0)) == 10_000
 
 
 def test_a_page_that_comes_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,4 +120,4 @@ def test_a_redirect_is_not_followed(status: int) -> None:
     with answering(page(b"from elsewhere")) as elsewhere:
         moved = f"HTTP/1.1 {status} Moved\r\nlocation: http://{elsewhere}/\r\ncontent-length: 0\r\n\r\n"
         with answering(moved.encode()) as address, pytest.raises(urllib.error.HTTPError, match=str(status)):
-            read_page(f"http://{address}/metrics", timeout_s=5.0)
+            read_page(f"http://{address}/metrics", timeout_s=120.0)

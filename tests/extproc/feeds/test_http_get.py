@@ -32,14 +32,14 @@ class Getter:
         self._connection: KeptConnection | None = None
         self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
-    async def get(self, path: str) -> bytes:
+    async def get(self, path: str, *, within_s: float = 120.0) -> bytes:
         self._answer = asyncio.get_running_loop().create_future()
         if self._connection is None or not self._connection.is_open:
             self._connection = KeptConnection(self._succeeded, self._failed)
             made = self._connection
             await asyncio.get_running_loop().create_connection(lambda: made, "127.0.0.1", self._port)
         self._connection.ask(get_request("127.0.0.1", self._port, path))
-        done, _ = await asyncio.wait([self._answer], timeout=0.5)
+        done, _ = await asyncio.wait([self._answer], timeout=within_s)
         if not done:
             self._connection.give_up("no answer in time")
         return await self._answer
@@ -124,7 +124,7 @@ async def test_an_invalid_response_is_a_failure_and_the_next_request_starts_anew
 ) -> None:
     async with serving(answer, whole(b"good")) as (getter, _):
         with pytest.raises(GetFailed, match=message):
-            await getter.get("/")
+            await getter.get("/", within_s=0.5 if message == "no answer in time" else 120.0)
         assert await getter.get("/") == b"good"
 
 

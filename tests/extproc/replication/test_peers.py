@@ -54,7 +54,7 @@ def test_what_comes_over_two_buses_is_repeated_once() -> None:
     async def talk() -> None:
         wires: list[list[MemoryBus]] = [[], []]
         one, other = (Peers([MemoryBus(wire) for wire in wires], metrics(), origin=name) for name in "ab")
-        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(one.run(hear=lambda _: None, beat=lambda: None)),
                 tasks.create_task(other.run(hear=lambda batch: heard.extend(batch.events), beat=lambda: None)),
@@ -107,7 +107,7 @@ async def test_a_bus_between_workers_can_be_run_again(tmp_path: Path) -> None:
     one, other = (LocalBus(tmp_path, number, 2) for number in range(2))
     heard: list[bytes] = []
     for _ in range(2):
-        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(bus.run(heard.append)) for bus in (one, other)]
             while not heard:
                 await one.send(b"hello")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import sys
 from typing import IO, TYPE_CHECKING
 
@@ -16,6 +15,7 @@ import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.stack.processes import free_ports
 from extproc.__main__ import main
 from extproc.api.status_pages import ConfigReport
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse, StreamAccessLogsMessage
@@ -34,10 +34,7 @@ CHAT = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "he
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_ports(1)[0]
 
 
 class ExtprocProcess:
@@ -61,7 +58,7 @@ class ExtprocProcess:
         )()
 
     async def page(self, path: str) -> httpx.Response:
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             return await client.get(f"http://{self.metrics}{path}")
 
     async def is_draining(self) -> bool:
@@ -83,7 +80,7 @@ async def start(
     process = await asyncio.create_subprocess_exec(*command, start_new_session=True, stderr=log)
     guard.add(process.pid)
     one = ExtprocProcess(process, listen, metrics)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await one.channel.channel_ready()
     return one
 
@@ -151,7 +148,7 @@ async def test_a_global_limit_that_comes_later_is_said_to_have_no_redis(tmp_path
     async def is_said() -> bool:
         return "default/limited: rateLimits[0] is Global, and there is no --redis" in log.read_text()
 
-    await eventually(is_said, timeout_s=20)
+    await eventually(is_said)
     await one.channel.close()
     one.process.kill()
     await one.process.wait()
@@ -195,7 +192,7 @@ async def test_sigterm_lets_running_streams_finish_and_takes_no_new_ones(extproc
 
     await running.done_writing()
     await running.read()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         assert await extproc.process.wait() == 0
 
 
@@ -203,7 +200,7 @@ async def test_an_open_access_log_stream_does_not_hold_up_the_end(extproc: Extpr
     logs = extproc.channel.stream_unary(LOGS, request_serializer=StreamAccessLogsMessage.SerializeToString)()
     await logs.write(StreamAccessLogsMessage())
     extproc.process.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         assert await extproc.process.wait() == 0
 
 
@@ -214,7 +211,7 @@ async def test_a_second_signal_ends_the_drain(extproc: ExtprocProcess) -> None:
     await eventually(extproc.is_draining)
     extproc.process.send_signal(signal.SIGTERM)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         assert await extproc.process.wait() == 0
 
 
@@ -282,7 +279,7 @@ async def test_an_address_in_use_is_said_and_ends_it(tmp_path: Path) -> None:
     second = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "extproc", *arguments, stderr=asyncio.subprocess.PIPE
     )
-    _, stderr = await asyncio.wait_for(second.communicate(), 30)
+    _, stderr = await asyncio.wait_for(second.communicate(), 120)
     taken.close()
     assert second.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}" in stderr.decode()
@@ -362,7 +359,7 @@ async def test_feeds_that_fail_are_started_again_and_the_process_serves_on_and_d
             for feed, least in (("engines", 3), ("kv_events", 3), ("saved_levels", 3), ("peers", 3), ("directory", 1))
         )
 
-    await eventually(have_failed, timeout_s=20)
+    await eventually(have_failed)
     stream = one.open_stream()
     assert (await decide(stream, CHAT)).WhichOneof("response") == "request_body"
     stream.cancel()
@@ -375,9 +372,9 @@ async def test_feeds_that_fail_are_started_again_and_the_process_serves_on_and_d
     async def is_reloaded() -> bool:
         return 'attache_config_reloads_total{result="applied"} 2.0' in (await one.page("/metrics")).text
 
-    await eventually(is_reloaded, timeout_s=20)
+    await eventually(is_reloaded)
     one.process.send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(one.process.wait(), 30) == 0
+    assert await asyncio.wait_for(one.process.wait(), 120) == 0
     guard.remove(one.process.pid)
     await one.channel.close()
     text = log.read_text()

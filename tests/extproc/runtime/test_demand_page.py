@@ -88,7 +88,7 @@ async def page(endpoints: str = "") -> AsyncIterator[Page]:
 
 
 async def next_line(answer: aiohttp.ClientResponse) -> Demand:
-    line = await asyncio.wait_for(answer.content.readline(), 5.0)
+    line = await asyncio.wait_for(answer.content.readline(), 120)
     return msgspec.json.decode(line, type=Demand)
 
 
@@ -116,35 +116,37 @@ async def test_the_page_is_one_object_and_followed_it_is_a_line_a_second() -> No
     assert lines[1].age_s - lines[0].age_s > 0.9
 
 
-async def test_the_first_request_that_waits_for_engines_is_told_at_once() -> None:
+async def test_the_first_request_that_waits_for_engines_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # so long that no machine takes it for "at once"
+    monkeypatch.setattr(demand_watch, "_EVERY_S", 5.0)
     async with page() as stand, aiohttp.ClientSession() as http, http.get(f"{stand.url}?watch") as answer:
         first = await next_line(answer)
         stand.arrive()
         second = await next_line(answer)
         assert second.servers[SERVER].at_zero == 1
-        assert second.age_s - first.age_s < 0.9
+        assert second.age_s - first.age_s < 4.5
         # who joins it is told with the next line of its own
         stand.arrive()
         third = await next_line(answer)
         assert third.servers[SERVER].at_zero == 2
-        assert third.age_s - second.age_s > 0.9
-
-
-async def test_a_burst_is_told_at_once() -> None:
-    one = "{address: '10.0.0.1:8000'}"
-    async with page(one) as stand, aiohttp.ClientSession() as http, http.get(f"{stand.url}?watch") as answer:
-        first = await next_line(answer)
-        for _ in range(20):
-            stand.arrive()
-        second = await next_line(answer)
-    assert second.servers[SERVER].engines["10.0.0.1:8000"].in_flight == 20
-    assert second.age_s - first.age_s < 0.9
+        assert third.age_s - second.age_s > 4.5
 
 
 @pytest.fixture
 def unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first one, lines come for news alone."""
     monkeypatch.setattr(demand_watch, "_EVERY_S", 1000.0)
+
+
+@pytest.mark.usefixtures("unasked")
+async def test_a_burst_is_told_at_once() -> None:
+    one = "{address: '10.0.0.1:8000'}"
+    async with page(one) as stand, aiohttp.ClientSession() as http, http.get(f"{stand.url}?watch") as answer:
+        await next_line(answer)
+        for _ in range(20):
+            stand.arrive()
+        second = await next_line(answer)
+    assert second.servers[SERVER].engines["10.0.0.1:8000"].in_flight == 20
 
 
 @pytest.mark.usefixtures("unasked")
@@ -179,14 +181,14 @@ async def test_each_follower_is_woken_by_what_is_news_to_it_alone() -> None:
         await asyncio.sleep(0.2)
         for _ in range(2):
             stand.arrive()
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(120):
             line = msgspec.json.decode(await before, type=Demand)
         assert line.servers[SERVER].engines["10.0.0.1:8000"].in_flight == 9
         assert not after.done()
         # these two were no news to the late one, and what is news to it is not forgotten
         for _ in range(7):
             stand.arrive()
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(120):
             line = msgspec.json.decode(await after, type=Demand)
         assert line.servers[SERVER].engines["10.0.0.1:8000"].in_flight == 16
         for one in (early, late):
@@ -223,7 +225,7 @@ async def test_nobody_waits_for_a_follower_that_takes_nothing() -> None:
         lines = stand.watch.lines()
         await anext(lines)
         stand.arrive()
-        async with asyncio.timeout(3.0):
+        async with asyncio.timeout(120):
             for _ in range(1000):
                 await stand.watch.let_go_first()
         await lines.aclose()
@@ -245,9 +247,10 @@ async def test_followers_are_few_and_make_room_when_they_leave() -> None:
 async def test_the_end_of_the_process_ends_the_streams() -> None:
     async with page() as stand, aiohttp.ClientSession() as http, http.get(f"{stand.url}?watch") as answer:
         await next_line(answer)
-        async with asyncio.timeout(3.0):
+        # the server itself ends them after 60 s
+        async with asyncio.timeout(50):
             await stand.runner.cleanup()
-        assert await asyncio.wait_for(answer.content.read(), 3.0) == b""
+        assert await asyncio.wait_for(answer.content.read(), 120) == b""
 
 
 async def test_who_asks_for_changes_is_told_of_a_server_when_it_does_something() -> None:

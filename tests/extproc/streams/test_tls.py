@@ -76,12 +76,12 @@ async def test_new_connections_get_the_new_certificate_and_open_ones_go_on(
         trust = grpc.ssl_channel_credentials(first.certificate.encode())
         async with grpc.aio.secure_channel(f"localhost:{port}", trust) as open_one:
             stub = health_pb2_grpc.HealthStub(open_one)
-            await stub.Check(REQUEST, timeout=5)
+            await stub.Check(REQUEST, timeout=120)
             issue(files, second)
             one.look(files)
             assert await answers(port, second)
             assert not await answers(port, first)
-            await stub.Check(REQUEST, timeout=5)
+            await stub.Check(REQUEST, timeout=120)
     finally:
         await server.stop(None)
     assert loads(registry, "used") == 2

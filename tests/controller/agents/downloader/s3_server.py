@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import boto3
 from botocore.config import Config
 
+from bench.stack.processes import free_ports
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -74,10 +76,8 @@ def s3_server() -> Iterator[S3Server]:
 
 @contextlib.contextmanager
 def _versitygw() -> Iterator[S3Server]:
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        host = f"127.0.0.1:{free.getsockname()[1]}"
-        free.close()
+    with tempfile.TemporaryDirectory() as folder:
+        host = f"127.0.0.1:{free_ports(1)[0]}"
         buckets = Path(folder) / "buckets"
         buckets.mkdir()
         words = [VERSITYGW, "--access", _ACCESS, "--secret", _SECRET, "--port", host, "posix", "--nometa", str(buckets)]

@@ -83,7 +83,7 @@ async def test_a_download_that_is_killed_half_way_goes_on_where_it_was(tmp_path:
     async with source() as (proxy, uri, environment):
         proxy.hold_after = len(LARGE) // 2
         killed = await command(uri, "--cache", str(tmp_path), *WORDS, **environment)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await proxy.is_holding.wait()
         killed.kill()
         assert await killed.wait() == -signal.SIGKILL
@@ -107,7 +107,7 @@ async def test_two_processes_at_once_make_one_download_and_the_second_takes_over
     async with http() as (proxy, uri, _):
         proxy.hold_after = len(LARGE) // 2
         first = await command(uri, "--cache", str(tmp_path), *WORDS)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await proxy.is_holding.wait()
         # the second asks for the first byte, and then waits for the first: let that request through
         progress = tmp_path / "progress.json"
@@ -159,10 +159,10 @@ async def test_sigterm_keeps_what_is_there_and_says_so_by_its_status(tmp_path: P
     async with http() as (proxy, uri, _):
         proxy.hold_after = len(LARGE) // 2
         running = await command(uri, "--cache", str(tmp_path), *WORDS)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await proxy.is_holding.wait()
         running.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             assert await running.wait() == 143
         (journal,) = below(tmp_path, "journal")
         noted = sum(

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
 from aiohttp import web
 
+from bench.stack.processes import free_ports
 from controller.agents.runtime.adapter_files import DownloadFailed
 from controller.agents.runtime.adapter_names import SourcePolicy
 from controller.agents.runtime.agent import Agent
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    return free_ports(1)[0]
 
 
 class FakeEngine:
@@ -239,7 +237,7 @@ async def beside(
         engine=url,
         dialect=DIALECTS["vLLM"],
         metrics_url=f"{url}/metrics",
-        health=health or HealthSettings(failures=3, probe_timeout_s=0.05, dead_after_s=30.0),
+        health=health or HealthSettings(failures=3, probe_timeout_s=5.0, dead_after_s=30.0),
         drain=drain or DrainSettings(settle_s=0.0, timeout_s=30.0),
         warm_up=warm_up or WarmUp(),
         adapters=AdapterSettings(**{**own, **(adapters or {})}),

@@ -31,6 +31,8 @@ async def process(guard: Guard, *words: str) -> AsyncIterator[asyncio.subprocess
         if one.returncode is None:
             one.kill()
         await one.wait()
+        # the number is free for any other process now, which the guard must not end
+        guard.remove(one.pid)
 
 
 class Pod:

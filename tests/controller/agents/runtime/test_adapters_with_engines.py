@@ -40,7 +40,7 @@ async def pods(guard: Guard, tmp_path: Path) -> AsyncIterator[tuple[Pod, Pod]]:
             await stack.enter_async_context(pod.engine("--speed", "5", "--enable-lora", *limits))
             await stack.enter_async_context(pod.agent("--allow-path", str(tmp_path), "--keep-adapter", "0.1"))
         for pod in both:
-            await eventually(pod.is_ready, timeout_s=60)
+            await eventually(pod.is_ready)
         yield both
 
 
@@ -133,7 +133,7 @@ async def test_adapters_come_by_the_downloader(guard: Guard, tmp_path: Path) -> 
         file.write_text(json.dumps({"sql": {"uri": f"{url}/sql.tar", "pinned": True}}))
         async with pod.agent("--adapters", str(file), "--weights-cache", str(cache)):
             # ready: the pinned adapter was downloaded, unpacked and loaded
-            await eventually(pod.is_ready, timeout_s=120)
+            await eventually(pod.is_ready)
             listed = (await pod.ask("/v1/adapters")).json()["data"]
             assert [(one["id"], one["state"], one["is_pinned"]) for one in listed] == [("sql", "loaded", True)]
             assert (Path(listed[0]["path"]) / "adapter_config.json").read_text() == '{"r": 8}'

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from controller.agents.runtime import drain
 from controller.agents.runtime.drain import DrainSettings
 from tests.controller.agents.runtime.doubles import FakeEngine, beside
 from tests.waiting import eventually
@@ -16,6 +17,11 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def _frequent_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain, "_PAUSE_S", 0.05)
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ async def test_a_drain_ends_when_nothing_runs_and_nothing_waits(engine: FakeEngi
         await eventually(lambda: agent.agent.is_draining)
         assert (await agent.http.get("/ready")).text == "draining\n"
         engine.running = 0
-        await asyncio.sleep(1.2)  # two looks
+        await asyncio.sleep(0.3)  # some readings of the engine's load
         assert not draining.done()
         engine.waiting = 0
         answer = await draining
@@ -48,7 +54,7 @@ async def test_a_drain_ends_when_nothing_runs_and_nothing_waits(engine: FakeEngi
 
 async def test_a_drain_ends_with_the_grace(engine: FakeEngine, tmp_path: Path) -> None:
     engine.running = 1
-    async with beside(engine, tmp_path, drain=DrainSettings(settle_s=0.0, timeout_s=0.3)) as agent:
+    async with beside(engine, tmp_path, drain=DrainSettings(settle_s=0.0, timeout_s=1.0)) as agent:
         answer = (await agent.http.get("/drain")).json()
         assert answer["outcome"] == "timeout"
         assert answer["running"] == 1
@@ -56,14 +62,14 @@ async def test_a_drain_ends_with_the_grace(engine: FakeEngine, tmp_path: Path) -
 
 @pytest.mark.parametrize("illness", ["no metrics", "garbage", "hangs"])
 async def test_without_metrics_the_grace_decides(illness: str, engine: FakeEngine, tmp_path: Path) -> None:
-    async with beside(engine, tmp_path, drain=DrainSettings(settle_s=0.0, timeout_s=1.2)) as agent:
+    async with beside(engine, tmp_path, drain=DrainSettings(settle_s=0.0, timeout_s=0.6)) as agent:
         await eventually(agent.is_ready)
         engine.has_metrics = illness != "no metrics"
         engine.garbage = illness == "garbage"
         engine.hangs = illness == "hangs"
         answer = (await agent.http.get("/drain")).json()
         assert answer["outcome"] == "timeout"
-        assert answer["seconds"] >= 1.2
+        assert answer["seconds"] >= 0.6
         engine.hangs = False
 
 
@@ -108,6 +114,8 @@ async def test_no_adapter_is_loaded_while_draining(engine: FakeEngine, tmp_path:
             await agent.http.get("/drain", timeout=0.1)
         assert (await agent.load("sql", "hf://acme/sql")).status_code == 503
         assert engine.calls == []
+        engine.running = 0
+        assert (await agent.http.get("/drain")).json()["outcome"] == "idle"
 
 
 async def test_the_agent_does_not_end_before_the_engine_is_drained(engine: FakeEngine, tmp_path: Path) -> None:
@@ -124,5 +132,6 @@ async def test_the_agent_does_not_end_before_the_engine_is_drained(engine: FakeE
         await asyncio.sleep(0.05)
         engine.running = 0
         assert (await draining).json()["outcome"] == "idle"
-        async with asyncio.timeout(5):
+        # drained, it would end after 30 s in any case
+        async with asyncio.timeout(25):
             await agent.running

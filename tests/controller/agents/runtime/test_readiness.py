@@ -86,7 +86,7 @@ async def test_an_engine_without_completions_is_asked_to_chat(engine: FakeEngine
 async def test_an_engine_that_hangs_is_not_ready_and_gets_one_question_at_a_time(
     engine: FakeEngine, tmp_path: Path
 ) -> None:
-    async with beside(engine, tmp_path) as agent:
+    async with beside(engine, tmp_path, health=HealthSettings(probe_timeout_s=0.05)) as agent:
         await eventually(agent.is_ready)
         engine.hangs = True
         await eventually(lambda: engine.open_questions > 0)
@@ -106,7 +106,7 @@ async def test_an_engine_that_hangs_is_not_ready_and_gets_one_question_at_a_time
 
 
 async def test_an_engine_that_hangs_for_long_is_dead(engine: FakeEngine, tmp_path: Path) -> None:
-    health = HealthSettings(failures=2, probe_timeout_s=0.05, dead_after_s=0.4)
+    health = HealthSettings(failures=2, probe_timeout_s=0.2, dead_after_s=2.0)
     async with beside(engine, tmp_path, health=health) as agent:
         await eventually(agent.is_ready)
         assert await agent.status("/live") == 200
@@ -170,7 +170,7 @@ async def test_a_warm_up_that_hangs_ends_with_its_time(engine: FakeEngine, tmp_p
 
 
 async def test_a_slow_engine_is_ready_when_it_has_answered(engine: FakeEngine, tmp_path: Path) -> None:
-    engine.slow_s = 0.3
+    engine.slow_s = 1.0
     async with beside(engine, tmp_path, health=HealthSettings(probe_timeout_s=5.0)) as agent:
         await asyncio.sleep(0.1)
         assert not await agent.is_ready()

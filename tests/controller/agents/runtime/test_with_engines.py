@@ -32,9 +32,9 @@ async def pod(guard: Guard) -> AsyncIterator[Pod]:
 
 async def test_a_pods_life(pod: Pod) -> None:
     async with pod.agent("--warm-up", "1", "--settle", "0") as agent:
-        await eventually(pod.is_unready, timeout_s=60)
+        await eventually(pod.is_unready)
         async with pod.engine("--speed", "2"):
-            await eventually(pod.is_ready, timeout_s=60)
+            await eventually(pod.is_ready)
             # one token to prove it, three prompts to warm it up
             await eventually(lambda: has_finished(pod, 4))
             assert resident_kib(agent.pid) < MOST_KIB
@@ -58,7 +58,7 @@ async def test_a_pods_life(pod: Pod) -> None:
 
 async def test_an_engine_that_is_killed_while_it_is_drained(pod: Pod) -> None:
     async with pod.engine() as engine, pod.agent("--settle", "0") as agent:
-        await eventually(pod.is_ready, timeout_s=60)
+        await eventually(pod.is_ready)
         stream = asyncio.create_task(pod.generate(2000))
         await eventually(pod.runs)
         drain = asyncio.create_task(pod.ask("/drain"))
@@ -73,22 +73,26 @@ async def test_an_engine_that_is_killed_while_it_is_drained(pod: Pod) -> None:
 
 async def test_an_engine_that_computes_nothing_gets_no_requests_until_it_does(pod: Pod) -> None:
     async with pod.engine(), pod.agent("--stalled-after", "1"):
-        await eventually(pod.is_ready, timeout_s=60)
+        await eventually(pod.is_ready)
         stream = asyncio.create_task(pod.generate(1000))
         await eventually(pod.runs)
-        await pod.fault(fault="stall", for_s=12)
-        await eventually(pod.is_unready, timeout_s=30)
+
+        async def is_unready_while_stalled() -> bool:
+            await pod.fault(fault="stall", for_s=2)
+            return await pod.is_unready()
+
+        await eventually(is_unready_while_stalled)
         assert "computed nothing" in (await pod.ask("/ready")).text
-        await eventually(pod.is_ready, timeout_s=60)
+        await eventually(pod.is_ready)
         assert await stream >= 1000
 
 
 async def test_an_engine_that_answers_garbage_first(pod: Pod) -> None:
     async with pod.engine():
-        await eventually(pod.listens, timeout_s=60)
+        await eventually(pod.listens)
         await pod.fault(fault="ill", kind="garbage", times=3)
         async with pod.agent():
-            await eventually(pod.is_ready, timeout_s=60)
+            await eventually(pod.is_ready)
             assert await pod.metric('agent_probes_total{answer="bad"}') == 3
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from bench.stack.processes import free_ports
 from controller.autoscaler.export.exports import Decisions, Wanted, wanted_of
 from controller.autoscaler.export.keda import KedaScaler, TlsFiles, server_credentials
 from controller.autoscaler.export.keda_access import Readers
@@ -155,7 +155,7 @@ async def test_a_change_is_pushed_and_the_same_is_not_repeated(channel: grpc.aio
         async for answer in channel.unary_stream(PATH + "StreamIsActive")(reference("shop", binding="llama")):
             told.put_nowait(bool(fields(answer).get(1)))
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         listening = asyncio.create_task(listen())
         decisions.tell("shop/llama", {"h100": Wanted(0, is_active=False)})
         assert await told.get() is False
@@ -176,7 +176,7 @@ async def test_a_stream_says_it_again_now_and_then(decisions: Decisions) -> None
     scaler = KedaScaler(decisions, repeat_s=0.01)
     port = await scaler.start("127.0.0.1:0")
     decisions.tell("shop/llama", {"h100": Wanted(3, is_active=True)})
-    async with asyncio.timeout(30), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with asyncio.timeout(120), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stream = channel.unary_stream(PATH + "StreamIsActive")(reference("shop", binding="llama"))
         assert [fields(await stream.read()) for _ in range(3)] == [{1: 1}] * 3
         stream.cancel()
@@ -236,10 +236,8 @@ def test_what_was_decided_by_target() -> None:
 
 async def test_it_serves_until_it_is_cancelled(decisions: Decisions) -> None:
     decisions.tell("shop/llama", {"h100": Wanted(3, is_active=True)})
-    free = socket.create_server(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
-    free.close()
-    async with asyncio.timeout(30), grpc.aio.insecure_channel(address) as channel:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    async with asyncio.timeout(120), grpc.aio.insecure_channel(address) as channel:
         for _ in range(2):
             serving = asyncio.create_task(KedaScaler(decisions).run(address))
             asked = channel.unary_unary(PATH + "IsActive")
@@ -270,7 +268,7 @@ async def test_one_caller_cannot_take_all_streams(decisions: Decisions) -> None:
     scaler = KedaScaler(decisions, most_streams=16)
     port = await scaler.start("127.0.0.1:0")
     decisions.tell("shop/llama", {"h100": Wanted(3, is_active=True)})
-    async with asyncio.timeout(30), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with asyncio.timeout(120), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         open_stream = channel.unary_stream(PATH + "StreamIsActive")
         kept = [open_stream(reference("shop", binding="llama")) for _ in range(2)]
         assert [fields(await one.read()) for one in kept] == [{1: 1}] * 2
@@ -330,7 +328,7 @@ async def test_only_listed_namespaces_are_told(decisions: Decisions) -> None:
     port = await scaler.start("127.0.0.1:0")
     for namespace in ("shop", "bank"):
         decisions.tell(f"{namespace}/llama", {"h100": Wanted(3, is_active=True)})
-    async with asyncio.timeout(30), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with asyncio.timeout(120), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         assert await call(channel, "IsActive", reference("shop", binding="llama")) == {1: 1}
         for method in ("IsActive", "GetMetricSpec"):
             code, text = await refusal(channel, method, reference("bank", binding="llama"))
@@ -364,7 +362,7 @@ async def test_a_clients_certificate_says_what_it_may_read(decisions: Decisions,
                 return error.code(), error.details() or ""
             return grpc.StatusCode.OK, ""
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         assert (await ask("keda-operator", "bank"))[0] is grpc.StatusCode.OK
         assert (await ask("tenant", "shop", "scaler.shop"))[0] is grpc.StatusCode.OK
         code, text = await ask("tenant", "bank", "scaler.shop")
