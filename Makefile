@@ -7,6 +7,8 @@ ENVOY  ?= .tools/envoy-$(ENVOY_VERSION)/envoy/_bin/envoy
 export ENVOY
 # Some environments forbid Python to keep what it has compiled: each test worker and each process would compile it all again.
 unexport PYTHONDONTWRITEBYTECODE
+# 1: tests that are marked slow run, too, and tests try all of their examples
+export SLOW
 
 VLLM   := .venv-vllm
 TORCH  := torch==2.13.0
@@ -20,10 +22,10 @@ RECORDED := -m pytest -p tools.stages
 PYTEST   := $(RUN) $(if $(COVERAGE),-m coverage run) $(RECORDED)
 
 # They fetch or build for minutes, or need something that make cannot fetch: first they say what, and look for the rest.
-PREFLIGHTS := $(addprefix preflight-,run up up-kube kube-assets conformance test-kube-real test-conformance test-vllm)
+PREFLIGHTS := $(addprefix preflight-,run up up-kube kube-assets conformance test-kube-real test-conformance test-vllm image)
 
-.PHONY: $(PREFLIGHTS) help run up up-kube test test-all test-some test-unit test-process test-kube-real test-real-time test-conformance test-vllm coverage coverage-report check fix bench \
-  sglang-gateway soak lab lab-autoscale manifests generate docs lock envoy-binary kube-assets kube-built conformance clean
+.PHONY: $(PREFLIGHTS) help image run up up-kube test test-all test-some test-unit test-process test-kube-real test-real-time test-conformance test-vllm coverage coverage-report check fix bench \
+  sglang-gateway otelcol soak lab lab-autoscale manifests generate docs lock envoy-binary kube-assets kube-built conformance clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -53,6 +55,7 @@ endif
 test-all: export SLOW := 1
 test-all: export COVERAGE := 1
 test-all: $(VENV)/ready ## all tests, also the slow ones, those with a real API server and with real engines, and how much code they reach (an hour and more)
+	-$(RUN) -m tools.otelcol
 	$(RUN) -m coverage erase
 	$(RUN) -m tools.stages --once $(ALL_STAGES)
 
@@ -70,8 +73,9 @@ test-unit: $(VENV)/ready ## tests that need no other process, side by side (SLOW
 test-process: $(VENV)/ready $(ENVOY) ## tests with a real Envoy, a real Redis and a fake Kubernetes API server, side by side
 	$(PYTEST) -n 4 --dist loadfile $(SIDE_BY_SIDE) $(PROCESSES)
 
+# They wait for most of their time. Files come in the order that tests/with_kube/conftest.py says.
 test-kube-real: preflight-test-kube-real $(VENV)/ready kube-built ## tests with a real Kubernetes API server: for changes of what talks to it
-	$(RUN) $(RECORDED) -n 2 --dist loadfile --max-worker-restart 0 -m real_kube tests/with_kube $(ARGS)
+	$(RUN) $(RECORDED) -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m real_kube tests/with_kube $(ARGS)
 
 test-real-time: $(VENV)/ready $(ENVOY) ## tests that depend on how fast the machine is, one after the other (ARGS="-n 2 --dist loadfile": two at a time)
 	$(RUN) $(RECORDED) -m 'real_time and not real_kube' $(PROCESSES) $(ARGS)
@@ -99,6 +103,7 @@ check: $(VENV)/ready ## lint, format, layers, types, generated messages
 	$(VENV)/bin/mypy
 	$(RUN) -m tools.envoy_messages --check
 	$(RUN) -m controller.api.crds --check
+	$(RUN) -m tools.words
 
 fix: $(VENV)/ready ## mend what ruff can mend
 	$(VENV)/bin/ruff check --fix .
@@ -111,6 +116,9 @@ bench: $(VENV)/ready $(ENVOY) ## what extproc costs beside baselines, queues in 
 	$(RUN) -m pytest bench/micro --benchmark-enable --benchmark-columns=median,ops --benchmark-sort=name --benchmark-json=bench/out/core.json -q
 
 sglang-gateway: $(GATEWAY)/ready ## SGLang's gateway for `make bench` to compare with (its own virtual environment, 150 MB)
+
+otelcol: $(VENV)/ready ## an OpenTelemetry Collector for tests of traces, built from the published Go modules (a minute or two, once)
+	$(RUN) -m tools.otelcol
 
 soak: $(VENV)/ready $(ENVOY) ## an hour of load, changes every second and hostile engines before 1,000 models, with a verdict, under bench/out/soak/ (ARGS="--minutes 3 --models 40")
 	$(RUN) -m bench.soak $(ARGS)
@@ -134,6 +142,13 @@ generate: $(VENV)/ready ## write anew what is derived: message types, golden bun
 
 docs: $(DOCS)/ready ## the documentation as a site, under .site/
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+
+# The first that there is; both take the same words.
+CONTAINER ?= $(shell command -v docker || command -v podman)
+IMAGE ?= attache
+
+image: preflight-image ## the container image that manifests name (IMAGE=registry.example/attache:0.1.0 gives it another name)
+	$(CONTAINER) build -f deploy/Containerfile -t $(IMAGE) .
 
 lock: ## write requirements.lock anew (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --all-extras --group dev \

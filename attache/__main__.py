@@ -12,7 +12,11 @@ from attache import __version__
 from attache.commands import COMMANDS, GROUPS
 
 if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable, Sequence
+
     from attache.commands import Command
+
 
 _USAGE: Final = 2
 # As shells say of a program that SIGPIPE has ended.
@@ -60,8 +64,6 @@ def _main(arguments: list[str] | None) -> int:
         case "":
             print(usage(), file=sys.stderr)
             return _USAGE
-    from attache.misspelt import suggestion  # noqa: PLC0415 - not when all is well
-
     what = "option" if first.startswith("-") else "command"
     return _refuse(f"there is no {what} '{first}'{suggestion(first, COMMANDS)}", "attache --help")
 
@@ -89,12 +91,12 @@ def _run(command: Command, words: list[str]) -> int:
 
 def _run_installed(command: Command, prog: str, words: list[str]) -> int:
     program = command.load()
+    if command.has_modes and words and not words[0].startswith("-"):
+        return program.main(words, prog)
     if not {"--help", "-h"}.isdisjoint(words):
         print(f"{program.parser(prog).format_help()}\nexample:\n  {prog} {command.example}")
         return 0
     if not command.passes_options:
-        from attache.misspelt import misspelt_option  # noqa: PLC0415 - not for --help
-
         mistake = misspelt_option(program.parser(prog), words)
         if mistake:
             return _refuse(f"{prog}: {mistake}", f"{prog} --help")
@@ -103,6 +105,32 @@ def _run_installed(command: Command, prog: str, words: list[str]) -> int:
 
         export_path()
     return program.main(words, prog)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` if a known word is close, else nothing."""
+    import difflib  # noqa: PLC0415 - not when all is well
+
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def misspelt_option(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
+    """What is wrong with the first long option that ``parser`` does not have; empty if it has them all.
+
+    argparse would first complain of required options that are missing, although one of them may just be misspelt.
+    """
+    known = parser._option_string_actions  # noqa: SLF001 - argparse has no public way to list options
+    for word in words:
+        if word == "--":
+            break
+        name = word.partition("=")[0]
+        if name.startswith("-") and f"-{name}" in known and name not in known:
+            return f"there is no option '{name}'; did you mean '-{name}'?"
+        # as argparse does, a beginning of an option's name is taken for the option
+        if name.startswith("--") and not any(option.startswith(name) for option in known):
+            return f"there is no option '{name}'{suggestion(name, known)}"
+    return ""
 
 
 def _refuse(message: str, help_command: str = "") -> int:

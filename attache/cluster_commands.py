@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
-from controller.commands import epp as epp_command
-from controller.commands import gateway as gateway_command
-from controller.commands import manager as manager_command
-from controller.commands import render as render_command
+from extproc.api.picker_config import refuse_files
 
 if TYPE_CHECKING:
     import argparse
@@ -18,38 +16,36 @@ if TYPE_CHECKING:
     from extproc.api.picker_config import PickerCheck, PickerFile
 
 
-class _Checking(Protocol):
-    """What a module of such a command offers."""
-
-    def parser(self, prog: str) -> argparse.ArgumentParser:
-        """The command's options."""
-        ...
-
-    def main(self, words: list[str], prog: str, check_picker: PickerCheck) -> int:
-        """Run the command; returns the exit status."""
-        ...
-
-
 class WithPlugins:
-    """A program whose check of EndpointPickerConfigs is extproc's own."""
+    """A program whose check of EndpointPickerConfigs is extproc's own.
 
-    def __init__(self, program: _Checking) -> None:
-        self._program = program
+    ``module``: has ``parser(prog)`` and ``main(words, prog, check_picker)``; it is imported when one of them is called.
+    """
+
+    def __init__(self, module: str, *, of_objects: bool = True) -> None:
+        """``of_objects``: the files are a cluster's objects, and not the operator's own."""
+        self._module = module
+        self._of_objects = of_objects
 
     def parser(self, prog: str) -> argparse.ArgumentParser:
         """The command's options."""
-        return self._program.parser(prog)
+        return self._program().parser(prog)  # type: ignore[no-any-return] # of a module that is found by name
 
     def main(self, words: list[str], prog: str) -> int:
         """Run the command; returns the exit status."""
-        return self._program.main(words, prog, _check_with_plugins())
+        return self._program().main(words, prog, _check_with_plugins(of_objects=self._of_objects))  # type: ignore[no-any-return] # likewise
+
+    def _program(self) -> Any:  # noqa: ANN401 - a module
+        return import_module(self._module)
 
 
-def _check_with_plugins() -> PickerCheck:
+def _check_with_plugins(*, of_objects: bool) -> PickerCheck:
     """Plugins need numpy, which takes longer to load than most commands: loaded with the first EndpointPickerConfig."""
     found: list[PickerCheck] = []
 
     def check(file: PickerFile) -> Sequence[str]:
+        if of_objects:
+            refuse_files(file)
         if not found:
             from extproc.llmd.pickers import InstalledPlugins  # noqa: PLC0415 - see above
 
@@ -61,9 +57,7 @@ def _check_with_plugins() -> PickerCheck:
 
 PROGRAMS: Final[Mapping[str, WithPlugins]] = MappingProxyType(
     {
-        "epp": WithPlugins(epp_command),
-        "gateway": WithPlugins(gateway_command),
-        "manager": WithPlugins(manager_command),
-        "render": WithPlugins(render_command),
+        "epp": WithPlugins("controller.commands.epp", of_objects=False),
+        **{name: WithPlugins(f"controller.commands.{name}") for name in ("gateway", "manager", "render")},
     }
 )

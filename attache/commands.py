@@ -38,6 +38,8 @@ class Command(NamedTuple):
     needs_envoy: bool = False
     # options that the program does not know are passed on to another one
     passes_options: bool = False
+    # the first word selects what is done, and each has options of its own
+    has_modes: bool = False
 
     def load(self) -> Program:
         """The module itself, or the entry of its ``PROGRAMS``; raises ModuleNotFoundError without its extra."""
@@ -49,6 +51,13 @@ class Command(NamedTuple):
 GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
     {
         "Serve": (
+            Command(
+                "serve",
+                "run extproc, the bundle's writer and Envoy together, on one machine",
+                "attache.serve",
+                "--config config",
+                "controller",
+            ),
             Command(
                 "extproc",
                 "serve Envoy's ext_proc protocol: choose an engine for every request",
@@ -83,6 +92,21 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
                 "attache.cluster_commands",
                 "--metrics 127.0.0.1:9006",
                 "controller",
+            ),
+            Command(
+                "usage",
+                "keep what requests used and cost, and report it",
+                "controller.commands.usage",
+                "serve --log /var/lib/attache/usage.log --store sqlite:////var/lib/attache/usage.db",
+                "usage",
+                has_modes=True,
+            ),
+            Command(
+                "keys",
+                "make, list, rotate and revoke virtual API keys",
+                "controller.commands.keys",
+                "create acme-web --tenant acme --config config --expires 90d",
+                has_modes=True,
             ),
             Command(
                 "download",
@@ -125,6 +149,7 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
                 "controller.commands.explain_scaling",
                 "default/llama --last 5",
             ),
+            Command("slo", "show how well objectives are kept", "extproc.cli.slo", "127.0.0.1:9003"),
             Command("top", "show engines, queues and tenants live", "extproc.cli.top", "127.0.0.1:9003"),
         ),
         "Try without a GPU": (

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Final
 
 VERSION: Final = "1.40.0"
+# Those by which a user decides about hot restarts.
+_RESTART_OPTIONS: Final = frozenset({"--base-id", "--use-dynamic-base-id", "--restart-epoch", "--disable-hot-restart"})
 
 
 def parser(prog: str = "attache envoy") -> argparse.ArgumentParser:
@@ -47,7 +49,11 @@ def main(words: list[str], prog: str = "attache envoy") -> int:
         print(f"there is no Envoy; run: {prog} --fetch, or set ENVOY to the path of the binary", file=sys.stderr)
         return 2
     if not options.fetch and not options.path:
-        os.execv(found, [str(found), *envoys_own])  # noqa: S606 - the binary that the user chose
+        # else a second Envoy of the machine would want the shared memory of the first, and Envoy would end, without a
+        # word, with the process that started it
+        own = {one.partition("=")[0] for one in envoys_own}
+        restarts = [] if _RESTART_OPTIONS & own else ["--disable-hot-restart"]
+        os.execv(found, [str(found), *envoys_own, *restarts])  # noqa: S606 - the binary that the user chose
     print(found)
     return 0
 

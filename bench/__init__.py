@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks: engines, load, workloads and policies; knows extproc and the controller."""
+"""Benchmarks: engines, load, workloads and policies. It imports extproc and the controller."""

@@ -25,7 +25,7 @@ from bench.lab.hardware import HardwareUnknown, gpus_of, is_file
 from bench.lab.lab_command import TRACES
 from bench.lab.policies.own_file import PolicyFailed
 from bench.lab.runner import TrialFailed
-from bench.lab.validation import unchecked, validate
+from bench.lab.validation import unmeasured_hardware, validate
 from bench.workload.traces import FORMATS, TraceInvalid
 from extproc.api.errors import ConfigInvalid
 
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(program: Program, options: argparse.Namespace, command_line: str) -> int:
-    # reports say what made them
+    # reports have the command line that made them
     options.command_line = command_line
     # names of policies and files are no markup: rich would make a leaf of my.py:Leaves:
     console = Console(width=None if sys.stdout.isatty() else 160, emoji=False, markup=False)
@@ -94,8 +94,8 @@ def _replay(options: argparse.Namespace, console: Console) -> int:
 
 
 def _caution(conditions: Iterable[Conditions], console: Console) -> None:
-    """Says for what engines the model has never been held against a measurement."""
-    unknown = unchecked()
+    """Prints for which engines the model was never compared with a measurement."""
+    unknown = unmeasured_hardware()
     parts = {part for one in conditions for part in gpus_of(one.hardware)}
     gpus = {gpu for gpu, _ in parts if is_file(gpu) or gpu in unknown["GPUs"]}
     unlinked = [LINKS[one] for one in unknown["links"]]
@@ -148,7 +148,7 @@ def _validate(options: argparse.Namespace, console: Console) -> int:
     return validate(options.traces or TRACES, console)
 
 
-# What is told by its message alone.
+# Errors that are printed as a message, without a traceback.
 _SAID: Final = (
     TraceInvalid,
     ConfigInvalid,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller: bundle, gateway, manager and agents; of extproc it knows kinds and names on the wire."""
+"""The controller: bundle, gateway, manager, agents; it imports extproc's kinds and wire names."""

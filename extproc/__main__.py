@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``python -m extproc --config DIR`` serves; also check, explain and top."""
+"""The command line: ``python -m extproc --config DIR`` serves; also check, explain, slo and top."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import Final
 
-_COMMANDS: Final = ("check", "explain", "top")
+_COMMANDS: Final = ("check", "explain", "slo", "top")
 
 
 def main(arguments: list[str] | None = None) -> int:

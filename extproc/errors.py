@@ -18,19 +18,23 @@ if TYPE_CHECKING:
 class Refusal(Exception):
     """A request that is refused.
 
-    ``message``: tells the client what to do. ``param``: the request parameter at fault, if any. ``retry_after_s``:
-    for the retry-after header, None if a retry will not help. The class defines the rest: ``outcome`` is the value in
-    metrics, ``headers`` are response headers beside retry-after, ``dropped_reason`` is llm-d's word for it, None if
-    llm-d has none. ``is_overload``: the engines have no room; Anthropic's API has a status of its own for that.
+    ``message``: what the client is to do. ``param``: the request parameter at fault, if any. ``retry_after_s``: for the
+    retry-after header, None if a retry will not help. The class defines the rest: ``outcome`` is the value in metrics,
+    ``headers`` are response headers beside retry-after, ``dropped_reason`` is llm-d's word for it, None if llm-d has
+    none. ``is_overload``: the engines have no room; Anthropic's API has a status of its own for that.
+    ``model``: the one that was asked for, as far as it was read; for the usage log. ``is_of_caller``: the caller alone
+    is the reason, so no objective is missed.
     """
 
-    status: ClassVar[int] = 500
+    status: int = 500
     error_type: str = "server_error"
     code: ClassVar[str | None] = None
     outcome: ClassVar[str] = "error"
     dropped_reason: ClassVar[str | None] = None
     is_overload: ClassVar[bool] = False
+    is_of_caller: bool = False
     headers: Mapping[str, str] = MappingProxyType({})
+    model: str = ""
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -45,6 +49,7 @@ class BadRequest(Refusal):
     status = 400
     error_type = "invalid_request_error"
     outcome = "bad_request"
+    is_of_caller = True
 
 
 class SteeringRefused(BadRequest):
@@ -67,6 +72,7 @@ class ModelNotAllowed(Refusal):
     error_type = "permission_error"
     code = "model_not_allowed"
     outcome = "model_not_allowed"
+    is_of_caller = True
 
 
 class UnknownPath(Refusal):
@@ -98,9 +104,10 @@ class NoEndpoint(Refusal):
 
 
 class RateLimited(Refusal):
-    """The caller has exceeded a rate limit. ``kind``: requests or tokens."""
+    """The caller has exceeded a rate limit, or all callers one that they share. ``kind``: requests or tokens."""
 
     status = 429
+    is_of_caller = True
     code = "rate_limit_exceeded"
     outcome = "rate_limited"
 
@@ -110,6 +117,22 @@ class RateLimited(Refusal):
         self.headers = headers
 
 
+class BudgetSpent(Refusal):
+    """A budget of the caller has no room for the request before its window ends. ``budget``: its key."""
+
+    status = 429
+    is_of_caller = True
+    error_type = "insufficient_quota"
+    code = "insufficient_quota"
+    outcome = "budget_spent"
+
+    def __init__(self, message: str, *, budget: str, headers: Mapping[str, str], retry_after_s: int) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.budget = budget
+        # clients of OpenAI and Anthropic retry 429 by themselves, within seconds
+        self.headers = {**headers, "x-should-retry": "false"}
+
+
 class LimitsUnavailable(Refusal):
     """Redis does not answer, and the limit must not be granted without it."""
 
@@ -117,6 +140,30 @@ class LimitsUnavailable(Refusal):
     error_type = "service_unavailable_error"
     code = "limits_unavailable"
     outcome = "limits_unavailable"
+
+
+class GuardRefused(Refusal):
+    """The guard of the route refuses the request, in its own words."""
+
+    error_type = "invalid_request_error"
+    code = "guard_refused"
+    outcome = "guard"
+    is_of_caller = True
+    # it would be refused again, and clients retry 408, 409 and 429 by themselves
+    headers = MappingProxyType({"x-should-retry": "false"})
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class GuardUnavailable(Refusal):
+    """The guard of the route does not answer, and no request may go without it."""
+
+    status = 503
+    error_type = "service_unavailable_error"
+    code = "guard_unavailable"
+    outcome = "guard_unavailable"
 
 
 class QueueFull(Refusal):
@@ -150,6 +197,26 @@ class QueueTimeout(Refusal):
     outcome = "queue_timeout"
     dropped_reason = "rejected-ttl-expired"
     is_overload = True
+
+
+class ObjectiveUnmeetable(Refusal):
+    """The first token is predicted to come later than the request's class is promised, and the class refuses such
+    requests. Without ``retry_after_s``, idle engines would be too slow, too.
+    """
+
+    status = 503
+    error_type = "service_unavailable_error"
+    code = "objective_unmeetable"
+    outcome = "objective_unmeetable"
+    dropped_reason = "rejected-saturated"
+    is_overload = True
+
+    def __init__(self, message: str, *, retry_after_s: int | None, is_of_caller: bool = False) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.is_of_caller = is_of_caller
+        if retry_after_s is None:
+            # clients of OpenAI and Anthropic retry 503 by themselves
+            self.headers = {"x-should-retry": "false"}
 
 
 class EngineStarting(Refusal):
@@ -209,7 +276,7 @@ def to_openai_body(refusal: Refusal) -> bytes:
 
 
 class ErrorForm(enum.Enum):
-    """Whose error objects a client reads."""
+    """The API whose form error objects have."""
 
     OPENAI = "openai"
     ANTHROPIC = "anthropic"
@@ -238,5 +305,6 @@ def anthropic_status(refusal: Refusal) -> int:
 def to_anthropic_body(refusal: Refusal) -> bytes:
     """The body that Anthropic's clients expect: ``{"type": "error", "error": {"type", "message", "details"}}``."""
     details = None if refusal.code is None else _AnthropicDetails(refusal.code)
-    kind = ANTHROPIC_TYPES.get(anthropic_status(refusal), "api_error")
+    status = anthropic_status(refusal)
+    kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return msgspec.json.encode(_AnthropicBody(_AnthropicDetail(kind, refusal.message, details)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our own code raises: logged once of each kind, then counted; a feed that ends by it is started again."""
+"""Exceptions of our own code: logged once of each kind, then counted; a feed that they end is started again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Kinds told apart. All further ones are counted together.
+# Kinds that are counted separately. All further ones are counted together.
 _MOST_KINDS: Final = 256
 _OTHERS: Final = ("", "other kinds", "", 0)
 # Before a feed is started again; after a failure soon after the last one, twice as long as then.
@@ -20,8 +20,31 @@ _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 30.0
 
 
+class Backoff:
+    """The pauses after failures in a row: ``first_s``, then twice as long each, at most ``most_s``."""
+
+    def __init__(self, first_s: float, most_s: float) -> None:
+        self._first_s = first_s
+        self._most_s = most_s
+        self._pause_s = 0.0
+
+    @property
+    def pause_s(self) -> float:
+        """After the last failure; 0 if none came since ``reset``."""
+        return self._pause_s
+
+    def record_failure(self) -> float:
+        """How long to wait before the next attempt."""
+        self._pause_s = min(self._most_s, max(self._first_s, 2 * self._pause_s))
+        return self._pause_s
+
+    def reset(self) -> None:
+        """The next failure is the first of its row."""
+        self._pause_s = 0.0
+
+
 class FailureLog:
-    """A client that makes us fail at will must not fill the log."""
+    """Logs failures in bounded space: a client that causes failures at will must not fill the log."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -29,7 +52,7 @@ class FailureLog:
 
     def note(self, what: str, error: BaseException, *, is_ours: bool = True) -> None:
         """Count ``error``; the first of its kind is logged whole, then each tenfold count in one line. ``is_ours``: our
-        code failed; else its message says enough.
+        code failed; else its message is logged without a traceback.
         """
         kind = (what, *_kind_of(error))
         if kind not in self._counts and len(self._counts) >= _MOST_KINDS:
@@ -54,10 +77,14 @@ class Supervisor:
     async def run(self, feed: str, start: Callable[[], Awaitable[None]], *, of: str = "") -> None:
         """Run ``start()`` until it returns, or until cancelled. Raises nothing else.
 
-        ``feed``: its name in logs and metrics. ``of``: whose it is where there are several, for the log.
+        ``feed``: its name in logs and metrics. ``of``: the feed's owner where there are several, for the log.
         """
         name = f"{feed} of {of}" if of else feed
-        loop, task, pause_s = asyncio.get_running_loop(), asyncio.current_task(), _FIRST_PAUSE_S
+        loop, task, backoff = (
+            asyncio.get_running_loop(),
+            asyncio.current_task(),
+            Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S),
+        )
         failures = FailureLog(log)
         while True:
             began_s = loop.time()
@@ -72,13 +99,12 @@ class Supervisor:
                 # client libraries turn some cancellations into errors of their own
                 raise asyncio.CancelledError
             if loop.time() - began_s > _LONGEST_PAUSE_S:
-                pause_s = _FIRST_PAUSE_S
-            await asyncio.sleep(pause_s)
-            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+                backoff.reset()
+            await asyncio.sleep(backoff.record_failure())
 
 
 def _cause(error: Exception) -> Exception:
-    """What failed first in a group of tasks, if it was one of them."""
+    """The first error of a group of tasks, if a task raised it."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -26,7 +27,8 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     (``multipart/form-data``). ``example``: the fields of a valid request beside ``model``; bytes are a file.
     ``fields_of``: the top-level fields by which a body is known where a gateway does not send the path. Each text is a
     set of them; ``name[]`` is a list of other things than objects, and a header's name counts as a field. Of the sets
-    that fit, the largest decides, then the first. Empty: it looks like an API that costs more.
+    that fit, the largest decides, then the first. Empty: its bodies cannot be told from those of an API that costs
+    more.
 
     ``needs_model``: engines require ``model``; where a ModelRoute decides, every API needs it. ``waits_in_queue``:
     requests pass through flow control; not those for which engines compute nothing that others wait for. ``prompt``:
@@ -36,7 +38,7 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     ``usage``: what answers call the prompt's tokens. ``prompt_tokens`` stand anywhere; ``input_tokens`` stand beside
     JSON that clients and models wrote, and count in their own place only. ``reports_usage``: answers have usage.
-    ``usage_if_asked``: streams have it only where ``stream_options`` asks.
+    ``usage_if_asked``: streams have it only where ``stream_options`` requests it.
 
     ``owner``, ``engines``, ``input``, ``output``: for the reference page: who defined the API, which engines serve it,
     and which tokens count.
@@ -62,7 +64,8 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 _MESSAGES: Final = ({"role": "user", "content": "hello"},)
-_CHAT_PROMPT: Final = "messages and tools"
+_TEMPLATED: Final = "`documents`, `chat_template` and its arguments"
+_CHAT_PROMPT: Final = f"messages with all their texts, tools, {_TEMPLATED}"
 _WRITTEN: Final = "what is written"
 
 
@@ -92,7 +95,7 @@ class Api(enum.Enum):
         example={"prompt": "once upon", "max_tokens": 3},
         owner="OpenAI",
         engines="all",
-        input="all prompts",
+        input="all prompts, each with `suffix`",
         output=_WRITTEN,
     )
     EMBEDDINGS = ApiSpec(
@@ -115,7 +118,7 @@ class Api(enum.Enum):
         example={"input": "hello", "max_output_tokens": 3},
         owner="OpenAI",
         engines="all",
-        input="input, instructions and tools",
+        input=f"input, instructions, tools, `prompt`, `previous_response` and the like, {_TEMPLATED}",
         output=_WRITTEN,
     )
     MESSAGES = ApiSpec(
@@ -129,7 +132,7 @@ class Api(enum.Enum):
         example={"messages": _MESSAGES, "max_tokens": 3},
         owner="Anthropic",
         engines="vLLM",
-        input="messages, system and tools",
+        input=f"messages with all their blocks, system, tools, {_TEMPLATED}",
         output=_WRITTEN,
     )
     COUNT_TOKENS = ApiSpec(
@@ -166,7 +169,7 @@ class Api(enum.Enum):
         example={"query": "hello", "documents": ("one", "two")},
         owner="Jina, Cohere",
         engines="vLLM, SGLang (`/v1/rerank`)",
-        input="the query with each document",
+        input="the query and its instruction with each document",
         output="nothing",
     )
     SCORE = ApiSpec(
@@ -261,6 +264,8 @@ LB_NAMESPACE: Final = "envoy.lb"
 SUBSET: Final = "x-gateway-destination-endpoint-subset"
 SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 SERVED: Final = "x-gateway-destination-endpoint-served"
+# llm-d's, in the same namespace: the scores of all endpoints.
+SCORES: Final = "x-gateway-destination-endpoint-scores"
 # The protocol's conformance tests choose the endpoint by this header.
 CONFORMANCE_HEADER: Final = "test-epp-endpoint-selection"
 
@@ -293,9 +298,31 @@ RESERVED_PREFIXES: Final = ("x-gateway-", "x-attache-")
 CLIENT: Final = "x-attache-client"
 TENANT: Final = "x-attache-tenant"
 USER: Final = "x-attache-user"
+# The tenant of callers of whom no tenant is known.
+ANONYMOUS: Final = "anonymous"
+# Longer names are cut and end in a hash of the whole, so that two callers stay two: names are kept in memory and shown
+# in metrics.
+_MAX_CHARACTERS: Final = 128
+_HASH_BYTES: Final = 16
+
+
+def truncate_name(name: str) -> str:
+    """``name`` in at most 128 characters."""
+    if len(name) <= _MAX_CHARACTERS:
+        return name
+    hashed = blake2b(name.encode(errors="surrogatepass"), digest_size=_HASH_BYTES).hexdigest()
+    return f"{name[: _MAX_CHARACTERS - len(hashed) - 1]}~{hashed}"
+
+
+# The same for the usage process: Envoy writes them on routes to it alone.
+CALLER_CLIENT: Final = "x-attache-caller-client"
+CALLER_TENANT: Final = "x-attache-caller-tenant"
+CALLER_USER: Final = "x-attache-caller-user"
+# Envoy's id of a request, which answers carry, too.
+REQUEST_ID: Final = "x-request-id"
 # Dynamic metadata with the claims of a verified token, by the name of its issuer in our configuration.
 TOKENS_NAMESPACE: Final = "envoy.filters.http.jwt_authn"
-# Milliseconds from arrival until the first token is wanted.
+# Target of milliseconds from arrival to the first token.
 DEADLINE_MS: Final = "x-attache-deadline-ms"
 # Priority by InferenceObjective, the flow for fair queueing, and latency targets: llm-d's names, then the older ones of
 # the Gateway API Inference Extension.
@@ -303,7 +330,7 @@ OBJECTIVES: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objecti
 FAIRNESS_IDS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 SLO_TTFT_MS: Final = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 SLO_TPOT_MS: Final = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
-# The engine's model that a trusted gateway asks for in place of the one in the body.
+# The engine's model that a trusted gateway sets in place of the one in the body.
 MODEL_REWRITES: Final = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 # What a client sends under these prefixes is removed as well.
 OBJECTIVE_PREFIXES: Final = ("x-llm-d-", "x-slo-")
@@ -315,18 +342,26 @@ DROPPED_REASON: Final = "x-llm-d-request-dropped-reason"
 RATE_LIMIT_HEADERS: Final = tuple(
     f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")
 )
+# Of plain answers: what they cost, in millionths of the currency.
+COST_MICROS: Final = "x-attache-cost-micros"
+COST_CURRENCY: Final = "x-attache-cost-currency"
+# Of budgets: what is left of each, and those that are nearly spent.
+BUDGET_HEADERS: Final = ("x-attache-budget-remaining", "x-attache-budget-warning")
 
-# gRPC metadata on streams of our own bundle: its presence says that Envoy has removed the headers above from what
-# clients sent. Clients cannot write it, because gRPC metadata are not HTTP request headers.
+# gRPC metadata on streams of our own bundle: its presence means that Envoy has removed the headers above from clients'
+# requests. Clients cannot write it, because gRPC metadata are not HTTP request headers.
 BUNDLE_MARK: Final = "x-attache-bundle"
 
 # More of it, on streams of our bundle: the HTTPRoute that took the request, the ModelServer that it has chosen, and the
-# listener that was asked.
+# listener that was asked. Where the HTTPRoute rewrites the path: what Envoy will write in place of the path, or of this
+# prefix of it.
 HTTP_ROUTE_KEY: Final = "x-attache-http-route"
 SERVER_KEY: Final = "x-attache-server-key"
 LISTENER_KEY: Final = "x-attache-listener"
+PATH_KEY: Final = "x-attache-path"
+PATH_PREFIX_KEY: Final = "x-attache-path-prefix"
 
-# Envoy waits no longer than this for an answer of extproc, whatever either is told.
+# Envoy waits no longer than this for an answer of extproc, whatever is configured.
 LONGEST_MESSAGE_TIMEOUT_S: Final = 3600
 
 # Our own dynamic metadata: the ticket joins a decision with its access log entry.
@@ -335,6 +370,10 @@ TICKET: Final = "ticket"
 # Present if a streamed answer carries usage that the client did not ask for: the chunk with it is dropped on the way
 # back.
 HIDES_USAGE: Final = "hides_usage"
+
+# What extproc knows of a request at its decision or refusal, as JSON text (``extproc.api.usage.UsageContext``): for the
+# usage log.
+USAGE_CONTEXT: Final = "usage"
 
 # Token usage, which Envoy's filters read out of answers.
 USAGE_NAMESPACE: Final = "attache.usage"
@@ -345,6 +384,21 @@ CACHED_TOKENS: Final = "cached_tokens"
 # prompt.
 UNCACHED_TOKENS: Final = "uncached_tokens"
 CREATED_TOKENS: Final = "created_tokens"
+REASONING_TOKENS: Final = "reasoning_tokens"
+# Of a stream, the events with content so far; the microseconds from the request's first byte to the first of them; and
+# why the answer ended.
+EVENTS: Final = "events"
+FIRST_CONTENT_US: Final = "first_content_us"
+FINISH: Final = "finish"
+
+# What spans have of a request: written for sampled requests alone.
+TRACE_NAMESPACE: Final = "attache.trace"
+
+# Where reports are: of the usage process, and behind the gateway, which also sends it what begins with the second one.
+USAGE_PATH: Final = "/v1/usage"
+ORGANIZATION_PATH: Final = "/v1/organization/"
+# Where a collector takes spans by OTLP over HTTP.
+TRACES_PATH: Final = "/v1/traces"
 
 # The host that served, which the override_host load balancing policy writes.
 SERVED_NAMESPACE: Final = "attache.served"

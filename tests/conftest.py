@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for all tests: how hypothesis chooses its examples, and that nothing outlives a runner that is killed."""
+"""What holds for all tests: how hypothesis chooses its examples, how many workers there are; and nothing outlives a
+runner that is killed.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,21 @@ import pytest
 from hypothesis import settings
 
 from bench.stack.guard import Guard
-from tests.examples import IS_CI
+from tests.examples import IS_CI, IS_SLOW
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
 
-# A machine that is busy must not fail a test by its time. In CI the examples are the same every time.
+# A machine that is busy must not fail a test by its time. In CI the examples are the same every time, but not where all
+# of them are tried.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-settings.load_profile("ci" if IS_CI else "local")
+settings.load_profile("ci" if IS_CI and not IS_SLOW else "local")
 
 # Else pytest-asyncio makes a loop for want of one, before its first test, and drops it unclosed: whichever test runs
 # when the garbage is collected would fail for it.
 asyncio.set_event_loop(None)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """For ``-n auto``: two more than there are processors, as tests wait for a third of their time."""
-    return len(os.sched_getaffinity(0)) + 2
 
 
 def _drop_what_was_accepted_as_its_server_closed() -> None:
@@ -53,6 +50,12 @@ def _drop_what_was_accepted_as_its_server_closed() -> None:
 
 
 _drop_what_was_accepted_as_its_server_closed()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """For ``-n auto``: two more than there are processors, as tests wait for a third of their time."""
+    return len(os.sched_getaffinity(0)) + 2
 
 
 _END_OF_ONE: Final = "-----END CERTIFICATE-----"

@@ -20,8 +20,8 @@ from controller.kube.resources import (
     Resource,
     key_of,
 )
+from controller.models.model_infer.model_infer_state import ModelInferState, NodeCapacity, PodGroups, PodLoad
 from controller.models.model_infer.names import text_of
-from controller.models.model_infer.observed import Load, NodeRoom, Observed, PodGroups
 from controller.models.model_infer.reconcile import reconcile
 from tests.kube_objects import resource
 
@@ -54,20 +54,20 @@ class Cluster:
         self.thing = thing
         self.now_s = START_S
         self.things: dict[Resource, dict[str, Object]] = {}
-        self.loads: dict[str, Load] = {}
+        self.loads: dict[str, PodLoad] = {}
         self.asked: frozenset[str] = frozenset()
         self.lost_nodes: dict[str, float] = {}
-        self.room: list[NodeRoom] | None = None
+        self.room: list[NodeCapacity] | None = None
         self.gang = PodGroups()
         self.log_tails: dict[str, str] = {}
         self.plan = Plan()
         self._uids = itertools.count(1)
 
-    def observed(self) -> Observed:
+    def observed(self) -> ModelInferState:
         """Copies, so that nobody can change what is kept."""
         groups = [*self.of(VOLCANO_POD_GROUPS).values(), *self.of(SCHEDULER_POD_GROUPS).values()]
         return copy.deepcopy(
-            Observed(
+            ModelInferState(
                 thing=self.thing,
                 pods=list(self.of(PODS).values()),
                 services=list(self.of(SERVICES).values()),
@@ -75,7 +75,7 @@ class Cluster:
                 pod_groups=groups,
                 role_scales=list(self.of(MODEL_INFER_ROLES).values()),
                 lost_nodes=self.lost_nodes,
-                room=self.room,
+                node_capacities=self.room,
                 loads=self.loads,
                 loads_asked_of=self.asked,
                 log_tails=self.log_tails,

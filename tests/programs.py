@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -17,14 +18,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _PROMETHEUS: Final = ("PROMETHEUS", "apt-get install --no-install-recommends prometheus")
+_POSTGRES: Final = ("POSTGRES", "apt-get install --no-install-recommends postgresql")
 _REDIS: Final = ("REDIS", "apt-get install redis-server")
 # By program: in what it is missed, and how to get it.
 PROGRAMS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
         "bash": ("BASH", "apt-get install bash"),
         "chromium": ("CHROMIUM", "apt-get install chromium"),
+        "initdb": _POSTGRES,
         "make": ("MAKE", "apt-get install make"),
         "mount": ("MOUNT", "apt-get install mount"),
+        "pg_isready": _POSTGRES,
+        "postgres": _POSTGRES,
         "prometheus": _PROMETHEUS,
         "promtool": _PROMETHEUS,
         "redis-cli": _REDIS,
@@ -39,7 +44,9 @@ _IN_CI: Final = frozenset({"BASH", "ENVOY", "MAKE", "REDIS"})
 
 def program(name: str, *others: str) -> str:
     """Its path. ``others``: names under which it goes, too."""
-    found = next(filter(None, map(shutil.which, (name, *others))), None)
+    # the distribution's packages put PostgreSQL's programs on nobody's path
+    folders = [os.environ.get("PATH", ""), *map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True))]
+    found = next(filter(None, (shutil.which(one, path=os.pathsep.join(folders)) for one in (name, *others))), None)
     if found is None:
         what, how = PROGRAMS[name]
         not_tested(what, f"there is no {name}; {how}")

@@ -19,7 +19,8 @@ _STRATEGIES: Final = {
     name: f"{name[0].lower()}{name[1:]}"
     for name in ("Work", "Concurrency", "Saturation", "SpareCapacity", "Tokens", "Slo", "Predictive")
 }
-_KEYS: Final = {"apiKeys": [{"name": "a", "tenant": "a", "key": "12345678"}]}
+_KEY: Final = {"name": "a", "tenant": "a", "key": "12345678"}
+_KEYS: Final = {"apiKeys": [_KEY]}
 _ISSUER: Final = {
     "name": "a",
     "issuer": "https://a",
@@ -27,6 +28,7 @@ _ISSUER: Final = {
     "audiences": ["us"],
 }
 _ON_DEMAND: Final = {"adapters": [{"name": "a", "source": "/adapters/a"}]}
+_TIER: Final = {"aboveInputTokens": 1000, "perMillion": {"input": "2"}}
 _CLIENT: Final = {"certFile": "client.crt", "keyFile": "client.key"}
 
 
@@ -85,6 +87,27 @@ CASES: Final = (
     ),
     Case("no kind of match", "ModelRoute", _route(rules=[_MATCHED]), ("rules", 0, "modelMatch", "headers", "x-a"), {}),
     Case("a positive weight", "ModelRoute", _route(), ("rules", 0, "targetModels", 0, "weight"), 0),
+    Case(
+        "tiers choose among two",
+        "ModelRoute",
+        _route(rules=[{**_RULE, "targetModels": [*_RULE["targetModels"], {"modelServerName": "b"}], "tiers": {}}]),
+        ("rules", 0, "targetModels", 1, "weight"),
+        0,
+    ),
+    Case(
+        "a class is for someone",
+        "ModelRoute",
+        _route(
+            rules=[
+                {
+                    "targetModels": [*_RULE["targetModels"], {"modelServerName": "b"}],
+                    "tiers": {"classes": [{"tenants": ["a"]}]},
+                }
+            ]
+        ),
+        ("rules", 0, "tiers", "classes", 0),
+        {"ttft": "1s"},
+    ),
     Case("a name to ask for", "ModelRoute", _route(), ("modelName",), None),
     Case("the rule without a match is last", "ModelRoute", _route(rules=[_MATCHED, _RULE]), ("rules", 0), _RULE),
     Case("a limit limits", "ModelRoute", _route(rateLimits=[{"requests": 1}]), ("rateLimits", 0), {"per": "User"}),
@@ -101,6 +124,23 @@ CASES: Final = (
         _route(rateLimits=[{"requests": 1, "scope": "Global", "withoutRedis": "Refuse"}]),
         ("rateLimits", 0, "scope"),
         "Local",
+    ),
+    Case(
+        "others, or whom it names",
+        "ModelRoute",
+        _route(rateLimits=[{"requests": 1, "tenants": ["a"]}]),
+        ("rateLimits", 0, "others"),
+        True,
+    ),
+    Case(
+        "a class promises something", "ModelRoute", _route(slo=[{"name": "a", "ttft": "1s"}]), ("slo", 0), {"name": "a"}
+    ),
+    Case(
+        "what cannot be in time is refused by ttft or e2e",
+        "ModelRoute",
+        _route(slo=[{"name": "a", "ttft": "1s", "tpot": "1s", "unmeetable": "Refuse"}]),
+        ("slo", 0),
+        {"name": "a", "tpot": "1s", "unmeetable": "Refuse"},
     ),
     Case(
         "endpoints or a selector",
@@ -209,6 +249,70 @@ CASES: Final = (
         _server(connection={"apiKeyFile": "key.txt"}),
         ("connection", "apiKeyEnv"),
         "KEY",
+    ),
+    Case(
+        "a budget has a bound",
+        "ModelRoute",
+        _route(budgets=[{"name": "a", "window": "Day", "max": {"requests": 1}}]),
+        ("budgets", 0, "max"),
+        {},
+    ),
+    Case(
+        "a budget of all routes has a bound",
+        "GatewayConfig",
+        {"budgets": [{"name": "a", "window": "Day", "max": {"requests": 1}}]},
+        ("budgets", 0, "max"),
+        {},
+    ),
+    Case("a price costs something", "ModelServer", _server(pricing=[{"perRequest": "1"}]), ("pricing", 0), {}),
+    Case(
+        "a price an hour stands alone",
+        "ModelServer",
+        _server(pricing=[{"perHour": "1"}]),
+        ("pricing", 0, "perRequest"),
+        "1",
+    ),
+    Case(
+        "tiers change rates",
+        "ModelServer",
+        _server(pricing=[{"perMillion": {"input": "1"}, "perRequest": "1", "tiers": [_TIER]}]),
+        ("pricing", 0, "perMillion"),
+        None,
+    ),
+    Case(
+        "a limit of a key",
+        "GatewayConfig",
+        {"authentication": {"apiKeys": [{**_KEY, "rateLimits": [{"requests": 1}]}]}},
+        ("authentication", "apiKeys", 0, "rateLimits", 0, "requests"),
+        None,
+    ),
+    Case(
+        "a budget of a key",
+        "GatewayConfig",
+        {"authentication": {"apiKeys": [{**_KEY, "budgets": [{"window": "Day", "max": {"tokens": 1}}]}]}},
+        ("authentication", "apiKeys", 0, "budgets", 0, "max", "tokens"),
+        None,
+    ),
+    Case(
+        "virtual keys or tokens",
+        "GatewayConfig",
+        {"authentication": {"virtualKeys": {}}},
+        ("authentication", "jwt"),
+        [_ISSUER],
+    ),
+    Case(
+        "one key of a guard",
+        "GatewayConfig",
+        {"guards": [{"name": "pii", "url": "http://127.0.0.1:1/", "apiKeyFile": "guard.key"}]},
+        ("guards", 0, "apiKeyEnv"),
+        "GUARD_KEY",
+    ),
+    Case(
+        "one sink of payloads",
+        "GatewayConfig",
+        {"payloadLog": {"path": "/var/lib/attache/payload.log"}},
+        ("payloadLog", "url"),
+        "http://127.0.0.1:1/",
     ),
     Case("keys or tokens", "GatewayConfig", {"authentication": _KEYS}, ("authentication", "jwt"), [_ISSUER]),
     Case(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Situations for tests of scaling laws, in a few words."""
+"""Situations for tests of scaling strategies, in a few words."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from controller.api.autoscaling_binding import ScaleTarget
 from controller.api.common import ObjectReference
 from controller.autoscaler.decision.situation import (
+    Backlog,
     Engine,
     EngineReport,
     EngineState,
     Freshness,
     Metric,
     Situation,
-    Target,
-    Waiting,
+    TargetSituation,
 )
 from controller.autoscaler.decision.traffic import Point, Totals, Traffic
 from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_of
@@ -51,17 +51,17 @@ def target(
     capacity: float = 1.0,
     blocked: str = "",
     spec: ScaleTarget | None = None,
-) -> Target:
+) -> TargetSituation:
     """``current``: as many as there are engines, if left out."""
     them = tuple(engines)
     written = spec or ScaleTarget(name, ObjectReference("ModelInfer", name), 1000)
-    return Target(written, len(them) if current is None else current, them, None, capacity, blocked=blocked)
+    return TargetSituation(written, len(them) if current is None else current, them, None, capacity, blocked=blocked)
 
 
 def situation(
-    *targets: Target,
+    *targets: TargetSituation,
     traffic: Traffic | None = None,
-    waiting: Waiting | None = None,
+    waiting: Backlog | None = None,
     silent: Sequence[str] = (),
     unreported: Sequence[str] = (),
     metrics: dict[str, Metric] | None = None,
@@ -71,7 +71,7 @@ def situation(
         now_s=now_s,
         targets=targets,
         traffic=traffic or Traffic(),
-        waiting=waiting or Waiting(),
+        waiting=waiting or Backlog(),
         freshness=Freshness(silent=tuple(silent), unreported=tuple(unreported)),
         metrics=metrics or {},
     )

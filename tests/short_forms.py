@@ -153,14 +153,20 @@ TESTED_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
         "attache extproc": _UP,
         "attache gateway": "tests/with_kube/test_gateway_process.py::"
         "test_objects_become_a_directory_and_a_signal_ends_it",
+        "attache keys": "tests/with_envoy/test_virtual_keys.py::"
+        "test_a_stream_of_a_revoked_key_ends_by_itself_and_the_next_request_is_refused",
         "attache lab": _LAB + "test_the_table_of_the_lab_has_a_line_for_each_policy_and_load",
         "attache manager": "tests/with_kube/test_manager_process.py::test_the_leader_is_killed_and_the_other_goes_on",
         "attache render": "tests/controller/commands/test_render.py::"
         "test_files_are_written_that_extproc_and_envoy_can_read",
         "attache replay": _LAB + "test_a_replay_writes_what_is_asked_for_under_the_names_that_are_promised",
         "attache run": _RUN,
+        "attache serve": "tests/with_envoy/test_serve.py::test_one_line_tells_that_all_of_it_is_ready",
+        "attache slo": "tests/extproc/cli/test_slo.py::test_the_exit_status_says_whether_a_budget_is_used_up",
         "attache top": _TOP,
         "attache up": _UP,
+        "attache usage": "tests/with_envoy/test_serve.py::"
+        "test_each_request_has_a_row_whichever_child_is_killed_meanwhile",
         "attache validate": _LAB
         + "test_without_recorded_runs_the_check_of_the_engine_model_says_loudly_what_is_missing",
         "attache workload": _LAB + "test_a_workload_says_how_much_of_it_could_be_cached",
@@ -168,6 +174,8 @@ TESTED_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
         "python -m bench.cluster.netns": "tests/bench/cluster/test_pod_network.py::"
         "test_a_command_in_the_network_sees_its_range_and_nothing_else",
         "python -m bench.lab.fairness": _RUN,
+        "python -m bench.lab.tiers": "tests/bench/lab/test_tiers.py::"
+        "test_tiers_keep_objectives_at_less_than_the_dear_price",
         "python -m bench.micro": _RUN,
         "python -m extproc": _TOP,
     }
@@ -190,7 +198,13 @@ NOT_TESTED: Final[Mapping[str, str]] = MappingProxyType(
         **dict.fromkeys(
             ("make conformance", "make test-conformance"), "builds for 5 to 10 minutes; make test-all runs some cases"
         ),
+        "make image": "needs docker or podman",
+        "make otelcol": "builds for a minute or two; make test-all runs it where there is Go",
         "python -m bench.cluster.manager_cost": "measures a cluster for minutes",
+        "python -m bench.micro.observability": "measures seven gateways for minutes",
+        "python -m bench.micro.pickers": "needs another checkout to compare with",
+        "python -m tools.console_pictures": "needs chromium; tests/extproc/console run its parts",
+        "python -m tools.dashboard_picture": "needs prometheus and minutes of load",
     }
 )
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from extproc.admission.buckets import Bucket
-from extproc.admission.limits import Charge, Grant, Usage, refusal
+from extproc.admission.limits import Charge, Grant, Usage
+from extproc.admission.refusals import refusal
 
 if TYPE_CHECKING:
     from extproc.admission.buckets import Statement

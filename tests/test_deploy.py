@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from attache.__main__ import misspelt_option
 from attache.commands import COMMANDS
-from attache.misspelt import misspelt_option
 from controller.bundle.metrics import READY_PATH
 from extproc.api.load import load_directory
 from tests.programs import program
@@ -135,3 +135,23 @@ def test_removing_the_manager_leaves_the_namespace_that_it_shares_with_the_gatew
         "kind": "Namespace",
         "metadata": {"name": folders[0]["metadata"]["name"]},
     }
+
+
+def test_many_gateways_are_scaled_by_containers_that_they_have_and_share_a_redis_that_is_there() -> None:
+    folder = DEPLOY.parent / "manifests"
+    many = folder / "gateway-ha"
+    pod = yaml.safe_load((folder / "gateway" / "deployment.yaml").read_text())["spec"]["template"]["spec"]
+    containers = [*pod["initContainers"], *pod["containers"]]
+    autoscaler = yaml.safe_load((many / "autoscaler.yaml").read_text())["spec"]
+    measured = {one["containerResource"]["container"] for one in autoscaler["metrics"]}
+    # a share of a request can be measured where there is a request
+    assert measured <= {one["name"] for one in containers if "cpu" in one["resources"]["requests"]}
+    (patch,) = yaml.safe_load((many / "kustomization.yaml").read_text())["patches"]
+    (added,) = (one["value"] for one in yaml.safe_load(patch["patch"]) if one["path"].endswith("args/-"))
+    kinds = {one["kind"]: one for one in yaml.safe_load_all((many / "redis.yaml").read_text())}
+    service = kinds["Service"]
+    assert added == f"--redis=redis://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    (extproc,) = (one for one in containers if one["name"] == "extproc")
+    parses([*extproc["args"], added])
+    allowed = kinds["NetworkPolicy"]["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
+    assert allowed == pod["topologySpreadConstraints"][0]["labelSelector"]["matchLabels"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects on the pages about autoscaling are read as the controller and extproc read them."""
+"""What the page about autoscaling has of rules and strategies is what the code has."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
-import pytest
-import yaml
 
-from controller.api.autoscaling_binding import AutoscalingPolicyBindingSpec
 from controller.api.autoscaling_policy import AutoscalingPolicySpec
-from controller.api.model import ModelSpec
 from controller.autoscaler.decision.decision import Rule
 from controller.autoscaler.reconciler.status import LIMITING
-from extproc.api.load import load
-from extproc.api.quantities import decode_quantity
 from tests.scaling_scenes import engine, report, situation, target
 
 if TYPE_CHECKING:
@@ -27,36 +21,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 # What makes a step of a decision, and has the rule as its first argument.
-MAKERS = {"Step", "changed", "at_least", "at_most"}
-# A part of an object without its kind is of a policy.
-SPECS: dict[str | None, type[msgspec.Struct]] = {
-    None: AutoscalingPolicySpec,
-    "AutoscalingPolicy": AutoscalingPolicySpec,
-    "AutoscalingPolicyBinding": AutoscalingPolicyBindingSpec,
-    "Model": ModelSpec,
-}
-
-
-def documents(page: str, section: str = "") -> list[dict[str, Any]]:
-    """All YAML of the page, or of its section with this heading."""
-    text = (DOCS / page).read_text()
-    if section:
-        text = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    return [document for block in blocks for document in yaml.safe_load_all(block)]
-
-
-@pytest.mark.parametrize("page", ["autoscaling.md", "autoscaling-export.md"])
-def test_policies_bindings_and_models_are_valid(page: str) -> None:
-    ours = [one for one in documents(page) if one.get("kind") in SPECS and "spec" in one]
-    assert ours
-    for document in ours:
-        msgspec.convert(document["spec"], SPECS[document.get("kind")], dec_hook=decode_quantity)
-
-
-def test_models_without_engines_are_a_valid_directory() -> None:
-    snapshot = load({"zero.yaml": yaml.safe_dump_all(documents("on-demand.md", "Models without engines")).encode()})
-    assert snapshot.servers[0].spec.activation is not None
+MAKERS = {"AppliedRule", "adjusted_to", "floored_at", "capped_at"}
 
 
 def test_the_strategy_on_the_page_recommends() -> None:

@@ -11,9 +11,9 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from controller.agents.downloader.reports import ProgressMetrics
+from controller.agents.downloader.progress import ProgressMetrics
 from controller.agents.runtime.metrics import Counters, EnginePage, write_page
-from controller.autoscaler.decision.decision import Recommendation, StageDecision, Step
+from controller.autoscaler.decision.decision import AppliedRule, Recommendation, StageDecision
 from controller.autoscaler.reconciler.metrics import BindingSeries, ScalingMetrics, TargetSeries
 from controller.bundle.acknowledgements import Acknowledgements
 from controller.bundle.metrics import BundleSeries
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 ROOT = Path(__file__).parent.parent
-STAGE = StageDecision("Both", (Recommendation("Work", 1.0, ""),), 1.0, (Step("Limited", 1.0, 2.0, ""),))
+STAGE = StageDecision("Both", (Recommendation("Work", 1.0, ""),), 1.0, (AppliedRule("Limited", 1.0, 2.0, ""),))
 TARGET = TargetSeries(
     labels=("llama", "default", "H100", "m", "Deployment"),
     current=1,

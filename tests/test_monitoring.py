@@ -18,6 +18,8 @@ from controller.bundle.acknowledgements import Acknowledgements
 from controller.bundle.metrics import BundleSeries
 from controller.bundle.sync import BundleSync
 from controller.gateway.metrics import GatewayMetrics, PickerMetrics
+from controller.usage.ingest import Counts
+from controller.usage.metrics import UsageSeries
 from extproc.api.load import ConfigDirectory
 from extproc.metrics.registry import Metrics, TlsMetrics
 from tools.dashboard import FILE, dashboard
@@ -36,6 +38,7 @@ def exported(folder: Path) -> dict[str, set[str]]:
     PickerMetrics(gateway.registry, "default/llama")
     acknowledgements = Acknowledgements(lambda _: None, "bootstrap.json")
     follower.register(BundleSeries(BundleSync(ConfigDirectory(folder), folder, "path", acknowledgements)))
+    follower.register(UsageSeries(Counts(), lambda: 0.0))
     found: dict[str, set[str]] = {}
     for registry in (extproc, follower, gateway.registry):
         for collector in list(registry._collector_to_names):
@@ -49,14 +52,27 @@ def exported(folder: Path) -> dict[str, set[str]]:
     return found
 
 
-def alerts() -> list[dict[str, Any]]:
+def rules() -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = yaml.safe_load(ALERTS.read_text())["spec"]["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
 
+def alerts() -> list[dict[str, Any]]:
+    return [rule for rule in rules() if "alert" in rule]
+
+
+def recorded() -> dict[str, set[str]]:
+    """Labels by the name of each series that rules record."""
+    return {
+        rule["record"]: {label.strip() for label in re.findall(r"\bby \(([^)]*)\)", rule["expr"])[0].split(",")}
+        for rule in rules()
+        if "record" in rule
+    }
+
+
 def expressions() -> dict[str, str]:
     """By what they are for."""
-    found = {rule["alert"]: rule["expr"] for rule in alerts()}
+    found = {rule.get("alert") or rule["record"]: rule["expr"] for rule in rules()}
     for panel in json.loads(FILE.read_text())["panels"]:
         for target in panel.get("targets", ()):
             found[f"{panel['title']} {target['refId']}"] = target["expr"]
@@ -72,8 +88,8 @@ def used_labels(expression: str) -> set[str]:
 
 @pytest.mark.parametrize(("what", "expression"), sorted(expressions().items()))
 def test_an_expression_uses_series_and_labels_that_there_are(what: str, expression: str, tmp_path: Path) -> None:
-    known = exported(tmp_path)
-    series = re.findall(r"\battache_[a-z_]+", expression)
+    known = exported(tmp_path) | recorded()
+    series = re.findall(r"\battache[_:][a-z0-9_:]+", expression)
     assert series, what
     assert set(series) <= known.keys()
     there = set.union(*(known[one] for one in series)) | _OF_TARGETS
@@ -85,8 +101,11 @@ def test_what_alerts_say_uses_labels_that_their_expressions_keep() -> None:
     for rule in alerts():
         said = set(re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"])))
         grouped = re.findall(r"\bby \(([^)]*)\)", rule["expr"])
+        labels = [labels for name, labels in recorded().items() if name in rule["expr"]]
         if grouped:
             assert said <= {label.strip() for label in grouped[0].split(",")}, rule["alert"]
+        elif labels:
+            assert said <= set.intersection(*labels), rule["alert"]
         else:
             assert said <= _OF_TARGETS, rule["alert"]
         assert rule["labels"]["severity"] in {"warning", "critical"}

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from attache.__main__ import misspelt_option
 from attache.commands import COMMANDS
-from attache.misspelt import misspelt_option
 from tests.named_commands import PAGES, ROOT, NamedCommand, named_commands
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import PROGRAMS
+from tests.programs import PROGRAMS, program
 
 ROOT = Path(__file__).parent.parent
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -36,7 +36,7 @@ BY_PROGRAM = {
 }
 
 
-def run_without_programs(tmp_path: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_without_programs(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Pytest where there is no program, no Envoy and, for Kubernetes, nothing that would run."""
     assets = tmp_path / "assets"
     assets.mkdir()
@@ -49,9 +49,7 @@ def run_without_programs(tmp_path: Path, *words: str, **environment: str) -> sub
     }
     empty = {"PATH": str(tmp_path / "none"), "ENVOY": "/nowhere/envoy", "KUBEBUILDER_ASSETS": str(assets)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
-    return subprocess.run(
-        command, cwd=ROOT, env={**kept, **empty, **environment}, capture_output=True, text=True, check=False
-    )
+    return subprocess.run(command, cwd=ROOT, env={**kept, **empty}, capture_output=True, text=True, check=False)
 
 
 def test_where_programs_are_missing_their_tests_are_skipped_with_the_way_to_get_them(tmp_path: Path) -> None:
@@ -65,10 +63,15 @@ def test_where_programs_are_missing_their_tests_are_skipped_with_the_way_to_get_
 
 
 @pytest.mark.parametrize("what", ["CI", "ATTACHE_REQUIRE_REDIS"])
-def test_where_a_program_is_required_its_tests_fail(tmp_path: Path, what: str) -> None:
-    done = run_without_programs(tmp_path, "-x", "tests/with_redis/test_peers.py", **{what: "1"})
-    assert done.returncode == 1
-    assert "REDIS is required here: there is no redis-server; apt-get install redis-server" in done.stdout
+def test_where_a_program_is_required_its_tests_fail(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    for name in ("CI", "ATTACHE_REQUIRE_REDIS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(pytest.skip.Exception, match="NOT TESTED WITH REDIS"):
+        program("redis-server")
+    monkeypatch.setenv(what, "1")
+    with pytest.raises(pytest.fail.Exception, match="REDIS is required here: there is no redis-server; apt-get inst"):
+        program("redis-server")
 
 
 def test_tests_ask_one_helper_for_programs_and_skip_through_it() -> None:

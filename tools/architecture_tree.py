@@ -20,7 +20,7 @@ _COLUMN: Final = 26
 _WIDTH: Final = 120
 
 
-def tree() -> str:
+def package_tree() -> str:
     """All packages, one line each, in a block of text."""
     lines = [line for package in _PACKAGES for line in _lines(ROOT / package, depth=0)]
     return "\n".join([BEGIN, "```text", *lines, "```", END])
@@ -32,7 +32,7 @@ def with_tree(page: str) -> str:
     _, ended, after = rest.partition(END)
     if not (found and ended):
         raise ValueError(f"{PAGE.name} needs the lines '{BEGIN}' and '{END}'")
-    return before + tree() + after
+    return before + package_tree() + after
 
 
 def _lines(folder: Path, depth: int) -> Iterator[str]:

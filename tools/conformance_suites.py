@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from bench.cluster.assets import Versions, versions
-from bench.conformance.suites import ECHO, GATEWAY_API, Suite, built_in, chosen, suites
-from tools.go_modules import build, build_tests, required, toolchain_missing
+from bench.conformance.suites import ECHO, GATEWAY_API, Suite, built_in, choose_suites, suites
+from tools.go_modules import build, build_tests, go_mod_text, toolchain_missing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ def _made(target: Path, modules: Mapping[str, str], package: str, *, is_test: bo
     """Build one program, which appears only once it is complete."""
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as directory:
         work = Path(directory)
-        (work / "go.mod").write_text(required("conformance", modules))
+        (work / "go.mod").write_text(go_mod_text("conformance", modules))
         made = work / target.name
         if is_test:
             build_tests(package, work, made)
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         "names", nargs="*", metavar="SUITE", help=f"of {', '.join(one.name for one in known)} (default: all)"
     )
     try:
-        wished = chosen(made.parse_args(arguments).names, known)
+        wished = choose_suites(made.parse_args(arguments).names, known)
     except KeyError as unknown:
         made.error(f"there is no suite {unknown}")
     out = built_in(wanted)

@@ -26,10 +26,15 @@ def _rate(metric: str, by: str, *, where: str = "") -> str:
     return f"sum by ({by}) (rate({metric}{where}[$__rate_interval]))"
 
 
+def _increase(metric: str, *, where: str = "") -> str:
+    return f"sum by (route, class, objective) (increase({metric}{where}[$__range]))"
+
+
 def _quantiles(metric: str, by: str = "") -> tuple[tuple[str, str], ...]:
-    labels, name = (f"le, {by}", f" {{{{{by}}}}}") if by else ("le", "")
+    names = "".join(f" {{{{{one}}}}}" for one in by.split(", ") if one)
+    labels = f"le, {by}" if by else "le"
     return tuple(
-        (f"histogram_quantile({share}, {_rate(f'{metric}_bucket', labels)})", f"p{share * 100:g}{name}")
+        (f"histogram_quantile({share}, {_rate(f'{metric}_bucket', labels)})", f"p{share * 100:g}{names}")
         for share in (0.5, 0.99)
     )
 
@@ -87,6 +92,15 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                 "Tenants",
                 "reqps",
                 ((_rate("attache_tenant_requests_total", "tenant, outcome"), "{{tenant}} {{outcome}}"),),
+            ),
+            Panel(
+                "Tokens of tenants",
+                "short",
+                tuple(
+                    (_rate(f"attache_tenant_{kind}_tokens_total", "tenant"), f"{{{{tenant}}}} {kind}")
+                    for kind in ("prompt", "cached", "output")
+                ),
+                "Tokens a second; those of prompts include cached ones.",
             ),
         ),
     ),
@@ -175,6 +189,91 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                         "{{pod}} {{file}}",
                     ),
                 ),
+            ),
+        ),
+    ),
+    (
+        "Objectives",
+        (
+            Panel(
+                "Attained",
+                "percentunit",
+                (
+                    (
+                        _increase("attache_slo_requests_total", where='{result="good"}')
+                        + " / "
+                        + _increase("attache_slo_requests_total"),
+                        "{{route}} {{class}} {{objective}}",
+                    ),
+                ),
+                "Share of requests that met the objective, over the time that is shown.",
+            ),
+            Panel(
+                "Error budget left",
+                "percentunit",
+                (
+                    (
+                        "1 - ("
+                        + _increase("attache_slo_requests_total", where='{result="bad"}')
+                        + " / "
+                        + _increase("attache_slo_requests_total")
+                        + ") / (1 - max by (route, class, objective) (attache_slo_share))",
+                        "{{route}} {{class}} {{objective}}",
+                    ),
+                ),
+                "Over the time that is shown: choose the window of the objective.",
+            ),
+            Panel(
+                "Burn rate",
+                "none",
+                (
+                    (
+                        "("
+                        + _rate("attache_slo_requests_total", "route, class, objective", where='{result="bad"}')
+                        + " / "
+                        + _rate("attache_slo_requests_total", "route, class, objective")
+                        + ") / (1 - max by (route, class, objective) (attache_slo_share))",
+                        "{{route}} {{class}} {{objective}}",
+                    ),
+                ),
+                "1 uses the error budget up in exactly the window.",
+            ),
+            Panel(
+                "Requests that could not be in time",
+                "reqps",
+                (
+                    (
+                        _rate("attache_slo_unmeetable_requests_total", "route, class, result"),
+                        "{{route}} {{class}} {{result}}",
+                    ),
+                ),
+                "Of classes with unmeetable: Refuse.",
+            ),
+            Panel("Time to the first content", "s", _quantiles("attache_request_ttft_seconds", "server, class")),
+            Panel("Time per token", "s", _quantiles("attache_request_tpot_seconds", "server, class")),
+            Panel("Time of whole answers", "s", _quantiles("attache_request_duration_seconds", "server, class")),
+            Panel("Time held by extproc", "s", _quantiles("attache_request_held_seconds", "server, class")),
+        ),
+    ),
+    (
+        "Usage",
+        (
+            Panel(
+                "Cost by tenant",
+                "none",
+                (
+                    (
+                        "sum by (tenant, currency) (rate(attache_cost_micros_total[$__rate_interval])) * 0.0036",
+                        "{{tenant}} {{currency}}",
+                    ),
+                ),
+                "Whole units of the currency an hour.",
+            ),
+            Panel(
+                "Usage rows behind",
+                "s",
+                (("max by (pod) (attache_usage_lag_seconds)", "{{pod}}"),),
+                "How old the end of the oldest request is whose row is not kept.",
             ),
         ),
     ),

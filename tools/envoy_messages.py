@@ -141,7 +141,7 @@ _PYTHON: Final = {
 }
 
 
-def render(described: FileDescriptorSet) -> str:
+def render_stubs(described: FileDescriptorSet) -> str:
     """The whole stub file."""
     messages = [_render_message(message) for file in described.file for message in file.message_type]
     return "\n\n".join([_HEAD, *messages]) + "\n"
@@ -205,12 +205,12 @@ def _render_presence(message: DescriptorProto) -> list[str]:
     return lines
 
 
-def derived() -> dict[Path, bytes]:
+def derived_files() -> dict[Path, bytes]:
     """The derived files, as the installed envoy-data-plane would have them."""
     described = describe()
     return {
         _STREAMS / "messages.binpb": described.SerializeToString(deterministic=True),
-        _STREAMS / "messages.pyi": render(described).encode(),
+        _STREAMS / "messages.pyi": render_stubs(described).encode(),
     }
 
 
@@ -220,7 +220,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file would change")
     is_check = parser.parse_args().check
     status = 0
-    for path, content in derived().items():
+    for path, content in derived_files().items():
         if not is_check:
             path.write_bytes(content)
         elif not path.exists() or path.read_bytes() != content:

@@ -33,7 +33,7 @@ def toolchain_missing() -> str:
     return f"Go {'.'.join(map(str, _GO_NEEDED))} or newer is needed, found {said.strip() or 'none'}"
 
 
-def downloaded(module: str, version: str) -> dict[str, Any]:
+def download_module(module: str, version: str) -> dict[str, Any]:
     """What go says of a module in its cache, into which it is downloaded: ``Dir``, ``GoMod`` and more."""
     answer: dict[str, Any] = json.loads(go(["mod", "download", "-json", f"{module}@v{version}"]))
     return answer
@@ -41,10 +41,10 @@ def downloaded(module: str, version: str) -> dict[str, Any]:
 
 def source(module: str, version: str) -> Path:
     """The directory of a module's files."""
-    return Path(downloaded(module, version)["Dir"])
+    return Path(download_module(module, version)["Dir"])
 
 
-def required(name: str, modules: Mapping[str, str]) -> str:
+def go_mod_text(name: str, modules: Mapping[str, str]) -> str:
     """The go.mod of a module ``name`` that needs ``modules``, each in its version."""
     lines = "".join(f"\t{module} v{version}\n" for module, version in modules.items())
     return f"module {name}\n\ngo 1.26\n\nrequire (\n{lines})\n"

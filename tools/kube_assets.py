@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bench.cluster.assets import BINARIES, Versions, built_in, versions
 from tools.go_modules import build as build_programs
-from tools.go_modules import downloaded, go, required, source, toolchain_missing
+from tools.go_modules import download_module, go, go_mod_text, source, toolchain_missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,7 +66,7 @@ def build(wanted: Versions, out: Path) -> None:
 
 def _build_kubernetes(version: str, work: Path, out: Path) -> None:
     work.mkdir()
-    own = downloaded(_KUBERNETES, version)["GoMod"]
+    own = download_module(_KUBERNETES, version)["GoMod"]
     given = json.loads(go(["mod", "edit", "-json", own]))
     (work / "go.mod").write_text(module_file(given, version))
     programs = [f"{_KUBERNETES}/cmd/{name}" for name in BINARIES if name != "etcd"]
@@ -75,7 +75,7 @@ def _build_kubernetes(version: str, work: Path, out: Path) -> None:
 
 def _build_etcd(version: str, work: Path, out: Path) -> None:
     work.mkdir()
-    (work / "go.mod").write_text(required("etcd", {_ETCD: version}))
+    (work / "go.mod").write_text(go_mod_text("etcd", {_ETCD: version}))
     build_programs([_ETCD], work, out / "etcd", "-s -w")
 
 

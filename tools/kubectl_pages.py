@@ -31,7 +31,7 @@ from controller.kube.resources import (
 )
 
 if TYPE_CHECKING:
-    from bench.cluster.assets import Assets
+    from bench.cluster.assets import ClusterBinaries
     from bench.cluster.control_plane import ControlPlane
     from controller.kube.client import Client
     from controller.kube.resources import Object, Resource
@@ -54,7 +54,7 @@ def with_output(page: str, outputs: dict[str, str]) -> str:
     return _BLOCK.sub(lambda match: f"```text\n$ kubectl {match[1]}\n{outputs[match[1]]}\n```", page)
 
 
-async def collect(plane: ControlPlane, assets: Assets, client: Client, folder: Path) -> dict[str, str]:
+async def collect(plane: ControlPlane, assets: ClusterBinaries, client: Client, folder: Path) -> dict[str, str]:
     """The output of every command on the pages. ``folder``: for the role's directory."""
     await _make_objects(client)
     async with connect(client.access, manager=CONTROLLER) as own:
@@ -63,7 +63,7 @@ async def collect(plane: ControlPlane, assets: Assets, client: Client, folder: P
         role = GatewayRole(own, settings, GatewayMetrics(), election=election)
         running = asyncio.create_task(role.run())
         try:
-            await _until_told(client)
+            await _until_reported(client)
         finally:
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -112,7 +112,7 @@ async def _make_pod(client: Client, name: str, ip: str) -> None:
     await client.merge_patch(PODS, name, NAMESPACE, {"status": status}, subresource="status")
 
 
-async def _until_told(client: Client) -> None:
+async def _until_reported(client: Client) -> None:
     """Until the role has written every status; raises TimeoutError."""
     async with asyncio.timeout(_PATIENCE_S):
         for resource in (GATEWAY_CONFIGS, MODEL_SERVERS, MODEL_ROUTES):
@@ -120,7 +120,7 @@ async def _until_told(client: Client) -> None:
                 await asyncio.sleep(0.1)
 
 
-async def _kubectl(plane: ControlPlane, assets: Assets, command: str) -> str:
+async def _kubectl(plane: ControlPlane, assets: ClusterBinaries, command: str) -> str:
     """What it prints, ages as ``1m``; raises RuntimeError if it fails."""
     words = [str(assets.binary("kubectl")), "--kubeconfig", str(plane.kubeconfig), *shlex.split(command)]
     process = await asyncio.create_subprocess_exec(

@@ -22,7 +22,7 @@ _OLDEST = (3, 11)
 _LISTEN = "127.0.0.1:8080"
 
 
-class Step(NamedTuple):
+class Preparation(NamedTuple):
     """Something that is made once, at ``path``. ``takes``: on two cores. ``disk_gb``: here. ``cache_gb``: in the caches
     of Go, which builds it; 0: it is fetched.
     """
@@ -44,10 +44,11 @@ TARGETS = {
     "test-kube-real": ("venv", "kube"),
     "test-conformance": ("venv", "envoy", "kube", "suites"),
     "test-vllm": ("venv", "envoy", "vllm"),
+    "image": (),
 }
 
 
-def steps(root: Path, environment: Mapping[str, str]) -> dict[str, Step]:
+def steps(root: Path, environment: Mapping[str, str]) -> dict[str, Preparation]:
     """All of them by name. ``environment``: may say where Envoy and Kubernetes are."""
     import tomllib  # noqa: PLC0415 - an older Python has none, and gets a message instead
 
@@ -55,18 +56,20 @@ def steps(root: Path, environment: Mapping[str, str]) -> dict[str, Step]:
     kubernetes, suites = pinned["kubernetes"], pinned["gateway-api"]
     assets = environment.get("KUBEBUILDER_ASSETS") or f".tools/kube-{kubernetes}"
     return {
-        "venv": Step("the Python packages", root / ".venv/ready", "1 to 3 minutes", 0.7),
-        "envoy": Step("Envoy", root / (environment.get("ENVOY") or ".tools/envoy"), "a minute", 0.15),
-        "kube": Step(f"Kubernetes {kubernetes} and etcd, built with Go", root / assets, "10 to 30 minutes", 0.4, 4.2),
-        "suites": Step(
+        "venv": Preparation("the Python packages", root / ".venv/ready", "1 to 3 minutes", 0.7),
+        "envoy": Preparation("Envoy", root / (environment.get("ENVOY") or ".tools/envoy"), "a minute", 0.15),
+        "kube": Preparation(
+            f"Kubernetes {kubernetes} and etcd, built with Go", root / assets, "10 to 30 minutes", 0.4, 4.2
+        ),
+        "suites": Preparation(
             "the conformance suites, built with Go", root / f".tools/conformance-{suites}", "5 to 10 minutes", 0.5, 1.0
         ),
-        "vllm": Step("vLLM and torch", root / ".venv-vllm/ready", "5 to 15 minutes", 6.0),
+        "vllm": Preparation("vLLM and torch", root / ".venv-vllm/ready", "5 to 15 minutes", 6.0),
     }
 
 
 def problems(
-    target: str, words: Sequence[str], missing: Sequence[Step], environment: Mapping[str, str]
+    target: str, words: Sequence[str], missing: Sequence[Preparation], environment: Mapping[str, str]
 ) -> Iterator[str]:
     """What would stop the target, each with what to do. ``words``: its ARGS. ``missing``: what it has to make first."""
     from bench.cluster.netns import NoNamespace, way  # noqa: PLC0415 - as tomllib
@@ -81,6 +84,8 @@ def problems(
         yield f"{lacks_go}: see https://go.dev/doc/install{other}"
     yield from _lacking_space(missing, [] if lacks_go else built)
     yield from _lacking_assets(environment.get("KUBEBUILDER_ASSETS", ""), TARGETS[target])
+    if target == "image" and not any(map(shutil.which, ("docker", "podman"))):
+        yield "there is no docker and no podman: install one, such as with `apt-get install podman`"
     if needs_suites or "--own-network" in words:
         try:
             way()
@@ -93,7 +98,7 @@ def problems(
             yield f"{listen} is in use, where Envoy is to listen: end what listens there (`ss -ltnp` names it){other}"
 
 
-def _lacking_space(missing: Sequence[Step], built: Sequence[Step]) -> Iterator[str]:
+def _lacking_space(missing: Sequence[Preparation], built: Sequence[Preparation]) -> Iterator[str]:
     """By file system: the caches of Go may be on another one."""
     needed = {ROOT: sum(one.disk_gb for one in missing)}
     if built:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autoscalers side by side in virtual time; knows the live autoscaler, peers, lab, virtual."""
+"""Autoscalers compared in virtual time; depends on the live autoscaler, peers, lab, virtual."""

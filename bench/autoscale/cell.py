@@ -13,20 +13,95 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from bench.autoscale.fleet import Bill, Fleet, bill
-from bench.autoscale.loads import Half, load_named, worths
-from bench.autoscale.pictures import Pictures
-from bench.autoscale.policies import Setup, needed, policies_for, policy_named, told_objective, work_by_second
+from bench.autoscale.load_profiles import Half, load_named, worths
+from bench.autoscale.policies import Setup, objective_of, policies_for, policy_named, required_engines, work_by_second
 from bench.reporting.results import Distribution, distribution
+from controller.autoscaler.decision.signals import Signals
+from controller.autoscaler.decision.situation import Engine, EngineState, Situation, TargetSituation
+from controller.autoscaler.decision.speeds import speed_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from bench.autoscale.loads import Load
+    from bench.autoscale.fleet import Replica
+    from bench.autoscale.load_profiles import LoadProfile
     from bench.autoscale.policies import Scaler
     from bench.lab.measures import LatencyObjective
     from bench.reporting.results import RequestResult
     from bench.workload.sessions import Workload
+    from controller.api import autoscaling
+    from controller.autoscaler.decision.gateway_reports import EngineSignal
+    from extproc.api.status_pages import Demand, EngineDemand
+
+# In a namespace of its own, with the ModelServer.
+_GATEWAY: Final = "default/lab"
+
+
+class Pictures:
+    """One ModelServer with one gateway, and the fleet as it is."""
+
+    def __init__(self, objective: autoscaling.LatencyObjective, *, min_replicas: int) -> None:
+        """``min_replicas``: of the first target."""
+        self._objective = objective
+        self._min_replicas = min_replicas
+        self._signals = Signals()
+        self._signals_at_s = 0.0
+        self._servers: tuple[str, ...] = ()
+        self._engines: Mapping[str, EngineDemand] = {}
+
+    def take(self, demand: Demand, now: float) -> None:
+        """A page of the core."""
+        if not self._servers:
+            self._servers = tuple(demand.servers)
+            self._signals.follow(self._servers, now)
+            self._signals.set_gateways([_GATEWAY], now)
+        self._signals.ingest(_GATEWAY, demand, now)
+        self._signals.tick(now)
+        self._signals_at_s = now
+        self._engines = demand.servers[self._servers[0]].engines
+
+    def is_missed(self, fleet: Fleet) -> bool:
+        """Whether a request waits and no replica is there or ordered."""
+        waiting = self._signals.of(self._servers, self._signals_at_s).waiting
+        return waiting.requests > 0 and not any(one.is_wanted for one in fleet.replicas)
+
+    def situation(self, fleet: Fleet, now: float) -> Situation:
+        """At an instant after the first page."""
+        known = self._signals.of(self._servers, now)
+        targets = []
+        for number, variant in enumerate(fleet.variants.values()):
+            spec = variant.target(0 if number else self._min_replicas)
+            mine = [one for one in fleet.replicas if one.target == variant.name and one.gone_at_s is None]
+            said = [self._engines[one.address] for one in mine if one.address in self._engines]
+            targets.append(
+                TargetSituation(
+                    spec=spec,
+                    current=fleet.desired[variant.name],
+                    engines=tuple(_engines(mine, known.engines)),
+                    speed=speed_of(spec.capacity, said),
+                    start_s=variant.start_s,
+                )
+            )
+        return Situation(
+            now_s=now,
+            targets=tuple(targets),
+            traffic=known.traffic,
+            waiting=known.waiting,
+            freshness=known.freshness,
+            objective=self._objective,
+        )
+
+
+def _engines(replicas: Iterable[Replica], said: Mapping[str, EngineSignal]) -> Iterable[Engine]:
+    for one in replicas:
+        state = EngineState.STARTING if one.is_starting else EngineState.READY
+        if one.draining_at_s is not None:
+            state = EngineState.DRAINING
+        signal = said.get(one.address)
+        report = None if signal is None else signal.report
+        yield Engine(one.name, state, one.created_at_s, one.ready_at_s, report)
+
 
 WINDOWS: Final = 12
 
@@ -95,13 +170,13 @@ def overload_to_order_s(need: Sequence[float], orders: Sequence[tuple[float, flo
     return delays
 
 
-# How often the core is asked what it knows.
+# Interval at which the core's demand is read.
 _DEMAND_S: Final = 1.0
 # The share of engines' time at which a fleet counts as overloaded.
 _FULL: Final = 1.0
 # The share of engines' time that the load of the first minute takes of the initial fleet.
 _AT_FIRST: Final = 0.8
-# Scalers see the load for so long before they are obeyed and anything counts: none begins with empty windows.
+# Scalers observe the load for so long before their decisions are applied and measured: none begins with empty windows.
 WARM_UP_S: Final = 60.0
 
 
@@ -126,10 +201,9 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class CellResult(msgspec.Struct, frozen=True, kw_only=True):
-    """``windows``: of the run, by time. ``refused``: requests that got an error. ``lost``: those that nobody answered;
+    """``windows``: of the run, by time. ``refused``: requests that got an error. ``lost``: those without an answer;
     both count as missed. ``to_order_s``: from each overload to the next larger order. ``cpu_s``: what the cell took to
-    run.
-    ``code``: the fingerprint of the code that made it; empty if nobody knows.
+    run. ``code``: the fingerprint of the code that made it; empty if unknown.
     """
 
     cell: Cell
@@ -153,8 +227,8 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
         return sum(one.met for one in self.windows) / max(1, self.requests)
 
 
-def load_of(cell: Cell) -> Load:
-    """The load as the cell wants it."""
+def load_of(cell: Cell) -> LoadProfile:
+    """The cell's load."""
     load = load_named(cell.load)
     if cell.duration_s:
         load = msgspec.structs.replace(load, duration_s=cell.duration_s)
@@ -164,7 +238,7 @@ def load_of(cell: Cell) -> Load:
     return load
 
 
-def kind_first(load: Load, kind: int) -> Load:
+def kind_first(load: LoadProfile, kind: int) -> LoadProfile:
     """The load with another variant as the first: the one that the fleet begins with. Its requests stay."""
     if not kind:
         return load
@@ -177,7 +251,7 @@ def run_cell(cell: Cell, traces: Path) -> CellResult:
     return run_load(cell, load_of(cell), traces)
 
 
-def run_load(cell: Cell, load: Load, traces: Path) -> CellResult:
+def run_load(cell: Cell, load: LoadProfile, traces: Path) -> CellResult:
     """The same with a load that need not be among those with names. Raises TraceInvalid or PolicyUnknown."""
     began = time.process_time()
     policy = policy_named(cell.policy)
@@ -185,7 +259,7 @@ def run_load(cell: Cell, load: Load, traces: Path) -> CellResult:
     load = kind_first(load, policy.kind)
     period_s = cell.period_s or policy.native_period_s
     work = work_by_second(load, workload)
-    need = [float(one) for one in needed(work, _FULL)]
+    need = [float(one) for one in required_engines(work, _FULL)]
     least, initial = load.min_replicas if policy.has_zero else 1, first_replicas(work)
     setup = Setup(load, workload, cell.knob, period_s, least, initial)
     fleet = Fleet(load.variants, {load.variants[0].name: initial}, seed=cell.seed)
@@ -203,7 +277,7 @@ def _drive(fleet: Fleet, scaler: Scaler, setup: Setup) -> None:
     """Plan the ticks: pages each second, decisions each period, until the load ends. What still waits then is served by
     the fleet as it is.
     """
-    pictures = Pictures(told_objective(setup), min_replicas=setup.min_replicas)
+    pictures = Pictures(objective_of(setup), min_replicas=setup.min_replicas)
     load = setup.load
     next_at_s = 0.0
 
@@ -224,7 +298,7 @@ def _drive(fleet: Fleet, scaler: Scaler, setup: Setup) -> None:
 
 def _result(
     cell: Cell,
-    load: Load,
+    load: LoadProfile,
     workload: Workload,
     results: Sequence[RequestResult],
     fleet: Fleet,
@@ -253,11 +327,11 @@ def _result(
     )
 
 
-# Operators ask for so much; of the settings that attain it in tuning, the cheapest is taken.
+# The attainment that operators require; of the settings that reach it in tuning, the cheapest is taken.
 GOAL: Final = 0.95
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ComparisonPlan(msgspec.Struct, frozen=True):
     """What to compare. ``period_s``: between two decisions, of every policy; 0: each has its own. ``seeds``: of the
     held halves; tuning takes half as many, rounded up. ``start_s`` and ``duration_s``: as in Cell.
     """
@@ -281,7 +355,7 @@ class Plan(msgspec.Struct, frozen=True):
         ]
 
 
-class Tuned(msgspec.Struct, frozen=True):
+class TunedPolicy(msgspec.Struct, frozen=True):
     """What tuning has found for a policy: ``knob``, of ``trials`` settings. ``attainment`` and ``cost``: its means over
     the tuning halves of all loads; the cost is of an hour.
     """
@@ -293,7 +367,7 @@ class Tuned(msgspec.Struct, frozen=True):
     trials: int
 
 
-def tuned(results: Iterable[CellResult], goal: float = GOAL) -> dict[str, Tuned]:
+def tune_policies(results: Iterable[CellResult], goal: float = GOAL) -> dict[str, TunedPolicy]:
     """For each policy the cheapest setting that attains the goal in the mean of the loads; if none does, the one that
     attains most. Settings that were run on fewer loads or seeds than others of the policy are left out.
     """
@@ -312,7 +386,7 @@ def tuned(results: Iterable[CellResult], goal: float = GOAL) -> dict[str, Tuned]
     return found
 
 
-def _mean(policy: str, knob: float, results: Sequence[CellResult], trials: int) -> Tuned:
+def _mean(policy: str, knob: float, results: Sequence[CellResult], trials: int) -> TunedPolicy:
     count = len(results)
     attainment = sum(one.attainment for one in results) / count
-    return Tuned(policy, knob, attainment, sum(one.bill.cost / one.hours for one in results) / count, trials)
+    return TunedPolicy(policy, knob, attainment, sum(one.bill.cost / one.hours for one in results) / count, trials)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.autoscale.cell import Cell, CellResult, Plan, run_cell
-from bench.autoscale.loads import LOADS, Half
-from bench.autoscale.page import write_report
+from bench.autoscale.cell import Cell, CellResult, ComparisonPlan, run_cell
+from bench.autoscale.load_profiles import LOADS, Half
 from bench.autoscale.policies import POLICIES, policy_named
+from bench.autoscale.report import write_report
 from bench.lab.lab_command import TRACES
 from bench.lab.runner import worker_pool
 
@@ -36,12 +36,12 @@ _SOURCES: Final = (
     "bench/workload",
     "extproc",
 )
-# These choose cells and tell about them.
+# Modules that only choose cells and format the output; the fingerprint leaves them out.
 _WITHOUT_EFFECT: Final = frozenset(f"bench/autoscale/{name}.py" for name in ("command", "page", "report"))
 
 
 def code_fingerprint(root: Path = _ROOT) -> str:
-    """Twelve hexadecimal digits. A comment changes them as much as a law does: they say that code differs, not how."""
+    """Twelve hexadecimal digits of a digest of the code. A comment changes them as much as a strategy does."""
     found = hashlib.sha256()
     for file in _files(root):
         found.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
@@ -69,12 +69,13 @@ def kept_results(file: Path) -> dict[Cell, CellResult]:
     return found
 
 
-def run_cells(
+def run_grid(
     cells: Sequence[Cell], file: Path, traces: Path, console: Console, *, jobs: int = 2
 ) -> dict[Cell, CellResult]:
     """All results by cell. Raises what the first cell that fails raises; those that ended before are kept.
 
-    ``file``: of kept results. Those that other code made are taken as they are; the console and the report say so.
+    ``file``: of kept results. Results of other versions of the code are used unchanged; the console and the report
+    mention it.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     found = kept_results(file)
@@ -97,14 +98,14 @@ def run_cells(
 
 
 def _ahead(count: int, kept: Iterable[CellResult]) -> str:
-    """For people who wait for the first line."""
+    """A line for the console before the first result."""
     took_s = [one.cpu_s for one in kept]
     each = f"{sum(took_s) / len(took_s):.0f} s of processor time, as those before" if took_s else "seconds to minutes"
     return f"{count} {'cell' if count == 1 else 'cells'} to run, a line for each when it has ended: {each}"
 
 
 def line_of(result: CellResult) -> str:
-    """A cell in a line, for people who wait."""
+    """A cell in a line, for the terminal."""
     cell = result.cell
     return (
         f"{cell.load}/{cell.half} {cell.policy} at {cell.knob:g}, seed {cell.seed}: {result.attainment:.1%} in target, "
@@ -112,7 +113,7 @@ def line_of(result: CellResult) -> str:
     )
 
 
-# The level doubles 20 s after scalers are first obeyed.
+# The level doubles 20 s after decisions of scalers are first applied.
 _QUICK_LOADS: Final = ("quick", "quick-kinds")
 _QUICK_S: Final = 130.0
 _QUICK_START_S: Final = 20.0
@@ -156,17 +157,17 @@ def autoscale(options: argparse.Namespace, console: Console) -> int:
         return _report(options, loads, policies, console)
     if options.quick:
         return _quick(options, policies, console)
-    plan = Plan(loads, policies, options.seeds, options.period, options.start)
+    plan = ComparisonPlan(loads, policies, options.seeds, options.period, options.start)
     cells = [*plan.cells(Half.TUNING), *plan.cells(Half.HELD)]
-    found = run_cells(cells, options.out / "cells.jsonl", options.traces or TRACES, console, jobs=options.jobs)
-    _tell(found.values(), options.out, console)
+    found = run_grid(cells, options.out / "cells.jsonl", options.traces or TRACES, console, jobs=options.jobs)
+    _print_report(found.values(), options.out, console)
     return 0
 
 
 def _report(options: argparse.Namespace, loads: list[str], policies: list[str], console: Console) -> int:
-    """Of the cells with this period and start; others in the file are told of and left out.
+    """Report the cells with this period and start; others in the file are counted and left out.
 
-    A file that ``--quick`` left is taken whole: its cells have a period and a start of their own.
+    A file from ``--quick`` is taken whole: its cells have a period and a start of their own.
     """
     kept = kept_results(options.report)
     wanted = {one.removesuffix("-second") for one in policies}
@@ -178,7 +179,7 @@ def _report(options: argparse.Namespace, loads: list[str], policies: list[str], 
     ]
     if len(mine) < len(kept):
         console.print(f"{len(kept) - len(mine)} of {len(kept)} cells are of other loads, policies, periods or starts")
-    _tell(mine, options.out, console)
+    _print_report(mine, options.out, console)
     return 0
 
 
@@ -187,8 +188,8 @@ def _is_as_asked(cell: Cell, options: argparse.Namespace, loads: list[str]) -> b
 
 
 def _quick(options: argparse.Namespace, policies: list[str], console: Console) -> int:
-    """The middle setting of each policy. The report says that so short a run compares nothing."""
-    plan = Plan(_QUICK_LOADS, policies, 1, options.period, _QUICK_START_S, _QUICK_S)
+    """The middle setting of each policy. The report warns that so short a run compares nothing."""
+    plan = ComparisonPlan(_QUICK_LOADS, policies, 1, options.period, _QUICK_START_S, _QUICK_S)
     cells = [
         one
         for one in plan.cells(Half.HELD)
@@ -196,12 +197,12 @@ def _quick(options: argparse.Namespace, policies: list[str], console: Console) -
     ]
     file = options.out / "quick.jsonl"
     file.unlink(missing_ok=True)
-    found = run_cells(cells, file, options.traces or TRACES, console, jobs=options.jobs)
-    _tell(found.values(), options.out, console)
+    found = run_grid(cells, file, options.traces or TRACES, console, jobs=options.jobs)
+    _print_report(found.values(), options.out, console)
     return 1 if any(one.lost or one.refused for one in found.values()) else 0
 
 
-def _tell(results: Iterable[CellResult], out: Path, console: Console) -> None:
+def _print_report(results: Iterable[CellResult], out: Path, console: Console) -> None:
     report = write_report(results, out)
     for table in report.tables:
         console.print(table.on_terminal())

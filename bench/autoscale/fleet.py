@@ -23,7 +23,7 @@ from bench.virtual.engines import addresses
 from bench.virtual.simulation import Simulation
 from controller.api.autoscaling_binding import ScaleTarget
 from controller.api.common import ObjectReference
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.api.model_server import StaticEndpoint
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Mean(msgspec.Struct, frozen=True):
     output: float
 
 
-class Capacity(msgspec.Struct, frozen=True):
+class EngineCapacity(msgspec.Struct, frozen=True):
     """What one engine can do at its TPOT. ``requests_per_s``: of the mean request. ``output_token_s``: engine time of a
     token of output.
     """
@@ -98,7 +98,7 @@ class Capacity(msgspec.Struct, frozen=True):
     output_token_s: float
 
 
-def capacity(kind: EngineKind, mean: Mean, tpot_s: float) -> Capacity:
+def capacity(kind: EngineKind, mean: Mean, tpot_s: float) -> EngineCapacity:
     """The largest rate of mean requests at which steps are short enough, and no more than all of the time is used."""
     low, high = 0.0, 1 / max(1e-9, prefill_of(kind, mean.uncached, mean.cached))
     for _ in range(_STEPS):
@@ -108,7 +108,7 @@ def capacity(kind: EngineKind, mean: Mean, tpot_s: float) -> Capacity:
         else:
             high = middle
     left = 1 - low * prefill_of(kind, mean.uncached, mean.cached)
-    return Capacity(low, left / max(1e-9, low * mean.output))
+    return EngineCapacity(low, left / max(1e-9, low * mean.output))
 
 
 def prefill_of(kind: EngineKind, uncached: float, cached: float) -> float:
@@ -122,14 +122,14 @@ def _has_steps(kind: EngineKind, mean: Mean, tpot_s: float, rate: float) -> bool
     if left <= 0:
         return False
     held = mean.uncached + mean.cached + mean.output / 2
-    room = min(float(kind.limits.max_num_seqs), kind.limits.num_gpu_blocks * kind.limits.block_size / held)
+    headroom = min(float(kind.limits.max_num_seqs), kind.limits.num_gpu_blocks * kind.limits.block_size / held)
     batch, steps = 1.0, 0.0
     for _ in range(_STEPS):
         count = max(1, round(batch))
         one = StepBatch(requests=count, tokens=count, pairs=0.0, read=round(batch * held), decodes=count)
         steps = left / kind.speed.seconds(one) + rate
         batch = rate * mean.output / steps
-        if batch > room:
+        if batch > headroom:
             return False
     return steps >= 1 / tpot_s
 
@@ -215,7 +215,7 @@ def victims(replicas: Sequence[Replica], count: int, in_flight: dict[str, int]) 
 
 # More addresses than any fleet uses: a replica that is gone does not lend its own to another.
 _ADDRESSES: Final = 2000
-# What waits, waits in front of the engines: a queue that new engines take from. Nobody is refused for waiting.
+# Requests wait in front of the engines, in a queue that new engines take from. None is refused for waiting.
 _FLOW_CONTROL: Final[Mapping[str, Any]] = {
     "timeout": "30m",
     "noEndpointTimeout": "30m",
@@ -227,8 +227,8 @@ _FLOW_CONTROL: Final[Mapping[str, Any]] = {
 _ACTIVATION: Final[Mapping[str, Any]] = {"holdTimeout": "30m", "maxRequests": 100_000, "maxBytes": "64Gi"}
 
 
-class Order(msgspec.Struct, frozen=True):
-    """What a scaler asked for, where that was a change. ``desired``: replicas by target."""
+class ScaleOrder(msgspec.Struct, frozen=True):
+    """A change of a scaler's decision. ``desired``: replicas by target."""
 
     at_s: float
     desired: Mapping[str, int]
@@ -247,7 +247,7 @@ class Fleet:
         """``initial``: replicas by target that serve from the beginning; at least one in all."""
         self.variants = {one.name: one for one in variants}
         self.replicas: list[Replica] = []
-        self.orders = [Order(0.0, {name: initial.get(name, 0) for name in self.variants})]
+        self.orders = [ScaleOrder(0.0, {name: initial.get(name, 0) for name in self.variants})]
         self._kinds = {one.name: one.kind() for one in variants}
         self._rng = random.Random(f"starts/{seed}")
         self._numbers = Counter[str]()
@@ -269,7 +269,7 @@ class Fleet:
         """Have so many replicas of each target: start new ones, or let some go. Targets left out stay as they are."""
         asked = {**self.desired, **desired}
         if asked != self.desired:
-            self.orders.append(Order(now, asked))
+            self.orders.append(ScaleOrder(now, asked))
         changed = False
         for name, count in asked.items():
             wanted = [one for one in self.replicas if one.target == name and one.is_wanted]
@@ -281,7 +281,7 @@ class Fleet:
                     self._let_go(one, now)
                 changed = True
         if changed:
-            self._tell(now)
+            self._set_endpoints(now)
             self.collect(now)
 
     def collect(self, now: float) -> None:
@@ -294,7 +294,7 @@ class Fleet:
         for one in done:
             one.gone_at_s = now
         if done:
-            self._tell(now)
+            self._set_endpoints(now)
             for one in done:
                 self.simulation.remove_engine(one.address)
 
@@ -319,7 +319,7 @@ class Fleet:
             if made.gone_at_s is None:
                 made.ready_at_s = later
                 self.simulation.add_engine(made.address, self._kinds[target])
-                self._tell(later)
+                self._set_endpoints(later)
 
         self.simulation.at(now + self.variants[target].drawn_start_s(self._rng), ready)
 
@@ -329,7 +329,7 @@ class Fleet:
         else:
             replica.draining_at_s = now
 
-    def _tell(self, now: float) -> None:
+    def _set_endpoints(self, now: float) -> None:
         """The core gets the endpoints as they are now, as from the controller."""
         serving = [one for one in self.replicas if one.ready_at_s is not None and one.gone_at_s is None]
         listed = tuple(StaticEndpoint(address=one.address, draining=one.draining_at_s is not None) for one in serving)
@@ -341,4 +341,4 @@ class Fleet:
 
 def _snapshot(engines: list[str]) -> Snapshot:
     more = {"flowControl": dict(_FLOW_CONTROL), "activation": dict(_ACTIVATION)}
-    return load({"lab.yaml": documents(engines, gateway={}, more=more).encode()})
+    return load_snapshot({"lab.yaml": documents(engines, gateway={}, more=more).encode()})

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Autoscalers by name, each with the grid of its knob: the live one, others' (``peers``), a fixed number, the oracle.
 
-It knows each arrival and its lengths, and what they cost an engine (``bench.autoscale.fleet``). It is a bound in one
-sense: nobody else can order before load is seen. It is none in another: costs are those of the mean batch, the needs of
-a window are averaged, and its knob, the share of engines' time to use, is one number for all of a load; a scaler that
-uses engines more exactly can be cheaper.
+The oracle has each arrival with its lengths, and their cost for an engine (``bench.autoscale.fleet``). It is a bound in
+one respect: no other scaler can order replicas before it observes load. It is no bound in another: costs are those of
+the mean batch, the needs of a window are averaged, and its knob, the share of engines' time to use, is one number for a
+whole load; a scaler that uses engines more exactly can be cheaper.
 
 Of several kinds of engine it takes the mix for each second that makes the whole load cheapest, starts included
-(``bench.autoscale.loads``), and orders each kind its own start time ahead.
+(``bench.autoscale.load_profiles``), and orders each kind its own start time ahead.
 
 The grids span what a fleet of the lab's engines can need: a replica that keeps its TPOT runs some 20 requests.
 """
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from bench.autoscale.fleet import capacity, prefill_of
-from bench.autoscale.loads import Load, cheapest_plan, mixes_of
+from bench.autoscale.load_profiles import LoadProfile, cheapest_plan, variant_mixes
 from bench.autoscale.peers.aibrix import AibrixApa
 from bench.autoscale.peers.dynamo import DynamoPlanner
 from bench.autoscale.peers.kthena import Kthena
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class Scaler(Protocol):
-    """Asked once a period. It may remember what it has seen."""
+    """Called once a period. It may keep state."""
 
     def decide(self, situation: Situation) -> Mapping[str, int]:
         """Replicas by target; targets that are left out stay as they are."""
@@ -58,12 +58,12 @@ class Scaler(Protocol):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What a scaler is made for. ``knob``: the value of the policy's knob. ``workload``: for the oracle alone, because
-    nobody else knows what will come. ``min_replicas``: of the first target; the others may have none. ``initial``:
-    replicas of the first target that there are at first.
+    """A scaler's inputs. ``knob``: the value of the policy's knob. ``workload``: future arrivals, for the oracle alone.
+    ``min_replicas``: of the first target; the others may have none. ``initial``: replicas of the first target at the
+    start.
     """
 
-    load: Load
+    load: LoadProfile
     workload: Workload
     knob: float
     period_s: float
@@ -71,11 +71,11 @@ class Setup(msgspec.Struct, frozen=True):
     initial: int = 1
 
 
-# Which percentile of latencies policies are told to keep.
+# The percentile of latencies in the policies' objective.
 PERCENTILE: Final = 90.0
 
 
-def told_objective(setup: Setup, share: float = 1.0) -> LatencyObjective:
+def objective_of(setup: Setup, share: float = 1.0) -> LatencyObjective:
     """The load's objective as a policy has it, or a share of its latencies."""
     asked = setup.load.objective
     return LatencyObjective(
@@ -89,8 +89,8 @@ def _duration(value_s: float) -> Duration:
 
 class Policy(msgspec.Struct, frozen=True):
     """A scaler by name. ``knob``: what is varied, in words; ``grid``: the values to try, which are tuned on.
-    ``native_period_s``: how often its own program decides. ``has_zero``: it can do without any replica, and is asked at
-    once when a request then comes. ``kind``: which of a load's variants its fleet begins with, and is the first for it.
+    ``native_period_s``: how often its own program decides. ``has_zero``: it may scale to zero, and is then called at
+    once when a request arrives. ``kind``: which of a load's variants its fleet begins with, and is the first for it.
     """
 
     name: str
@@ -102,11 +102,11 @@ class Policy(msgspec.Struct, frozen=True):
     kind: int = 0
 
 
-# Arrivals of so long are averaged, so that chance alone calls for nobody.
+# Arrivals are averaged over so long, so that chance alone adds no replica.
 WINDOW_S: Final = 15.0
 
 
-def work_by_second(load: Load, workload: Workload) -> list[float]:
+def work_by_second(load: LoadProfile, workload: Workload) -> list[float]:
     """Engine time, in seconds of the load's first variant, that the arrivals of each second need.
 
     The cached share of a prompt is taken to be the mean's.
@@ -124,7 +124,7 @@ def work_by_second(load: Load, workload: Workload) -> list[float]:
     return seconds
 
 
-def needed(work: Sequence[float], utilization: float, window_s: float = WINDOW_S) -> list[int]:
+def required_engines(work: Sequence[float], utilization: float, window_s: float = WINDOW_S) -> list[int]:
     """Engines that each second's work needs, averaged over a window around it. ``utilization``: the share of an
     engine's time to use.
     """
@@ -173,14 +173,16 @@ def _lead_s(variant: Variant, setup: Setup) -> float:
 
 def _one_kind(setup: Setup, work: Sequence[float]) -> dict[str, list[int]]:
     (one,) = setup.load.variants
-    return {one.name: orders_ahead(needed(work, setup.knob), _lead_s(one, setup), setup.min_replicas)}
+    return {one.name: orders_ahead(required_engines(work, setup.knob), _lead_s(one, setup), setup.min_replicas)}
 
 
 def _several_kinds(setup: Setup, work: Sequence[float]) -> dict[str, list[int]]:
     variants = setup.load.variants
     leads_s = {one.name: _lead_s(one, setup) for one in variants}
     initial = {variants[0].name: setup.initial}
-    plan = cheapest_plan(mixes_of(setup.load, setup.min_replicas), units_needed(work, setup.knob), leads_s, initial)
+    plan = cheapest_plan(
+        variant_mixes(setup.load, setup.min_replicas), units_needed(work, setup.knob), leads_s, initial
+    )
     return {name: orders_ahead([mix[name] for mix in plan], lead_s, 0) for name, lead_s in leads_s.items()}
 
 
@@ -190,7 +192,7 @@ _BEGIN_S: Final = 1_700_000_000.0
 _TO_ZERO: Final = ScaleToZero(idle=Duration("60s"))
 
 
-class Live:
+class LiveAutoscaler:
     """One binding with all variants of the load as its targets."""
 
     def __init__(self, setup: Setup, policy: AutoscalingPolicySpec) -> None:
@@ -214,16 +216,16 @@ class Live:
         return {one.name: one.desired for one in decision.targets if one.desired is not None}
 
 
-def by_headroom(setup: Setup) -> Live:
+def by_headroom(setup: Setup) -> LiveAutoscaler:
     """The load's objective as it is. The knob: for how many times the load of now there is room."""
     work = Strategy(name="Work", work=WorkParameters(headroom=setup.knob))
-    return Live(setup, _policy(setup, told_objective(setup), (work,)))
+    return LiveAutoscaler(setup, _policy(setup, objective_of(setup), (work,)))
 
 
-def by_utilization(setup: Setup) -> Live:
+def by_utilization(setup: Setup) -> LiveAutoscaler:
     """The knob: the utilization of the strategy Work."""
     work = Strategy(name="Work", work=WorkParameters(utilization=setup.knob))
-    return Live(setup, _policy(setup, told_objective(setup), (work,)))
+    return LiveAutoscaler(setup, _policy(setup, objective_of(setup), (work,)))
 
 
 def _policy(setup: Setup, objective: LatencyObjective, strategies: tuple[Strategy, ...]) -> AutoscalingPolicySpec:
@@ -241,23 +243,23 @@ _SECOND_CARRIES: Final = 2.7
 
 
 class OfPeer:
-    """A peer in its loop. ``ask``: what it wants of each target, and what it is to be given the next time."""
+    """A peer in its loop. ``ask``: returns its replicas of each target, and its state for the next call."""
 
     def __init__(self, ask: Callable[[Situation, Any], tuple[Mapping[str, int], Any]]) -> None:
         self._ask = ask
         self._memory: Any = None
 
     def decide(self, situation: Situation) -> Mapping[str, int]:
-        """What the peer wants."""
+        """The peer's replicas."""
         desired, self._memory = self._ask(situation, self._memory)
         return desired
 
 
 def _of_first(peer: Peer[Any]) -> OfPeer:
-    """It knows one kind of engine, and scales the first target."""
+    """It supports one kind of engine, and scales the first target."""
 
     def ask(situation: Situation, memory: object) -> tuple[Mapping[str, int], object]:
-        desired, memory = peer.desired(situation, memory)
+        desired, memory = peer.desired_replicas(situation, memory)
         return {situation.targets[0].name: desired}, memory
 
     return OfPeer(ask)
@@ -290,7 +292,7 @@ def _wva_v2(setup: Setup) -> WvaV2:
 def _slo(setup: Setup) -> Peer[Any]:
     """The two thresholds stay in the original's proportion."""
     up, down = setup.knob, setup.knob * 0.40 / 0.55
-    return KedaSlo(told_objective(setup), up, down, period_s=setup.period_s)
+    return KedaSlo(objective_of(setup), up, down, period_s=setup.period_s)
 
 
 PEER_POLICIES: Final = (
@@ -334,7 +336,7 @@ PEER_POLICIES: Final = (
     ),
     Policy(
         "dynamo",
-        _peer(lambda setup: DynamoPlanner(told_objective(setup, setup.knob), period_s=setup.period_s)),
+        _peer(lambda setup: DynamoPlanner(objective_of(setup, setup.knob), period_s=setup.period_s)),
         "share of the objective",
         (0.6, 0.75, 0.9, 1.0, 1.15),
         5.0,
@@ -350,29 +352,29 @@ def _second(policy: Policy) -> Policy:
     )
 
 
-# Peers that know one kind of engine get, on loads with several, a fleet of the second kind as well.
+# On loads with several kinds of engine, peers that support one also get a fleet of the second kind.
 _ONE_KIND: Final = frozenset({"hpa-running-waiting", "kpa", "llmd-keda", "llmd-slo", "aibrix-apa", "dynamo"})
 SECOND_POLICIES: Final = tuple(_second(one) for one in PEER_POLICIES if one.name in _ONE_KIND)
 
 OURS: Final = "attache"
 # Ours with another strategy is no peer.
 OWN: Final = frozenset({OURS, "attache-utilization"})
-# They know what nobody can.
+# Policies with knowledge of the future.
 BOUNDS: Final = frozenset({"oracle"})
 
 
 class PolicyUnknown(ValueError):
-    """There is no such policy; the message says which there are."""
+    """There is no such policy; the message lists the known ones."""
 
 
-class Fixed:
+class FixedReplicas:
     """Always the same number; of several kinds of engine the cheapest mix that carries as much."""
 
     def __init__(self, setup: Setup) -> None:
         first, *others = setup.load.variants
         self._desired = {first.name: math.ceil(setup.knob)}
         if others:
-            self._desired = mixes_of(setup.load, setup.min_replicas).cheapest(setup.knob)
+            self._desired = variant_mixes(setup.load, setup.min_replicas).cheapest_mix(setup.knob)
 
     def decide(self, situation: Situation) -> Mapping[str, int]:
         """The knob."""
@@ -384,7 +386,7 @@ _POLICIES: Final = (
     Policy(OURS, by_headroom, "headroom", (1.0, 1.25, 1.5, 2.0, 3.0), 5.0, has_zero=True),
     Policy("attache-utilization", by_utilization, "utilization", (0.5, 0.6, 0.7, 0.8, 0.9), 5.0, has_zero=True),
     *PEER_POLICIES,
-    Policy("fixed", Fixed, "replicas", (4, 6, 8, 10, 12), 5.0),
+    Policy("fixed", FixedReplicas, "replicas", (4, 6, 8, 10, 12), 5.0),
     Policy("oracle", Oracle, "share of engines' time", (0.8, 0.95, 1.1, 1.25, 1.4), 5.0, has_zero=True),
 )
 POLICIES: Final[Mapping[str, Policy]] = MappingProxyType({each.name: each for each in _POLICIES})

@@ -1,26 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab's tables: cost and attainment of each load, who dominates whom, what equal attainment costs."""
+"""The lab's report: cost and attainment of each load, which policies dominate others, the cost of equal attainment.
+
+Tables, a page in Markdown, and a plot of cost against attainment; the page names what has not been run.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
 
-from bench.autoscale.cell import GOAL, CellResult
-from bench.autoscale.policies import BOUNDS, OURS, OWN, policy_named
-from bench.reporting.pages import Table
+from bench.autoscale.cell import GOAL, CellResult, TunedPolicy, tune_policies
+from bench.autoscale.load_profiles import LOADS, Half, load_named
+from bench.autoscale.policies import BOUNDS, OURS, OWN, POLICIES, policies_for, policy_named
+from bench.reporting.pages import Table, figure
 from bench.reporting.results import Interval, mean_interval, nearest_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
-    from bench.autoscale.cell import Tuned
+    from matplotlib.axes import Axes
+
+    from bench.autoscale.cell import Cell
 
 _DRAWS: Final = 1000
 
@@ -66,7 +74,7 @@ def cost_at(frontier: Sequence[Spot], attainment: float) -> float | None:
     Only settings that no cheaper one of the same policy surpasses count, and between two of them the straight line. An
     attainment below all of them costs what the cheapest costs.
     """
-    best = unsurpassed(frontier)
+    best = pareto_front(frontier)
     if not best or attainment > best[-1].attainment:
         return None
     if attainment <= best[0].attainment:
@@ -78,7 +86,7 @@ def cost_at(frontier: Sequence[Spot], attainment: float) -> float | None:
     return None
 
 
-def unsurpassed(spots: Sequence[Spot]) -> list[Spot]:
+def pareto_front(spots: Sequence[Spot]) -> list[Spot]:
     """Those that attain more than every cheaper one, by cost."""
     best: list[Spot] = []
     for one in sorted(spots, key=lambda one: (one.cost, -one.attainment)):
@@ -151,7 +159,7 @@ class Line(msgspec.Struct, frozen=True):
     is_hindsight: bool = False
 
 
-class Equal(msgspec.Struct, frozen=True):
+class EqualAttainment(msgspec.Struct, frozen=True):
     """Our cost against a load's peers at our attainment. ``extra``: by peer, our cost over its, minus 1; None: it never
     attains as much. ``low`` and ``high``: the 95% interval of the extra over the best peer; minus infinity where that
     peer does not attain as much.
@@ -188,7 +196,7 @@ def lines_of(results: Iterable[CellResult]) -> dict[str, dict[str, list[Line]]]:
     return found
 
 
-def chosen(lines: Mapping[str, Sequence[Line]], settings: Mapping[str, Tuned]) -> dict[str, Line]:
+def chosen_settings(lines: Mapping[str, Sequence[Line]], settings: Mapping[str, TunedPolicy]) -> dict[str, Line]:
     """Of each policy the line at the setting that tuning gave it; without tuning the best one, in hindsight.
 
     A policy whose tuned setting was not run on the load is left out.
@@ -238,7 +246,7 @@ def _cells(policy: str, line: Line) -> list[str]:
     ]
 
 
-def unanswered(lines: Mapping[str, Mapping[str, Sequence[Line]]]) -> list[str]:
+def describe_failures(lines: Mapping[str, Mapping[str, Sequence[Line]]]) -> list[str]:
     """Policies that refused or lost requests, in sentences."""
     said = []
     for load, policies in lines.items():
@@ -262,18 +270,18 @@ def _is_peer(policy: str) -> bool:
     return policy not in BOUNDS and policy not in OWN
 
 
-def equal_attainment(ours: Line, lines: Mapping[str, Sequence[Line]]) -> Equal:
+def equal_attainment(ours: Line, lines: Mapping[str, Sequence[Line]]) -> EqualAttainment:
     """``lines``: of all policies at all their settings on the held half, which is kinder to peers than to us."""
     peers = {policy: each for policy, each in lines.items() if _is_peer(policy)}
     extra = {policy: extra_cost(ours.spot, [one.spot for one in each]) for policy, each in peers.items()}
-    found = Equal(ours, extra)
+    found = EqualAttainment(ours, extra)
     if found.best is None:
         return found
     low, high = extra_interval(ours.results, [one.results for one in peers[found.best[0]]])
     return msgspec.structs.replace(found, low=low, high=high)
 
 
-def summary_table(equals: Sequence[Equal], dominated: Mapping[str, Sequence[str]]) -> Table:
+def summary_table(equals: Sequence[EqualAttainment], dominated: Mapping[str, Sequence[str]]) -> Table:
     """A row for each load."""
     rows = []
     for one in equals:
@@ -291,7 +299,7 @@ def _bound(value: float) -> str:
     return "out of its reach" if value == -math.inf else f"{value:+.0%}"
 
 
-def equal_table(equals: Sequence[Equal]) -> Table:
+def equal_table(equals: Sequence[EqualAttainment]) -> Table:
     """Our cost against each peer's: a row a peer, a column a load."""
     peers = sorted({peer for one in equals for peer in one.extra})
     rows = [[peer, *(_extra(one.extra[peer]) if peer in one.extra else "" for one in equals)] for peer in peers]
@@ -302,7 +310,7 @@ def _extra(value: float | None) -> str:
     return "never" if value is None else f"{value:+.0%}"
 
 
-def tuning_table(settings: Mapping[str, Tuned]) -> Table:
+def tuning_table(settings: Mapping[str, TunedPolicy]) -> Table:
     """What each policy was set to."""
     rows = [
         (
@@ -318,8 +326,8 @@ def tuning_table(settings: Mapping[str, Tuned]) -> Table:
     return Table("Tuning", ["policy", "what is set", "to", "of settings", "in target", "cost/h"], rows)
 
 
-def verdict(equals: Sequence[Equal], dominated: Mapping[str, Sequence[str]]) -> list[str]:
-    """Whether what we promise holds, in sentences; each failure is told."""
+def verdict(equals: Sequence[EqualAttainment], dominated: Mapping[str, Sequence[str]]) -> list[str]:
+    """Whether our promises hold, in sentences, with each failure."""
     said = []
     for load, peers in dominated.items():
         if peers:
@@ -334,6 +342,228 @@ def verdict(equals: Sequence[Equal], dominated: Mapping[str, Sequence[str]]) -> 
         word = "holds" if mean <= -LESS_IN_THE_MEAN else "FAILS"
         said.append(f"15% less than the best peer at equal attainment, in the mean of the loads: {word} ({mean:+.1%}).")
         worse = {load: extra for load, extra in best.items() if extra > MORE_IN_A_CELL}
-        told = ", ".join(f"{load} {extra:+.1%}" for load, extra in worse.items())
-        said.append(f"At most 3% more on any load: {'FAILS: ' + told if worse else 'holds'}.")
+        message = ", ".join(f"{load} {extra:+.1%}" for load, extra in worse.items())
+        said.append(f"At most 3% more on any load: {'FAILS: ' + message if worse else 'holds'}.")
     return said
+
+
+_COLUMNS: Final = 3
+# Colours that differ also for people who see few of them, then by lightness.
+_COLOURS: Final = (
+    "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#8c564b", "#7f7f7f", "#bcbd22", "#9467bd", "#17becf",
+)  # fmt: skip
+_OURS: Final = "#0033cc"
+_SECOND: Final = "-second"
+# Settings below this, and below those that are judged, are outside the panel, so that the others can be distinguished.
+_FLOOR: Final = 60.0
+
+
+def write_plot(
+    loads: Mapping[str, Mapping[str, Sequence[Line]]], tuned: Mapping[str, Mapping[str, Line]], file: Path
+) -> None:
+    """As PNG. ``tuned``: the setting of each policy that tuning chose, which gets a larger mark."""
+    columns = min(_COLUMNS, len(loads))
+    rows = math.ceil(len(loads) / columns)
+    with figure(file, rows=rows, columns=columns, size_inches=(max(9, 5 * columns), 4 * rows + 1.2)) as panels:
+        for axes, (load, policies) in zip(panels, loads.items(), strict=False):
+            for policy, lines in policies.items():
+                _draw(axes, policy, lines, tuned[load].get(policy))
+            axes.set_title(load)
+            axes.set_xlabel("cost an hour, in the first kind's replicas")
+            axes.set_ylabel("requests in target, %")
+            judged = [100 * one.spot.attainment - 2 for one in tuned[load].values()]
+            axes.set_ylim(max(0.0, min([_FLOOR, *judged])), 100.8)
+        for axes in panels[len(loads) :]:
+            axes.set_axis_off()
+        _add_legend(panels[0], {policy for policies in loads.values() for policy in policies})
+
+
+def _draw(axes: Axes, policy: str, lines: Sequence[Line], chosen: Line | None) -> None:
+    """Every setting as a dot; a line along those that no cheaper one surpasses."""
+    look = _line_style(policy)
+    spots = [one.spot for one in lines]
+    axes.plot([one.cost for one in spots], [100 * one.attainment for one in spots], ".", color=look["color"], alpha=0.6)
+    best = pareto_front(spots)
+    axes.plot([one.cost for one in best], [100 * one.attainment for one in best], **look)
+    if chosen is not None:
+        size = 11 if policy == OURS else 8
+        axes.plot(
+            [chosen.spot.cost], [100 * chosen.spot.attainment], "o", color=look["color"], markersize=size, zorder=4
+        )
+
+
+def _line_style(policy: str) -> dict[str, Any]:
+    """The same for a policy in every panel."""
+    name = policy.removesuffix(_SECOND)
+    if name in OWN:
+        return {
+            "color": _OURS,
+            "linewidth": 3.0 if name == OURS else 1.5,
+            "linestyle": "-" if name == OURS else "--",
+            "zorder": 3,
+        }
+    if name in BOUNDS:
+        return {"color": "black", "linewidth": 1.5, "linestyle": ":"}
+    others = [one for one in POLICIES if one not in OWN and one not in BOUNDS]
+    style = "--" if policy.endswith(_SECOND) else "-"
+    return {"color": _COLOURS[others.index(name) % len(_COLOURS)], "linewidth": 1.2, "linestyle": style}
+
+
+def _add_legend(axes: Axes, policies: Iterable[str]) -> None:
+    """Below all panels, so that it covers nothing."""
+    from matplotlib.lines import Line2D  # noqa: PLC0415 - as bench.reporting.pages does, which says why
+
+    present = set(policies)
+    order = [one for name in POLICIES for one in (name, name + _SECOND) if one in present]
+    handles = [Line2D([], [], label=one, **_line_style(one)) for one in order]
+    handles.append(
+        Line2D([], [], color="grey", marker="o", linestyle="", markersize=8, label="the setting that is judged")
+    )
+    axes.figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=9)
+
+
+_WIDTH: Final = 118
+_UNKNOWN: Final = "unknown code"
+
+
+class NothingToReport(ValueError):
+    """There is no cell of a held-back half, so there is nothing to report."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """``page``: Markdown. ``tables``: those of it, for a terminal. ``said``: the verdict, in sentences. ``settings``:
+    chosen by tuning. ``loads``: lines by load and policy, a line for each setting; ``judged``: the one that is judged.
+    """
+
+    page: str
+    tables: Sequence[Table]
+    said: Sequence[str]
+    settings: Mapping[str, TunedPolicy]
+    loads: Mapping[str, Mapping[str, Sequence[Line]]]
+    judged: Mapping[str, Mapping[str, Line]]
+
+
+def write_report(results: Iterable[CellResult], out: Path) -> Report:
+    """Raises NothingToReport. Writes ``autoscale.md``, ``autoscale.png`` and ``tuned.json`` into ``out``."""
+    report = report_of(results)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "autoscale.md").write_text(report.page)
+    (out / "tuned.json").write_bytes(msgspec.json.format(msgspec.json.encode(report.settings)))
+    write_plot(report.loads, report.judged, out / "autoscale.png")
+    return report
+
+
+def report_of(results: Iterable[CellResult]) -> Report:
+    """Raises NothingToReport. ``results``: of one period and one start time."""
+    each = sorted(results, key=lambda one: list(LOADS).index(one.cell.load) if one.cell.load in LOADS else -1)
+    held = [one for one in each if one.cell.half is Half.HELD]
+    if not held:
+        msg = "there is nothing to report: no cell of a held-back half is among those that were asked for"
+        raise NothingToReport(msg)
+    settings = tune_policies(one for one in each if one.cell.half is Half.TUNING)
+    found = lines_of(held)
+    loads = {load: found[load] for load in dict.fromkeys(one.cell.load for one in held)}
+    mine = {load: chosen_settings(policies, settings) for load, policies in loads.items()}
+    equals = [equal_attainment(lines[OURS], loads[load]) for load, lines in mine.items() if OURS in lines]
+    dominated = {load: dominators(lines) for load, lines in mine.items() if OURS in lines}
+    missing = _missing(each)
+    said = [*_judgement(each, equals, dominated, is_whole=not missing), *describe_failures(loads), *_mixed(each)]
+    tables = [summary_table(equals, dominated), equal_table(equals)] if equals else []
+    tables += [load_table(load, lines) for load, lines in mine.items()]
+    if settings:
+        tables.append(tuning_table(settings))
+    wrapped = (line for one in said for line in _bullet(one))
+    page = ["# Autoscalers in the lab", "", *_preface(each), "", "![Cost against attainment](autoscale.png)", ""]
+    page += ["## What holds", "", *wrapped, ""]
+    for table in tables:
+        page += [f"## {table.title}", "", *table.as_markdown(), ""]
+    page += ["## What was not run", "", *(missing or ["Everything was run."]), ""]
+    return Report("\n".join(page), tables, said, settings, loads, mine)
+
+
+def _judgement(
+    results: Sequence[CellResult],
+    equals: Sequence[EqualAttainment],
+    dominated: Mapping[str, Sequence[str]],
+    *,
+    is_whole: bool,
+) -> list[str]:
+    duration_s = results[0].cell.duration_s
+    if duration_s:
+        return [f"Nothing can be said: excerpts of {duration_s:g} s show that everything runs, and compare nothing."]
+    if not equals:
+        return [f"Nothing can be said: no cell of {OURS} has been run."]
+    caution = [] if is_whole else ["CAUTION: not everything was run; what is missing is told below."]
+    return [*verdict(equals, dominated), *caution]
+
+
+def _bullet(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="- ", subsequent_indent="  ")
+
+
+def _preface(results: Sequence[CellResult]) -> list[str]:
+    cell = results[0].cell
+    period = f"each {cell.period_s:g} s" if cell.period_s else "as often as its own program does"
+    seeds = len({one.cell.seed for one in results if one.cell.half is Half.HELD})
+    tuning = list(dict.fromkeys(one.cell.load for one in results if one.cell.half is Half.TUNING))
+    told = [
+        f"Every policy decides {period}. {seeds} {'seed' if seeds == 1 else 'seeds'} of the held-back halves.",
+        f"Each policy has one setting for all loads: the cheapest on the tuning halves with {GOAL:.0%} of requests in",
+        "target, or the one that attained most. A setting with a star was not tuned: it is the best one on that load.",
+        "",
+        *textwrap.wrap(f"Tuned on: {', '.join(tuning) or 'nothing'}.", _WIDTH),
+        "",
+        "- in target: requests that met both targets; refused and lost ones did not. 95%: by bootstrap over windows of",
+        "  the runs and seeds. The first minute, in which nobody is obeyed, does not count.",
+        "- cost/h: what the replicas cost, from their order to their end, in replicas of the first kind of engine.",
+        "- our cost against a peer: at our attainment, on the straight line between the peer's settings on that load.",
+        "- orders/h, turns/h: orders, and orders in the direction against the one before.",
+        "- to order: seconds from more need than replicas ordered to the next larger order; median and p99.",
+        "- wasted GPU h: of replicas that were starting or draining, of one run.",
+        "- oracle: knows the future, and is no peer. fixed: a fleet of one size, known beforehand.",
+    ]
+    if any(len(load_named(one.cell.load).variants) > 1 for one in results):
+        told += [
+            (
+                "- names with -second: peers that know one kind of engine scale a fleet of the first kind; under such a"
+                " name,"
+            ),
+            "  one of the second kind. wva-v1, wva-v2 and kthena choose among kinds by their own rules.",
+        ]
+    return told
+
+
+def _mixed(results: Sequence[CellResult]) -> list[str]:
+    """That cells come from several states of the code, if they do."""
+    codes = Counter(one.code or _UNKNOWN for one in results)
+    if len(codes) == 1 and _UNKNOWN not in codes:
+        return []
+    message = ", ".join(f"{count} by {code}" for code, count in codes.most_common())
+    word = "differ in the code that made them" if len(codes) > 1 else "do not say which code made them"
+    return [f"CAUTION: cells {word}: {message}."]
+
+
+def _missing(results: Sequence[CellResult]) -> list[str]:
+    """What would be there if all had been run, by load."""
+    there: Mapping[tuple[str, Half], set[Cell]] = defaultdict(set)
+    for one in results:
+        there[one.cell.load, one.cell.half].add(one.cell)
+    seeds = {half: {one.cell.seed for one in results if one.cell.half is half} for half in Half}
+    absent = [one for one in LOADS if not there[one, Half.HELD]]
+    told = _bullet(f"no held-back half of: {', '.join(absent)}.") if absent else []
+    for (load, half), cells in there.items():
+        if not cells:
+            continue
+        parts = []
+        for policy in policies_for(POLICIES, len(load_named(load).variants)):
+            if policy in BOUNDS and half is Half.TUNING:
+                continue
+            run = {(one.knob, one.seed) for one in cells if one.policy == policy}
+            lacking = sorted({(knob, seed) for knob in policy_named(policy).grid for seed in seeds[half]} - run)
+            if not run:
+                parts.append(policy)
+            elif lacking:
+                parts.append(f"{len(lacking)} of {policy}'s {len(lacking) + len(run)}")
+        if parts:
+            told += _bullet(f"{load}, {half} half: {', '.join(parts)}.")
+    return told

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import uvloop
 from rich.console import Console
 
-from bench.cluster.assets import ROOT, Assets, AssetsMissing, find_assets
+from bench.cluster.assets import ROOT, AssetsMissing, ClusterBinaries, find_assets
 from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, apply_crds, running_control_plane
 from bench.cluster.netns import NoNamespace, enter, host_address, pod_range
 from bench.cluster.node.node import gpu_node, running_nodes
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None, prog: str = "bench.cluster") -> int
     return 0
 
 
-async def _stay(assets: Assets, options: argparse.Namespace, console: Console) -> None:
+async def _stay(assets: ClusterBinaries, options: argparse.Namespace, console: Console) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
@@ -122,7 +122,7 @@ def _address(range_: str | None) -> str:
     return "127.0.0.1" if range_ is None else host_address(range_)
 
 
-async def _apply(plane: ControlPlane, assets: Assets, folder: Path) -> None:
+async def _apply(plane: ControlPlane, assets: ClusterBinaries, folder: Path) -> None:
     """As a user does; raises StartFailed."""
     words = ["--kubeconfig", str(plane.kubeconfig), "apply", "-k", str(folder)]
     process = await asyncio.create_subprocess_exec(
@@ -133,7 +133,7 @@ async def _apply(plane: ControlPlane, assets: Assets, folder: Path) -> None:
         raise StartFailed(f"kubectl apply -k {folder} failed: {said.decode()}")
 
 
-def _welcome(plane: ControlPlane, assets: Assets, nodes: Sequence[str]) -> str:
+def _welcome(plane: ControlPlane, assets: ClusterBinaries, nodes: Sequence[str]) -> str:
     kubectl = assets.binary("kubectl") if assets.has("kubectl") else "kubectl"
     return f"""\
 Kubernetes is up at {plane.admin.server}, with {", ".join(nodes)}. In another terminal:

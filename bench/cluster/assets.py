@@ -36,7 +36,7 @@ class AssetsMissing(Exception):
     """There is no control plane on this machine; the message says how to get one."""
 
 
-class Assets(msgspec.Struct, frozen=True):
+class ClusterBinaries(msgspec.Struct, frozen=True):
     """A directory with binaries, and beside them others' CRDs if ``make kube-assets`` made it."""
 
     directory: Path
@@ -73,10 +73,10 @@ def built_in(root: Path = ROOT) -> Path:
     return root / ".tools" / f"kube-{versions().kubernetes}"
 
 
-def find_assets(environment: Mapping[str, str] = os.environ, root: Path = ROOT) -> Assets:
+def find_assets(environment: Mapping[str, str] = os.environ, root: Path = ROOT) -> ClusterBinaries:
     """``KUBEBUILDER_ASSETS`` if it is set, else what ``make kube-assets`` has built; raises AssetsMissing."""
     given = environment.get("KUBEBUILDER_ASSETS", "")
-    assets = Assets(Path(given) if given else built_in(root))
+    assets = ClusterBinaries(Path(given) if given else built_in(root))
     for name in _NEEDED:
         assets.binary(name)
     return assets

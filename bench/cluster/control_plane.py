@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -18,8 +19,8 @@ import msgspec
 import yaml
 
 from bench.cluster.certificates import Authority, signing_key, write_private
-from bench.stack.processes import Processes, free_ports
-from controller.kube.access import Access
+from bench.stack.processes import Processes, StartFailed, free_ports
+from controller.kube.access import ClusterAccess
 from controller.kube.client import Client, connect
 from controller.kube.errors import ClusterError
 from controller.kube.resources import CRDS, NAMESPACES, SERVICE_ACCOUNTS
@@ -27,12 +28,12 @@ from controller.kube.resources import CRDS, NAMESPACES, SERVICE_ACCOUNTS
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
 
-    from bench.cluster.assets import Assets
+    from bench.cluster.assets import ClusterBinaries
     from controller.kube.client import Client
     from controller.kube.resources import Object
 
 
-def write_kubeconfig(path: Path, access: Access) -> Path:
+def write_kubeconfig(path: Path, access: ClusterAccess) -> Path:
     """A kubeconfig with one cluster, one user and one context; it may hold a token, so only its owner may read it."""
     cluster: dict[str, object] = {"server": access.server}
     if access.ca:
@@ -51,14 +52,14 @@ def write_kubeconfig(path: Path, access: Access) -> Path:
     return write_private(path, yaml.safe_dump(content, sort_keys=False))
 
 
-_SERVED_S: Final = 30.0
+_SERVED_S: Final = 60.0
 _PAUSE_S: Final = 0.05
 
 
 async def apply_crds(client: Client, folders: Iterable[Path]) -> int:
     """Apply all CRDs in these folders and below, as far as they exist; how many there were.
 
-    Raises ClusterError, and TimeoutError if one is not served after half a minute.
+    Raises ClusterError, and StartFailed if one is not served after a minute.
     """
     found = [one for folder in folders for one in await asyncio.to_thread(_crds_in, folder)]
     await asyncio.gather(*(_apply(client, one) for one in found))
@@ -68,9 +69,13 @@ async def apply_crds(client: Client, folders: Iterable[Path]) -> int:
 async def _apply(client: Client, crd: Object) -> None:
     name = crd["metadata"]["name"]
     await client.apply(CRDS, crd, force=True)
-    async with asyncio.timeout(_SERVED_S):
-        while not _is_served(await client.get(CRDS, name)):  # noqa: ASYNC110  the server says it by the object alone
-            await asyncio.sleep(_PAUSE_S)
+    try:
+        async with asyncio.timeout(_SERVED_S):
+            while not _is_served(await client.get(CRDS, name)):  # noqa: ASYNC110  only the object shows it
+                await asyncio.sleep(_PAUSE_S)
+    except TimeoutError:
+        message = "the machine may be too busy: end what else runs on it, and try again"
+        raise StartFailed(f"the API server does not serve {name} after {_SERVED_S:g} s; {message}") from None
 
 
 def _is_served(crd: Object) -> bool:
@@ -88,6 +93,9 @@ def _crds_in(folder: Path) -> list[Object]:
 # the parser in C is ten times faster, where PyYAML was built with it
 _Loader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
+log = logging.getLogger(__name__)
+# Between two looks for processes that have ended.
+_RESTART_S: Final = 1.0
 API_SERVER: Final = "kube-apiserver"
 CONTROLLERS: Final = "kube-controller-manager"
 SCHEDULER: Final = "kube-scheduler"
@@ -96,7 +104,7 @@ ADMIN: Final = "admin"
 NOBODY: Final = "nobody"
 _MANAGER: Final = "bench"
 _FRONT_PROXY: Final = "front-proxy"
-# users of the token file and their groups; Kubernetes' own roles know the names that begin with system:
+# users of the token file and their groups; Kubernetes' own roles bind the names that begin with system:
 _USERS: Final[Mapping[str, str]] = {
     ADMIN: "system:masters",
     NOBODY: "",
@@ -108,9 +116,8 @@ _USERS: Final[Mapping[str, str]] = {
 class ControlPlaneOptions(msgspec.Struct, frozen=True):
     """Which parts run. Without controllers there is no garbage collection, no Deployment, no EndpointSlice.
 
-    ``node_lifecycle``: nodes whose Lease is not renewed for ``node_grace_s`` become Unknown, and lose their pods when
-    the pods' tolerations say so (5 minutes, unless a pod says otherwise).
-    ``address``: where the API server listens.
+    ``node_lifecycle``: nodes whose Lease is not renewed for ``node_grace_s`` become Unknown, and their pods are evicted
+    after the pods' tolerations (by default 5 minutes). ``address``: where the API server listens.
     """
 
     controllers: bool = True
@@ -125,13 +132,13 @@ class ControlPlane(msgspec.Struct, frozen=True):
 
     processes: Processes
     directory: Path
-    admin: Access
-    nobody: Access
+    admin: ClusterAccess
+    nobody: ClusterAccess
     kubeconfig: Path
     options: ControlPlaneOptions
 
     async def stop_api(self) -> None:
-        """Kill the API server; its data stays in etcd. (Asked politely, it waits for its watches, up to a minute.)"""
+        """Kill the API server; its data stays in etcd. (On SIGTERM it would wait for its watches, up to a minute.)"""
         await self.processes.end(API_SERVER, signal.SIGKILL)
 
     async def start_api(self) -> None:
@@ -152,7 +159,7 @@ class ControlPlane(msgspec.Struct, frozen=True):
 @contextlib.asynccontextmanager
 async def running_control_plane(
     directory: Path,
-    assets: Assets,
+    assets: ClusterBinaries,
     options: ControlPlaneOptions = ControlPlaneOptions(),  # noqa: B008 - frozen
 ) -> AsyncIterator[ControlPlane]:
     """Start it in ``directory`` and wait until it is ready; end it on the way out, API server before etcd.
@@ -180,17 +187,31 @@ async def running_control_plane(
             await processes.wait_ready(CONTROLLERS, _HasAccounts(client))
         if options.scheduler:
             await processes.start(SCHEDULER, commands[SCHEDULER])
+        restarts = asyncio.create_task(_restart_ended(processes, tuple(commands)))
         try:
             yield ControlPlane(processes, directory, access[ADMIN], access[NOBODY], kubeconfigs[ADMIN], options)
         finally:
+            restarts.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await restarts
             # an API server waits for its clients' watches, so they go first, even if it was restarted since
             for name in (SCHEDULER, CONTROLLERS):
                 if processes.is_running(name):
                     await processes.end(name)
 
 
+async def _restart_ended(processes: Processes, names: Iterable[str]) -> None:
+    """Start again what ends by itself, until cancelled, as a scheduler does without its API server for a minute."""
+    while True:
+        await asyncio.sleep(_RESTART_S)
+        for name in names:
+            if processes.has_ended(name):
+                log.warning("%s has ended, and is started again", name)
+                await processes.restart(name, signal.SIGTERM)
+
+
 class _Files:
-    """Certificates, keys and tokens, made anew for each control plane."""
+    """Certificates, keys and tokens, created for each control plane."""
 
     def __init__(self, directory: Path, address: str) -> None:
         self._directory = directory
@@ -199,7 +220,7 @@ class _Files:
         names = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
         certificate, key = authority.issue("kube-apiserver", [address, "10.0.0.1"], names)
         private, public = signing_key()
-        # another authority than that of the server: who has this certificate may speak for anybody
+        # not the server's authority: a holder of this certificate may impersonate any user
         front = Authority(datetime.now(UTC))
         front_certificate, front_key = front.issue(_FRONT_PROXY)
         self._tokens = {user: secrets.token_urlsafe(24) for user in _USERS}
@@ -214,19 +235,19 @@ class _Files:
         self.front_key = write_private(directory / "front-key.pem", front_key)
         self.tokens = write_private(directory / "tokens.csv", "\n".join(lines) + "\n")
 
-    def access(self, user: str, server: str) -> Access:
-        return Access(server, ca=self._ca, token=self._tokens[user])
+    def access(self, user: str, server: str) -> ClusterAccess:
+        return ClusterAccess(server, ca=self._ca, token=self._tokens[user])
 
     def kubeconfig(self, user: str) -> Path:
         name = "kubeconfig" if user == ADMIN else f"{user.removeprefix('system:')}.kubeconfig"
         return self._directory / name
 
 
-def _etcd(assets: Assets, directory: Path, port: int, peer: int) -> list[str]:
+def _etcd(assets: ClusterBinaries, directory: Path, port: int, peer: int) -> list[str]:
     url, peers = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer}"
     return [
-        # as kubeadm's: without it watches of kinds that never changed get no bookmark, and clients think them dead.
-        # Not as a flag, because etcd before 3.6 refuses to start with it.
+        # as kubeadm's: without it watches of kinds that never changed get no bookmark, and clients reopen them. Not as
+        # a flag, because etcd before 3.6 refuses to start with it.
         *("env", "ETCD_WATCH_PROGRESS_NOTIFY_INTERVAL=5s"),
         str(assets.binary(ETCD)),
         *("--name", "bench", "--data-dir", str(directory / "etcd"), "--log-level", "warn"),
@@ -236,8 +257,10 @@ def _etcd(assets: Assets, directory: Path, port: int, peer: int) -> list[str]:
     ]
 
 
-def _api_server(assets: Assets, files: _Files, port: int, etcd: int, options: ControlPlaneOptions) -> list[str]:
-    # nobody makes service accounts without controllers, and pods must not wait for them
+def _api_server(
+    assets: ClusterBinaries, files: _Files, port: int, etcd: int, options: ControlPlaneOptions
+) -> list[str]:
+    # without controllers no service account is created, and pods must not wait for them
     without = [] if options.controllers else ["--disable-admission-plugins=ServiceAccount"]
     return [
         str(assets.binary(API_SERVER)),
@@ -255,7 +278,7 @@ def _api_server(assets: Assets, files: _Files, port: int, etcd: int, options: Co
         f"--service-account-key-file={files.account_public}",
         f"--service-account-signing-key-file={files.account_key}",
         "--allow-privileged=true",
-        # passes requests on to other API servers, which learn from a ConfigMap how to know it
+        # forwards requests to other API servers, which authenticate it by a ConfigMap
         f"--requestheader-client-ca-file={files.front_ca}",
         f"--requestheader-allowed-names={_FRONT_PROXY}",
         "--requestheader-username-headers=X-Remote-User",
@@ -268,7 +291,7 @@ def _api_server(assets: Assets, files: _Files, port: int, etcd: int, options: Co
     ]
 
 
-def _controller_manager(assets: Assets, files: _Files, options: ControlPlaneOptions) -> list[str]:
+def _controller_manager(assets: ClusterBinaries, files: _Files, options: ControlPlaneOptions) -> list[str]:
     chosen = "*" if options.node_lifecycle else "*,-node-lifecycle-controller"
     return [
         str(assets.directory / CONTROLLERS),
@@ -287,7 +310,7 @@ def _controller_manager(assets: Assets, files: _Files, options: ControlPlaneOpti
     ]
 
 
-def _scheduler(assets: Assets, files: _Files) -> list[str]:
+def _scheduler(assets: ClusterBinaries, files: _Files) -> list[str]:
     return [
         str(assets.directory / SCHEDULER),
         f"--kubeconfig={files.kubeconfig('system:kube-scheduler')}",

@@ -16,9 +16,9 @@ from extproc.api.status_pages import (
     DEMAND_PATH,
     TPOT_BOUNDS_S,
     TTFT_BOUNDS_S,
-    Counted,
     Demand,
     EngineDemand,
+    RequestCounters,
     ServerDemand,
     bucket_of,
     changed_since,
@@ -40,7 +40,7 @@ def address_of(number: int) -> str:
     return f"10.{64 + number // 60_000}.{number // 250 % 240}.{number % 250 + 1}"
 
 
-class Server:
+class ServerCounters:
     """Counters of one ModelServer with engines at ``addresses``."""
 
     def __init__(self, addresses: list[str], rng: Random) -> None:
@@ -59,7 +59,7 @@ class Server:
         for _ in range(came):
             self._ttft[bucket_of(rng.choice(_TTFT_S), TTFT_BOUNDS_S)] += 1
             self._tpot[bucket_of(rng.choice(_TPOT_S), TPOT_BOUNDS_S)] += 1
-        counted = Counted(
+        counted = RequestCounters(
             arrivals=self._requests,
             finished=self._requests,
             prompt_tokens=self._requests * _PROMPT_TOKENS,
@@ -91,10 +91,10 @@ class Server:
         )
 
 
-class Gateway:
+class DemandGateway:
     """``busy``: how many of the ``servers``, the first ones, get requests."""
 
-    def __init__(self, servers: Mapping[str, Server], requests_per_s: float, busy: int) -> None:
+    def __init__(self, servers: Mapping[str, ServerCounters], requests_per_s: float, busy: int) -> None:
         self._servers = servers
         self._requests_per_s = requests_per_s
         self._busy = busy
@@ -139,10 +139,10 @@ def main() -> None:
     busy, port = int(sys.argv[4]), int(sys.argv[5])
     rng = Random(1)
     servers = {
-        f"default/b{one}": Server([address_of(one * targets + each) for each in range(targets)], rng)
+        f"default/b{one}": ServerCounters([address_of(one * targets + each) for each in range(targets)], rng)
         for one in range(count)
     }
-    gateway = Gateway(servers, requests_per_s, busy)
+    gateway = DemandGateway(servers, requests_per_s, busy)
     web.run_app(gateway.pages(), host="127.0.0.1", port=port, print=None)
 
 

@@ -32,7 +32,7 @@ from rich.table import Table
 from bench.cluster.assets import ROOT, AssetsMissing, find_assets
 from bench.cluster.control_plane import ControlPlaneOptions, apply_crds, running_control_plane
 from bench.cluster.demand_gateway import address_of
-from bench.stack.processes import Processes, StartFailed, cpu_seconds, free_ports
+from bench.stack.processes import Processes, StartFailed, cpu_seconds, free_ports, peak_rss_bytes, rss_bytes
 from controller.kube.client import Client, connect
 from controller.kube.errors import ClusterError, NotFound
 from controller.kube.informer import Informer, Selection
@@ -78,7 +78,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     settle_s: float
 
 
-class Start(msgspec.Struct, frozen=True):
+class ManagerStart(msgspec.Struct, frozen=True):
     """One start of the manager with ``options``. ``reconciles``: false if these make it ignore the objects."""
 
     title: str
@@ -96,7 +96,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     about: str
     count: int
     world: Callable[[Client, Processes, Options], AbstractAsyncContextManager[None]]
-    starts: tuple[Start, ...]
+    starts: tuple[ManagerStart, ...]
     reconciles: str
     least_rate: Callable[[Options], float]
     sample_s: float
@@ -150,7 +150,7 @@ async def measure(scenario: Scenario, options: Options, directory: Path) -> Sequ
 
 
 async def _cost_of_start(
-    scenario: Scenario, start: Start, options: Options, cluster: tuple[ControlPlane, Client, Processes]
+    scenario: Scenario, start: ManagerStart, options: Options, cluster: tuple[ControlPlane, Client, Processes]
 ) -> Cost:
     plane, client, processes = cluster
     (port,) = free_ports(1)
@@ -199,7 +199,7 @@ class _Manager:
         """Of the start so far, and of the steady state from now on."""
         before = await self._page()
         cores = [await self._cores() for _ in range(max(1, round(measure_s / _SLICE_S)))]
-        load, memory = os.getloadavg()[0], self._memory_mib()
+        load, rss, peak_rss = os.getloadavg()[0], rss_bytes(self._pid), peak_rss_bytes(self._pid)
         after = await self._page()
         took_s = [await self._scrape_s() for _ in range(_SCRAPES)]
 
@@ -212,8 +212,8 @@ class _Manager:
             settling_cpu_s=math.nan if settled is None else settled.cpu_s,
             settling_writes=math.nan if settled is None else settled.writes,
             cores=cores,
-            rss_mib=memory.get("VmRSS", 0.0),
-            peak_rss_mib=memory.get("VmHWM", 0.0),
+            rss_mib=rss / 2**20,
+            peak_rss_mib=peak_rss / 2**20,
             reconciles_per_s=reconciles / (len(cores) * _SLICE_S),
             decided=growth(self._scenario.reconciles, 'outcome="decided"') / reconciles if reconciles else 0.0,
             writes=_writes(after) - _writes(before),
@@ -238,10 +238,6 @@ class _Manager:
             async with self._http.get(self._url) as answer:
                 return await answer.text()
         return ""
-
-    def _memory_mib(self) -> dict[str, float]:
-        found = (line.split() for line in Path(f"/proc/{self._pid}/status").read_text().splitlines())
-        return {words[0].rstrip(":"): int(words[1]) / 1024 for words in found if words[0] in ("VmRSS:", "VmHWM:")}
 
 
 def _is_steady(seen: Sequence[_Sample], count: int, least_rate: float) -> bool:
@@ -388,7 +384,7 @@ SCENARIOS: Final = {
         about="AutoscalingPolicyBindings of several targets, beside a manager that does not scale",
         count=500,
         world=_bindings,
-        starts=(Start("without scaling", ("--no-scaling",), reconciles=False), Start("with scaling")),
+        starts=(ManagerStart("without scaling", ("--no-scaling",), reconciles=False), ManagerStart("with scaling")),
         reconciles="attache_scaling_looks_total",
         least_rate=lambda options: options.count / options.period_s,
         sample_s=10.0,
@@ -399,7 +395,7 @@ SCENARIOS: Final = {
         about="ModelInfers of 8 pods, at the manager's first start and at one where all is settled",
         count=500,
         world=_model_infers,
-        starts=(Start("first start"), Start("second start")),
+        starts=(ManagerStart("first start"), ManagerStart("second start")),
         reconciles="attache_manager_reconciles_total",
         least_rate=lambda _: 0.0,
         sample_s=0.5,

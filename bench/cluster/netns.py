@@ -25,7 +25,7 @@ _VARIABLE: Final = "ATTACHE_POD_RANGE"
 # a user namespace too: no right is needed where users may make them
 _WAYS: Final = (("unshare", "--user", "--map-root-user", "--net"), ("unshare", "--net"))
 _PROGRAMS: Final = ("unshare", "nsenter", "ip")
-# a proxy outside cannot be reached, and would be asked for the API server
+# a proxy outside cannot be reached, and clients would use it for the API server
 _PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
 
@@ -53,14 +53,14 @@ def way() -> tuple[str, ...]:
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
     if missing:
         raise NoNamespace(f"no {' and no '.join(missing)}: install the packages util-linux and iproute2")
-    said = ""
+    message = ""
     for words in _WAYS:
         done = subprocess.run([*words, "true"], capture_output=True, text=True, check=False)
         if done.returncode == 0:
             return words
-        said = said or done.stderr.strip()
+        message = message or done.stderr.strip()
     raise NoNamespace(
-        f"this machine permits no network namespace ({said}). Run this as root, or let users make them: "
+        f"this machine permits no network namespace ({message}). Run this as root, or let users make them: "
         "`sysctl -w kernel.apparmor_restrict_unprivileged_userns=0` (Ubuntu), "
         "`sysctl -w user.max_user_namespaces=15000`; in a container: `--privileged`, or `--cap-add SYS_ADMIN,NET_ADMIN`"
     )

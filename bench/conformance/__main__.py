@@ -16,7 +16,7 @@ from rich.console import Console
 from bench.cluster.assets import ROOT, AssetsMissing, versions
 from bench.cluster.netns import NoNamespace, enter, pod_range
 from bench.conformance.page import PAGE, REPORTS, Disagreement, keep, write_page
-from bench.conformance.suites import Suite, Wishes, built_in, chosen, run_suite, suites
+from bench.conformance.suites import Suite, SuiteOptions, built_in, choose_suites, run_suite, suites
 from bench.stack.processes import StartFailed
 from bench.stack.stack import EnvoyMissing
 from controller.kube.errors import ClusterError
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None, prog: str = "bench.conformance") ->
     if options.rewrite:
         write_page([one.name for one in suites(versions())])
         return 0
-    wished = chosen(options.suite or (), suites(versions()))
+    wished = choose_suites(options.suite or (), suites(versions()))
     try:
         missing = [one.program for one in wished if not (built_in(versions()) / one.program).is_file()]
         if missing:
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None, prog: str = "bench.conformance") ->
 
 
 async def _run(wished: Sequence[Suite], range_: str, options: argparse.Namespace, console: Console) -> int:
-    wishes = Wishes(run=tuple(options.run), features=options.features, quick=options.quick)
+    wishes = SuiteOptions(run=tuple(options.run), features=options.features, quick=options.quick)
     failed = 0
     for suite in wished:
         result = await run_suite(suite, options.out / suite.name, range_, wishes)
@@ -111,9 +111,9 @@ async def _run(wished: Sequence[Suite], range_: str, options: argparse.Namespace
             if one.outcome == "failed":
                 failed += 1
                 console.print(f"  {one.name}: {one.why}", markup=False, soft_wrap=True)
-        if options.page and wishes == Wishes():
+        if options.page and wishes == SuiteOptions():
             await asyncio.to_thread(keep, result)
-    if options.page and wishes == Wishes():
+    if options.page and wishes == SuiteOptions():
         await asyncio.to_thread(write_page, [one.name for one in suites(versions())])
         console.print(f"{PAGE.relative_to(ROOT)} is written anew", markup=False)
     return 1 if failed else 0

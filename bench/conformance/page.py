@@ -25,13 +25,13 @@ _SPEAKS: Final = re.compile(r"^=== (?:RUN|CONT|NAME|PAUSE)\s+TestConformance/(\S
 _ANOTHER: Final = re.compile(r"^(?:===|\s*---)")
 _SKIPPED: Final = re.compile(r"Skipping \S+: (.*)$")
 _ERROR: Final = re.compile(r"^\s+(?:Error|Messages):\s+(.*\S)\s*$")
-# what a case says last, without its time; what it cleans up after itself is no reason
+# the last line of a case's output, without its time; lines of its cleanup are no reason
 _FATAL: Final = re.compile(r"^\s+[\w-]+\.go:\d+: (?:[\dT:.-]+Z: )?+(?!Deleting|Creating|Updating|Applying)(.*\S)\s*$")
 _LONGEST: Final = 300
 
 
-class Case(msgspec.Struct, frozen=True):
-    """One case of a suite. ``why``: what the suite said of it, if it did not pass; ``parts``: subtests that failed."""
+class SuiteCase(msgspec.Struct, frozen=True):
+    """One case of a suite. ``why``: the suite's message, if it did not pass; ``parts``: subtests that failed."""
 
     name: str
     outcome: Outcome
@@ -44,7 +44,7 @@ class SuiteResult(msgspec.Struct, frozen=True):
     """A run of one suite. ``report``: what the suite itself wrote; empty if it wrote none."""
 
     name: str
-    cases: tuple[Case, ...]
+    cases: tuple[SuiteCase, ...]
     report: Mapping[str, Any]
     wall_s: float
 
@@ -54,10 +54,10 @@ class SuiteResult(msgspec.Struct, frozen=True):
 
 
 class Disagreement(Exception):
-    """A suite's output and its report say different things."""
+    """A suite's output and its report contradict each other."""
 
 
-def cases(output: Iterable[str]) -> list[Case]:
+def cases(output: Iterable[str]) -> list[SuiteCase]:
     """All cases, by name, from what the suite printed (``-test.v``)."""
     ended: dict[str, tuple[Outcome, float]] = {}
     failed: dict[str, list[str]] = {}
@@ -78,14 +78,14 @@ def cases(output: Iterable[str]) -> list[Case]:
         elif speaker:
             said.setdefault(speaker, []).append(line.rstrip("\n"))
     return [
-        Case(
+        SuiteCase(
             name, outcome, seconds, _why(outcome, _words(name, failed.get(name, ()), said)), tuple(failed.get(name, ()))
         )
         for name, (outcome, seconds) in sorted(ended.items())
     ]
 
 
-def check(found: Sequence[Case], report: Mapping[str, Any]) -> None:
+def check(found: Sequence[SuiteCase], report: Mapping[str, Any]) -> None:
     """Compare with the suite's own report; raises Disagreement.
 
     A report counts what passed and names what failed and what was skipped on request. It leaves out the cases of
@@ -120,8 +120,8 @@ def _why(outcome: Outcome, lines: Sequence[str]) -> str:
         return next((found[1] for line in lines if (found := _SKIPPED.search(line))), "")
     testify = [found[1] for line in lines if (found := _ERROR.match(line))]
     fatal = [found[1] for line in lines if (found := _FATAL.match(line))]
-    said = "; ".join(dict.fromkeys(testify)) or (fatal[-1] if fatal else "")
-    return said if len(said) <= _LONGEST else said[: _LONGEST - 1] + "…"
+    message = "; ".join(dict.fromkeys(testify)) or (fatal[-1] if fatal else "")
+    return message if len(message) <= _LONGEST else message[: _LONGEST - 1] + "…"
 
 
 _SIGNS: Final[Mapping[Outcome, str]] = {"passed": "passed", "failed": "**failed**", "skipped": "skipped"}
@@ -147,14 +147,14 @@ status. Cases of other features are skipped by the suite itself, and each says w
 
 
 class Remarks(msgspec.Struct, frozen=True):
-    """What we say beside the suites' words: of suites by their kind, of features and cases by their name."""
+    """Our remarks beside the suites' messages: on suites by their kind, on features and cases by their name."""
 
     suites: dict[str, str] = {}
     features: dict[str, str] = {}
     cases: dict[str, str] = {}
 
 
-def page(results: Sequence[SuiteResult], remarks: Remarks) -> str:
+def render_page(results: Sequence[SuiteResult], remarks: Remarks) -> str:
     """The whole page."""
     rows = [
         f"| [{one.name}](#{_anchor(one.name)}) | {one.counted('passed')} | {one.counted('failed')} "
@@ -165,8 +165,8 @@ def page(results: Sequence[SuiteResult], remarks: Remarks) -> str:
     return "\n".join([_HEAD, *table, "", *(_section(one, remarks) for one in results)])
 
 
-def unexplained(results: Sequence[SuiteResult], remarks: Remarks) -> list[str]:
-    """The cases that did not pass, and of which we say nothing."""
+def unexplained_failures(results: Sequence[SuiteResult], remarks: Remarks) -> list[str]:
+    """The failed cases without a remark of ours."""
     return [
         f"{result.name}: {case.name}"
         for result in results
@@ -191,15 +191,15 @@ def _section(result: SuiteResult, remarks: Remarks) -> str:
     return "\n".join([*words, "| case | outcome | why |", "|---|---|---|", *rows, ""])
 
 
-def _reason(case: Case, remarks: Remarks) -> str:
+def _reason(case: SuiteCase, remarks: Remarks) -> str:
     feature = _feature(case)
     needs = f"Needs `{feature}`." if feature else _quoted(case.why)
     said = [needs, remarks.features.get(feature, ""), remarks.cases.get(case.name, "").strip()]
     return " ".join(one for one in said if one).replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
-def _feature(case: Case) -> str:
-    """The feature for want of which the suite skipped it; empty if that was not why."""
+def _feature(case: SuiteCase) -> str:
+    """The missing feature for which the suite skipped it; empty if that was not the reason."""
     found = _UNSUPPORTED.search(case.why)
     return found[1] if found and case.outcome == "skipped" else ""
 
@@ -220,7 +220,7 @@ _CASES: Final = ".cases.yaml"
 
 class _Kept(msgspec.Struct, frozen=True):
     wall_s: float
-    cases: tuple[Case, ...]
+    cases: tuple[SuiteCase, ...]
 
 
 def keep(result: SuiteResult, folder: Path = REPORTS) -> None:
@@ -244,10 +244,10 @@ def kept_results(names: Sequence[str], folder: Path = REPORTS) -> list[SuiteResu
 
 
 def remarks() -> Remarks:
-    """What we say of suites and cases."""
+    """Our remarks on suites and cases."""
     return msgspec.convert(tomllib.loads(Path(__file__).with_name("remarks.toml").read_text()), Remarks)
 
 
 def write_page(names: Sequence[str]) -> None:
     """Write the page from what is kept."""
-    PAGE.write_text(page(kept_results(names), remarks()))
+    PAGE.write_text(render_page(kept_results(names), remarks()))

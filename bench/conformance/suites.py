@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import yaml
 
-from bench.cluster.assets import ROOT, Assets, Versions, find_assets, versions
+from bench.cluster.assets import ROOT, ClusterBinaries, Versions, find_assets, versions
 from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, apply_crds, running_control_plane
 from bench.cluster.netns import gateway_range, host_address
 from bench.cluster.node.node import gpu_node, running_nodes
@@ -65,7 +65,7 @@ def suites(wanted: Versions) -> list[Suite]:
     return [Suite(GATEWAY_API, wanted.gateway_api), *inference]
 
 
-def chosen(names: Sequence[str], among: Sequence[Suite]) -> list[Suite]:
+def choose_suites(names: Sequence[str], among: Sequence[Suite]) -> list[Suite]:
     """The suites of these names or kinds, all without any; raises KeyError for a name of none."""
     for name in names:
         if not any(name in (one.name, one.kind) for one in among):
@@ -78,11 +78,11 @@ def built_in(wanted: Versions, root: Path = ROOT) -> Path:
     return root / ".tools" / f"conformance-{wanted.gateway_api}"
 
 
-class Wishes(msgspec.Struct, frozen=True):
-    """What somebody who works on the gateway may want; a report for the page is made without any of it.
+class SuiteOptions(msgspec.Struct, frozen=True):
+    """Options for developers of the gateway; reports for the page are made without any of them.
 
     ``run``: the names of the cases to run. ``features``: those to test, separated by commas; else the suite of the
-    Gateway API asks the GatewayClass, whose status lists them. ``quick``: shorter waits than the suite's own.
+    Gateway API reads them from the GatewayClass's status. ``quick``: shorter waits than the suite's own.
     """
 
     run: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ class Wishes(msgspec.Struct, frozen=True):
     quick: bool = False
 
 
-def arguments(suite: Suite, report: Path, usable_address: str, wishes: Wishes) -> list[str]:
+def arguments(suite: Suite, report: Path, usable_address: str, wishes: SuiteOptions) -> list[str]:
     """The words after the program's name."""
     words = [
         "-test.v",
@@ -142,7 +142,7 @@ _TAKEN_S: Final = 120
 _SUITE: Final = "suite"
 
 
-async def run_suite(suite: Suite, out: Path, range_: str, wishes: Wishes) -> SuiteResult:
+async def run_suite(suite: Suite, out: Path, range_: str, wishes: SuiteOptions) -> SuiteResult:
     """Start a cluster, our gateway and the suite; its output, its report and all logs are in ``out`` afterwards.
 
     Raises StartFailed, AssetsMissing, EnvoyMissing, ClusterError, and Disagreement if output and report differ.
@@ -196,17 +196,17 @@ async def _cluster(out: Path, range_: str) -> AsyncIterator[ControlPlane]:
             await asyncio.to_thread(_keep_logs, where, out)
 
 
-async def _apply(plane: ControlPlane, assets: Assets, addresses: str) -> None:
+async def _apply(plane: ControlPlane, assets: ClusterBinaries, addresses: str) -> None:
     """Apply our gateway with kubectl and wait until it has taken its GatewayClass; raises StartFailed."""
     kubectl = [str(assets.binary("kubectl")), "--kubeconfig", str(plane.kubeconfig)]
-    made = await _said([*kubectl, "kustomize", str(_MANIFESTS)], b"")
-    await _said([*kubectl, "apply", "-f", "-"], made.replace(b"GATEWAY_ADDRESSES", addresses.encode()))
-    # the suite asks it which features there are
+    made = await _run_command([*kubectl, "kustomize", str(_MANIFESTS)], b"")
+    await _run_command([*kubectl, "apply", "-f", "-"], made.replace(b"GATEWAY_ADDRESSES", addresses.encode()))
+    # the suite reads the features from it
     taken = ["--for=condition=Accepted", f"gatewayclass/{GATEWAY_CLASS}", f"--timeout={_TAKEN_S}s"]
-    await _said([*kubectl, "wait", *taken], b"")
+    await _run_command([*kubectl, "wait", *taken], b"")
 
 
-async def _said(words: Sequence[str], given: bytes) -> bytes:
+async def _run_command(words: Sequence[str], given: bytes) -> bytes:
     process = await asyncio.create_subprocess_exec(
         *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -217,14 +217,14 @@ async def _said(words: Sequence[str], given: bytes) -> bytes:
 
 
 async def _run(words: Sequence[str], plane: ControlPlane) -> None:
-    """Run a suite to its end. Its exit status says no more than its output."""
+    """Run a suite to its end. Its exit status is ignored, as its output has the results."""
     environment = [f"KUBECONFIG={plane.kubeconfig}", f"HOME={plane.directory}"]
     await plane.processes.start(_SUITE, ["env", *environment, *words])
-    await plane.processes.ended(_SUITE)
+    await plane.processes.wait_for_exit(_SUITE)
 
 
 def _usable_address(range_: str) -> str:
-    """An address that a Gateway may ask for: the last one that is handed out by nobody else."""
+    """An address for a Gateway to request: one at the end of the range, which is never assigned otherwise."""
     return gateway_range(range_).rpartition(".")[0] + ".250"
 
 
@@ -234,7 +234,7 @@ def _emptied(out: Path) -> None:
 
 
 def _keep_logs(source: Path, out: Path) -> None:
-    """Copy what pods and processes have said."""
+    """Copy the logs of pods and processes."""
     for log in source.rglob("*.log"):
         target = out / "logs" / log.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)

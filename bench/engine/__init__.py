@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that behaves like vLLM V1 without a GPU; knows nothing else of bench."""
+"""An engine that behaves like vLLM V1 without a GPU; it imports nothing else of bench."""

@@ -13,13 +13,17 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+import msgspec
 import uvloop
 
 from bench.engine.adapters import AdapterLimits
+from bench.engine.contracts import TransferConfig
+from bench.engine.exchange import ExchangeSettings
 from bench.engine.hardware import PRESETS
 from bench.engine.publisher import KvEventsConfig
 from bench.engine.scheduler import EngineLimits
 from bench.engine.server import EngineServer, EngineSettings
+from bench.engine.transfer import NETWORKS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +47,7 @@ async def _serve(engines: Sequence[EngineSettings]) -> None:
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    with contextlib.suppress(asyncio.CancelledError):  # that is how it is told to end
+    with contextlib.suppress(asyncio.CancelledError):  # the signal handlers cancel it
         async with asyncio.TaskGroup() as tasks:
             for settings in engines:
                 tasks.create_task(EngineServer(settings).run())
@@ -57,6 +61,10 @@ def _read(arguments: list[str] | None, prog: str) -> list[EngineSettings]:
     replays: list[int | None] = options.kv_replay_port or [None] * len(ports)
     if not len(ports) == len(events) == len(replays):
         made.error("write --kv-events-port and --kv-replay-port as often as --port, or not at all")
+    configs: list[TransferConfig] = options.kv_transfer_config or []
+    side_ports: list[int] = options.side_channel_port or []
+    if configs and not len(ports) == len(configs) == len(side_ports):
+        made.error("write --kv-transfer-config and --side-channel-port as often as --port, or not at all")
     hardware = PRESETS[options.hardware]
     blocks = options.num_gpu_blocks_override or hardware.kv_tokens() // options.block_size
     capacity = blocks * options.block_size
@@ -66,6 +74,20 @@ def _read(arguments: list[str] | None, prog: str) -> list[EngineSettings]:
         made.error(f"--max-model-len {options.max_model_len} is more than the KV cache holds ({capacity} tokens)")
 
     lora = _adapter_limits(options)
+
+    def exchange(number: int) -> ExchangeSettings | None:
+        if not configs:
+            return None
+        return ExchangeSettings(
+            config=configs[number],
+            host=options.side_channel_host or options.host,
+            port=side_ports[number],
+            model=options.model,
+            network=NETWORKS[options.network],
+            kv_bytes=float(hardware.model.kv_bytes_per_token),
+            speed=options.speed,
+            version=options.engine_version,
+        )
 
     def engine(number: int) -> EngineSettings:
         return EngineSettings(
@@ -88,6 +110,7 @@ def _read(arguments: list[str] | None, prog: str) -> list[EngineSettings]:
             headers_first=options.stream_headers == "immediate",
             is_sglang=options.reads_like == "sglang",
             lora=lora,
+            exchange=exchange(number),
             events=_publisher(options, ports[number], events[number], replays[number]),
         )
 
@@ -147,6 +170,7 @@ def parser(prog: str = "bench.engine") -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the first engine; each further one has one more (default: %(default)s)")
     _add_limits(made)
     _add_adapters(made)
+    _add_pairs(made)
     add = made.add_argument_group(
         "KV events", "with several engines: one port for each, in the order of --port"
     ).add_argument
@@ -173,6 +197,42 @@ def _add_limits(made: argparse.ArgumentParser) -> None:
     add("--block-size", type=int, default=16, help="tokens in a KV block (default: %(default)s)")
     add("--num-gpu-blocks-override", type=int, metavar="N", help="KV blocks (default: what the GPU's memory holds)")
     add("--max-model-len", type=int, metavar="N", help="longest request in tokens (default: 131072, or the KV cache)")
+
+
+def _add_pairs(made: argparse.ArgumentParser) -> None:
+    add = made.add_argument_group(
+        "prefill and decode on separate engines", "with several engines: one of each, in the order of --port"
+    ).add_argument
+    add(
+        "--kv-transfer-config",
+        type=_transfer_config,
+        action="append",
+        metavar="JSON",
+        help="as vLLM's: kv_connector, kv_role, kv_load_failure_policy, engine_id; SGLang and TensorRT-LLM are"
+        " connectors here, too",
+    )
+    add(
+        "--side-channel-port",
+        type=int,
+        action="append",
+        metavar="PORT",
+        help="where other engines handshake and read: VLLM_NIXL_SIDE_CHANNEL_PORT, or the bootstrap port",
+    )
+    add("--side-channel-host", metavar="HOST", help="under which others reach it (default: --host)")
+    add(
+        "--network",
+        choices=sorted(NETWORKS),
+        default="nvlink",
+        help="over which KV caches are transferred (default: %(default)s)",
+    )
+    add("--engine-version", default="0.32.0", help="only engines of one version may be paired (default: %(default)s)")
+
+
+def _transfer_config(text: str) -> TransferConfig:
+    try:
+        return msgspec.json.decode(text, type=TransferConfig)
+    except msgspec.DecodeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _add_adapters(made: argparse.ArgumentParser) -> None:

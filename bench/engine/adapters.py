@@ -3,9 +3,8 @@
 
 Sources: ``vllm/entrypoints/openai/models/serving.py`` for the names and the answers, ``vllm/lora/worker_manager.py``
 for the weights. The server's list of names has no bound. The engine keeps the weights of ``max_cpu_loras`` adapters,
-and forgets the least recently used one for another; its name stays, and the next request for it reads the weights
-again. At most ``max_loras`` adapters share a step (``scheduler.py``). A read stops the engine's steps, as they share a
-thread.
+and evicts the least recently used one for another; its name stays, and the next request for it reads the weights again.
+At most ``max_loras`` adapters share a step (``scheduler.py``). A read stops the engine's steps, as they share a thread.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 from aiohttp import web
 
-from bench.engine.formats import refused
+from bench.engine.formats import error_response
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -188,4 +187,4 @@ class AdapterRoutes:
 
 
 def _error(status: int, kind: str, message: str) -> web.Response:
-    return refused(message, status=status, kind=kind)
+    return error_response(message, status=status, kind=kind)

@@ -11,9 +11,10 @@ import json
 import os
 import shlex
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, get_args
 
 from bench.engine.__main__ import main
+from bench.engine.contracts import Connector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,9 +28,10 @@ _ALONE: Final = "--enable-lora"
 _MODEL: Final = "--model"
 _NAME: Final = "--served-model-name"
 _EVENTS: Final = "--kv-events-config"
+_TRANSFERS: Final = "--kv-transfer-config"
 
 
-def translated(words: Sequence[str]) -> list[str]:
+def translate_arguments(words: Sequence[str]) -> list[str]:
     """The simulator's options. Flags are ``--name=value``, as presets of engines write them, or two words; the model
     may also stand alone, as in ``vllm serve MODEL``.
     """
@@ -69,6 +71,11 @@ def _one(flag: str, value: str) -> Iterator[str]:
         for name, option in (("endpoint", "--kv-events-port"), ("replay_endpoint", "--kv-replay-port")):
             if config.get(name):
                 yield f"{option}={config[name].rpartition(':')[2]}"
+    elif flag == _TRANSFERS and json.loads(value).get("kv_connector") in get_args(Connector):
+        yield f"{_TRANSFERS}={value}"
+        yield f"--side-channel-port={os.environ.get('VLLM_NIXL_SIDE_CHANNEL_PORT', '5600')}"
+        if host := os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST"):
+            yield f"--side-channel-host={host}"
 
 
 def _host() -> str:
@@ -79,4 +86,4 @@ def _host() -> str:
 
 if __name__ == "__main__":
     own = shlex.split(os.environ.get("SIMULATOR_ARGS", ""))
-    sys.exit(main([f"--host={_host()}", *own, *translated(sys.argv[1:])], prog="vllm"))
+    sys.exit(main([f"--host={_host()}", *own, *translate_arguments(sys.argv[1:])], prog="vllm"))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV cache: blocks held by requests, blocks kept for reuse, eviction, and the journal that KV events are made from.
 
-As in vLLM V1 (``vllm/v1/core/block_pool.py``, ``kv_cache_manager.py``): a full block is known by the hash of all text
-up to its end. A request whose prompt begins with known blocks shares them. A block that no request holds stays known
-until it is needed: the least recently used is evicted first, and among the blocks of one request the last before the
-first.
+As in vLLM V1 (``vllm/v1/core/block_pool.py``, ``kv_cache_manager.py``): a full block is identified by the hash of all
+text up to its end. A request shares the cached blocks with which its prompt begins. A block that no request holds stays
+cached until it is needed: the least recently used is evicted first, and among the blocks of one request the last before
+the first.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 
 
 class BlocksStored(msgspec.Struct, frozen=True):
-    """Full blocks of one request, in a row, that are known by their hashes from now on.
+    """Consecutive full blocks of one request that are now in the cache by their hashes.
 
     ``parent``: the hash of the block before the first; None at the beginning of a prompt. ``text``: of all the blocks.
-    ``model``: what the request asked for, maybe an adapter.
+    ``model``: of the request, maybe an adapter. ``salt``: of the request, if the first block begins its prompt.
     """
 
     hashes: list[int]
     parent: int | None
     text: bytes
     model: str
+    salt: str = ""
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True):
@@ -46,10 +47,14 @@ class Journal:
     def __init__(self) -> None:
         self._changes: list[CacheChange] = []
 
-    def stored(self, hashes: Sequence[int], parent: int | None, blocks: Sequence[bytes], model: str) -> None:
-        """Note blocks in a row that are known now; see BlocksStored. ``blocks``: their texts."""
+    def stored(
+        self, hashes: Sequence[int], parent: int | None, blocks: Sequence[bytes], model: str, salt: str = ""
+    ) -> None:
+        """Record consecutive blocks that are now cached; see BlocksStored. ``blocks``: their texts."""
         if hashes:
-            self._changes.append(BlocksStored(list(hashes), parent, b"".join(blocks), model))
+            self._changes.append(
+                BlocksStored(list(hashes), parent, b"".join(blocks), model, salt if parent is None else "")
+            )
 
     def removed(self, block_hash: int) -> None:
         """Note the eviction of a block; evictions in a row are one change."""
@@ -66,7 +71,7 @@ class Journal:
 
 
 class BlockPool:
-    """``total`` blocks, each in use or free. Free blocks may still be known by their hash."""
+    """``total`` blocks, each in use or free. Free blocks may still be cached by their hash."""
 
     def __init__(self, total: int, journal: Journal | None = None) -> None:
         """``journal``: takes the evictions."""
@@ -88,7 +93,7 @@ class BlockPool:
         return self.total - len(self._free)
 
     def match(self, hashes: Sequence[int]) -> list[int]:
-        """The blocks of the longest known prefix of ``hashes``."""
+        """The blocks of the longest cached prefix of ``hashes``."""
         found: list[int] = []
         for block_hash in hashes:
             block = self._known.get(block_hash)
@@ -109,8 +114,8 @@ class BlockPool:
             holders[block] += 1
         return [*shared, *[self._evict() for _ in range(new)]]
 
-    def name(self, block: int, block_hash: int) -> bool:
-        """Make a full ``block`` known by its hash. False if another block is known by it already."""
+    def register(self, block: int, block_hash: int) -> bool:
+        """Cache a full ``block`` by its hash. False if another block has that hash already."""
         if block_hash in self._known:
             return False
         self._known[block_hash] = block

@@ -56,7 +56,7 @@ class Unavailable(msgspec.Struct, frozen=True, tag_field="fault", tag="unavailab
     status: Annotated[int, msgspec.Meta(ge=400, le=599)] = 503
 
 
-class Ill(msgspec.Struct, frozen=True, tag_field="fault", tag="ill"):
+class BadAnswers(msgspec.Struct, frozen=True, tag_field="fault", tag="ill"):
     """Answer the next ``times`` requests wrongly, without computing anything.
 
     ``garbage``: status 200, and at once a body that is no answer. ``silence``: no byte, for ever. ``drip``: status 200
@@ -68,7 +68,7 @@ class Ill(msgspec.Struct, frozen=True, tag_field="fault", tag="ill"):
 
 
 class IllPage(msgspec.Struct, frozen=True, tag_field="fault", tag="ill-page"):
-    """Answer the next ``times`` requests for metrics wrongly: as ``Ill`` says, or with a page that has none
+    """Answer the next ``times`` requests for metrics wrongly: in the ways of ``BadAnswers``, or with an empty page
     (``empty``).
     """
 
@@ -90,7 +90,7 @@ class FailLoads(msgspec.Struct, frozen=True, tag_field="fault", tag="fail-loads"
     after_s: Seconds = 0.0
 
 
-Fault = Refuse | Stall | Cut | Unavailable | Ill | IllPage | DropEvents | FailLoads
+Fault = Refuse | Stall | Cut | Unavailable | BadAnswers | IllPage | DropEvents | FailLoads
 
 
 class FaultPlan:
@@ -99,18 +99,18 @@ class FaultPlan:
     def __init__(self) -> None:
         self._cut = Cut(0, 0)
         self._unavailable = Unavailable(0)
-        self._ill = Ill("garbage", 0)
+        self._ill = BadAnswers("garbage", 0)
         self._page = IllPage("garbage", 0)
         self._loads = FailLoads(0)
 
-    def set(self, fault: Cut | Unavailable | Ill | IllPage | FailLoads) -> None:
+    def set(self, fault: Cut | Unavailable | BadAnswers | IllPage | FailLoads) -> None:
         """Plan a fault; it replaces an earlier one of its kind."""
         match fault:
             case Cut():
                 self._cut = fault
             case Unavailable():
                 self._unavailable = fault
-            case Ill():
+            case BadAnswers():
                 self._ill = fault
             case IllPage():
                 self._page = fault
@@ -150,7 +150,7 @@ class FaultPlan:
         self._ill = msgspec.structs.replace(fault, times=fault.times - 1)
         return fault.kind
 
-    def next_page(self) -> str | None:
+    def take_metrics_fault(self) -> str | None:
         """How to answer this request for metrics wrongly; None: serve it."""
         fault = self._page
         if not fault.times:

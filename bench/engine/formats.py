@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import json
 from array import array
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from json.encoder import encode_basestring_ascii
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
 import msgspec
 from aiohttp import web
 
+from bench.engine.structured import Structure, StructureInvalid, forced_call, json_structure
 from bench.engine.text import Message, count_tokens, render_chat, tokens_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from bench.engine.request import Request, Token
 
@@ -31,6 +33,23 @@ class StreamOptions(msgspec.Struct):
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
+class Function(msgspec.Struct):
+    """A function that the model may call. ``parameters``: the JSON schema of its arguments."""
+
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class ChatTool(msgspec.Struct):
+    """One of ``tools`` of a chat."""
+
+    function: Function
+
+
+Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
+Json = dict[str, Any]
+
+
 class ChatRequest(msgspec.Struct):
     """POST /v1/chat/completions."""
 
@@ -40,16 +59,36 @@ class ChatRequest(msgspec.Struct):
     stream_options: StreamOptions | None = None
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
+    n: Choices | None = None
+    response_format: Json | None = None
+    tools: list[ChatTool] | None = None
+    tool_choice: str | Json | None = None
+    cache_salt: str | None = None
 
 
 class CompletionRequest(msgspec.Struct):
-    """POST /v1/completions."""
+    """POST /v1/completions. ``prompt``: a text or its tokens, or a list of either."""
 
     model: str
-    prompt: str | list[TokenId]
+    prompt: str | list[TokenId | str | list[TokenId]]
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: Tokens | None = 16
+    n: Choices | None = None
+    response_format: Json | None = None
+    cache_salt: str | None = None
+
+
+class ResponseTool(Function):
+    """One of ``tools`` of a response; only functions have a name."""
+
+    name: str = ""
+
+
+class TextConfig(msgspec.Struct):
+    """``text`` of a response."""
+
+    format: Json | None = None
 
 
 class ResponsesRequest(msgspec.Struct):
@@ -59,31 +98,55 @@ class ResponsesRequest(msgspec.Struct):
     input: str | list[Message]
     stream: bool = False
     max_output_tokens: Tokens | None = None
+    text: TextConfig | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | Json | None = None
+    cache_salt: str | None = None
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What the engine has to do, whichever API asked. ``max_tokens``: of the answer, if the request limits it.
-    ``options``: more that its format needs.
+    """The engine's work for a request of any API. ``prompts``: each gets ``choices`` answers. ``max_tokens``: of an
+    answer, if the request limits it. ``structure``: that answers must have, if any. ``salt``: prompts share cached
+    blocks under the same alone. ``options``: more that its format needs.
     """
 
     model: str
-    prompt: bytes
+    prompts: tuple[bytes, ...]
     max_tokens: int | None
     is_streamed: bool
     wants_usage: bool
+    choices: int = 1
+    structure: Structure | None = None
+    salt: str = ""
     options: dict[str, Any] = {}
 
 
 def chat_job(body: ChatRequest) -> Job:
-    """A chat as a job."""
+    """A chat as a job; raises StructureInvalid."""
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
+    structure = _chat_structure(body)
     return Job(
         model=body.model,
-        prompt=render_chat(body.messages),
+        prompts=(render_chat(body.messages),),
         max_tokens=body.max_completion_tokens or body.max_tokens,
         is_streamed=body.stream,
         wants_usage=wants_usage,
+        choices=body.n or 1,
+        structure=structure,
+        salt=body.cache_salt or "",
+        options={"structure": structure, "choices": body.n or 1},
     )
+
+
+def _chat_structure(body: ChatRequest) -> Structure | None:
+    functions = {tool.function.name: tool.function.parameters for tool in body.tools or ()}
+    if body.tool_choice == "required":
+        return forced_call(functions, None)
+    if isinstance(body.tool_choice, dict):
+        named = body.tool_choice.get("function")
+        # as in OpenAI's API, a call of a named function ends with "stop"
+        return forced_call(functions, named.get("name", "") if isinstance(named, dict) else "", reason="stop")
+    return json_structure(body.response_format)
 
 
 def sglang_chat_job(body: ChatRequest) -> Job:
@@ -92,32 +155,58 @@ def sglang_chat_job(body: ChatRequest) -> Job:
 
 
 def completion_job(body: CompletionRequest) -> Job:
-    """A completion as a job."""
+    """A completion as a job; raises StructureInvalid."""
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
     return Job(
         model=body.model,
-        prompt=_prompt_bytes(body.prompt),
+        prompts=_prompts(body.prompt),
         max_tokens=body.max_tokens,
         is_streamed=body.stream,
         wants_usage=wants_usage,
+        choices=body.n or 1,
+        structure=json_structure(body.response_format),
+        salt=body.cache_salt or "",
+        options={"choices": body.n or 1},
     )
 
 
 def responses_job(body: ResponsesRequest) -> Job:
-    """A response as a job; its stream always ends with usage."""
+    """A response as a job; its stream always ends with usage. Raises StructureInvalid."""
     messages = [Message("user", body.input)] if isinstance(body.input, str) else body.input
+    functions = {tool.name: tool.parameters for tool in body.tools or () if tool.name}
+    structure: Structure | None
+    if isinstance(body.tool_choice, dict):
+        structure = forced_call(functions, str(body.tool_choice.get("name", "")))
+    elif body.tool_choice == "required":
+        structure = forced_call(functions, None)
+    else:
+        structure = json_structure(None if body.text is None else body.text.format)
     return Job(
         model=body.model,
-        prompt=render_chat(messages),
+        prompts=(render_chat(messages),),
         max_tokens=body.max_output_tokens,
         is_streamed=body.stream,
         wants_usage=True,
+        structure=structure,
+        salt=body.cache_salt or "",
+        options={"structure": structure},
     )
 
 
-def _prompt_bytes(prompt: str | list[int]) -> bytes:
-    """Four bytes for each token id."""
+def _prompts(prompt: str | list[int | str | list[int]]) -> tuple[bytes, ...]:
+    """A list is one prompt if it has token ids; raises StructureInvalid."""
+    if isinstance(prompt, str):
+        return (prompt.encode(),)
+    ids = [one for one in prompt if isinstance(one, int)]
+    if not prompt or 0 < len(ids) < len(prompt) or [] in prompt:
+        raise StructureInvalid("prompt: write a text or token ids, or a list of texts or of lists of token ids")
+    if ids:
+        return (array("I", ids).tobytes(),)
+    return tuple(_text_bytes(one) for one in prompt if not isinstance(one, int))
 
+
+def _text_bytes(prompt: str | list[int]) -> bytes:
+    """Four bytes for each token id."""
     return prompt.encode() if isinstance(prompt, str) else array("I", prompt).tobytes()
 
 
@@ -130,107 +219,184 @@ class Format(Protocol):
     def opening(self) -> bytes:
         """The beginning of a stream, sent together with the first token."""
 
-    def chunk(self, token: Token) -> bytes:
-        """One token of a stream."""
+    def chunk(self, token: Token, index: int) -> bytes:
+        """One token of a stream. ``index``: of the choice."""
 
-    def closing(self, request: Request, *, wants_usage: bool) -> bytes:
-        """The end of a stream. ``wants_usage``: as ``stream_options.include_usage`` asks."""
+    def closing(self, requests: Sequence[Request], *, wants_usage: bool) -> bytes:
+        """The end of a stream; a request for each choice. ``wants_usage``: of ``stream_options.include_usage``."""
 
-    def whole(self, request: Request) -> bytes:
+    def whole(self, requests: Sequence[Request]) -> bytes:
         """An answer that is not streamed."""
 
 
 class ChatFormat:
     """Chat completions."""
 
-    def __init__(self, key: str, created: int, model: str) -> None:
+    def __init__(self, key: str, created: int, model: str, *, structure: Structure | None, choices: int) -> None:
+        """``structure``: of the answers, maybe calls of a function. ``choices``: how many answers."""
         self._head = {"id": f"chatcmpl-{key}", "created": created, "model": model}
-        self._event = _event_template({**self._head, "object": "chat.completion.chunk"}, {"delta": {"content": "%s"}})
+        self._chunk = {**self._head, "object": "chat.completion.chunk"}
+        self._choices = choices
+        self._call_key = f"chatcmpl-tool-{key}"
+        self._function = "" if structure is None else structure.function
+        arguments = {"tool_calls": [{"index": 0, "function": {"arguments": _TEXT}}]}
+        self._event = _event_template(self._chunk, {"delta": arguments if self._function else {"content": _TEXT}})
 
     def opening(self) -> bytes:
-        delta = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return _event({**self._head, "object": "chat.completion.chunk", "choices": [delta]})
+        return b"".join(self._opening(index) for index in range(self._choices))
 
-    def chunk(self, token: Token) -> bytes:
-        return (self._event % (token.text, '"length"' if token.is_last else "null")).encode()
+    def _opening(self, index: int) -> bytes:
+        delta: dict[str, Any] = {"role": "assistant", "content": ""}
+        if self._function:
+            delta = {"role": "assistant", "tool_calls": [{"index": 0, **self._call(index, "")}]}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return _event({**self._chunk, "choices": [choice]})
 
-    def closing(self, request: Request, *, wants_usage: bool) -> bytes:
-        return _closing({**self._head, "object": "chat.completion.chunk"}, request, wants_usage=wants_usage)
+    def _call(self, index: int, arguments: str) -> dict[str, Any]:
+        function = {"name": self._function, "arguments": arguments}
+        return {"id": f"{self._call_key}-{index}", "type": "function", "function": function}
 
-    def whole(self, request: Request) -> bytes:
-        message = {"role": "assistant", "content": request.answer.decode()}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
-        return _dump({**self._head, "object": "chat.completion", "choices": [choice], "usage": chat_usage(request)})
+    def chunk(self, token: Token, index: int) -> bytes:
+        return _filled(self._event, token, index)
+
+    def closing(self, requests: Sequence[Request], *, wants_usage: bool) -> bytes:
+        return _closing(self._chunk, requests, self._choices, wants_usage=wants_usage)
+
+    def whole(self, requests: Sequence[Request]) -> bytes:
+        choices = [
+            {
+                "index": index,
+                "message": self._message(index, one.answer.decode()),
+                "logprobs": None,
+                "finish_reason": one.finish_reason,
+            }
+            for index, one in enumerate(requests)
+        ]
+        usage = chat_usage(requests, self._choices)
+        return _dump({**self._head, "object": "chat.completion", "choices": choices, "usage": usage})
+
+    def _message(self, index: int, text: str) -> dict[str, Any]:
+        if self._function:
+            return {"role": "assistant", "content": None, "tool_calls": [self._call(index, text)]}
+        return {"role": "assistant", "content": text}
 
 
 class CompletionFormat:
     """Completions."""
 
-    def __init__(self, key: str, created: int, model: str) -> None:
+    def __init__(self, key: str, created: int, model: str, *, choices: int) -> None:
+        """``choices``: how many answers each prompt gets."""
         self._head = {"id": f"cmpl-{key}", "object": "text_completion", "created": created, "model": model}
-        self._event = _event_template(self._head, {"text": "%s"})
+        self._choices = choices
+        self._event = _event_template(self._head, {"text": _TEXT})
 
     def opening(self) -> bytes:
         return b""
 
-    def chunk(self, token: Token) -> bytes:
-        return (self._event % (token.text, '"length"' if token.is_last else "null")).encode()
+    def chunk(self, token: Token, index: int) -> bytes:
+        return _filled(self._event, token, index)
 
-    def closing(self, request: Request, *, wants_usage: bool) -> bytes:
-        return _closing(self._head, request, wants_usage=wants_usage)
+    def closing(self, requests: Sequence[Request], *, wants_usage: bool) -> bytes:
+        return _closing(self._head, requests, self._choices, wants_usage=wants_usage)
 
-    def whole(self, request: Request) -> bytes:
-        choice = {"index": 0, "text": request.answer.decode(), "logprobs": None, "finish_reason": "length"}
-        return _dump({**self._head, "choices": [choice], "usage": chat_usage(request)})
+    def whole(self, requests: Sequence[Request]) -> bytes:
+        choices = [
+            {"index": index, "text": one.answer.decode(), "logprobs": None, "finish_reason": one.finish_reason}
+            for index, one in enumerate(requests)
+        ]
+        return _dump({**self._head, "choices": choices, "usage": chat_usage(requests, self._choices)})
 
 
 class ResponsesFormat:
-    """Responses: named events, with usage in the last."""
+    """Responses: named events, with usage in the last. The output is one item: a message, or a function call."""
 
-    def __init__(self, key: str, created: int, model: str) -> None:
+    def __init__(self, key: str, created: int, model: str, *, structure: Structure | None) -> None:
+        """``structure``: of the answer, maybe the call of a function."""
         self._head = {"id": f"resp_{key}", "object": "response", "created_at": created, "model": model}
-        self._item = f"msg_{key}"
+        self._key = key
+        self._function = "" if structure is None else structure.function
+        self._events = 0
 
     def opening(self) -> bytes:
-        return self._named("response.created", {"response": {**self._head, "status": "in_progress", "output": []}})
+        response = {**self._head, **_RESPONSE, "status": "in_progress", "output": []}
+        opened = self._named("response.created", response=response) + self._named(
+            "response.in_progress", response=response
+        )
+        item = self._item("", "in_progress")
+        if self._function:
+            return opened + self._named("response.output_item.added", output_index=0, item=item)
+        added = self._named("response.output_item.added", output_index=0, item={**item, "content": []})
+        return opened + added + self._of_part("response.content_part.added", part=_output_text(""))
 
-    def chunk(self, token: Token) -> bytes:
-        delta = {"item_id": self._item, "output_index": 0, "content_index": 0, "delta": token.text}
-        return self._named("response.output_text.delta", delta)
+    def chunk(self, token: Token, index: int) -> bytes:
+        del index  # there is one
+        if self._function:
+            return self._of_item("response.function_call_arguments.delta", delta=token.text)
+        return self._of_part("response.output_text.delta", delta=token.text, logprobs=[])
 
-    def closing(self, request: Request, *, wants_usage: bool) -> bytes:
+    def closing(self, requests: Sequence[Request], *, wants_usage: bool) -> bytes:
         del wants_usage  # always there
-        return self._named("response.completed", {"response": self._whole(request)})
+        text = requests[0].answer.decode()
+        if self._function:
+            ended = self._of_item("response.function_call_arguments.done", arguments=text)
+        else:
+            ended = self._of_part("response.output_text.done", text=text, logprobs=[])
+            ended += self._of_part("response.content_part.done", part=_output_text(text))
+        item = self._item(text, "completed")
+        ended += self._named("response.output_item.done", output_index=0, item=item)
+        return ended + self._named("response.completed", response=self._whole(requests[0]))
 
-    def whole(self, request: Request) -> bytes:
-        return _dump(self._whole(request))
+    def whole(self, requests: Sequence[Request]) -> bytes:
+        return _dump(self._whole(requests[0]))
 
     def _whole(self, request: Request) -> dict[str, Any]:
-        text = {"type": "output_text", "text": request.answer.decode(), "annotations": []}
-        item = {"id": self._item, "type": "message", "role": "assistant", "status": "completed", "content": [text]}
-        cached = {"cached_tokens": request.cached_tokens or 0}
         usage = {
             "input_tokens": request.prompt_tokens,
-            "input_tokens_details": cached,
+            "input_tokens_details": {"cached_tokens": request.cached_tokens or 0},
             "output_tokens": request.produced,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": request.tokens,
         }
-        rest = {"parallel_tool_calls": False, "tool_choice": "auto", "tools": []}
-        return {**self._head, **rest, "status": "completed", "output": [item], "usage": usage}
+        item = self._item(request.answer.decode(), "completed")
+        return {**self._head, **_RESPONSE, "status": "completed", "output": [item], "usage": usage}
 
-    def _named(self, name: str, fields: dict[str, Any]) -> bytes:
-        return f"event: {name}\n".encode() + _event({"type": name, "sequence_number": 0, **fields})
+    def _item(self, text: str, status: str) -> dict[str, Any]:
+        if self._function:
+            call = {"type": "function_call", "call_id": f"call_{self._key}", "name": self._function, "arguments": text}
+            return {"id": f"fc_{self._key}", **call, "status": status}
+        item = {"id": f"msg_{self._key}", "type": "message", "role": "assistant", "status": status}
+        return {**item, "content": [_output_text(text)]}
+
+    def _of_item(self, name: str, **fields: object) -> bytes:
+        return self._named(name, item_id=f"fc_{self._key}", output_index=0, **fields)
+
+    def _of_part(self, name: str, **fields: object) -> bytes:
+        return self._named(name, item_id=f"msg_{self._key}", output_index=0, content_index=0, **fields)
+
+    def _named(self, name: str, **fields: object) -> bytes:
+        number, self._events = self._events, self._events + 1
+        return f"event: {name}\n".encode() + _event({"type": name, "sequence_number": number, **fields})
 
 
-def chat_usage(request: Request) -> dict[str, Any]:
-    """The ``usage`` object. As in vLLM, details are null when nothing was cached."""
-    details = {"cached_tokens": request.cached_tokens} if request.cached_tokens else None
+_RESPONSE: Final[Mapping[str, Any]] = {"parallel_tool_calls": False, "tool_choice": "auto", "tools": []}
+
+
+def _output_text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": []}
+
+
+def chat_usage(requests: Sequence[Request], choices: int = 1) -> dict[str, Any]:
+    """The ``usage`` object: a prompt counts once, whatever its ``choices``. As in vLLM, details are null when nothing
+    was cached.
+    """
+    firsts = requests[::choices]
+    prompt, produced = sum(one.prompt_tokens for one in firsts), sum(one.produced for one in requests)
+    cached = sum(one.cached_tokens or 0 for one in firsts)
     return {
-        "prompt_tokens": request.prompt_tokens,
-        "total_tokens": request.tokens,
-        "completion_tokens": request.produced,
-        "prompt_tokens_details": details,
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + produced,
+        "completion_tokens": produced,
+        "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
     }
 
 
@@ -239,24 +405,34 @@ def error_body(message: str, *, status: int, kind: str, param: str | None = None
     return _dump({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
-def refused(message: str, *, status: int = 400, kind: str = "BadRequestError") -> web.Response:
+def error_response(message: str, *, status: int = 400, kind: str = "BadRequestError") -> web.Response:
     """An answer with nothing but an error object."""
     return web.Response(
         body=error_body(message, status=status, kind=kind), status=status, content_type="application/json"
     )
 
 
-def _closing(head: dict[str, Any], request: Request, *, wants_usage: bool) -> bytes:
-    usage = _event({**head, "choices": [], "usage": chat_usage(request)}) if wants_usage else b""
+def _closing(head: dict[str, Any], requests: Sequence[Request], choices: int, *, wants_usage: bool) -> bytes:
+    usage = _event({**head, "choices": [], "usage": chat_usage(requests, choices)}) if wants_usage else b""
     return usage + b"data: [DONE]\n\n"
 
 
-def _event_template(head: dict[str, Any], content: dict[str, Any]) -> str:
-    """An event without its text and finish reason: events are written for every token, so the rest is made once."""
+# Of events, where their index, text and finish reason go: no text has these characters.
+_INDEX, _TEXT, _REASON = "\ue000", "\ue001", "\ue002"
 
-    choice = {"index": 0, **content, "logprobs": None, "finish_reason": "%s"}
-    text = _event({**head, "choices": [choice]}).decode()
-    return text.replace('"finish_reason":"%s"', '"finish_reason":%s')
+
+def _event_template(head: dict[str, Any], content: dict[str, Any]) -> str:
+    """An event without what ``_filled`` adds: events are written for every token, so the rest is made once."""
+    choice = {"index": _INDEX, **content, "logprobs": None, "finish_reason": _REASON}
+    text = _event({**head, "choices": [choice]}).decode().replace("%", "%%")
+    for mark, field in ((_INDEX, "%(index)d"), (_TEXT, "%(text)s"), (_REASON, "%(reason)s")):
+        text = text.replace(json.dumps(mark), field)
+    return text
+
+
+def _filled(template: str, token: Token, index: int) -> bytes:
+    reason = f'"{token.request.finish_reason}"' if token.is_last else "null"
+    return (template % {"index": index, "text": encode_basestring_ascii(token.text), "reason": reason}).encode()
 
 
 def _event(value: dict[str, Any]) -> bytes:
@@ -281,16 +457,18 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
 
 
 def generate_job(body: GenerateRequest) -> Job:
     """Four bytes for each token id."""
     return Job(
         model=body.model or "",
-        prompt=array("I", body.token_ids).tobytes(),
+        prompts=(array("I", body.token_ids).tobytes(),),
         max_tokens=body.sampling_params.max_tokens,
         is_streamed=body.stream,
         wants_usage=body.stream_options is not None and body.stream_options.include_usage,
+        salt=body.cache_salt or "",
     )
 
 
@@ -304,16 +482,17 @@ class GenerateFormat:
     def opening(self) -> bytes:
         return b""
 
-    def chunk(self, token: Token) -> bytes:
+    def chunk(self, token: Token, index: int) -> bytes:
+        del index  # there is one
         return self._event([_choice(token.text, is_last=token.is_last)])
 
-    def closing(self, request: Request, *, wants_usage: bool) -> bytes:
-        usage = self._event([], usage=chat_usage(request)) if wants_usage else b""
+    def closing(self, requests: Sequence[Request], *, wants_usage: bool) -> bytes:
+        usage = self._event([], usage=chat_usage(requests)) if wants_usage else b""
         return usage + b"data: [DONE]\n\n"
 
-    def whole(self, request: Request) -> bytes:
-        choice = _choice(request.answer.decode(), is_last=True)
-        return json.dumps({**self._head, "choices": [choice], "usage": chat_usage(request)}).encode()
+    def whole(self, requests: Sequence[Request]) -> bytes:
+        choice = _choice(requests[0].answer.decode(), is_last=True)
+        return json.dumps({**self._head, "choices": [choice], "usage": chat_usage(requests)}).encode()
 
     def _event(self, choices: list[dict[str, Any]], **more: object) -> bytes:
         return b"data: " + json.dumps({**self._head, "choices": choices, **more}).encode() + b"\n\n"
@@ -341,7 +520,7 @@ class Block(msgspec.Struct):
     content: str | list[Block] | None = None
 
 
-class Said(msgspec.Struct):
+class MessageParam(msgspec.Struct):
     """One message."""
 
     role: str
@@ -359,10 +538,16 @@ class CountRequest(msgspec.Struct, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
     model: str
-    messages: list[Said]
+    messages: list[MessageParam]
     system: str | list[Block] | None = None
     tools: list[dict[str, Any]] = []
     tool_choice: ToolChoice | None = None
+
+
+class OutputConfig(msgspec.Struct):
+    """``output_config`` of messages."""
+
+    format: Json | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -371,19 +556,32 @@ class MessagesRequest(CountRequest, kw_only=True):
     max_tokens: Tokens
     stream: bool = False
     stop_sequences: list[str] | None = None
+    output_config: OutputConfig | None = None
+    cache_salt: str | None = None
 
 
 def messages_job(body: MessagesRequest) -> Job:
-    """A job whose answer is the use of a tool where the client says that there must be one."""
+    """A job; its answer is a tool call where the request requires one. Raises StructureInvalid."""
     prompt = render_chat(list(_chat(body)))
+    structure = _messages_structure(body)
     return Job(
         model=body.model,
-        prompt=prompt,
+        prompts=(prompt,),
         max_tokens=body.max_tokens,
         is_streamed=body.stream,
         wants_usage=True,
-        options={"tool": _tool(body), "prompt_tokens": count_tokens(prompt)},
+        structure=structure,
+        salt=body.cache_salt or "",
+        options={"structure": structure, "prompt_tokens": count_tokens(prompt)},
     )
+
+
+def _messages_structure(body: MessagesRequest) -> Structure | None:
+    choice = body.tool_choice
+    if choice is not None and choice.type in {"any", "tool"}:
+        functions = {str(tool.get("name")): tool.get("input_schema") for tool in body.tools}
+        return forced_call(functions, choice.name)
+    return json_structure(None if body.output_config is None else body.output_config.format)
 
 
 async def count(http: web.Request) -> web.Response:
@@ -411,10 +609,10 @@ def in_its_form(handler: Handler) -> Handler:
 class MessagesFormat:
     """Messages: named events, with usage in the first and in the last but one."""
 
-    def __init__(self, key: str, created: int, model: str, *, tool: str, prompt_tokens: int) -> None:
-        """``tool``: the answer is its use; ``prompt_tokens``: all that the prompt has."""
+    def __init__(self, key: str, created: int, model: str, *, structure: Structure | None, prompt_tokens: int) -> None:
+        """``structure``: of the answer, maybe the use of a tool. ``prompt_tokens``: all that the prompt has."""
         del created
-        self._tool = tool
+        self._tool = "" if structure is None else structure.function
         self._prompt_tokens = prompt_tokens
         self._head = {"id": f"msg_{key}", "type": "message", "role": "assistant", "model": model}
 
@@ -428,46 +626,52 @@ class MessagesFormat:
             "usage": usage,
         }
         block = self._use({}) if self._tool else {"type": "text", "text": ""}
-        opened = _named("message_start", message=start) + _named("content_block_start", index=0, content_block=block)
-        return opened + (_delta("input_json_delta", partial_json='{"text": "') if self._tool else b"")
+        return _named("message_start", message=start) + _named("content_block_start", index=0, content_block=block)
 
-    def chunk(self, token: Token) -> bytes:
+    def chunk(self, token: Token, index: int) -> bytes:
+        del index  # there is one
         if self._tool:
             return _delta("input_json_delta", partial_json=token.text)
         return _delta("text_delta", text=token.text)
 
-    def closing(self, request: Request, *, wants_usage: bool) -> bytes:
+    def closing(self, requests: Sequence[Request], *, wants_usage: bool) -> bytes:
         del wants_usage  # always there
-        end = _delta("input_json_delta", partial_json='"}') if self._tool else b""
-        told = _named("message_delta", delta={"stop_reason": self._reason}, usage=_usage(request))
-        return end + _named("content_block_stop", index=0) + told + _named("message_stop")
+        (request,) = requests
+        told = _named("message_delta", delta={"stop_reason": _stop_reason(request)}, usage=_usage(request))
+        return _named("content_block_stop", index=0) + told + _named("message_stop")
 
-    def whole(self, request: Request) -> bytes:
+    def whole(self, requests: Sequence[Request]) -> bytes:
+        (request,) = requests
         text = request.answer.decode()
-        block = self._use({"text": text}) if self._tool else {"type": "text", "text": text}
-        answer = {**self._head, "content": [block], "stop_reason": self._reason, "usage": _usage(request)}
-        return json.dumps(answer, separators=(",", ":")).encode()
-
-    @property
-    def _reason(self) -> str:
-        return "tool_use" if self._tool else "max_tokens"
+        block = self._use(_as_input(text)) if self._tool else {"type": "text", "text": text}
+        answer = {**self._head, "content": [block], "stop_reason": _stop_reason(request), "usage": _usage(request)}
+        return _dump(answer)
 
     def _use(self, given: dict[str, Any]) -> dict[str, Any]:
         return {"type": "tool_use", "id": "toolu_1", "name": self._tool, "input": given}
 
 
+_STOP_REASONS: Final[Mapping[str, str]] = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
+
+
+def _stop_reason(request: Request) -> str:
+    return _STOP_REASONS[request.finish_reason]
+
+
+def _as_input(text: str) -> dict[str, Any]:
+    """A tool's input; empty if the answer was cut before its end."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _usage(request: Request) -> dict[str, int]:
-    """As in vLLM, input is what was not cached, and what is not known of caches is left out."""
+    """As in vLLM, input counts uncached tokens, and unknown cache counts are left out."""
     cached = request.cached_tokens or 0
     usage = {"input_tokens": request.prompt_tokens - cached, "output_tokens": request.produced}
     return {**usage, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached} if cached else usage
-
-
-def _tool(body: CountRequest) -> str:
-    choice = body.tool_choice
-    if choice is None or choice.type not in {"any", "tool"} or not body.tools:
-        return ""
-    return choice.name or str(body.tools[0].get("name"))
 
 
 def _chat(body: CountRequest) -> Iterator[Message]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bench.engine.scheduler import EngineLimits, Scheduler
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_TRANSFERS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 _BETWEEN = (0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 
 
@@ -51,9 +52,38 @@ class ServerMetrics:
         self.between = between.labels(model, "0")
         self.whole = whole.labels(model, "0")
 
-    def finished(self, reason: str) -> None:
+    def count_finished(self, reason: str) -> None:
         """Count a request that has ended. ``reason``: ``length``, ``stop`` or ``abort``."""
         self._finished.labels(self._model, "0", reason).inc()
+
+
+class TransferMetrics:
+    """Of KV caches that come from and go to other engines, under the names of vLLM's NixlConnector."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        labels = ["model_name", "engine"]
+        made = [
+            Histogram(f"vllm:nixl_{name}", text, labels, buckets=buckets, registry=registry).labels(model, "0")
+            for name, text, buckets in (
+                ("xfer_time_seconds", "Duration of transfers, engine seconds.", _TRANSFERS),
+                ("bytes_transferred", "Bytes of transfers.", [2.0 ** (10 + i) for i in range(1, 25, 2)]),
+            )
+        ]
+        self._seconds, self._bytes = made
+        counters = [
+            Counter(f"vllm:nixl_{name}", text, labels, registry=registry).labels(model, "0")
+            for name, text in (
+                ("num_failed_transfers", "Transfers that failed, at the decode engine."),
+                ("num_kv_expired_reqs", "Prefills that nobody pulled in time, at the prefill engine."),
+                ("num_notifications_after_expiry", "Reads after the end of the lease, at the prefill engine."),
+            )
+        ]
+        self.failed_transfers, self.expired, self.late_notifications = counters
+
+    def transferred(self, size: float, seconds: float) -> None:
+        """A transfer of ``size`` bytes has ended at the decode engine."""
+        self._seconds.observe(seconds)
+        self._bytes.observe(size)
 
 
 class Observation:
@@ -70,7 +100,8 @@ class Observation:
         return self._token_came
 
     def __exit__(self, *_: object) -> None:
-        self._metrics.finished("length" if self._request.is_done else "abort")
+        ended = "length" if self._request.finish_reason == "length" else "stop"
+        self._metrics.count_finished(ended if self._request.is_done else "abort")
         self._metrics.whole.observe((self._clock() - self._began) * self._speed)
 
     def _token_came(self) -> None:
@@ -97,6 +128,8 @@ class _SchedulerCollector(Collector):
         yield self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", counted.queries)
         yield self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", counted.hits)
         yield self._counter("vllm:prompt_tokens", "Prompt tokens.", counted.prompt_tokens)
+        yield self._by_source()
+        yield self._counter("vllm:prompt_tokens_cached", "Cached prompt tokens.", counted.hits + counted.transferred)
         yield self._counter("vllm:generation_tokens", "Generated tokens.", counted.generation_tokens)
         yield self._counter("vllm:num_preemptions", "Preemptions.", counted.preemptions)
         info = GaugeMetricFamily(
@@ -117,6 +150,20 @@ class _SchedulerCollector(Collector):
         most = len(self._adapters.paths) if limits is None else limits.max_loras
         info.add_metric([str(most), ",".join(sorted(running)), ",".join(sorted(waiting))], self._clock())
         return info
+
+    def _by_source(self) -> Metric:
+        counted = self._scheduler.counters
+        by_source = {
+            "local_compute": counted.prompt_tokens - counted.hits - counted.transferred,
+            "local_cache_hit": counted.hits,
+            "external_kv_transfer": counted.transferred,
+        }
+        family = CounterMetricFamily(
+            "vllm:prompt_tokens_by_source", "Prompt tokens by source.", labels=["model_name", "engine", "source"]
+        )
+        for source, tokens in by_source.items():
+            family.add_metric([*self._labels, source], tokens)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=["model_name", "engine"])

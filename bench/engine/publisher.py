@@ -64,7 +64,7 @@ class KvEventPublisher:
         self._drops += count
 
     def publish_before_anybody_listens(self, payload: bytes) -> None:
-        """Store a message, which may be anything, for those who ask for a replay; subscribers do not get it."""
+        """Store a message with any content for replay requests; subscribers do not get it."""
         self._sent.append((self._next, payload))
         self._next += 1
 
@@ -105,6 +105,9 @@ class KvEventPublisher:
 
     def _stored(self, one: BlocksStored) -> dict[str, Any]:
         adapter = one.model if one.model != self._base_model else None
+        of_all = [adapter] if adapter else []
+        # as in vLLM, the salt belongs to the first block of a prompt
+        extra = [[*of_all, one.salt] if one.salt and not index else of_all for index in range(len(one.hashes))]
         return {
             "type": "BlockStored",
             "block_hashes": one.hashes,
@@ -114,7 +117,7 @@ class KvEventPublisher:
             "lora_id": None,
             "medium": "GPU",
             "lora_name": adapter,
-            "extra_keys": [[adapter] if adapter else None for _ in one.hashes],
+            "extra_keys": [keys or None for keys in extra],
         }
 
     def _removed(self, hashes: list[int]) -> dict[str, Any]:

@@ -3,9 +3,18 @@
 
 from __future__ import annotations
 
+import copy
+from typing import TYPE_CHECKING, Final
+
 import msgspec
 
 from bench.engine.text import BYTES_PER_TOKEN, BlockHashes, count_tokens
+
+if TYPE_CHECKING:
+    from bench.engine.structured import FinishReason
+
+# One token of an answer to keys and values that were overwritten.
+GARBAGE: Final = b"\\?# "
 
 
 class Request:
@@ -13,17 +22,22 @@ class Request:
 
     | attribute | meaning |
     |---|---|
-    | `key` | number that tells requests of one engine or simulation apart |
-    | `model` | the name that was asked for, maybe an adapter's |
+    | `key` | number, unique in one engine or simulation |
+    | `model` | the requested name, maybe an adapter's |
     | `adapter` | the LoRA adapter that it needs, empty for none |
     | `answer` | the whole answer, four bytes a token, known from the start |
+    | `finish_reason` | why the answer ends where it does, as OpenAI's API calls it |
+    | `salt` | requests share cached blocks with the same alone, empty for none |
     | `tokens` | of the prompt and of what has been produced |
     | `produced` | of the answer so far |
     | `computed` | whose keys and values are in the cache |
     | `cached_tokens` | found in the cache when the request first began; None before |
     | `blocks` | KV blocks that it holds, in the order of its text |
-    | `named` | how many of `blocks` are full and known by their hash |
+    | `named` | how many of `blocks` are full and cached by their hash |
     | `text` | hashes of its full blocks |
+    | `is_exported` | its blocks are kept when it ends, for another engine (``Scheduler.take_exported``) |
+    | `is_remote` | another engine has computed its prompt; False again as soon as that was transferred |
+    | `transferred` | of the prompt, what came from another engine |
     """
 
     def __init__(
@@ -36,6 +50,7 @@ class Request:
         block_size: int,
         keeps_text: bool = False,
         adapter: str = "",
+        salt: str = "",
     ) -> None:
         """``block_size``: tokens of a KV block. ``keeps_text``: blocks keep their text, for KV events."""
         self.key = key
@@ -51,13 +66,28 @@ class Request:
         self.blocks: list[int] = []
         self.named = 0
         self.is_running = False
-        self.text = BlockHashes(model, block_size, keeps_text=keeps_text)
+        self.is_exported = self.is_remote = False
+        self.transferred = 0
+        self.finish_reason: FinishReason = "length"
+        self.salt = salt
+        self.text = BlockHashes(model, block_size, salt=salt, keeps_text=keeps_text)
         self.text.extend(prompt)
 
     @property
     def is_done(self) -> bool:
         """All of the answer has been produced."""
         return self.produced >= self.output_tokens
+
+    def prefill_leg(self, key: int) -> Request:
+        """The same prompt with an answer of one token, for another engine."""
+        leg = copy.copy(self)
+        leg.key, leg.answer, leg.output_tokens = key, self.answer[:BYTES_PER_TOKEN], 1
+        leg.blocks, leg.text = [], self.text.copy()
+        return leg
+
+    def spoil(self) -> None:
+        """The keys and values of its prompt are those of another text: nothing of the answer is right."""
+        self.answer = GARBAGE * (len(self.answer) // BYTES_PER_TOKEN)
 
 
 class Token(msgspec.Struct, frozen=True):

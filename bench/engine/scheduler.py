@@ -4,6 +4,10 @@
 Source: ``vllm/v1/core/sched/scheduler.py``. Each step has a budget of tokens. Running requests come first, in their
 order; the rest of the budget goes to waiting requests, first come, first served. When blocks run out, the request
 that began last is preempted: it gives up its blocks and waits at the front.
+
+Prefill and decode on separate engines: the blocks of an exported request stay held when it ends. A remote request gets
+blocks for its prompt as soon as there is room, and holds them without a place in the batch until the keys and values
+have come (``loaded``); it then computes the prompt's last token alone.
 """
 
 from __future__ import annotations
@@ -37,10 +41,13 @@ class EngineLimits(msgspec.Struct, frozen=True):
 
 
 class SchedulerCounters(msgspec.Struct):
-    """Totals in vLLM's terms. ``queries`` and ``hits``: tokens looked up and found in the prefix cache."""
+    """Totals in vLLM's terms. ``queries`` and ``hits``: tokens looked up and found in the prefix cache.
+    ``transferred``: prompt tokens that came from other engines.
+    """
 
     queries: int = 0
     hits: int = 0
+    transferred: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
@@ -62,6 +69,10 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self.counters = SchedulerCounters()
+        self.loading: dict[int, Request] = {}
+        self._wanted: list[tuple[Request, int]] = []
+        self._exported: list[tuple[Request, list[int]]] = []
+        self._computed: list[tuple[Request, int]] = []
 
     def add(self, request: Request) -> None:
         """A request arrives."""
@@ -73,7 +84,40 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        self.loading.pop(request.key, None)
         self._release(request)
+
+    def take_wanted(self) -> list[tuple[Request, int]]:
+        """Remote requests whose blocks were reserved since the last call, with the tokens to transfer for each."""
+        found, self._wanted = self._wanted, []
+        return found
+
+    def take_exported(self) -> list[tuple[Request, list[int]]]:
+        """Exported requests that have ended since the last call, with their blocks, which stay held."""
+        found, self._exported = self._exported, []
+        return found
+
+    def take_computed(self) -> list[tuple[Request, int]]:
+        """Exported requests, with the tokens of their prompts that can be sent, for each step since the last call."""
+        found, self._computed = self._computed, []
+        return found
+
+    def loaded(self, request: Request, tokens: int) -> None:
+        """A transfer has ended; the request is the next to begin. ``tokens``: that came, 0 if it failed: the prompt is
+        then computed here. No effect on a request that was aborted.
+        """
+        if self.loading.pop(request.key, None) is None:
+            return
+        request.is_remote = False
+        request.transferred = tokens
+        self.counters.transferred += tokens
+        if tokens:
+            # the last token is always computed: the answer begins with its logits
+            request.computed = min(request.tokens - 1, request.computed + tokens)
+            self._name_full_blocks(request)
+        else:
+            self._release(request)
+        self.waiting.appendleft(request)
 
     def begin_step(self, *, leaps: bool = False) -> EngineStep | None:
         """Choose what to compute; None if there is nothing to do.
@@ -100,11 +144,11 @@ class Scheduler:
         if growth_s is None or budget <= 0 or any(not request.produced for request, _ in step.parts):
             return
         count = min(request.output_tokens - request.produced for request, _ in step.parts)
-        while count > 1 and not self._has_room(step, count):
+        while count > 1 and not self._has_blocks(step, count):
             count //= 2
         step.count, step.growth_s = count, growth_s
 
-    def _has_room(self, step: EngineStep, count: int) -> bool:
+    def _has_blocks(self, step: EngineStep, count: int) -> bool:
         missing = sum(self._blocks_for(request.computed + count) - len(request.blocks) for request, _ in step.parts)
         return missing <= self.pool.free
 
@@ -119,6 +163,8 @@ class Scheduler:
             if step.count > 1:
                 self._grow(request, new)
             request.computed += new
+            if request.is_exported and not request.produced:
+                self._computed.append((request, request.computed))
             has_token = request.computed >= request.tokens
             text = self._produce(request, step.count) if has_token else ""
             if request.computed // self.limits.block_size > request.named:
@@ -126,6 +172,9 @@ class Scheduler:
             if has_token:
                 if request.is_done:
                     has_ended = True
+                    if request.is_exported:
+                        self._exported.append((request, request.blocks))
+                        request.blocks = []
                     self._release(request)
                 tokens.append(Token(request, text, request.is_done))
         if has_ended:
@@ -161,21 +210,39 @@ class Scheduler:
             if self.limits.max_loras and request.adapter and not self._has_slot(request.adapter):
                 skipped.append(self.waiting.popleft())
                 continue
-            # the last token is always computed: the answer begins with its logits
-            usable = (request.tokens - 1) // self.limits.block_size
-            shared = self.pool.match(request.text.hashes[:usable])
-            cached = len(shared) * self.limits.block_size
-            count = min(request.tokens - cached, budget)
-            blocks = self.pool.take(shared, self._blocks_for(cached + count) - len(shared))
-            if blocks is None:
+            count = self._begin(request, budget)
+            if count is None:
                 break
             self.waiting.popleft()
+            if request.is_remote:
+                continue
             self.running.append(request)
-            self._start(request, blocks, cached)
+            request.is_running = True
             parts.append((request, count))
             budget -= count
         self.waiting.extendleft(reversed(skipped))
         return parts
+
+    def _begin(self, request: Request, budget: int) -> int | None:
+        """Hold the blocks for its next tokens, and return how many that are; None: there are too few blocks.
+
+        For a remote request, blocks for the whole prompt; it waits for its transfer.
+        """
+        if request.blocks:  # what was transferred
+            return min(request.tokens - request.computed, budget)
+        # the last token is always computed: the answer begins with its logits
+        usable = (request.tokens - 1) // self.limits.block_size
+        shared = self.pool.match(request.text.hashes[:usable])
+        cached = len(shared) * self.limits.block_size
+        count = request.tokens - cached if request.is_remote else min(request.tokens - cached, budget)
+        blocks = self.pool.take(shared, self._blocks_for(cached + count) - len(shared))
+        if blocks is None:
+            return None
+        self._start(request, blocks, cached)
+        if request.is_remote:
+            self.loading[request.key] = request
+            self._wanted.append((request, count))
+        return count
 
     def _has_slot(self, adapter: str) -> bool:
         """Whether the batch may use the adapter: it does already, or it uses few enough others."""
@@ -183,7 +250,7 @@ class Scheduler:
         return adapter in used or len(used) < self.limits.max_loras
 
     def _start(self, request: Request, blocks: list[int], cached: int) -> None:
-        request.blocks, request.computed, request.is_running = blocks, cached, True
+        request.blocks, request.computed = blocks, cached
         request.named = cached // self.limits.block_size
         if request.cached_tokens is None:
             request.cached_tokens = cached
@@ -218,19 +285,22 @@ class Scheduler:
     def _name_full_blocks(self, request: Request) -> None:
         full = min(request.computed // self.limits.block_size, len(request.text.hashes))
         hashes = request.text.hashes
-        new = [index for index in range(request.named, full) if self.pool.name(request.blocks[index], hashes[index])]
+        new = [
+            index for index in range(request.named, full) if self.pool.register(request.blocks[index], hashes[index])
+        ]
         if new and self._journal is not None:
-            self._tell(self._journal, request, new)
+            self._emit_stored(self._journal, request, new)
         request.named = max(request.named, full)
 
-    def _tell(self, journal: Journal, request: Request, new: list[int]) -> None:
+    def _emit_stored(self, journal: Journal, request: Request, new: list[int]) -> None:
         """One change for each run of blocks in a row."""
         hashes, blocks = request.text.hashes, request.text.blocks
         start = new[0]
         for index, following in zip(new, [*new[1:], -1], strict=True):
             if following != index + 1:
                 parent = hashes[start - 1] if start else None
-                journal.stored(hashes[start : index + 1], parent, blocks[start : index + 1], request.model)
+                stored = blocks[start : index + 1]
+                journal.stored(hashes[start : index + 1], parent, stored, request.model, request.salt)
                 start = following
 
     def _produce(self, request: Request, count: int) -> str:

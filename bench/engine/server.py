@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import secrets
@@ -16,8 +17,9 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from bench.engine.adapters import AdapterLimits, AdapterRoutes, Adapters
-from bench.engine.audio import handlers as audio_handlers
 from bench.engine.blocks import Journal
+from bench.engine.contracts import Export, PairFields, Plan
+from bench.engine.exchange import ExchangeSettings, KvExchange, TransferFailed
 from bench.engine.faults import DropEvents, Fault, FaultPlan, Refuse, Stall, answer_wrongly
 from bench.engine.formats import (
     ChatFormat,
@@ -43,18 +45,18 @@ from bench.engine.formats import (
     sglang_chat_job,
 )
 from bench.engine.hardware import API_S, Hardware
-from bench.engine.metrics import Observation, ServerMetrics
-from bench.engine.pooling import POOLING, Pooling
+from bench.engine.metrics import Observation, ServerMetrics, TransferMetrics
+from bench.engine.other_apis import POOLING, PoolingApi, audio_handlers, token_handlers
 from bench.engine.publisher import KvEventPublisher, KvEventsConfig
 from bench.engine.request import Request
 from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import Roofline
-from bench.engine.text import answer_text, count_tokens
-from bench.engine.tokenize import handlers as tokenizer_handlers
+from bench.engine.structured import write_answer
+from bench.engine.text import count_tokens
 from extproc.protocol import APIS_BY_PATH, Api
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 
     from bench.engine.request import Token
 
@@ -73,6 +75,8 @@ class Driver:
         seed: int,
         publisher: KvEventPublisher | None = None,
     ) -> None:
+        """``exchange``: with other engines; set before it runs, if the engine is one of a pair."""
+        self.exchange: KvExchange | None = None
         self._publisher = publisher
         self._journal = Journal() if publisher is not None else None
         self.scheduler = Scheduler(Roofline(hardware), limits, self._journal)
@@ -80,7 +84,7 @@ class Driver:
         self.speed = speed
         self._rng = random.Random(seed)
         self._keys = itertools.count()
-        self._answers: dict[int, asyncio.Queue[Token]] = {}
+        self._answers: dict[int, asyncio.Queue[Token | TransferFailed]] = {}
         self._work_came = asyncio.Event()
         self._stalled_until_s = 0.0
 
@@ -96,36 +100,60 @@ class Driver:
             self.stall(duration_s / self.speed)
             await asyncio.sleep(duration_s / self.speed)
 
-    def new_request(self, prompt: bytes, output_tokens: int, *, model: str, adapter: str = "") -> Request:
-        """A request whose answer will have ``output_tokens`` tokens. ``adapter``: that it needs, empty for none."""
-        return Request(
+    def new_request(self, prompt: bytes, output_tokens: int, job: Job, *, adapter: str = "") -> Request:
+        """A request of ``job`` for ``prompt``, whose answer has ``output_tokens`` tokens, or fewer if its structure
+        has. ``adapter``: that it needs, empty for none. Raises StructureInvalid.
+        """
+        written = write_answer(job.structure, output_tokens, self._rng)
+        request = Request(
             next(self._keys),
             prompt,
-            answer_text(self._rng, output_tokens),
-            model=model,
+            written.text,
+            model=job.model,
             block_size=self.block_size,
             keeps_text=self._journal is not None,
             adapter=adapter,
+            salt=job.salt,
         )
+        request.finish_reason = written.reason
+        return request
 
-    async def tokens(self, request: Request) -> AsyncIterator[Token]:
-        """Add ``request`` and follow its answer. A caller that stops early aborts it."""
-        queue: asyncio.Queue[Token] = asyncio.Queue()
+    def wake(self) -> None:
+        """There may be something to compute."""
+        self._work_came.set()
+
+    def fail(self, request: Request, why: TransferFailed) -> None:
+        """End a request with an error."""
+        queue = self._answers.get(request.key)
+        if queue is not None:
+            queue.put_nowait(why)
+
+    async def tokens(self, requests: Sequence[Request]) -> AsyncGenerator[Token]:
+        """Add ``requests`` and follow their answers, as they come. A caller that stops early aborts what runs.
+
+        Raises TransferFailed.
+        """
+        queue: asyncio.Queue[Token | TransferFailed] = asyncio.Queue()
         # the time that vLLM's API server takes before its engine sees a request
         await asyncio.sleep(API_S / self.speed)
-        self._answers[request.key] = queue
-        self.scheduler.add(request)
+        for request in requests:
+            self._answers[request.key] = queue
+            self.scheduler.add(request)
         self._work_came.set()
+        running = len(requests)
         try:
-            while True:
+            while running:
                 token = await queue.get()
+                if isinstance(token, TransferFailed):
+                    raise token
                 yield token
-                if token.is_last:
-                    return
+                running -= token.is_last
         finally:
-            del self._answers[request.key]
-            if not request.is_done:
-                self.scheduler.abort(request)
+            for request in requests:
+                del self._answers[request.key]
+                if not request.is_done:
+                    self.scheduler.abort(request)
+                    self.wake()
 
     async def run(self) -> None:
         """Step after step, until cancelled.
@@ -137,9 +165,11 @@ class Driver:
         while True:
             if loop.time() < self._stalled_until_s:
                 await asyncio.sleep(self._stalled_until_s - loop.time())
+            self._work_came.clear()
             step = self.scheduler.begin_step(leaps=False)
+            if self.exchange is not None:
+                self.exchange.on_step()
             if step is None:
-                self._work_came.clear()
                 await self._work_came.wait()
                 due_at_s = loop.time()
                 continue
@@ -149,6 +179,8 @@ class Driver:
             due_at_s = max(due_at_s, loop.time() - 0.1)
 
             tokens = self.scheduler.end_step(step)
+            if self.exchange is not None:
+                self.exchange.on_step()
             if self._publisher is not None and self._journal is not None:
                 await self._publisher.publish(self._journal.take())
             for token in tokens:
@@ -162,7 +194,7 @@ _SHUTDOWN_S: Final = 0.1
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
-    """What the engine's command line says. ``speed``: engine seconds per second of the wall clock."""
+    """The options of the engine's command line. ``speed``: engine seconds per second of the wall clock."""
 
     host: str
     port: int
@@ -181,10 +213,12 @@ class EngineSettings(msgspec.Struct, frozen=True):
     events: KvEventsConfig | None = None
     # of adapters that are loaded at run time; None: there are none but ``adapters``
     lora: AdapterLimits | None = None
+    # with other engines; None: it does both prefill and decode
+    exchange: ExchangeSettings | None = None
 
 
 class EngineServer:
-    """One engine: its HTTP routes, the core that computes, and the faults that tests ask for."""
+    """One engine: its HTTP routes, the core that computes, and the faults that tests inject."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
@@ -201,6 +235,17 @@ class EngineServer:
         self._metrics = ServerMetrics(
             self._driver.scheduler, settings.limits, model=settings.model, adapters=self._adapters
         )
+        self._exchange = None
+        if settings.exchange is not None:
+            self._exchange = self._driver.exchange = KvExchange(
+                settings.exchange,
+                self._driver.scheduler,
+                TransferMetrics(self._metrics.registry, settings.model),
+                wake=self._driver.wake,
+                fail=self._driver.fail,
+            )
+        # SGLang's requests by the id of their bodies
+        self._rids: dict[int, tuple[str, Request]] = {}
         self._faults = FaultPlan()
         self._adapter_routes = AdapterRoutes(self._adapters, self._faults, self._driver.read_weights)
         self._site: web.TCPSite | None = None
@@ -218,11 +263,12 @@ class EngineServer:
                 web.get("/health", self._health),
                 web.get("/metrics", self._show_metrics),
                 web.post("/faults", self._fault),
+                web.post("/abort_request", self._abort),
                 *self._adapter_routes.routes,
             ]
         )
-        # a client that disconnects cancels its handler, and with it the request in the engine
-        # running requests end with the engine, as vLLM's do: nobody computes their tokens any more
+        # a client that disconnects cancels its handler, and with it the request in the engine running requests end with
+        # the engine, as vLLM's do: their tokens are no longer computed
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
         await self._listen()
@@ -230,6 +276,8 @@ class EngineServer:
             async with asyncio.TaskGroup() as tasks:
                 if self._publisher is not None:
                     tasks.create_task(self._publisher.answer_replays())
+                if self._exchange is not None:
+                    tasks.create_task(self._exchange.run())
                 await self._driver.run()
         finally:
             await self._runner.cleanup()
@@ -247,7 +295,7 @@ class EngineServer:
             Api.COUNT_TOKENS: count,
             Api.GENERATE: self._generating(GenerateRequest, generate_job, GenerateFormat),
             **{api: self._pooling(one) for api, one in POOLING.items()},
-            **tokenizer_handlers(self._serves),
+            **token_handlers(self._serves),
             **audio_handlers(self._compute),
         }
 
@@ -266,25 +314,76 @@ class EngineServer:
             illness = self._faults.next_illness()
             if illness is not None:
                 return await answer_wrongly(http, illness)
+            plan: Plan = None
             try:
-                job = to_job(decoder.decode(await http.read()))
+                body = await http.read()
+                job = to_job(decoder.decode(body))
                 if not job.model:
                     job = msgspec.structs.replace(job, model=self._settings.model)
+                plan, job = self._planned(http, body, job)
+                refused = self._refuse(job)
+                requests = self._requests(job) if refused is None else []
             except msgspec.DecodeError as error:
                 return _error(400, str(error), "BadRequestError")
-            if (refused := self._refuse(job)) is not None:
+            if refused is not None:
+                if self._exchange is not None:
+                    self._exchange.give_back(plan)
                 return refused
-            adapter = job.model if job.model in self._adapters else ""
-            await self._driver.read_weights(self._adapters.use(adapter))
-            request = self._driver.new_request(job.prompt, self._answer_length(job), model=job.model, adapter=adapter)
-            # identifiers rise in the order in which requests came
-            key = f"{secrets.token_hex(4)}{request.key:08x}"
-            form = new_format(key, int(_wall_clock()), job.model, **job.options)
-            if job.is_streamed:
-                return await self._stream(http, request, form, wants_usage=job.wants_usage)
-            return await self._answer_whole(http, request, form)
+            with self._paired(body, requests[0], plan):
+                return await self._respond(http, requests, job, new_format)
 
         return handle
+
+    def _planned(self, http: web.Request, body: bytes, job: Job) -> tuple[Plan, Job]:
+        """What the request is in a pair, and its job as that. Raises msgspec.DecodeError."""
+        if self._exchange is None:
+            return None, job
+        plan = self._exchange.plan(body, http.headers.get("x-request-id", ""))
+        if isinstance(plan, Export) and self._exchange.cuts_answers:
+            job = msgspec.structs.replace(job, max_tokens=1)
+        return plan, job
+
+    @contextlib.contextmanager
+    def _paired(self, body: bytes, request: Request, plan: Plan) -> Iterator[None]:
+        """While the request is in the engine, other engines may ask for it, and SGLang's routers end it."""
+        if self._exchange is None:
+            yield
+            return
+        self._exchange.expect(request, plan)
+        self._rids[request.key] = (msgspec.json.decode(body, type=PairFields).rid, request)
+        try:
+            yield
+        finally:
+            del self._rids[request.key]
+            self._exchange.end(request)
+
+    async def _respond(
+        self, http: web.Request, requests: Sequence[Request], job: Job, new_format: Callable[..., Format]
+    ) -> web.StreamResponse:
+        try:
+            if self._exchange is not None:
+                await self._exchange.before(requests[0])
+            await self._driver.read_weights(self._adapters.use(requests[0].adapter))
+            # identifiers rise in the order in which requests came
+            key = f"{secrets.token_hex(4)}{requests[0].key:08x}"
+            form = new_format(key, int(_wall_clock()), job.model, **job.options)
+            if job.is_streamed:
+                return await self._stream(http, requests, form, wants_usage=job.wants_usage)
+            whole = await self._answer_whole(http, requests, form)
+        except TransferFailed as error:
+            return _error(500, str(error), "InternalServerError")
+        if self._exchange is not None and isinstance(whole.body, bytes):
+            whole.body = self._exchange.answer(requests[0], job.prompts[0], whole.body)
+        return whole
+
+    def _requests(self, job: Job) -> list[Request]:
+        """One for each choice of each prompt; raises StructureInvalid."""
+        adapter = job.model if job.model in self._adapters else ""
+        return [
+            self._driver.new_request(prompt, self._answer_length(job, prompt), job, adapter=adapter)
+            for prompt in job.prompts
+            for _ in range(job.choices)
+        ]
 
     def _serves(self, model: str) -> bool:
         return model == self._settings.model or model in self._adapters
@@ -292,54 +391,67 @@ class EngineServer:
     def _refuse(self, job: Job) -> web.Response | None:
         if not self._serves(job.model):
             return _error(404, f"The model `{job.model}` does not exist.", "NotFoundError", param="model")
-        tokens = count_tokens(job.prompt) + 1
+        tokens = max(map(count_tokens, job.prompts)) + 1
         longest = self._settings.max_model_len
         if tokens > longest:
             message = f"This model's maximum context length is {longest} tokens, the prompt has {tokens - 1}."
             return _error(400, message, "BadRequestError", param="input_tokens")
         return None
 
-    def _answer_length(self, job: Job) -> int:
-        room = self._settings.max_model_len - count_tokens(job.prompt)
-        return min(job.max_tokens or self._settings.default_max_tokens, room)
+    def _answer_length(self, job: Job, prompt: bytes) -> int:
+        room = self._settings.max_model_len - count_tokens(prompt)
+        # JSON of a schema ends by itself
+        is_open = job.structure is None or job.structure.schema is None
+        return min(job.max_tokens or (self._settings.default_max_tokens if is_open else room), room)
 
     async def _stream(
-        self, http: web.Request, request: Request, form: Format, *, wants_usage: bool
+        self, http: web.Request, requests: Sequence[Request], form: Format, *, wants_usage: bool
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         if self._settings.headers_first:
             await response.prepare(http)
-        cut_after = self._faults.next_cut()
-        with self._observed(request) as observe:
-            async for token in self._driver.tokens(request):
-                if request.produced == 1 or not response.prepared:
-                    if not response.prepared:
-                        await response.prepare(http)
-                    await response.write(form.opening() + form.chunk(token))
-                else:
-                    await response.write(form.chunk(token))
-                observe()
-                if cut_after is not None and request.produced >= cut_after:
-                    _cut(http)
-                    break
-            else:
-                await response.write(form.closing(request, wants_usage=wants_usage))
+        index_of = {request.key: index for index, request in enumerate(requests)}
+        opening = form.opening()
+        try:
+            async for token in self._observed(http, requests):
+                if not response.prepared:
+                    await response.prepare(http)
+                await response.write(opening + form.chunk(token, index_of[token.request.key]))
+                opening = b""
+        except TransferFailed as error:
+            if not response.prepared:
+                raise
+            # as vLLM reports an error in a stream
+            await response.write(b"data: " + error_body(str(error), status=500, kind="InternalServerError") + b"\n\n")
+            return response
+        if all(request.is_done for request in requests):
+            await response.write(form.closing(requests, wants_usage=wants_usage))
         return response
 
-    async def _answer_whole(self, http: web.Request, request: Request, form: Format) -> web.Response:
+    async def _answer_whole(self, http: web.Request, requests: Sequence[Request], form: Format) -> web.Response:
+        async for _ in self._observed(http, requests):
+            pass
+        return web.Response(body=form.whole(requests), content_type="application/json")
+
+    async def _observed(self, http: web.Request, requests: Sequence[Request]) -> AsyncGenerator[Token]:
+        """The tokens, which are counted. A cut that a test asks for resets the connection after one of them."""
         cut_after = self._faults.next_cut()
-        with self._observed(request) as observe:
-            async for _ in self._driver.tokens(request):
-                observe()
-                if cut_after is not None and request.produced >= cut_after:
-                    _cut(http)
-                    break
-        return web.Response(body=form.whole(request), content_type="application/json")
+        with contextlib.ExitStack() as observations:
+            observe = {
+                request.key: observations.enter_context(Observation(self._metrics, request, self._settings.speed))
+                for request in requests
+            }
+            async with contextlib.aclosing(self._driver.tokens(requests)) as tokens:
+                async for token in tokens:
+                    yield token
+                    observe[token.request.key]()
+                    if cut_after is not None and token.request.produced >= cut_after:
+                        _cut(http)
+                        return
+            if self._exchange is not None:
+                await self._exchange.after(requests[0])
 
-    def _observed(self, request: Request) -> Observation:
-        return Observation(self._metrics, request, self._settings.speed)
-
-    def _pooling(self, pooling: Pooling) -> Handler:
+    def _pooling(self, pooling: PoolingApi) -> Handler:
         decoder = msgspec.json.Decoder(pooling.body)
 
         async def handle(http: web.Request) -> web.StreamResponse:
@@ -359,10 +471,21 @@ class EngineServer:
             return _error(status, "The engine is asked to fail.", "service_unavailable_error")
         if (refused := self._refuse(job)) is not None:
             return refused
-        request = self._driver.new_request(job.prompt, self._answer_length(job), model=job.model)
-        async for _ in self._driver.tokens(request):
+        requests = self._requests(job)
+        async for _ in self._driver.tokens(requests):
             pass
-        return request
+        return requests[0]
+
+    async def _abort(self, http: web.Request) -> web.Response:
+        """SGLang's: the requests whose id begins with that of the body end with an error."""
+        try:
+            rid = msgspec.json.decode(await http.read(), type=PairFields).rid
+        except msgspec.DecodeError as error:
+            return _error(400, str(error), "BadRequestError")
+        for known, request in list(self._rids.values()):
+            if rid and known.startswith(rid) and self._exchange is not None:
+                self._exchange.abort(request)
+        return web.Response()
 
     async def _list_models(self, _: web.Request) -> web.Response:
         base = {"object": "model", "created": 0, "owned_by": "vllm", "max_model_len": self._settings.max_model_len}
@@ -374,7 +497,7 @@ class EngineServer:
         return web.Response()
 
     async def _show_metrics(self, http: web.Request) -> web.StreamResponse:
-        illness = self._faults.next_page()
+        illness = self._faults.take_metrics_fault()
         if illness == "empty":
             return web.Response(body=b"", headers={"Content-Type": CONTENT_TYPE_LATEST})
         if illness is not None:

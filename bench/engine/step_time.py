@@ -141,7 +141,7 @@ def prefill_s(
     return seconds
 
 
-class MockerTime:
+class MockerStepTime:
     """A StepTime. ``kv_tokens``: capacity of the KV cache."""
 
     def __init__(self, kv_tokens: int) -> None:

@@ -8,6 +8,7 @@ prompt of a conversation begins with exactly the tokens of this prompt and its a
 from __future__ import annotations
 
 import base64
+import copy
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -58,16 +59,26 @@ def count_tokens(text: bytes) -> int:
 
 
 class BlockHashes:
-    """Chained hashes of the full blocks of a growing text. ``model`` seeds the chain: adapters share no blocks."""
+    """Chained hashes of the full blocks of a growing text. ``model`` and ``salt`` seed the chain: adapters share no
+    blocks, and neither do prompts with different salts.
+    """
 
-    def __init__(self, model: str, block_size: int, *, keeps_text: bool = False) -> None:
+    def __init__(self, model: str, block_size: int, *, salt: str = "", keeps_text: bool = False) -> None:
         """``block_size``: tokens. ``keeps_text``: keep the text of the blocks in ``blocks``."""
         self.blocks: list[bytes] = []
         self._keeps_text = keeps_text
         self._bytes_per_block = block_size * BYTES_PER_TOKEN
         self._last = xxhash.xxh3_64_intdigest(model.encode())
+        if salt:
+            self._last = xxhash.xxh3_64_intdigest(salt.encode(), self._last)
         self._pending = b""
         self.hashes: list[int] = []
+
+    def copy(self) -> BlockHashes:
+        """The same text, to be extended by another."""
+        copied = copy.copy(self)
+        copied.hashes, copied.blocks = list(self.hashes), list(self.blocks)
+        return copied
 
     def extend(self, text: bytes) -> None:
         """Append text; every block that it fills gets a hash."""

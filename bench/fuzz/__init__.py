@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Broken input at random: configuration files for the loader, request bodies for the whole stack."""
+"""Broken input at random: requests, files, engines' answers, KV events, Redis, objects of a cluster."""

@@ -29,21 +29,21 @@ import h2.connection
 import h2.events
 import msgspec
 
-from bench.fuzz.mutants import Case, mutant
+from bench.fuzz.mutants import FuzzCase, mutant
 from bench.stack.processes import rss_bytes
 from bench.stack.stack import ALIAS, EngineFlags, running_stack
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
-    from bench.fuzz.mutants import Case
+    from bench.fuzz.mutants import FuzzCase
     from bench.stack.stack import Stack
 
 _READ_BYTES: Final = 65_536
 _ASIDE: Final = frozenset({"connection", "expect"})
 
 
-class Answer(msgspec.Struct):
+class FuzzResponse(msgspec.Struct):
     """``status``: 0 if there was none. ``is_whole``: the answer was ended as its protocol ends one."""
 
     status: int = 0
@@ -52,7 +52,7 @@ class Answer(msgspec.Struct):
     is_whole: bool = False
 
 
-async def send(host: str, port: int, case: Case) -> Answer | None:
+async def send(host: str, port: int, case: FuzzCase) -> FuzzResponse | None:
     """The answer; None if the client of this case leaves before it has one."""
     async with _connection(host, port) as (reader, writer):
         if case.transport == "http2":
@@ -70,8 +70,8 @@ async def _connection(host: str, port: int) -> AsyncIterator[tuple[asyncio.Strea
 
 
 async def _http1(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, authority: str, case: Case
-) -> Answer | None:
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, authority: str, case: FuzzCase
+) -> FuzzResponse | None:
     lines = [f"{case.method} {case.path} HTTP/1.1", f"host: {authority}", "connection: close"]
     lines += [f"{name}: {value}" for name, value in case.headers]
     if case.transport == "chunked":
@@ -100,23 +100,23 @@ async def _http1(
     return _parsed(bytes(received), has_body=case.method != "HEAD")
 
 
-def _pieces(case: Case) -> Iterator[bytes]:
+def _pieces(case: FuzzCase) -> Iterator[bytes]:
     start = 0
     for length in case.pieces:
         yield case.body[start : start + length]
         start += length
 
 
-def _parsed(received: bytes, *, has_body: bool) -> Answer:
+def _parsed(received: bytes, *, has_body: bool) -> FuzzResponse:
     head, _, body = received.partition(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
     words = lines[0].split(" ")
     if len(words) < 2 or not words[1].isdigit():
-        return Answer(body=received)
+        return FuzzResponse(body=received)
     if words[1] == "100":
         return _parsed(body, has_body=has_body)
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
-    answer = Answer(int(words[1]), headers.get("content-type", ""), body, is_whole=True)
+    answer = FuzzResponse(int(words[1]), headers.get("content-type", ""), body, is_whole=True)
     if headers.get("transfer-encoding") == "chunked" and has_body:
         answer.body, answer.is_whole = _joined(body)
     elif "content-length" in headers and has_body:
@@ -156,7 +156,7 @@ class _Http2:
         )
         self._connection = h2.connection.H2Connection(settings)
 
-    async def exchange(self, authority: str, case: Case) -> Answer | None:
+    async def exchange(self, authority: str, case: FuzzCase) -> FuzzResponse | None:
         http = self._connection
         http.initiate_connection()
         pseudo = [(":method", case.method), (":path", case.path), (":scheme", "http"), (":authority", authority)]
@@ -174,8 +174,8 @@ class _Http2:
         await self._flush()
         return None if case.leaves == "after the body" else await self._answer(case)
 
-    async def _answer(self, case: Case) -> Answer | None:
-        answer, body = Answer(), bytearray()
+    async def _answer(self, case: FuzzCase) -> FuzzResponse | None:
+        answer, body = FuzzResponse(), bytearray()
         with contextlib.suppress(ConnectionError):
             while received := await self._reader.read(_READ_BYTES):
                 if case.leaves == "in the answer":
@@ -206,7 +206,7 @@ class _Http2:
             await self._writer.drain()
 
 
-def fault_of(case: Case, answer: Answer) -> str:
+def fault_of(case: FuzzCase, answer: FuzzResponse) -> str:
     """In words; empty if the answer is one that a client of OpenAI's API can read, and the request's own doing."""
     if not answer.status:
         return "no answer"
@@ -221,7 +221,7 @@ def fault_of(case: Case, answer: Answer) -> str:
     return "" if answer.status == 200 else f"{answer.status}: neither an answer nor a refusal"
 
 
-def _fault_of_refusal(answer: Answer) -> str:
+def _fault_of_refusal(answer: FuzzResponse) -> str:
     if not answer.content_type.startswith("application/json"):
         return f"{answer.status}: the content type of the refusal is {answer.content_type!r}"
     try:
@@ -234,12 +234,14 @@ def _fault_of_refusal(answer: Answer) -> str:
 
 # Short answers: 4,096 tokens is all that an engine holds.
 FLAGS: Final = EngineFlags(count=3, speed=100.0, kv_blocks=256, stream_headers="first-token", adapters=("sql",))
-# Limits and queues that nobody reaches: each request goes through them.
+# Limits and queues that are never reached: each request passes through them.
 ROUTE: Final = {"rateLimits": [{"per": "Tenant", "requests": 10**12, "totalTokens": 10**15}]}
 SERVER: Final[Mapping[str, object]] = {"flowControl": {}}
 _INNOCENT_PAUSE_S: Final = 0.2
 _WATCHED: Final = ("extproc", "envoy")
 _MIB: Final = 1024 * 1024
+# Lines of errors, and the last ones of tracebacks.
+_EXCEPTIONS: Final = re.compile(r"^(?:\S+ \S+ ERROR .*|[\w.]+(?:Error|Exception)\b.*)$", re.MULTILINE)
 # Requests that clients left end a little later.
 _QUIET_S: Final = 15.0
 
@@ -291,11 +293,24 @@ class FuzzReport(msgspec.Struct):
 
 
 async def fuzz(stack: Stack, settings: FuzzSettings) -> FuzzReport:
-    """Send cases for a while, and look at what is left behind."""
+    """Send cases for a while, and check what is left behind."""
+
+    async def send_all(report: FuzzReport) -> None:
+        seeds = seeds_of(settings)
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(settings.clients):
+                clients.create_task(_send_all(stack, seeds, settings, report))
+
+    return await beside_honest(stack, settings, send_all)
+
+
+async def beside_honest(
+    stack: Stack, settings: FuzzSettings, work: Callable[[FuzzReport], Awaitable[None]]
+) -> FuzzReport:
+    """Run ``work`` while an innocent client asks, note memory, and check what is left behind."""
     report = FuzzReport()
     clock = asyncio.get_running_loop().time
     began_at_s = clock()
-    seeds = _seeds(settings, began_at_s + settings.seconds)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=settings.patience_s)) as http:
         _note_memory(stack, report)
         async with asyncio.TaskGroup() as beside:
@@ -303,19 +318,19 @@ async def fuzz(stack: Stack, settings: FuzzSettings) -> FuzzReport:
                 beside.create_task(_ask_innocently(stack, http, report)),
                 beside.create_task(_note_memory_every_minute(stack, report)),
             ]
-            async with asyncio.TaskGroup() as clients:
-                for _ in range(settings.clients):
-                    clients.create_task(_send_all(stack, seeds, settings, report))
+            await work(report)
             for other in others:
                 other.cancel()
         report.seconds = clock() - began_at_s
-        await _look_for_remains(stack, http, report)
+        await _check_leftovers(stack, http, report)
         _note_memory(stack, report)
     return report
 
 
-def _seeds(settings: FuzzSettings, ends_at_s: float) -> Iterator[int]:
+def seeds_of(settings: FuzzSettings) -> Iterator[int]:
+    """One for each case, until the time is over."""
     clock = asyncio.get_running_loop().time
+    ends_at_s = clock() + settings.seconds
     for number in itertools.count():
         if clock() >= ends_at_s or number == settings.cases:
             return
@@ -345,7 +360,7 @@ async def _send_all(stack: Stack, seeds: Iterator[int], settings: FuzzSettings, 
             report.offenders.append(_offender(case, why, b"" if answer is None else answer.body))
 
 
-def _offender(case: Case, why: str, answer: bytes) -> Offender:
+def _offender(case: FuzzCase, why: str, answer: bytes) -> Offender:
     return Offender(
         seed=case.seed,
         why=why,
@@ -388,20 +403,20 @@ def _note_memory(stack: Stack, report: FuzzReport) -> None:
             report.memory_mib.setdefault(name, []).append(rss_bytes(stack.pids[name]) // _MIB)
 
 
-async def _look_for_remains(stack: Stack, http: aiohttp.ClientSession, report: FuzzReport) -> None:
+async def _check_leftovers(stack: Stack, http: aiohttp.ClientSession, report: FuzzReport) -> None:
     """Nothing is in flight, no process has ended, and extproc's log holds no exception."""
     report.faults += [f"{name} has ended" for name in _WATCHED if not stack.processes.is_running(name)]
     clock = asyncio.get_running_loop().time
     deadline_s = clock() + _QUIET_S
     left = await _in_flight(stack, http)
-    # extproc tells when it is asked only
+    # extproc reports on request only
     while left and clock() < deadline_s:
         await asyncio.sleep(0.2)
         left = await _in_flight(stack, http)
     if left:
         report.faults.append(f"{left:g} requests or streams are in flight after all clients have left")
     log = (stack.directory / "extproc.log").read_text(errors="replace")
-    report.faults += [f"extproc.log: {line}" for line in re.findall("^.*(?: ERROR |Error: ).*$", log, re.MULTILINE)]
+    report.faults += [f"extproc.log: {line}" for line in _EXCEPTIONS.findall(log)]
 
 
 async def _in_flight(stack: Stack, http: aiohttp.ClientSession) -> float:
@@ -411,7 +426,7 @@ async def _in_flight(stack: Stack, http: aiohttp.ClientSession) -> float:
     return sum(float(number) for number in counted)
 
 
-def told(report: FuzzReport) -> str:
+def report_text(report: FuzzReport) -> str:
     """The report as lines."""
     lines = [
         f"{report.cases} requests in {report.seconds:.0f} s, the longest {report.longest_s:.2f} s",
@@ -449,7 +464,7 @@ def main(words: Sequence[str] | None = None) -> int:
             )
         )
     )
-    print(told(report))
+    print(report_text(report))
     if report.offenders:
         options.offenders.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in report.offenders))
         print(f"requests with wrong answers are in {options.offenders}")

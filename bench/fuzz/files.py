@@ -16,9 +16,10 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final
 
-from controller.bundle.envoy.bundle import build
+from bench.fuzz.values import broken
+from controller.bundle.envoy.bundle import build_bundle
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.llmd.pickers import picker_notes
 
@@ -134,6 +135,8 @@ SPECIAL: Final = (
     *("9" * 30, "9" * 5000, "1:" * 500 + "1", "a" * 5000, "[" * 200, "{a: " * 200, "- " * 200, '{"a":' * 1200),
     *("10G", "1h", "-5s", "true", "''", "[]", "{}", "[*a, *a]", "(" * 300, "a{99999999999}"),
 )
+_SPECIAL: Final = tuple(one.encode() for one in SPECIAL)
+_VALID: Final = tuple(one.encode() for one in VALID)
 
 
 def mutant(rng: random.Random) -> dict[str, bytes]:
@@ -151,34 +154,20 @@ def mutant(rng: random.Random) -> dict[str, bytes]:
 
 
 def _broken(text: str, rng: random.Random) -> bytes:
+    content = text.encode()
     for _ in range(rng.choice((0, 1, 1, 2, 3, 8))):
-        at, end = rng.randint(0, len(text)), rng.randint(0, len(text))
-        match rng.randrange(6):
-            case 0:
-                text = text[:at]
-            case 1:
-                text = text[:at] + text[at : at + 20] * rng.randint(2, 50) + text[at:]
-            case 2:
-                text = text[:at] + text[end:]
-            case 3:
-                other = rng.choice(VALID)
-                text = text[:at] + other[rng.randint(0, len(other)) :]
-            case _:
-                text = text[:at] + rng.choice(SPECIAL) + text[at + rng.choice((0, 0, 1, 5)) :]
-    content = bytearray(text.encode())
-    if content and rng.random() < 0.1:
-        content[rng.randrange(len(content))] = rng.randrange(256)
-    return bytes(content)
+        content = broken(content, rng, _SPECIAL, _VALID)
+    return content
 
 
 def try_files(files: dict[str, bytes]) -> bool:
     """Whether they can be used; raises whatever ends neither in a configuration in use nor in ConfigInvalid."""
     try:
-        snapshot = load(files)
+        snapshot = load_snapshot(files)
         picker_notes(snapshot)
         core = Core(_good(), rng=random.Random(0), ticket_prefix="fuzz")
         core.apply(snapshot, 1.0)
-        build(snapshot, "/nowhere")
+        build_bundle(snapshot, "/nowhere")
     except ConfigInvalid as error:
         unforeseen = [one for one in error.mistakes if "makes the reader fail" in one.message]
         if unforeseen:
@@ -190,7 +179,7 @@ def try_files(files: dict[str, bytes]) -> bool:
 @functools.cache
 def _good() -> Snapshot:
     """What the core starts with."""
-    return load({"good.yaml": VALID[0].encode()})
+    return load_snapshot({"good.yaml": VALID[0].encode()})
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -207,7 +196,7 @@ def main(words: Sequence[str] | None = None) -> int:
         files, start_s = mutant(random.Random(seed)), clock()
         try:
             counts["used" if try_files(files) else "refused"] += 1
-        except Exception as error:  # noqa: BLE001 - that there is none is what this looks for
+        except Exception as error:  # noqa: BLE001 - this test checks that there is none
             counts["failed"] += 1
             print(f"seed {seed}: {type(error).__name__}: {error}")
         longest_s = max(longest_s, clock() - start_s)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
+from bench.fuzz.values import broken, changed
 from bench.stack.stack import ALIAS
 from extproc.protocol import APIS_BY_PATH, Api
 
@@ -36,7 +37,7 @@ class Seed(msgspec.Struct, frozen=True):
     content_type: str = "application/json"
 
 
-def _said(text: object, **fields: object) -> dict[str, object]:
+def _chat_fields(text: object, **fields: object) -> dict[str, object]:
     return {"model": ALIAS, "messages": [{"role": "user", "content": text}], "max_tokens": 3, **fields}
 
 
@@ -64,10 +65,10 @@ SEEDS: Final = (
         for path, api in APIS_BY_PATH.items()
         if api.spec.body == "json"
     ),
-    Seed("/v1/chat/completions", _said("hello", stream=True, stream_options={"include_usage": True}, n=1)),
+    Seed("/v1/chat/completions", _chat_fields("hello", stream=True, stream_options={"include_usage": True}, n=1)),
     Seed(
         "/v1/chat/completions",
-        _said(
+        _chat_fields(
             [
                 {"type": "text", "text": "what is this?"},
                 {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}},
@@ -85,8 +86,11 @@ SEEDS: Final = (
         {"model": ALIAS, "input": [{"role": "user", "content": "hi"}], "max_output_tokens": 3, "stream": True},
     ),
     Seed("/v1/embeddings", {"model": ALIAS, "input": ["one", "two"], "encoding_format": "float"}),
-    Seed("/v1/messages", _said("hello", system="be short")),
-    Seed("/v1/messages", _said([{"type": "text", "text": "hi"}], system=[{"type": "text", "text": "x"}], stream=True)),
+    Seed("/v1/messages", _chat_fields("hello", system="be short")),
+    Seed(
+        "/v1/messages",
+        _chat_fields([{"type": "text", "text": "hi"}], system=[{"type": "text", "text": "x"}], stream=True),
+    ),
     Seed("/v1/audio/transcriptions", _MULTIPART, content_type="multipart/form-data; boundary=cut"),
     Seed("/v1/models", method="GET"),
     Seed(f"/v1/models/{ALIAS}", method="GET"),
@@ -130,7 +134,7 @@ Transport = Literal["length", "chunked", "http2"]
 _TRANSPORTS: Final[tuple[Transport, ...]] = ("length", "length", "chunked", "http2")
 
 
-class Case(msgspec.Struct, frozen=True):
+class FuzzCase(msgspec.Struct, frozen=True):
     """One request. ``pieces``: lengths in which its body is sent. ``leaves``: when the client hangs up, if early."""
 
     seed: int
@@ -144,7 +148,7 @@ class Case(msgspec.Struct, frozen=True):
     leaves: Literal["", "in the body", "after the body", "in the answer"] = ""
 
 
-def mutant(seed: int, rng: random.Random) -> Case:
+def mutant(seed: int, rng: random.Random) -> FuzzCase:
     """The request that ``seed`` stands for. ``rng``: made of that seed."""
     valid = rng.choice(SEEDS)
     body = _body(valid, rng)
@@ -164,7 +168,7 @@ def mutant(seed: int, rng: random.Random) -> Case:
     trailers: tuple[tuple[str, str], ...] = ()
     if transport == "http2" and rng.random() < 0.4:
         trailers = rng.choice(((("x-trailer", "1"),), (("model", "other"),), (("x-attache-server", "default/llama"),)))
-    return Case(
+    return FuzzCase(
         seed=seed,
         method=valid.method if rng.random() < 0.97 else rng.choice(("GET", "PUT", "HEAD", "OPTIONS", "DELETE")),
         path=path,
@@ -180,7 +184,7 @@ def mutant(seed: int, rng: random.Random) -> Case:
 def _body(valid: Seed, rng: random.Random) -> bytes:
     body = valid.body if isinstance(valid.body, bytes) else _written(valid.body, rng)
     for _ in range(rng.choice((0, 0, 0, 1, 1, 3))):
-        body = _broken(body, rng)
+        body = broken(body, rng, SPECIAL)
     if rng.random() < 0.02:
         body = body.decode(errors="replace").encode(rng.choice(("utf-16", "utf-8-sig", "utf-32-be")))
     return body
@@ -190,7 +194,7 @@ def _written(value: object, rng: random.Random) -> bytes:
     """JSON whose structure is changed in up to three places."""
     odd: list[bytes] = []
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
-        value = _with_odd_value(value, rng, odd)
+        value = changed(value, rng, lambda: _placeholder(rng, odd), FIELDS)
     text = json.dumps(value, ensure_ascii=rng.random() < 0.5, indent=rng.choice((None, None, 1)))
     body = text.encode("utf-8", "surrogatepass")
     for number, replacement in enumerate(odd):
@@ -203,26 +207,8 @@ def _written(value: object, rng: random.Random) -> bytes:
     return body
 
 
-def _with_odd_value(value: object, rng: random.Random, odd: list[bytes]) -> object:
-    """``value`` with a placeholder for something odd in it; what that is, is added to ``odd``."""
-    if isinstance(value, dict) and value and rng.random() < 0.85:
-        key = rng.choice(list(value))
-        changed = dict(value)
-        kind = rng.random()
-        if kind < 0.1:
-            del changed[key]
-        elif kind < 0.3:
-            changed[rng.choice(FIELDS)] = _placeholder(rng, odd)
-        else:
-            changed[key] = _with_odd_value(value[key], rng, odd)
-        return changed
-    if isinstance(value, list) and value and rng.random() < 0.7:
-        index = rng.randrange(len(value))
-        return [*value[:index], _with_odd_value(value[index], rng, odd), *value[index + rng.randint(0, 1) :]]
-    return _placeholder(rng, odd)
-
-
 def _placeholder(rng: random.Random, odd: list[bytes]) -> str:
+    """In the place of something odd, which is added to ``odd``."""
     odd.append(rng.choice(ODD_VALUES))
     return _PLACEHOLDER + str(len(odd) - 1)
 
@@ -241,25 +227,8 @@ def _escaped(body: bytes, rng: random.Random) -> bytes:
     return body.replace(letter, f"\\u{letter[0]:04x}".encode())
 
 
-def _broken(body: bytes, rng: random.Random) -> bytes:
-    at, end = rng.randint(0, len(body)), rng.randint(0, len(body))
-    match rng.randrange(6):
-        case 0:
-            return body[:at]
-        case 1:
-            return body[:at] + body[at : at + 30] * rng.randint(2, 50) + body[at:]
-        case 2:
-            return body[: min(at, end)] + body[max(at, end) :]
-        case 3:
-            return rng.choice((b"\xef\xbb\xbf", b" " * 5000, b"\0", b"\n")) + body
-        case 4:
-            return body[:at] + rng.randbytes(rng.randint(1, 20)) + body[at:]
-        case _:
-            return body[:at] + rng.choice(SPECIAL) + body[at + rng.choice((0, 0, 1, 5)) :]
-
-
 def _encoded(body: bytes, encoding: str, rng: random.Random) -> bytes:
-    """Compressed as a header says, or not."""
+    """Compressed as the header declares, or not."""
     if encoding in {"gzip", "deflate"} and rng.random() < 0.6:
         return gzip.compress(body, mtime=0) if encoding == "gzip" else zlib.compress(body)
     return body

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy lab: picking, queues and the engine model in virtual time, trial by trial; knows virtual, workload."""
+"""The policy lab: picking, queues and engines in virtual time, trial by trial; depends on virtual, workload."""

@@ -69,7 +69,7 @@ def results_of(reports: Sequence[TrialReport], objective: LatencyObjective, comm
         objective=objective,
         trials=[_trial(report, objective) for report in reports],
         groups=[
-            Group(words, {policy: pooled(some, objective) for policy, some in by_policy(found).items()})
+            Group(words, {policy: pool_measures(some, objective) for policy, some in by_policy(found).items()})
             for words, found in by_conditions(reports).items()
         ],
         made_by=made_by(
@@ -81,7 +81,9 @@ def results_of(reports: Sequence[TrialReport], objective: LatencyObjective, comm
 
 
 def by_conditions(reports: Sequence[TrialReport]) -> dict[str, list[TrialReport]]:
-    """Reports that differ in their policies and seeds alone, under words that say what the others do not share."""
+    """Reports that differ in their policies and seeds alone, by a text with the conditions that differ between the
+    groups.
+    """
     grouped: dict[Conditions, list[TrialReport]] = defaultdict(list)
     for report in reports:
         grouped[msgspec.structs.replace(report.trial.conditions, seed=0)].append(report)
@@ -98,7 +100,7 @@ def _words(reports: Sequence[TrialReport]) -> str:
     workloads = ", ".join(dict.fromkeys(report.workload for report in reports))
     seeds = sorted({report.trial.conditions.seed for report in reports})
     seeded = f", {len(seeds)} seeds together" if len(seeds) > 1 else ""
-    return f"{workloads}; rate x{one.rate_scale:g}, {one.engines} engines of {one.hardware}, {one.model}{seeded}"
+    return f"{workloads}; rate x{one.rate_scale:g}, {one.words()}{seeded}"
 
 
 def ttft_blocks(reports: Sequence[TrialReport]) -> list[Sequence[float]]:
@@ -114,7 +116,7 @@ def by_policy(reports: Sequence[TrialReport]) -> dict[str, list[TrialReport]]:
     return grouped
 
 
-def pooled(reports: Sequence[TrialReport], objective: LatencyObjective) -> Measures:
+def pool_measures(reports: Sequence[TrialReport], objective: LatencyObjective) -> Measures:
     """The measures of several trials of one policy together."""
     rows = [row for report in reports for row in report.rows]
     engines = max((len(report.busy) for report in reports), default=0)
@@ -176,7 +178,7 @@ OURS: Final = "attache"
 
 
 class NotComparable(Exception):
-    """Two results that cannot be compared; the message says what is missing."""
+    """Two results that cannot be compared; the message has what is missing."""
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -262,7 +264,7 @@ def _paired(
 
 
 def tables(names: tuple[str, str], first: Sequence[TrialResult], second: Sequence[TrialResult]) -> list[Table]:
-    """One for each set of conditions, and one of all together, which says so. Raises NotComparable.
+    """One for each set of conditions, and one of all together, with that in its title. Raises NotComparable.
 
     ``names``: what the two sides are called in headings, as ``read_side`` takes them.
     """
@@ -271,7 +273,7 @@ def tables(names: tuple[str, str], first: Sequence[TrialResult], second: Sequenc
     for one in first:
         if one.conditions in conditions:
             both[msgspec.structs.replace(one.conditions, seed=0)].append(one)
-    headings = ["mean", *_told_apart(names, first[0].policy, second[0].policy), "change", "95% interval"]
+    headings = ["mean", *_distinct_names(names, first[0].policy, second[0].policy), "change", "95% interval"]
     paired = "paired by request; intervals of 95% over windows of the traces and seeds"
     made = [
         Table(f"{_difference_words(key, found)}; {paired}", headings, [_cells(row) for row in compare(found, second)])
@@ -284,14 +286,14 @@ def tables(names: tuple[str, str], first: Sequence[TrialResult], second: Sequenc
 
 def _difference_words(key: Conditions, trials: Sequence[TrialResult]) -> str:
     workloads = ", ".join(dict.fromkeys(one.workload for one in trials))
-    return f"{workloads}; rate x{key.rate_scale:g}, {key.engines} engines of {key.hardware}, {key.model}"
+    return f"{workloads}; rate x{key.rate_scale:g}, {key.words()}"
 
 
 def _rates(conditions: Iterable[Conditions]) -> str:
     return "rates " + ", ".join(f"x{rate:g}" for rate in sorted({one.rate_scale for one in conditions}))
 
 
-def _told_apart(names: tuple[str, str], first: str, second: str) -> tuple[str, str]:
+def _distinct_names(names: tuple[str, str], first: str, second: str) -> tuple[str, str]:
     """The policies' names; those of one name by their files, too."""
     if first != second or names[0] == names[1]:
         return first, second

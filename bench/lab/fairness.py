@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 HARDWARE: Final = "h100-llama-3.1-8b"
 # An engine is saturated when a new prompt would wait for 50 ms: so requests wait in the queue, and not in the engine.
 TIGHT: Final[Mapping[str, object]] = {"queueDepth": None, "kvUsage": None, "maxWait": "50ms"}
-# No request is refused: scenarios compare who goes first.
+# No request is refused: scenarios compare the order of dispatch.
 PATIENT: Final[Mapping[str, object]] = {"timeout": "59m", "maxRequests": 1_000_000, "maxBytes": "64Gi"}
 NO_QUEUE: Final = None
 FCFS: Final[Mapping[str, object]] = {"fairness": "GlobalStrict"}
@@ -128,7 +128,10 @@ def play(
     limits = EngineLimits(num_gpu_blocks=kv_blocks)
     kind = roofline_engine(PRESETS[HARDWARE], limits)
     return Simulation(
-        configuration.load(files), dict.fromkeys(addresses(engines), kind), seed=seed, token_observer=token_observer
+        configuration.load_snapshot(files),
+        dict.fromkeys(addresses(engines), kind),
+        seed=seed,
+        token_observer=token_observer,
     ).run(workload)
 
 
@@ -244,7 +247,7 @@ class FloodResult(msgspec.Struct, frozen=True):
     ttfts_s: tuple[float, ...] = ()
 
     @property
-    def factor(self) -> float:
+    def slowdown(self) -> float:
         """During the flood over before."""
         return self.during_s / self.before_s
 
@@ -468,7 +471,7 @@ def _flood_table(name: str, floods: Sequence[FloodResult]) -> Table:
     return Table(
         f"one of ten tenants sends ten times as much; engines {name} before",
         ["", "p90 TTFT of others before, s", "while one floods, s", "factor"],
-        [[one.policy, f"{one.before_s:.3f}", f"{one.during_s:.3f}", f"{one.factor:.2f}"] for one in floods],
+        [[one.policy, f"{one.before_s:.3f}", f"{one.during_s:.3f}", f"{one.slowdown:.2f}"] for one in floods],
     )
 
 

@@ -27,9 +27,9 @@ from bench.engine.hardware import (
     ModelShape,
 )
 from bench.engine.scheduler import EngineLimits
-from bench.engine.step_time import MockerTime
+from bench.engine.step_time import MockerStepTime
 from bench.virtual.engines import EngineKind, roofline_engine
-from extproc.api.documents import read, split
+from extproc.api.documents import parse_document, split_documents
 from extproc.api.errors import ConfigInvalid, Mistake
 from extproc.api.quantities import Duration, decode_quantity
 from extproc.api.schema import check_shape
@@ -127,13 +127,13 @@ def read_model(file: str) -> ModelShape:
 
 def _read(file: str, kind: type[T], what: str) -> T:
     try:
-        documents = split(file, Path(file).read_text())
+        documents = split_documents(file, Path(file).read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigInvalid([Mistake(file, 0, "", f"cannot be read: {error}")]) from None
     if len(documents) != 1:
         raise ConfigInvalid([Mistake(file, 0, "", f"has {len(documents)} documents; describe {what}")])
     (document,) = documents
-    value, findings = read(document)
+    value, findings = parse_document(document)
     value = _with_numbers(value)
     mistakes = document.mistakes([*findings, *check_shape(value, kind)])
     if mistakes:
@@ -142,7 +142,7 @@ def _read(file: str, kind: type[T], what: str) -> T:
 
 
 def _with_numbers(value: object) -> object:
-    """YAML takes ``989e12`` for text: it wants a point and a sign."""
+    """YAML parses ``989e12`` as text: a number needs a point and a sign."""
     if not isinstance(value, dict):
         return value
     return {key: _with_numbers(_number(one)) for key, one in value.items()}
@@ -162,7 +162,7 @@ _PART: Final = re.compile(r"(?P<gpu>[a-z0-9]+?|[^+*]+?\.ya?ml)(?:x(?P<gpus>\d+))
 
 
 class HardwareUnknown(Exception):
-    """No such GPU or model, or a model that does not fit; the message says what there is."""
+    """No such GPU or model, or a model that does not fit; the message lists the known ones."""
 
 
 def engine_kinds(
@@ -175,14 +175,14 @@ def engine_kinds(
     """
     if hardware == MOCKER:
         limits = EngineLimits(block_size=block_size, num_gpu_blocks=_MOCKER_TOKENS // block_size)
-        kinds = [EngineKind(MockerTime(_MOCKER_TOKENS), limits)] * count
+        kinds = [EngineKind(MockerStepTime(_MOCKER_TOKENS), limits)] * count
     else:
         kinds = [roofline_engine(one, block_size=block_size) for one in _engines_of(hardware, model, count)]
     return kinds if kv_blocks is None else [_with_blocks(kind, kv_blocks) for kind in kinds]
 
 
 def _with_blocks(kind: EngineKind, kv_blocks: int) -> EngineKind:
-    return EngineKind(kind.speed, msgspec.structs.replace(kind.limits, num_gpu_blocks=kv_blocks))
+    return msgspec.structs.replace(kind, limits=msgspec.structs.replace(kind.limits, num_gpu_blocks=kv_blocks))
 
 
 def gpus_of(hardware: str) -> list[tuple[str, int]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from bench.lab.export import by_conditions, by_policy, pooled, ttft_blocks
+from bench.lab.export import by_conditions, by_policy, pool_measures, ttft_blocks
 from bench.lab.measures import policy_table
 from bench.reporting.pages import figure, log_axis, plot_cumulative
 from bench.reporting.results import mean_interval
@@ -76,7 +76,7 @@ def _twenty(number: int) -> str:
 
 def _section(name: str, reports: Sequence[TrialReport], objective: LatencyObjective, colors: Mapping[str, str]) -> str:
     policies = by_policy(reports)
-    measures = {policy: pooled(found, objective) for policy, found in policies.items()}
+    measures = {policy: pool_measures(found, objective) for policy, found in policies.items()}
     intervals = {policy: mean_interval(ttft_blocks(found)) for policy, found in policies.items()}
     table = policy_table(name, measures, intervals)
     return f"<h2>{html.escape(name)}</h2><div>{table.as_html()}</div>{_plots(policies, intervals, colors)}"

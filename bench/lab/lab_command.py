@@ -9,15 +9,19 @@ tenth of the run: 1.72 times the pace of the conversation trace, 1.71 times that
 
 from __future__ import annotations
 
+import argparse
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.lab.export import pooled, results_of, ttft_blocks, write_csv, write_json
+from bench.lab.export import pool_measures, results_of, ttft_blocks, write_csv, write_json
+from bench.lab.figures import sweeps_of, write_figures, write_latex
 from bench.lab.html import write_html
 from bench.lab.measures import LatencyObjective, Measures
+from bench.lab.pairs import PlayedTrace, pairs_lab
 from bench.lab.runner import run_all
 from bench.lab.trial import Conditions, Trial, check_trials
 from bench.reporting.pages import Table
@@ -25,7 +29,6 @@ from bench.reporting.results import Interval, mean_interval, ratio_interval
 from bench.workload.traces import TraceInvalid
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
     from rich.console import Console
@@ -91,7 +94,7 @@ _TRACES: Final = (
 )
 
 
-# In place of traces, for a clone without them. Not tuned on, and not shares of anybody's capacity.
+# In place of traces, for a clone without them. They are not used for tuning, and are no shares of a capacity.
 _GENERATED: Final = (
     TraceLoads(name="chat", files=(), skip=0, limit=0, rates={"x1": 1.0, "x2": 2.0, "x4": 4.0}),
     TraceLoads(name="shared-prefix", files=(), skip=0, limit=0, rates={"x0.5": 0.5, "x1": 1.0, "x1.5": 1.5}),
@@ -109,7 +112,7 @@ class PolicyLine(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Traces, policies, seeds and hardware; the loads are fixed."""
+    """Traces, policies, seeds, rates and hardware."""
     add = parser.add_argument
     add(
         "--traces",
@@ -131,9 +134,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GPUs of each engine; mixed: h100*4+l40s*4; a GPU's file: rig.yamlx2 (default: %(default)s)",
     )
     add("--model", default=_MODEL, help="what engines serve (default: %(default)s)")
+    add(
+        "--rates",
+        type=_rates,
+        default=(),
+        metavar="X,X,...",
+        help="in place of the three loads: times the pace of the trace, for a figure of TTFT against the rate",
+    )
     add("--rate-factor", type=float, default=1.0, metavar="X", help="multiply all loads, for other hardware")
+    add(
+        "--pairs",
+        action="store_true",
+        help="prefill and decode engines against whole ones, by goodput, in place of the pickers (needs traces)",
+    )
     add("--out", type=Path, default=Path("bench/out/lab"), metavar="DIR", help="for reports (default: %(default)s)")
     add("--jobs", type=int, default=0, metavar="N", help="processes (default: one for each processor)")
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    rates = tuple(map(float, text.split(",")))
+    if not all(0 < one < math.inf for one in rates):
+        raise argparse.ArgumentTypeError(f"{text}: write numbers above 0, as in 0.5,1,1.5")
+    return rates
 
 
 def lab(options: argparse.Namespace, console: Console) -> int:
@@ -146,6 +168,8 @@ def lab(options: argparse.Namespace, console: Console) -> int:
             "directory and give it with --traces; a trace of your own is played by replay --trace FILE.",
             style="yellow",
         )
+    if options.pairs:
+        return _pairs(options, directory, console)
     is_measured = (options.hardware, options.model, options.rate_factor) == (_HARDWARE, _MODEL, 1.0)
     cells = {
         (trace.name, load if is_measured else load.partition(" (")[0]): [
@@ -162,7 +186,7 @@ def lab(options: argparse.Namespace, console: Console) -> int:
             for seed in range(options.seeds)
         ]
         for trace in (_TRACES if has_traces else _GENERATED)
-        for load, rate in trace.rates.items()
+        for load, rate in ({f"x{one:g}": one for one in options.rates} or trace.rates).items()
     }
     policies = options.policies.split(",")
     trials = [Trial(policy, one) for seeds in cells.values() for policy in policies for one in seeds]
@@ -171,11 +195,14 @@ def lab(options: argparse.Namespace, console: Console) -> int:
     found = dict(zip(map(_name, trials), reports, strict=True))
     objective = LatencyObjective()
     page = ["# The policy lab", "", *_preface(options), ""]
+    tables = []
     for (trace, load), seeds in cells.items():
         lines = _lines(
             policies, [[found[_name(Trial(policy, one))] for one in seeds] for policy in policies], objective
         )
-        table = _table(f"{trace}, {load}", lines)
+        tables.append(_table(f"{trace}, {load}", lines))
+    tables += [sweep.table() for sweep in sweeps_of(reports)]
+    for table in tables:
         console.print(table.on_terminal())
         page += [f"## {table.title}", "", *table.as_markdown(), ""]
     results = results_of(reports, objective, options.command_line)
@@ -185,7 +212,22 @@ def lab(options: argparse.Namespace, console: Console) -> int:
     if results.made_by is not None:
         page += [f"Made by `{results.made_by.command}`; {results.made_by.versions_line}.", ""]
     (options.out / "lab.md").write_text("\n".join(page))
-    console.print(f"written: {options.out}/lab.md, .html, .csv, .json", highlight=False)
+    write_latex(tables, options.out / "lab.tex", results.made_by)
+    figures = write_figures(reports, options.out / "figures")
+    console.print(f"written: {options.out}/lab.md, .html, .csv, .json, .tex", highlight=False)
+    console.print(f"written: {len(figures)} figures, PDF and SVG, under {options.out}/figures", highlight=False)
+    return 0
+
+
+def _pairs(options: argparse.Namespace, directory: Path, console: Console) -> int:
+    traces = [PlayedTrace(trace.name, _file(directory, trace), trace.skip) for trace in _TRACES]
+    tables = pairs_lab(traces, options.out, console, jobs=options.jobs)
+    page = ["# Prefill and decode engines", ""]
+    for table in tables:
+        console.print(table.on_terminal())
+        page += [f"## {table.title}", "", *table.as_markdown(), ""]
+    (options.out / "pairs.md").write_text("\n".join(page))
+    console.print(f"written: {options.out}/pairs.md", highlight=False)
     return 0
 
 
@@ -223,7 +265,7 @@ def _lines(
     lines = [
         PolicyLine(
             policy=policy,
-            measures=pooled(found, objective),
+            measures=pool_measures(found, objective),
             ttft_s=mean_interval(blocks[policy]),
             against=ratio_interval(blocks[policy], ours),
         )

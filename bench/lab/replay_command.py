@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.lab.export import by_conditions, by_policy, pooled, results_of, ttft_blocks, write_csv, write_json
+from bench.engine.transfer import NETWORKS
+from bench.lab.export import by_conditions, by_policy, pool_measures, results_of, ttft_blocks, write_csv, write_json
+from bench.lab.figures import sweeps_of, write_figures, write_latex
 from bench.lab.html import write_html
 from bench.lab.measures import NARROW, LatencyObjective, policy_table
 from bench.lab.policies.registry import POLICIES
@@ -69,6 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="write every request's numbers")
     add("--csv", type=Path, metavar="FILE", help="write a line for each trial")
     add("--html", type=Path, metavar="FILE", help="write a report with plots")
+    add(
+        "--figures",
+        type=Path,
+        metavar="DIR",
+        help="write figures as PDF and SVG: TTFTs, and with several --rate-scale the mean TTFT against the rate",
+    )
+    add("--latex", type=Path, metavar="FILE", help="write the tables for LaTeX, with booktabs")
 
 
 def _add_engines(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +89,20 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
         help="GPUs of each: h100x4; mixed: h100*4+l40s*4; a GPU's file: rig.yamlx2 (default: h100x4)",
     )
     add("--model", action="append", help="what they serve: a name, or a model's YAML file (default: 70b)")
+    add(
+        "--prefill",
+        type=_at_least(1),
+        metavar="N",
+        help="engines that prefill for policies with pairs (pd-...), with --decode; other policies have as many whole",
+    )
+    add("--decode", type=_at_least(1), metavar="N", help="engines that decode for them")
+    add(
+        "--network",
+        choices=sorted(NETWORKS),
+        default="nvlink",
+        help="what KV caches are transferred over (default: %(default)s)",
+    )
+    add("--push", action="store_true", help="KV caches are pushed in pieces, as by SGLang, not pulled as by NIXL")
     add("--block-size", type=_at_least(1), default=64, metavar="N", help="tokens in a KV block (default: %(default)s)")
     add("--kv-blocks", type=_at_least(1), metavar="N", help="of each engine (default: what its GPUs' memory holds)")
     add(
@@ -108,7 +131,8 @@ def replay(options: argparse.Namespace, console: Console) -> int:
     objective = LatencyObjective(float(Duration(options.slo_ttft)), float(Duration(options.slo_tpot)))
     reports = run_all(trials, KEPT, console, jobs=options.jobs, fresh=options.fresh)
     results = results_of(reports, objective, options.command_line)
-    for one in tables(reports, objective):
+    shown = [*tables(reports, objective), *(sweep.table() for sweep in sweeps_of(reports))]
+    for one in shown:
         console.print(one.on_terminal())
     if options.json:
         write_json(results, options.json)
@@ -116,17 +140,27 @@ def replay(options: argparse.Namespace, console: Console) -> int:
         write_csv(results, options.csv)
     if options.html:
         write_html(reports, results, options.html)
-    for file in filter(None, (options.json, options.csv, options.html)):
+    if options.latex:
+        write_latex(shown, options.latex, results.made_by)
+    figures = write_figures(reports, options.figures) if options.figures else []
+    for file in filter(None, (options.json, options.csv, options.html, options.latex, *figures)):
         console.print(f"written: {file}", highlight=False)
     return 0
 
 
 def trials_of(options: argparse.Namespace) -> list[Trial]:
     """The grid. Policies vary fastest, so that those to be compared run together. Raises ValueError."""
+    if (options.prefill is None) is not (options.decode is None):
+        msg = "--prefill and --decode: give both, or none"
+        raise ValueError(msg)
+    roles = options.prefill + options.decode if options.prefill else 0
+    if roles and options.engines:
+        msg = f"--engines: --prefill and --decode are {roles} engines; remove it"
+        raise ValueError(msg)
     grid = itertools.product(
         options.trace,
         options.skip or [0],
-        options.engines or [8],
+        options.engines or [roles or 8],
         options.hardware or ["h100x4"],
         options.model or ["70b"],
         options.rate_scale or [1.0],
@@ -156,6 +190,10 @@ def trials_of(options: argparse.Namespace) -> list[Trial]:
                 log_s=float(Duration(options.log_delay)),
                 events_s=float(Duration(options.event_delay)),
                 flow_control=options.flow_control,
+                prefill=options.prefill or 0,
+                decode=options.decode or 0,
+                network=options.network,
+                pushes=options.push,
             ),
         )
         for trace, skip, engines, hardware, model, rate_scale, seed in grid
@@ -168,7 +206,7 @@ def tables(reports: Sequence[TrialReport], objective: LatencyObjective) -> list[
     found = []
     for words, group in by_conditions(reports).items():
         policies = by_policy(group)
-        measures = {name: pooled(some, objective) for name, some in policies.items()}
+        measures = {name: pool_measures(some, objective) for name, some in policies.items()}
         ordered = dict(sorted(measures.items(), key=lambda item: item[1].ttft_s.mean))
         intervals = {name: mean_interval(ttft_blocks(some)) for name, some in policies.items()}
         title = f"{words}; virtual time, seconds, unless a heading has a unit"

@@ -59,7 +59,8 @@ def worker_pool(count: int) -> Iterator[ProcessPoolExecutor]:
             yield pool
         except BaseException:
             for one in set(multiprocessing.active_children()) - before:
-                one.terminate()
+                # not SIGTERM: under coverage that is handled in Python, which may wait for ever in a child just forked
+                one.kill()
             pool.shutdown(cancel_futures=True)
             raise
 
@@ -89,7 +90,7 @@ def digests(files: Iterable[str]) -> dict[str, str]:
 
 
 def digest(file: Path) -> str:
-    """Of the contents; empty if it is no file that can be read, which whoever needs it will report."""
+    """Of the contents; empty if the file cannot be read; its reader reports that."""
     made = xxhash.xxh3_64()
     try:
         with file.open("rb") as source:
@@ -189,27 +190,25 @@ def _version(package: str) -> str:
 
 
 class OpenedFiles:
-    """The files that a trial opens for reading. An audit hook hears of them, and it stays for the life of the
-    process.
-    """
+    """The files that a trial opens for reading, from an audit hook, which stays for the life of the process."""
 
     def __init__(self) -> None:
-        self._heard: set[str] | None = None
-        sys.addaudithook(self._hear)
+        self._opened: set[str] | None = None
+        sys.addaudithook(self._audit_hook)
 
-    def _hear(self, event: str, arguments: tuple[object, ...]) -> None:
-        if event == "open" and self._heard is not None and isinstance(arguments[0], str):
-            self._heard.add(arguments[0])
+    def _audit_hook(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and self._opened is not None and isinstance(arguments[0], str):
+            self._opened.add(arguments[0])
 
     @contextmanager
     def during(self) -> Iterator[dict[str, str]]:
         """Yields a dictionary that holds the digests of the opened files after the block."""
         found: dict[str, str] = {}
-        self._heard = set()
+        self._opened = set()
         try:
             yield found
         finally:
-            heard, self._heard = self._heard, None
+            heard, self._opened = self._opened, None
             found.update(digests(sorted(one for one in map(os.path.abspath, heard) if _is_users(one))))
 
 

@@ -6,24 +6,24 @@ What a request takes beyond that, its excess, is what a picker can change.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from bench.engine.hardware import API_S
 from bench.engine.step_time import Work, batch_of, prefill_s
+from bench.engine.transfer import NETWORKS
 from bench.lab.hardware import engine_kinds
 from bench.lab.policies.own_file import PolicyFailed
 from bench.lab.policies.registry import policy_named
-from bench.lab.policies.trackers import EngineCalibration
+from bench.lab.policies.trackers import EngineCalibration, PolicySetup
 from bench.stack.stack import documents
-from bench.virtual.delays import Delays
 from bench.virtual.engines import addresses
-from bench.virtual.simulation import Simulation
+from bench.virtual.simulation import Delays, Pairing, Simulation
 from bench.workload.generators import load_workload
 from bench.workload.sessions import with_rate_scale
 from bench.workload.traces import Excerpt
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.errors import NoEndpoint
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class LowerBound:
         """The state of the engines does not matter."""
 
     def arrives(self, request: Request, position: tuple[int, int], now: float) -> None:
-        """Compute the bound and remember the blocks of the prompt."""
+        """Compute the bound and record the blocks of the prompt."""
         del now
         hashes = request.text.hashes
         known = next((index for index, block_hash in enumerate(hashes) if block_hash not in self._seen), len(hashes))
@@ -73,7 +73,7 @@ class LowerBound:
         """The real TTFT does not matter."""
 
     def ended(self, request: Request, now: float) -> None:
-        """Remember the blocks of the answer."""
+        """Record the blocks of the answer."""
         del now
         self._seen.update(request.text.hashes)
 
@@ -96,6 +96,9 @@ class Conditions(msgspec.Struct, frozen=True):
     | `kv_blocks` | | of each engine; None: what its GPUs' memory holds |
     | `seed` | | of ties, answers and generators |
     | `scrape_s`, `log_s`, `events_s` | s | see `Delays` |
+    | `prefill`, `decode` | engines | for policies with pairs, the first so many prefill, the next decode; 0: no roles |
+    | `network` | | what KV caches are transferred over: a name of `NETWORKS` |
+    | `pushes` | | KV caches are pushed in pieces while the prefill runs, in place of pulled after it |
     | `flow_control` | | the ModelServer's `flowControl` as JSON; empty: no queue in front of the engines |
     """
 
@@ -114,6 +117,15 @@ class Conditions(msgspec.Struct, frozen=True):
     log_s: float = 0.2
     events_s: float = 0.05
     flow_control: str = ""
+    prefill: int = 0
+    decode: int = 0
+    network: str = "nvlink"
+    pushes: bool = False
+
+    def words(self) -> str:
+        """Its engines in words."""
+        roles = f" ({self.prefill} prefill, {self.decode} decode over {self.network})" if self.prefill else ""
+        return f"{self.engines} engines{roles} of {self.hardware}, {self.model}"
 
     def workload(self) -> Workload:
         """Raises TraceInvalid."""
@@ -133,7 +145,7 @@ class RequestRow(msgspec.Struct, frozen=True, array_like=True):
     """One request. ``position``: the number of its session in the workload, and of its turn in the session.
 
     ``due_at_s``: from the start of the trial. ``engine``: its number; -1 for a request that was not served.
-    ``ideal_s``: the lower bound of its TTFT.
+    ``ideal_s``: the lower bound of its TTFT. ``prefill``: the number of the other engine that prefilled it, or -1.
     """
 
     position: tuple[int, int]
@@ -148,6 +160,7 @@ class RequestRow(msgspec.Struct, frozen=True, array_like=True):
     ideal_s: float
     label: str = ""
     error: str = ""
+    prefill: int = -1
 
 
 class TrialReport(msgspec.Struct, frozen=True):
@@ -180,12 +193,13 @@ def run(trial: Trial, clock: Callable[[], float]) -> TrialReport:
     picks = _FirstFailure(trial.policy, policy.picker)
     lower_bound = LowerBound(max(kinds, key=lambda kind: calibration(kind).prefill_tokens_per_s))
     simulation = Simulation(
-        _snapshot(list(engines), conditions, policy.server, workload.adapters),
+        _snapshot(list(engines), conditions, policy, workload.adapters),
         engines,
         seed=conditions.seed,
         make_picker=lambda _spec, _files: picks,
         delays=Delays(scrape_s=conditions.scrape_s, log_s=conditions.log_s, events_s=conditions.events_s),
         request_observers=[lower_bound] if policy.observer is None else [policy.observer, lower_bound],
+        pairing=Pairing(NETWORKS[conditions.network], conditions.pushes, policy.on_transfer),
     )
     began_at_s = clock()
     results = simulation.run(workload)
@@ -208,13 +222,16 @@ def run(trial: Trial, clock: Callable[[], float]) -> TrialReport:
 def check_trials(trials: Sequence[Trial]) -> None:
     """Make every policy and engine once. Raises ConfigInvalid, PolicyFailed or HardwareUnknown."""
     for name in dict.fromkeys(trial.policy for trial in trials):
-        policy_named(name)(EngineCalibration(prefill_tokens_per_s=1.0, decode_s_per_token=1.0, block_size=16))
+        made = policy_named(name)(EngineCalibration(prefill_tokens_per_s=1.0, decode_s_per_token=1.0, block_size=16))
+        alone = any(trial.policy == name and not trial.conditions.prefill for trial in trials)
+        if made.has_pairs and alone:
+            raise PolicyFailed(f"{name}: is for engines in two roles; give --prefill N and --decode N")
     for hardware, model in dict.fromkeys((trial.conditions.hardware, trial.conditions.model) for trial in trials):
         engine_kinds(hardware, model, count=1, block_size=16)
 
 
 class _FirstFailure:
-    """A Picker that remembers its first mistake: the request path answers such a request with an error and goes on."""
+    """A Picker that keeps its first error: the request path answers such a request with an error and goes on."""
 
     def __init__(self, name: str, picker: Picker) -> None:
         self._name = name
@@ -246,14 +263,17 @@ def calibration(kind: EngineKind) -> EngineCalibration:
     )
 
 
-def _snapshot(
-    engines: list[str], conditions: Conditions, server: Mapping[str, Any], adapters: tuple[str, ...]
-) -> Snapshot:
-    more = dict(server)
+def _snapshot(engines: list[str], conditions: Conditions, policy: PolicySetup, adapters: tuple[str, ...]) -> Snapshot:
+    more = dict(policy.server)
+    if policy.has_pairs:
+        roles = ["prefill"] * conditions.prefill + ["decode"] * conditions.decode
+        more["endpoints"] = [
+            {"address": one, "labels": {"role": role}} for one, role in zip(engines, roles, strict=True)
+        ]
     if conditions.flow_control:
         more["flowControl"] = msgspec.json.decode(conditions.flow_control)
     text = documents(engines, gateway={}, more=more, adapters=adapters)
-    return load({"lab.yaml": text.encode()})
+    return load_snapshot({"lab.yaml": text.encode()})
 
 
 def _row(result: RequestResult, numbers: Mapping[str, int], lower_bound: LowerBound) -> RequestRow:
@@ -270,4 +290,5 @@ def _row(result: RequestResult, numbers: Mapping[str, int], lower_bound: LowerBo
         ideal_s=lower_bound.seconds(result.position),
         label=result.label,
         error=result.error,
+        prefill=numbers.get(result.prefilled_by, -1),
     )

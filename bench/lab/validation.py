@@ -189,7 +189,7 @@ def real(run: Sequence[RecordedRequest]) -> RunSummary:
     )
 
 
-def modelled(run: Sequence[RecordedRequest], kind: EngineKind) -> RunSummary:
+def simulate_latencies(run: Sequence[RecordedRequest], kind: EngineKind) -> RunSummary:
     """The latencies of the same requests at the same instants on an engine of ``kind``.
 
     No two prompts share a prefix.
@@ -394,7 +394,7 @@ class Finding(msgspec.Struct, frozen=True):
 def validate(traces: Path, console: Console) -> int:
     """Print every error; the exit status is 1 if one is out of its band.
 
-    Without recorded runs in the directory ``traces`` it says so, and compares single steps alone.
+    Without recorded runs in the directory ``traces`` it prints that, and compares single steps alone.
     """
     findings = list(_steps())
     try:
@@ -405,7 +405,7 @@ def validate(traces: Path, console: Console) -> int:
             f"NOT COMPARED WITH REAL RUNS: {error}. Put {_WHERE} into a directory and give --traces.", style="bold red"
         )
     console.print(_table(findings).on_terminal())
-    never = "; ".join(f"{kind} {', '.join(names)}" for kind, names in unchecked().items() if names)
+    never = "; ".join(f"{kind} {', '.join(names)}" for kind, names in unmeasured_hardware().items() if names)
     console.print(f"never held against a measurement: {never}; and all models and hardware from files")
     out = [finding for finding in findings if not finding.is_good]
     for finding in out:
@@ -413,7 +413,7 @@ def validate(traces: Path, console: Console) -> int:
     return 1 if out else 0
 
 
-def unchecked() -> dict[str, list[str]]:
+def unmeasured_hardware() -> dict[str, list[str]]:
     """What has a name here and is in no measurement: GPUs, links between GPUs, and models."""
     held = [one.hardware for one in (*_PUBLISHED, *_PUBLISHED_RUNS)]
     held += [Hardware(MODELS["8b"], GPUS[one.gpu]) for one in _RUNS]
@@ -436,7 +436,7 @@ def _steps() -> Iterator[Finding]:
 def _published_run(run: PublishedRun, traces: Path) -> Iterator[Finding]:
     requests = read_requests(traces / f"vllm_run_{run.like.name}.requests.jsonl.gz")
     limits = msgspec.structs.replace(run.like.limits, num_gpu_blocks=run.kv_blocks)
-    found = modelled(requests, EngineKind(Roofline(run.hardware), limits))
+    found = simulate_latencies(requests, EngineKind(Roofline(run.hardware), limits))
     for what, seconds, measured in (
         ("TTFT", found.ttft_s.mean, run.ttft_s),
         ("TPOT", found.tpot_s.mean, run.tpot_s),
@@ -448,16 +448,16 @@ def _published_run(run: PublishedRun, traces: Path) -> Iterator[Finding]:
 def _between(what: str, seconds: float, measured: tuple[float, float], *, band: float) -> Finding:
     """The error against the nearest of the measured values, which are bounds."""
     low, high = measured
-    said = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+    message = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
     error = seconds / min(max(seconds, low), high) - 1
-    return Finding(what=what, measured=said, model=seconds, error=error, band=band)
+    return Finding(what=what, measured=message, model=seconds, error=error, band=band)
 
 
 def _run(run: RecordedRun, traces: Path) -> Iterator[Finding]:
     requests = read_requests(traces / f"vllm_run_{run.name}.requests.jsonl.gz")
     measured = real(requests)
-    kernels = modelled(requests, EngineKind(MeasuredKernels(traces, run.name), run.limits))
-    roofline = modelled(requests, EngineKind(Roofline(Hardware(MODELS["8b"], GPUS[run.gpu])), run.limits))
+    kernels = simulate_latencies(requests, EngineKind(MeasuredKernels(traces, run.name), run.limits))
+    roofline = simulate_latencies(requests, EngineKind(Roofline(Hardware(MODELS["8b"], GPUS[run.gpu])), run.limits))
     for number, (step_times, model) in enumerate((("measured kernels", kernels), ("roofline", roofline))):
         yield from _compared(f"vLLM on {run.gpu}, {step_times}", measured, model, band=number)
 

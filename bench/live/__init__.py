@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load client, and comparisons behind a real Envoy on loopback; knows stack, workload and reporting."""
+"""The load client, and comparisons behind a real Envoy on loopback; depends on stack, workload and reporting."""

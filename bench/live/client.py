@@ -46,7 +46,7 @@ class _Event(msgspec.Struct):
     usage: _Usage | None = None
 
 
-class Answer(msgspec.Struct):
+class StreamResponse(msgspec.Struct):
     """The text and the usage of a stream, and whether it came to its end."""
 
     text: str
@@ -54,9 +54,9 @@ class Answer(msgspec.Struct):
     is_complete: bool
 
 
-def read_stream(raw: bytes) -> Answer:
+def read_stream(raw: bytes) -> StreamResponse:
     """The answer in the server-sent events of a chat completion. Raises DecodeError for an event that is not JSON."""
-    answer = Answer("", _Usage(), is_complete=False)
+    answer = StreamResponse("", _Usage(), is_complete=False)
     texts: list[str] = []
     for line in raw.split(b"\n"):
         if not line.startswith(b"data: "):
@@ -145,7 +145,7 @@ class LoadClient:
         clock = asyncio.get_running_loop().time
         parts: list[bytes] = []
         first = last = 0.0
-        error, answer = "", Answer("", _Usage(), is_complete=False)
+        error, answer = "", StreamResponse("", _Usage(), is_complete=False)
         try:
             async with http.post(self._url, data=msgspec.json.encode(body), headers=headers) as response:
                 # engines write the first token together with the beginning of the stream

@@ -27,14 +27,14 @@ from bench.engine.hardware import PRESETS
 from bench.live.client import LoadClient
 from bench.reporting.pages import MadeBy, Table, figure, log_axis, made_by, plot_cumulative
 from bench.reporting.results import RequestResult, Summary, mean_interval, summarize, tpots_s, ttfts_s, windows
-from bench.stack.processes import StartFailed, busy_share, cpu_seconds, machine_time
+from bench.stack.processes import StartFailed, busy_share, cpu_seconds, read_cpu_time
 from bench.stack.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, running_stack
 from bench.workload.generators import Conversations, conversations
 from bench.workload.sessions import Workload
 from bench.workload.traces import Excerpt, TraceInvalid, read_trace
 from extproc.api.errors import ConfigInvalid, Mistake
 from extproc.llmd.profiles import picker_from_text
-from extproc.llmd.registry import installed
+from extproc.llmd.registry import installed_plugins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -167,12 +167,12 @@ def _percentiles(found: Distribution) -> str:
 
 
 POLICIES = ("PrefixAware", "RoundRobin")
-# Above this the client, Envoy and the engines wait for processors, and times tell more about them than about policies.
+# Above this the client, Envoy and the engines wait for processors, and times measure them rather than policies.
 _BUSY_LIMIT = 0.85
 
 
 class ComparisonSettings(msgspec.Struct, frozen=True):
-    """What the command line says. ``out``: the directory of the report."""
+    """Options of the command line. ``out``: the directory of the report."""
 
     workload: Workload
     flags: EngineFlags
@@ -235,7 +235,7 @@ def _check(policy: str) -> None:
     if policy in POLICIES:
         return
     try:
-        picker_from_text(policy, Path(policy).read_text(), installed())
+        picker_from_text(policy, Path(policy).read_text(), installed_plugins())
     except OSError as error:
         raise ConfigInvalid(
             [Mistake(policy, 0, "", f"cannot be read: {error.strerror}; name a file, or {', '.join(POLICIES)}")]
@@ -259,10 +259,10 @@ async def _run(policy: str, stack: Stack, settings: ComparisonSettings, progress
 
     pids = {**stack.pids, "client": os.getpid()}
     cpu_before = {name: cpu_seconds(pid) for name, pid in pids.items()}
-    machine_before = machine_time()
+    machine_before = read_cpu_time()
     client = LoadClient(stack.url, ALIAS, speed=settings.flags.speed, on_result=show)
     await client.send(settings.workload)
-    busy = busy_share(machine_before, machine_time())
+    busy = busy_share(machine_before, read_cpu_time())
     cpu = {name: cpu_seconds(pid) - cpu_before[name] for name, pid in pids.items()}
     async with aiohttp.ClientSession() as http:
         served = await asyncio.gather(*(_served(http, engine) for engine in stack.engines))

@@ -27,7 +27,7 @@ from bench.stack.stack import EnvoyMissing
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.micro.servers import Case
+    from bench.micro.servers import MeasuredCase
 
 _WIDTH = 230  # of the table where there is no terminal
 
@@ -36,7 +36,7 @@ class Report(msgspec.Struct, frozen=True):
     """Figures, and the rounds that they come from."""
 
     figures: list[ServerFigures]
-    rounds: list[overhead.Found]
+    rounds: list[overhead.CaseResult]
 
 
 def parser(prog: str = "bench.micro") -> argparse.ArgumentParser:
@@ -44,8 +44,8 @@ def parser(prog: str = "bench.micro") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=prog,
         description=(
-            "Measure what extproc costs a request: its rate and CPU time behind Envoy, beside an ext_proc server that "
-            "does nothing and other baselines. --quick --only 2KB takes about a minute."
+            "Measure what extproc costs a request: its rate and CPU time behind Envoy, compared with an ext_proc "
+            "server that does nothing and other baselines. --quick --only 2KB takes about a minute."
         ),
         epilog="Exit status: 0; 2 if something could not be started; 130 after Ctrl-C or SIGTERM.",
     )
@@ -59,7 +59,7 @@ def parser(prog: str = "bench.micro") -> argparse.ArgumentParser:
         metavar="N",
         help="more of them where other work disturbs (default: 8, or 10 with --quick)",
     )
-    add("--against", type=Path, metavar="DIR", help="a checkout whose extproc is measured, too")
+    add("--against", type=Path, metavar="DIR", help="a checkout; its extproc is measured, too")
     return made
 
 
@@ -99,7 +99,9 @@ def _effort(options: argparse.Namespace) -> overhead.Effort:
     return effort if options.rounds is None else msgspec.structs.replace(effort, rounds=options.rounds)
 
 
-async def _measure(console: Console, cases: Sequence[Case], effort: overhead.Effort, *, against: Path | None) -> Report:
+async def _measure(
+    console: Console, cases: Sequence[MeasuredCase], effort: overhead.Effort, *, against: Path | None
+) -> Report:
     if not GATEWAY_PYTHON.is_file():
         console.print(GATEWAY_MISSING)
     rounds = []

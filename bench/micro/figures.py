@@ -14,7 +14,7 @@ from bench.micro.overhead import ALONE, BUSY, WHOLE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from bench.micro.overhead import Found, Load, Measured
+    from bench.micro.overhead import CaseResult, OverheadResult, PhaseLoad
 
 BASELINE = "no-op"
 EXTPROC = "extproc"
@@ -66,12 +66,12 @@ class ServerFigures(msgspec.Struct, frozen=True):
     phases: dict[str, PhaseFigures]
 
 
-def figures(found: Found) -> list[ServerFigures]:
+def figures(found: CaseResult) -> list[ServerFigures]:
     """Every server that stands in front of the engines."""
     return [_of_server(found, name) for name in found.servers if name != ENGINE]
 
 
-def _of_server(found: Found, name: str) -> ServerFigures:
+def _of_server(found: CaseResult, name: str) -> ServerFigures:
     one, base, engine = (found.servers[key] for key in (name, BASELINE, ENGINE))
     return ServerFigures(
         found.case.name,
@@ -86,7 +86,7 @@ def _of_server(found: Found, name: str) -> ServerFigures:
     )
 
 
-def _of_phase(phase: str, one: Measured, base: Measured) -> PhaseFigures:
+def _of_phase(phase: str, one: OverheadResult, base: OverheadResult) -> PhaseFigures:
     loads = one.loads[phase]
     names = {name for load in loads for name in load.threads_us}
     return PhaseFigures(
@@ -103,7 +103,7 @@ def _of_phase(phase: str, one: Measured, base: Measured) -> PhaseFigures:
     )
 
 
-def _added(one: Measured, base: Measured, value: Callable[[Load], float]) -> Spread:
+def _added(one: OverheadResult, base: OverheadResult, value: Callable[[PhaseLoad], float]) -> Spread:
     """Differences, one request at a time."""
     ones, bases = ([value(load) for load in side.loads[ALONE.name]] for side in (one, base))
     added = [a - b for a, b in zip(ones, bases, strict=True)]
@@ -111,7 +111,11 @@ def _added(one: Measured, base: Measured, value: Callable[[Load], float]) -> Spr
 
 
 def _ratio(
-    ones: Sequence[Load], bases: Sequence[Load], value: Callable[[Load], float], *, best: Callable[[list[float]], float]
+    ones: Sequence[PhaseLoad],
+    bases: Sequence[PhaseLoad],
+    value: Callable[[PhaseLoad], float],
+    *,
+    best: Callable[[list[float]], float],
 ) -> Spread:
     of_ones, of_bases = ([value(load) for load in side] for side in (ones, bases))
     ratios = [a / b for a, b in zip(of_ones, of_bases, strict=True)]

@@ -2,7 +2,8 @@
 """Engines that answer at once, so that all that is measured is in front of them.
 
 One process serves them all, each on a port of its own. Answers are not streamed: a gateway that sends headers and the
-first bytes apart and without TCP_NODELAY would be measured by its client's delayed acknowledgements (40 ms).
+first bytes apart and without TCP_NODELAY would be measured by its client's delayed acknowledgements (40 ms). Only a
+request that asks for it by a header gets its answer in events, one each 5 ms, as tokens come.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ _USAGE: Final = (
 _CHAT: Final = (
     f'{{"id":"c","object":"chat.completion","created":0,"model":"{MODEL}","choices":[{_CHOICE}],"usage":{_USAGE}}}'
 ).encode()
-# What gateways ask an engine before they use it: whether it is healthy, what it serves.
+# A request with this header gets as many events.
+EVENTS: Final = "x-bench-events"
+_PAUSE_S: Final = 0.005
+_EVENT: Final = (
+    f'data: {{"id":"c","object":"chat.completion.chunk","created":0,"model":"{MODEL}",'
+    '"choices":[{"index":0,"delta":{"content":" token"},"finish_reason":null}]}\n\n'
+).encode()
+_LAST_EVENTS: Final = f'data: {{"id":"c","choices":[],"usage":{_USAGE}}}\n\ndata: [DONE]\n\n'.encode()
+_STREAM_HEAD: Final = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+# Requests of gateways to an engine before they use it: its health, its models.
 _ABOUT: Final = (
     f'{{"status":"ok","model_path":"{MODEL}","served_model_name":"{MODEL}","data":[{{"id":"{MODEL}"}}]}}'.encode()
 )
@@ -53,6 +63,7 @@ class _Connection(asyncio.Protocol):
         self._body_left = 0
         self._is_chunked = False
         self._answer = _ANSWER_TO_POST
+        self._events = 0
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -67,13 +78,30 @@ class _Connection(asyncio.Protocol):
             self._head = b""
             self._answer = _answer_to(head)
             self._is_chunked = is_chunked(head)
+            self._events = _number_in(head, EVENTS)
             self._body_left = content_length(head)
         if self._is_chunked:
             self._is_chunked = not data.endswith(LAST_CHUNK)
         else:
             self._body_left -= len(data)
         if not (self._body_left or self._is_chunked):
-            self._transport.write(self._answer)
+            if self._events:
+                self._transport.write(_STREAM_HEAD)
+                self._send_events()
+            else:
+                self._transport.write(self._answer)
+
+    def _send_events(self) -> None:
+        self._events -= 1
+        self._transport.write(_chunk(_EVENT))
+        if self._events:
+            asyncio.get_running_loop().call_later(_PAUSE_S, self._send_events)
+        else:
+            self._transport.write(_chunk(_LAST_EVENTS) + LAST_CHUNK)
+
+
+def _chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
 def _answer_to(head: bytes) -> bytes:
@@ -89,14 +117,16 @@ def is_chunked(head: bytes) -> bool:
 
 def content_length(head: bytes) -> int:
     """The length that the headers give; 0 without one."""
-    for line in head.split(b"\r\n"):
-        if line.lower().startswith(b"content-length:"):
-            return int(line[15:])
-    return 0
+    return _number_in(head, "content-length")
+
+
+def _number_in(head: bytes, name: str) -> int:
+    key = f"{name}:".encode()
+    return next((int(line[len(key) :]) for line in head.split(b"\r\n") if line.lower().startswith(key)), 0)
 
 
 async def serve(ports: list[int], *, everywhere: bool) -> None:
-    """Until cancelled. ``everywhere``: at all addresses of the loopback interface, which are many, and no other."""
+    """Serve for ever. ``everywhere``: at all addresses of the loopback interface, which are many, and no other."""
     loop = asyncio.get_running_loop()
     for port in ports:
         listening = socket.create_server(("0.0.0.0" if everywhere else "127.0.0.1", port), backlog=1024)  # noqa: S104

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.micro.servers import ANSWER_BY_ENVOY, Case, Servers
+from bench.micro.servers import ANSWER_BY_ENVOY, MeasuredCase, Servers
 from bench.micro.wire import WireLoad, questions
 from bench.reporting.results import nearest_rank
 from bench.stack.processes import Processes, StartFailed, cpu_seconds, is_running, peak_rss_bytes, thread_seconds
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from bench.micro.servers import Server
+    from bench.micro.servers import MeasuredServer
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -37,21 +37,21 @@ WHOLE: Final = Phase("32 at once", 32)
 PHASES: Final = (ALONE, BUSY, WHOLE)
 
 CASES: Final = (
-    Case(2_000, 8),
-    Case(2_000, 100),
-    Case(100_000, 8),
-    Case(100_000, 100),
-    Case(400_000, 8),
-    Case(400_000, 100),
-    Case(2_000, 8, renamed=False),
-    Case(2_000, 100, renamed=False, in_pieces=True),
-    Case(400_000, 100, renamed=False, in_pieces=True),
+    MeasuredCase(2_000, 8),
+    MeasuredCase(2_000, 100),
+    MeasuredCase(100_000, 8),
+    MeasuredCase(100_000, 100),
+    MeasuredCase(400_000, 8),
+    MeasuredCase(400_000, 100),
+    MeasuredCase(2_000, 8, renamed=False),
+    MeasuredCase(2_000, 100, renamed=False, in_pieces=True),
+    MeasuredCase(400_000, 100, renamed=False, in_pieces=True),
 )
-QUICK_CASES: Final = (Case(2_000, 8), Case(100_000, 8))
+QUICK_CASES: Final = (MeasuredCase(2_000, 8), MeasuredCase(100_000, 8))
 
 
 class Effort(msgspec.Struct, frozen=True):
-    """How long to look. A round measures every server once, for ``phase_s`` in each phase."""
+    """Duration of the measurement. A round measures every server once, for ``phase_s`` in each phase."""
 
     rounds: int
     phase_s: float
@@ -61,7 +61,7 @@ FULL: Final = Effort(rounds=8, phase_s=0.3)
 QUICK: Final = Effort(rounds=10, phase_s=0.3)
 
 
-class Load(msgspec.Struct, frozen=True):
+class PhaseLoad(msgspec.Struct, frozen=True):
     """One server in one phase of one round.
 
     Times are of one request; ``busy``: the server's share of one processor.
@@ -76,22 +76,22 @@ class Load(msgspec.Struct, frozen=True):
     envoy_cpu_us: float | None = None
 
 
-class Measured(msgspec.Struct, frozen=True):
+class OverheadResult(msgspec.Struct, frozen=True):
     """One server: by phase, its loads round by round."""
 
     start_s: float
     peak_rss_bytes: int
-    loads: dict[str, list[Load]]
+    loads: dict[str, list[PhaseLoad]]
 
 
-class Found(msgspec.Struct, frozen=True):
+class CaseResult(msgspec.Struct, frozen=True):
     """One case, by server."""
 
-    case: Case
-    servers: dict[str, Measured]
+    case: MeasuredCase
+    servers: dict[str, OverheadResult]
 
 
-async def measure(case: Case, directory: Path, effort: Effort, *, against: Path | None = None) -> Found:
+async def measure(case: MeasuredCase, directory: Path, effort: Effort, *, against: Path | None = None) -> CaseResult:
     """Start all servers of ``case`` and load them in turn.
 
     ``directory`` is there and empty; ``against``: another checkout.
@@ -104,11 +104,11 @@ async def measure(case: Case, directory: Path, effort: Effort, *, against: Path 
         asked = questions(case.prompt_bytes, count=64 if case.prompt_bytes < 100_000 else 16, model=case.model)
         direct = f"{ANSWER_BY_ENVOY}: 1\r\n"
         prepared = {phase.name: [one.on_wire(direct * phase.by_envoy) for one in asked] for phase in PHASES}
-        loads: dict[str, dict[str, list[Load]]] = {server.name: {} for server in servers}
+        loads: dict[str, dict[str, list[PhaseLoad]]] = {server.name: {} for server in servers}
         for server in servers:  # the first second is not like the others
             await WireLoad(prepared[WHOLE.name], connections=8).run("127.0.0.1", server.port, seconds=1.0)
         for number in range(effort.rounds):
-            # another one begins each time, so that what follows whom evens out
+            # each round begins with another server, so that effects of the order even out
             turn = number % len(servers)
             _expect_all_alive(servers, directory)
             for server in servers[turn:] + servers[:turn]:
@@ -116,13 +116,13 @@ async def measure(case: Case, directory: Path, effort: Effort, *, against: Path 
                     load = WireLoad(prepared[phase.name], connections=phase.at_once)
                     found = await _load(server, load, effort.phase_s)
                     loads[server.name].setdefault(phase.name, []).append(found)
-        return Found(
+        return CaseResult(
             case,
-            {one.name: Measured(one.start_s, peak_rss_bytes(one.pid), loads[one.name]) for one in servers},
+            {one.name: OverheadResult(one.start_s, peak_rss_bytes(one.pid), loads[one.name]) for one in servers},
         )
 
 
-def _expect_all_alive(servers: Sequence[Server], logs: Path) -> None:
+def _expect_all_alive(servers: Sequence[MeasuredServer], logs: Path) -> None:
     """Raise StartFailed with the log of a server that has ended."""
     for server in servers:
         for pid, name in ((server.pid, server.name), (server.envoy_pid, f"envoy-{server.name}")):
@@ -131,14 +131,14 @@ def _expect_all_alive(servers: Sequence[Server], logs: Path) -> None:
                 raise StartFailed(f"{name} has ended while it was measured; its log ends so:\n{log[-2000:]}")
 
 
-def _phases_of(server: Server) -> list[Phase]:
-    """The engine by itself is only there to be subtracted; without an Envoy nobody answers in place of engines."""
+def _phases_of(server: MeasuredServer) -> list[Phase]:
+    """The engine by itself is measured only to be subtracted; only Envoy can answer in place of engines."""
     if server.name == "engine":
         return [ALONE]
     return [phase for phase in PHASES if server.envoy_pid is not None or not phase.by_envoy]
 
 
-async def _load(server: Server, load: WireLoad, seconds: float) -> Load:
+async def _load(server: MeasuredServer, load: WireLoad, seconds: float) -> PhaseLoad:
     clock = asyncio.get_running_loop().time
     threads, began_s = thread_seconds(server.pid), clock()
     envoy_s = None if server.envoy_pid is None else cpu_seconds(server.envoy_pid)
@@ -147,7 +147,7 @@ async def _load(server: Server, load: WireLoad, seconds: float) -> Load:
     answered, took_s = len(load.taken_s), clock() - began_s
     each = 1e6 / answered
     ordered = sorted(load.taken_s)
-    return Load(
+    return PhaseLoad(
         requests_per_s=rate,
         p50_ms=1000 * nearest_rank(ordered, 0.5),
         p90_ms=1000 * nearest_rank(ordered, 0.9),

@@ -24,7 +24,7 @@ import uvloop
 
 from bench.micro.checkout import BEGIN
 from bench.micro.overhead import BUSY
-from bench.micro.servers import ANSWER_BY_ENVOY, Case, Servers
+from bench.micro.servers import ANSWER_BY_ENVOY, MeasuredCase, Servers
 from bench.micro.wire import WireLoad, questions
 from bench.stack.processes import Processes, StartFailed, thread_seconds
 from bench.stack.stack import EnvoyMissing
@@ -32,7 +32,7 @@ from bench.stack.stack import EnvoyMissing
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from bench.micro.servers import Server
+    from bench.micro.servers import MeasuredServer
 
 _PLAIN, _SAMPLED = "extproc", "sampled"
 _HERTZ: Final = 499
@@ -70,7 +70,7 @@ def read_stacks(text: str) -> Stacks:
     return Stacks({tuple(stack.split(";")): int(count) for stack, _, count in pairs})
 
 
-class Profile(msgspec.Struct, frozen=True):
+class CpuProfile(msgspec.Struct, frozen=True):
     """What was found about one configuration.
 
     ``threads_us``: processor time of a request by thread, measured without samples. ``libraries``: shares of processor
@@ -82,7 +82,7 @@ class Profile(msgspec.Struct, frozen=True):
     samples: str
 
 
-async def profile(root: Path, case: Case, seconds: float) -> Profile:
+async def profile(root: Path, case: MeasuredCase, seconds: float) -> CpuProfile:
     """Load a plain extproc and a sampled one, each behind an Envoy of its own."""
     with tempfile.TemporaryDirectory(prefix="attache-profile-") as directory:
         samples = Path(directory) / "stacks.txt"
@@ -102,10 +102,10 @@ async def profile(root: Path, case: Case, seconds: float) -> Profile:
             os.kill(servers[_SAMPLED].pid, BEGIN)
             await _load(servers[_SAMPLED], prepared, seconds)
             await processes.end(_SAMPLED, signal.SIGTERM)  # it writes its samples when it ends
-        return Profile(threads, libraries, samples.read_text())
+        return CpuProfile(threads, libraries, samples.read_text())
 
 
-async def _load(server: Server, prepared: Sequence[bytes], seconds: float) -> dict[str, float]:
+async def _load(server: MeasuredServer, prepared: Sequence[bytes], seconds: float) -> dict[str, float]:
     """Microseconds of a request by thread."""
     before, load = thread_seconds(server.pid), WireLoad(prepared, connections=BUSY.at_once)
     await load.run("127.0.0.1", server.port, seconds=seconds)
@@ -139,7 +139,7 @@ def read_libraries(report: str) -> dict[str, float]:
     return found
 
 
-def describe(found: Profile, most: int) -> Iterator[str]:
+def describe(found: CpuProfile, most: int) -> Iterator[str]:
     """Lines for the terminal."""
     total, main_us = sum(found.threads_us.values()), found.threads_us["main"]
     yield f"extproc, µs of a request: {total:.0f}"
@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=40, metavar="N", help="functions to list; default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("bench/out"))
     options = parser.parse_args(arguments)
-    case = Case(options.prompt_bytes, options.endpoints)
+    case = MeasuredCase(options.prompt_bytes, options.endpoints)
     try:
         found = uvloop.run(profile(options.root, case, options.seconds))
     except (StartFailed, EnvoyMissing) as error:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 import msgspec
 
-from bench.micro.noop import SERVER
+from bench.micro.baselines import SERVER
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import ALIAS, MODEL, ROOT, documents, envoy_command
-from controller.bundle.envoy.bundle import build
-from controller.bundle.sync import Step, write
-from extproc.api.load import load
+from controller.bundle.envoy.bundle import build_bundle
+from controller.bundle.sync import PublishStep, write_step
+from extproc.api.load import load_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ GATEWAY_PYTHON: Final = ROOT / ".tools/sglang-router/bin/python"
 GATEWAY_MISSING: Final = "NOT MEASURED: SGLang's gateway; `make sglang-gateway` installs it"
 _GATEWAY: Final = "SGLang's gateway"
 _POLL_S: Final = 0.005
-# Requests with this header are answered by Envoy itself, once it has been told where to send them.
+# Requests with this header are answered by Envoy itself, once extproc has chosen their destination.
 ANSWER_BY_ENVOY: Final = "x-bench-answer"
 _DIRECT: Final = {
     "match": {"prefix": "/", "headers": [{"name": ANSWER_BY_ENVOY, "present_match": True}]},
@@ -37,11 +37,11 @@ _DIRECT: Final = {
 }
 
 
-class Case(msgspec.Struct, frozen=True):
+class MeasuredCase(msgspec.Struct, frozen=True):
     """One configuration and one size of prompts.
 
-    ``renamed``: clients ask by a short name as the README teaches, so that the body is written anew with the engines'
-    own. ``in_pieces``: bodies and answers pass in pieces (FULL_DUPLEX_STREAMED), as in the endpoint picker protocol.
+    ``renamed``: requests have a short model name, as in the README, so the body is rewritten with the engines' name.
+    ``in_pieces``: bodies and answers pass in pieces (FULL_DUPLEX_STREAMED), as in the endpoint picker protocol.
     """
 
     prompt_bytes: int
@@ -57,11 +57,11 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def model(self) -> str:
-        """The name that clients ask for."""
+        """The model name in requests."""
         return ALIAS if self.renamed else MODEL
 
 
-class Server(msgspec.Struct, frozen=True):
+class MeasuredServer(msgspec.Struct, frozen=True):
     """One that is measured.
 
     ``pid``: what decides, or the engines themselves; ``envoy_pid``: what is in front of it.
@@ -78,7 +78,11 @@ class Servers:
     """Starts what a case compares, in ``directory``; ``processes`` ends it."""
 
     def __init__(
-        self, case: Case, directory: Path, processes: Processes, others: Mapping[str, Sequence[str]] | None = None
+        self,
+        case: MeasuredCase,
+        directory: Path,
+        processes: Processes,
+        others: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """``others``: further extprocs by name, as words after ``python -m`` that take extproc's arguments."""
         self._case = case
@@ -86,13 +90,13 @@ class Servers:
         self._directory = directory
         self._processes = processes
 
-    async def start(self, *, with_gateway: bool) -> list[Server]:
+    async def start(self, *, with_gateway: bool) -> list[MeasuredServer]:
         """Engines first, then what stands in front of them. Raises StartFailed."""
         ports = free_ports(self._case.endpoints)
         engines = [f"127.0.0.1:{port}" for port in ports]
         command = [sys.executable, "-m", "bench.micro.instant_engine", "--ports", ",".join(map(str, ports))]
-        pid, start_s = await self._start("engine", command, _Accepts(ports[-1]))
-        servers = [Server("engine", pid, ports[0], start_s)]
+        pid, start_s = await self._start("engine", command, Accepts(ports[-1]))
+        servers = [MeasuredServer("engine", pid, ports[0], start_s)]
         names = ["no-op", *self._extprocs] if self._case.in_pieces else ["no-op", "answering", *self._extprocs]
         servers.extend([await self._start_behind_envoy(name, engines) for name in names])
         if with_gateway and GATEWAY_PYTHON.is_file():
@@ -107,11 +111,11 @@ class Servers:
         await self._processes.wait_ready(name, is_ready)
         return pid, clock() - began_s
 
-    async def _start_behind_envoy(self, name: str, engines: list[str]) -> Server:
+    async def _start_behind_envoy(self, name: str, engines: list[str]) -> MeasuredServer:
         listen, admin, grpc, metrics = free_ports(4)
         address = f"127.0.0.1:{grpc}"
         gateway = {"listen": f"127.0.0.1:{listen}", "admin": f"127.0.0.1:{admin}", "extproc": address}
-        # what asking engines how they are costs is measured apart
+        # the cost of scraping engines is measured separately
         more = {"scrapeInterval": "0s"}
         # what Envoy does without an answer is not measured; where bodies come in pieces it can do nothing
         patient = {**gateway, "messageTimeout": "30s", "failureMode": "Close" if self._case.in_pieces else "Open"}
@@ -119,18 +123,18 @@ class Servers:
         config, bundle = self._directory / name / "config", self._directory / name / "envoy"
         config.mkdir(parents=True)
         (config / "attache.yaml").write_text(text)
-        write(bundle, Step(0, bundle_files(text, bundle, in_pieces=self._case.in_pieces)))
+        write_step(bundle, PublishStep(0, bundle_files(text, bundle, in_pieces=self._case.in_pieces)))
         words = ["--config", str(config), "--listen", address, "--metrics", f"127.0.0.1:{metrics}"]
         arguments = {
-            "no-op": ["bench.micro.noop", "--listen", address],
-            "answering": ["bench.micro.answering", "--listen", address, "--engines", ",".join(engines)],
+            "no-op": ["bench.micro.baselines", "--listen", address],
+            "answering": ["bench.micro.baselines", "--listen", address, "--engines", ",".join(engines)],
             **{name: [*module, *words] for name, module in self._extprocs.items()},
         }[name]
-        pid, start_s = await self._start(name, [sys.executable, "-m", *arguments], _Accepts(grpc))
-        envoy_pid, _ = await self._start(f"envoy-{name}", envoy_command(bundle), _Serves(listen, self._case.model))
-        return Server(name, pid, listen, start_s, envoy_pid)
+        pid, start_s = await self._start(name, [sys.executable, "-m", *arguments], Accepts(grpc))
+        envoy_pid, _ = await self._start(f"envoy-{name}", envoy_command(bundle), Serves(listen, self._case.model))
+        return MeasuredServer(name, pid, listen, start_s, envoy_pid)
 
-    async def _start_gateway(self, engines: list[str]) -> Server:
+    async def _start_gateway(self, engines: list[str]) -> MeasuredServer:
         """SGLang's, with its default policy ``cache_aware``."""
         port, metrics = free_ports(2)
         command = [
@@ -138,13 +142,13 @@ class Servers:
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics), "--log-level", "error"),
             *("--worker-urls", *(f"http://{engine}" for engine in engines)),
         ]
-        pid, start_s = await self._start(_GATEWAY, command, _Serves(port, self._case.model))
-        return Server(_GATEWAY, pid, port, start_s)
+        pid, start_s = await self._start(_GATEWAY, command, Serves(port, self._case.model))
+        return MeasuredServer(_GATEWAY, pid, port, start_s)
 
 
 def bundle_files(text: str, bundle: Path, *, in_pieces: bool) -> dict[str, str]:
     """The bundle as the controller writes it, and a route by which Envoy answers in the engines' place."""
-    files = dict(build(load({"all.yaml": text.encode()}), str(bundle)))
+    files = dict(build_bundle(load_snapshot({"all.yaml": text.encode()}), str(bundle)))
     configuration = json.loads(files["rds.json"])
     (host,) = (one for one in configuration["resources"][0]["virtual_hosts"] if one["domains"] == ["*"])
     if in_pieces:
@@ -174,13 +178,14 @@ def _in_pieces(listeners: str) -> str:
     return json.dumps(read)
 
 
-class _Accepts:
-    """Whether a port takes connections. Looks often for a while, because start-up times are measured with it."""
+class Accepts:
+    """Whether a port accepts connections. It polls often for a while, because start-up times are measured with it."""
 
     def __init__(self, port: int) -> None:
         self._port = port
 
     async def __call__(self) -> bool:
+        """Whether it does now."""
         for _ in range(20):
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", self._port)
@@ -193,7 +198,7 @@ class _Accepts:
         return False
 
 
-class _Serves:
+class Serves:
     """Whether a chat is answered with 200."""
 
     def __init__(self, port: int, model: str) -> None:
@@ -201,6 +206,7 @@ class _Serves:
         self._body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
 
     async def __call__(self) -> bool:
+        """Whether it is now."""
         try:
             async with aiohttp.ClientSession() as http, http.post(self._url, json=self._body) as answer:
                 return answer.status == 200

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from controller.bundle.envoy.bundle import build
-from extproc.api.load import load
+from controller.bundle.envoy.bundle import build_bundle
+from extproc.api.load import load_snapshot
 from extproc.api.spec import API_VERSION
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ SERVERS = 50
 pytestmark = pytest.mark.benchmark(timer=time.process_time)
 
 
-def ours(kind: str, name: str, spec: dict[str, object]) -> dict[str, object]:
+def new_object(kind: str, name: str, spec: dict[str, object]) -> dict[str, object]:
     """An object of one of our kinds."""
     return {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": spec}
 
@@ -59,26 +59,26 @@ def http_route(number: int) -> dict[str, object]:
 def model_route(number: int) -> dict[str, object]:
     """One model on one of the ModelServers."""
     rules = [{"targetModels": [{"modelServerName": f"s{number % SERVERS}"}]}]
-    return ours("ModelRoute", f"m{number}", {"modelName": f"model-{number}", "rules": rules})
+    return new_object("ModelRoute", f"m{number}", {"modelName": f"model-{number}", "rules": rules})
 
 
 def snapshot_of(mode: str, routes: list[dict[str, object]]) -> Snapshot:
     """``routes`` over ``SERVERS`` ModelServers, in this failure mode."""
     servers = [
-        ours("ModelServer", f"s{one}", {"model": f"org/s{one}", "endpoints": [{"address": f"10.0.{one}.1:8000"}]})
+        new_object("ModelServer", f"s{one}", {"model": f"org/s{one}", "endpoints": [{"address": f"10.0.{one}.1:8000"}]})
         for one in range(SERVERS)
     ]
-    gateway = ours("GatewayConfig", "gateway", {"failureMode": mode, "extproc": "127.0.0.1:9002"})
-    return load({"all.json": json.dumps([gateway, *servers, *routes]).encode()})
+    gateway = new_object("GatewayConfig", "gateway", {"failureMode": mode, "extproc": "127.0.0.1:9002"})
+    return load_snapshot({"all.json": json.dumps([gateway, *servers, *routes]).encode()})
 
 
 def test_a_first_bundle_of_a_hundred_http_routes(benchmark: BenchmarkFixture) -> None:
     snapshot = snapshot_of("Close", [http_route(one) for one in range(100)])
-    files = benchmark.pedantic(build, args=(snapshot, "/x"), warmup_rounds=1, rounds=5)  # type: ignore[no-untyped-call]  # the library leaves types out
+    files = benchmark.pedantic(build_bundle, args=(snapshot, "/x"), warmup_rounds=1, rounds=5)  # type: ignore[no-untyped-call]  # the library leaves types out
     assert sum(text.count("path_separated_prefix") for text in files.values()) == 300
 
 
 def test_a_first_bundle_of_three_thousand_model_routes(benchmark: BenchmarkFixture) -> None:
     snapshot = snapshot_of("Open", [model_route(one) for one in range(3000)])
-    files = benchmark.pedantic(build, args=(snapshot, "/x"), warmup_rounds=1, rounds=3)  # type: ignore[no-untyped-call]  # the library leaves types out
+    files = benchmark.pedantic(build_bundle, args=(snapshot, "/x"), warmup_rounds=1, rounds=3)  # type: ignore[no-untyped-call]  # the library leaves types out
     assert sum(text.count("without-extproc/default/m") for text in files.values()) == 3000

@@ -20,16 +20,16 @@ _SERVERS = 50
 def test_a_pod_becomes_ready_and_unready(benchmark: BenchmarkFixture, pods: int) -> None:
     compiler = Compiler()
     for server in range(_SERVERS):
-        compiler.put("ModelServer", f"default/s{server}", _server(server))
-        compiler.put("ModelRoute", f"default/s{server}", _route(server))
+        compiler.update_object("ModelServer", f"default/s{server}", _server(server))
+        compiler.update_object("ModelRoute", f"default/s{server}", _route(server))
     for number in range(pods):
-        compiler.put("Pod", f"default/p{number}", _pod(number, is_ready=True))
+        compiler.update_object("Pod", f"default/p{number}", _pod(number, is_ready=True))
     compiler.compile()
     changes = cycle((number, ready) for number in range(pods) for ready in (False, True))
 
     def change() -> int:
         number, ready = next(changes)
-        compiler.put("Pod", f"default/p{number}", _pod(number, is_ready=ready))
+        compiler.update_object("Pod", f"default/p{number}", _pod(number, is_ready=ready))
         return len(compiler.compile().files)
 
     assert benchmark(change) == 2 * _SERVERS + 1

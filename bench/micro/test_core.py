@@ -13,21 +13,21 @@ import pytest
 
 from bench.stack.stack import ALIAS, MODEL, ROOT, documents
 from bench.workload.sessions import text_of
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.api.model_server import ModelServerSpec
 from extproc.core.core import Core
 from extproc.core.effects import Decision
-from extproc.core.record import Head
+from extproc.core.record import Head, Outcome
 from extproc.endpoints.costs import PromptCost
 from extproc.endpoints.table import EndpointTable
 from extproc.llmd.pickers import make_picker
 from extproc.llmd.profiles import picker_from_text
-from extproc.llmd.registry import installed
+from extproc.llmd.registry import installed_plugins
 from extproc.prefix.index import hash_blocks
-from extproc.prefix.kv_events import Removed, Stored
-from extproc.prefix.kv_index import KvIndex, Source
+from extproc.prefix.kv_events import BlocksRemoved, BlocksStored
+from extproc.prefix.kv_index import EventSource, KvIndex
 from extproc.protocol import Api
-from extproc.request.parsing import parse
+from extproc.request.body_parser import parse_body
 from extproc.request.rewrite import with_changes
 from extproc.scheduling.picker import Demand, RequestFacts, View
 
@@ -46,13 +46,13 @@ def body(size: int, key: str = "a") -> bytes:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_parse(benchmark: BenchmarkFixture, size: int) -> None:
-    assert benchmark(parse, Api.CHAT, body(size)).model == ALIAS
+    assert benchmark(parse_body, Api.CHAT, body(size)).model == ALIAS
 
 
 @pytest.mark.parametrize("size", [2_000, 100_000, 400_000])
 def test_rename_the_model(benchmark: BenchmarkFixture, size: int) -> None:
     client = body(size)
-    contents = parse(Api.CHAT, client).contents
+    contents = parse_body(Api.CHAT, client).contents
     assert MODEL.encode() in benchmark(with_changes, client, {"model": MODEL}, contents)
 
 
@@ -62,9 +62,9 @@ def test_hash(benchmark: BenchmarkFixture, size: int) -> None:
 
 
 def decide_and_finish(core: Core, body: bytes) -> str:
-    own, _ = core.arrive(core.intake.receive(Api.CHAT, HEAD, body), 0.0)
+    own, _ = core.arrive(core.builder.build(Api.CHAT, HEAD, body), 0.0)
     assert isinstance(own, Decision)
-    core.finish(own.ticket, 0.0)
+    core.on_stream_closed(own.ticket, 0.0)
     return own.server
 
 
@@ -72,7 +72,7 @@ def decide_and_finish(core: Core, body: bytes) -> str:
 @pytest.mark.parametrize("size", SIZES)
 def test_a_whole_decision(benchmark: BenchmarkFixture, size: int, endpoints: int) -> None:
     engines = [f"10.0.0.{number + 1}:8000" for number in range(endpoints)]
-    snapshot = load({"all.yaml": documents(engines, gateway={}).encode()})
+    snapshot = load_snapshot({"all.yaml": documents(engines, gateway={}).encode()})
     core = Core(snapshot, rng=random.Random(0), ticket_prefix="t")
     bodies = cycle([body(size, f"key {number}") for number in range(8)])
 
@@ -101,18 +101,20 @@ def test_pick(benchmark: BenchmarkFixture, policy: str, endpoints: int) -> None:
     picker = make_picker(ModelServerSpec(model="m", listed=()), {})
     if policy != "default":
         file = ROOT / "bench/lab/policies/configs" / f"{policy.replace(' ', '-')}.yaml"
-        picker = picker_from_text(file.name, file.read_text(), installed()).picker
+        picker = picker_from_text(file.name, file.read_text(), installed_plugins()).picker
     view, rng = view_over(endpoints), random.Random(0)
     assert benchmark(lambda: picker.pick(view, rng=rng)).rows
 
 
 def test_four_hundred_kilobytes_against_warm_prefixes_on_100_endpoints(benchmark: BenchmarkFixture) -> None:
     engines = [f"10.0.0.{number + 1}:8000" for number in range(100)]
-    core = Core(load({"all.yaml": documents(engines, gateway={}).encode()}), rng=random.Random(0), ticket_prefix="t")
+    core = Core(
+        load_snapshot({"all.yaml": documents(engines, gateway={}).encode()}), rng=random.Random(0), ticket_prefix="t"
+    )
     # a fifth of the endpoints hold some of it, each as far as another
     long = body(400_000)
     for share in range(1, 21):
-        request = parse(Api.CHAT, body(400_000 * share // 20))
+        request = parse_body(Api.CHAT, body(400_000 * share // 20))
         caches = core.pools["default/llama"].caches
         caches.index.record(share, hash_blocks(request.prompt, MODEL), 0.0)
 
@@ -126,7 +128,7 @@ def test_tokens_of_a_hundred_thousand_against_the_precise_index(benchmark: Bench
     index, tokens = KvIndex(), list(range(100_000))
     for row in range(20):
         known = tokens[: 16 * (312 * (row + 1))]
-        index.apply(Source(row), [Stored(tuple(range(len(known) // 16)), None, tuple(known), 16)])
+        index.apply(EventSource(row), [BlocksStored(tuple(range(len(known) // 16)), None, tuple(known), 16)])
 
     def match() -> int:
         return len(index.match(index.keys(tokens, adapter=None, salt=None), 0.0))
@@ -140,17 +142,17 @@ def index_of_ranks(ranks: int, blocks: int) -> KvIndex:
     for rank in range(ranks):
         for start in range(0, blocks, 500):
             tokens = tuple(16 * [rank] + list(range(16 * start, 16 * (start + 500))))
-            index.apply(Source(0, rank), [Stored(tuple(range(start - 1, start + 500)), None, tokens, 16)])
+            index.apply(EventSource(0, rank), [BlocksStored(tuple(range(start - 1, start + 500)), None, tokens, 16)])
     return index
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_a_thousand_evictions_beside_ranks_of_twenty_thousand_blocks(benchmark: BenchmarkFixture, ranks: int) -> None:
-    index, removed = index_of_ranks(ranks, 20_000), [Removed((value,)) for value in range(1_000)]
-    first = Stored(tuple(range(1_000)), None, tuple(range(16_000)), 16)
+    index, removed = index_of_ranks(ranks, 20_000), [BlocksRemoved((value,)) for value in range(1_000)]
+    first = BlocksStored(tuple(range(1_000)), None, tuple(range(16_000)), 16)
 
     def evict() -> int:
-        index.apply(Source(0), [first, *removed])
+        index.apply(EventSource(0), [first, *removed])
         return index.blocks_held(0)
 
     assert benchmark(evict) >= 19_000
@@ -165,3 +167,40 @@ def test_an_endpoint_that_leaves_with_ranks_of_twenty_thousand_blocks(benchmark:
         return index.blocks_held(0)
 
     assert benchmark(fill_and_forget) == 0
+
+
+# Four amounts each: a route with two rate limits, and one with two budgets, of tokens and of money.
+CHARGED: dict[str, dict[str, object]] = {
+    "nothing": {},
+    "two rate limits": {
+        "rateLimits": [
+            {"per": "Tenant", "unit": "day", "totalTokens": 10**12, "requests": 10**9},
+            {"per": "User", "unit": "day", "totalTokens": 10**12, "requests": 10**9},
+        ]
+    },
+    "two budgets": {
+        "budgets": [
+            {"name": "team", "window": "Month", "timeZone": "Europe/Berlin", "max": {"money": 10**9, "tokens": 10**12}},
+            {"name": "one", "per": "User", "window": "Day", "max": {"money": 10**9, "tokens": 10**12}},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("charged", CHARGED)
+def test_charge_and_settle(benchmark: BenchmarkFixture, charged: str) -> None:
+    """A request from its arrival to the end of its stream, with what its outcome settles."""
+    server = {"pricing": [{"perMillion": {"input": "2.5", "cachedInput": "0.25", "output": "10"}}]}
+    text = documents(["10.0.0.1:8000"], gateway={}, more=server, route=CHARGED[charged])
+    core = Core(load_snapshot({"all.yaml": text.encode()}), rng=random.Random(0), ticket_prefix="t")
+    core.on_wall_clock(1.7e9, 0.0)
+    arrival = core.builder.build(Api.CHAT, HEAD, body(2_000))
+
+    def live() -> bool:
+        own, _ = core.arrive(arrival, 0.0)
+        assert isinstance(own, Decision)
+        core.on_outcome(Outcome(own.ticket, 200, "10.0.0.1:8000", 1.0, 0.1, 500, 20, 100), 1.0)
+        core.on_stream_closed(own.ticket, 1.0)
+        return bool(own.grants)
+
+    assert benchmark(live) is (charged != "nothing")

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from bench.micro.test_core import body
+from extproc.api.usage import UsageContext
 from extproc.core.effects import Decision
 from extproc.endpoints.table import EndpointRef
 from extproc.protocol import Api
-from extproc.request.parsing import parse
+from extproc.request.body_parser import parse_body
 from extproc.scheduling.pool import Assignment
 from extproc.streams.headers import read_head
 from extproc.streams.messages import ProcessingRequest
@@ -36,10 +37,26 @@ def request_headers() -> bytes:
     return message.SerializeToString()
 
 
-def decision(changed_bytes: int) -> Decision:
+USAGE = UsageContext(
+    ticket="abcdef123456-1f",
+    tenant="acme",
+    api_key="acme-web",
+    route="default/llama",
+    server="default/llama",
+    model="llama",
+    served_model="meta-llama/Llama-3.1-8B-Instruct",
+    api="CHAT",
+    streamed=True,
+    input_tokens=500,
+    output_tokens=200,
+)
+
+
+def decision(changed_bytes: int, usage: UsageContext | None = None) -> Decision:
     addresses = tuple(f"10.0.0.{number}:8000" for number in range(1, 5))
     assignment = Assignment(EndpointRef(addresses[0], 0, 0), addresses, 500.0, 0.0, 0.0, None, 500.0, 0.1)
-    return Decision("abcdef123456-1f", "default/llama", assignment, b"x" * changed_bytes if changed_bytes else None)
+    body = b"x" * changed_bytes if changed_bytes else None
+    return Decision("abcdef123456-1f", "default/llama", "acme", assignment, body, usage=usage)
 
 
 def read(message: bytes) -> bool:
@@ -48,11 +65,12 @@ def read(message: bytes) -> bool:
 
 CALLS: dict[str, Callable[[], object]] = {
     "read headers": partial(read, request_headers()),
-    "parse 2 KB": partial(parse, Api.CHAT, body(2_000)),
+    "parse 2 KB": partial(parse_body, Api.CHAT, body(2_000)),
     "answer": partial(decision_answer, decision(0)),
     "answer with 2 KB": partial(decision_answer, decision(2_000)),
+    "answer with 2 KB and its usage": partial(decision_answer, decision(2_000, USAGE)),
     "answer with 400 KB": partial(decision_answer, decision(400_000)),
-    "duplex answer": partial(duplex_decision_answer, decision(0), overrides_mode=True),
+    "duplex answer": partial(duplex_decision_answer, decision(0)),
 }
 
 

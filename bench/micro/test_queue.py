@@ -14,7 +14,7 @@ import pytest
 from extproc.admission.buckets import Bucket, Limit
 from extproc.admission.flows import FlowKey, QueuedRequest
 from extproc.admission.queue import FairQueue, Gate
-from extproc.admission.saturation import Capacity
+from extproc.admission.saturation import EndpointHeadroom
 from extproc.api.admission import BANDS, FlowControl, SaturationSpec
 from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.table import EndpointTable
@@ -88,7 +88,7 @@ def test_next(benchmark: BenchmarkFixture, fairness: str) -> None:
     table = engines()
     for row in range(7):
         begin_request(table, row, work=50_000.0, now=0.0)
-    capacity = Capacity(table, settings.saturation.limits(), 0.0)
+    capacity = EndpointHeadroom(table, settings.saturation.limits(), 0.0)
     gone: list[QueuedRequest] = []
 
     def come_back() -> None:
@@ -105,7 +105,7 @@ def test_next(benchmark: BenchmarkFixture, fairness: str) -> None:
     assert len(queue) == WAITING - 1
 
 
-def test_settling(benchmark: BenchmarkFixture) -> None:
+def test_ended_service(benchmark: BenchmarkFixture) -> None:
     rng, numbers = random.Random(0), itertools.count()
     queue = filled(control(), rng, numbers)
     ones = itertools.cycle([queued(rng, numbers) for _ in range(1000)])
@@ -114,12 +114,12 @@ def test_settling(benchmark: BenchmarkFixture) -> None:
 
 
 @pytest.mark.parametrize("endpoints", [8, 100, 1000])
-def test_who_has_room(benchmark: BenchmarkFixture, endpoints: int) -> None:
+def test_endpoints_with_headroom(benchmark: BenchmarkFixture, endpoints: int) -> None:
     table, limits = EndpointTable(), SaturationSpec().limits()
     table.replace([f"10.0.{number // 250}.{number % 250}:8000" for number in range(endpoints)])
     for row in range(endpoints):
         begin_request(table, row, work=5000.0, tokens=5200.0, now=0.0)
-    assert not benchmark(lambda: Capacity(table, limits, 0.1)).open.any()
+    assert not benchmark(lambda: EndpointHeadroom(table, limits, 0.1)).open.any()
 
 
 def test_pass_through(benchmark: BenchmarkFixture) -> None:

@@ -120,7 +120,7 @@ def test_a_first_load(benchmark: BenchmarkFixture, tmp_path: Path, form: Format,
     assert len(core.pools) == SERVERS
 
 
-def test_looking_whether_a_hundred_files_have_changed(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+def test_check_whether_a_hundred_files_have_changed(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     scene = Scene(tmp_path, "yaml", "file-each")
     for number in range(SERVERS, 100):
         (tmp_path / f"{number}.yaml").write_text("# nothing\n")

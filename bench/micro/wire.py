@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _HEAD: Final = "POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
 
 
-class Question(msgspec.Struct, frozen=True):
+class WireRequest(msgspec.Struct, frozen=True):
     """A request as it goes over the wire, but for headers that depend on what is measured."""
 
     body: bytes
@@ -35,7 +35,7 @@ class Question(msgspec.Struct, frozen=True):
         return f"{_HEAD}{extra_headers}content-length: {len(self.body)}\r\n\r\n".encode() + self.body
 
 
-def questions(prompt_bytes: int, *, count: int, model: str = ALIAS) -> list[Question]:
+def questions(prompt_bytes: int, *, count: int, model: str = ALIAS) -> list[WireRequest]:
     """Chats. Half of each prompt is a system prompt that a quarter of the chats share; the rest is its own."""
     half = prompt_bytes // 2 // BYTES_PER_TOKEN
     made = []
@@ -44,7 +44,7 @@ def questions(prompt_bytes: int, *, count: int, model: str = ALIAS) -> list[Ques
             {"role": "system", "content": text_of(f"system/{number % 4}", half)},
             {"role": "user", "content": text_of(f"user/{number}", half)},
         ]
-        made.append(Question(json.dumps({"model": model, "messages": messages}).encode()))
+        made.append(WireRequest(json.dumps({"model": model, "messages": messages}).encode()))
     return made
 
 

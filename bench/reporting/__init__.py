@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From results of requests to numbers, tables and plots; knows nothing else of bench."""
+"""From results of requests to numbers, tables and plots; depends on no other package of bench."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import html
 import platform
+import re
 import subprocess
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -52,6 +53,19 @@ class Table(msgspec.Struct, frozen=True):
             *(f"| {' | '.join(row)} |" for row in self.rows),
         ]
 
+    def as_latex(self) -> list[str]:
+        """Lines of a ``table`` that needs the package booktabs."""
+        lines = [f"{' & '.join(map(_latex, row))} \\\\" for row in (self.headings, *self.rows)]
+        return [
+            r"\begin{table}",
+            r"  \centering",
+            rf"  \caption{{{_latex(self.title)}}}",
+            rf"  \begin{{tabular}}{{l{'r' * (len(self.headings) - 1)}}}",
+            *(f"    {line}" for line in (r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule")),
+            r"  \end{tabular}",
+            r"\end{table}",
+        ]
+
     def as_html(self) -> str:
         """A ``<table>``, without the title."""
         head = "".join(f"<th>{html.escape(heading)}</th>" for heading in self.headings)
@@ -59,17 +73,37 @@ class Table(msgspec.Struct, frozen=True):
         return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
+_LATEX: Final = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        **{one: f"\\{one}" for one in "&%$#_{}"},
+    }
+)
+_MINUS: Final = re.compile(r"(?<!\w)-(?=\d)")
+
+
+def _latex(text: str) -> str:
+    """With what LaTeX would take as its own escaped, and real minus signs."""
+    return _MINUS.sub("$-$", text.translate(_LATEX))
+
+
+# So that the same figures have the same bytes.
+_UNDATED: Final = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
+
+
 @contextlib.contextmanager
 def figure(
-    target: Path | IO[bytes],
-    *,
+    *targets: Path | IO[bytes],
     rows: int = 1,
     columns: int,
     size_inches: tuple[float, float],
     dpi: int = 110,
+    legend_columns: int = 6,
 ) -> Iterator[list[Axes]]:
-    """Yields ``rows * columns`` axes, row by row, and writes them to ``target`` as PNG at the end, with grids and one
-    legend below all axes, where it covers nothing.
+    """Yields ``rows * columns`` axes, row by row, and writes them to each of ``targets`` at the end, with grids and one
+    legend below all axes, where it covers nothing: files as their suffix says (png, pdf, svg), others as PNG.
 
     ``size_inches``: width and height. What has one label in several axes is to have one look in all of them.
     """
@@ -88,8 +122,13 @@ def figure(
         handles, labels = axes.get_legend_handles_labels()
         marks = dict(zip(labels, handles, strict=True)) | marks
     if marks:
-        drawn.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=min(6, len(marks)), fontsize=9)
-    drawn.savefig(target, format="png", dpi=dpi)
+        below = min(legend_columns, len(marks))
+        drawn.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=below, fontsize=9)
+    # TrueType: publishers refuse fonts of type 3
+    with mpl.rc_context({"pdf.fonttype": 42, "svg.hashsalt": "attache"}):
+        for target in targets:
+            form = target.suffix.removeprefix(".") if isinstance(target, Path) else "png"
+            drawn.savefig(target, format=form, dpi=dpi, metadata=_UNDATED.get(form))
     plt.close(drawn)
 
 
@@ -111,7 +150,7 @@ def log_axis(axes: Axes) -> None:
     axes.tick_params(axis="x", rotation=45)
 
 
-# An installed package may lie inside somebody else's repository.
+# An installed package may be inside another repository.
 _ROOT: Final = Path(__file__).resolve().parents[2]
 
 

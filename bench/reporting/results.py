@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 class RequestResult(msgspec.Struct, frozen=True):
     """One request, from the instant at which it was due to its last token.
 
-    ``due_at_s``, ``first_token_at_s`` and ``last_token_at_s`` are seconds since the start of the run, by the clock of
-    whoever measured: the wall clock for the load client, engine time for the simulation.
+    ``due_at_s``, ``first_token_at_s`` and ``last_token_at_s`` are seconds since the start of the run, by the wall clock
+    for the load client, by engine time for the simulation.
 
     ``error``: empty for a good answer. ``label``: the session's. ``engine``: the address that served it, if known.
-    ``position``: the number of its session in the workload, and of its turn in the session.
+    ``position``: the number of its session in the workload, and of its turn in the session. ``prefilled_by``: the
+    address of the engine that computed its prompt, if another.
     """
 
     due_at_s: float
@@ -38,6 +39,7 @@ class RequestResult(msgspec.Struct, frozen=True):
     label: str = ""
     engine: str = ""
     position: tuple[int, int] = (0, 0)
+    prefilled_by: str = ""
 
     @property
     def ttft_s(self) -> float:

@@ -19,7 +19,7 @@ import msgspec
 import uvloop
 from rich.console import Console
 
-from bench.sizes.configuration import Gateway, Sizes, configuration, key_of
+from bench.sizes.configuration import GatewayPorts, Sizes, configuration, key_of
 from bench.stack.processes import Processes, cpu_seconds, free_ports, rss_bytes
 from bench.stack.stack import envoy_command
 from extproc.api.status_pages import REPORT_PATH, ConfigReport, content_digest
@@ -90,7 +90,7 @@ _ROWS: Final = {
 }
 
 
-class Running:
+class RunningStack:
     """One configuration, served by all three processes, before engines that answer at once."""
 
     def __init__(self, folder: Path, sizes: Sizes, mode: Mode, processes: Processes, http: httpx.AsyncClient) -> None:
@@ -100,7 +100,7 @@ class Running:
         self._admin, self._extproc = f"http://127.0.0.1:{admin}", f"127.0.0.1:{extproc}"
         self._config, self._out = folder / "config", folder / "envoy"
         self._config.mkdir()
-        gateway = Gateway(f"127.0.0.1:{listen}", f"127.0.0.1:{admin}", self._extproc, self._engines)
+        gateway = GatewayPorts(f"127.0.0.1:{listen}", f"127.0.0.1:{admin}", self._extproc, self._engines)
         for name, content in configuration(sizes, gateway, mode).items():
             (self._config / name).write_bytes(content)
         self._headers = {"authorization": f"Bearer {key_of(sizes.keys - 1)}"} if mode == "Close" else {}
@@ -265,7 +265,7 @@ class Running:
 
 
 async def _read(port: int, path: str) -> bytes:
-    """A page, without taking it apart: that would hold up the probes of who measures."""
+    """A page, without parsing it: that would delay the probes of this process."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(f"GET {path} HTTP/1.0\r\n\r\n".encode())
@@ -283,7 +283,7 @@ async def measure(share: float, mode: Mode) -> Figures:
     sizes = Sizes().scaled(share)
     with tempfile.TemporaryDirectory() as folder:
         async with Processes(Path(folder)) as processes, httpx.AsyncClient(timeout=120) as http:
-            return await Running(Path(folder), sizes, mode, processes, http).figures(share, mode)
+            return await RunningStack(Path(folder), sizes, mode, processes, http).figures(share, mode)
 
 
 def table(all_figures: Sequence[Figures]) -> str:

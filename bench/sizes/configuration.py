@@ -42,7 +42,7 @@ class Sizes(msgspec.Struct, frozen=True):
         return max(self.models, self.routes - self.hosts)
 
 
-class Gateway(msgspec.Struct, frozen=True):
+class GatewayPorts(msgspec.Struct, frozen=True):
     """Where Envoy and extproc listen, and the port of all engines."""
 
     listen: str
@@ -61,7 +61,7 @@ def address_of(number: int, port: int) -> str:
     return f"127.{1 + number // 62_500}.{number // 250 % 250}.{1 + number % 250}:{port}"
 
 
-def configuration(sizes: Sizes, gateway: Gateway, mode: Literal["Open", "Close"]) -> dict[str, bytes]:
+def configuration(sizes: Sizes, gateway: GatewayPorts, mode: Literal["Open", "Close"]) -> dict[str, bytes]:
     """The files of a directory. API keys name models, so that only the mode Close has them."""
     documents = {"gateway.json": [_gateway(sizes, gateway, mode)]}
     for number in range(sizes.models):
@@ -75,7 +75,7 @@ def configuration(sizes: Sizes, gateway: Gateway, mode: Literal["Open", "Close"]
     return {name: msgspec.json.encode(all_of_it) for name, all_of_it in documents.items()}
 
 
-def _gateway(sizes: Sizes, gateway: Gateway, mode: str) -> dict[str, object]:
+def _gateway(sizes: Sizes, gateway: GatewayPorts, mode: str) -> dict[str, object]:
     spec: dict[str, object] = {
         "listen": gateway.listen,
         "admin": gateway.admin,
@@ -96,7 +96,7 @@ def _gateway(sizes: Sizes, gateway: Gateway, mode: str) -> dict[str, object]:
     return _document("GatewayConfig", "gateway", spec)
 
 
-def _server(sizes: Sizes, gateway: Gateway, number: int) -> dict[str, object]:
+def _server(sizes: Sizes, gateway: GatewayPorts, number: int) -> dict[str, object]:
     """With every ``models``-th endpoint."""
     endpoints = [{"address": address_of(one, gateway.engines)} for one in range(number, sizes.endpoints, sizes.models)]
     return _document("ModelServer", f"server-{number}", {"model": f"org/model-{number}", "endpoints": endpoints})

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 _TIMEOUT_S: Final = 60.0
 _PREFIXES: Final = 4
 _PREFIX_TOKENS: Final = 700
-# Two prompts fill what extproc remembers of an engine's small cache (64 KiB of text): all are full after the warm-up.
+# Two prompts fill extproc's index of an engine's small cache (64 KiB of text): all are full after the warm-up.
 _TAIL_TOKENS: Final = 10_000
 _OUTPUT_TOKENS: Final = 16
 # In which a stream's end must be: the last event of a response repeats all of it.
 _END_BYTES: Final = 4000
 
-# Whom a request is for. ``honest`` must not be lost; ``mixed`` are served by an honest and a hostile engine; ``known``
-# ask for what was just added or deleted, which may be unknown for a while.
+# Kinds of requests. ``honest`` must not be lost; ``mixed`` are served by an honest and a hostile engine; ``known`` use
+# a name that was just added or deleted, which may be unknown for a while.
 Audience = Literal["honest", "mixed", "hostile", "known"]
 
 
@@ -60,7 +60,7 @@ APIS: Final[Mapping[str, Api]] = {
 }
 
 
-class Question(msgspec.Struct, frozen=True):
+class SoakRequest(msgspec.Struct, frozen=True):
     """One request. ``echoes``: the names of which the engine must have got one; empty: any. ``hosts``: where it may
     have been served; empty: anywhere. ``leaves``: its client goes with the first byte.
     """
@@ -75,7 +75,7 @@ class Question(msgspec.Struct, frozen=True):
     hosts: frozenset[str] = frozenset()
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class RequestOutcome(msgspec.Struct, frozen=True):
     """What became of it. ``at_s``: since the soak began. ``error``: empty if all is well; a client that left is."""
 
     at_s: float
@@ -84,7 +84,7 @@ class Outcome(msgspec.Struct, frozen=True):
     error: str
 
 
-def body_of(question: Question) -> bytes:
+def body_of(question: SoakRequest) -> bytes:
     """Of some KB, most of which some other requests share."""
     text = text_of(f"shared {question.number % _PREFIXES}", _PREFIX_TOKENS) + text_of(
         f"own {question.number}", _TAIL_TOKENS
@@ -94,8 +94,8 @@ def body_of(question: Question) -> bytes:
     )
 
 
-def flaw(question: Question, status: int, served: str, raw: bytes) -> str:
-    """What is wrong with an answer that has come to its end; ``served``: the engine's address, by its own word."""
+def response_error(question: SoakRequest, status: int, served: str, raw: bytes) -> str:
+    """The error of a complete answer; ``served``: the engine's address, as the engine reports it."""
     api = APIS[question.api]
     if status != 200:
         return f"{status} {raw[:200].decode(errors='replace').strip()}"
@@ -129,7 +129,7 @@ class Client:
         self._url, self._http, self._began_at_s = url, http, began_at_s
         self._clock = asyncio.get_running_loop().time
 
-    async def ask(self, question: Question) -> Outcome:
+    async def ask(self, question: SoakRequest) -> RequestOutcome:
         """Never raises: what goes wrong is the outcome's error."""
         sent_at_s, status, first_s, raw, error = self._clock(), 0, 0.0, bytearray(), ""
         try:
@@ -147,10 +147,10 @@ class Client:
                         response.close()
                         break
                 else:
-                    error = flaw(question, status, response.headers.get(ENGINE_HEADER, ""), bytes(raw))
+                    error = response_error(question, status, response.headers.get(ENGINE_HEADER, ""), bytes(raw))
         except (aiohttp.ClientError, TimeoutError, OSError) as caught:
             error = f"{type(caught).__name__} after {len(raw)} bytes: {caught}"
-        return Outcome(
+        return RequestOutcome(
             at_s=sent_at_s - self._began_at_s,
             first_s=first_s,
             status=status,

@@ -37,10 +37,10 @@ from bench.engine.formats import (
     messages_job,
 )
 from bench.engine.formats import responses_job as _responses_job
+from bench.engine.other_apis import token_handlers
 from bench.engine.publisher import Form, KvEventPublisher, KvEventsConfig
 from bench.engine.request import Request, Token
 from bench.engine.text import BYTES_PER_TOKEN, answer_text
-from bench.engine.tokenize import handlers as tokenizer_handlers
 from bench.soak.fleet import hosts
 from extproc.protocol import Api
 
@@ -63,7 +63,7 @@ _RESTART_S: Final = 120.0
 _AWAY_S: Final = 5.0
 
 
-class Engine:
+class SoakEngine:
     """The HTTP side."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Engine:
                 web.post("/v1/completions", self._generating(CompletionRequest, completion_job, CompletionFormat)),
                 web.post("/v1/responses", self._generating(ResponsesRequest, _responses_job, ResponsesFormat)),
                 web.post("/v1/messages", self._generating(MessagesRequest, messages_job, MessagesFormat)),
-                web.post("/tokenize", tokenizer_handlers(lambda _: True)[Api.TOKENIZE]),
+                web.post("/tokenize", token_handlers(lambda _: True)[Api.TOKENIZE]),
                 web.get("/v1/models", self._models),
                 web.get("/metrics", self._metrics),
                 web.get("/health", self._health),
@@ -96,7 +96,7 @@ class Engine:
         async def handle(http: web.Request) -> web.StreamResponse:
             job = to_job(decoder.decode(await http.read()))
             answer = answer_text(self._rng, job.max_tokens or 16)
-            request = Request(next(self._keys), job.prompt, answer, model=job.model, block_size=_BLOCK_TOKENS)
+            request = Request(next(self._keys), job.prompts[0], answer, model=job.model, block_size=_BLOCK_TOKENS)
             request.cached_tokens = 0
             form = new_format(f"{request.key:08x}", 0, job.model, **job.options)
             assert http.transport is not None
@@ -107,7 +107,7 @@ class Engine:
                     return await _stream(http, request, form, headers, wants_usage=job.wants_usage)
                 await asyncio.sleep(_TOKEN_S * request.output_tokens)
                 request.produced, request.tokens = request.output_tokens, request.tokens + request.output_tokens
-                return web.Response(body=form.whole(request), content_type="application/json", headers=headers)
+                return web.Response(body=form.whole([request]), content_type="application/json", headers=headers)
             finally:
                 self._running -= 1
 
@@ -124,7 +124,7 @@ class Engine:
 
 
 def metrics_page(running: int) -> str:
-    """What vLLM says of its load."""
+    """vLLM's metrics page with its load."""
     labels = '{model_name="soak",engine="0"}'
     return (
         f"# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{labels} {running}.0\n"
@@ -146,12 +146,12 @@ async def _stream(
         start = request.produced * BYTES_PER_TOKEN
         text = request.answer[start : start + BYTES_PER_TOKEN].decode()
         request.produced, request.tokens = request.produced + 1, request.tokens + 1
-        await response.write(form.chunk(Token(request, text, request.is_done)))
-    await response.write(form.closing(request, wants_usage=wants_usage))
+        await response.write(form.chunk(Token(request, text, request.is_done), 0))
+    await response.write(form.closing([request], wants_usage=wants_usage))
     return response
 
 
-class Cache:
+class PrefixCache:
     """What one rank has cached: chains of blocks, the oldest of which leave."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -173,7 +173,7 @@ class Cache:
 
 
 async def publish(rank: int, events: int, replay: int) -> None:
-    """One rank's KV events, until cancelled. The last rank ends now and then."""
+    """Publish one rank's KV events until cancelled. The last rank ends now and then."""
     form: Form = "maps" if rank == 0 else "arrays"
     clock = asyncio.get_running_loop().time
     while True:
@@ -182,7 +182,7 @@ async def publish(rank: int, events: int, replay: int) -> None:
         )
         replays = asyncio.create_task(publisher.answer_replays())
         ends_at_s = clock() + _RESTART_S if rank == RANKS - 1 else float("inf")
-        cache, evict_at_s = Cache(random.Random(rank)), clock() + _EVICT_S
+        cache, evict_at_s = PrefixCache(random.Random(rank)), clock() + _EVICT_S
         try:
             while clock() < ends_at_s:
                 await publisher.publish(cache.step())
@@ -197,8 +197,8 @@ async def publish(rank: int, events: int, replay: int) -> None:
 
 
 async def serve(port: int, models: int, kv_port: int) -> None:
-    """Until cancelled."""
-    runner = web.AppRunner(Engine().app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+    """Serve until cancelled."""
+    runner = web.AppRunner(SoakEngine().app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     for one in (*hosts(models), KV_HOST, "127.0.0.1"):
         await web.TCPSite(runner, one, port, backlog=16).start()

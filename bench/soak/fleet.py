@@ -2,7 +2,8 @@
 """The models of a soak, their files, and how they change: all pure, so that a change is a value.
 
 Each model is a file with a ModelRoute and one or two ModelServers. Its engines have addresses of their own (every
-address of 127/8 is loopback), behind which a few processes listen: an answer's address says whose request it was.
+address of 127/8 is loopback), behind which a few processes listen: an answer's address identifies the model of its
+request.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _MOST_PORTS: Final = 3
 BROKEN_EVERY: Final = 60
 
 
-class Model(msgspec.Struct, frozen=True):
-    """One model. ``alias`` and ``served``: revisions of the name that clients ask for and of the one engines get.
+class SoakModel(msgspec.Struct, frozen=True):
+    """One model. ``alias`` and ``served``: revisions of the name in clients' requests and of the engines' name.
     ``engines``: the processes that serve it. ``weight``: of the second ModelServer, in percent. ``limit``: requests a
     second, far above what is sent. ``adapters``: how many there were ever; all but the last few have left.
     """
@@ -50,8 +51,8 @@ class Model(msgspec.Struct, frozen=True):
         return f"{self.name}.yaml"
 
     @property
-    def asked(self) -> str:
-        """The name that clients ask for."""
+    def public_name(self) -> str:
+        """The model name in requests."""
         return f"m{self.number}.{self.alias}"
 
     @property
@@ -61,7 +62,7 @@ class Model(msgspec.Struct, frozen=True):
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
-        """LoRA adapters that clients may ask for."""
+        """LoRA adapters that requests may name."""
         first = max(0, self.adapters - _MOST_ADAPTERS)
         return tuple(f"m{self.number}-lora{one}" for one in range(first, self.adapters))
 
@@ -83,7 +84,7 @@ def host(number: int, side: str) -> str:
 
 def hosts(numbers: int) -> list[str]:
     """Those of so many models."""
-    return [host(number, side) for number in range(numbers) for side in Model(number, ()).sides]
+    return [host(number, side) for number in range(numbers) for side in SoakModel(number, ()).sides]
 
 
 def document(kind: str, name: str, spec: Mapping[str, object]) -> dict[str, object]:
@@ -96,7 +97,7 @@ def text_of(documents: Sequence[Mapping[str, object]]) -> str:
     return "".join(f"---\n{json.dumps(one)}\n" for one in documents)
 
 
-def content(model: Model, ports: Sequence[int]) -> str:
+def content(model: SoakModel, ports: Sequence[int]) -> str:
     """The model's file. ``ports``: of the engine processes."""
     targets: list[dict[str, object]] = []
     servers = []
@@ -107,7 +108,7 @@ def content(model: Model, ports: Sequence[int]) -> str:
         servers.append(document("ModelServer", name, spec))
         targets.append({"modelServerName": name, "weight": model.weight if side == "b" else 100 - model.weight})
     route: dict[str, Any] = {
-        "modelName": model.asked,
+        "modelName": model.public_name,
         "loraAdapters": list(model.adapter_names),
         "rules": [{"targetModels": targets}],
         "rateLimits": [{"per": "Route", "unit": "second", "requests": model.limit}],
@@ -119,45 +120,45 @@ class Change(msgspec.Struct, frozen=True):
     """``before`` and ``after``: None for a model that is added or deleted."""
 
     name: str
-    before: Model | None
-    after: Model | None
+    before: SoakModel | None
+    after: SoakModel | None
 
 
-def _reweighted(model: Model, rng: random.Random, _: int) -> Model:
+def _reweighted(model: SoakModel, rng: random.Random, _: int) -> SoakModel:
     return msgspec.structs.replace(model, weight=rng.randint(1, 99))
 
 
-def _limited(model: Model, rng: random.Random, _: int) -> Model:
+def _limited(model: SoakModel, rng: random.Random, _: int) -> SoakModel:
     return msgspec.structs.replace(model, limit=rng.randint(10_000, 1_000_000))
 
 
-def _renamed(model: Model, _: random.Random, __: int) -> Model:
+def _renamed(model: SoakModel, _: random.Random, __: int) -> SoakModel:
     return msgspec.structs.replace(model, alias=model.alias + 1)
 
 
-def _served_anew(model: Model, _: random.Random, __: int) -> Model:
+def _served_anew(model: SoakModel, _: random.Random, __: int) -> SoakModel:
     return msgspec.structs.replace(model, served=model.served + 1)
 
 
-def _grown(model: Model, rng: random.Random, engines: int) -> Model:
+def _grown(model: SoakModel, rng: random.Random, engines: int) -> SoakModel:
     left = sorted(set(range(engines)) - set(model.engines))
     if not left or len(model.engines) >= _MOST_PORTS:
         return _shrunk(model, rng, engines)
     return msgspec.structs.replace(model, engines=(*model.engines, rng.choice(left)))
 
 
-def _shrunk(model: Model, rng: random.Random, engines: int) -> Model:
+def _shrunk(model: SoakModel, rng: random.Random, engines: int) -> SoakModel:
     if len(model.engines) == 1:
         return _grown(model, rng, engines)
     gone = rng.choice(model.engines)
     return msgspec.structs.replace(model, engines=tuple(one for one in model.engines if one != gone))
 
 
-def _adapted(model: Model, _: random.Random, __: int) -> Model:
+def _adapted(model: SoakModel, _: random.Random, __: int) -> SoakModel:
     return msgspec.structs.replace(model, adapters=model.adapters + 1)
 
 
-_EDITS: Final[Mapping[str, Callable[[Model, random.Random, int], Model]]] = {
+_EDITS: Final[Mapping[str, Callable[[SoakModel, random.Random, int], SoakModel]]] = {
     "weight": _reweighted,
     "limit": _limited,
     "route renamed": _renamed,
@@ -193,19 +194,19 @@ BROKEN: Final[Mapping[str, str]] = {
 }
 
 
-def first_fleet(models: int, engines: int) -> dict[int, Model]:
+def first_fleet(models: int, engines: int) -> dict[int, SoakModel]:
     """As many models as that, by number. Changes add and remove engines and adapters; the first fleet has as many of
     them as there will be after many changes, as the fleet must not grow while memory is judged.
     """
     return {number: _model(number, number % engines, number // engines, engines) for number in range(models)}
 
 
-def _model(number: int, first: int, more: int, engines: int) -> Model:
+def _model(number: int, first: int, more: int, engines: int) -> SoakModel:
     on = tuple((first + one) % engines for one in range(1 + more % min(engines, _MOST_PORTS)))
-    return Model(number, on, adapters=_MOST_ADAPTERS)
+    return SoakModel(number, on, adapters=_MOST_ADAPTERS)
 
 
-def next_change(fleet: Mapping[int, Model], rng: random.Random, *, size: int, engines: int) -> Change:
+def next_change(fleet: Mapping[int, SoakModel], rng: random.Random, *, size: int, engines: int) -> Change:
     """A valid change. ``size``: how many models there should be, more or less; the numbers after it are spare."""
     name = rng.choice(CHANGES)
     if name in _EDITS:
@@ -215,7 +216,7 @@ def next_change(fleet: Mapping[int, Model], rng: random.Random, *, size: int, en
         free = sorted(set(range(size + spare(size))) - fleet.keys())
         number = rng.choice(free)
         # a name that was never used before
-        return Change("model added", None, Model(number, (rng.randrange(engines),), alias=rng.randrange(1, 10**9)))
+        return Change("model added", None, SoakModel(number, (rng.randrange(engines),), alias=rng.randrange(1, 10**9)))
     return Change("model deleted", rng.choice(list(fleet.values())), None)
 
 
@@ -224,7 +225,7 @@ def spare(size: int) -> int:
     return max(4, size // 20)
 
 
-def applied(fleet: Mapping[int, Model], change: Change) -> dict[int, Model]:
+def apply_change(fleet: Mapping[int, SoakModel], change: Change) -> dict[int, SoakModel]:
     """The fleet after a change."""
     left = {number: model for number, model in fleet.items() if change.before is None or number != change.before.number}
     return left if change.after is None else {**left, change.after.number: change.after}

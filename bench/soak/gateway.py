@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from bench.soak import engines, fleet
-from bench.soak.fleet import Model, document, text_of
+from bench.soak.fleet import SoakModel, document, text_of
 from bench.soak.hostile import HOSTILE, MIXED, REPLAY_OFFSET, adapter_of, hostile_host
 from bench.stack.processes import Processes, free_ports, ports_in_a_row
 from bench.stack.stack import Answers, IsThere, envoy_binary, envoy_command
@@ -20,14 +20,14 @@ from bench.stack.stack import Answers, IsThere, envoy_binary, envoy_command
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-# Those whose memory and logs are judged.
+# The processes for which memory and logs are checked.
 JUDGED: Final = ("extproc", "bundle", "envoy")
 KV: Final = "kv"
 MIXED_NAME: Final = "mixed"
 _MIXED_HOST: Final = "127.0.0.1"
 
 
-class Gateway(msgspec.Struct, frozen=True):
+class SoakGateway(msgspec.Struct, frozen=True):
     """Where everything is. ``ports``: of the honest engine processes."""
 
     processes: Processes
@@ -57,8 +57,8 @@ class Gateway(msgspec.Struct, frozen=True):
 
 @contextlib.asynccontextmanager
 async def running_gateway(
-    directory: Path, models: Mapping[int, Model], *, size: int, engine_count: int, hostile: Sequence[str]
-) -> AsyncIterator[Gateway]:
+    directory: Path, models: Mapping[int, SoakModel], *, size: int, engine_count: int, hostile: Sequence[str]
+) -> AsyncIterator[SoakGateway]:
     """Start it all and wait until it serves; end it all on the way out. Raises StartFailed and EnvoyMissing.
 
     ``size``: models that have addresses. ``hostile``: names of hostile engines.
@@ -70,7 +70,7 @@ async def running_gateway(
     config, bundle = directory / "config", directory / "envoy"
     config.mkdir(parents=True)
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:
-        gateway = Gateway(
+        gateway = SoakGateway(
             processes=processes,
             directory=directory,
             url=f"http://127.0.0.1:{listen}",
@@ -143,7 +143,7 @@ def _hostile_spec(name: str, port: int, kv_port: int) -> dict[str, object]:
     endpoint: dict[str, object] = {"address": f"{hostile_host(name)}:{port}"}
     spec: dict[str, object] = {"endpoints": [endpoint], "scrapeInterval": "500ms"}
     if hostile.event is not None:
-        # that also has /tokenize asked
+        # that also calls /tokenize
         endpoint["kvEvents"] = f"{hostile_host(name)}:{kv_port}"
         spec["kvEvents"] = {"topic": "kv"}
     if hostile.replay:

@@ -71,7 +71,7 @@ def _whole(body: bytes, *, status: str = "200 OK", kind: str = "application/json
 
 
 def _made(body: Callable[[], bytes]) -> Answer:
-    """Of a large body, made when it is asked for."""
+    """A response with a large body, which is made on request."""
 
     async def pieces(trap: int) -> Pieces:
         async for piece in _whole(body())(trap):
@@ -245,7 +245,7 @@ def hostile_host(name: str) -> str:
 
 
 def adapter_of(name: str) -> str:
-    """The adapter whose load a hostile engine is asked for."""
+    """The adapter in a load request to a hostile engine."""
     return f"{name}-lora"
 
 
@@ -270,7 +270,7 @@ class HostileServer:
         self._trapped = 0
 
     async def run(self, names: list[str], kv_port: int) -> None:
-        """Until cancelled. Engine n publishes its events on ``kv_port`` of its own address."""
+        """Serve until cancelled. Engine n publishes its events on ``kv_port`` of its own address."""
         context = zmq.asyncio.Context()
         await asyncio.start_server(self._trap, TRAP_HOST, self._port)
         async with asyncio.TaskGroup() as tasks:
@@ -309,7 +309,7 @@ class HostileServer:
 
 @contextlib.contextmanager
 def _ended(writer: asyncio.StreamWriter) -> Iterator[None]:
-    """Closes a connection at the end, or resets it. Whoever asked may leave before."""
+    """Closes a connection at the end, or resets it. The client may disconnect before."""
     with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
         try:
             yield

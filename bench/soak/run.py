@@ -16,11 +16,11 @@ import aiohttp
 import msgspec
 
 from bench.soak import fleet
-from bench.soak.clients import APIS, Audience, Client, Outcome, Question
-from bench.soak.fleet import BROKEN, BROKEN_EVERY, Change, Model
-from bench.soak.gateway import JUDGED, KV, MIXED_NAME, Gateway, running_gateway
+from bench.soak.clients import APIS, Audience, Client, RequestOutcome, SoakRequest
+from bench.soak.fleet import BROKEN, BROKEN_EVERY, Change, SoakModel
+from bench.soak.gateway import JUDGED, KV, MIXED_NAME, SoakGateway, running_gateway
 from bench.soak.hostile import HOSTILE, MIXED, TRAP_HOST, TRAPPED_PATH, adapter_of
-from bench.soak.verdict import Latency, Loss, Process, Record, Refusal, Sample, Uptake
+from bench.soak.verdict import Adoption, Latency, Limits, Loss, ProcessSample, Refusal, Sample, SoakRecord
 from bench.stack.processes import cpu_seconds, rss_bytes
 from extproc.api.status_pages import REPORT_PATH, ConfigReport, content_digest
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _REPORT_S: Final = 0.5
-# Clients stop asking for a name so long before its file changes: what they have sent is decided by then.
+# Clients stop using a name so long before its file changes: requests sent before are decided by then.
 _ON_THE_WAY_S: Final = 0.3
 _PROBE_S: Final = 0.5
 _LONGEST_PROBE_PAUSE_S: Final = 5.0
@@ -51,14 +51,17 @@ _COUNTERS: Final[Mapping[str, str]] = {
 }
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """``rate``: requests a second to honest models. ``hostile``: names of hostile engines. ``change_s`` and
+class SoakSettings(msgspec.Struct, frozen=True):
+    """``rate``: requests a second to honest models, and ``fill_rate`` until ``fill_s``, so that extproc's state of
+    engines and models is full before memory is checked. ``hostile``: names of hostile engines. ``change_s`` and
     ``sample_s``: between two changes, and between two samples.
     """
 
     minutes: float
     models: int
     rate: float = 15.0
+    fill_rate: float = 30.0
+    fill_s: float = Limits().warm_up_s
     hostile: tuple[str, ...] = ()
     hostile_rate: float = 2.0
     mixed_rate: float = 1.0
@@ -68,21 +71,23 @@ class Settings(msgspec.Struct, frozen=True):
     seed: int = 0
 
 
-class Target(msgspec.Struct, frozen=True):
-    """Of a name that clients may ask for: what an answer to it must say."""
+class ProbeTarget(msgspec.Struct, frozen=True):
+    """A model name for requests, and the mark of its right answer."""
 
     echoes: frozenset[str]
     hosts: frozenset[str]
 
 
-def names_of(model: Model, before: Model | None = None) -> dict[str, Target]:
-    """The names that clients may ask for. Until a change is used, engines may still get the name of before."""
+def names_of(model: SoakModel, before: SoakModel | None = None) -> dict[str, ProbeTarget]:
+    """The model names for requests. Until a change is used, engines may still get the previous name."""
     echoes = model.echoes | (before.echoes if before is not None else frozenset())
-    plain = Target(echoes, model.hosts)
-    return {model.asked: plain} | {name: Target(frozenset({name}), model.hosts) for name in model.adapter_names}
+    plain = ProbeTarget(echoes, model.hosts)
+    return {model.public_name: plain} | {
+        name: ProbeTarget(frozenset({name}), model.hosts) for name in model.adapter_names
+    }
 
 
-async def soak(settings: Settings, directory: Path, stop: asyncio.Event) -> Record:
+async def soak(settings: SoakSettings, directory: Path, stop: asyncio.Event) -> SoakRecord:
     """Run until the time is over, something ends, or ``stop``. Raises StartFailed and EnvoyMissing."""
     models = fleet.first_fleet(settings.models, settings.engines)
     size = settings.models + fleet.spare(settings.models)
@@ -103,22 +108,22 @@ class _Soak:
 
     def __init__(
         self,
-        settings: Settings,
-        gateway: Gateway,
+        settings: SoakSettings,
+        gateway: SoakGateway,
         http: aiohttp.ClientSession,
-        models: dict[int, Model],
+        models: dict[int, SoakModel],
         stop: asyncio.Event,
     ) -> None:
-        self.record = Record(settings.models, 0.0, settings.hostile)
+        self.record = SoakRecord(settings.models, 0.0, settings.hostile)
         self._settings, self._gateway, self._http, self._fleet, self._stop = settings, gateway, http, models, stop
         self._clock = asyncio.get_running_loop().time
         self._began_at_s = self._clock()
         self._client = Client(gateway.url, http, self._began_at_s)
         self._rng = random.Random(settings.seed)
         self._known = {name: one for model in models.values() for name, one in names_of(model).items()}
-        self._known[KV] = Target(frozenset({KV}), frozenset())
+        self._known[KV] = ProbeTarget(frozenset({KV}), frozenset())
         self._names = sorted(self._known)
-        self._pending: dict[str, tuple[Uptake, str | None]] = {}
+        self._pending: dict[str, tuple[Adoption, str | None]] = {}
         self._reports: dict[str, ConfigReport] = {}
         self._outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._firsts: list[float] = []
@@ -164,11 +169,12 @@ class _Soak:
             rates["hostile"] = settings.hostile_rate
         if MIXED in settings.hostile:
             rates["mixed"] = settings.mixed_rate
-        rate, number = sum(rates.values()), 0
+        number, due_s = 0, 0.0
         async with asyncio.TaskGroup() as tasks:
-            open_now: set[asyncio.Task[Outcome]] = set()
+            open_now: set[asyncio.Task[RequestOutcome]] = set()
             while not self._stop.is_set():
                 number += 1
+                rates["honest"] = settings.fill_rate if due_s < settings.fill_s else settings.rate
                 (audience,) = rng.choices(list(rates), list(rates.values()))
                 if len(open_now) < _MOST_OPEN:
                     task = tasks.create_task(self._ask(self._question(audience, number, rng)))
@@ -176,19 +182,20 @@ class _Soak:
                     task.add_done_callback(open_now.discard)
                 else:
                     self._outcomes[audience]["not sent"] += 1
-                await asyncio.sleep(max(0.0, self._began_at_s + number / rate - self._clock()))
+                due_s += 1 / sum(rates.values())
+                await asyncio.sleep(max(0.0, self._began_at_s + due_s - self._clock()))
 
-    def _question(self, audience: Audience, number: int, rng: random.Random) -> Question:
+    def _question(self, audience: Audience, number: int, rng: random.Random) -> SoakRequest:
         if audience == "mixed":
-            return Question(audience, MIXED_NAME, number)
+            return SoakRequest(audience, MIXED_NAME, number)
         if audience == "hostile":
             name = rng.choice(self._settings.hostile)
             loads = HOSTILE[name].loads_adapters
-            return Question(audience, adapter_of(name) if loads else name, number, leaves=rng.random() < 0.1)
+            return SoakRequest(audience, adapter_of(name) if loads else name, number, leaves=rng.random() < 0.1)
         name = KV if rng.random() < 0.15 else rng.choice(list(self._known))
         target = self._known[name]
         (api,) = rng.choices(list(APIS), [7, 1, 1, 1])
-        return Question(
+        return SoakRequest(
             audience,
             name,
             number,
@@ -199,8 +206,8 @@ class _Soak:
             hosts=target.hosts,
         )
 
-    async def _ask(self, question: Question) -> Outcome:
-        """Ask, and record what became of it."""
+    async def _ask(self, question: SoakRequest) -> RequestOutcome:
+        """Send a request, and record its outcome."""
         outcome = await self._client.ask(question)
         audience, is_unknown = question.audience, question.audience == "known" and outcome.status == 404
         result = "lost" if outcome.error and not is_unknown else "left" if question.leaves else "ok"
@@ -242,47 +249,49 @@ class _Soak:
             await asyncio.sleep(_ON_THE_WAY_S)
         text = None if after is None else fleet.content(after, self._gateway.ports)
         self._gateway.write(model.file, text)
-        self._fleet = fleet.applied(self._fleet, change)
-        uptake = Uptake(change.name, model.file, self._now_s)
-        self.record.uptakes.append(uptake)
+        self._fleet = fleet.apply_change(self._fleet, change)
+        adoption = Adoption(change.name, model.file, self._now_s)
+        self.record.uptakes.append(adoption)
         if model.file in self._pending:
             self._pending[model.file][0].is_superseded = True
-        self._pending[model.file] = uptake, None if text is None else content_digest(text.encode())
+        self._pending[model.file] = adoption, None if text is None else content_digest(text.encode())
         for name, target in has.items():
             if name in self._known:
                 self._known[name] = target
             elif name not in had:
-                self._start(self._probe_new(name, target, model.number, uptake))
+                self._start(self._probe_new(name, target, model.number, adoption))
         if after is None and before is not None:
-            self._start(self._probe_gone(before.asked, uptake))
+            self._start(self._probe_gone(before.public_name, adoption))
 
     def _start(self, probe: Any) -> None:  # noqa: ANN401 - a coroutine
         task = asyncio.create_task(probe)
         self._probes.add(task)
         task.add_done_callback(self._probes.discard)
 
-    async def _probe_new(self, name: str, target: Target, number: int, uptake: Uptake) -> None:
-        """Ask for a new name until it is served; it is load's from then on. It may be unknown, but nothing else."""
+    async def _probe_new(self, name: str, target: ProbeTarget, number: int, adoption: Adoption) -> None:
+        """Request a new name until it is served; from then on the load uses it. Until then, only "unknown" is a valid
+        answer.
+        """
         pause_s = _PROBE_S
         while (model := self._fleet.get(number)) is not None and name in names_of(model):
-            question = Question("known", name, 0, echoes=target.echoes | model.echoes, hosts=target.hosts)
+            question = SoakRequest("known", name, 0, echoes=target.echoes | model.echoes, hosts=target.hosts)
             outcome = await self._ask(question)
-            # the model may have changed again while it was asked for
+            # the model may have changed again during the request
             model = self._fleet.get(number)
             if not outcome.error and model is not None and (now := names_of(model).get(name)) is not None:
-                uptake.client_s = self._now_s - uptake.at_s
-                self._known[name] = Target(target.echoes | now.echoes, now.hosts)
+                adoption.client_s = self._now_s - adoption.at_s
+                self._known[name] = ProbeTarget(target.echoes | now.echoes, now.hosts)
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PROBE_PAUSE_S, 1.2 * pause_s)
 
-    async def _probe_gone(self, name: str, uptake: Uptake) -> None:
-        """Ask for a deleted name until it is unknown. It may be served, but nothing else."""
-        outcome = await self._ask(Question("known", name, 0))
+    async def _probe_gone(self, name: str, adoption: Adoption) -> None:
+        """Request a deleted name until it is unknown. Until then, only a normal answer is valid."""
+        outcome = await self._ask(SoakRequest("known", name, 0))
         while outcome.status != 404:
             await asyncio.sleep(_PROBE_S)
-            outcome = await self._ask(Question("known", name, 0))
-        uptake.client_s = self._now_s - uptake.at_s
+            outcome = await self._ask(SoakRequest("known", name, 0))
+        adoption.client_s = self._now_s - adoption.at_s
 
     async def _break(self, number: int) -> None:
         """Break a model's file, see both refuse it while its model is served, and mend it."""
@@ -293,15 +302,15 @@ class _Soak:
         self._gateway.write(model.file, BROKEN[what])
         refusal.extproc_s = await self._seen("extproc", is_refused=True)
         refusal.bundle_s = await self._seen("bundle", is_refused=True)
-        if (target := self._known.get(model.asked)) is not None:
-            await self._ask(Question("honest", model.asked, number, echoes=target.echoes, hosts=target.hosts))
+        if (target := self._known.get(model.public_name)) is not None:
+            await self._ask(SoakRequest("honest", model.public_name, number, echoes=target.echoes, hosts=target.hosts))
         self._gateway.write(model.file, fleet.content(model, self._gateway.ports))
         mended = [await self._seen(one, is_refused=False) for one in ("extproc", "bundle")]
         if None not in mended:
             refusal.mended_s = self._now_s - refusal.at_s
 
     async def _seen(self, process: str, *, is_refused: bool) -> float | None:
-        """Seconds until a process's report says so; None if that takes a minute."""
+        """Seconds until a process's report has the change; None if that takes a minute."""
         began_at_s = self._clock()
         while self._clock() - began_at_s < _REFUSAL_S:
             report = self._reports.get(process)
@@ -318,7 +327,7 @@ class _Soak:
         while True:
             for name, url in pages.items():
                 asked_at_s = self._clock()
-                with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # whether it runs, samples tell
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # the samples show whether it runs
                     self._reports[name] = msgspec.json.decode(await self._page(url + REPORT_PATH), type=ConfigReport)
                 if name == "extproc":
                     self._slowest_page_s = max(self._slowest_page_s, self._clock() - asked_at_s)
@@ -326,14 +335,14 @@ class _Soak:
             await asyncio.sleep(_REPORT_S)
 
     def _match(self) -> None:
-        for file, (uptake, digest) in list(self._pending.items()):
-            taken_s = self._now_s - uptake.at_s
+        for file, (adoption, digest) in list(self._pending.items()):
+            taken_s = self._now_s - adoption.at_s
             extproc, bundle = (self._reports.get(name) for name in ("extproc", "bundle"))
-            if uptake.extproc_s is None and extproc is not None and extproc.files.get(file) == digest:
-                uptake.extproc_s = taken_s
-            if uptake.envoy_s is None and bundle is not None and bundle.files.get(file) == digest:
-                uptake.envoy_s = taken_s
-            if uptake.extproc_s is not None and uptake.envoy_s is not None:
+            if adoption.extproc_s is None and extproc is not None and extproc.files.get(file) == digest:
+                adoption.extproc_s = taken_s
+            if adoption.envoy_s is None and bundle is not None and bundle.files.get(file) == digest:
+                adoption.envoy_s = taken_s
+            if adoption.extproc_s is not None and adoption.envoy_s is not None:
                 del self._pending[file]
 
     async def _page(self, url: str) -> bytes:
@@ -381,15 +390,15 @@ class _Soak:
         found: dict[str, float] = {}
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             page = (await self._page(f"{self._gateway.extproc}/metrics")).decode()
-            found = {name: summed(page, prefix) for name, prefix in _COUNTERS.items()}
+            found = {name: sum_series(page, prefix) for name, prefix in _COUNTERS.items()}
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             stats = await self._page(f"{self._gateway.admin}/stats?filter=update_(rejected|failure|success)$")
             for kind in ("rejected", "failure", "success"):
-                found[f"envoy {kind}"] = summed(stats.decode(), "", f"update_{kind}:")
+                found[f"envoy {kind}"] = sum_series(stats.decode(), "", f"update_{kind}:")
         return found
 
 
-def summed(page: str, prefix: str, word: str = "") -> float:
+def sum_series(page: str, prefix: str, word: str = "") -> float:
     """The sum of the values of the lines that begin with ``prefix`` and have ``word``."""
     lines = (line for line in page.splitlines() if line.startswith(prefix) and word in line and line[:1] != "#")
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
@@ -403,10 +412,10 @@ def latency_of(firsts: list[float]) -> Latency:
     return Latency(cuts[49], cuts[98], firsts[-1])
 
 
-def process_of(pid: int) -> Process:
+def process_of(pid: int) -> ProcessSample:
     """A process as it is now."""
     folder = Path(f"/proc/{pid}")
-    return Process(
+    return ProcessSample(
         rss_bytes=rss_bytes(pid),
         cpu_s=cpu_seconds(pid),
         fds=sum(1 for _ in (folder / "fd").iterdir()),
@@ -421,7 +430,7 @@ def bad_lines(logs: Path) -> list[str]:
         is_traced = False
         with file.open(errors="replace") as lines:
             for line in lines:
-                # a traceback's last line says what it was
+                # a traceback's last line has the error
                 if is_traced and (error := _ERROR.match(line)) is not None:
                     is_traced = False
                     found[f"{file.name}: {error[1][:200]}"] += 1

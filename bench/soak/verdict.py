@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a soak has recorded, and whether that is well: pure.
+"""The records of a soak, and their evaluation, without I/O.
 
 Memory must not grow for ever: a line is fitted to a process's memory after the warm-up, in which caches fill and
 allocators find their size (measured: extproc goes from 86 to 101 MB in 8 minutes, and stays). The bound is 20 MiB an
 hour. That is half a GiB a day, what a container may have to spare between two deployments. It is also what the fit can
-tell from noise: memory that jumps by 10 MiB gives the slope of 50 minutes, with a sample every 10 s, an error of
+distinguish from noise: memory that jumps by 10 MiB gives the slope of 50 minutes, with a sample every 10 s, an error of
 2 MiB an hour. And it is little: 400 bytes kept of each of 15 requests a second, or 6 KB of each change a second, are
 above it.
 """
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 MIB: Final = 1024 * 1024
 _SHOWN: Final = 20
-# Of an error, what is printed: its beginning says of what kind it is.
+# Printed length of an error: its beginning names its kind.
 _KIND: Final = 120
 
 
-class Process(msgspec.Struct, frozen=True):
+class ProcessSample(msgspec.Struct, frozen=True):
     """One process at one moment."""
 
     rss_bytes: int
@@ -48,11 +48,11 @@ class Latency(msgspec.Struct, frozen=True):
 class Sample(msgspec.Struct, frozen=True):
     """``outcomes``: since the last sample, by audience: how many ended well (``ok``), lost, left. ``counters``: of
     extproc's feeds and of Envoy's updates, since the start. ``slowest_page_s``: extproc's page of its configuration is
-    asked for twice a second, so this is how long its event loop was busy at once.
+    requested twice a second, so this is the longest time that its event loop was blocked.
     """
 
     at_s: float
-    processes: Mapping[str, Process]
+    processes: Mapping[str, ProcessSample]
     outcomes: Mapping[str, Mapping[str, int]]
     latency: Latency
     counters: Mapping[str, float]
@@ -69,9 +69,9 @@ class Loss(msgspec.Struct, frozen=True):
     error: str
 
 
-class Uptake(msgspec.Struct):
-    """How long a change took until it was used, in seconds; None: not seen, as the end or the next change of the same
-    file came first. ``client_s``: until a client could tell.
+class Adoption(msgspec.Struct):
+    """Seconds from a change until it was used; None: not seen, as the end or the next change of the same file came
+    first. ``client_s``: until a client observed it.
     """
 
     change: str
@@ -93,7 +93,7 @@ class Refusal(msgspec.Struct):
     mended_s: float | None = None
 
 
-class Record(msgspec.Struct):
+class SoakRecord(msgspec.Struct):
     """All of a soak."""
 
     models: int
@@ -102,7 +102,7 @@ class Record(msgspec.Struct):
     samples: list[Sample] = []
     losses: list[Loss] = []
     totals: dict[str, dict[str, int]] = {}
-    uptakes: list[Uptake] = []
+    uptakes: list[Adoption] = []
     refusals: list[Refusal] = []
     log_lines: list[str] = []
     ended: list[str] = []
@@ -110,7 +110,7 @@ class Record(msgspec.Struct):
     stopped_by: str = ""
 
 
-class Bounds(msgspec.Struct, frozen=True):
+class Limits(msgspec.Struct, frozen=True):
     """``uptake_s``: extproc waits 3 s before it uses a new ModelServer, and both are to have read 1,000 models; the
     slowest of all changes counts. ``feed_s``: the longest that a feed may bring nothing.
     """
@@ -123,14 +123,14 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class Check(msgspec.Struct, frozen=True):
-    """One thing that had to be well. ``is_ok``: None where the soak was too short to tell."""
+    """One criterion. ``is_ok``: None where the soak was too short to decide."""
 
     name: str
     is_ok: bool | None
     text: str
 
 
-def verdict(record: Record, bounds: Bounds) -> list[Check]:
+def verdict(record: SoakRecord, bounds: Limits) -> list[Check]:
     """Everything that was to be well, and whether it was."""
     return [
         *_lost(record),
@@ -138,7 +138,7 @@ def verdict(record: Record, bounds: Bounds) -> list[Check]:
         _list("processes", record.ended, "all ran to the end"),
         _list("logs", record.log_lines, "no traceback and no assertion"),
         *_feeds(record, bounds),
-        _uptakes(record, bounds),
+        _adoptions(record, bounds),
         _refusals(record, bounds),
         _envoy(record),
         Check("redirects", record.trapped == 0, f"{record.trapped} requests followed an engine's redirect"),
@@ -157,7 +157,7 @@ def slope_mib_per_hour(points: Sequence[tuple[float, int]]) -> float:
     return found.slope * 3600 / MIB
 
 
-def _lost(record: Record) -> Iterator[Check]:
+def _lost(record: SoakRecord) -> Iterator[Check]:
     for audience in ("honest", "known"):
         lost = [one for one in record.losses if one.audience == audience]
         sent = sum(record.totals.get(audience, {}).values())
@@ -169,7 +169,7 @@ def _lost(record: Record) -> Iterator[Check]:
         yield Check(f"{audience} requests", count == 0 and sent > 0, f"{count} of {sent} {what} lost{shown}")
 
 
-def _memory(record: Record, bounds: Bounds) -> Iterator[Check]:
+def _memory(record: SoakRecord, bounds: Limits) -> Iterator[Check]:
     warm = [one for one in record.samples if one.at_s >= bounds.warm_up_s]
     names = sorted({name for one in record.samples for name in one.processes})
     for name in names:
@@ -182,16 +182,16 @@ def _memory(record: Record, bounds: Bounds) -> Iterator[Check]:
         yield Check(f"memory of {name}", slope <= bounds.growth_mib_per_hour, text)
 
 
-def _feeds(record: Record, bounds: Bounds) -> Iterator[Check]:
+def _feeds(record: SoakRecord, bounds: Limits) -> Iterator[Check]:
     feeds = sorted({name for one in record.samples for name in one.counters if name.startswith("feed ")})
     for feed in feeds:
-        longest = longest_silence([(one.at_s, one.counters.get(feed, 0.0)) for one in record.samples])
+        longest = longest_stall_s([(one.at_s, one.counters.get(feed, 0.0)) for one in record.samples])
         text = f"never silent for more than {longest:.0f} s; at most {bounds.feed_s:g}"
         yield Check(feed, longest <= bounds.feed_s, text)
 
 
-def longest_silence(points: Sequence[tuple[float, float]]) -> float:
-    """Seconds in which a counter stood still; where it fell, its process began anew."""
+def longest_stall_s(points: Sequence[tuple[float, float]]) -> float:
+    """The longest time without a change of a counter, in seconds; a fall marks a restart of its process."""
     longest, since_s = 0.0, points[0][0] if points else 0.0
     for (_, before), (at_s, value) in itertools.pairwise(points):
         if value != before:
@@ -200,7 +200,7 @@ def longest_silence(points: Sequence[tuple[float, float]]) -> float:
     return longest
 
 
-def _uptakes(record: Record, bounds: Bounds) -> Check:
+def _adoptions(record: SoakRecord, bounds: Limits) -> Check:
     texts, is_ok = [], True
     for side in ("extproc_s", "envoy_s", "client_s"):
         known = sorted(value for one in record.uptakes if (value := getattr(one, side)) is not None)
@@ -215,7 +215,7 @@ def _uptakes(record: Record, bounds: Bounds) -> Check:
     return Check("changes", is_ok and not late and bool(texts), text)
 
 
-def _refusals(record: Record, bounds: Bounds) -> Check:
+def _refusals(record: SoakRecord, bounds: Limits) -> Check:
     # one at the very end may not be mended any more
     due = [one for one in record.refusals if one.at_s < record.seconds - bounds.uptake_s]
     missed = [
@@ -227,7 +227,7 @@ def _refusals(record: Record, bounds: Bounds) -> Check:
     return Check("broken files", not missed, f"{text}{': not ' if missed else ''}{', '.join(missed[:_SHOWN])}")
 
 
-def _envoy(record: Record) -> Check:
+def _envoy(record: SoakRecord) -> Check:
     rejected = record.samples[-1].counters.get("envoy rejected", 0.0) if record.samples else 0.0
     return Check("Envoy's updates", rejected == 0, f"{rejected:g} rejected")
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of this machine, and the stack of Envoy, extproc and engines; knows reporting and engine."""
+"""Processes of this machine, and the stack of Envoy, extproc and engines; depends on reporting and engine."""

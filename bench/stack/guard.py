@@ -42,11 +42,11 @@ class Guard:
 
     def add(self, pid: int) -> None:
         """From now on the group of ``pid`` ends with this program."""
-        self._tell(f"+{pid}\n")
+        self._write_line(f"+{pid}\n")
 
     def remove(self, pid: int) -> None:
         """The group of ``pid`` has ended: its number may soon be another's."""
-        self._tell(f"-{pid}\n")
+        self._write_line(f"-{pid}\n")
 
     def close(self) -> None:
         """End the guard, and all groups that were not removed."""
@@ -60,14 +60,14 @@ class Guard:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _tell(self, line: str) -> None:
+    def _write_line(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard: the processes run on without one
+        with contextlib.suppress(BrokenPipeError):  # the guard was killed: the processes continue without one
             self._process.stdin.write(line.encode())
 
 
 def _end(groups: Iterable[int]) -> None:
-    """SIGTERM, and after a while SIGKILL. SIGCONT, because one that is stopped cannot obey."""
+    """SIGTERM, and after a while SIGKILL. SIGCONT, because a stopped process does not handle signals."""
     left = set(groups)
     for group in left:
         _send(group, signal.SIGTERM)
@@ -82,7 +82,7 @@ def _end(groups: Iterable[int]) -> None:
 
 
 def _send(group: int, number: int) -> bool:
-    """Whether there is still somebody in the group to receive it."""
+    """Whether a process of the group is left to receive the signal."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:

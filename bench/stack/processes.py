@@ -21,11 +21,11 @@ import msgspec
 from bench.stack.guard import Guard
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
 
-class MachineTime(msgspec.Struct, frozen=True):
+class CpuTime(msgspec.Struct, frozen=True):
     """Seconds of all processors since the machine started."""
 
     busy_s: float
@@ -46,7 +46,7 @@ def thread_seconds(pid: int) -> dict[str, float]:
     """
     found: defaultdict[str, float] = defaultdict(float)
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        # a thread may end while we look
+        # a thread may end meanwhile
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             name = "main" if thread.name == str(pid) else (thread / "comm").read_text().strip()
             found[name] += int((thread / "schedstat").read_text().split()[0]) * 1e-9
@@ -85,15 +85,15 @@ def _memory_bytes(pid: int, field: str) -> int:
     raise OSError(msg)
 
 
-def machine_time() -> MachineTime:
+def read_cpu_time() -> CpuTime:
     """Processor time of everything that runs on the machine."""
     fields = [int(text) for text in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     tick = os.sysconf("SC_CLK_TCK")
     idle = fields[3] + fields[4]
-    return MachineTime((sum(fields) - idle) / tick, sum(fields) / tick)
+    return CpuTime((sum(fields) - idle) / tick, sum(fields) / tick)
 
 
-def busy_share(before: MachineTime, after: MachineTime) -> float:
+def busy_share(before: CpuTime, after: CpuTime) -> float:
     """Share of all processors that was at work between two moments, 0 to 1."""
     total = after.total_s - before.total_s
     return (after.busy_s - before.busy_s) / total if total else 0.0
@@ -128,14 +128,25 @@ class Process(Protocol):
         """Until it has ended."""
 
 
-async def spawn(command: Sequence[str], log: Path) -> Process:
-    """Run ``command`` in a session of its own, with its output appended to ``log``."""
+async def spawn(
+    command: Sequence[str],
+    log: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+) -> Process:
+    """Run ``command`` in a session of its own, with its output appended to ``log``.
+
+    ``environment`` and ``directory``: those of this program if None. Raises OSError if there is no such program.
+    """
     with log.open("ab") as file:
         return await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=file,
             stderr=asyncio.subprocess.STDOUT,
+            env=environment,
+            cwd=directory,
             start_new_session=True,
         )
 
@@ -207,7 +218,11 @@ class Processes:
         """Whether it was started and has not ended since."""
         return any(known == name and process.returncode is None for known, process in self._running)
 
-    async def ended(self, name: str) -> int:
+    def has_ended(self, name: str) -> bool:
+        """Whether it has ended by itself, and was not started again."""
+        return any(known == name and process.returncode is not None for known, process in self._running)
+
+    async def wait_for_exit(self, name: str) -> int:
         """Wait until it has ended by itself; its exit status."""
         return await self._named(name).wait()
 

@@ -117,6 +117,8 @@ def envoy_binary() -> str:
 def envoy_command(bundle: Path) -> list[str]:
     """One worker thread on a bundle; raises EnvoyMissing."""
     options = ["--use-dynamic-base-id", "--concurrency", "1", "--log-level", "warn"]
+    # Envoy's default is 10 s
+    options += ["--file-flush-interval-msec", "100"]
     return [envoy_binary(), "-c", str(bundle / "bootstrap.json"), *options]
 
 
@@ -186,7 +188,7 @@ def started_again_on_other_ports(
 
 @started_again_on_other_ports
 @contextlib.asynccontextmanager
-async def running_stack(  # noqa: PLR0913 - what tests want to be different
+async def running_stack(  # noqa: PLR0913 - the settings that tests vary
     directory: Path,
     flags: EngineFlags,
     *,
@@ -239,13 +241,15 @@ async def running_stack(  # noqa: PLR0913 - what tests want to be different
     commands = {name: [*python, "bench.engine", *words] for name, words in flags.commands(ports).items()}
     commands["extproc"] = [
         *(*python, "extproc", "--config", str(config), "--listen", str(gateway["extproc"]), "--metrics", metrics),
+        # all end together: nobody takes over
+        *("--grace", "0s"),
         *extproc_flags,
     ]
     if watch:
         written = ["--config", str(config), "--out", str(bundle), "--watch"]
         commands["bundle"] = [*python, "controller", "bundle", *written]
     else:  # in this process: it need not outlive the writing
-        write_once(load_directory(config), bundle, str(bundle.resolve()))
+        write_once(load_directory(config), bundle, str(bundle.resolve()), config)
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:
 
         def answers(address: str, path: str) -> Answers:
@@ -296,7 +300,7 @@ class Answers:
         self._headers = headers
 
     async def __call__(self) -> bool:
-        """Ask now."""
+        """Probe now."""
         try:
             async with self._http.get(self._url, headers=self._headers) as response:
                 return response.status == 200
@@ -311,5 +315,5 @@ class IsThere:
         self._file = file
 
     async def __call__(self) -> bool:
-        """Look now."""
+        """Check now."""
         return await asyncio.to_thread(self._file.is_file)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extproc and engines in virtual time; knows engine, workload and reporting."""
+"""Extproc and engines in virtual time; depends on engine, workload and reporting."""

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from bench.engine.blocks import Journal
 from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import Roofline, StepTime
-from extproc.core.peers import EngineSaid
+from extproc.core.peers import EngineReported
 from extproc.engines.metrics import CacheConfig, EngineReport, LoraState
 
 if TYPE_CHECKING:
@@ -23,20 +23,21 @@ if TYPE_CHECKING:
 
 
 class EngineKind(msgspec.Struct, frozen=True):
-    """An engine's speed and limits."""
+    """An engine's speed and limits. ``kv_bytes``: of a token's keys and values, in bytes."""
 
     speed: StepTime
     limits: EngineLimits
+    kv_bytes: float = 131_072.0
 
 
 def roofline_engine(hardware: Hardware, limits: EngineLimits | None = None, *, block_size: int = 16) -> EngineKind:
     """Step times by the roofline. Without ``limits``: vLLM's defaults, and as many blocks as the GPUs' memory holds.
 
-    ``block_size``: tokens of a KV block, where ``limits`` does not say.
+    ``block_size``: tokens of a KV block, where ``limits`` has none.
     """
     if limits is None:
         limits = EngineLimits(block_size=block_size, num_gpu_blocks=hardware.kv_tokens() // block_size)
-    return EngineKind(Roofline(hardware), limits)
+    return EngineKind(Roofline(hardware), limits, float(hardware.model.kv_bytes_per_token))
 
 
 def addresses(count: int) -> list[str]:
@@ -44,10 +45,18 @@ def addresses(count: int) -> list[str]:
     return [f"10.0.{number // 250}.{number % 250 + 1}:8000" for number in range(count)]
 
 
+class StepObserver(Protocol):
+    """Sees what a scheduler has exported, computed and reserved blocks for."""
+
+    def on_step(self, engine: VirtualEngine, now: float) -> None:
+        """A step has begun or ended."""
+        ...
+
+
 class VirtualEngine:
     """One engine, driven by an event queue.
 
-    ``served``: requests that have ended. ``busy_s``: time spent prefilled_by. ``adapters``: loaded at run time.
+    ``served``: requests that have ended. ``busy_s``: time spent computing. ``adapters``: loaded at run time.
     """
 
     def __init__(
@@ -58,14 +67,17 @@ class VirtualEngine:
         *,
         leaps: bool,
         on_blocks: Callable[[list[CacheChange], float], None] | None = None,
+        transfers: StepObserver | None = None,
     ) -> None:
         """``on_tokens``: called with the tokens of a step and the instant. ``leaps``: several steps may end as one.
 
-        ``on_blocks``: called with what enters and leaves the cache; requests must then keep their text.
+        ``on_blocks``: called with what enters and leaves the cache; requests must then keep their text. ``transfers``:
+        to and from other engines.
         """
         self.kind = kind
         self._journal = Journal() if on_blocks is not None else None
         self._on_blocks = on_blocks
+        self._transfers = transfers
         self.scheduler = Scheduler(kind.speed, kind.limits, self._journal)
         self.served = 0
         self.busy_s = 0.0
@@ -81,6 +93,10 @@ class VirtualEngine:
     def add(self, request: Request, now: float) -> None:
         """A request arrives. It is in the next step; a leap ends with the step that runs."""
         self.scheduler.add(request)
+        self.wake(now)
+
+    def wake(self, now: float) -> None:
+        """There may be more to compute, or more room."""
         if self._step is None:
             self._begin(now)
         elif self._step.count > 1:
@@ -89,6 +105,8 @@ class VirtualEngine:
 
     def _begin(self, now: float) -> None:
         self._step = self.scheduler.begin_step(leaps=self._leaps)
+        if self._transfers is not None:
+            self._transfers.on_step(self, now)
         if self._step is not None:
             self._began_at_s = now
             self._plan_end()
@@ -106,6 +124,8 @@ class VirtualEngine:
         step, self._step = self._step, None
         self.busy_s += step.duration_s
         tokens = self.scheduler.end_step(step)
+        if self._transfers is not None:
+            self._transfers.on_step(self, now)
         if self._journal is not None and self._on_blocks is not None:
             changes = self._journal.take()
             if changes:
@@ -115,8 +135,8 @@ class VirtualEngine:
         if self._step is None:  # on_tokens may have brought the next request, and with it begun a step
             self._begin(now)
 
-    def said(self, server: str, address: str) -> EngineSaid:
-        """What its metrics say now, as extproc reads them."""
+    def engine_report(self, server: str, address: str) -> EngineReported:
+        """Its current metrics, as extproc reads them."""
         scheduler, limits = self.scheduler, self.kind.limits
         pool = scheduler.pool
         before, self._reported_first_tokens = self._reported_first_tokens, scheduler.counters.first_tokens
@@ -132,7 +152,7 @@ class VirtualEngine:
             loras=loras,
         )
         cache = CacheConfig(limits.block_size, limits.num_gpu_blocks * limits.block_size)
-        return EngineSaid(server, address, state, cache)
+        return EngineReported(server, address, state, cache)
 
 
 def _adapters_of(requests: Iterable[Request]) -> frozenset[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may follow a simulation: by request and engine, or by token and session."""
+"""Observers of a simulation: by request and engine, or by token and session."""
 
 from __future__ import annotations
 

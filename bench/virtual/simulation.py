@@ -2,7 +2,10 @@
 """A workload against extproc's own core and simulated engines, in virtual time.
 
 No Envoy, no HTTP: a request is picked for when it arrives or is released, and reaches its engine after the time that
-vLLM's API server takes. What the picker knows is as late as in reality (``Delays``).
+vLLM's API server takes. The picker gets reports, KV events and adapters' loads as late as in reality (``Delays``).
+
+A request whose prefill is remote goes to the prefill engine first, and to the decode engine when that has answered; if
+KV caches are pushed in pieces, to both at once.
 """
 
 from __future__ import annotations
@@ -11,48 +14,222 @@ import itertools
 import math
 import random
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from bench.engine.blocks import BlocksRemoved
 from bench.engine.hardware import API_S
 from bench.engine.request import Request, Token
 from bench.engine.text import Message, answer_text, count_tokens, render_chat, tokens_of
-from bench.virtual.adapter_loads import VirtualLoads
-from bench.virtual.delays import Delays
+from bench.engine.transfer import NETWORKS, Network
+from bench.reporting.results import RequestResult
 from bench.virtual.engines import VirtualEngine
 from bench.virtual.event_queue import EventQueue
-from bench.virtual.flights import Asked, Flight, outcome_of, refused, served
-from bench.virtual.kv_events import kv_event_feed
 from bench.virtual.observers import REQUEST_KEY, RequestObserver, TokenObserver
-from extproc.admission.limits import LocalLimits
+from bench.virtual.transfers import Transfers
+from bench.workload.sessions import Session
+from extproc.admission.local_limits import LocalLimits
 from extproc.core.core import Core
 from extproc.core.effects import (
+    AskGuard,
     AskLimits,
     AskTokens,
     Decision,
     Held,
     LoadAdapter,
-    Refused,
+    RequestRefused,
     SettleGrant,
     WakeAt,
 )
-from extproc.core.record import Head
+from extproc.core.guards import ALLOWED
+from extproc.core.record import Head, LoadResult, Outcome
 from extproc.errors import Refusal
 from extproc.llmd.pickers import make_picker
+from extproc.prefix import kv_events
+from extproc.prefix.kv_index import EventSource
 from extproc.protocol import Api
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from bench.reporting.results import RequestResult
+    from bench.engine.blocks import CacheChange
     from bench.virtual.engines import EngineKind
-    from bench.workload.sessions import Session, Workload
+    from bench.workload.sessions import Workload
     from extproc.admission.limits import Grant
     from extproc.api.snapshot import Snapshot
     from extproc.core.effects import Effect, RequestEffect
-    from extproc.core.record import LoadResult
+    from extproc.core.pipeline import Answer
     from extproc.llmd.pickers import MakePicker
+
+
+# From a prefill engine's answer to the request to the decode engine: the way through extproc and Envoy.
+LEG_S: Final = 0.002
+
+
+class Delays(msgspec.Struct, frozen=True):
+    """``scrape_s``: between two readings of an engine's metrics. ``log_s``: from the end of a request to its access
+    log entry.
+
+    ``events_s``: from a change in an engine's cache to the KV event. ``load_s``: what an engine takes to load an
+    adapter.
+    """
+
+    scrape_s: float = 0.2
+    log_s: float = 0.2
+    events_s: float = 0.05
+    load_s: float = 0.5
+
+
+class Pairing(msgspec.Struct, frozen=True):
+    """``network``: between engines, over which KV caches are pulled, or pushed in pieces (``pushes``).
+    ``on_transfer``: called with the addresses of a pair, the prompt's tokens that the decode engine lacked, and the
+    seconds from the end of a prefill to the first token.
+    """
+
+    network: Network = NETWORKS["nvlink"]
+    pushes: bool = False
+    on_transfer: Callable[[str, str, int, float], None] | None = None
+
+
+class SimulatedRequest(msgspec.Struct):
+    """A request from its arrival on. ``position``: of session and turn. ``done``: called with the end's instant."""
+
+    session: Session
+    position: tuple[int, int]
+    request: Request
+    due_at_s: float
+    done: Callable[[float], None]
+
+
+class Flight(msgspec.Struct):
+    """A request from its pick to its last token."""
+
+    asked: SimulatedRequest
+    ticket: str
+    address: str
+    first_token_at_s: float = 0.0
+    leg: PrefillLeg | None = None
+
+
+class PrefillLeg(msgspec.Struct):
+    """The prefill of a flight at another engine, whose address it has. ``ended_at_s``: when its answer came."""
+
+    address: str
+    request: Request
+    ended_at_s: float = 0.0
+
+
+def is_refused(asked: SimulatedRequest, error: str) -> RequestResult:
+    """No engine served it."""
+    due_at_s = asked.due_at_s
+    return RequestResult(
+        due_at_s, due_at_s, due_at_s, 0, 0, 0, error=error, label=asked.session.label, position=asked.position
+    )
+
+
+def cached_tokens(flight: Flight, request: Request) -> int:
+    """Of the prompt, at the engine that computed it: what a decode engine reports in its ``usage``."""
+    return (request if flight.leg is None else flight.leg.request).cached_tokens or 0
+
+
+def is_served(flight: Flight, request: Request, now: float) -> RequestResult:
+    """It has its last token."""
+    asked = flight.asked
+    return RequestResult(
+        due_at_s=asked.due_at_s,
+        first_token_at_s=flight.first_token_at_s,
+        last_token_at_s=now,
+        prompt_tokens=request.prompt_tokens,
+        cached_tokens=cached_tokens(flight, request),
+        output_tokens=request.produced,
+        label=asked.session.label,
+        engine=flight.address,
+        position=asked.position,
+        prefilled_by="" if flight.leg is None else flight.leg.address,
+    )
+
+
+def outcome_of(flight: Flight, request: Request, now: float) -> Outcome:
+    """The outcome in its access log entry."""
+    asked = flight.asked
+    return Outcome(
+        ticket=flight.ticket,
+        status=200,
+        served=flight.address,
+        duration_s=now - asked.due_at_s,
+        ttfb_s=flight.first_token_at_s - asked.due_at_s,
+        prompt_tokens=request.prompt_tokens,
+        completion_tokens=request.produced,
+        cached_tokens=cached_tokens(flight, request) or None,
+    )
+
+
+class VirtualLoads:
+    """Performs LoadAdapter effects. ``loads``: counts by outcome; ``unloads``: their number."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, VirtualEngine],
+        events: EventQueue,
+        load_s: float,
+        deliver: Callable[[LoadResult, float], None],
+    ) -> None:
+        """``load_s``: what a load takes. ``deliver``: gets every result, and its instant."""
+        self.loads: Counter[str] = Counter()
+        self.unloads = 0
+        self._engines = engines
+        self._events = events
+        self._load_s = load_s
+        self._deliver = deliver
+
+    def begin(self, ask: LoadAdapter, now: float) -> None:
+        """The engine begins to load."""
+        adapters = self._engines[ask.address].adapters
+        unloaded = () if ask.unload is None else (ask.unload,)
+        self.unloads += len(adapters.intersection(unloaded))
+        adapters.difference_update(unloaded)
+
+        def ended(later: float) -> None:
+            self.loads["was there" if ask.adapter in adapters else "loaded"] += 1
+            adapters.add(ask.adapter)
+            result = LoadResult(ask.server, ask.address, ask.adapter, unloaded=unloaded, duration_s=later - now)
+            self._deliver(result, later)
+
+        self._events.at(now + self._load_s, ended)
+
+
+def kv_event_feed(
+    core: Core,
+    *,
+    server: str,
+    address: str,
+    block_size: int,
+    later: Callable[[float, Callable[[float], None]], None],
+) -> Callable[[list[CacheChange], float], None]:
+    """What to call with changes in the cache of the engine at ``address``, and with the instant.
+
+    ``later(now, act)`` calls ``act`` when events of the instant ``now`` have reached extproc.
+    """
+    pool = core.pools[server]
+    row = pool.table.row_of(address)
+    kv = pool.caches.kv_index
+    assert row is not None
+    assert kv is not None
+    pool.caches.set_feed_state(row, is_whole=True)
+    source = EventSource(row)
+
+    def changed(changes: list[CacheChange], now: float) -> None:
+        later(now, lambda _: kv.apply(source, [_event(one, block_size) for one in changes]))
+
+    return changed
+
+
+def _event(change: CacheChange, block_size: int) -> kv_events.Event:
+    if isinstance(change, BlocksRemoved):
+        return kv_events.BlocksRemoved(tuple(change.hashes), "GPU")
+    return kv_events.BlocksStored(tuple(change.hashes), change.parent, tuple(tokens_of(change.text)), block_size)
 
 
 class Simulation:
@@ -68,15 +245,24 @@ class Simulation:
         delays: Delays = Delays(),  # noqa: B008 - frozen
         token_observer: TokenObserver | None = None,
         request_observers: Sequence[RequestObserver] = (),
+        pairing: Pairing = Pairing(),  # noqa: B008 - frozen
     ) -> None:
         self.core = Core(snapshot, rng=random.Random(seed), ticket_prefix="s", make_picker=make_picker)
         self._rng = random.Random(seed)
-        (server,) = snapshot.servers
+        server = snapshot.servers[0]
+        # the ModelServer of each engine; one that is added later is of the first
         self._server = server.metadata.key
+        self._server_of = {
+            endpoint.address: one.metadata.key for one in snapshot.servers for endpoint in one.spec.endpoints
+        }
         self._model = server.spec.model
         self._asked_model = snapshot.routes[0].spec.model_name or self._model
         self._has_events = server.spec.kv_events is not None
         self._events = EventQueue()
+        kv_bytes = next(iter(engines.values())).kv_bytes
+        self.transfers = Transfers(self._events, pairing.network, kv_bytes=kv_bytes, pushes=pairing.pushes)
+        self._legs: dict[int, Flight] = {}
+        self._on_transfer = pairing.on_transfer
         self.engines = {address: self._engine(address, kind, token_observer) for address, kind in engines.items()}
         self._longest = min(one.limits.num_gpu_blocks * one.limits.block_size for one in engines.values())
         self._block_size = next(iter(engines.values())).limits.block_size
@@ -85,15 +271,15 @@ class Simulation:
             observer.begins({address: engine.scheduler for address, engine in self.engines.items()})
         # of limits that engines share
         self._store = LocalLimits()
-        self._held: dict[str, Asked] = {}
-        self._looks_again_s = math.inf
+        self._held: dict[str, SimulatedRequest] = {}
+        self._next_tick_s = math.inf
         self._flights: dict[int, Flight] = {}
         self._in_flight: Counter[str] = Counter()
         self._keys = itertools.count()
         self._results: list[RequestResult] = []
 
         def taken(result: LoadResult, now: float) -> None:
-            self._perform(self.core.take_load(result, now), now)
+            self._perform(self.core.on_adapter_load(result, now), now)
 
         self.adapters = VirtualLoads(self.engines, self._events, delays.load_s, taken)
 
@@ -101,10 +287,16 @@ class Simulation:
         on_blocks = None
         if self._has_events:
             size = kind.limits.block_size
-            on_blocks = kv_event_feed(
-                self.core, server=self._server, address=address, block_size=size, later=self._later
-            )
-        return VirtualEngine(kind, self._events, self._take_tokens, leaps=token_observer is None, on_blocks=on_blocks)
+            server = self._server_of.get(address, self._server)
+            on_blocks = kv_event_feed(self.core, server=server, address=address, block_size=size, later=self._later)
+        return VirtualEngine(
+            kind,
+            self._events,
+            self._take_tokens,
+            leaps=token_observer is None,
+            on_blocks=on_blocks,
+            transfers=self.transfers,
+        )
 
     def _later(self, now: float, act: Callable[[float], None]) -> None:
         self._events.at(now + self._delays.events_s, act)
@@ -141,7 +333,8 @@ class Simulation:
         effects: list[Effect] = []
         for address, engine in self.engines.items():
             # all of them wake the core at the same time, and once is enough
-            effects = self.core.take_report(engine.said(self._server, address), now)
+            server = self._server_of.get(address, self._server)
+            effects = self.core.on_metrics(engine.engine_report(server, address), now)
         self._perform(effects, now)
         if self._events:  # nothing else to come: the end
             self._events.at(now + self._delays.scrape_s, self._scrape)
@@ -180,7 +373,7 @@ class Simulation:
         request = Request(
             next(self._keys), prompt, answer, block_size=self._block_size, keeps_text=self._has_events, **named
         )
-        asked = Asked(session, position, request, now, done)
+        asked = SimulatedRequest(session, position, request, now, done)
         if count_tokens(prompt) + request.output_tokens > self._longest:
             # an engine would answer 400; one that took it would wait for blocks for ever
             self._refuse(asked, "longer than the KV cache")
@@ -195,26 +388,34 @@ class Simulation:
             observer.arrives(request, position, now)
         head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=True)
         try:
-            arrival = self.core.intake.receive(Api.CHAT, head, body)
+            arrival = self.core.builder.build(Api.CHAT, head, body)
         except Refusal as refusal:
             self._refuse(asked, refusal.outcome)
             return
         own: RequestEffect | None
         own, effects = self.core.arrive(arrival, now)
-        while isinstance(own, AskTokens | AskLimits):
+        while isinstance(own, AskTokens | AskLimits | AskGuard):
             self._perform(effects, now)
-            asked_for = tokens_of(prompt) if isinstance(own, AskTokens) else self._granted(own, now)
-            own, effects = self.core.resume(own.ticket, asked_for, now)
+            own, effects = self.core.resume(own.ticket, self._answer_to(own, prompt, now), now)
         match own:
             case Decision():
                 self._send(asked, own, now)
-            case Refused():
+            case RequestRefused():
                 self._refuse(asked, own.refusal.outcome)
             case _ if isinstance(own, Held):
                 self._held[own.ticket] = asked
                 if self._token_observer is not None:
                     self._token_observer.held(session.label, own.ticket, now)
         self._perform(effects, now)
+
+    def _answer_to(self, ask: AskLimits | AskGuard | AskTokens, prompt: bytes, now: float) -> Answer:
+        match ask:
+            case AskTokens():
+                return tokens_of(prompt)
+            case AskGuard():
+                return ALLOWED
+            case AskLimits():
+                return self._granted(ask, now)
 
     def _granted(self, ask: AskLimits, now: float) -> Grant | Refusal:
         """By the store that all engines would share."""
@@ -223,16 +424,16 @@ class Simulation:
         except Refusal as refusal:
             return refusal
 
-    def _refuse(self, asked: Asked, error: str) -> None:
-        self._results.append(refused(asked, error))
+    def _refuse(self, asked: SimulatedRequest, error: str) -> None:
+        self._results.append(is_refused(asked, error))
 
     def _perform(self, effects: list[Effect], now: float) -> None:
-        """What the core asks for; requests that were held have their answers here."""
+        """Perform the core's effects; they include the answers to requests that were held."""
         for effect in effects:
             match effect:
                 case Decision():
                     self._send(self._held.pop(effect.ticket), effect, now)
-                case Refused():
+                case RequestRefused():
                     self._refuse(self._held.pop(effect.ticket), effect.refusal.outcome)
                 case SettleGrant():
                     self._store.settle(effect.grant, effect.used, now)
@@ -244,21 +445,21 @@ class Simulation:
     def _wake_at(self, at_s: float, now: float) -> None:
         if at_s <= now:
             self._perform(self.core.tick(now), now)
-        elif at_s < self._looks_again_s:
-            self._looks_again_s = at_s
-            self._events.at(at_s, self._look_again)
+        elif at_s < self._next_tick_s:
+            self._next_tick_s = at_s
+            self._events.at(at_s, self._tick)
 
-    def _look_again(self, now: float) -> None:
-        # an earlier look may have taken the position of this one
-        if now == self._looks_again_s:
-            self._looks_again_s = math.inf
+    def _tick(self, now: float) -> None:
+        # an earlier tick may have taken the position of this one
+        if now == self._next_tick_s:
+            self._next_tick_s = math.inf
             self._perform(self.core.tick(now), now)
 
-    def _send(self, asked: Asked, decision: Decision, now: float) -> None:
+    def _send(self, asked: SimulatedRequest, decision: Decision, now: float) -> None:
         address, request = decision.assignment.endpoint.address, asked.request
         if decision.assignment.adapter is not None and request.adapter not in self.engines[address].adapters:
             self._refuse(asked, "the engine does not have the adapter")
-            self._perform(self.core.finish(decision.ticket, now), now)
+            self._perform(self.core.on_stream_closed(decision.ticket, now), now)
             return
         self._flights[request.key] = Flight(asked, decision.ticket, address)
         self._in_flight[address] += 1
@@ -266,20 +467,50 @@ class Simulation:
             self._token_observer.sent(asked.session.label, decision, request.prompt_tokens, now)
         for observer in self._request_observers:
             observer.sent(request, address, now)
+        prefill = decision.assignment.prefill
+        if prefill is not None:
+            self._begin_leg(self._flights[request.key], request, prefill.address, now)
+        if prefill is None or self.transfers.pushes:
+            self._add(address, request, now)
+
+    def _add(self, address: str, request: Request, now: float) -> None:
         engine = self.engines[address]
         self._events.at(now + API_S, lambda later: engine.add(request, later))
 
+    def _begin_leg(self, flight: Flight, request: Request, address: str, now: float) -> None:
+        leg = request.prefill_leg(next(self._keys))
+        flight.leg = PrefillLeg(address, leg)
+        self._legs[leg.key] = flight
+        self.transfers.expect(leg, self.engines[address], request, self.engines[flight.address])
+        self._add(address, leg, now)
+
+    def _end_leg(self, flight: Flight, now: float) -> None:
+        assert flight.leg is not None
+        flight.leg.ended_at_s = now
+        if not self.transfers.pushes:
+            self._add(flight.address, flight.asked.request, now + LEG_S)
+
     def _take_tokens(self, tokens: Iterable[Token], now: float) -> None:
         for token in tokens:
+            if token.request.key in self._legs:
+                self._end_leg(self._legs.pop(token.request.key), now)
+                continue
             flight = self._flights[token.request.key]
             if not flight.first_token_at_s:
                 flight.first_token_at_s = now
+                self._learn_transfer(flight, now)
                 for observer in self._request_observers:
                     observer.first_token(token.request, now)
             if self._token_observer is not None:
                 self._token_observer.token(flight.asked.session.label, now)
             if token.is_last:
                 self._finish(token.request, self._flights.pop(token.request.key), now)
+
+    def _learn_transfer(self, flight: Flight, now: float) -> None:
+        leg = flight.leg
+        if leg is not None and self._on_transfer is not None:
+            tokens = flight.asked.request.transferred
+            self._on_transfer(leg.address, flight.address, tokens, now - leg.ended_at_s)
 
     def _finish(self, request: Request, flight: Flight, now: float) -> None:
         asked = flight.asked
@@ -288,9 +519,11 @@ class Simulation:
             self._token_observer.ended(asked.session.label, request.tokens, now)
         for observer in self._request_observers:
             observer.ended(request, now)
-        effects = self.core.finish(flight.ticket, now)
+        effects = self.core.on_stream_closed(flight.ticket, now)
         outcome = outcome_of(flight, request, now)
-        self._events.at(now + self._delays.log_s, lambda later: self._perform(self.core.settle(outcome, later), later))
-        self._results.append(served(flight, request, now))
+        self._events.at(
+            now + self._delays.log_s, lambda later: self._perform(self.core.on_outcome(outcome, later), later)
+        )
+        self._results.append(is_served(flight, request, now))
         self._perform(effects, now)
         asked.done(now)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is sent: generated traffic and public traces as plain data; knows engine."""
+"""Generated traffic and public traces as plain data; depends on engine."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated traffic: shapes with their parameters, by name as in ``shared-prefix:groups=256,prefix=4096``.
 
-Lengths are tokens, rates are requests or sessions per second. Equal shapes and seeds give equal workloads. Arrivals
-are a Poisson process unless the shape says otherwise. "Varies by half": evenly between half and one and a half of the
+Lengths are tokens, rates are requests or sessions per second. Equal shapes and seeds give equal workloads. Arrivals are
+a Poisson process unless the shape has another one. "Varies by half": evenly between half and one and a half of the
 mean.
 """
 
@@ -51,8 +51,8 @@ class Conversations(msgspec.Struct, frozen=True):
             begins_at_s += rng.expovariate(self.sessions_per_s)
             turns = tuple(
                 SessionTurn(
-                    pieces=one_piece(f"{seed}/{number}/{turn}", jittered(rng, self.user_tokens)),
-                    output_tokens=jittered(rng, self.output_tokens),
+                    pieces=one_piece(f"{seed}/{number}/{turn}", jitter_length(rng, self.user_tokens)),
+                    output_tokens=jitter_length(rng, self.output_tokens),
                     think_s=rng.uniform(0.5, 1.5) * self.think_s if turn else 0.0,
                 )
                 for turn in range(self.turns)
@@ -112,16 +112,18 @@ class Agents(msgspec.Struct, frozen=True):
         rng = random.Random(seed)
         system = (Piece(f"{seed}/tools", self.instructions),)
         for number, begins_at_s in zip(range(self.sessions), poisson_arrivals(rng, self.rate), strict=False):
-            steps = jittered(rng, self.steps)
+            steps = jitter_length(rng, self.steps)
             yield Session(
                 begins_at_s, tuple(self._turn(rng, f"{seed}/{number}/{step}", step) for step in range(steps)), system
             )
 
     def _turn(self, rng: random.Random, key: str, step: int) -> SessionTurn:
         if not step:
-            return SessionTurn((Piece(key, jittered(rng, self.task)),), jittered(rng, self.output))
+            return SessionTurn((Piece(key, jitter_length(rng, self.task)),), jitter_length(rng, self.output))
         tokens = max(1, round(self.result * rng.lognormvariate(-0.5, 1.0)))
-        return SessionTurn((Piece(key, tokens),), jittered(rng, self.output), think_s=rng.expovariate(1 / self.tool_s))
+        return SessionTurn(
+            (Piece(key, tokens),), jitter_length(rng, self.output), think_s=rng.expovariate(1 / self.tool_s)
+        )
 
 
 class Retrieval(msgspec.Struct, frozen=True):
@@ -147,7 +149,7 @@ class Retrieval(msgspec.Struct, frozen=True):
                 *(Piece(f"{seed}/document/{one}", self.document) for one in found),
                 Piece(f"{seed}/question/{number}", self.question),
             )
-            yield Session(begins_at_s, (SessionTurn(pieces, jittered(rng, self.output)),))
+            yield Session(begins_at_s, (SessionTurn(pieces, jitter_length(rng, self.output)),))
 
 
 class Bursts(msgspec.Struct, frozen=True):
@@ -172,7 +174,11 @@ class Bursts(msgspec.Struct, frozen=True):
                 continue
             yield Session(
                 begins_at_s,
-                (SessionTurn((Piece(f"{seed}/{number}", jittered(rng, self.prompt)),), jittered(rng, self.output)),),
+                (
+                    SessionTurn(
+                        (Piece(f"{seed}/{number}", jitter_length(rng, self.prompt)),), jitter_length(rng, self.output)
+                    ),
+                ),
             )
             number += 1
             if number == self.requests:
@@ -194,7 +200,9 @@ class HeavyTail(msgspec.Struct, frozen=True):
         rng = random.Random(seed)
         for number, begins_at_s in zip(range(self.requests), poisson_arrivals(rng, self.rate), strict=False):
             tokens = min(self.longest, max(1, round(self.median * rng.lognormvariate(0.0, self.sigma))))
-            yield Session(begins_at_s, (SessionTurn((Piece(f"{seed}/{number}", tokens),), jittered(rng, self.output)),))
+            yield Session(
+                begins_at_s, (SessionTurn((Piece(f"{seed}/{number}", tokens),), jitter_length(rng, self.output)),)
+            )
 
 
 class Tenants(msgspec.Struct, frozen=True):
@@ -216,7 +224,9 @@ class Tenants(msgspec.Struct, frozen=True):
         weights = [1 / (place + 1) for place in range(self.tenants)]
         for number, begins_at_s in zip(range(self.requests), poisson_arrivals(rng, self.rate), strict=False):
             tenant = f"tenant-{rng.choices(range(self.tenants), weights)[0]}"
-            turn = SessionTurn((Piece(f"{seed}/{number}", jittered(rng, self.prompt)),), jittered(rng, self.output))
+            turn = SessionTurn(
+                (Piece(f"{seed}/{number}", jitter_length(rng, self.prompt)),), jitter_length(rng, self.output)
+            )
             system = (Piece(f"{seed}/{tenant}", self.system),)
             yield Session(begins_at_s, (turn,), system, headers={TENANT: tenant}, label=tenant)
 
@@ -237,7 +247,9 @@ class LoraMix(msgspec.Struct, frozen=True):
         weights = [1 / (place + 1) for place in range(self.adapters)]
         for number, begins_at_s in zip(range(self.requests), poisson_arrivals(rng, self.rate), strict=False):
             adapter = f"adapter-{rng.choices(range(self.adapters), weights)[0]}"
-            turn = SessionTurn((Piece(f"{seed}/{number}", jittered(rng, self.prompt)),), jittered(rng, self.output))
+            turn = SessionTurn(
+                (Piece(f"{seed}/{number}", jitter_length(rng, self.prompt)),), jitter_length(rng, self.output)
+            )
             yield Session(begins_at_s, (turn,), (Piece(f"{seed}/system", self.system),), label=adapter, adapter=adapter)
 
 
@@ -249,7 +261,7 @@ def poisson_arrivals(rng: random.Random, rate: float) -> Iterator[float]:
         yield now
 
 
-def jittered(rng: random.Random, mean: int) -> int:
+def jitter_length(rng: random.Random, mean: int) -> int:
     """A random integer between half and one and a half of ``mean``, at least 1."""
 
     return max(1, round(rng.uniform(0.5, 1.5) * mean))
@@ -278,7 +290,7 @@ GENERATORS: Final[Mapping[str, type[Shape]]] = MappingProxyType(
 
 
 def conversations(shape: Conversations, seed: int = 0) -> Workload:
-    """The workload of ``shape``, under a name that says what it is."""
+    """The workload of ``shape``, under a name with its parameters."""
     name = f"{shape.sessions} generated conversations of {shape.turns} turns over {shape.system_prompts} system prompts"
     return Workload(name, tuple(shape.play(seed)))
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A workload as plain data: sessions with their arrivals, turns and text.
 
-Traces hold no text but say where prompts are equal, and prompts are long: an agent's has half a megabyte. So a
+Traces hold no text but mark where prompts are equal, and prompts are long: an agent's has half a megabyte. So a
 workload keeps names and positions instead of text. The same position of the same text is always the same; all others
-differ. Any position can be made without what precedes it: the text is the output of a counter-based generator
-(Philox: Salmon et al., SC 2011) in base64, three random bytes for a token of four letters.
+differ. Any position can be made without what precedes it: the text is the output of a counter-based generator (Philox:
+Salmon et al., SC 2011) in base64, three random bytes for a token of four letters.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Session(msgspec.Struct, frozen=True):
     """A conversation, or a single request of a trace. ``begins_at_s``: from the start of the workload.
 
     ``headers``: of its requests, such as tenant and objective, as a trusted gateway would write them. ``label``: by
-    which results are grouped. ``adapter``: the LoRA adapter to ask for; empty for the model itself.
+    which results are grouped. ``adapter``: the LoRA adapter to request; empty for the model itself.
     """
 
     begins_at_s: float
@@ -99,7 +99,7 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """All LoRA adapters that are asked for."""
+        """All LoRA adapters that requests use."""
         return tuple(sorted({session.adapter for session in self.sessions if session.adapter}))
 
 

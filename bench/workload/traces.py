@@ -12,18 +12,18 @@ Sessions of coding agents (callanjfox/kv-cache-tester), with ids of blocks.
 
 A line is a session; an id names a block of prompt tokens, 64 in the published files. Replayed in a closed loop: a
 request leaves ``think_time`` seconds after the previous answer, with a whole prompt. Sub-agents run in their place
-while the parent waits. The file does not say when sessions begin; here they arrive as a Poisson process.
+while the parent waits. The file has no start times of sessions; here they arrive as a Poisson process.
 
 The Chatbot Arena log of VTC's artifact (OSDI 2024): requests of 27 clients.
 
 Azure's traces of 2023 (Splitwise, ISCA 2024): times and lengths.
 
-They say nothing about prefixes, so all prompts differ.
+They have no data on prefixes, so all prompts differ.
 
 BurstGPT's traces (Wang et al., KDD 2025): times and lengths by model.
 
-The requests went to an Azure OpenAI service. Rows without an answer are requests that failed there; they are left
-out. The traces say nothing about prefixes, so all prompts differ.
+The requests went to an Azure OpenAI service. Rows without an answer are requests that failed there; they are left out.
+The traces have no data on prefixes, so all prompts differ.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TraceInvalid(Exception):
-    """A trace or generator that cannot be read; the message says where and what is wrong."""
+    """A trace or generator that cannot be read; the message has the place and the mistake."""
 
 
 class Excerpt(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class Rows:
         self._file = file
         self.excerpt = excerpt
 
-    def decoded(self, kind: type[T]) -> list[T]:
+    def decode_rows(self, kind: type[T]) -> list[T]:
         """JSON lines as ``kind``."""
         return list(self._read(msgspec.json.Decoder(kind).decode, first_line=1))
 
@@ -153,12 +153,12 @@ def _check(hash_ids: list[int], tokens: int, block: int) -> None:
 
 def mooncake_sessions(rows: Rows) -> list[Session]:
     """Each row is a session of one request."""
-    return _sessions(rows.decoded(MooncakeRow), "mooncake", block=_BLOCK, ticks_per_s=1000)
+    return _sessions(rows.decode_rows(MooncakeRow), "mooncake", block=_BLOCK, ticks_per_s=1000)
 
 
 def bailian_sessions(rows: Rows) -> list[Session]:
     """Each row is a session of one request: it is played at its own time, also if it continues a chat."""
-    return _sessions(rows.decoded(BailianRow), "bailian", block=_BAILIAN_BLOCK, ticks_per_s=1)
+    return _sessions(rows.decode_rows(BailianRow), "bailian", block=_BAILIAN_BLOCK, ticks_per_s=1)
 
 
 def _sessions(read: Sequence[MooncakeRow | BailianRow], key: str, *, block: int, ticks_per_s: int) -> list[Session]:
@@ -246,7 +246,7 @@ def agentic_sessions(rows: Rows) -> list[Session]:
     rng = random.Random(0)
     begins_at_s = 0.0
     found = []
-    for one in rows.decoded(AgentSession):
+    for one in rows.decode_rows(AgentSession):
         turns = tuple(_turns(one))
         if turns:
             found.append(Session(begins_at_s, turns, label=one.id))
@@ -325,7 +325,7 @@ class AzureRow(msgspec.Struct, frozen=True):
         return datetime.fromisoformat(self.at[:26]).timestamp()
 
     def __post_init__(self) -> None:
-        self.at_s()  # raises ValueError, while the line is known
+        self.at_s()  # raises ValueError here, where the line number is known
 
 
 def azure_sessions(rows: Rows) -> list[Session]:
@@ -378,7 +378,7 @@ FORMATS: Final[Mapping[str, Callable[[Rows], list[Session]]]] = MappingProxyType
         "arena": arena_sessions,
     }
 )
-# Words in a file's name that tell its format.
+# Words in a file's name that identify its format.
 _GUESSES: Final = {
     "agentic": "agentic",
     "trace_": "agentic",

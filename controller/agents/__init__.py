@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs beside engines in their pods: the downloader of weights and the runtime agent."""
+"""Programs that run in engines' pods: the downloader of weights and the runtime agent."""

@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an AutoscalingPolicy is made of: metrics, behaviour, panic, objective, schedules, staleness."""
+"""Parts of an AutoscalingPolicy: metrics, behaviour, panic, objective, schedules, staleness."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 import msgspec
+from cronsim import CronSim, CronSimError
 
 from controller.api.common import Positive, Replicas, Share
+from extproc.api.calendars import zone_of
 from extproc.api.quantities import Duration
 from extproc.api.spec import Name, NonEmpty, Rule, Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 
 class PrometheusSource(Spec, frozen=True):
     """A query. ``address``: of the server, with http or https. ``query``: in PromQL, with one number as its answer; a
     metric without ``total`` is divided by the replicas, so the query sums. ``secret_ref``: a Secret with any of
-    ``token``, ``ca.crt``, ``tls.crt`` and ``tls.key``, which are read anew when they change.
+    ``token``, ``ca.crt``, ``tls.crt`` and ``tls.key``; changes of it are reloaded.
     """
 
     address: Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s]+$", max_length=2048)]
@@ -24,19 +30,19 @@ class PrometheusSource(Spec, frozen=True):
 
 
 class EngineSource(Spec, frozen=True):
-    """The engines' own pages. ``port``: of the page; that of the ModelServer, if left out. ``path``: its path."""
+    """The engines' metrics pages. ``port``: of the page; by default that of the ModelServer. ``path``: its path."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     path: NonEmpty = "/metrics"
 
 
 class MetricTarget(Spec, frozen=True):
-    """A metric and the value that it should have. ``name``: of the metric; of Gateway requests_in_flight,
-    requests_queued, requests_running, requests_per_second, tokens_in_flight or kv_usage, of Resource cpu or memory, as
-    a share of what pods request. ``value``: the target, of one replica. ``source``: who knows it, extproc (Gateway),
-    the engines' own pages (Engine), Prometheus, or Kubernetes' resource metrics (Resource). ``engine``: where on the
-    engines.
-    ``prometheus``: which server, and its query. ``total``: ``value`` is for all replicas together.
+    """A metric and its target value. ``name``: of the metric; with source Gateway requests_in_flight, requests_queued,
+    requests_running, requests_per_second, tokens_in_flight or kv_usage, with source Resource cpu or memory, as a share
+    of the pods' requests. ``value``: the target of one replica. ``source``: where the metric is read: extproc
+    (Gateway), the engines' metrics pages (Engine), Prometheus, or Kubernetes' resource metrics (Resource). ``engine``:
+    port and path of the engines' metrics page. ``prometheus``: the server and the query. ``total``: ``value`` is the
+    target of all replicas together.
     """
 
     CEL: ClassVar = (
@@ -59,8 +65,8 @@ class MetricTarget(Spec, frozen=True):
 
 
 class ScalingRule(Spec, frozen=True):
-    """The most that may change in a period, as in HorizontalPodAutoscaler v2. ``type``: what ``value`` counts.
-    ``value``: how many replicas, or per cent of them. ``period_seconds``: the period.
+    """The largest change in a period, as in HorizontalPodAutoscaler v2. ``type``: unit of ``value``. ``value``:
+    replicas, or per cent of them. ``period_seconds``: the period.
     """
 
     type: Literal["Pods", "Percent"]
@@ -71,8 +77,7 @@ class ScalingRule(Spec, frozen=True):
 class ScalingRules(Spec, frozen=True):
     """One direction, as in HorizontalPodAutoscaler v2. ``stabilization_window_seconds``: the most careful
     recommendation of this time counts. ``select_policy``: which of the ``policies`` counts. ``policies``: limits of
-    change.
-    ``tolerance``: differences from the target below this share change nothing.
+    change. ``tolerance``: deviations from the target below this share do not scale.
     """
 
     stabilization_window_seconds: Annotated[int, msgspec.Meta(ge=0, le=3600)] | None = None
@@ -89,8 +94,9 @@ class Behavior(Spec, frozen=True):
 
 
 class Panic(Spec, frozen=True):
-    """A short window that counts while load rises steeply. ``window_percent``: its length, of the stable one.
-    ``threshold_percent``: it counts when it asks for this share of what is there. ``hold``: no scale-in for so long.
+    """A short window that decides while load rises steeply. ``window_percent``: its length, as a percentage of the
+    stable window. ``threshold_percent``: panic begins when the replicas recommended by the short window reach this
+    percentage of the ready replicas. ``hold``: how long panic lasts after that, without scale-in.
     """
 
     window_percent: Annotated[float, msgspec.Meta(gt=0, le=100)] = 10.0
@@ -111,8 +117,8 @@ class LatencyObjective(Spec, frozen=True):
 
 
 class ScaleToZero(Spec, frozen=True):
-    """``idle``: no requests for so long. ``activation_replicas``: how many start for the first request.
-    ``hold_timeout``: how long it waits for them.
+    """``idle``: time without requests before the last replica is removed. ``activation_replicas``: replicas started for
+    the first request. ``hold_timeout``: how long that request is held for them.
     """
 
     idle: Duration = Duration("10m")
@@ -121,8 +127,8 @@ class ScaleToZero(Spec, frozen=True):
 
 
 class Schedule(Spec, frozen=True):
-    """Bounds that hold at some times. ``start``: a cron line that begins it. ``duration``: how long it holds.
-    ``time_zone``: of ``start``, such as Europe/Berlin. ``min_replicas`` and ``max_replicas``: the bounds.
+    """Bounds of replicas at certain times. ``start``: when the bounds begin, as a cron line. ``duration``: how long
+    they hold. ``time_zone``: of ``start``, such as Europe/Berlin. ``min_replicas`` and ``max_replicas``: the bounds.
     """
 
     CEL: ClassVar = (Rule("has(self.minReplicas) || has(self.maxReplicas)", "write minReplicas, maxReplicas or both"),)
@@ -135,7 +141,32 @@ class Schedule(Spec, frozen=True):
 
 
 class Staleness(Spec, frozen=True):
-    """``soft``: older data do not scale in. ``hard``: older data count for nothing."""
+    """``soft``: data older than this do not scale in. ``hard``: data older than this are ignored."""
 
     soft: Duration = Duration("15s")
     hard: Duration = Duration("60s")
+
+
+GATEWAY_METRICS: Final = (
+    "requests_in_flight",
+    "requests_queued",
+    "requests_running",
+    "tokens_in_flight",
+    "kv_usage",
+    "requests_per_second",
+)
+"""Metrics of source Gateway, by their names in a policy."""
+
+
+def schedule_mistakes(schedules: Iterable[Schedule]) -> Iterator[str]:
+    """One message for each schedule that cannot be parsed; such a schedule is ignored."""
+    for one in schedules:
+        try:
+            CronSim(one.start, datetime.fromtimestamp(0, UTC).astimezone(zone_of(one.time_zone)))
+        except (CronSimError, ValueError) as error:
+            yield mistake_of(one, error)
+
+
+def mistake_of(schedule: Schedule, error: Exception) -> str:
+    """A message for the user: the schedule and the parser's error."""
+    return f"schedule '{schedule.start}' in {schedule.time_zone}: {error}"

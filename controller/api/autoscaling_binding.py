@@ -14,9 +14,9 @@ from extproc.api.spec import Metadata, Name, NonEmpty, Rule, Spec, keyed_by
 
 
 class EngineCapacity(Spec, frozen=True):
-    """How fast one replica is, until it is measured. ``prefill_tokens_per_second``: uncached prompt tokens.
-    ``step``: a decode step with one short request. ``step_per_token``: what each token in flight adds to it.
-    ``kv_tokens``: that its cache holds.
+    """The speed of one replica, used until it is measured. ``prefill_tokens_per_second``: uncached prompt tokens.
+    ``step``: duration of a decode step with one short request. ``step_per_token``: time that each token in flight adds
+    to a step. ``kv_tokens``: capacity of its KV cache, in tokens.
     """
 
     prefill_tokens_per_second: Positive | None = None
@@ -26,16 +26,15 @@ class EngineCapacity(Spec, frozen=True):
 
 
 class ScaleTarget(Spec, frozen=True):
-    """Something with replicas. ``name``: of the target, in the status and in ratios. ``ref``: the object, by its scale
-    subresource. ``role``: a role with scalable: true of the ModelInfer, if not its groups. ``stage``: what its engines
-    do: both, or one of prefill and decode. ``server``: the ModelServer of its engines; left out, the one whose selector
-    finds them. ``min_replicas``: fewest replicas. ``max_replicas``: most replicas. ``cost``: of a replica and hour,
-    relative to other targets. ``accelerator``: its kind of GPU: words of the label of its nodes, such as H100 or
-    nvidia-h100-80gb in any case, or the resource, such as nvidia.com/gpu. ``accelerators``: of one replica.
-    ``priority``: higher is filled first. ``weight``: its share where they are shared out by weights. ``spot``: may be
-    taken away.
-    ``capacity``: what is known of its speed.
-    ``start_time``: what a replica takes from its creation to its first request, until starts were measured.
+    """A scalable object. ``name``: of the target, in the status and in ratios. ``ref``: the object, which has a scale
+    subresource. ``role``: a role of the ModelInfer with scalable: true; by default its groups are scaled. ``stage``:
+    the stages that its engines serve: both, or one of prefill and decode. ``server``: the ModelServer of its engines;
+    by default the one whose selector matches them. ``min_replicas``: fewest replicas. ``max_replicas``: most replicas.
+    ``cost``: of a replica and hour, relative to other targets. ``accelerator``: its kind of GPU: words of the label of
+    its nodes, such as H100 or nvidia-h100-80gb in any case, or the resource, such as nvidia.com/gpu. ``accelerators``:
+    of one replica. ``priority``: the target with the highest is filled first. ``weight``: its share with the allocation
+    Weights. ``spot``: its nodes may be reclaimed. ``capacity``: the speed of a replica, used until it is measured.
+    ``start_time``: from the creation of a replica to its first request, used until it is measured.
     """
 
     CEL: ClassVar = (
@@ -74,7 +73,7 @@ class RatioConstraint(Spec, frozen=True):
 
 class Budget(Spec, frozen=True):
     """``cost_per_hour``: of all replicas together. ``accelerators``: by kind; a target counts if its ``accelerator``
-    says the same or more, as nvidia-h100-80gb for H100.
+    contains all words of the kind, as nvidia-h100-80gb those of H100.
     """
 
     cost_per_hour: Positive | None = None
@@ -82,12 +81,13 @@ class Budget(Spec, frozen=True):
 
 
 class AutoscalingPolicyBindingSpec(Spec, frozen=True):
-    """What a policy scales. ``policy_ref``: the policy, of the same namespace. ``targets``: what carries the load
-    together. ``allocation``: how replicas are shared out among several targets: Cheapest has the least cost, Priority
-    fills one after the other, Weights keeps their shares, Expansion takes batches of growing size, the cheapest first.
-    ``expansion_rate_percent``: by which these batches grow. ``min_on_demand``: the share of capacity that must not be
-    spot. ``budget``: limits of all targets together. ``ratios``: between targets. ``priority``: of bindings that want
-    the same accelerators the one with the higher priority gets them first, then the older one.
+    """What a policy scales. ``policy_ref``: the policy, of the same namespace. ``targets``: the objects that serve the
+    load together. ``allocation``: how replicas are distributed over several targets: Cheapest has the least cost,
+    Priority fills one after the other, Weights keeps their shares, Expansion takes batches of growing size, the
+    cheapest first. ``expansion_rate_percent``: growth of these batches. ``min_on_demand``: the minimum share of
+    capacity that is not spot. ``budget``: limits of all targets together. ``ratios``: between targets. ``priority``:
+    where several bindings need the same accelerators, the one with the highest priority gets them first; among equals,
+    the oldest.
     """
 
     CEL: ClassVar = (

@@ -17,11 +17,11 @@ from controller.api.autoscaling import (
     Staleness,
 )
 from controller.api.statuses import AutoscalingPolicyStatus
-from controller.api.strategies import StrategyType, installed
+from controller.api.strategies import StrategyType, installed_strategies
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata, Rule, Spec, keyed_by
 
-STRATEGIES: Final = installed()
+STRATEGIES: Final = installed_strategies()
 """By name, in the order of documents."""
 
 
@@ -38,7 +38,7 @@ class _Named(Spec, frozen=True):
 
     @property
     def type(self) -> StrategyType:
-        """What is known of it."""
+        """The strategy's registered type."""
         return STRATEGIES[self.name]
 
     @property
@@ -80,14 +80,15 @@ else:
 class AutoscalingPolicySpec(Spec, frozen=True):
     """How to scale; one policy serves many bindings.
 
-    ``strategies``: the largest answer scales out, and only if all agree, in. ``period``: between two decisions;
-    what waits for an engine is decided about at once. ``metrics``: targets of the strategy ``Target``. ``objective``:
-    latencies to keep. ``behavior``: how fast. ``panic``: for steep rises. ``scale_to_zero``: whether, and when.
-    ``schedules``: bounds by time. ``staleness``: how old data may be. ``manual_hold``: for so long replicas stay as
-    somebody else has set them. ``drain``: for so long engines of Deployments, StatefulSets and LeaderWorkerSets may
-    finish what they have before there are fewer; ModelInfers say that themselves. ``mode``: what is done with
-    decisions: Auto writes replicas, ScaleUpOnly only larger ones, Recommend tells them in status and metrics, Export
-    offers them to an HPA or KEDA, Paused decides nothing.
+    ``strategies``: the largest recommendation scales out; replicas are removed only if all strategies agree.
+    ``period``: time between two decisions; requests that wait for an engine cause a decision at once. ``metrics``:
+    targets of the strategy ``Target``. ``objective``: latency objectives. ``behavior``: how fast replicas change.
+    ``panic``: for steep rises. ``scale_to_zero``: whether and when the last replica is removed. ``schedules``: bounds
+    by time. ``staleness``: maximum age of data. ``manual_hold``: how long replicas that another writer has set are left
+    unchanged. ``drain``: how long engines of Deployments, StatefulSets and LeaderWorkerSets may finish running requests
+    before replicas are removed; a ModelInfer has its own ``drainTimeout``. ``mode``: what is done with decisions: Auto
+    writes replicas, ScaleUpOnly writes only increases, Recommend reports them in status and metrics, Export serves them
+    to an HPA or KEDA, Paused makes none.
     """
 
     strategies: Annotated[

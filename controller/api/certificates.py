@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the content of certificate files can be used; errors say what to write, never what is in a file."""
+"""Whether the content of certificate files can be used; errors name the fix and never quote a file's content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _CRL: Final = re.compile(rb"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----", re.DOTALL)
 
 
-class Unusable(ValueError):
+class CertificateUnusable(ValueError):
     """What is wrong with a file, and what to write instead."""
 
 
@@ -32,11 +32,13 @@ def check_pair(chain: bytes, key: bytes) -> datetime:
     try:
         private = load_pem_private_key(key, password=None)
     except TypeError:
-        raise Unusable("the private key has a password, which nobody could type; write it without one") from None
+        raise CertificateUnusable(
+            "the private key has a password, which nobody could type; write it without one"
+        ) from None
     except (ValueError, UnsupportedAlgorithm):
-        raise Unusable("the key file has no private key; write one in PEM") from None
+        raise CertificateUnusable("the key file has no private key; write one in PEM") from None
     if _plain(private.public_key()) != _plain(leaf.public_key()):
-        raise Unusable("the private key is of another certificate; write the two that belong together")
+        raise CertificateUnusable("the private key is of another certificate; write the two that belong together")
     return leaf.not_valid_after_utc
 
 
@@ -46,7 +48,9 @@ def check_authorities(certificates: bytes, revoked: bytes | None) -> datetime:
     if revoked is not None:
         ends_at += [one for one in map(_next_update, _CRL.findall(revoked)) if one is not None]
         if not _CRL.search(revoked):
-            raise Unusable("the file of revoked certificates has no list; write one of each authority in PEM")
+            raise CertificateUnusable(
+                "the file of revoked certificates has no list; write one of each authority in PEM"
+            )
     return min(ends_at)
 
 
@@ -54,14 +58,16 @@ def _certificates(text: bytes) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(text)
     except ValueError:
-        raise Unusable("the certificate file has no certificate, or only part of one; write it in PEM") from None
+        raise CertificateUnusable(
+            "the certificate file has no certificate, or only part of one; write it in PEM"
+        ) from None
 
 
 def _next_update(text: bytes) -> datetime | None:
     try:
         return x509.load_pem_x509_crl(text).next_update_utc
     except ValueError:
-        raise Unusable("a list of revoked certificates cannot be read; write it in PEM") from None
+        raise CertificateUnusable("a list of revoked certificates cannot be read; write it in PEM") from None
 
 
 def _plain(key: PublicKeyTypes) -> bytes:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several kinds share: conditions, whole numbers or percentages, templates of pods."""
+"""What several kinds share: conditions, whole numbers or percentages, templates of pods, names of accelerators."""
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from functools import lru_cache
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -25,9 +27,9 @@ ShortName = Annotated[str, msgspec.Meta(pattern=r"^[a-z]([-a-z0-9]{0,18}[a-z0-9]
 class Condition(msgspec.Struct, frozen=True, rename="camel", kw_only=True, omit_defaults=True):
     """One aspect of an object's state, as Kubernetes has it.
 
-    ``type``: the aspect. ``status``: whether it holds. ``reason``: why, in one word. ``message``: why, for people, and
-    what to do. ``observed_generation``: the generation of the object that was looked at. ``last_transition_time``:
-    when ``status`` last changed.
+    ``type``: the aspect. ``status``: whether it holds. ``reason``: the cause, in one word. ``message``: the cause and
+    the remedy, as text. ``observed_generation``: the generation of the object that was observed.
+    ``last_transition_time``: when ``status`` last changed.
     """
 
     type: Annotated[str, msgspec.Meta(min_length=1, max_length=316)]
@@ -46,7 +48,7 @@ class Layered(Spec, frozen=True):
 
 
 class ObjectMetadata(Spec, frozen=True):
-    """``labels`` and ``annotations``: of the pods that are made, beside our own."""
+    """``labels`` and ``annotations``: of the pods, in addition to ours."""
 
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     annotations: dict[str, str] = msgspec.field(default_factory=dict)
@@ -75,3 +77,29 @@ class EnvVar(Spec, frozen=True):
     name: NonEmpty
     value: str | None = None
     value_from: dict[str, Any] | None = None
+
+
+# Vendor prefixes do not distinguish names.
+_VENDORS: Final = frozenset({"amd", "google", "habana", "huawei", "intel", "nvidia"})
+_BETWEEN_WORDS: Final = re.compile(r"[-_ ]+")
+
+
+def is_of_kind(name: str, kind: str) -> bool:
+    """Whether ``name`` contains all words of ``kind``: NVIDIA-H100-80GB-HBM3 is of the kinds H100, nvidia-h100 and
+    h100-80gb.
+
+    Case and vendor are ignored. A name with fewer words does not match: an H100 need not be an H100-80GB.
+    """
+    return _asked(kind) <= _words(name)
+
+
+@lru_cache(maxsize=1024)
+def _words(name: str) -> frozenset[str]:
+    """Of a name. A resource, such as ``nvidia.com/gpu``, is one word."""
+    return frozenset(one for one in _BETWEEN_WORDS.split(name.lower()) if one) or frozenset({name})
+
+
+@lru_cache(maxsize=1024)
+def _asked(kind: str) -> frozenset[str]:
+    """The words that matter: the vendor only if there is nothing else."""
+    return _words(kind) - _VENDORS or _words(kind)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model: one object for the user; the controller makes the others of it. ModelTemplate: what Models share."""
+"""Model: one object of the user; the controller creates the others from it. ModelTemplate: fields that Models share."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from controller.api.common import Layered, Replicas, ShortName
-from controller.api.engine import Connector, Engine, EngineConfig
 from controller.api.model_infer import RolloutStrategy
+from controller.api.serving_runtime import Connector, Engine, EngineConfig
 from controller.api.statuses import ModelStatus, Status
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata, Name, NonEmpty, ParentReference, Rule, keyed_by
@@ -18,7 +18,7 @@ ModelUri = Annotated[
     str, msgspec.Meta(pattern=r"^(hf|s3|gs|az|https?|oci|pvc|hdfs|file)://.+$", min_length=6, max_length=2048)
 ]
 _AbsolutePath = Annotated[str, msgspec.Meta(pattern=r"^/[^\x00-\x1f]*$", max_length=1024)]
-# A new group is started before an old one goes, as Deployments do.
+# A new group is started before an old one is removed, as Deployments do.
 _ROLLOUT = RolloutStrategy(max_unavailable="25%", max_surge="25%")
 
 
@@ -33,7 +33,7 @@ class ModelFormat(Layered, frozen=True):
 
 class Disaggregation(Layered, frozen=True):
     """Prefill and decode on separate engines. ``prefill`` and ``decode``: engines of each in a group. ``connector``:
-    how KV caches are moved. ``prefill_config`` and ``decode_config``: what engines of one role have otherwise.
+    how KV caches are moved. ``prefill_config`` and ``decode_config``: overrides for engines of one role.
     """
 
     prefill: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
@@ -46,13 +46,13 @@ class Disaggregation(Layered, frozen=True):
 class Backend(Layered, frozen=True):
     """One way to run the model: a kind of GPU, or spot machines.
 
-    ``name``: part of the names of objects. ``engine``: its family, if any runtime of the model's format will not do.
-    ``runtime``: the preset that says how it is started; chosen by format and engine, if left out. ``config``: changes
-    of the preset. ``replicas``: how many engines, or groups of prefill and decode; left out, autoscalers may set it,
-    and it begins with 1. ``min_replicas`` and ``max_replicas``: bounds of autoscaling, which leaves a backend without
-    ``maxReplicas`` alone. ``cost``: of a replica, relative to other backends. ``accelerator``: kind of GPU. ``spot``:
-    may be taken away. ``weight``: share of requests, 0 for none. ``disaggregation``: prefill and decode apart.
-    ``rollout``: how changes reach its replicas.
+    ``name``: part of the names of objects. ``engine``: its family; by default any runtime of the model's format is
+    used. ``runtime``: the preset that starts the engine; by default chosen by format and engine. ``config``: overrides
+    of the preset. ``replicas``: number of engines, or groups of prefill and decode; left out, it starts at 1 and
+    autoscalers may set it. ``min_replicas`` and ``max_replicas``: bounds of autoscaling; a backend without
+    ``maxReplicas`` is not autoscaled. ``cost``: of a replica, relative to other backends. ``accelerator``: kind of GPU.
+    ``spot``: its nodes may be reclaimed. ``weight``: share of requests, 0 for none. ``disaggregation``: prefill and
+    decode on separate engines. ``rollout``: how changes reach its replicas.
     """
 
     CEL: ClassVar = (
@@ -79,8 +79,8 @@ class Backend(Layered, frozen=True):
 
 
 class LoraAdapter(Layered, frozen=True):
-    """``name``: what clients ask for. ``uri``: its weights. ``pinned``: kept loaded on every engine; others are loaded
-    when they are asked for.
+    """``name``: the model name in requests. ``uri``: its weights. ``pinned``: kept loaded on every engine; others are
+    loaded when a request names them.
     """
 
     name: NonEmpty
@@ -89,9 +89,9 @@ class LoraAdapter(Layered, frozen=True):
 
 
 class ModelAutoscaling(Layered, frozen=True):
-    """``policy_ref``: an AutoscalingPolicy; the default policy, if left out. Its ``scaleToZero`` counts for all
-    backends without ``minReplicas``, and its ``holdTimeout`` for requests that wait. ``scale_to_zero``: after so long
-    without requests.
+    """``policy_ref``: an AutoscalingPolicy; by default the default policy. Its ``scaleToZero`` applies to all backends
+    without ``minReplicas``, and its ``holdTimeout`` to requests that wait. ``scale_to_zero``: time without requests
+    before the last replica is removed.
     """
 
     CEL: ClassVar = (
@@ -119,11 +119,11 @@ class WeightsCache(Layered, frozen=True):
 class ModelFields(Layered, frozen=True):
     """What a Model and a ModelTemplate have in common."""
 
-    # What clients ask for; the object's name, if left out.
+    # The model name in requests; by default the object's name.
     served_name: NonEmpty | None = None
-    # Further names that clients may ask for.
+    # Further model names that requests may use.
     aliases: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=64)] = ()
-    # Of the weights; told by the URI's suffix (.gguf, .onnx), and huggingface otherwise.
+    # Format of the weights; by default inferred from the URI's suffix (.gguf, .onnx), otherwise huggingface.
     format: ModelFormat | None = None
     # How it is run.
     backends: Annotated[
@@ -148,8 +148,8 @@ class ModelFields(Layered, frozen=True):
 class ModelSpec(ModelFields, frozen=True, kw_only=True):
     """A model to serve; everything but ``uri`` may be left out.
 
-    ``uri``: the weights. ``base_refs``: ModelTemplates whose fields hold where this object has none, the last first; of
-    this namespace, or else of the manager's.
+    ``uri``: the weights. ``base_refs``: ModelTemplates that supply the fields left out here; a later one overrides an
+    earlier one. They are looked up in this namespace, then in the manager's.
     """
 
     uri: ModelUri
@@ -171,7 +171,7 @@ class ModelTemplateSpec(ModelFields, frozen=True):
 
 
 class ModelTemplateStatus(Status, frozen=True):
-    """A template says nothing of itself. ``conditions``: none."""
+    """A template has no status of its own. ``conditions``: none."""
 
 
 class ModelTemplate(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,28 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelInfer: groups of roles, each with an entry pod and its worker pods."""
+"""ModelInfer: groups of roles, each with an entry pod and its worker pods; and validation beyond the schema."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+import re
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 import msgspec
 
 from controller.api.common import IntOrPercent, PodTemplate, Replicas, ShortName
+from controller.api.pod_shapes import wrong_shapes
 from controller.api.statuses import ModelInferRoleStatus, ModelInferStatus
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata, NonEmpty, Rule, Spec, keyed_by
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 Workers = Annotated[int, msgspec.Meta(ge=0, le=1000)]
 
 
 class Role(Spec, frozen=True):
-    """What some pods of a group do: prefill, decode, or all of it.
+    """The part of a group that serves prefill, decode, or both.
 
     ``name``: part of the names of pods. ``entry_template``: the pod that requests are sent to. ``replicas``: of the
-    role in each group. ``worker_replicas``: further pods that each replica's entry pod commands. ``worker_template``:
-    those pods. ``starts_after``: roles of the group that must be ready before this one is started.
-    ``max_unavailable`` and ``max_surge``: replicas that may be missing, or more than wanted, while the role changes.
-    ``scalable``: the role gets a ModelInferRole, by which autoscalers set its replicas instead of ``replicas``.
+    role in each group. ``worker_replicas``: worker pods of each replica's entry pod. ``worker_template``: the worker
+    pods. ``starts_after``: roles of the group that must be ready before this one is started. ``max_unavailable`` and
+    ``max_surge``: replicas below and above the desired number while the role changes. ``scalable``: the role gets a
+    ModelInferRole, in which autoscalers set its replicas instead of ``replicas``.
     """
 
     CEL: ClassVar = (
@@ -47,8 +52,9 @@ class Role(Spec, frozen=True):
 
 
 class Gang(Spec, frozen=True):
-    """A group's pods start together or not at all. ``min_role_replicas``: replicas by role that suffice to start; all,
-    if left out. ``timeout``: how long to wait for room before the pods that hold some are given up.
+    """A group's pods start together or not at all. ``min_role_replicas``: minimum replicas by role to start; by default
+    all. ``timeout``: how long scheduled pods keep their nodes while others of the group find none; then they are
+    deleted.
     """
 
     min_role_replicas: Annotated[dict[str, Replicas], msgspec.Meta(max_length=8)] = msgspec.field(default_factory=dict)
@@ -57,9 +63,9 @@ class Gang(Spec, frozen=True):
 
 class GroupTemplate(Spec, frozen=True):
     """One group, which serves one copy of the model. ``roles``: its parts. ``gang``: how its pods are started together.
-    ``restart_grace_period``: how long a failed pod has to recover by itself. ``unresponsive_timeout``: how long a pod
-    that was ready may run without being ready before it counts as failed; 0s means for ever. ``drain_timeout``: how
-    long running requests have to end before a pod is deleted.
+    ``restart_grace_period``: how long a failed pod has to recover before it is recreated. ``unresponsive_timeout``: how
+    long a pod that was ready may run without being ready before it counts as failed; 0s means for ever.
+    ``drain_timeout``: how long running requests have to end before a pod is deleted.
     """
 
     CEL: ClassVar = (
@@ -84,10 +90,10 @@ class GroupTemplate(Spec, frozen=True):
 
 class RolloutStrategy(Spec, frozen=True):
     """How groups change to a new revision. ``unit``: what is replaced at once. ``max_unavailable`` and ``max_surge``:
-    groups that may be missing, or more than wanted, meanwhile. ``partition``: groups with a lower number keep the old
-    revision. ``paused``: nothing changes. ``progress_deadline``: without progress for so long, the rollout has failed.
-    ``on_failure``: what happens then; the old revision serves in either case. ``max_skew``: by how many replicas the
-    roles of a group may differ in progress, with ``unit: Role``.
+    groups below and above the desired number during the rollout. ``partition``: groups with a lower number keep the old
+    revision. ``paused``: the rollout is suspended. ``progress_deadline``: time without progress after which the rollout
+    has failed. ``on_failure``: the reaction to a failed rollout; the old revision serves in either case. ``max_skew``:
+    by how many replicas the roles of a group may differ in progress, with ``unit: Role``.
     """
 
     CEL: ClassVar = (
@@ -113,9 +119,9 @@ class RolloutStrategy(Spec, frozen=True):
 class ModelInferSpec(Spec, frozen=True):
     """Groups of pods that run a model.
 
-    ``template``: one group. ``replicas``: groups. ``recovery``: what is made anew when a pod fails: its group, its
-    replica of the role, the pod alone, or nothing. ``rollout``: how a changed template reaches the groups.
-    ``scheduler_name``: of the pods. ``revision_history_limit``: old revisions that are kept to go back to.
+    ``template``: one group. ``replicas``: groups. ``recovery``: the unit that is recreated when a pod fails: its group,
+    its replica of the role, the pod alone, or nothing. ``rollout``: how a changed template reaches the groups.
+    ``scheduler_name``: of the pods. ``revision_history_limit``: number of old revisions that are kept for a rollback.
     """
 
     template: GroupTemplate
@@ -138,7 +144,7 @@ class ModelInferRoleSpec(Spec, frozen=True):
     """The replicas of one role of a ModelInfer, for autoscalers. Attaché makes such objects for roles that are
     ``scalable``.
 
-    ``model_infer``: whose role. ``role``: which. ``replicas``: of the role in each group.
+    ``model_infer``: the ModelInfer. ``role``: name of the role. ``replicas``: of the role in each group.
     """
 
     model_infer: NonEmpty
@@ -152,3 +158,68 @@ class ModelInferRole(msgspec.Struct, frozen=True, kw_only=True):
     metadata: Metadata
     spec: ModelInferRoleSpec
     status: ModelInferRoleStatus = ModelInferRoleStatus()
+
+
+# Most pods of one object: the manager serves all users, and one large number must not exhaust its memory.
+MOST_PODS: Final = 10_000
+LONGEST_NAME: Final = 63
+_DNS_LABEL: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?", re.ASCII)
+# Digits reserved in names: groups and replicas may be scaled later, when names cannot change.
+_GROUP_DIGITS: Final = 3
+_REPLICA_DIGITS: Final = 2
+
+
+def mistakes(found: ModelInfer) -> Iterator[str]:
+    """Validation errors, each with the remedy. Admission denies such an object; an existing one is not reconciled."""
+    yield from too_many(found.spec, {one.name: one.replicas for one in found.spec.template.roles})
+    yield from _names(found)
+    yield from _circles(found)
+    for role in found.spec.template.roles:
+        for field, template in (("entryTemplate", role.entry_template), ("workerTemplate", role.worker_template)):
+            if template is None:
+                continue
+            if not template.spec.get("containers"):
+                yield f"{field} of role {role.name} has no containers"
+            yield from wrong_shapes(template.spec, f"{field} of role {role.name}")
+
+
+def too_many(spec: ModelInferSpec, replicas: Mapping[str, int]) -> Iterator[str]:
+    """An error if the spec requests more pods than the limit. ``replicas``: of roles, as currently scaled."""
+    each = sum(replicas.get(one.name, one.replicas) * (1 + one.worker_replicas) for one in spec.template.roles)
+    if spec.replicas * each > MOST_PODS:
+        yield (
+            f"{spec.replicas} groups of {each} pods are {spec.replicas * each}, and one ModelInfer has {MOST_PODS} at "
+            "most; ask for fewer replicas, or spread them over several objects"
+        )
+
+
+def _names(found: ModelInfer) -> Iterator[str]:
+    name, spec = found.metadata.name, found.spec
+    longest = max(spec.template.roles, key=lambda role: len(_suffix(role, spec.replicas)))
+    length = len(name) + len(_suffix(longest, spec.replicas))
+    if length > LONGEST_NAME:
+        yield (
+            f"pods of role {longest.name} would have names of {length} characters, and a host name has {LONGEST_NAME} "
+            f"at most; use a name or a role's name that is {length - LONGEST_NAME} shorter"
+        )
+    if any(role.worker_replicas for role in spec.template.roles) and not _DNS_LABEL.fullmatch(name):
+        yield (
+            f"workers find their entry pod by host names that are made from '{name}'; use a name of lower case letters,"
+            " digits and '-' that begins with a letter"
+        )
+
+
+def _suffix(role: Role, replicas: int) -> str:
+    """What stands behind the ModelInfer's name in the name of a pod: ``-007-decode-03-1``."""
+    return f"-{replicas:0{_GROUP_DIGITS}}-{role.name}-{role.replicas:0{_REPLICA_DIGITS}}-{role.worker_replicas}"
+
+
+def _circles(found: ModelInfer) -> Iterator[str]:
+    """An error for roles that wait for each other: they would never start."""
+    after = {one.name: one.starts_after for one in found.spec.template.roles}
+    started: set[str] = set()
+    while ready := [name for name, first in after.items() if name not in started and started.issuperset(first)]:
+        started.update(ready)
+    waiting = [name for name in after if name not in started]
+    if waiting:
+        yield f"{', '.join(waiting)} wait for each other by startsAfter, so none of them would start; leave one out"

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we read of PodSpecs that people write, by type: a schema leaves them open.
+"""Types of the fields that we read from users' PodSpecs: the CRD schema leaves PodSpecs open.
 
-The API server checks a whole PodSpec when a pod is made; before that we merge it, count what it asks for, and add to
-it.
+The API server validates a PodSpec only when a pod is created. Before that we merge it, count its resource requests and
+extend it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+import re
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 _Maps = list[dict[str, Any]] | None
 
@@ -115,3 +117,59 @@ def _wrong(value: object, type_: Any, where: str) -> Iterator[str]:  # noqa: ANN
         msgspec.convert(value, type_)
     except msgspec.ValidationError as error:
         yield f"{where} is no part of a PodSpec: {error}"
+
+
+_QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:([numkMGTPE]|[KMGTPE]i)|[eE]([+-]?[0-9]+))?", re.ASCII)
+_FACTORS: Final = {
+    "n": 1e-9,
+    "u": 1e-6,
+    "m": 1e-3,
+    "k": 1e3,
+    **{letter: 1000.0**power for power, letter in enumerate("MGTPE", start=2)},
+    **{f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE", start=1)},
+}
+
+
+def quantity(value: object) -> float:
+    """A quantity in base units; 0 of what is none, which the API server refuses when the pod is made."""
+    match = _QUANTITY.fullmatch(str(value))
+    if match is None:
+        return 0.0
+    number, unit, exponent = match.groups()
+    found = float(number) * _FACTORS[unit] if unit else float(f"{number}e{exponent or 0}")
+    return found if math.isfinite(found) else 0.0
+
+
+def requests_of(spec: Mapping[str, Any]) -> dict[str, float]:
+    """The resources that a pod requests, as the scheduler counts: containers and sidecars together, or an init
+    container and the sidecars before it where these are more; and the overhead.
+    """
+    sidecars: dict[str, float] = {}
+    starting: dict[str, float] = {}
+    for one in spec.get("initContainers") or ():
+        requested = _sum(sidecars, _requests(one))
+        if one.get("restartPolicy") == "Always":
+            sidecars = requested
+        starting = _largest(starting, requested)
+    serving = _sum(sidecars, *map(_requests, spec.get("containers") or ()))
+    overhead = {name: quantity(amount) for name, amount in (spec.get("overhead") or {}).items()}
+    return _sum(_largest(serving, starting), overhead)
+
+
+def _requests(container: Mapping[str, Any]) -> dict[str, float]:
+    """A limit without a request is one."""
+    resources = container.get("resources") or {}
+    given = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    return {name: quantity(value) for name, value in given.items()}
+
+
+def _sum(*parts: Mapping[str, float]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in parts:
+        for name, amount in part.items():
+            found[name] = found.get(name, 0.0) + amount
+    return found
+
+
+def _largest(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {name: max(one.get(name, 0.0), other.get(name, 0.0)) for name in {**one, **other}}

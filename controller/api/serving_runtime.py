@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ServingRuntime and ClusterServingRuntime: presets that say how an engine is started."""
+"""EngineConfig: how an engine is started. ServingRuntime and ClusterServingRuntime: presets of it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,65 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from controller.api.common import EnvVar, ObjectMetadata
-from controller.api.engine import Connector, Engine, EngineConfig
+from controller.api.common import EnvVar, Layered, ObjectMetadata
 from controller.api.statuses import Status
-from extproc.api.spec import Metadata, Name, NonEmpty, Port, Rule, Spec
+from extproc.api.quantities import Duration
+from extproc.api.spec import Metadata, Name, NonEmpty, Port, Rule, Spec, keyed_by
+
+Engine = Literal["vLLM", "SGLang", "TensorRT-LLM", "Triton", "MLServer", "OpenAI", "Custom"]
+Connector = Literal["NIXL", "LMCache", "Mooncake"]
+_Degree = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+_Words = Annotated[tuple[str, ...], msgspec.Meta(max_length=200)]
+
+
+class Parallelism(Layered, frozen=True):
+    """How an engine is spread over GPUs. ``tensor``, ``pipeline`` and ``data``: degrees. ``expert``: experts are
+    distributed over GPUs instead of replicated.
+    """
+
+    tensor: _Degree = 1
+    pipeline: _Degree = 1
+    data: _Degree = 1
+    expert: bool = False
+
+
+class LoraLimits(Layered, frozen=True):
+    """``max_loaded``: adapters in one batch. ``max_cached``: adapters in the host's memory. ``max_rank``: the highest
+    rank. What is left out is the engine's default.
+    """
+
+    max_loaded: Annotated[int, msgspec.Meta(ge=1, le=10_000)] | None = None
+    max_cached: Annotated[int, msgspec.Meta(ge=1, le=100_000)] | None = None
+    max_rank: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
+
+
+class EngineConfig(Layered, frozen=True):
+    """How an engine is started; fields left out have the runtime's or the engine's default.
+
+    ``image``: of the engine. ``command``: instead of the image's entry point. ``parallelism``: over GPUs. ``nodes``:
+    pods of one engine, the first of which leads the others; its GPUs are distributed evenly. ``max_length``: of prompt
+    and answer together, in tokens. ``prefix_caching``: the engine caches prompt prefixes. ``kv_events``: the engine
+    publishes changes of its KV cache. ``prompt_token_details``: responses report cached tokens. ``lora``: limits of
+    adapters. ``args``: further arguments, after those of the runtime. ``env``: further environment. ``resources``: of
+    the engine's container. ``drain_timeout``: how long running requests have to end before a pod is deleted. ``pod``:
+    further fields of the PodSpec, merged as Kubernetes' strategic merge does; the engine's container is called
+    ``engine``.
+    """
+
+    image: NonEmpty | None = None
+    command: _Words | None = None
+    parallelism: Parallelism = Parallelism()
+    nodes: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
+    max_length: Annotated[int, msgspec.Meta(ge=1, le=100_000_000)] | None = None
+    prefix_caching: bool | None = None
+    kv_events: bool = False
+    prompt_token_details: bool = False
+    lora: LoraLimits = LoraLimits()
+    args: _Words = ()
+    env: Annotated[tuple[EnvVar, ...], msgspec.Meta(max_length=200, extra_json_schema=keyed_by("name"))] = ()
+    resources: dict[str, Any] | None = None
+    drain_timeout: Duration = Duration("5m")
+    pod: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class SupportedFormat(Spec, frozen=True):
@@ -40,8 +95,8 @@ class Arguments(Spec, frozen=True):
 
 
 class RuntimeAgent(Spec, frozen=True):
-    """The sidecar that tells readiness, drains and loads adapters. ``enabled``: whether there is one. ``dialect``: how
-    the engine is spoken to. ``args``: further arguments of ``attache agent``.
+    """The sidecar that reports readiness, drains the engine and loads adapters. ``enabled``: whether pods have it.
+    ``dialect``: the engine's API. ``args``: further arguments of ``attache agent``.
     """
 
     enabled: bool = True
@@ -52,14 +107,14 @@ class RuntimeAgent(Spec, frozen=True):
 class ServingRuntimeSpec(Spec, frozen=True):
     """How a kind of engine is started.
 
-    ``engine``: its family. ``supports``: formats of weights. ``disabled``: no Model gets it. ``metrics``: whose
-    metrics' names it uses; nothing is read from an engine without. ``port``: where it listens. ``config``: the lowest
-    layer of Models' ``config``. ``arguments``: what typed fields become on the command line, in this order.
-    ``connectors``: how it can move KV caches between prefill and decode; none, and it cannot. ``multi_node``: one
-    engine can span pods.
-    ``adapters``: it can load LoRA adapters. ``accelerator``: the resource that is asked for by degree of parallelism,
-    such as ``nvidia.com/gpu``. ``agent``: the sidecar. ``metadata``: of pods. ``pod``: their PodSpec; the engine's
-    container is called ``engine``. ``spot_pod``: merged into it for spot backends.
+    ``engine``: its family. ``supports``: formats of weights. ``disabled``: no Model uses it. ``metrics``: the engine
+    family that defines its metric names; without it, engines' metrics are not read. ``port``: the port that it listens
+    on. ``config``: defaults of Models' ``config``. ``arguments``: command line and environment derived from settings,
+    in this order. ``connectors``: supported ways to move KV caches between prefill and decode; empty: none.
+    ``multi_node``: one engine can span pods. ``adapters``: it can load LoRA adapters. ``accelerator``: the resource
+    that pods request by degree of parallelism, such as ``nvidia.com/gpu``. ``agent``: the sidecar. ``metadata``: of
+    pods. ``pod``: their PodSpec; the engine's container is called ``engine``. ``spot_pod``: merged into it for spot
+    backends.
     """
 
     engine: Engine
@@ -80,7 +135,7 @@ class ServingRuntimeSpec(Spec, frozen=True):
 
 
 class ServingRuntimeStatus(Status, frozen=True):
-    """A runtime says nothing of itself; Models say which they use. ``conditions``: none."""
+    """A runtime has no status of its own; the status of Models names the runtime used. ``conditions``: none."""
 
 
 class ServingRuntime(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from extproc.api.spec import NonEmpty, ParentReference, Spec, keyed_by
 
 
 class Status(Spec, frozen=True):
-    """What every status says. ``conditions``: aspects of the object's state."""
+    """Fields of every status. ``conditions``: aspects of the object's state."""
 
     # The generation of the object that this status is about.
     observed_generation: int | None = None
@@ -21,7 +21,7 @@ class Status(Spec, frozen=True):
 
 
 class ParentStatus(Spec, frozen=True):
-    """What one gateway made of a route. ``parent_ref``: the gateway. ``controller_name``: who speaks.
+    """Status of a route at one gateway. ``parent_ref``: the gateway. ``controller_name``: the controller that wrote it.
     ``conditions``: Accepted, ResolvedRefs, Programmed.
     """
 
@@ -31,17 +31,17 @@ class ParentStatus(Spec, frozen=True):
 
 
 class ModelRouteStatus(Status, frozen=True):
-    """``conditions``: Accepted (no other route has its names), ResolvedRefs (its ModelServers are there), Programmed
-    (it is in the configuration that is served). ``parents``: the same by gateway, where ``parentRefs`` name any.
+    """``conditions``: Accepted (no other route has its names), ResolvedRefs (its ModelServers exist), Programmed (it is
+    in the served configuration). ``parents``: the same by gateway, where ``parentRefs`` name any.
     """
 
     parents: Annotated[tuple[ParentStatus, ...], msgspec.Meta(max_length=32)] = ()
 
 
 class ModelServerStatus(Status, frozen=True):
-    """``endpoints``: engines that requests may be sent to. ``ready``: those of them that get new requests.
-    ``draining``: the others, which finish what they have; only while there are no others do they get new requests.
-    ``conditions``: Accepted, ResolvedRefs, Programmed, Available.
+    """``endpoints``: engines that requests may be sent to. ``ready``: those that get new requests. ``draining``: those
+    that finish running requests; they get new ones only while no endpoint is ready. ``conditions``: Accepted,
+    ResolvedRefs, Programmed, Available.
     """
 
     endpoints: int | None = None
@@ -50,22 +50,22 @@ class ModelServerStatus(Status, frozen=True):
 
 
 class GatewayConfigStatus(Status, frozen=True):
-    """``failure_mode``: what Envoy does without extproc, ``failureMode`` of the spec or what follows from the rest.
-    ``conditions``: Accepted, ResolvedRefs, Programmed.
+    """``failure_mode``: Envoy's behaviour while extproc is unavailable: ``failureMode`` of the spec, or the default
+    that the rest implies. ``conditions``: Accepted, ResolvedRefs, Programmed.
     """
 
     failure_mode: Literal["Open", "Close"] | None = None
 
 
 class ModelAccessPolicyStatus(Status, frozen=True):
-    """``conditions``: Accepted (where it is not, nobody may use what it is attached to), ResolvedRefs (its targets are
-    there), Programmed (it is in the configuration that is served).
+    """``conditions``: Accepted (False: all requests to its targets are denied), ResolvedRefs (its targets exist),
+    Programmed (it is in the served configuration).
     """
 
 
 class GroupStatus(Spec, frozen=True):
-    """One role, over all groups. ``name``: the role's. ``replicas``: how many there are. ``ready``: how many serve.
-    ``updated``: how many are of the newest revision.
+    """One role, over all groups. ``name``: the role's. ``replicas``: existing replicas. ``ready``: replicas that serve.
+    ``updated``: replicas of the newest revision.
     """
 
     name: NonEmpty
@@ -75,8 +75,9 @@ class GroupStatus(Spec, frozen=True):
 
 
 class Recovery(Spec, frozen=True):
-    """Pods that were made anew because one had failed. ``name``: group, role, replica, pod, as far as they were made
-    anew together. ``count``: how many times in a row. ``at``: the last time. ``reason``: why, in one word.
+    """Pods that were recreated because one had failed. ``name``: of the recreated unit: its group, then role, replica
+    and pod if only those were recreated. ``count``: consecutive recreations. ``at``: the last time. ``reason``: the
+    cause, in one word.
     """
 
     name: NonEmpty
@@ -86,11 +87,11 @@ class Recovery(Spec, frozen=True):
 
 
 class ModelInferStatus(Status, frozen=True):
-    """``replicas``: groups that are there. ``ready_replicas``: those of them that are ready in all roles.
-    ``updated_replicas``: those of ``updateRevision``. ``current_revision``: what all groups had before the rollout.
-    ``update_revision``: what they are to have. ``label_selector``: picks one pod a group, for autoscalers. ``summary``:
-    what is wrong, or what is waited for, in a few words. ``groups``: how many are in which state. ``roles``: counts by
-    role. ``recoveries``: what has failed lately and was made anew. ``conditions``: Accepted, Available, Progressing,
+    """``replicas``: existing groups. ``ready_replicas``: groups that are ready in all roles. ``updated_replicas``:
+    groups of ``updateRevision``. ``current_revision``: the revision of all groups before the rollout.
+    ``update_revision``: the desired revision. ``label_selector``: selects one pod of each group, for autoscalers.
+    ``summary``: the fault or the pending step, in a few words. ``groups``: number of groups by state. ``roles``: counts
+    by role. ``recoveries``: recent recreations after failures. ``conditions``: Accepted, Available, Progressing,
     Degraded.
     """
 
@@ -107,8 +108,7 @@ class ModelInferStatus(Status, frozen=True):
 
 
 class ModelInferRoleStatus(Status, frozen=True):
-    """``replicas``: of the role, in a group. ``ready_replicas``: those of them that serve, in the group with the
-    fewest.
+    """``replicas``: of the role, in a group. ``ready_replicas``: replicas that serve, in the group with the fewest.
     ``label_selector``: the role's entry pods, for autoscalers. ``conditions``: none so far.
     """
 
@@ -118,8 +118,8 @@ class ModelInferRoleStatus(Status, frozen=True):
 
 
 class StartTimes(Spec, frozen=True):
-    """How long the engine that became ready last took to start. ``scheduling_seconds``: from the pod's creation until
-    it had a node. ``download_seconds``: fetching weights. ``load_seconds``: from there until the model answered.
+    """Start times of the engine that became ready last. ``scheduling_seconds``: from the pod's creation until it was
+    scheduled. ``download_seconds``: download of the weights. ``load_seconds``: from then until the model answered.
     """
 
     scheduling_seconds: float | None = None
@@ -129,8 +129,8 @@ class StartTimes(Spec, frozen=True):
 
 class BackendStatus(Spec, frozen=True):
     """``name``: of the backend. ``runtime``: the preset that it uses, with its namespace if it has one. ``replicas``:
-    how many there are. ``ready_replicas``: how many serve. ``updated_replicas``: how many are of the newest revision.
-    ``weight``: its share of requests now. ``start``: what the last start took.
+    existing replicas. ``ready_replicas``: replicas that serve. ``updated_replicas``: replicas of the newest revision.
+    ``weight``: its current share of requests. ``start``: duration of the last start.
     """
 
     name: NonEmpty
@@ -143,7 +143,7 @@ class BackendStatus(Spec, frozen=True):
 
 
 class PhaseTime(Spec, frozen=True):
-    """``name``: of a phase. ``seconds``: that the Model spent in it before the present stay."""
+    """``name``: of a phase. ``seconds``: time that the Model spent in it before the current stay."""
 
     name: NonEmpty
     seconds: float = 0.0
@@ -158,10 +158,9 @@ class ModelFailure(Spec, frozen=True):
 
 class ModelStatus(Status, frozen=True):
     """``url``: where the model is served. ``replicas`` and ``ready_replicas``: of all backends. ``phase``: of the
-    model.
-    ``transition_status``: whether what runs is what is written. ``phase_since``: when the phase began. ``phase_times``:
-    how long each phase was, without the present one. ``failure``: why it is not loaded. ``backends``: each way to run
-    it. ``conditions``: Ready, and one by kind of object that was made.
+    model. ``transition_status``: whether the observed state matches the spec. ``phase_since``: when the phase began.
+    ``phase_times``: time spent in each phase, without the current stay. ``failure``: why it is not loaded.
+    ``backends``: status of each backend. ``conditions``: Ready, and one for each kind of created object.
     """
 
     url: str | None = None
@@ -176,8 +175,8 @@ class ModelStatus(Status, frozen=True):
 
 
 class TargetStatus(Spec, frozen=True):
-    """One target of a binding. ``name``: the target's. ``current``: replicas that it has. ``desired``: replicas that it
-    should have. ``ready``: those that serve. ``reason``: why so many.
+    """One target of a binding. ``name``: the target's. ``current``: observed replicas. ``desired``: desired replicas.
+    ``ready``: replicas that serve. ``reason``: why this number is desired.
     """
 
     name: NonEmpty
@@ -194,9 +193,9 @@ class AutoscalingPolicyStatus(Status, frozen=True):
 
 
 class AutoscalingPolicyBindingStatus(Status, frozen=True):
-    """``targets``: what they have and should have. ``last_scaled_at``: when replicas were last written.
-    ``last_decision``: what was written then, and why. ``conditions``: TargetsResolved, MetricsAvailable, ScalingActive,
-    ScalingLimited, CapacityBlocked.
+    """``targets``: their observed and desired replicas. ``last_scaled_at``: when replicas were last written.
+    ``last_decision``: the change written then, and its reason. ``conditions``: TargetsResolved, MetricsAvailable,
+    ScalingActive, ScalingLimited, CapacityBlocked.
     """
 
     targets: Annotated[tuple[TargetStatus, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()

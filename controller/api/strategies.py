@@ -35,10 +35,10 @@ _BUILT_IN: Final = {
 }
 
 
-class Kept(msgspec.Struct, frozen=True):
-    """What of a strategy's memory is slow to learn, and survives a restart. ``kind``: its struct. ``keep``: it, from
-    the memory; None if nothing is known yet. ``restore``: a memory from it and the time; None for what cannot have been
-    learned, as whoever may write a binding may write it.
+class LearnedState(msgspec.Struct, frozen=True):
+    """The part of a strategy's memory that is slow to learn and survives a restart. ``kind``: its struct. ``keep``:
+    extracts it from the memory; None if it is still empty. ``restore``: makes a memory from it and the time; None for
+    implausible values, as any user who may write a binding may write them.
     """
 
     kind: type
@@ -47,11 +47,11 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class StrategyType(msgspec.Struct, frozen=True, kw_only=True):
-    """``summary``: what it goes by, as the reference has it. ``make``: the strategy, from its parameters and the
-    policy. ``defaults``: its parameters; None if it has none. ``needs``: a field of the policy that it cannot do
-    without. ``by_metrics``: it goes by the policy's metrics alone, as an HPA does, so HPA's defaults of the behaviour
-    block hold, and gateways need not report. ``is_lower_bound``: it never scales in; while it knows nothing, the other
-    strategies decide. ``kept``: what of its memory survives a restart.
+    """``summary``: its input and rule, for the reference. ``make``: the strategy, from its parameters and the policy.
+    ``defaults``: its parameters; None if it has none. ``needs``: a field of the policy that it requires.
+    ``by_metrics``: it uses the policy's metrics alone, as an HPA does; so HPA's defaults of the behaviour block apply,
+    and gateways need not report. ``is_lower_bound``: it never scales in; without a recommendation from it, the other
+    strategies decide. ``kept``: the part of its memory that survives a restart.
     """
 
     summary: str
@@ -60,10 +60,10 @@ class StrategyType(msgspec.Struct, frozen=True, kw_only=True):
     needs: Literal["", "metrics", "objective"] = ""
     by_metrics: bool = False
     is_lower_bound: bool = False
-    kept: Kept | None = None
+    kept: LearnedState | None = None
 
 
-def installed() -> Mapping[str, StrategyType]:
+def installed_strategies() -> Mapping[str, StrategyType]:
     """All that a policy may name. A package cannot take a name of ours; one that cannot be loaded is left out."""
     ours = [EntryPoint(name, f"{_OURS}.{where}", ENTRY_POINTS) for name, where in _BUILT_IN.items()]
     found = {one.name: one.load() for one in ours}

@@ -6,10 +6,27 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+FileChanged = Callable[[Path, bytes | None], None]
+"""Gets each file that was written, and its content; None if it was removed."""
 
-def replace_file(file: Path, content: bytes, mode: int) -> None:
+
+def unrecorded(_file: Path, _content: bytes | None) -> None:
+    """Changes of files that nobody asks about."""
+
+
+def remove_file(file: Path, changed: FileChanged = unrecorded) -> None:
+    """Remove a file if there is one. Raises OSError."""
+    try:
+        file.unlink()
+    except FileNotFoundError:
+        return
+    changed(file, None)
+
+
+def replace_file(file: Path, content: bytes, mode: int, changed: FileChanged = unrecorded) -> None:
     """A reader, or a crash, never meets half a file. One that would not change is left alone. Raises OSError."""
     if file.is_file() and file.read_bytes() == content:
         if stat.S_IMODE(file.stat().st_mode) != mode:
@@ -28,3 +45,4 @@ def replace_file(file: Path, content: bytes, mode: int) -> None:
     except BaseException:
         draft.unlink()
         raise
+    changed(file, content)

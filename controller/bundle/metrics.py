@@ -14,7 +14,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
-from controller.bundle.acknowledgements import Status, why_not_ready
+from controller.bundle.acknowledgements import Status
+from controller.bundle.admin import why_not_ready
 from extproc.api.status_pages import REPORT_PATH
 
 if TYPE_CHECKING:
@@ -28,9 +29,8 @@ if TYPE_CHECKING:
 READY_PATH: Final = "/readyz"
 
 
-def serve_metrics(sync: BundleSync, address: tuple[str, int]) -> None:
+def serve_metrics(sync: BundleSync, address: tuple[str, int], registry: CollectorRegistry) -> None:
     """Serve /metrics, /config and /readyz from a thread, until the process ends; raises OSError."""
-    registry = CollectorRegistry()
     registry.register(BundleSeries(sync))
     show_metrics: WSGIApplication = make_wsgi_app(registry)
 
@@ -52,7 +52,9 @@ def serve_metrics(sync: BundleSync, address: tuple[str, int]) -> None:
 
 
 def _why_not_ready(sync: BundleSync) -> str:
-    """Envoy's own page is for its machine alone, and its ports are those of Gateways, so that no probe knows them."""
+    """Queries Envoy's admin interface, which listens on loopback alone; Envoy's other ports are those of Gateways, so
+    no probe can be configured for them.
+    """
     if sync.acknowledgements is None:
         return "nobody asks Envoy, because of --admin off"
     whys = [why_not_ready(one) for one in sync.acknowledgements.addresses]
@@ -63,7 +65,7 @@ class _Silent(WSGIRequestHandler):
     """Requests for these pages are nothing to log."""
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 class BundleSeries(Collector):

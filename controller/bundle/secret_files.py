@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates and keys that a configuration names, read from files and the environment again and again.
+"""Certificates and keys that a configuration names, polled from files and the environment.
 
 The last good content stays. API keys become digests, expired ones are left out. Listeners and servers whose secrets
 were never good are left out of the bundle, which is then degraded.
@@ -7,9 +7,6 @@ were never good are left out of the bundle, which is then degraded.
 
 from __future__ import annotations
 
-import base64
-import errno
-import json
 import logging
 import os
 import stat
@@ -20,7 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.api.certificates import Unusable, check_authorities, check_pair
+from controller.api.certificates import CertificateUnusable, check_authorities, check_pair
+from controller.bundle.envoy.authentication import SIGNS_NOTHING
 from controller.bundle.envoy.secrets import (
     Authorities,
     Certificate,
@@ -32,6 +30,8 @@ from controller.bundle.envoy.secrets import (
 from extproc.api.authentication import has_usable_key
 from extproc.api.connection import EngineConnection
 from extproc.api.errors import ConfigInvalid, Mistake
+from extproc.api.files import open_regular
+from extproc.reload import Reloadable, problem_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -44,25 +44,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _MAX_BYTES: Final = 4 * 1024 * 1024
-# Before certificates end: soon enough to mend what should have renewed them.
+# Warning time before certificates expire: enough to repair their renewal.
 _WARN_BEFORE_S: Final = 7 * 86400
 
 
 class _Secret(msgspec.Struct, frozen=True):
-    """A good reading: the content of the files, in order, and the file for Envoy. ``ends_at``: None, if never."""
+    """The file for Envoy. ``ends_at``: None, if never."""
 
-    content: tuple[bytes | None, ...]
     file: str
     ends_at: datetime | None
 
 
-class SecretFiles:
-    """Reads what a configuration names, again and again.
+_Content = tuple[bytes | None, ...]
 
-    Content that cannot be used, such as a certificate whose private key has not been replaced yet, is logged once, and
-    what was there before stays. ``folder``: what names of files are relative to. ``bundle``: where an earlier writer
-    may have left good ones, for a start in the middle of a change. ``stale``: how many secrets are out of date or
-    missing.
+
+class SecretFiles:
+    """Polls the secrets that a configuration names.
+
+    Invalid content, such as a certificate that does not match its private key yet, is logged once, and the last good
+    content stays. ``folder``: base of relative file names. ``bundle``: directory with the last good content of an
+    earlier writer, for a start in the middle of a change. ``stale``: how many secrets are out of date or missing.
     ``ends_at``: by the first file of each secret, when it ends.
     """
 
@@ -72,9 +73,7 @@ class SecretFiles:
         self._environment = environment
         self._folder = folder
         self._bundle = bundle
-        self._last: dict[SecretSource, _Secret] = {}
-        # the content that was refused last, so that it is checked and logged once
-        self._refused: dict[SecretSource, tuple[object, str]] = {}
+        self._last: dict[SecretSource, Reloadable[_Content, _Secret]] = {}
         self._warned: set[tuple[str, datetime]] = set()
 
     def read(self, sources: Iterable[SecretSource], now: datetime) -> Mapping[str, str]:
@@ -97,50 +96,39 @@ class SecretFiles:
             except ConfigInvalid as error:
                 unusable[source] = error.mistakes[0]
         self._last = found
-        self._refused = {source: refused for source, refused in self._refused.items() if source in found}
-        self.stale = len(self._refused) + len(unusable)
-        self.ends_at = {_title(source): one.ends_at for source, one in found.items() if one.ends_at is not None}
+        self.stale = sum(bool(one.problem) for one in found.values()) + len(unusable)
+        self.ends_at = {
+            _title(source): one.value.ends_at for source, one in found.items() if one.value.ends_at is not None
+        }
         self._warn(now)
-        return {source.file: one.file for source, one in found.items()}, unusable
+        return {source.file: one.value.file for source, one in found.items()}, unusable
 
     def check(self, sources: Iterable[SecretSource]) -> None:
-        """Raises ConfigInvalid as ``read`` would; what is good is remembered."""
+        """Raises ConfigInvalid as ``read`` would; good content is kept."""
         self._last.update({source: self._read(source) for source in sources})
 
-    def _read(self, source: SecretSource) -> _Secret:
-        last = self._last.get(source)
-        content: object = None
+    def _read(self, source: SecretSource) -> Reloadable[_Content, _Secret]:
+        """Raises ConfigInvalid."""
+        known = self._last.get(source)
         try:
-            content = read = self._content(source)
-            if last is not None and last.content == read:
-                self._mended(source)
-                return last
-            if self._refused.get(source, (None, ""))[0] == read and last is not None:
-                return last
-            good = _checked(source, read)
-        except (OSError, Unusable) as error:
-            why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-            last = last or self._left_behind(source)
-            if last is None:
-                raise ConfigInvalid([Mistake(_title(source), 0, "", why)]) from None
-            if self._refused.get(source) != (content, why):
-                log.error("%s: %s; what was there before stays in use", _title(source), why)
-            self._refused[source] = content, why
-            return last
-        if last is not None:
-            log.info("%s: new content is in use", _title(source))
-        self._refused.pop(source, None)
-        return good
+            one = known or Reloadable(
+                lambda: self._content(source), lambda content: _checked(source, content), self._left_behind(source)
+            )
+        except (OSError, CertificateUnusable) as error:
+            raise ConfigInvalid([Mistake(_title(source), 0, "", problem_of(error))]) from None
+        outcome = "refused" if known is None and one.problem else "unchanged" if known is None else one.poll()
+        if outcome == "refused":
+            log.error("%s: %s; what was there before stays in use", _title(source), one.problem)
+        elif outcome != "unchanged":
+            message = "new content is in use" if outcome == "new" else "is again what is in use"
+            log.info("%s: %s", _title(source), message)
+        return one
 
     def _left_behind(self, source: SecretSource) -> _Secret | None:
         file = None if self._bundle is None else self._bundle / source.file
-        return None if file is None or not file.is_file() else _Secret((), file.read_text(), None)
+        return None if file is None or not file.is_file() else _Secret(file.read_text(), None)
 
-    def _mended(self, source: SecretSource) -> None:
-        if self._refused.pop(source, None) is not None:
-            log.info("%s: is again what is in use", _title(source))
-
-    def _content(self, source: SecretSource) -> tuple[bytes | None, ...]:
+    def _content(self, source: SecretSource) -> _Content:
         match source:
             case Certificate():
                 return self._read_file(source.cert_file), self._read_file(source.key_file)
@@ -152,7 +140,7 @@ class SecretFiles:
             case EngineKey(variable=str(name)):
                 text = self._environment.get(name)
                 if text is None:
-                    raise Unusable("is not set; set it where the bundle's writer and extproc run")
+                    raise CertificateUnusable("is not set; set it where the bundle's writer and extproc run")
                 return (text.encode(errors="surrogateescape"),)
         raise TypeError(type(source).__name__)
 
@@ -166,7 +154,7 @@ class SecretFiles:
                 log.warning("%s: is good until %s only; renew it", name, ends_at.isoformat())
 
 
-def _checked(source: SecretSource, content: tuple[bytes | None, ...]) -> _Secret:
+def _checked(source: SecretSource, content: _Content) -> _Secret:
     """Raises Unusable."""
     first = content[0] or b""
     ends_at = None
@@ -180,18 +168,18 @@ def _checked(source: SecretSource, content: tuple[bytes | None, ...]) -> _Secret
             fields = {"trusted_ca": first, **({} if content[1] is None else {"crl": content[1]})}
         case _:
             fields = {"secret": b"Bearer " + _key_in(first)}
-    return _Secret(content, secret_file(source, fields), ends_at)
+    return _Secret(secret_file(source, fields), ends_at)
 
 
 def _key_in(content: bytes) -> bytes:
     key = content.strip()
     if not 1 <= len(key) <= 4096 or not key.isascii() or not key.decode().isprintable():
-        raise Unusable("holds no key; write one of up to 4096 ASCII characters")
+        raise CertificateUnusable("holds no key; write one of up to 4096 ASCII characters")
     return key
 
 
 def _title(source: SecretSource) -> str:
-    """What people know the secret by."""
+    """Name of the secret in messages."""
     match source:
         case Certificate():
             return source.cert_file
@@ -203,12 +191,9 @@ def _title(source: SecretSource) -> str:
 
 
 def _read_file(name: str, most_bytes: int) -> tuple[bytes, int]:
-    """Content and mode. Raises OSError. A pipe is not waited for."""
-    with os.fdopen(os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
-        mode = os.fstat(opened.fileno()).st_mode
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "is not a regular file", name)
-        return opened.read(most_bytes), mode
+    """Content and mode. Raises OSError."""
+    with open_regular(name) as opened:
+        return opened.read(most_bytes), os.fstat(opened.fileno()).st_mode
 
 
 _MOST_KEY_BYTES: Final = 1_000_000
@@ -217,14 +202,17 @@ _MOST_KEY_BYTES: Final = 1_000_000
 class KeyFiles:
     """Reads what a configuration names. A file that turns bad later stays as it was last good.
 
-    API keys become digests here: from here on nothing holds them.
+    API keys become digests here: from here on nothing holds them. ``folder``: what names of files are relative to.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], folder: Path = Path()) -> None:
         self._environment = environment
+        self._folder = folder
         self._last: dict[str, str] = {}
         # the last message on each file and key, so that it is logged once
         self._logged: dict[str, str] = {}
+        # files that everybody can read
+        self._warned: set[str] = set()
         # the last configuration, as it was given and filled
         self._filled: tuple[GatewayConfigSpec, GatewayConfigSpec] | None = None
 
@@ -239,10 +227,10 @@ class KeyFiles:
         return filled
 
     def fill_available(self, snapshot: Snapshot, now: datetime) -> tuple[Snapshot, list[Mistake]]:
-        """The same with what can be had of it, and what is wrong with the rest.
+        """The configuration with its usable keys, and what is wrong with the rest.
 
-        A key that cannot be had is left out, and an issuer without its keys gets one that signs nothing. Whoever uses
-        them is refused, as is everybody if there are no others.
+        A missing key is left out, and an issuer without keys gets one that signs nothing. Their callers are refused, as
+        are all callers if there are no others.
         """
         given = snapshot.gateway.authentication
         if given is None:
@@ -266,8 +254,11 @@ class KeyFiles:
             first = keys.setdefault(digest, one)
             if first is not one:
                 self._log_once(one.name, f"has the key of {first.name}, and is not used; keys tell callers apart")
+        # the same objects where nothing is to be read: of thousands, comparing is then quick
         digests = tuple(
-            msgspec.structs.replace(one, key=None, key_file=None, key_env=None, key_sha256=digest)
+            one
+            if one.key_sha256 == digest
+            else msgspec.structs.replace(one, key=None, key_file=None, key_env=None, key_sha256=digest)
             for digest, one in keys.items()
         )
         issuers = []
@@ -293,16 +284,21 @@ class KeyFiles:
         raise ConfigInvalid([Mistake(f"the environment variable {one.key_env}", 0, "", message)])
 
     def _with_key_set(self, one: JwtIssuer) -> JwtIssuer:
+        if one.remote_jwks is not None:
+            # Envoy reads this one, from a directory of its own
+            ca_file = os.fspath((self._folder / one.remote_jwks.ca_file).absolute())
+            return msgspec.structs.replace(one, remote_jwks=msgspec.structs.replace(one.remote_jwks, ca_file=ca_file))
         if one.jwks_file is None:
             return one
         return msgspec.structs.replace(one, jwks=self._read(one.jwks_file, _key_set_in), jwks_file=None)
 
-    def _read(self, file: str, parse: Callable[[bytes], str]) -> str:
+    def _read(self, name: str, parse: Callable[[bytes], str]) -> str:
+        file = os.fspath(self._folder / name)
         try:
             content, mode = _read_file(file, _MOST_KEY_BYTES)
             if parse is _digest_in and mode & stat.S_IROTH:
                 # not refused: secrets that Kubernetes mounts are so by default
-                self._log_once(f"{file}'s mode", "everybody on this machine can read the key in it; chmod 600")
+                self._warn_once(file)
             self._last[file] = parse(content)
         except (OSError, ValueError) as error:
             # the text of other errors may repeat the file's content
@@ -313,6 +309,11 @@ class KeyFiles:
         else:
             self._logged.pop(file, None)
         return self._last[file]
+
+    def _warn_once(self, file: str) -> None:
+        if file not in self._warned:
+            log.warning("%s: every user of this machine can read the key in it; run chmod 600 %s", file, file)
+        self._warned.add(file)
 
     def _log_once(self, what: str, message: str) -> None:
         if self._logged.get(what) != message:
@@ -334,26 +335,6 @@ def _key_set_in(content: bytes) -> str:
     return content.decode()
 
 
-def _key_that_signs_nothing() -> str:
-    """A key set whose private key nobody knows: a point of the curve P-256 whose x coordinate is a digest of a text.
-
-    Source of the curve: NIST SP 800-186, 3.2.1.3.
-    """
-    prime = 2**256 - 2**224 + 2**192 + 2**96 - 1
-    b = 0x5AC635D8AA3A93E7B3EBBD55769886BC651D06B0CC53B0F63BCE3C3E27D2604B
-    x = int.from_bytes(sha256(b"attache: this key signs nothing").digest()) % prime
-    while pow(x**3 - 3 * x + b, (prime - 1) // 2, prime) != 1:
-        x += 1
-    y = pow(x**3 - 3 * x + b, (prime + 1) // 4, prime)
-    key = {"kty": "EC", "crv": "P-256", "x": _base64url(x), "y": _base64url(y), "kid": "signs-nothing"}
-    return json.dumps({"keys": [key]})
-
-
-def _base64url(number: int) -> str:
-    return base64.urlsafe_b64encode(number.to_bytes(32)).decode().rstrip("=")
-
-
-SIGNS_NOTHING: Final = _key_that_signs_nothing()
 _ADVICE: Final[Mapping[Callable[[bytes], str], str]] = {
     _digest_in: "name a file that holds one key of 8 to 512 characters",
     _key_set_in: "name a file that holds a JSON Web Key Set with an RSA, EC, OKP or oct key",

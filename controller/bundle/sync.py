@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from controller.audit import caused_by
 from controller.bundle.acknowledgements import subscriptions_of, version_of
 from controller.bundle.envoy.authentication import AUTHENTICATION_FILES, unused_files
 from controller.bundle.envoy.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
 from controller.bundle.envoy.bundle import BundleWriter, endpoint_subscriptions, with_clusters_of
 from controller.bundle.envoy.listeners import ROUTES_FOLDER, routes_files
 from controller.bundle.envoy.secrets import SECRETS_FOLDER, secret_sources
-from controller.bundle.files import replace_file
+from controller.bundle.files import FileChanged, remove_file, replace_file, unrecorded
 from controller.bundle.secret_files import KeyFiles, SecretFiles, without_unusable
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load_directory
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 # Envoy reads a file within some milliseconds of its being moved into place; clusters then connect and warm up.
 _TAKEN_UP_S: Final = 0.3
-# Digests of API keys, and key sets, which may sign: for the owner alone, as whom Envoy runs, too.
+# Digests of API keys, and key sets, which may hold signing keys: readable only by the owner, who also runs Envoy.
 _SECRET_FILES: Final = frozenset(AUTHENTICATION_FILES)
 # mallopt's parameter in glibc
 _M_MMAP_THRESHOLD: Final = -3
@@ -58,7 +59,7 @@ def return_large_texts() -> None:
         return
 
 
-class Step(msgspec.Struct, frozen=True):
+class PublishStep(msgspec.Struct, frozen=True):
     """After ``wait_s`` seconds, replace ``files`` in their order, then remove ``gone``."""
 
     wait_s: float
@@ -66,19 +67,19 @@ class Step(msgspec.Struct, frozen=True):
     gone: tuple[str, ...] = ()
 
 
-def steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> list[Step]:
-    """How to replace the bundle of ``before`` by that of ``after``: make before break, as xDS asks for.
+def steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> list[PublishStep]:
+    """How to replace the bundle of ``before`` by that of ``after``: make before break, as xDS requires.
 
     Source: Envoy's xDS protocol, "Eventual consistency considerations": clusters and endpoints come before the routes
     that name them, and go after them.
     """
     final = writer.build(after)
     if before is None:
-        return [Step(0.0, final)]
+        return [PublishStep(0.0, final)]
     both = writer.build(with_clusters_of(after, before))
     clusters = {name: text for name, text in both.items() if _comes_first(name)}
     others = {name: text for name, text in final.items() if not _comes_first(name)}
-    planned = [Step(0.0, clusters), Step(_TAKEN_UP_S, others)]
+    planned = [PublishStep(0.0, clusters), PublishStep(_TAKEN_UP_S, others)]
     unused = unused_files(after.gateway.authentication) - unused_files(before.gateway.authentication)
     routes = set(routes_files(before.gateway)) - final.keys()
     # a server with another connection has its endpoints in another file; or, with many servers, in none
@@ -87,7 +88,7 @@ def steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> lis
     # with the files of endpoints, which servers that have become few have in the end alone
     last = {name: text for name, text in final.items() if _comes_first(name) and both.get(name) != text}
     if gone or last:
-        planned.append(Step(_TAKEN_UP_S, last, gone))
+        planned.append(PublishStep(_TAKEN_UP_S, last, gone))
     return planned
 
 
@@ -95,34 +96,34 @@ def _comes_first(name: str) -> bool:
     return name == CLUSTERS_FILE or name.startswith(ENDPOINTS_FOLDER + "/")
 
 
-def write(out: Path, step: Step) -> None:
+def write_step(out: Path, step: PublishStep, changed: FileChanged = unrecorded) -> None:
     """Carry out the files of ``step`` in ``out``. A file that would not change is left alone."""
     for name, text in step.files.items():
-        replace_file(out / name, text.encode(), 0o600 if name in _SECRET_FILES else 0o644)
+        replace_file(out / name, text.encode(), 0o600 if name in _SECRET_FILES else 0o644, changed)
     for name in step.gone:
-        (out / name).unlink(missing_ok=True)
+        remove_file(out / name, changed)
 
 
-def write_secrets(out: Path, secrets: Mapping[str, str]) -> None:
-    """Certificates and keys, by file: for the owner alone, as whom Envoy runs, too. What would not change is left
-    alone.
+def write_secrets(out: Path, secrets: Mapping[str, str], changed: FileChanged = unrecorded) -> None:
+    """Write certificates and keys, each to a file readable by the owner alone, who also runs Envoy. Unchanged files are
+    not written.
     """
     for name, text in secrets.items():
-        replace_file(out / name, text.encode(), 0o600)
+        replace_file(out / name, text.encode(), 0o600, changed)
 
 
-def remove_unused_secrets(out: Path, secrets: Mapping[str, str]) -> None:
+def remove_unused_secrets(out: Path, secrets: Mapping[str, str], changed: FileChanged = unrecorded) -> None:
     """Files of secrets that nothing names any more."""
     known = {out / name for name in secrets}
     for file in (out / SECRETS_FOLDER).glob("*.json"):
         if file not in known:
-            file.unlink()
+            remove_file(file, changed)
 
 
-def remove_orphans(out: Path, snapshot: Snapshot) -> None:
+def remove_orphans(out: Path, snapshot: Snapshot, changed: FileChanged = unrecorded) -> None:
     """Files of servers, listeners and keys that are no more, left behind by an earlier writer."""
     for name in unused_files(snapshot.gateway.authentication):
-        (out / name).unlink(missing_ok=True)
+        remove_file(out / name, changed)
     kept = [
         *endpoint_subscriptions(snapshot),
         *routes_files(snapshot.gateway),
@@ -131,7 +132,7 @@ def remove_orphans(out: Path, snapshot: Snapshot) -> None:
     for folder in (ENDPOINTS_FOLDER, ROUTES_FOLDER):
         for file in (out / folder).rglob("*.json"):
             if file not in known:
-                file.unlink()
+                remove_file(file, changed)
 
 
 log = logging.getLogger(__name__)
@@ -140,37 +141,46 @@ _RETRY_S: Final = 10.0
 # A bundle of a thousand models takes Envoy seconds to read. It is waited for so long, or so long without an answer.
 _LONGEST_STEP_S: Final = 30.0
 _SILENCE_S: Final = 5.0
-# extproc reads a change that names a new server within four seconds, and uses the old one until then.
-_LINGER_S: Final = 10.0
+# extproc uses a removed server until Envoy has the new ones, for which it waits 18 s at most.
+_LINGER_S: Final = 30.0
 # Where the golden bundles expect to be mounted.
 GOLDEN_PATH: Final = "/etc/attache/envoy"
 
 
-def write_once(snapshot: Snapshot, out: Path, path: str, folder: Path = Path()) -> None:
+def write_once(
+    snapshot: Snapshot, out: Path, path: str, folder: Path = Path(), changed: FileChanged = unrecorded
+) -> None:
     """Write the bundle of ``snapshot``, which was read from ``folder``, into ``out``; raises ConfigInvalid.
 
     ``path``: where Envoy will find it.
     """
     now = datetime.now(UTC)
-    filled = KeyFiles(os.environ).fill(snapshot, now)
+    filled = KeyFiles(os.environ, folder).fill(snapshot, now)
     secrets = SecretFiles(os.environ, folder).read(secret_sources(filled), now)
-    _write_first(filled, secrets, out, BundleWriter(path))
+    with caused_by(reason=f"configuration {snapshot.version}"):
+        _write_first(filled, secrets, out, BundleWriter(path), changed)
 
 
 class BundleSync:
     """Writes the bundle of a directory, and again on every change, and polls whether Envoy takes it.
 
     A configuration that is broken later is logged, and the last good bundle stays. ``is_valid``: whether the directory
-    is usable as it is. ``missing_keys``: what is wrong with keys that it names, and that nobody can use so far.
+    is usable as it is. ``missing_keys``: problems of API keys that it names and that cannot be used yet.
     ``written_at_s``: when the bundle last changed, wall clock. ``secrets``: certificates and keys, which Envoy watches
-    one by one. ``unusable``: those of them that were never good; the listeners and servers that need them are not
+    one by one. ``unusable``: secrets without any good content so far; the listeners and servers that need them are not
     served. ``acknowledgements``: None, if Envoy is not polled.
     """
 
     def __init__(
-        self, config: Directory, out: Path, path: str, acknowledgements: Acknowledgements | None = None
+        self,
+        config: Directory,
+        out: Path,
+        path: str,
+        acknowledgements: Acknowledgements | None = None,
+        changed: FileChanged = unrecorded,
     ) -> None:
-        """``path``: where Envoy will find the bundle."""
+        """``path``: where Envoy will find the bundle. ``changed``: called with each file written or removed."""
+        self._changed = changed
         self.is_valid = True
         self.missing_keys: tuple[Mistake, ...] = ()
         self.unusable: Mapping[SecretSource, Mistake] = {}
@@ -178,7 +188,7 @@ class BundleSync:
         self.acknowledgements = acknowledgements
         self._config = config
         self._out = out
-        self._keys = KeyFiles(os.environ)
+        self._keys = KeyFiles(os.environ, config.path)
         self.secrets = SecretFiles(os.environ, config.path, bundle=out)
         self._draining, self._writer = DrainingServers(_LINGER_S), BundleWriter(path)
         # what is in the bundle, and what could not be written last: a configuration, and secrets by file
@@ -198,11 +208,12 @@ class BundleSync:
         missing = tuple(f"{one.file}: {one.message}" for one in self.missing_keys)
         return msgspec.structs.replace(known, refused=refused, missing_keys=missing)
 
-    def run(self, stop: threading.Event) -> None:
-        """Until ``stop``; raises ConfigInvalid at the start."""
+    def run(self, stop: threading.Event, on_ready: Callable[[], None] = lambda: None) -> None:
+        """Until ``stop``; raises ConfigInvalid at the start. ``on_ready``: the first bundle is written."""
         clock = time.monotonic  # noqa: TID251 - the edge
         self._stop = stop
         self.start(clock)
+        on_ready()
         if self.acknowledgements is not None:
             threading.Thread(target=_poll_for_ever, args=(self.acknowledgements, clock), daemon=True).start()
         while not stop.wait(_POLL_S):
@@ -212,7 +223,8 @@ class BundleSync:
         """Write the first bundle; raises ConfigInvalid."""
         self._snapshot = self._config.read()
         self._written = self._with_secrets(self._fill(self._snapshot))
-        _write_first(*self._written, self._out, self._writer)
+        with caused_by(reason=f"configuration {self._snapshot.version}"):
+            _write_first(*self._written, self._out, self._writer, self._changed)
         self._note_written(clock())
 
     def sync_once(self, clock: Callable[[], float]) -> None:
@@ -228,32 +240,37 @@ class BundleSync:
         wanted = queued, secrets = self._with_secrets(self._fill(self._draining.with_draining(self._snapshot, clock())))
         if wanted == self._written or (wanted == self._failed and clock() < self._retry_at_s):
             return
-        if self._replace(queued, secrets, clock):
+        with caused_by(reason=f"configuration {queued.version}"):
+            is_replaced = self._replace(queued, secrets, clock)
+        if is_replaced:
             self._written, self._failed = wanted, None
             self._note_written(clock())
         else:
             self._failed, self._retry_at_s = wanted, clock() + _RETRY_S
 
     def _replace(self, after: Snapshot, secrets: Mapping[str, str], clock: Callable[[], float]) -> bool:
-        """Whether the bundle was replaced by that of ``after``. A full disk, say, must not end the process.
+        """Whether the bundle was replaced by that of ``after``. Write errors, such as a full disk, must not end the
+        process.
 
         Secrets come first and go last. Where they alone have changed, nothing else is written.
         """
         before = self._written[0]
         try:
-            write_secrets(self._out, secrets)
+            if self.acknowledgements is not None:
+                self.acknowledgements.begin_write()
+            write_secrets(self._out, secrets, self._changed)
             if before != after:
                 for step in steps(before, after, self._writer):
                     time.sleep(step.wait_s)
-                    write(self._out, step)
+                    write_step(self._out, step, self._changed)
                     self._wait_until_used(step, after, clock)
-            remove_unused_secrets(self._out, secrets)
+            remove_unused_secrets(self._out, secrets, self._changed)
         except Exception:
             log.exception("the bundle could not be written, the last one stays; tried again in %g s", _RETRY_S)
             return False
         return True
 
-    def _wait_until_used(self, step: Step, after: Snapshot, clock: Callable[[], float]) -> None:
+    def _wait_until_used(self, step: PublishStep, after: Snapshot, clock: Callable[[], float]) -> None:
         """Envoy must have the clusters before the routes that name them, and is not given more than it can read."""
         if self.acknowledgements is None or not self.acknowledgements.has_acknowledged:
             return
@@ -291,6 +308,7 @@ class BundleSync:
         return served, secrets
 
     def _note_written(self, now: float) -> None:
+        log.info("the bundle has configuration %s", self._written[0].version)
         self.written_at_s = datetime.now(UTC).timestamp()
         self._in_bundle = self._written[0].digests
         if self.acknowledgements is not None:
@@ -307,11 +325,13 @@ class BundleSync:
             log.error("configuration refused, the last good bundle stays:\n%s", error)
             self._refused = str(error)
             return None
-        self._refused = ""
+        if self._refused:
+            self._refused = ""
+            log.info("the configuration can be used again")
         return snapshot
 
     def _fill(self, snapshot: Snapshot) -> Snapshot:
-        """Keys that are missing keep nobody else from being served: they are read again each time."""
+        """Missing keys do not keep other callers from being served: they are read again each time."""
         filled, mistakes = self._keys.fill_available(snapshot, datetime.now(UTC))
         if tuple(mistakes) != self.missing_keys:
             self.missing_keys = tuple(mistakes)
@@ -334,9 +354,7 @@ def _poll_for_ever(acknowledgements: Acknowledgements, clock: Callable[[], float
 
 
 def wait_until_acknowledged(snapshot: Snapshot, out: Path, acknowledgements: Acknowledgements, wait_s: float) -> bool:
-    """Whether Envoy uses the bundle of ``snapshot``, which is in ``out``, within ``wait_s``; what it is not is
-    logged.
-    """
+    """Whether Envoy uses the bundle of ``snapshot``, which is in ``out``, within ``wait_s``; a failure is logged."""
     clock = time.monotonic  # noqa: TID251 - the edge
     began_at_s = clock()
     acknowledgements.expect(snapshot, out, began_at_s)
@@ -351,15 +369,21 @@ def wait_until_acknowledged(snapshot: Snapshot, out: Path, acknowledgements: Ack
     return verdict.status == "Taken"
 
 
-def _write_first(snapshot: Snapshot, secrets: Mapping[str, str], out: Path, writer: BundleWriter) -> None:
-    write_secrets(out, secrets)
+def _write_first(
+    snapshot: Snapshot,
+    secrets: Mapping[str, str],
+    out: Path,
+    writer: BundleWriter,
+    changed: FileChanged = unrecorded,
+) -> None:
+    write_secrets(out, secrets, changed)
     for step in steps(None, snapshot, writer):
-        write(out, step)
-    remove_orphans(out, snapshot)
-    remove_unused_secrets(out, secrets)
+        write_step(out, step, changed)
+    remove_orphans(out, snapshot, changed)
+    remove_unused_secrets(out, secrets, changed)
 
 
 def write_golden(folder: Path) -> None:
     """Write ``bundles/NAME`` for every directory ``sources/NAME`` of ``folder``."""
     for source in sorted((folder / "sources").iterdir()):
-        write_once(load_directory(source), folder / "bundles" / source.name, GOLDEN_PATH)
+        write_once(load_directory(source), folder / "bundles" / source.name, GOLDEN_PATH, source)

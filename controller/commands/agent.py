@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``attache agent``: the sidecar of an engine that says when it is ready, drains it and loads its adapters."""
+"""``attache agent``: the sidecar of an engine that reports its readiness, drains it and loads its adapters."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import http.client
-import logging
 import signal
 import sys
 import time
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 
 from extproc.api.advice import no_address
 from extproc.engines.dialects import DIALECTS
+from extproc.logs import add_log_options, start_logging
 
 if TYPE_CHECKING:
     from controller.agents.runtime.settings import AgentSettings
@@ -29,7 +29,7 @@ def parser(prog: str = "attache agent") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=prog,
         description=(
-            "Run beside an engine in its pod: say when its model really answers, warm it up, drain it before it ends,"
+            "Run in an engine's pod: report when the model really answers, warm it up, drain it before it ends,"
             " load and unload LoRA adapters or models of a V2 repository, and show its metrics under one set of names."
         ),
         epilog=(
@@ -54,6 +54,7 @@ def parser(prog: str = "attache agent") -> argparse.ArgumentParser:
     )
     _add_health(made)
     _add_adapters(made)
+    add_log_options(made)
     return made
 
 
@@ -94,7 +95,7 @@ def _add_health(made: argparse.ArgumentParser) -> None:
         type=_lengths,
         metavar="N[,N...]",
         default=(16, 512, 2048),
-        help="about so many tokens have the prompts; default: 16,512,2048",
+        help="rough lengths of the prompts in tokens; default: 16,512,2048",
     )
     add("--warm-up-prompts", type=Path, metavar="FILE", help="further prompts, one a line")
     add("--warm-up-timeout", type=_seconds, metavar="SECONDS", default=300.0, help="default: %(default)s")
@@ -111,7 +112,7 @@ def _add_health(made: argparse.ArgumentParser) -> None:
         type=_seconds,
         metavar="SECONDS",
         default=5.0,
-        help="a drain lasts at least so long, in which gateways notice; default: %(default)s",
+        help="the shortest drain, so that gateways notice it; default: %(default)s",
     )
 
 
@@ -128,7 +129,7 @@ def _add_adapters(made: argparse.ArgumentParser) -> None:
         type=_count,
         metavar="N",
         default=0,
-        help="the engine holds no more; default: as its metrics or refusals say",
+        help="the most adapters that the engine holds; default: from its metrics or refusals",
     )
     add(
         "--keep-adapter",
@@ -156,7 +157,7 @@ def _add_adapters(made: argparse.ArgumentParser) -> None:
         metavar="DIR",
         action="append",
         default=[],
-        help="local adapters may be below it; several times for several; default: the cache",
+        help="local adapters may be below it; may be repeated; default: the cache",
     )
     add(
         "--allow-uri",
@@ -164,9 +165,13 @@ def _add_adapters(made: argparse.ArgumentParser) -> None:
         metavar="PREFIX",
         action="append",
         default=[],
-        help="URIs in calls begin with it; several times for several; default: any URI. The file may have any",
+        help="URIs in calls begin with it; may be repeated; default: any URI. The file may have any",
     )
-    add("--declared-only", action="store_true", help="calls load what the file declares, from where it says, alone")
+    add(
+        "--declared-only",
+        action="store_true",
+        help="calls load only adapters that the file declares, from the declared source",
+    )
     add("--download-timeout", type=_seconds, metavar="SECONDS", default=1800.0, help="default: %(default)s")
     add("--load-timeout", type=_seconds, metavar="SECONDS", default=120.0, help="of the engine; default: %(default)s")
 
@@ -184,7 +189,7 @@ def main(words: list[str], prog: str) -> int:
         settings = settings_of(options)
     except (OSError, ValueError) as error:
         made.error(str(error))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging(options)
     try:
         asyncio.run(_run(settings, *listen))
     except OSError as error:
@@ -215,7 +220,7 @@ async def _run(settings: AgentSettings, host: str, port: int) -> None:
 
 
 def _drain(agent: str) -> int:
-    """Ask the agent to drain, and wait for as long as that takes."""
+    """Send the drain request to the agent, and wait until it is answered."""
     parts = urlsplit(agent)
     connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port or 9000)
     try:

@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 import argparse
-import logging
+import os
 import signal
 import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from controller.audit import add_audit_option, file_recorder, opened_audit
 from extproc.api.addresses import parse_address, parse_endpoint
 from extproc.api.errors import ConfigInvalid
-from extproc.api.host_names import Patience
+from extproc.api.host_names import ResolutionTiming
 from extproc.api.quantities import Duration
-from extproc.cli.resolver import resolved_directory
-from extproc.cli.system import report
+from extproc.cli.supervisor import notify_ready
+from extproc.cli.system import print_mistakes, resolved_directory
+from extproc.logs import add_log_options, start_logging
 
 if TYPE_CHECKING:
     from controller.bundle.acknowledgements import Acknowledgements
@@ -28,7 +30,7 @@ DESCRIPTION: Final = (
 
 
 # Of engines' names: Envoy has a new address before extproc uses it, and an old one after extproc has left it.
-_PATIENCE: Final = Patience(keep_s=30.0, settle_s=0.0)
+_PATIENCE: Final = ResolutionTiming(keep_s=30.0, settle_s=0.0)
 
 
 def parser(prog: str = "controller bundle") -> argparse.ArgumentParser:
@@ -62,6 +64,8 @@ def parser(prog: str = "controller bundle") -> argparse.ArgumentParser:
         help="with --watch: IP:PORT of /metrics and /readyz, or 'off' (default: %(default)s)",
     )
     add("--golden", action="store_true", help="in a clone: write envoy/bundles from envoy/sources")
+    add_audit_option(made)
+    add_log_options(made)
     return made
 
 
@@ -70,7 +74,8 @@ def _polling(
 ) -> tuple[Acknowledgements | None, float | None, tuple[str, int] | None]:
     """What polls Envoy, for how long to wait for it, and where metrics are served."""
     # Envoy's schema, as below
-    from controller.bundle.acknowledgements import Acknowledgements, read_state  # noqa: PLC0415
+    from controller.bundle.acknowledgements import Acknowledgements  # noqa: PLC0415
+    from controller.bundle.admin import read_state  # noqa: PLC0415
 
     try:
         if options.admin not in {None, "off"}:
@@ -94,6 +99,8 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
     made = parser(prog)
     options = made.parse_args(words)
     # Envoy's schema takes half a second to import: not for --help
+    from prometheus_client import CollectorRegistry  # noqa: PLC0415
+
     from controller.bundle.metrics import serve_metrics  # noqa: PLC0415
     from controller.bundle.sync import (  # noqa: PLC0415
         BundleSync,
@@ -103,7 +110,7 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
         write_once,
     )
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging(options)
     try:
         if options.golden:
             write_golden(Path("envoy"))
@@ -113,26 +120,29 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
         path = options.path or str(options.out.resolve())
         directory = resolved_directory(options.config, _PATIENCE)
         acknowledgements, wait_s, metrics = _polling(options, made, path)
-        if options.watch:
-            return_large_texts()
-            stop = threading.Event()
-            for one in (signal.SIGTERM, signal.SIGINT):
-                # no exception: raised inside a library's own code, it may get lost there
-                signal.signal(one, lambda *_: stop.set())
-            sync = BundleSync(directory, options.out, path, acknowledgements)
-            if metrics is not None:
-                serve_metrics(sync, metrics)
-            sync.run(stop)
-        else:
+        registry = CollectorRegistry()
+        with opened_audit(options.audit_log, registry) as audit:
+            changed = file_recorder(audit, "attache-bundle")
+            if options.watch:
+                return_large_texts()
+                stop = threading.Event()
+                for one in (signal.SIGTERM, signal.SIGINT):
+                    # no exception: raised inside a library's own code, it may get lost there
+                    signal.signal(one, lambda *_: stop.set())
+                sync = BundleSync(directory, options.out, path, acknowledgements, changed)
+                if metrics is not None:
+                    serve_metrics(sync, metrics, registry)
+                sync.run(stop, lambda: notify_ready(os.environ))
+                return 0
             snapshot = directory.read()
-            write_once(snapshot, options.out, path, options.config)
-            if acknowledgements is not None and wait_s is not None:
-                return 0 if wait_until_acknowledged(snapshot, options.out, acknowledgements, wait_s) else 1
+            write_once(snapshot, options.out, path, options.config, changed)
+        if acknowledgements is not None and wait_s is not None:
+            return 0 if wait_until_acknowledged(snapshot, options.out, acknowledgements, wait_s) else 1
     except ConfigInvalid as error:
-        return report(error)
+        return print_mistakes(error)
     except OSError as error:
         print(f"cannot write the bundle: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 0
+        pass
     return 0

@@ -1,23 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``attache convert``: objects of other autoscalers as ours, on standard output."""
+"""``attache convert``: objects of other autoscalers as ours, on standard output.
+
+What is converted is checked as ours; other objects are named.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import yaml
 
-from extproc.api.documents import read, split
-from extproc.api.errors import ConfigInvalid, Mistake
-from extproc.cli.system import counted, report
+from controller.api.autoscaling_binding import AutoscalingPolicyBinding
+from controller.api.autoscaling_policy import AutoscalingPolicy
+from controller.convert import kthena, variant_autoscaling
+from controller.convert.fields import ConversionFailed, ConversionResult, Object, check_shape, title
+from extproc.api.documents import parse_document, split_documents
+from extproc.api.errors import ConfigInvalid, Mistake, escape_unprintable
+from extproc.api.quantities import decode_quantity
+from extproc.cli.system import pluralize, print_mistakes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from controller.convert.fields import Object
+
+_OURS: Final = {"AutoscalingPolicy": AutoscalingPolicy, "AutoscalingPolicyBinding": AutoscalingPolicyBinding}
+
+
+def convert(objects: Sequence[Object]) -> ConversionResult:
+    """Raises Invalid where an object cannot be understood, or has something that ours may not have."""
+    variants, policies, warnings = [], [], []
+    for thing in objects:
+        check_shape(thing)
+        group, kind = str(thing.get("apiVersion", "")).partition("/")[0], thing.get("kind")
+        if group in variant_autoscaling.GROUPS and kind == variant_autoscaling.KIND:
+            variants.append((thing, title(thing)))
+        elif group == kthena.GROUP and kind in kthena.KINDS:
+            policies.append((thing, title(thing)))
+        else:
+            warnings.append(f"{title(thing)}: left out; it is not a kind that can be converted")
+    found = [variant_autoscaling.convert(variants), kthena.convert(policies)]
+    made = tuple(thing for one in found for thing in one.objects)
+    for thing in made:
+        validate_objects(thing)
+    twice = next((name for name, count in Counter(map(title, made)).items() if count > 1), None)
+    if twice is not None:
+        raise ConversionFailed(f"{twice}: two of these would be written; convert them one by one, or rename one")
+    warned = (*(text for one in found for text in one.warnings), *warnings)
+    return ConversionResult(made, tuple(dict.fromkeys(warned)))
+
+
+def validate_objects(thing: Object) -> None:
+    """By our own types; raises Invalid."""
+    try:
+        msgspec.convert(
+            {"metadata": thing["metadata"], "spec": thing["spec"]}, _OURS[thing["kind"]], dec_hook=decode_quantity
+        )
+    except msgspec.ValidationError as error:
+        raise ConversionFailed(f"{title(thing)}: cannot be written here: {error}") from None
+
 
 _LIST: Final = "List"
 
@@ -28,8 +74,8 @@ def parser(prog: str = "attache convert") -> argparse.ArgumentParser:
         prog=prog,
         description=(
             "Print VariantAutoscalings of llm-d and AutoscalingPolicies (with their Bindings) of Kthena as"
-            " AutoscalingPolicies and AutoscalingPolicyBindings of ours. What cannot be carried over is told on"
-            " standard error."
+            " AutoscalingPolicies and AutoscalingPolicyBindings of ours. Fields that cannot be converted are "
+            "reported on standard error."
         ),
         epilog="Exit status: 0, or 2 for a mistake in the options or in a file.",
     )
@@ -41,27 +87,21 @@ def main(words: list[str], prog: str) -> int:
     """Exit status: 0, or 2 for a mistake in the options or in a file."""
     options = parser(prog).parse_args(words)
     # types of all kinds take a quarter of a second to load: not for --help
-    from controller.convert.convert import convert  # noqa: PLC0415
-    from controller.convert.fields import Invalid  # noqa: PLC0415
+    from controller.convert.fields import ConversionFailed  # noqa: PLC0415
 
     try:
         found = convert(list(_objects(options.files)))
     except ConfigInvalid as error:
-        return report(error)
-    except Invalid as error:
-        print(_plain(str(error)), file=sys.stderr)
+        return print_mistakes(error)
+    except ConversionFailed as error:
+        print(escape_unprintable(str(error)), file=sys.stderr)
         return 2
     for text in found.warnings:
-        print(f"warning: {_plain(text)}", file=sys.stderr)
+        print(f"warning: {escape_unprintable(text)}", file=sys.stderr)
     print(yaml.dump_all(found.objects, Dumper=_Dumper, sort_keys=False, width=118, explicit_start=True), end="")
-    made = counted(len(found.objects), "object")
-    print(f"{made} written, {counted(len(found.warnings), 'warning')}", file=sys.stderr)
+    made = pluralize(len(found.objects), "object")
+    print(f"{made} written, {pluralize(len(found.warnings), 'warning')}", file=sys.stderr)
     return 0
-
-
-def _plain(text: str) -> str:
-    """One line that cannot command a terminal: whoever converts a file need not be its author."""
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -74,8 +114,8 @@ class _Dumper(yaml.SafeDumper):
 def _objects(files: list[str]) -> Iterator[Object]:
     """Those of lists, too; raises ConfigInvalid."""
     for file in files:
-        for document in split(file, _text(file)):
-            value, findings = read(document)
+        for document in split_documents(file, _text(file)):
+            value, findings = parse_document(document)
             if findings:
                 raise ConfigInvalid(document.mistakes(findings))
             if value is None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.api.addresses import parse_address
 from extproc.api.quantities import ByteSize, Duration
+from extproc.logs import add_log_options, start_logging
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,7 +32,7 @@ _STATUSES: Final = (
     "Exit status: 0; 2: a mistake in the options, or a library is missing; 3: the source has no such thing; 4: it"
     " refuses the credentials; 5: it cannot be reached, stalls, or changed meanwhile; 6: a wrong checksum, or an"
     " archive that is not safe to unpack; 7: the disk is full; 8: --timeout is over; 9: the cache or the link cannot be"
-    " written; 143: stopped by a signal. After 5, 7, 8, 9 and 143 the next run goes on from what is there."
+    " written; 143: stopped by a signal. After 5, 7, 8, 9 and 143 the next run continues."
 )
 
 
@@ -40,7 +41,7 @@ def parser(prog: str = "attache download") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=prog,
         description=(
-            "Have a model's weights on this machine: one download however many ask, resumed after a crash, "
+            "Fetch a model's weights to this machine: one download for all processes, resumed after a crash, "
             "verified, in bounded memory. Credentials come from the environment, or from files that NAME_FILE names."
         ),
         epilog=_STATUSES,
@@ -52,23 +53,28 @@ def parser(prog: str = "attache download") -> argparse.ArgumentParser:
         "--link",
         metavar="PATH",
         type=Path,
-        help="let this path lead to the weights; a directory gets a link for each file",
+        help="create a link to the weights at this path; a directory gets a link for each file",
     )
     add("--revision", metavar="NAME", default="", help="a branch, tag or commit of hf://, a tag or digest of oci://")
-    add("--allow", metavar="GLOB", action="append", default=[], help="only files that fit one of these")
-    add("--ignore", metavar="GLOB", action="append", default=[], help="no file that fits one of these")
+    add("--allow", metavar="GLOB", action="append", default=[], help="only files that match one of these")
+    add("--ignore", metavar="GLOB", action="append", default=[], help="no file that matches one of these")
     add(
         "--sha256",
         metavar="FILE=HEX",
         action="append",
         default=[],
         type=_pair,
-        help="what a file must be, beside what its source says",
+        help="the checksum that a file must have, in addition to that of its source",
     )
     add("--no-unpack", dest="unpack", action="store_false", help="keep a zip or tar archive as it is")
-    add("--hold", action="store_true", help="stay after the download, so that nobody evicts it, until a signal comes")
+    add(
+        "--hold",
+        action="store_true",
+        help="keep running after the download until a signal, so that the weights are not evicted",
+    )
     _add_limits(made)
     _add_reports(made)
+    add_log_options(made)
     return made
 
 
@@ -83,7 +89,7 @@ def _add_limits(made: argparse.ArgumentParser) -> None:
         metavar="DURATION",
         type=_duration,
         default="30s",
-        help="a server that sends nothing, or less than 1 KiB/s, for so long is asked again; default: %(default)s",
+        help="send a new request after so long without data, or with less than 1 KiB/s; default: %(default)s",
     )
     add("--attempts", metavar="N", type=_count, default=8, help="in a row without progress; default: %(default)s")
     add("--max-redirects", metavar="N", type=int, default=5, help="default: %(default)s")
@@ -93,7 +99,7 @@ def _add_limits(made: argparse.ArgumentParser) -> None:
         "--cache-limit",
         metavar="SIZE",
         type=_size,
-        help="remove the least recently used weights that nobody holds (--hold) to stay below this; default: never",
+        help="remove the least recently used weights that no process holds (--hold) to stay below this; default: never",
     )
     add(
         "--no-stale",
@@ -112,8 +118,20 @@ def _add_reports(made: argparse.ArgumentParser) -> None:
         default=Path("/mnt/pvc"),
         help="pvc://NAME/ is DIR/NAME; default: %(default)s",
     )
-    add("--files", metavar="DIR", type=Path, default=Path("/"), help="file:// leads nowhere else; default: %(default)s")
-    add("--ca-file", metavar="FILE", action="append", default=[], help="certificate authorities beside the machine's")
+    add(
+        "--files",
+        metavar="DIR",
+        type=Path,
+        default=Path("/"),
+        help="file:// may only name paths below it; default: %(default)s",
+    )
+    add(
+        "--ca-file",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="certificate authorities in addition to the machine's",
+    )
     add("--metrics", metavar="ADDRESS", help="serve /metrics and /readyz at ip:port")
     add(
         "--progress",
@@ -123,7 +141,7 @@ def _add_reports(made: argparse.ArgumentParser) -> None:
     add(
         "--pod-condition",
         action="store_true",
-        help="tell our pod's status (POD_NAME, POD_NAMESPACE): attache.dev/WeightsReady",
+        help="report in our pod's status (POD_NAME, POD_NAMESPACE): attache.dev/WeightsReady",
     )
 
 
@@ -134,7 +152,7 @@ def main(words: list[str], prog: str) -> int:
     # half a second to import: not for --help
     from controller.agents.downloader.core.errors import DownloadError  # noqa: PLC0415
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging(options)
     for noisy in ("httpx", "azure", "botocore", "urllib3"):  # they log URLs, which are signed
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
@@ -153,13 +171,12 @@ def main(words: list[str], prog: str) -> int:
 def _job(options: argparse.Namespace) -> Job:
     from controller.agents.downloader.archives import ArchiveLimits  # noqa: PLC0415
     from controller.agents.downloader.core import uri  # noqa: PLC0415
-    from controller.agents.downloader.core.fetch_plan import RetryPolicy  # noqa: PLC0415
-    from controller.agents.downloader.core.listing import Wanted  # noqa: PLC0415
-    from controller.agents.downloader.download import Job, Rules  # noqa: PLC0415
+    from controller.agents.downloader.core.fetch_plan import FileSelection, RetryPolicy  # noqa: PLC0415
+    from controller.agents.downloader.download import CacheRules, Job  # noqa: PLC0415
     from controller.agents.downloader.fetch import Sizes  # noqa: PLC0415
     from controller.agents.downloader.transfer import Timeouts  # noqa: PLC0415
 
-    wanted = Wanted(
+    wanted = FileSelection(
         uri.parse_uri(options.uri),
         revision=options.revision,
         allow=tuple(options.allow),
@@ -167,7 +184,7 @@ def _job(options: argparse.Namespace) -> Job:
         sha256=tuple(options.sha256),
         unpack=options.unpack,
     )
-    rules = Rules(
+    rules = CacheRules(
         sizes=Sizes(parallel=options.parallel, part=options.part_size),
         retry=RetryPolicy(attempts=options.attempts),
         limits=ArchiveLimits(size=options.max_unpacked),
@@ -177,7 +194,7 @@ def _job(options: argparse.Namespace) -> Job:
     timeouts = Timeouts(options.connect_timeout, options.stall_timeout, redirects=options.max_redirects)
     return Job(
         wanted,
-        uri.shown(options.uri),
+        uri.redact_uri(options.uri),
         options.cache,
         link=options.link,
         rules=rules,
@@ -224,7 +241,7 @@ async def _run(options: argparse.Namespace, job: Job) -> int:
             return _TERMINATED
         done = work.result()
         ready()
-        print(job.link or done.path, flush=True)  # --hold: whoever waits for it must not wait for a full pipe
+        print(job.link or done.path, flush=True)  # --hold: a reader gets the line before the buffer is full
         if options.hold:
             await stopped.wait()
         if done.use is not None:
@@ -234,8 +251,8 @@ async def _run(options: argparse.Namespace, job: Job) -> int:
 
 @contextlib.asynccontextmanager
 async def _listeners(options: argparse.Namespace) -> AsyncIterator[tuple[list[Listener], Callable[[], None]]]:
-    """Those who are told, and what to call once the weights are there."""
-    from controller.agents.downloader.reports import ProgressFile, ProgressLines, ProgressMetrics  # noqa: PLC0415
+    """The listeners of progress, and a function to call once the weights are complete."""
+    from controller.agents.downloader.progress import ProgressFile, ProgressLines, ProgressMetrics  # noqa: PLC0415
 
     ready = asyncio.Event()
     found: list[Listener] = []
@@ -249,12 +266,12 @@ async def _listeners(options: argparse.Namespace) -> AsyncIterator[tuple[list[Li
             found.append(metrics)
             await stack.enter_async_context(pages(options.metrics, metrics.registry, ready.is_set))
         if options.pod_condition:
-            await _tell_pod(stack, found)
+            await _report_to_pod(stack, found)
         yield found, ready.set
 
 
-async def _tell_pod(stack: contextlib.AsyncExitStack, found: list[Listener]) -> None:
-    from controller.agents.downloader.reports import PodCondition  # noqa: PLC0415
+async def _report_to_pod(stack: contextlib.AsyncExitStack, found: list[Listener]) -> None:
+    from controller.agents.downloader.progress import PodCondition  # noqa: PLC0415
     from controller.kube.access import find_access  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415
     from controller.kube.errors import AccessInvalid  # noqa: PLC0415

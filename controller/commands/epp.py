@@ -14,173 +14,37 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
 import msgspec
 
-from controller.gateway.compile.pools import KIND
-from extproc.api.patterns import ADVICE, HTTP_PATH
+from controller.commands.epp_flags import FLAGS, EppFlags, FlagInvalid, is_true, read_flags, tls_options
+from controller.gateway.compile.file_discovery import DiscoveryInvalid, discovery_of, pool_name
+from controller.gateway.compile.pools import KIND, SETTINGS, read_settings
+from extproc.api.addresses import join_host_port
+from extproc.api.decode import read_picker_file
+from extproc.api.errors import ConfigInvalid
+from extproc.api.files import open_regular
 from extproc.api.quantities import Duration
+from extproc.api.spec import ADVICE, HTTP_PATH, NAME, NAMESPACE
 from extproc.engines.dialects import TRITON_BACKEND, engine_of
+from extproc.logs import add_log_options, log_words, start_logging
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from controller.gateway.compile.file_discovery import FileDiscovery
+    from controller.gateway.metrics import GatewayMetrics
+    from controller.kube.access import ClusterAccess
+    from extproc.api.picker_config import EndpointPickerConfig, PickerCheck
 
-    from controller.kube.access import Access
-    from extproc.api.picker_config import PickerCheck
-
-Sort = Literal["text", "number", "truth", "duration"]
-Fate = Literal["obeyed", "accepted", "refused"]
-
-
-class Flag(msgspec.Struct, frozen=True):
-    """``default``: here, as text. ``fate``: what it comes to; ``note``: how, or why not. A flag that is refused may be
-    given with ``harmless``, the value that asks for nothing.
-    """
-
-    name: str
-    sort: Sort
-    fate: Fate
-    note: str
-    default: str = ""
-    harmless: str = ""
-
-
-FLAGS: Final = (
-    Flag("pool-name", "text", "obeyed", "the InferencePool; or --endpoint-selector"),
-    Flag("pool-namespace", "text", "obeyed", "its namespace; without it $NAMESPACE, or else `default`"),
-    Flag("pool-group", "text", "obeyed", "its API group", "inference.networking.k8s.io"),
-    Flag("endpoint-selector", "text", "obeyed", "pods by labels `a=b,c=d`, in place of a pool; no other operators"),
-    Flag("endpoint-target-ports", "text", "obeyed", "their ports, with --endpoint-selector"),
-    Flag("config-file", "text", "obeyed", "the EndpointPickerConfig; a change of the file is used within a second"),
-    Flag("config-text", "text", "obeyed", "the same as text"),
-    Flag("grpc-port", "number", "obeyed", "where the gateway calls", "9002"),
-    Flag("grpc-health-port", "number", "obeyed", "gRPC's health service, without TLS", "9003"),
-    Flag("metrics-port", "number", "obeyed", "extproc's metrics; those of the role are on the next port", "9090"),
-    Flag("secure-serving", "truth", "obeyed", "TLS on the gRPC port", "true"),
-    Flag("cert-path", "text", "obeyed", "a folder with tls.crt and tls.key; without it the certificate is self-signed"),
-    Flag("drain-timeout", "duration", "obeyed", "how long running requests may take to end after SIGTERM", "2m"),
-    Flag("refresh-metrics-interval", "duration", "obeyed", "`scrapeInterval` of the pool's ModelServer", "200ms"),
-    Flag("total-queued-requests-metric", "text", "obeyed", "says which engine it is: vLLM, SGLang or TensorRT-LLM"),
-    Flag("total-running-requests-metric", "text", "obeyed", "the same"),
-    Flag("kv-cache-usage-percentage-metric", "text", "obeyed", "the same"),
-    Flag("kubeconfig", "text", "obeyed", "where the API server is, outside a cluster"),
-    Flag("enable-cert-reload", "truth", "accepted", "certificates are always followed"),
-    Flag("health-checking", "truth", "accepted", "the gRPC port always has the health service, too"),
-    Flag("lora-info-metric", "text", "accepted", "follows from the engine"),
-    Flag("cache-info-metric", "text", "accepted", "follows from the engine"),
-    Flag("ha-enable-leader-election", "truth", "accepted", "every replica serves; none stands by"),
-    Flag("metrics-staleness-threshold", "duration", "accepted", "old readings lose weight with age"),
-    Flag("refresh-prometheus-metrics-interval", "duration", "accepted", "metrics are always up to date"),
-    Flag("grpc-max-recv-msg-size", "text", "accepted", "the gateway bounds what a request may have"),
-    Flag("grpc-max-send-msg-size", "text", "accepted", "the same"),
-    Flag("grpc-enable-compression", "truth", "accepted", "nothing is compressed"),
-    Flag(
-        "enable-grpc-stream-metrics",
-        "truth",
-        "accepted",
-        "attache_open_streams and attache_stream_seconds are always there",
-    ),
-    Flag("enable-pprof", "truth", "accepted", "there is none"),
-    Flag("tracing", "truth", "accepted", "no traces are sent"),
-    Flag("emit-endpoint-scores", "truth", "accepted", "no scores are sent; `attache explain` shows them"),
-    Flag("allow-experimental-plugins", "truth", "accepted", "the plugins that there are may be used"),
-    Flag(
-        "metrics-endpoint-auth", "truth", "accepted", "metrics are served without authentication; use a NetworkPolicy"
-    ),
-    Flag("v", "number", "accepted", "the log has one level"),
-    Flag("zap-devel", "truth", "accepted", "the log has one form"),
-    Flag("zap-encoder", "text", "accepted", "the log has one form"),
-    Flag("zap-log-level", "text", "accepted", "the log has one level"),
-    Flag("zap-stacktrace-level", "text", "accepted", "the log has one form"),
-    Flag("zap-time-encoding", "text", "accepted", "the log has one form"),
-    Flag("model-server-metrics-scheme", "text", "refused", "metrics are read by plain HTTP", harmless="http"),
-    Flag("model-server-metrics-path", "text", "obeyed", "`metricsPath` of the pool's ModelServer"),
-    Flag(
-        "model-server-metrics-port", "number", "refused", "metrics are read from each endpoint's own port", harmless="0"
-    ),
-    Flag("model-server-metrics-https-insecure-skip-verify", "truth", "accepted", "metrics are read by plain HTTP"),
-    Flag("disable-endpoint-subset-filter", "truth", "refused", "the subset hint is always obeyed", harmless="false"),
-    Flag("enable-multi-engine", "truth", "refused", "a pool has one kind of engine", harmless="false"),
-    Flag("engine-label-key", "text", "accepted", "a pool has one kind of engine"),
-    Flag("metrics-cert-dir", "text", "refused", "metrics have no TLS; use a NetworkPolicy"),
-    Flag("metrics-client-ca-file", "text", "refused", "metrics have no TLS; use a NetworkPolicy"),
-)
-"""Names and meanings are those of llm-d-router's ``pkg/epp/server/options.go`` and of the Inference Extension's before
-it.
-"""
-BY_NAME: Final[Mapping[str, Flag]] = MappingProxyType({one.name: one for one in FLAGS})
-
-
-class FlagInvalid(Exception):
-    """The flags cannot be used; the message says what to write."""
-
-
-class Given(msgspec.Struct, frozen=True):
-    """``values``: of flags that are obeyed, defaults included. ``notes``: a line for each that has no effect."""
-
-    values: Mapping[str, str]
-    notes: tuple[str, ...]
-
-
-def read_flags(words: Sequence[str]) -> Given:
-    """Flags as Go's pflag reads them, one dash or two, and ``camelCase`` as of the first versions; raises
-    FlagInvalid.
-    """
-    values = {one.name: one.default for one in FLAGS if one.fate == "obeyed" and one.default}
-    notes = []
-    for flag, value in _pairs(words):
-        _check(flag, value)
-        if flag.fate == "refused" and value != flag.harmless:
-            raise FlagInvalid(f"--{flag.name}={value}: {flag.note}")
-        if flag.fate == "obeyed":
-            values[flag.name] = value
-        elif flag.fate == "accepted":
-            notes.append(f"--{flag.name} has no effect: {flag.note}")
-    return Given(values, tuple(notes))
-
-
-def _pairs(words: Sequence[str]) -> list[tuple[Flag, str]]:
-    found, rest = [], list(words)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("-") or word in {"-", "--"}:
-            raise FlagInvalid(f"'{word}' is no flag")
-        name, has_value, value = word.lstrip("-").partition("=")
-        flag = BY_NAME.get(_kebab(name))
-        if flag is None:
-            raise FlagInvalid(f"there is no flag '--{name}'")
-        if not has_value:
-            # a truth takes no word of its own: "--tracing false" means --tracing, and a stray word
-            if flag.sort == "truth":
-                value = "true"
-            elif rest:
-                value = rest.pop(0)
-            else:
-                raise FlagInvalid(f"--{flag.name} needs a value")
-        found.append((flag, value.lower() if flag.sort == "truth" else value))
-    return found
-
-
-def _kebab(name: str) -> str:
-    """``poolName`` is ``pool-name``."""
-    return "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name)
-
-
-def _check(flag: Flag, value: str) -> None:
-    if flag.sort == "truth" and value not in {"true", "false", "1", "0", "t", "f"}:
-        raise FlagInvalid(f"--{flag.name}={value}: write true or false")
-    if flag.sort == "number" and not value.lstrip("-").isdecimal():
-        raise FlagInvalid(f"--{flag.name}={value}: write a number")
-
-
-def is_true(value: str) -> bool:
-    """As Go's ParseBool."""
-    return value in {"true", "1", "t"}
-
-
+# Of extproc: the Redis by which processes share what they know, with its password.
+REDIS_VARIABLE: Final = "ATTACHE_REDIS"
 POOL_GROUPS: Final = ("inference.networking.k8s.io", "inference.networking.x-k8s.io")
+_HIGHEST_PORT: Final = 65_535
+# As Go's client takes it; names in a compose file may have underscores.
+_REDIS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z_.-]+):[0-9]{1,5}")
+_DATABASE: Final = re.compile("[0-9]{1,4}")
+_MOST_SECRET_BYTES: Final = 64 * 1024
 _SELECTED: Final = "selected-endpoints"
 _METRIC_FLAGS: Final = (
     "total-queued-requests-metric",
@@ -189,10 +53,12 @@ _METRIC_FLAGS: Final = (
 )
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class EppPlan(msgspec.Struct, frozen=True, kw_only=True):
     """``pool``: ``namespace/name``. ``fixed_pool``: the pool itself, where it is no object of the cluster.
     ``server_fields``: of the pool's ModelServer. ``picker_file`` or ``picker_text``: the EndpointPickerConfig, if one
     is given. ``extproc``: its options, without ``--config``. ``metrics``: where the role's metrics are.
+    ``guarded_pages``: where extproc's pages are, for those who may get them; empty: extproc serves them to all.
+    ``has_cluster``: the pool's pods are its endpoints; without one a file lists them. ``environment``: of extproc.
     """
 
     pool: str
@@ -203,61 +69,125 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     picker_text: str
     extproc: tuple[str, ...]
     metrics: str
+    guarded_pages: str = ""
     kubeconfig: str = ""
+    has_cluster: bool = True
+    environment: Mapping[str, str] = {}
 
 
-def plan(given: Given, *, namespace: str, address: str, trusts_headers: bool) -> Plan:
-    """``namespace``: ours, empty if unknown. ``address``: where ports are opened. Raises FlagInvalid."""
-    values = given.values
+class LaunchContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What is not in llm-d's flags. ``namespace``: ours, empty if unknown. ``address``: where ports are opened.
+    ``has_cluster``: as in EppPlan. ``fields``: of the pool's ModelServer, beside those that follow from flags.
+    ``redis``: the URL of a Redis by which replicas share what they know; empty: they do not. ``options``: further ones
+    of extproc.
+    """
+
+    namespace: str = ""
+    address: str
+    trusts_headers: bool = True
+    has_cluster: bool = True
+    fields: Mapping[str, Any] = {}
+    redis: str = ""
+    options: tuple[str, ...] = ()
+
+
+def plan_launch(given: EppFlags, context: LaunchContext) -> EppPlan:
+    """Raises FlagInvalid."""
+    values, address = given.values, context.address
     selector, name = values.get("endpoint-selector", ""), values.get("pool-name", "")
-    if bool(selector) == bool(name):
+    if not context.has_cluster:
+        # as in llm-d, where the name is any text, and may be left out
+        selector, name = "", pool_name(name)
+    elif bool(selector) == bool(name):
         raise FlagInvalid("write --pool-name or --endpoint-selector")
     if "config-file" in values and "config-text" in values:
         raise FlagInvalid("--config-file and --config-text: write one of them")
     group = values["pool-group"]
     if group not in POOL_GROUPS:
         raise FlagInvalid(f"--pool-group={group}: write {' or '.join(POOL_GROUPS)}")
-    namespace = values.get("pool-namespace") or namespace or "default"
+    namespace = values.get("pool-namespace") or context.namespace or "default"
+    for flag, given_name, pattern in (("pool-name", name, NAME), ("pool-namespace", namespace, NAMESPACE)):
+        if given_name and re.match(pattern, given_name) is None:
+            raise FlagInvalid(f"--{flag}={given_name} {ADVICE[pattern]}")
     fixed = None
     if selector:
         name = _SELECTED
         fixed = _fixed_pool(namespace, selector, values.get("endpoint-target-ports", ""))
     pool = f"{namespace}/{name}"
     file = values.get("config-file")
-    return Plan(
+    # extproc's own pages are beside the role's
+    metrics_port = _port(values, "metrics-port", _HIGHEST_PORT - 1)
+    pages = join_host_port(address, metrics_port)
+    is_guarded = _guards_metrics(values, has_cluster=context.has_cluster)
+    return EppPlan(
         pool=pool,
         group=group,
         fixed_pool=fixed,
         server_fields={
             "scrapeInterval": _duration(values, "refresh-metrics-interval"),
-            **_metrics_path(values),
+            **_metrics_page(values),
             **_engine(values),
+            **context.fields,
         },
         picker_file=None if file is None else Path(file),
         picker_text=values.get("config-text", ""),
-        extproc=_extproc(values, pool, address) + (("--trust-headers",) if trusts_headers else ()),
-        metrics=f"{address}:{int(values['metrics-port']) + 1}",
+        extproc=(
+            *_extproc(values, pool, address),
+            *(() if is_guarded else ("--metrics", pages)),
+            # the directory is made by us: names of files are those of the operator's own files
+            *("--files", str(Path.cwd() if file is None else Path(file).absolute().parent)),
+            *(("--trust-headers",) if context.trusts_headers else ()),
+            *(("--redis-channel", f"attache.{pool}") if context.redis else ()),
+            *tls_options(values),
+            *context.options,
+        ),
+        metrics=join_host_port(address, metrics_port + 1),
+        guarded_pages=pages if is_guarded else "",
         kubeconfig=values.get("kubeconfig", ""),
+        has_cluster=context.has_cluster,
+        environment={REDIS_VARIABLE: context.redis} if context.redis else {},
     )
 
 
-def for_conformance(planned: Plan) -> Plan:
-    """The same for the conformance suite, whose only plugin picks what a header says: extproc does so on request."""
+def for_conformance(planned: EppPlan) -> EppPlan:
+    """The same for the conformance suite, whose only plugin picks the endpoint that a header names: extproc does so on
+    request.
+    """
     return msgspec.structs.replace(
         planned, picker_file=None, picker_text="", extproc=(*planned.extproc, "--conformance")
     )
 
 
 def _extproc(values: Mapping[str, str], pool: str, address: str) -> tuple[str, ...]:
-    words = ["--pool", pool, "--wait-for-pool", "--settle", "0s"]
-    for option, flag in (("--listen", "grpc-port"), ("--health", "grpc-health-port"), ("--metrics", "metrics-port")):
-        words += [option, f"{address}:{values[flag]}"]
+    words = ["--pool", pool, "--wait-for-pool", "--settle", "0s", "--llm-d-metrics"]
+    for option, flag in (("--listen", "grpc-port"), ("--health", "grpc-health-port")):
+        words += [option, join_host_port(address, _port(values, flag))]
     words += ["--drain", _duration(values, "drain-timeout")]
+    if is_true(values["emit-endpoint-scores"]):
+        words.append("--endpoint-scores")
     if is_true(values["secure-serving"]):
         folder = values.get("cert-path")
         pair = ("--tls-cert", f"{folder}/tls.crt", "--tls-key", f"{folder}/tls.key")
         words += pair if folder else ("--tls-self-signed",)
     return tuple(words)
+
+
+def _guards_metrics(values: Mapping[str, str], *, has_cluster: bool) -> bool:
+    """As llm-d's picker, which has no such guard without a cluster. Raises FlagInvalid."""
+    given = values.get("metrics-endpoint-auth")
+    if given is not None and is_true(given) and not has_cluster:
+        raise FlagInvalid(
+            "--metrics-endpoint-auth: without a cluster nobody can check tokens; write --metrics-endpoint-auth=false,"
+            f" and limit by a firewall who reaches port {values['metrics-port']} and the next one"
+        )
+    return has_cluster and (given is None or is_true(given))
+
+
+def _port(values: Mapping[str, str], flag: str, highest: int = _HIGHEST_PORT) -> int:
+    port = int(values[flag])
+    if not 1 <= port <= highest:
+        raise FlagInvalid(f"--{flag}={port}: write a port from 1 to {highest}")
+    return port
 
 
 def _duration(values: Mapping[str, str], flag: str) -> str:
@@ -266,6 +196,24 @@ def _duration(values: Mapping[str, str], flag: str) -> str:
     except ValueError:
         raise FlagInvalid(f"--{flag}={values[flag]}: write a duration such as 200ms or 1m30s") from None
     return values[flag]
+
+
+def _metrics_page(values: Mapping[str, str]) -> dict[str, Any]:
+    """Where the engines' metrics are, as fields of the ModelServer."""
+    fields: dict[str, Any] = _metrics_path(values)
+    port, scheme = values["model-server-metrics-port"], values["model-server-metrics-scheme"]
+    if port != "0":
+        fields["metricsPort"] = _port(values, "model-server-metrics-port")
+    if scheme == "https":
+        if not is_true(values["model-server-metrics-https-insecure-skip-verify"]):
+            raise FlagInvalid(
+                "--model-server-metrics-https-insecure-skip-verify=false: write a metrics-data-source with scheme:"
+                " https, insecureSkipVerify: false and caCertPath into the EndpointPickerConfig"
+            )
+        fields["connection"] = {"tls": {"insecureSkipVerify": True}}
+    elif scheme != "http":
+        raise FlagInvalid(f"--model-server-metrics-scheme={scheme}: write http or https")
+    return fields
 
 
 def _metrics_path(values: Mapping[str, str]) -> dict[str, str]:
@@ -311,9 +259,12 @@ def _fixed_pool(namespace: str, selector: str, ports: str) -> Mapping[str, Any]:
 
 DESCRIPTION: Final = (
     "Serve one InferencePool as an endpoint picker of the Gateway API Inference Extension. The flags are those of"
-    " llm-d's endpoint picker, so that its image can be replaced by this one."
+    " llm-d's endpoint picker, so that its image can be replaced by this one. With file-discovery in the"
+    " EndpointPickerConfig it needs no cluster."
 )
 _ROLE_RETRY_S: Final = 1.0
+# Of extproc's pages, where they are guarded.
+_SOCKET: Final = "pages.sock"
 _EVERYWHERE: Final = "0.0.0.0"  # noqa: S104 - a pod's ports are for others
 log = logging.getLogger(__name__)
 
@@ -324,8 +275,8 @@ def parser(prog: str = "attache epp") -> argparse.ArgumentParser:
         prog=prog,
         description=DESCRIPTION,
         epilog=(
-            "Exit status: 0 after SIGTERM or SIGINT, 1 if extproc ended by itself, 2 for a mistake in the flags or no "
-            "cluster. docs/reference/llm-d-flags.md lists flags that have no effect."
+            "Exit status: 0 after SIGTERM or SIGINT, 1 if extproc ended unexpectedly, 2 for a mistake in the flags or "
+            "no cluster and no file of endpoints. docs/reference/llm-d-flags.md lists flags that have no effect."
         ),
         allow_abbrev=False,
     )
@@ -352,18 +303,41 @@ def _add_own(made: argparse.ArgumentParser) -> None:
         choices=("true", "false"),
         default="true",
         help=(
-            "believe headers that say who asks, as llm-d does; the gateway must then write them (default: %(default)s)"
+            "trust headers that identify the caller, as llm-d does; the gateway must then write them (default: "
+            "%(default)s)"
         ),
+    )
+    made.add_argument(
+        "--redis",
+        metavar="URL",
+        default="",
+        help=(
+            "share load, cached prefixes and sessions of replicas through redis://HOST:PORT (default:"
+            f" ${REDIS_VARIABLE}, or the redis-syncer of the EndpointPickerConfig)"
+        ),
+    )
+    made.add_argument(
+        "--shadow",
+        action="store_true",
+        help="compare the picks of llm-d's own picker with ours, and decide nothing; the gateway sends copies "
+        "(observability_mode)",
+    )
+    made.add_argument(
+        "--model-server",
+        metavar="YAML",
+        default="",
+        help=f"fields of the pool's ModelServer, such as 'engine: SGLang'; the annotation {SETTINGS} has precedence",
     )
     made.add_argument(
         "--conformance",
         action="store_true",
-        help="for the conformance suite alone: obey the header test-epp-endpoint-selection, and read no plugins",
+        help="only for the conformance suite: obey the header test-epp-endpoint-selection, and read no plugins",
     )
+    add_log_options(made)
 
 
 def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
-    """Exit status: 0 after a signal, 1 if extproc ended by itself, 2 for a mistake in the flags.
+    """Exit status: 0 after a signal, 1 if extproc ended unexpectedly, 2 for a mistake in the flags.
 
     ``check_picker``: that of extproc.
     """
@@ -372,37 +346,117 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     ours = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     _add_own(ours)
     options, theirs = ours.parse_known_args(words)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging(options)
     try:
         given = read_flags(theirs)
-        namespace, trusts = os.environ.get("NAMESPACE", ""), options.trust_headers == "true"
-        planned = plan(given, namespace=namespace, address=options.bind_address, trusts_headers=trusts)
+        problem, config = _config(given)
+        discovery = None if config is None else _discovery(given, config)
+        context = LaunchContext(
+            namespace=os.environ.get("NAMESPACE", ""),
+            address=options.bind_address,
+            trusts_headers=options.trust_headers == "true",
+            has_cluster=discovery is None,
+            fields=_fields(options.model_server),
+            redis=options.redis or os.environ.get(REDIS_VARIABLE, "") or _redis(config),
+            options=(*(("--shadow",) if options.shadow else ()), *log_words(options)),
+        )
+        planned = plan_launch(given, context)
         if options.conformance:
             planned = for_conformance(planned)
+        access = _access(planned, problem) if planned.has_cluster else None
     except FlagInvalid as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
     for note in given.notes:
         log.info("%s", note)
+    if discovery is not None:
+        log.info("no cluster is followed: %s lists the endpoints of %s", discovery.path, planned.pool)
+    with tempfile.TemporaryDirectory(prefix="attache-epp-") as folder:
+        return asyncio.run(_run(planned, access, Path(folder), check_picker))
+
+
+def _config(given: EppFlags) -> tuple[str, EndpointPickerConfig | None]:
+    """The EndpointPickerConfig, None if there is none that can be read; and why it cannot be, empty if it can.
+
+    One that cannot be read may be mended while the cluster is followed.
+    """
+    file, text = given.values.get("config-file", ""), given.values.get("config-text", "")
+    if not file and not text:
+        return "", None
+    try:
+        return "", read_picker_file(file or "--config-text", text or Path(file).read_text()).config
+    except (OSError, UnicodeDecodeError) as error:
+        return f"{file}: {error}", None
+    except ConfigInvalid as error:
+        return "\n".join(map(str, error.mistakes)), None
+
+
+def _discovery(given: EppFlags, config: EndpointPickerConfig) -> FileDiscovery | None:
+    """How endpoints are found without a cluster, None if the file does not say so. Raises FlagInvalid."""
+    try:
+        return discovery_of(config)
+    except DiscoveryInvalid as error:
+        raise FlagInvalid(f"{given.values.get('config-file', '--config-text')}: {error}") from None
+
+
+def _redis(config: EndpointPickerConfig | None) -> str:
+    """The URL of the file's redis-syncer, empty if it has none. Raises FlagInvalid."""
+    plugin = None if config is None else next((one for one in config.plugins if one.type == "redis-syncer"), None)
+    if plugin is None:
+        return ""
+    given = plugin.parameters or {}
+    address, variable, file = (str(given.get(key) or "") for key in ("address", "passwordEnv", "passwordFile"))
+    database = str(given.get("db") or 0)
+    if _REDIS.fullmatch(address) is None or int(address.rpartition(":")[2]) > _HIGHEST_PORT:
+        raise FlagInvalid(f"{plugin.called}: the parameter 'address' is missing or wrong; write HOST:PORT of the Redis")
+    if _DATABASE.fullmatch(database) is None:
+        raise FlagInvalid(f"{plugin.called}: the parameter 'db' is no number of a database; write 0, 1 or more")
+    try:
+        password = _content(file).strip() if file else os.environ[variable] if variable else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise FlagInvalid(f"{plugin.called}: passwordFile: {error}") from None
+    except KeyError:
+        raise FlagInvalid(f"{plugin.called}: passwordEnv: the variable {variable} is not set; set it") from None
+    secret = f":{quote(password, safe='')}@" if password else ""
+    return f"redis://{secret}{address}/{database}"
+
+
+def _content(file: str) -> str:
+    with open_regular(file) as opened:
+        return opened.read(_MOST_SECRET_BYTES).decode()
+
+
+def _fields(text: str) -> Mapping[str, Any]:
+    """Of ``--model-server``; raises FlagInvalid."""
+    found = read_settings(text, "--model-server")
+    if isinstance(found, str):
+        raise FlagInvalid(found)
+    return found
+
+
+def _access(planned: EppPlan, problem: str) -> ClusterAccess:
+    """``problem``: why the EndpointPickerConfig cannot be read, which might do without a cluster. Raises
+    FlagInvalid.
+    """
     # the client takes a third of a second to import: not for --help
     from controller.kube.access import find_access, from_kubeconfig  # noqa: PLC0415
     from controller.kube.errors import AccessInvalid  # noqa: PLC0415
 
     try:
-        access = from_kubeconfig(Path(planned.kubeconfig)) if planned.kubeconfig else find_access()
+        return from_kubeconfig(Path(planned.kubeconfig)) if planned.kubeconfig else find_access()
     except AccessInvalid as error:
-        print(error, file=sys.stderr)
-        return 2
-    with tempfile.TemporaryDirectory(prefix="attache-epp-") as folder:
-        return asyncio.run(_run(planned, access, Path(folder), check_picker))
+        advice = "; or name a file of endpoints in the EndpointPickerConfig (dataLayer.discovery with file-discovery)"
+        raise FlagInvalid(f"{error}{advice}" + (f"\n{problem}" if problem else "")) from None
 
 
-async def _run(planned: Plan, access: Access, folder: Path, check_picker: PickerCheck) -> int:
+async def _run(planned: EppPlan, access: ClusterAccess | None, folder: Path, check_picker: PickerCheck) -> int:
     """extproc as a process of its own, so that following the cluster costs requests nothing; and the role, here."""
     config = folder / "config"
     config.mkdir()
     words = [sys.executable, "-m", "attache", "extproc", "--config", str(config), *planned.extproc]
-    extproc = await asyncio.create_subprocess_exec(*words)
+    if planned.guarded_pages:
+        words += ["--metrics", f"unix:{folder / _SOCKET}"]
+    extproc = await asyncio.create_subprocess_exec(*words, env={**os.environ, **planned.environment})
     is_stopping = False
 
     def stop() -> None:
@@ -423,7 +477,7 @@ async def _run(planned: Plan, access: Access, folder: Path, check_picker: Picker
     return 0 if is_stopping else 1
 
 
-async def _follow(planned: Plan, access: Access, folder: Path, check_picker: PickerCheck) -> None:
+async def _follow(planned: EppPlan, access: ClusterAccess | None, folder: Path, check_picker: PickerCheck) -> None:
     """The role, until cancelled. Requests go on without it, so a failure of it is logged, and it begins again."""
     while True:
         try:
@@ -435,11 +489,34 @@ async def _follow(planned: Plan, access: Access, folder: Path, check_picker: Pic
         await asyncio.sleep(_ROLE_RETRY_S)
 
 
-async def _run_role(planned: Plan, access: Access, folder: Path, check_picker: PickerCheck) -> None:
+async def _run_role(planned: EppPlan, access: ClusterAccess | None, folder: Path, check_picker: PickerCheck) -> None:
     from controller.gateway.metrics import GatewayMetrics  # noqa: PLC0415
-    from controller.gateway.picker_role import CONTROLLER, PickerRole, PickerSettings  # noqa: PLC0415
-    from controller.kube.client import connect  # noqa: PLC0415 - not for --help
+    from controller.gateway.picker_role import FilePoolRole, FilePoolSettings  # noqa: PLC0415 - not for --help
     from controller.kube.pages import pages  # noqa: PLC0415
+
+    metrics = GatewayMetrics()
+    if access is not None:
+        await _run_in_cluster(planned, access, folder, check_picker, metrics)
+        return
+    settings = FilePoolSettings(
+        config=folder / "config",
+        pool=planned.pool,
+        picker_file=planned.picker_file,
+        picker_text=planned.picker_text,
+        server_fields=planned.server_fields,
+    )
+    role = FilePoolRole(settings, metrics, check_picker=check_picker)
+    async with pages(planned.metrics, metrics.registry, role.ready.is_set):
+        await role.run()
+
+
+async def _run_in_cluster(
+    planned: EppPlan, access: ClusterAccess, folder: Path, check_picker: PickerCheck, metrics: GatewayMetrics
+) -> None:
+    from controller.gateway.picker_role import CONTROLLER, PickerRole, PickerSettings  # noqa: PLC0415
+    from controller.kube.authorizer import RequestAuthorizer, guarded_by  # noqa: PLC0415
+    from controller.kube.client import connect  # noqa: PLC0415 - not for --help
+    from controller.kube.pages import pages, relayed_pages  # noqa: PLC0415
 
     file = planned.picker_file
     if planned.picker_text:
@@ -455,8 +532,12 @@ async def _run_role(planned: Plan, access: Access, folder: Path, check_picker: P
         fixed_pool=planned.fixed_pool,
         server_fields=planned.server_fields,
     )
-    metrics = GatewayMetrics()
     async with connect(access, manager=CONTROLLER) as client:
         role = PickerRole(client, settings, metrics, check_picker=check_picker)
-        async with pages(planned.metrics, metrics.registry, role.ready.is_set):
+        guard = None
+        async with contextlib.AsyncExitStack() as served:
+            if planned.guarded_pages:
+                guard = guarded_by(RequestAuthorizer(client, asyncio.get_running_loop().time))
+                await served.enter_async_context(relayed_pages(planned.guarded_pages, folder / _SOCKET, guard))
+            await served.enter_async_context(pages(planned.metrics, metrics.registry, role.ready.is_set, guard=guard))
             await role.run()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``attache explain-scaling``: why a binding's targets have so many replicas, as the leading manager says."""
+"""``attache explain-scaling``: why a binding's targets have so many replicas, as reported by the leading manager."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from controller.autoscaler.reconciler.records import Record, explained
+from controller.autoscaler.reconciler.records import DecisionRecord, explain_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +27,7 @@ _REACH: Final = (
 
 
 class _Page(msgspec.Struct):
-    decisions: list[Record]
+    decisions: list[DecisionRecord]
 
 
 def parser(prog: str = "attache explain-scaling") -> argparse.ArgumentParser:
@@ -35,7 +35,7 @@ def parser(prog: str = "attache explain-scaling") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=prog,
         description=(
-            "Print the last decisions about an AutoscalingPolicyBinding, the newest last: what each law asked for "
+            "Print the last decisions about an AutoscalingPolicyBinding, the newest last: what each strategy asked for "
             "and why, what changed that, and what was done."
         ),
         epilog=(
@@ -83,7 +83,7 @@ def main(words: list[str], prog: str) -> int:
     except msgspec.DecodeError as error:
         print(f"{options.manager} answers something else than decisions: {error}", file=sys.stderr)
         return 2
-    print("\n".join(explained(one) for one in reversed(page.decisions)), end="")
+    print("\n".join(explain_record(one) for one in reversed(page.decisions)), end="")
     return 0
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``attache gateway``: what a cluster's objects say, as the configuration of extproc and Envoy beside it."""
+"""``attache gateway``: writes a cluster's objects as the configuration of extproc and Envoy beside it."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -13,27 +14,32 @@ import socket
 import sys
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
+from controller.audit import add_audit_option, opened_audit
 from controller.gateway.compile.gateway_api.gateways import ANY, GatewayApiSettings, parse_addresses
-from extproc.api.addresses import parse_endpoint
+from extproc.api.addresses import Network, parse_endpoint, parse_networks
+from extproc.api.quantities import Duration
+from extproc.logs import add_log_options, start_logging
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
     from controller.gateway.metrics import GatewayMetrics
-    from controller.kube.access import Access
+    from controller.kube.access import ClusterAccess
     from controller.kube.client import Client
     from extproc.api.picker_config import PickerCheck
 
 DESCRIPTION: Final = (
     "Follow a cluster's ModelServers, ModelRoutes, pods and the rest, and write them as the configuration directory"
-    " that extproc reads. It runs beside extproc, with a service account or a kubeconfig."
+    " that extproc reads. Run it together with extproc, with a service account or a kubeconfig."
 )
 _LEASE: Final = "attache-gateway"
 _HIGHEST_PORT: Final = 65535
+_GRACE: Final = "10s"
 POOL_GROUPS: Final = ("inference.networking.k8s.io", "inference.networking.x-k8s.io")
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -43,7 +49,7 @@ class Role(Protocol):
     ready: asyncio.Event
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run the role until cancelled."""
         ...
 
 
@@ -54,7 +60,7 @@ def parser(prog: str = "attache gateway") -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--config", type=Path, metavar="DIR", required=True, help="the configuration directory to write")
-    add("--namespace", metavar="NAME", help="serve the objects of this namespace alone; default: of all namespaces")
+    add("--namespace", metavar="NAME", help="serve only objects of this namespace; default: of all namespaces")
     add(
         "--gateway-config",
         metavar="NAMESPACE/NAME",
@@ -74,17 +80,54 @@ def parser(prog: str = "attache gateway") -> argparse.ArgumentParser:
     )
     add("--bundle", metavar="ADDRESS", help="HOST:PORT of the --metrics of 'attache bundle', to see whether Envoy does")
     add("--lease-name", metavar="NAME", help=f"its name; default: {_LEASE}")
+    add(
+        "--grace",
+        metavar="DURATION",
+        type=_argument(Duration),
+        help=(
+            "how long deleted ModelRoutes and ModelServers are still served, and the former pods of a changed "
+            f"selector that selects no ready one; 0s: not at all; default: {_GRACE}"
+        ),
+    )
+    add_endpoint_networks(made)
     add("--metrics", metavar="ADDRESS", default="127.0.0.1:9004", help="metrics and health; default: %(default)s")
     _add_gateways(made)
     _add_picker_mode(made)
+    add_audit_option(made)
+    add_log_options(made)
     return made
+
+
+def add_endpoint_networks(made: argparse.ArgumentParser) -> None:
+    """The option, for ``endpoint_networks``."""
+    made.add_argument(
+        "--endpoint-networks",
+        metavar="CIDR[,CIDR...]",
+        type=_argument(parse_networks),
+        help=(
+            "networks in which ModelServers may list endpoints, such as 10.20.0.0/16; default: all with --namespace, "
+            "else none; this machine and metadata services are never accepted"
+        ),
+    )
+
+
+def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """With the reason in argparse's message."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
 
 
 def _add_gateways(made: argparse.ArgumentParser) -> None:
     add = made.add_argument_group(
         "Gateways", "Of the Gateway API, whose GatewayClass has the controllerName attache.dev/gateway."
     ).add_argument
-    add("--gateway", metavar="NAMESPACE/NAME", help="serve this Gateway alone; default: all of these classes")
+    add("--gateway", metavar="NAMESPACE/NAME", help="serve only this Gateway; default: all of these classes")
     add(
         "--address",
         metavar="IP[,IP...]",
@@ -96,7 +139,7 @@ def _add_gateways(made: argparse.ArgumentParser) -> None:
     add(
         "--advertise",
         metavar="IP|HOSTNAME|service/NAME",
-        help="what Gateways say of their addresses; default: --address, or the pod's own where that is 0.0.0.0",
+        help="the addresses in the status of Gateways; default: --address, or the pod's own where that is 0.0.0.0",
     )
     add("--port-offset", type=int, metavar="N", help="Envoy listens on the ports of Gateways plus this; default: 0")
 
@@ -109,7 +152,11 @@ def _add_picker_mode(made: argparse.ArgumentParser) -> None:
     ).add_argument
     add("--pool", metavar="NAMESPACE/NAME", help="the InferencePool")
     add("--pool-group", metavar="GROUP", help="its API group; default: inference.networking.k8s.io")
-    add("--picker-config", metavar="NAME", help="a ConfigMap beside the pool whose only key is an EndpointPickerConfig")
+    add(
+        "--picker-config",
+        metavar="NAME",
+        help="a ConfigMap in the pool's namespace; its only key is an EndpointPickerConfig",
+    )
     add("--picker-config-file", type=Path, metavar="FILE", help="an EndpointPickerConfig; changes are followed")
 
 
@@ -126,7 +173,7 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     from controller.kube.access import find_access  # noqa: PLC0415
     from controller.kube.errors import AccessInvalid  # noqa: PLC0415
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging(options)
     try:
         access = find_access()
     except AccessInvalid as error:
@@ -141,7 +188,7 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
 
 
 def _consumers(options: argparse.Namespace) -> dict[str, str]:
-    """Who uses the directory, by name, and where each says what it uses."""
+    """The consumers of the directory, by name, with the address where each reports the files in use."""
     several = len(options.extproc) > 1
     found = {f"extproc at {one}" if several else "extproc": one for one in options.extproc}
     return found if options.bundle is None else {**found, "Envoy": options.bundle}
@@ -156,11 +203,11 @@ def _mistake(options: argparse.Namespace) -> str:
     of_pools = ("pool_group", "picker_config", "picker_config_file")
     of_gateways = (
         *("namespace", "gateway_config", "lease_namespace", "lease_name", "extproc", "bundle"),
-        *("gateway", "address", "advertise", "port_offset"),
+        *("gateway", "address", "advertise", "port_offset", "grace", "endpoint_networks"),
     )
     misplaced = of_gateways if options.pool is not None else of_pools
     for field in misplaced:
-        if getattr(options, field):
+        if getattr(options, field) not in (None, []):
             where = "does not go with --pool" if options.pool is not None else "needs --pool"
             return f"--{field.replace('_', '-')} {where}"
     if options.picker_config is not None and options.picker_config_file is not None:
@@ -179,9 +226,7 @@ def _mistake(options: argparse.Namespace) -> str:
 
 
 def gateway_api_settings(options: argparse.Namespace, namespace: str, own: str) -> GatewayApiSettings:
-    """What the options say of Gateways. ``namespace``: ours. ``own``: the address of this machine, empty if not
-    known.
-    """
+    """The options for Gateways. ``namespace``: ours. ``own``: the address of this machine, empty if unknown."""
     bind = parse_addresses(options.address or ANY)
     advertise: str = options.advertise or ""
     kind, _, name = advertise.partition("/")
@@ -194,6 +239,13 @@ def gateway_api_settings(options: argparse.Namespace, namespace: str, own: str) 
     )
 
 
+def endpoint_networks(given: tuple[Network, ...] | None, namespace: str | None) -> tuple[Network, ...] | None:
+    """Those that may be listed; None: all. Who may write objects of one namespace of many is not trusted to name what
+    the gateway's own place in the network reaches: pods and Services of other namespaces, and machines beside them.
+    """
+    return () if given is None and namespace is None else given
+
+
 def _own_address() -> str:
     """In a pod, the name of the host is in /etc/hosts with the pod's address."""
     try:
@@ -202,13 +254,16 @@ def _own_address() -> str:
         return ""
 
 
-async def _run(options: argparse.Namespace, access: Access, check_picker: PickerCheck) -> None:
+async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker: PickerCheck) -> None:
     from controller.gateway.metrics import GatewayMetrics  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415
     from controller.kube.pages import pages  # noqa: PLC0415
 
     metrics = GatewayMetrics()
-    async with connect(access, manager=_LEASE if options.pool is None else "attache-picker") as client:
+    manager = _LEASE if options.pool is None else "attache-picker"
+    async with contextlib.AsyncExitStack() as opened:
+        audit = opened.enter_context(opened_audit(options.audit_log, metrics.registry))
+        client = await opened.enter_async_context(connect(access, manager=manager, audit=audit))
         make = _gateway_role if options.pool is None else _picker_role
         role = make(options, client, metrics, check_picker)
         async with pages(options.metrics, metrics.registry, role.ready.is_set, extprocs=options.extproc):
@@ -227,6 +282,8 @@ def _gateway_role(
         gateway_config=options.gateway_config,
         gateway_api=gateway_api_settings(options, client.access.namespace, _own_address()),
         consumers=_consumers(options),
+        networks=endpoint_networks(options.endpoint_networks, options.namespace),
+        grace_s=Duration(_GRACE) if options.grace is None else options.grace,
     )
     election = LeaderElection(
         client,

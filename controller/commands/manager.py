@@ -6,44 +6,243 @@ It runs engines as objects describe them, and the admission webhooks.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import logging
 import socket
 import sys
 import uuid
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from controller.manager.options import SERVICE, parsed, parser
+from controller.audit import add_audit_option, opened_audit
+from controller.autoscaler.export.keda_access import MOST_STREAMS
+from extproc.api.addresses import parse_address
+from extproc.logs import add_log_options, start_logging
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Awaitable, Callable, Sequence
 
     from controller.autoscaler.export.role import ExportRole
     from controller.autoscaler.reconciler.records import Records
-    from controller.kube.access import Access
-    from controller.kube.authorizer import Callers
+    from controller.kube.access import ClusterAccess
+    from controller.kube.authorizer import RequestAuthorizer
     from controller.kube.client import Client
     from controller.kube.metrics import ManagerMetrics
     from controller.manager.role import Leader
-    from controller.webhooks.certificates import Shows
+    from controller.webhooks.certificates import CertificateServer
     from controller.webhooks.role import WebhookRole
     from extproc.api.picker_config import PickerCheck
 
-__all__ = ["main", "parser"]
+SERVICE: Final = "attache-manager"
 
+
+def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
+        prog=prog,
+        description=(
+            "Reconcile Models and ModelInfers: one replica, elected by a Lease, creates, changes and deletes their "
+            "objects, and scales what AutoscalingPolicyBindings name. Every replica serves the admission webhooks of"
+            " our kinds: mistakes that a schema cannot find are refused by the API server, and references to objects"
+            " that are not there are warned of."
+        ),
+        epilog="Exit status: 0, 1 if the work ended unexpectedly, or 2 for a mistake in the options or no cluster.",
+    )
+    _add_webhooks(made)
+    _add_work(made)
+    _add_exports(made)
+    add_audit_option(made)
+    add_log_options(made)
+    return made
+
+
+def _add_webhooks(made: argparse.ArgumentParser) -> None:
+    """And the server beside them."""
+    add = made.add_argument
+    add("--listen", metavar="ADDRESS", default="0.0.0.0:9443", help="of the webhooks; default: %(default)s")
+    add(
+        "--host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help=(
+            "by which API servers call this server, for its certificate; may be repeated; "
+            f"default: {SERVICE}.NAMESPACE.svc"
+        ),
+    )
+    add("--namespace", metavar="NAME", help="of the Secret with the certificates; default: ours")
+    add(
+        "--secret",
+        metavar="NAME",
+        default="attache-webhook-certificates",
+        help="the Secret with the certificates, which must be there; default: %(default)s",
+    )
+    add(
+        "--webhook-configuration",
+        metavar="NAME",
+        default="attache",
+        help="the ValidatingWebhookConfiguration that gets the authorities of the certificates; default: %(default)s",
+    )
+    add("--metrics", metavar="ADDRESS", default="127.0.0.1:9006", help="metrics and health; default: %(default)s")
+    add(
+        "--metrics-auth",
+        action="store_true",
+        help=(
+            "serve metrics and pages over HTTPS, only to callers with a token and the right to get them "
+            "(nonResourceURLs); needs the webhooks for their certificate"
+        ),
+    )
+    add("--no-webhooks", action="store_true", help="other processes serve the webhooks")
+
+
+def _add_work(made: argparse.ArgumentParser) -> None:
+    add = made.add_argument_group("Models, ModelInfers and AutoscalingPolicyBindings").add_argument
+    add("--no-work", action="store_true", help="other processes reconcile these kinds")
+    add(
+        "--watch-namespace", metavar="NAME", help="reconcile only objects of this namespace; default: of all namespaces"
+    )
+    add(
+        "--workers",
+        metavar="N",
+        type=_positive,
+        default=8,
+        help="objects reconciled at the same time; default: %(default)s",
+    )
+    add(
+        "--image",
+        metavar="IMAGE",
+        help="of downloads and sidecars; default: that of the container 'manager' of our pod",
+    )
+    add(
+        "--gateway-namespace",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help=(
+            "trust gateways of this namespace about engines of all namespaces (loads, and addresses of Models), and "
+            "others only about their own; may be repeated; default: ours"
+        ),
+    )
+    add("--no-scaling", action="store_true", help="other processes reconcile AutoscalingPolicyBindings")
+    add(
+        "--prometheus-allow",
+        metavar="URL",
+        action="append",
+        default=[],
+        help=(
+            "AutoscalingPolicies may name only this Prometheus and URLs below it; may be repeated; default: all "
+            "except this machine and link-local addresses"
+        ),
+    )
+    add("--lease", metavar="NAME", default=SERVICE, help="the Lease that elects the leader; default: %(default)s")
+    add("--lease-namespace", metavar="NAME", help="of the Lease; default: ours")
+    add(
+        "--lease-duration",
+        metavar="SECONDS",
+        type=_positive,
+        default=15,
+        help="after which another replica takes over from a leader that is gone; default: %(default)s",
+    )
+
+
+def _add_exports(made: argparse.ArgumentParser) -> None:
+    add = made.add_argument_group("other autoscalers, for policies with the mode Export").add_argument
+    add(
+        "--external-metrics",
+        metavar="ADDRESS",
+        default="",
+        help=(
+            "serve external.metrics.k8s.io for HorizontalPodAutoscalers; needs the webhooks for their certificate; "
+            "default: not served"
+        ),
+    )
+    add("--keda", metavar="ADDRESS", default="", help="serve KEDA's external scaler (gRPC); default: not served")
+    add("--keda-certificate", metavar="FILE", help="of KEDA's port, with --keda-key; default: without TLS")
+    add("--keda-key", metavar="FILE", help="of the certificate")
+    add(
+        "--keda-clients",
+        metavar="FILE",
+        help="authorities of the clients that may call KEDA's port; default: all clients may",
+    )
+    add(
+        "--keda-client-name",
+        metavar="NAME[=NAMESPACE,...]",
+        action="append",
+        default=[],
+        help=(
+            "who may call KEDA's port: a name in the client's certificate (common name or alternative name), and the"
+            " namespaces that it may ask about, without them all; may be repeated; needs --keda-clients;"
+            " default: any name"
+        ),
+    )
+    add(
+        "--keda-namespace",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="serve decisions of this namespace at KEDA's port; may be repeated; default: of all namespaces",
+    )
+    add(
+        "--keda-streams",
+        metavar="N",
+        type=_positive,
+        default=MOST_STREAMS,
+        help=(
+            "streams at KEDA's port at a time, half of them of one caller, an eighth about one namespace; default: "
+            "%(default)s"
+        ),
+    )
+
+
+def parse_options(words: list[str], prog: str) -> argparse.Namespace:
+    """Ends the process with status 2 for a mistake in them."""
+    made = parser(prog)
+    options = made.parse_args(words)
+    try:
+        for address in (options.listen, options.metrics, options.external_metrics, options.keda):
+            if address:
+                parse_address(address)
+        if options.prometheus_allow:
+            from controller.autoscaler.reconciler.source_http import AddressPolicy  # noqa: PLC0415 - not for --help
+
+            AddressPolicy(options.prometheus_allow)
+        if options.keda_client_name:
+            from controller.autoscaler.export.keda_access import readers_of  # noqa: PLC0415 - not for --help
+
+            readers_of((), options.keda_client_name)
+    except ValueError as error:
+        made.error(str(error))
+    if options.no_webhooks and (options.metrics_auth or options.external_metrics):
+        made.error("--metrics-auth and --external-metrics need the webhooks' certificate: leave out --no-webhooks")
+    if bool(options.keda_certificate) != bool(options.keda_key):
+        made.error("write --keda-certificate and --keda-key together")
+    if options.keda_clients and not options.keda_certificate:
+        made.error("--keda-clients needs --keda-certificate and --keda-key")
+    if options.keda_client_name and not options.keda_clients:
+        made.error("--keda-client-name needs --keda-clients, the authorities of these certificates")
+    return options
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+__all__ = ["main", "parser"]
 _API_SERVICE: Final = "v1beta1.external.metrics.k8s.io"
 
 
 def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     """Exit status: 0 after a signal, 2 for a mistake in the options. ``check_picker``: that of the extprocs."""
-    options = parsed(words, prog)
+    options = parse_options(words, prog)
     # the client takes a third of a second to import: not for --help
     from controller.kube.access import find_access  # noqa: PLC0415
     from controller.kube.errors import AccessInvalid  # noqa: PLC0415
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging(options)
     try:
         access = find_access()
     except AccessInvalid as error:
@@ -71,13 +270,12 @@ def _innermost(error: BaseException) -> BaseException:
     return error
 
 
-async def _run(options: argparse.Namespace, access: Access, check_picker: PickerCheck) -> None:
+async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker: PickerCheck) -> None:
     from aiohttp.web import RouteDef  # noqa: PLC0415
 
-    from controller.autoscaler.reconciler.pages import routes  # noqa: PLC0415
-    from controller.autoscaler.reconciler.records import Records  # noqa: PLC0415
+    from controller.autoscaler.reconciler.records import Records, routes  # noqa: PLC0415
     from controller.commands.gateway import until_signalled  # noqa: PLC0415
-    from controller.kube.authorizer import Callers, guarded_by  # noqa: PLC0415
+    from controller.kube.authorizer import RequestAuthorizer, guarded_by  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415
     from controller.kube.metrics import ManagerMetrics  # noqa: PLC0415
     from controller.kube.pages import pages  # noqa: PLC0415
@@ -89,8 +287,10 @@ async def _run(options: argparse.Namespace, access: Access, check_picker: Picker
     from controller.webhooks.role import ServerTls  # noqa: PLC0415
 
     metrics = ManagerMetrics()
-    async with connect(access, manager=CONTROLLER) as client:
-        callers = Callers(client, asyncio.get_running_loop().time)
+    async with AsyncExitStack() as opened:
+        audit = opened.enter_context(opened_audit(options.audit_log, metrics.registry))
+        client = await opened.enter_async_context(connect(access, manager=CONTROLLER, audit=audit))
+        callers = RequestAuthorizer(client, asyncio.get_running_loop().time)
         exports = _exports(options, client, callers)
         page_tls = ServerTls() if options.metrics_auth else None
         others = [one for one in (exports, page_tls) if one is not None]
@@ -108,7 +308,7 @@ async def _run(options: argparse.Namespace, access: Access, check_picker: Picker
             await until_signalled(role.run())
 
 
-def _exports(options: argparse.Namespace, client: Client, callers: Callers) -> ExportRole | None:
+def _exports(options: argparse.Namespace, client: Client, callers: RequestAuthorizer) -> ExportRole | None:
     if not options.external_metrics and not options.keda:
         return None
     from controller.autoscaler.export.keda import TlsFiles  # noqa: PLC0415
@@ -135,7 +335,7 @@ def _webhooks(
     client: Client,
     metrics: ManagerMetrics,
     check_picker: PickerCheck,
-    others: Sequence[Shows],
+    others: Sequence[CertificateServer],
 ) -> WebhookRole:
     from controller.webhooks.certificates import RotationSettings  # noqa: PLC0415
     from controller.webhooks.role import WebhookRole, WebhookSettings  # noqa: PLC0415
@@ -157,8 +357,8 @@ def _leader(
 ) -> Leader:
     from controller.kube.lease import LeaderElection, LeaseTiming  # noqa: PLC0415
     from controller.manager.role import Leader, kopf_source  # noqa: PLC0415
-    from controller.models.controller import Decisions, ModelControllerSettings  # noqa: PLC0415
-    from controller.models.model import observed as of_models  # noqa: PLC0415
+    from controller.models.controller import DecisionFunctions, ModelControllerSettings  # noqa: PLC0415
+    from controller.models.model import model_state as of_models  # noqa: PLC0415
     from controller.models.model import reconcile as models  # noqa: PLC0415
     from controller.models.model_infer import reconcile as model_infers  # noqa: PLC0415
 
@@ -175,9 +375,9 @@ def _leader(
         workers=options.workers,
         shared_namespace=client.access.namespace,
         gateway_namespaces=tuple(options.gateway_namespace) or (client.access.namespace,),
-        models=of_models.Settings(image=image),
+        models=of_models.ModelSettings(image=image),
     )
-    decisions = Decisions(model_infers.reconcile, models.reconcile)
+    decisions = DecisionFunctions(model_infers.reconcile, models.reconcile)
     source = kopf_source(client, options.watch_namespace)
     scaling = None if options.no_scaling else _scaling(options, client, metrics, records)
     return Leader(client, settings, metrics, election, decisions=decisions, source=source, scaling=scaling)
@@ -186,9 +386,9 @@ def _leader(
 def _scaling(
     options: argparse.Namespace, client: Client, metrics: ManagerMetrics, records: Records
 ) -> Callable[[Client], Awaitable[None]]:
+    from controller.autoscaler.reconciler.controller import ScalingSettings, scaling_of  # noqa: PLC0415
     from controller.autoscaler.reconciler.metric_sources import SourceSettings  # noqa: PLC0415
     from controller.autoscaler.reconciler.metrics import ScalingMetrics  # noqa: PLC0415
-    from controller.autoscaler.reconciler.scaling import ScalingSettings, scaling_of  # noqa: PLC0415
 
     settings = ScalingSettings(
         sources=SourceSettings(prometheus_allow=tuple(options.prometheus_allow)),

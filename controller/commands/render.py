@@ -16,50 +16,50 @@ import msgspec
 import yaml
 
 from controller.api.crds.schema import to_plain
+from controller.commands.gateway import add_endpoint_networks, endpoint_networks
 from controller.gateway.compile.compiler import Compiler
+from controller.gateway.compile.gateway_api.gateway_objects import KINDS as GATEWAY_API_KINDS
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
-from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
 from controller.gateway.compile.secrets import Pointer
 from controller.gateway.compile.servers import LABEL
 from controller.gateway.compile.sources import DOCUMENT_KINDS
-from controller.kube.conditions import Wanted, WantedStatus
+from controller.kube.conditions import WantedCondition, WantedStatus
 from controller.kube.resources import Object, key_of
 from controller.models.model.children import children
-from controller.models.model.observed import Observed, Settings
-from controller.models.model.resolved import Unresolved, resolve
+from controller.models.model.model_state import ModelSettings, ModelState, Unresolved, resolve
 from controller.models.runtimes.settings import settings_of
-from extproc.api.documents import read, split
+from extproc.api.documents import parse_document, split_documents
 from extproc.api.errors import ConfigInvalid, Mistake
 from extproc.api.load import SUFFIXES
 from extproc.api.spec import object_key
-from extproc.cli.system import report
+from extproc.cli.system import print_mistakes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from controller.gateway.compile.compiler import Outcome
-    from controller.kube.access import Access
+    from controller.gateway.compile.compiler import CompileResult
+    from controller.kube.access import ClusterAccess
     from controller.kube.client import Client
-    from controller.models.model.resolved import Resolved
+    from controller.models.model.model_state import ResolvedModel
+    from extproc.api.addresses import Network
     from extproc.api.picker_config import PickerCheck
 
 _KINDS: Final = frozenset({*DOCUMENT_KINDS, *GATEWAY_API_KINDS, "ConfigMap", "Pod"})
-# Rendered by themselves; gateways do not look at them.
+# Rendered by themselves; gateways do not read them.
 _OF_MODELS: Final = frozenset({"Model", "ModelTemplate", "ServingRuntime", "ClusterServingRuntime"})
-# What Gateways say of their address, which no object tells.
+# Placeholder for the address in statuses of Gateways, which the objects lack.
 _SOMEWHERE: Final = "gateway"
 _CLUSTER_SCOPED: Final = frozenset({"GatewayClass", "Namespace", "CustomResourceDefinition", "ClusterServingRuntime"})
 # Read only if something points to them.
 _POINTED_AT: Final = frozenset({"ConfigMap", "Secret"})
-# Conditions whose False means that an object is not used as it is written.
+# Conditions that are False where an object's spec is not served as written.
 _JUDGED: Final = frozenset({"Accepted", "ResolvedRefs", "Programmed"})
 
 
-class Rendered(msgspec.Struct, frozen=True):
+class RenderResult(msgspec.Struct, frozen=True):
     """``files``: the directory's, by name. ``statuses``: of all objects that are served. ``refused``: why nothing of
     this would be served, empty if it would be. ``unused``: GatewayConfigs of other gateways. ``foreign``: kinds of
-    objects that a gateway does not look at. ``missing``: Secrets and ConfigMaps that something points to and that were
-    not given.
+    objects that a gateway does not read. ``missing``: referenced Secrets and ConfigMaps that were not given.
     """
 
     files: Mapping[str, bytes]
@@ -78,9 +78,18 @@ class Rendered(msgspec.Struct, frozen=True):
         return not self.refused and not any(one.status == "False" and one.type in _JUDGED for one in conditions)
 
 
-def render(objects: Iterable[Object], gateway: str | None, check_picker: PickerCheck) -> Rendered:
-    """``objects``: as an API server has them. ``gateway``: the GatewayConfig to serve, as ``namespace/name``."""
-    compiler = Compiler(gateway, GatewayApiSettings(advertise=_SOMEWHERE), check_picker=check_picker)
+def render(
+    objects: Iterable[Object],
+    gateway: str | None,
+    check_picker: PickerCheck,
+    *,
+    networks: tuple[Network, ...] | None = None,
+) -> RenderResult:
+    """``objects``: as an API server has them. ``gateway``: the GatewayConfig to serve, as ``namespace/name``.
+    ``networks``: whose addresses may be listed as endpoints; None: all.
+    """
+    settings = GatewayApiSettings(advertise=_SOMEWHERE)
+    compiler = Compiler(gateway, settings, check_picker=check_picker, networks=networks)
     configs, foreign = set(), set()
     given: dict[tuple[str, str], Object] = {}
     for thing in objects:
@@ -95,9 +104,9 @@ def render(objects: Iterable[Object], gateway: str | None, check_picker: PickerC
         if kind in _POINTED_AT:
             given[kind, key] = thing
         if kind not in _POINTED_AT or (kind == "ConfigMap" and LABEL in (metadata.get("labels") or {})):
-            compiler.put(kind, key, thing)
+            compiler.update_object(kind, key, thing)
     outcome, followed = _with_pointed(compiler, given)
-    return Rendered(
+    return RenderResult(
         files=outcome.files,
         statuses=sorted(outcome.statuses.values(), key=lambda one: (one.kind, one.key)),
         refused=outcome.refused,
@@ -107,7 +116,7 @@ def render(objects: Iterable[Object], gateway: str | None, check_picker: PickerC
     )
 
 
-def _with_pointed(compiler: Compiler, given: Mapping[tuple[str, str], Object]) -> tuple[Outcome, set[Pointer]]:
+def _with_pointed(compiler: Compiler, given: Mapping[tuple[str, str], Object]) -> tuple[CompileResult, set[Pointer]]:
     """Compile with those Secrets and ConfigMaps that something points to, which may point on; all that were."""
     followed: set[Pointer] = set()
     while True:
@@ -117,13 +126,13 @@ def _with_pointed(compiler: Compiler, given: Mapping[tuple[str, str], Object]) -
             return outcome, followed
         followed |= fresh
         for one in fresh:
-            compiler.put(one.compiled_as, one.key, given.get((one.kind, one.key)))
+            compiler.update_object(one.compiled_as, one.key, given.get((one.kind, one.key)))
 
 
 def objects_in(file: str, text: str, namespace: str) -> Iterator[Object]:
     """The objects of one file, those in Lists too; ``namespace``: of those that name none. Raises ConfigInvalid."""
-    for document in split(file, text):
-        value, findings = read(document)
+    for document in split_documents(file, text):
+        value, findings = parse_document(document)
         if findings:
             raise ConfigInvalid(document.mistakes(findings))
         items = value.get("items") if isinstance(value, dict) and str(value.get("kind")).endswith("List") else [value]
@@ -162,7 +171,7 @@ def as_yaml(name: str, content: bytes) -> str:
 
 
 def status_as_yaml(status: WantedStatus) -> str:
-    """What an object says of itself, without times."""
+    """An object's status, without times."""
     lists = {
         one.name: [{**item.identity, **item.fields, "conditions": _plain(item.conditions)} for item in one.entries]
         for one in status.lists
@@ -176,11 +185,11 @@ def status_as_yaml(status: WantedStatus) -> str:
     return f"---\n# status\n{yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120).rstrip()}\n"
 
 
-def _plain(conditions: Iterable[Wanted]) -> list[Any]:
+def _plain(conditions: Iterable[WantedCondition]) -> list[Any]:
     return [msgspec.to_builtins(one) for one in conditions]
 
 
-_SETTINGS = Settings()
+_SETTINGS = ModelSettings()
 
 
 class RenderedModel(msgspec.Struct, frozen=True):
@@ -194,7 +203,7 @@ class RenderedModel(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def render_models(objects: Iterable[Mapping[str, Any]], settings: Settings = _SETTINGS) -> list[RenderedModel]:
+def render_models(objects: Iterable[Mapping[str, Any]], settings: ModelSettings = _SETTINGS) -> list[RenderedModel]:
     """Every Model among ``objects``, with the runtimes and templates among them."""
     by_kind: dict[str, list[Object]] = {}
     for one in objects:
@@ -202,15 +211,15 @@ def render_models(objects: Iterable[Mapping[str, Any]], settings: Settings = _SE
     return [_rendered_model(model, by_kind, settings) for model in sorted(by_kind.get("Model", ()), key=key_of)]
 
 
-def _rendered_model(thing: Object, by_kind: Mapping[str, Sequence[Object]], settings: Settings) -> RenderedModel:
+def _rendered_model(thing: Object, by_kind: Mapping[str, Sequence[Object]], settings: ModelSettings) -> RenderedModel:
     namespace = thing["metadata"]["namespace"]
     templates = by_kind.get("ModelTemplate", ())
-    observed = Observed(
+    observed = ModelState(
         thing=thing,
         runtimes=[one for one in by_kind.get("ServingRuntime", ()) if one["metadata"]["namespace"] == namespace],
         cluster_runtimes=by_kind.get("ClusterServingRuntime", ()),
         templates=[one for one in templates if one["metadata"]["namespace"] == namespace],
-        # which namespace is the manager's is not known here
+        # the manager's namespace is unknown here
         shared_templates=[one for one in templates if one["metadata"]["namespace"] != namespace],
         settings=settings,
     )
@@ -221,7 +230,7 @@ def _rendered_model(thing: Object, by_kind: Mapping[str, Sequence[Object]], sett
     return RenderedModel(key_of(thing), children=made, engines=_engines(model))
 
 
-def _engines(model: Resolved) -> dict[str, Any]:
+def _engines(model: ResolvedModel) -> dict[str, Any]:
     return {
         f"{made.backend.name}/{role.name}": {
             "runtime": str(made.preset),
@@ -259,7 +268,7 @@ def _as_yaml(thing: Object) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Without anchors, which hide what is said twice."""
+    """Without anchors: repeated values are written out."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401, ARG002 - as the base class has it
         return True
@@ -300,9 +309,10 @@ def parser(prog: str = "attache render") -> argparse.ArgumentParser:
     add(
         "--namespace",
         metavar="NAME",
-        help="of objects in files that name none (default: default); with --cluster: of this namespace alone",
+        help="of objects in files without a namespace (default: default); with --cluster: only of this namespace",
     )
     add("--gateway-config", metavar="NAMESPACE/NAME", help="the GatewayConfig to serve; default: one without settings")
+    add_endpoint_networks(made)
     add("--bundle", action="store_true", help="print Envoy's files, too")
     add(
         "--out",
@@ -334,10 +344,10 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
                 models_are_good = _show_models(objects)
                 if not others:
                     return 0 if models_are_good else 1
-            rendered = render(others, options.gateway_config, check_picker)
+            rendered = render(others, options.gateway_config, check_picker, networks=_networks(options))
         bundle = _bundle(rendered) if options.bundle and not rendered.refused else {}
     except ConfigInvalid as error:
-        return report(error)
+        return print_mistakes(error)
     except _NoCluster as error:
         print(error, file=sys.stderr)
         return 2
@@ -347,6 +357,11 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
         print(f"cannot write into {options.out}: {error}", file=sys.stderr)
         return 2
     return 0 if rendered.is_good and models_are_good else 1
+
+
+def _networks(options: argparse.Namespace) -> tuple[Network, ...] | None:
+    """As a gateway with the same options has them."""
+    return endpoint_networks(options.endpoint_networks, options.namespace)
 
 
 def _show_models(objects: Sequence[Object]) -> bool:
@@ -375,7 +390,7 @@ def _of_files(options: argparse.Namespace) -> Iterator[Object]:
             yield from objects_in(str(file), text, options.namespace or "default")
 
 
-def _of_cluster(options: argparse.Namespace, check_picker: PickerCheck) -> Rendered:
+def _of_cluster(options: argparse.Namespace, check_picker: PickerCheck) -> RenderResult:
     """Of what the gateway role would follow; raises _NoCluster."""
     from controller.kube.access import find_access  # noqa: PLC0415
     from controller.kube.errors import AccessInvalid, ClusterError  # noqa: PLC0415
@@ -388,7 +403,7 @@ def _of_cluster(options: argparse.Namespace, check_picker: PickerCheck) -> Rende
         raise _NoCluster(f"the API server does not list our kinds within {_PATIENCE_S:g} s") from None
 
 
-async def _rendered(options: argparse.Namespace, access: Access, check_picker: PickerCheck) -> Rendered:
+async def _rendered(options: argparse.Namespace, access: ClusterAccess, check_picker: PickerCheck) -> RenderResult:
     from controller.kube.client import connect  # noqa: PLC0415
     from controller.kube.resources import CONFIG_MAPS, CRDS, SECRETS, split_key  # noqa: PLC0415
 
@@ -397,7 +412,7 @@ async def _rendered(options: argparse.Namespace, access: Access, check_picker: P
         objects = await _listed(client, options.namespace)
         asked: set[Pointer] = set()
         while True:
-            rendered = render(objects, options.gateway_config, check_picker)
+            rendered = render(objects, options.gateway_config, check_picker, networks=_networks(options))
             fresh = set(rendered.missing) - asked
             if not fresh:
                 return rendered
@@ -410,41 +425,36 @@ async def _rendered(options: argparse.Namespace, access: Access, check_picker: P
 
 async def _listed(client: Client, namespace: str | None) -> list[Object]:
     from controller.gateway.inputs import gateway_informers  # noqa: PLC0415
-    from controller.kube.cache import Cache  # noqa: PLC0415
+    from controller.kube.cache import InformerSet  # noqa: PLC0415
 
-    cache = Cache(client, namespace)
+    cache = InformerSet(client, namespace)
     informers = gateway_informers(cache)
-    reading = asyncio.create_task(cache.run())
-    try:
-        async with asyncio.timeout(_PATIENCE_S):
-            await cache.synced()
-    finally:
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
+    async with asyncio.timeout(_PATIENCE_S):
+        await cache.list_once()
     return [one for _, informer in sorted(informers.items()) for _, one in sorted(informer.objects.items())]
 
 
-def _bundle(rendered: Rendered) -> Mapping[str, str]:
+def _bundle(rendered: RenderResult) -> Mapping[str, str]:
     """Envoy's files, with API keys as digests; raises ConfigInvalid."""
-    from controller.bundle.envoy.bundle import build  # noqa: PLC0415 - Envoy's schema takes half a second to import
+    from controller.bundle.envoy.bundle import build_bundle  # noqa: PLC0415 - Envoy's schema takes half a second to import
     from controller.bundle.secret_files import KeyFiles  # noqa: PLC0415
-    from extproc.api.load import load  # noqa: PLC0415
+    from extproc.api.load import load_snapshot  # noqa: PLC0415
 
     documents = {name: content for name, content in rendered.files.items() if name.endswith(_SUFFIXES)}
-    snapshot, missing = KeyFiles(os.environ).fill_available(load(documents), datetime.now(UTC))
+    snapshot, missing = KeyFiles(os.environ).fill_available(load_snapshot(documents), datetime.now(UTC))
     for mistake in missing:
         print(f"note: not here, so it is as if nobody had it: {mistake}", file=sys.stderr)
-    return build(snapshot, "/bundle")
+    return build_bundle(snapshot, "/bundle")
 
 
-def _show(rendered: Rendered, bundle: Mapping[str, str], out: Path | None) -> None:
+def _show(rendered: RenderResult, bundle: Mapping[str, str], out: Path | None) -> None:
     """Raises OSError."""
     from controller.bundle.files import replace_file  # noqa: PLC0415
     from controller.gateway.directory import DirectoryWriter  # noqa: PLC0415
 
     for key in rendered.unused:
         print(f"note: GatewayConfig {key} is not served; name the one to serve with --gateway-config", file=sys.stderr)
-    # definitions are looked at for their release alone
+    # definitions are read for their release alone
     for one in (each for each in rendered.missing if each.kind != "CustomResourceDefinition"):
         print(f"note: {one.kind} {one.key} is not there, and something points to it", file=sys.stderr)
     if rendered.foreign:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects of other autoscalers as ours, pure: what cannot be carried over is said, nothing is dropped in silence."""
+"""Converts objects of other autoscalers to ours, without I/O. Each field that cannot be converted causes a warning."""

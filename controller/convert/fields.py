@@ -22,12 +22,12 @@ _BINARY: Final = {f"{letter}i": 1024**power for power, letter in enumerate("KMGT
 # Written by kubectl and the API server, of no use elsewhere.
 _NOT_CARRIED: Final = ("kubectl.kubernetes.io/last-applied-configuration",)
 _LONGEST_NAME: Final = 20
-# Of what is said of a value.
-_LONGEST_SAID: Final = 80
+# Longest text about a value.
+_LONGEST_SHOWN: Final = 80
 _MOST: Final = 2**63
 
 
-class Converted(msgspec.Struct, frozen=True):
+class ConversionResult(msgspec.Struct, frozen=True):
     """``objects``: ours, ready to be applied. ``warnings``: what differs from before, each with the object that it is
     about.
     """
@@ -36,17 +36,17 @@ class Converted(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...] = ()
 
 
-class Invalid(Exception):
-    """An object that does not say what it must; the message says what."""
+class ConversionFailed(Exception):
+    """A field is missing or of the wrong type; the message names it."""
 
 
 class Fields:
-    """An object's fields, each taken once; ``left`` says which nobody has taken. ``where``: the path to them."""
+    """An object's fields, each taken once; ``left``: those not taken. ``where``: the path to them."""
 
     def __init__(self, value: object, where: str) -> None:
         """Raises Invalid if ``value`` is no mapping."""
         if not isinstance(value, Mapping):
-            raise Invalid(f"{where}: not an object")
+            raise ConversionFailed(f"{where}: not an object")
         self.where = where
         self._value = value
         self._taken: set[str] = set()
@@ -65,17 +65,17 @@ class Fields:
         """A text that must be there; raises Invalid."""
         found = self.take(name)
         if not isinstance(found, str) or not found:
-            raise Invalid(f"{self.where}.{name}: is missing")
+            raise ConversionFailed(f"{self.where}.{name}: is missing")
         return found
 
     def number(self, name: str, otherwise: int) -> int:
         """A whole number; raises Invalid."""
         found = self.take(name, otherwise)
         if not isinstance(found, int) or isinstance(found, bool) or not -_MOST <= found < _MOST:
-            raise Invalid(f"{self.where}.{name}: {_said(found)} is not a whole number of 64 bits")
+            raise ConversionFailed(f"{self.where}.{name}: {_shown(found)} is not a whole number of 64 bits")
         return found
 
-    def below(self, name: str) -> Fields:
+    def sub_fields(self, name: str) -> Fields:
         """An object in a field; an empty one if it is not there."""
         return self._follow(Fields(self.take(name, {}), f"{self.where}.{name}"))
 
@@ -83,31 +83,31 @@ class Fields:
         """The objects of a list."""
         found = self.take(name, [])
         if not isinstance(found, Sequence) or isinstance(found, str):
-            raise Invalid(f"{self.where}.{name}: not a list")
+            raise ConversionFailed(f"{self.where}.{name}: not a list")
         return [self._follow(Fields(one, f"{self.where}.{name}[{index}]")) for index, one in enumerate(found)]
 
     def by_name(self, name: str) -> dict[str, Fields]:
         """The objects of a mapping."""
         found = self.take(name, {})
         if not isinstance(found, Mapping):
-            raise Invalid(f"{self.where}.{name}: not an object")
+            raise ConversionFailed(f"{self.where}.{name}: not an object")
         return {str(key): self._follow(Fields(one, f"{self.where}.{name}.{key}")) for key, one in found.items()}
 
-    def left(self) -> list[str]:
-        """A warning for each field that nobody has taken, here and below."""
+    def unused_warnings(self) -> list[str]:
+        """A warning for each field that was not taken, here and below."""
         mine = [
             f"{self.where}.{name}: not carried over; there is nothing like it here"
             for name, value in self._value.items()
             if name not in self._taken and value is not None
         ]
-        return [*mine, *(text for one in self._below for text in one.left())]
+        return [*mine, *(text for one in self._below for text in one.unused_warnings())]
 
     def _follow(self, below: Fields) -> Fields:
         self._below.append(below)
         return below
 
 
-def shaped(thing: Object) -> None:
+def check_shape(thing: Object) -> None:
     """Raises Invalid where an object is not as every object of Kubernetes is."""
     _expect(thing, ("apiVersion", "kind"), str, "")
     metadata = _expect(thing, ("metadata",), Mapping, "")
@@ -116,7 +116,7 @@ def shaped(thing: Object) -> None:
         for field in ("labels", "annotations"):
             texts = _expect(metadata, (field,), Mapping, "metadata.")
             if not all(isinstance(one, str) for pair in (texts or {}).items() for one in pair):
-                raise Invalid(f"metadata.{field}: is not a mapping of texts")
+                raise ConversionFailed(f"metadata.{field}: is not a mapping of texts")
 
 
 def _expect(block: Object, names: Sequence[str], kind: type, where: str) -> Any:  # noqa: ANN401 - plain data
@@ -125,13 +125,13 @@ def _expect(block: Object, names: Sequence[str], kind: type, where: str) -> Any:
     for name in names:
         found = block.get(name)
         if found is not None and not isinstance(found, kind):
-            raise Invalid(f"{where}{name}: {_said(found)} is not {'a text' if kind is str else 'an object'}")
+            raise ConversionFailed(f"{where}{name}: {_shown(found)} is not {'a text' if kind is str else 'an object'}")
     return found
 
 
-def _said(value: object) -> str:
-    said = repr(value)
-    return said if len(said) <= _LONGEST_SAID else f"{said[:_LONGEST_SAID]}..."
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}..."
 
 
 def title(thing: Object) -> str:
@@ -141,7 +141,7 @@ def title(thing: Object) -> str:
     return f"{thing.get('kind', '?')} {namespace}/{name}"
 
 
-def ours(kind: str, like: Object, name: str, spec: Mapping[str, Any]) -> Object:
+def new_object(kind: str, like: Object, name: str, spec: Mapping[str, Any]) -> Object:
     """An object of ours with the namespace, labels and annotations of ``like``."""
     metadata = like.get("metadata") or {}
     found: dict[str, Any] = {"name": name}
@@ -166,20 +166,20 @@ def quantity(text: object, where: str) -> float:
             number *= _BINARY[unit]
         value = float(number.scaleb(_POWERS.get(unit, 0)))
     except (InvalidOperation, ValueError):
-        raise Invalid(f"{where}: {_said(text)} is not a quantity") from None
+        raise ConversionFailed(f"{where}: {_shown(text)} is not a quantity") from None
     if not math.isfinite(value):
-        raise Invalid(f"{where}: {_said(text)} is not a finite quantity")
+        raise ConversionFailed(f"{where}: {_shown(text)} is not a finite quantity")
     return value
 
 
 def seconds(text: object, where: str) -> float:
     """A duration as Go writes them; raises Invalid."""
     if not isinstance(text, str):
-        raise Invalid(f"{where}: {_said(text)} is not a duration, such as 30s")
+        raise ConversionFailed(f"{where}: {_shown(text)} is not a duration, such as 30s")
     try:
         return float(Duration(text))
     except ValueError as error:
-        raise Invalid(f"{where}: {error}") from None
+        raise ConversionFailed(f"{where}: {error}") from None
 
 
 def object_name(text: str) -> str:
@@ -188,7 +188,7 @@ def object_name(text: str) -> str:
     return found[:63].rstrip("-") or "model"
 
 
-def target_names(names: Sequence[str]) -> list[str]:
+def unique_target_names(names: Sequence[str]) -> list[str]:
     """Short, different names of targets, each as near to its object's as can be."""
     # in their order, and by how many were tried of each
     found: dict[str, None] = {}

@@ -9,7 +9,16 @@ from typing import Any, Final
 
 import msgspec
 
-from controller.convert.fields import Converted, Fields, Invalid, Object, ours, quantity, seconds, target_names
+from controller.convert.fields import (
+    ConversionFailed,
+    ConversionResult,
+    Fields,
+    Object,
+    new_object,
+    quantity,
+    seconds,
+    unique_target_names,
+)
 
 _LONGEST_WINDOW_S: Final = 3600
 _LONGEST_PERIOD_S: Final = 1800
@@ -25,13 +34,13 @@ def behavior_and_panic(
     behavior: Fields, tolerance: float, warnings: list[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The blocks ``behavior`` and ``panic`` of a policy of ours; raises Invalid."""
-    up = behavior.below("scaleUp")
+    up = behavior.sub_fields("scaleUp")
     found = {
-        "scaleUp": _rules(up.below("stablePolicy"), tolerance, warnings),
-        "scaleDown": _rules(behavior.below("scaleDown"), tolerance, warnings),
+        "scaleUp": _rules(up.sub_fields("stablePolicy"), tolerance, warnings),
+        "scaleDown": _rules(behavior.sub_fields("scaleDown"), tolerance, warnings),
     }
     # their webhook writes it where it is left out
-    panic = up.below("panicPolicy")
+    panic = up.sub_fields("panicPolicy")
     for name in ("percent", "period"):
         if name in panic:
             panic.take(name)
@@ -78,7 +87,7 @@ _PORT: Final = 8100
 _PATH: Final = "/metrics"
 
 
-class Source(msgspec.Struct, frozen=True):
+class MetricBlock(msgspec.Struct, frozen=True):
     """``name``: of the metric in the policy; empty: of all that have no other. ``block``: what ours has for it.
     ``series``: how the engine calls it, if otherwise.
     """
@@ -105,7 +114,7 @@ class Metrics(msgspec.Struct, frozen=True):
             }
         )
 
-    def resolved(self, sources: Sequence[Source], where: str, warnings: list[str]) -> list[dict[str, Any]]:
+    def policy_metrics(self, sources: Sequence[MetricBlock], where: str, warnings: list[str]) -> list[dict[str, Any]]:
         """The metrics of a policy of ours."""
         by_name = {one.name: one for one in sources}
         found = []
@@ -116,7 +125,7 @@ class Metrics(msgspec.Struct, frozen=True):
                     f"port {_PORT} and {_PATH} of the engines are written, where it was read from if nothing was said"
                 )
                 warnings.append(f"{where}: no source of the metric {name} is named; {text}")
-                source = Source(name, _engine(_PORT, _PATH))
+                source = MetricBlock(name, _engine(_PORT, _PATH))
             found.append({"name": source.series or name, "value": value, **source.block})
         return found
 
@@ -127,24 +136,24 @@ def same_everywhere(read: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]
     return first if all(one == first for one in others) else None
 
 
-def sources_of(target: Fields, warnings: list[str]) -> list[Source]:
+def sources_of(target: Fields, warnings: list[str]) -> list[MetricBlock]:
     """Of ``metricSources``, or of ``metricEndpoint``, as it was earlier; raises Invalid."""
     found = []
     if "metricEndpoint" in target:
-        found.append(Source("", _of_endpoint(target.below("metricEndpoint"), warnings)))
+        found.append(MetricBlock("", _of_endpoint(target.sub_fields("metricEndpoint"), warnings)))
     for name, one in target.by_name("metricSources").items():
-        # said twice in their earlier form
+        # their earlier form has it twice
         one.take("type")
         if "prometheus" in one:
-            server = one.below("prometheus")
+            server = one.sub_fields("prometheus")
             block = {"address": server.need("serverURL").rstrip("/"), "query": server.need("query")}
             if server.take("auth"):
                 warnings.append(f"{server.where}.auth: name a Secret as secretRef in the policy")
-            found.append(Source(name, {"source": "Prometheus", "prometheus": block}))
+            found.append(MetricBlock(name, {"source": "Prometheus", "prometheus": block}))
         else:
-            pod = one.below("pod")
+            pod = one.sub_fields("pod")
             series = str(pod.take("name", name))
-            found.append(Source(name, _of_endpoint(pod, warnings), series))
+            found.append(MetricBlock(name, _of_endpoint(pod, warnings), series))
     return found
 
 
@@ -175,7 +184,7 @@ _SMALLEST: Final = 0.001
 class Unit(msgspec.Struct, frozen=True):
     """What is scaled on its own. ``sources``: where its metrics are. ``metrics``: of its own; None: the policy's."""
 
-    sources: Sequence[Source]
+    sources: Sequence[MetricBlock]
     metrics: Metrics | None = None
     is_fixed: bool = False
 
@@ -195,8 +204,8 @@ def of_targets(spec: Fields, namespace: str, warnings: list[str]) -> Targets:
     """Raises Invalid unless there is exactly one form."""
     found = [one for one in TARGETS if one in spec]
     if len(found) != 1:
-        raise Invalid(f"{spec.where}: write exactly one of {', '.join(TARGETS)}")
-    block = spec.below(found[0])
+        raise ConversionFailed(f"{spec.where}: write exactly one of {', '.join(TARGETS)}")
+    block = spec.sub_fields(found[0])
     if found[0] in _ONE:
         return _one(block, namespace, warnings)
     if found[0] in _SEVERAL:
@@ -205,25 +214,25 @@ def of_targets(spec: Fields, namespace: str, warnings: list[str]) -> Targets:
 
 
 def _one(block: Fields, namespace: str, warnings: list[str]) -> Targets:
-    inner = block.below("target")
-    reference = _reference(inner.below("targetRef"), namespace, warnings)
-    target = {"name": target_names([reference["name"]])[0], "ref": reference, **_bounds(block)}
+    inner = block.sub_fields("target")
+    reference = _reference(inner.sub_fields("targetRef"), namespace, warnings)
+    target = {"name": unique_target_names([reference["name"]])[0], "ref": reference, **_bounds(block)}
     return Targets({"targets": [target]}, [Unit(sources_of(inner, warnings))])
 
 
 def _several(block: Fields, namespace: str, warnings: list[str]) -> Targets:
     targets, units = [], []
     for one in block.each("params"):
-        inner = one.below("target")
-        reference = _reference(inner.below("targetRef"), namespace, warnings)
+        inner = one.sub_fields("target")
+        reference = _reference(inner.sub_fields("targetRef"), namespace, warnings)
         cost = one.number("cost", 0)
         if cost == 0:
             warnings.append(f"{one.where}.cost: is 0; {_SMALLEST} is written, since it must be above 0 here")
         targets.append({"ref": reference, **_bounds(one), "cost": float(cost or _SMALLEST)})
         units.append(Unit(sources_of(inner, warnings)))
     if not targets:
-        raise Invalid(f"{block.where}.params: is empty")
-    names = target_names([one["ref"]["name"] for one in targets])
+        raise ConversionFailed(f"{block.where}.params: is empty")
+    names = unique_target_names([one["ref"]["name"] for one in targets])
     named = [{"name": name, **one} for name, one in zip(names, targets, strict=True)]
     percent = block.number("costExpansionRatePercent", _EXPANSION_PERCENT)
     if percent >= _LEAST_EXPANSION:
@@ -236,7 +245,7 @@ def _several(block: Fields, namespace: str, warnings: list[str]) -> Targets:
 
 
 def _roles(block: Fields, namespace: str, warnings: list[str]) -> Targets:
-    reference = _reference(block.below("targetRef"), namespace, warnings)
+    reference = _reference(block.sub_fields("targetRef"), namespace, warnings)
     text = (
         f"roles are scaled in a ModelInfer; make one of that name from the {reference['kind']} {reference['name']},"
         " with scalable: true in its roles"
@@ -244,7 +253,7 @@ def _roles(block: Fields, namespace: str, warnings: list[str]) -> Targets:
     warnings.append(f"{block.where}: {text}")
     reference = {"kind": "ModelInfer", "name": reference["name"]}
     roles = block.by_name("roles")
-    names = dict(zip(roles, target_names(list(roles)), strict=True))
+    names = dict(zip(roles, unique_target_names(list(roles)), strict=True))
     targets, units = [], []
     for role, one in roles.items():
         bounds = _bounds(one)
@@ -257,7 +266,7 @@ def _roles(block: Fields, namespace: str, warnings: list[str]) -> Targets:
         units.append(Unit(sources_of(one, warnings), metrics, is_fixed))
     spec: dict[str, Any] = {"targets": targets}
     if "ratioConstraint" in block:
-        spec["ratios"] = [_ratio(block.below("ratioConstraint"), names, warnings)]
+        spec["ratios"] = [_ratio(block.sub_fields("ratioConstraint"), names, warnings)]
     return Targets(spec, units)
 
 
@@ -266,7 +275,7 @@ def _ratio(block: Fields, names: Mapping[str, str], warnings: list[str]) -> dict
     for field, role in (("numerator", "numeratorRole"), ("denominator", "denominatorRole")):
         name = block.need(role)
         if name not in names:
-            raise Invalid(f"{block.where}.{role}: there is no role {name}")
+            raise ConversionFailed(f"{block.where}.{role}: there is no role {name}")
         found[field] = names[name]
     for field, theirs in (("min", "minRatio"), ("max", "maxRatio")):
         value = quantity(block.take(theirs), f"{block.where}.{theirs}")
@@ -305,7 +314,7 @@ class _Policy:
         self.spec = Fields(thing.get("spec") or {}, f"{name}: spec")
         self.warnings = [f"{name}: delete it, or their autoscaler, before ours is applied: else both write replicas"]
         tolerance = self.spec.number("tolerancePercent", 10) / 100
-        self._behavior, self._panic = behavior_and_panic(self.spec.below("behavior"), tolerance, self.warnings)
+        self._behavior, self._panic = behavior_and_panic(self.spec.sub_fields("behavior"), tolerance, self.warnings)
         self.metrics = Metrics.read(self.spec.each("metrics"))
         self._made: list[tuple[str, dict[str, Any]]] = []
 
@@ -327,12 +336,12 @@ class _Policy:
 
     def objects(self) -> list[Object]:
         if not self._made:
-            # nobody uses it
-            self.named_for(self.metrics.resolved([], self.spec.where, self.warnings), "")
-        return [ours("AutoscalingPolicy", self.thing, name, spec) for name, spec in self._made]
+            # it is unused
+            self.named_for(self.metrics.policy_metrics([], self.spec.where, self.warnings), "")
+        return [new_object("AutoscalingPolicy", self.thing, name, spec) for name, spec in self._made]
 
 
-def convert(objects: Sequence[tuple[Object, str]]) -> Converted:
+def convert(objects: Sequence[tuple[Object, str]]) -> ConversionResult:
     """``objects``: each with what it is called in messages. Raises Invalid."""
     policies: dict[tuple[str, str], _Policy] = {}
     for thing, title in objects:
@@ -345,17 +354,17 @@ def convert(objects: Sequence[tuple[Object, str]]) -> Converted:
     for thing, title in objects:
         if thing["kind"] == "AutoscalingPolicyBinding":
             spec = Fields(thing.get("spec") or {}, f"{title}: spec")
-            wanted = spec.below("policyRef").need("name")
+            wanted = spec.sub_fields("policyRef").need("name")
             found = policies.get((_key(thing)[0], wanted))
             if found is None:
-                raise Invalid(
+                raise ConversionFailed(
                     f"{title}: convert it together with the AutoscalingPolicy {wanted}, whose metrics it reads"
                 )
             bindings.append(_binding(thing, spec, found, warnings))
-            warnings += spec.left()
+            warnings += spec.unused_warnings()
     made = [one for policy in policies.values() for one in policy.objects()]
-    told = [text for policy in policies.values() for text in (*policy.warnings, *policy.spec.left())]
-    return Converted((*made, *bindings), (*told, *warnings))
+    noted = [text for policy in policies.values() for text in (*policy.warnings, *policy.spec.unused_warnings())]
+    return ConversionResult((*made, *bindings), (*noted, *warnings))
 
 
 def _key(thing: Object) -> tuple[str, str]:
@@ -366,7 +375,7 @@ def _key(thing: Object) -> tuple[str, str]:
 def _binding(thing: Object, spec: Fields, policy: _Policy, warnings: list[str]) -> Object:
     name = _key(thing)[1]
     found = of_targets(spec, _key(thing)[0], warnings)
-    read = [one.metrics_over(policy.metrics).resolved(one.sources, spec.where, warnings) for one in found.units]
+    read = [one.metrics_over(policy.metrics).policy_metrics(one.sources, spec.where, warnings) for one in found.units]
     metrics = same_everywhere(read)
     if metrics is None:
         names = sorted({metric["name"] for one in read for metric in one})
@@ -376,4 +385,6 @@ def _binding(thing: Object, spec: Fields, policy: _Policy, warnings: list[str]) 
         )
     elif not metrics:
         warnings.append(f"{spec.where}: no metrics are named; the strategy is Work, which needs none")
-    return ours("AutoscalingPolicyBinding", thing, name, {"policyRef": policy.named_for(metrics, name), **found.spec})
+    return new_object(
+        "AutoscalingPolicyBinding", thing, name, {"policyRef": policy.named_for(metrics, name), **found.spec}
+    )

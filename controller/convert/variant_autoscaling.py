@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.convert.fields import Converted, Fields, Invalid, Object, object_name, ours, quantity, target_names
+from controller.convert.fields import (
+    ConversionFailed,
+    ConversionResult,
+    Fields,
+    Object,
+    new_object,
+    object_name,
+    quantity,
+    unique_target_names,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +44,7 @@ class _Variant(msgspec.Struct, frozen=True):
     warnings: list[str]
 
 
-def convert(objects: Sequence[tuple[Object, str]]) -> Converted:
+def convert(objects: Sequence[tuple[Object, str]]) -> ConversionResult:
     """``objects``: each with what it is called in messages. Raises Invalid."""
     by_model: dict[tuple[str, str], list[_Variant]] = {}
     for thing, name in objects:
@@ -57,7 +66,7 @@ def convert(objects: Sequence[tuple[Object, str]]) -> Converted:
         made += _objects(name, variants)
         warnings += [text for one in variants for text in one.warnings]
         warnings += _of_model(f"model {model}", variants)
-    return Converted(tuple(made), tuple(warnings))
+    return ConversionResult(tuple(made), tuple(warnings))
 
 
 def _variant(thing: Object, name: str) -> _Variant:
@@ -84,8 +93,8 @@ def _variant(thing: Object, name: str) -> _Variant:
             )
     target["accelerators"] = fields.number("acceleratorCount", 1)
     if target["cost"] <= 0:
-        raise Invalid(f"{fields.where}.variantCost: must be more than 0 here")
-    profile = fields.below("variantProfile" if "variantProfile" in fields else "modelProfile")
+        raise ConversionFailed(f"{fields.where}.variantCost: must be more than 0 here")
+    profile = fields.sub_fields("variantProfile" if "variantProfile" in fields else "modelProfile")
     capacity = _capacity(profile, warnings)
     if capacity:
         target["capacity"] = capacity
@@ -99,25 +108,25 @@ def _variant(thing: Object, name: str) -> _Variant:
         warnings.append(
             f"{name}: the label {_INSTANCE_LABEL} says nothing here: one manager decides about all bindings"
         )
-    return _Variant(thing, model, target, [*warnings, *fields.left()])
+    return _Variant(thing, model, target, [*warnings, *fields.unused_warnings()])
 
 
 def _reference(fields: Fields, own_name: str, warnings: list[str]) -> dict[str, str]:
-    reference = fields.below("scaleTargetRef")
+    reference = fields.sub_fields("scaleTargetRef")
     if "scaleTargetRef" not in fields:
         warnings.append(f"{fields.where}.scaleTargetRef: is not there; the Deployment of the same name is meant")
         return {"apiVersion": "apps/v1", "kind": "Deployment", "name": own_name}
     kind = str(reference.take("kind", "Deployment"))
     version = reference.take("apiVersion", _API_VERSIONS.get(kind))
     if version is None:
-        raise Invalid(f"{reference.where}.apiVersion: is missing, and {kind} is not known")
+        raise ConversionFailed(f"{reference.where}.apiVersion: is missing, and {kind} is not known")
     return {"apiVersion": version, "kind": kind, "name": reference.need("name")}
 
 
 def _capacity(profile: Fields, warnings: list[str]) -> dict[str, Any]:
     """Of its model of latencies, in milliseconds: alpha + beta * batch, and gamma + delta * tokens * batch."""
-    performance = profile.below("perfParms")
-    decode, prefill = performance.below("decodeParms"), performance.below("prefillParms")
+    performance = profile.sub_fields("perfParms")
+    decode, prefill = performance.sub_fields("decodeParms"), performance.sub_fields("prefillParms")
     found: dict[str, Any] = {}
     if "alpha" in decode:
         alpha, beta = (quantity(decode.take(one, "0"), f"{decode.where}.{one}") for one in ("alpha", "beta"))
@@ -132,12 +141,12 @@ def _capacity(profile: Fields, warnings: list[str]) -> dict[str, Any]:
 
 
 def _objects(name: str, variants: Sequence[_Variant]) -> list[Object]:
-    names = target_names([str((one.source.get("metadata") or {}).get("name", "")) for one in variants])
+    names = unique_target_names([str((one.source.get("metadata") or {}).get("name", "")) for one in variants])
     targets = [{"name": short, **one.target} for short, one in zip(names, variants, strict=True)]
     like = {"metadata": _common(variants)}
     return [
-        ours("AutoscalingPolicy", like, name, {"mode": "Export"}),
-        ours("AutoscalingPolicyBinding", like, name, {"policyRef": name, "targets": targets}),
+        new_object("AutoscalingPolicy", like, name, {"mode": "Export"}),
+        new_object("AutoscalingPolicyBinding", like, name, {"policyRef": name, "targets": targets}),
     ]
 
 

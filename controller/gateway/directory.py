@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.bundle.files import replace_file
+from controller.bundle.files import FileChanged, remove_file, replace_file, unrecorded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-# What this writer makes begins so; other files of the directory are somebody else's and stay.
+# Name prefixes of this writer's files; it keeps all other files of the directory.
 _OURS: Final = (
     "backend.",
     "clientca.",
@@ -35,7 +35,7 @@ _ROUTES: Final = ("httproute.", "modelroute.")
 _MODE: Final = 0o600
 
 
-class Written(msgspec.Struct, frozen=True):
+class WrittenFiles(msgspec.Struct, frozen=True):
     """Names of the files that were written and removed."""
 
     written: tuple[str, ...]
@@ -43,13 +43,15 @@ class Written(msgspec.Struct, frozen=True):
 
 
 class DirectoryWriter:
-    """The directory ``folder``; what it held before is looked at once."""
+    """The directory ``folder``; its present content is read once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, changed: FileChanged = unrecorded) -> None:
+        """``changed``: called with each file that was written or removed."""
         self._folder = folder
+        self._changed = changed
         self._known: dict[str, bytes] | None = None
 
-    def write(self, files: Mapping[str, bytes]) -> Written:
+    def write(self, files: Mapping[str, bytes]) -> WrittenFiles:
         """Make the directory hold ``files``, in their order; raises OSError, after which the next call does all
         again.
         """
@@ -58,13 +60,13 @@ class DirectoryWriter:
             known = self._read()
         written = tuple(name for name, content in files.items() if known.get(name) != content)
         for name in written:
-            replace_file(self._folder / name, files[name], _MODE)
+            replace_file(self._folder / name, files[name], _MODE, self._changed)
         # what referred to these files has been written without them
         removed = tuple(sorted((name for name in known if name not in files), key=_removal_order))
         for name in removed:
-            (self._folder / name).unlink(missing_ok=True)
+            remove_file(self._folder / name, self._changed)
         self._known = dict(files)
-        return Written(written, removed)
+        return WrittenFiles(written, removed)
 
     def _read(self) -> dict[str, bytes]:
         self._folder.mkdir(parents=True, exist_ok=True)

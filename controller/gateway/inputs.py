@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
     from controller.gateway.compile.secrets import Pointer
-    from controller.kube.cache import Cache
+    from controller.kube.cache import InformerSet
     from controller.kube.informer import Informer
     from controller.kube.resources import Object
 
@@ -55,7 +55,7 @@ _REFERENCED: Final = {one.kind: one for one in (SECRETS, CONFIG_MAPS, CRDS)}
 REFERENCED_KINDS: Final = ("Secret", "PointedConfigMap", CRDS.kind)
 
 
-def gateway_informers(cache: Cache) -> dict[str, Informer]:
+def gateway_informers(cache: InformerSet) -> dict[str, Informer]:
     """What the gateway role reads, by kind."""
     informers = [
         *(cache.add(one) for one in _OURS),
@@ -105,13 +105,13 @@ class ReferencedObjects:
     read.
     """
 
-    def __init__(self, cache: Cache, on_change: Callable[[str, str], None]) -> None:
+    def __init__(self, cache: InformerSet, on_change: Callable[[str, str], None]) -> None:
         self._cache = cache
         self._on_change = on_change
         self._informers: dict[Pointer, Informer] = {}
 
     async def read(self, references: Collection[Pointer], within_s: float) -> bool:
-        """Read these alone. Whether any was new; all of those are known then, or ``within_s`` is over."""
+        """Read exactly these objects; waits up to ``within_s`` for new ones. Returns whether any was new."""
         for one in self._informers.keys() - set(references):
             self._cache.remove(self._informers.pop(one))
             self._on_change(one.compiled_as, one.key)

@@ -38,12 +38,18 @@ class GatewayMetrics:
         )
         self._files = Gauge("attache_gateway_files", "Files of the directory", registry=self.registry)
 
-    def compiled(self, changes: int, seconds: float) -> None:
+        self.graced = Gauge(
+            "attache_gateway_graced_objects",
+            "Deleted ModelRoutes and ModelServers that are still served, and ModelServers whose former pods are",
+            registry=self.registry,
+        )
+
+    def observe_compile(self, changes: int, seconds: float) -> None:
         """``changes`` objects were taken in, and compiled in ``seconds``."""
         self._changes.inc(changes)
         self._compile.observe(seconds)
 
-    def published(self, written: int, removed: int, files: int) -> None:
+    def set_file_count(self, written: int, removed: int, files: int) -> None:
         """The directory has ``files`` files now."""
         self._written.labels("written").inc(written)
         self._written.labels("removed").inc(removed)
@@ -51,7 +57,7 @@ class GatewayMetrics:
 
 
 class PickerMetrics:
-    """In ``registry``, beside those of the role. ``pool``: ``namespace/name``."""
+    """In ``registry``, in addition to those of the role. ``pool``: ``namespace/name``."""
 
     def __init__(self, registry: CollectorRegistry, pool: str) -> None:
         self._pool = pool
@@ -68,16 +74,16 @@ class PickerMetrics:
             registry=registry,
         )
         # both are there from the start, so that alert rules find them
-        self.counted(0, 0)
+        self.set_pool_size(0, 0)
 
-    def wrong(self, reasons: Iterable[str], gone: Iterable[str]) -> None:
+    def set_problems(self, reasons: Iterable[str], gone: Iterable[str]) -> None:
         """What is wrong now, and what is not any more."""
         for reason in gone:
             self._problem.labels(self._pool, reason).set(0)
         for reason in reasons:
             self._problem.labels(self._pool, reason).set(1)
 
-    def counted(self, endpoints: int, ready: int) -> None:
+    def set_pool_size(self, endpoints: int, ready: int) -> None:
         """The pool has so many."""
         self._endpoints.labels(self._pool, "all").set(endpoints)
         self._endpoints.labels(self._pool, "ready").set(ready)

@@ -1,50 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gateway role in picker mode: one InferencePool to an extproc's directory."""
+"""The gateway role in picker mode: one InferencePool to an extproc's directory.
+
+What is wrong with the pool is in the log, in metrics, and in Events of the pool. The pool's ``status.parents`` belongs
+to gateways and is left alone.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
+from controller.audit import file_recorder
+from controller.bundle.files import FileChanged, unrecorded
+from controller.gateway.compile.file_discovery import (
+    MAX_ENDPOINTS_BYTES,
+    DiscoveryInvalid,
+    FilePoolCompiler,
+    discovery_of,
+)
 from controller.gateway.compile.picker_mode import LLM_D_OBJECTIVES as LLM_D
-from controller.gateway.compile.picker_mode import OBJECTIVES, PickerCompiler
+from controller.gateway.compile.picker_mode import LLM_D_REWRITES, OBJECTIVES, REWRITES, PickerCompiler
 from controller.gateway.compile.pods import trimmed_pod
 from controller.gateway.compile.pools import KIND
 from controller.gateway.compile.servers import LABEL
 from controller.gateway.directory import DirectoryWriter
 from controller.gateway.inputs import Inputs
 from controller.gateway.metrics import PickerMetrics
-from controller.gateway.picker_problems import PickerProblems
-from controller.kube.controller import Controller, ControllerSettings, Outcome
+from controller.kube.controller import Controller, ControllerSettings, ReconcileResult
+from controller.kube.errors import ClusterError
 from controller.kube.informer import Informer, InformerTiming
+from controller.kube.recorder import event_of
 from controller.kube.resources import (
     ALPHA_INFERENCE_POOLS,
     CONFIG_MAPS,
+    EVENTS,
     INFERENCE_OBJECTIVES,
     INFERENCE_POOLS,
+    LLM_D_MODEL_REWRITES,
     LLM_D_OBJECTIVES,
+    MODEL_REWRITES,
     PODS,
     split_key,
 )
+from extproc.api.decode import read_picker_file
+from extproc.api.errors import ConfigInvalid
+from extproc.api.files import open_regular
+from extproc.api.load import MAX_YAML_BYTES
 from extproc.api.picker_config import check_shape_alone
 
 if TYPE_CHECKING:
-    from controller.gateway.compile.picker_mode import PickerOutcome
-    from controller.gateway.directory import Written
+    from collections.abc import Sequence
+
+    from controller.gateway.compile.file_discovery import FileDiscovery
+    from controller.gateway.compile.picker_mode import PickerOutcome, PoolProblem
+    from controller.gateway.directory import WrittenFiles
     from controller.gateway.metrics import GatewayMetrics
-    from controller.kube.cache import Cache
+    from controller.kube.cache import InformerSet
     from controller.kube.client import Client
     from controller.kube.resources import Object
     from extproc.api.picker_config import PickerCheck
 
+
 log = logging.getLogger(__name__)
+EventType = Literal["Normal", "Warning"]
+CreateEvent = Callable[[str, str, EventType], Awaitable[None]]
+
+
+class PickerProblems:
+    """``report`` reports what is wrong, and what has no effect, once for each change."""
+
+    def __init__(self, metrics: PickerMetrics, create_event: CreateEvent) -> None:
+        """``create_event``: takes a reason, a message and the type of an Event of the pool."""
+        self._metrics = metrics
+        self._create_event = create_event
+        self._told: dict[str, str] = {}
+        self._notes: tuple[str, ...] = ()
+
+    async def report(self, problems: Sequence[PoolProblem], notes: tuple[str, ...]) -> None:
+        """``problems`` and ``notes`` are all that there are now."""
+        for note in notes:
+            if note not in self._notes:
+                log.info("EndpointPickerConfig: %s", note)
+        self._notes = notes
+        wrong = {one.reason: one.message for one in problems}
+        known, self._told = self._told, wrong
+        self._metrics.set_problems(wrong, known.keys() - wrong.keys())
+        for reason, message in wrong.items():
+            if known.get(reason) != message:
+                log.warning("%s: %s", reason, message)
+                await self._create_event(reason, message, "Warning")
+        if known and not wrong:
+            message = f"no longer: {', '.join(sorted(known))}"
+            log.info("%s", message)
+            await self._create_event("PoolServed", message, "Normal")
+
+
+class _PoolWriter:
+    """Writes what the compiler makes of a pool, and reports it."""
+
+    def __init__(
+        self,
+        pool: str,
+        config: Path,
+        metrics: GatewayMetrics,
+        create_event: CreateEvent,
+        changed: FileChanged = unrecorded,
+    ) -> None:
+        self._pool = pool
+        self._writer = DirectoryWriter(config, changed)
+        self._metrics = metrics
+        self._pool_metrics = PickerMetrics(metrics.registry, pool)
+        self._problems = PickerProblems(self._pool_metrics, create_event)
+        self.ready = asyncio.Event()
+
+    async def publish(self, outcome: PickerOutcome) -> None:
+        """``ready`` is set once a directory has been written."""
+        self._metrics.refused.set(outcome.files is None)
+        if outcome.files is not None:
+            done = await self._write(outcome.files)
+            if done.written or done.removed:
+                log.info("%s has %d endpoints, %d of them ready", self._pool, outcome.endpoints, outcome.ready)
+            self._metrics.set_file_count(len(done.written), len(done.removed), len(outcome.files))
+            self._pool_metrics.set_pool_size(outcome.endpoints, outcome.ready)
+            self.ready.set()
+        await self._problems.report(outcome.problems, outcome.notes)
+
+    async def _write(self, files: Mapping[str, bytes]) -> WrittenFiles:
+        while True:
+            try:
+                return await asyncio.to_thread(self._writer.write, files)
+            except OSError as error:
+                self._metrics.failures.inc()
+                log.error("the directory cannot be written, tried again in %g s: %s", _RETRY_S, error)
+            await asyncio.sleep(_RETRY_S)
+
 
 CONTROLLER: Final = "attache-picker"
 _TOGETHER_S: Final = 0.03
@@ -100,11 +196,11 @@ class PickerRole:
         self._compiler = PickerCompiler(settings.pool, picker, settings.server_fields, check_picker=check_picker)
         if settings.fixed_pool is not None:
             self._compiler.put(KIND, settings.pool, settings.fixed_pool)
-        self._writer = DirectoryWriter(settings.config)
+        self._client = client
         self._metrics = metrics
-        self._pool_metrics = PickerMetrics(metrics.registry, settings.pool)
-        self._problems = PickerProblems(client, self._pool_metrics, self._pool, CONTROLLER)
-        self.ready = asyncio.Event()
+        changed = file_recorder(client.audit, CONTROLLER)
+        self._writer = _PoolWriter(settings.pool, settings.config, metrics, self._create_event, changed)
+        self.ready = self._writer.ready
         # even where there is nothing, that is something to report
         controller.on_synced(lambda: controller.enqueue_soon(settings.pool))
         if settings.picker_file is not None:
@@ -115,44 +211,34 @@ class PickerRole:
         return None if self._settings.fixed_pool is not None else self._inputs.get(KIND, self._settings.pool)
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Reconcile until cancelled."""
         await self._controller.run()
 
-    async def _reconcile(self, _: str) -> Outcome:
+    async def _reconcile(self, _: str) -> ReconcileResult:
         with self._inputs.changes() as changed:
             began_s = time.perf_counter()
             for kind, key in changed:
                 self._compiler.put(kind, key, self._thing(kind, key))
             compiled = self._compiler.compile()
-            self._metrics.compiled(len(changed), time.perf_counter() - began_s)
-        await self._publish(compiled)
-        await self._problems.report(compiled.problems)
-        return Outcome("written")
+            self._metrics.observe_compile(len(changed), time.perf_counter() - began_s)
+        await self._writer.publish(compiled)
+        return ReconcileResult("written")
+
+    async def _create_event(self, reason: str, message: str, type_: EventType) -> None:
+        """An Event is a courtesy: one that cannot be written is logged, and that is all."""
+        pool = self._pool()
+        if pool is None:
+            return
+        event = event_of(pool, type_, reason=reason, message=message, component=CONTROLLER)
+        try:
+            await self._client.create(EVENTS, event)
+        except ClusterError as error:
+            log.warning("an Event cannot be written: %s", error)
 
     def _thing(self, kind: str, key: str) -> Mapping[str, Any] | None:
         if key == self._file_key and self._settings.picker_file is not None:
             return _as_config_map(self._settings.picker_file)
         return self._inputs.get(kind, key)
-
-    async def _publish(self, outcome: PickerOutcome) -> None:
-        self._metrics.refused.set(outcome.files is None)
-        if outcome.files is None:
-            return
-        done = await self._write(outcome.files)
-        if done.written or done.removed:
-            log.info("%s has %d endpoints, %d of them ready", self._settings.pool, outcome.endpoints, outcome.ready)
-        self._metrics.published(len(done.written), len(done.removed), len(outcome.files))
-        self._pool_metrics.counted(outcome.endpoints, outcome.ready)
-        self.ready.set()
-
-    async def _write(self, files: Mapping[str, bytes]) -> Written:
-        while True:
-            try:
-                return await asyncio.to_thread(self._writer.write, files)
-            except OSError as error:
-                self._metrics.failures.inc()
-                log.error("the directory cannot be written, tried again in %g s: %s", _RETRY_S, error)
-            await asyncio.sleep(_RETRY_S)
 
     async def _poll_file(self, file: Path) -> None:
         """Polling works on every file system, mounted ConfigMaps included."""
@@ -165,12 +251,97 @@ class PickerRole:
             await asyncio.sleep(_FILE_POLL_S)
 
 
-def _informers(cache: Cache, settings: PickerSettings) -> dict[str, Informer]:
+class FilePoolSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """``config``: the directory to write. ``pool``: ``namespace/name``. ``picker_file`` or ``picker_text``: the
+    EndpointPickerConfig, which names the file of endpoints; files are followed. ``server_fields``: of its ModelServer.
+    """
+
+    config: Path
+    pool: str
+    picker_file: Path | None
+    picker_text: str
+    server_fields: Mapping[str, Any]
+
+
+class FilePoolRole:
+    """The picker role without a cluster: ``run`` follows the files; ``ready`` is set once the directory has been
+    written.
+    """
+
+    def __init__(self, settings: FilePoolSettings, metrics: GatewayMetrics, *, check_picker: PickerCheck) -> None:
+        self._settings = settings
+        self._compiler = FilePoolCompiler(settings.pool, settings.server_fields, check_picker=check_picker)
+        self._writer = _PoolWriter(settings.pool, settings.config, metrics, _no_event)
+        self.ready = self._writer.ready
+        # read last: the EndpointPickerConfig, where it says that the endpoints are, and these
+        self._text: str | None = None
+        self._discovery: FileDiscovery | None = None
+        self._endpoints: str | None = None
+        self._is_fixed = False
+
+    async def run(self) -> None:
+        """Poll until cancelled: polling works on every file system."""
+        is_first = True
+        while True:
+            if await self._poll(is_first=is_first):
+                await self._writer.publish(self._compiler.compile())
+            is_first = False
+            await asyncio.sleep(_FILE_POLL_S)
+
+    async def _poll(self, *, is_first: bool) -> bool:
+        """Whether anything has changed."""
+        file, text = self._settings.picker_file, self._settings.picker_text or None
+        if file is not None:
+            text = await asyncio.to_thread(read_text, file)
+        changed = is_first or text != self._text
+        if changed:
+            self._text = text
+            self._compiler.put_config(text)
+            self._find_endpoints(text)
+        return await self._poll_endpoints() or changed
+
+    def _find_endpoints(self, text: str | None) -> None:
+        """A file that does not say where endpoints are leaves them where they were."""
+        message, found = "", None
+        try:
+            found = None if text is None else discovery_of(read_picker_file(_FILE, text).config)
+            if text is not None and found is None:
+                message = "dataLayer.discovery is gone; write it again, or restart to follow a cluster"
+        except DiscoveryInvalid as error:
+            message = str(error)
+        except ConfigInvalid:
+            # reported of the whole file
+            return
+        self._compiler.report_discovery(message)
+        if found is not None and found != self._discovery:
+            self._discovery, self._endpoints, self._is_fixed = found, None, False
+
+    async def _poll_endpoints(self) -> bool:
+        discovery = self._discovery
+        if discovery is None or self._is_fixed:
+            return False
+        text = await asyncio.to_thread(read_text, Path(discovery.path), MAX_ENDPOINTS_BYTES)
+        if text is not None and text == self._endpoints:
+            return False
+        self._endpoints = text
+        self._compiler.put_endpoints(discovery.path, text)
+        # what is not watched is read until it can be used
+        self._is_fixed = self._compiler.has_endpoints and not discovery.watches
+        return True
+
+
+async def _no_event(reason: str, message: str, type_: EventType) -> None:
+    """Without a cluster there are no Events; the log and the metrics have it."""
+
+
+def _informers(cache: InformerSet, settings: PickerSettings) -> dict[str, Informer]:
     _, name = split_key(settings.pool)
     pools = INFERENCE_POOLS if settings.group == INFERENCE_POOLS.group else ALPHA_INFERENCE_POOLS
     found = {
         OBJECTIVES: cache.add(INFERENCE_OBJECTIVES, optional=True),
         LLM_D: cache.add(LLM_D_OBJECTIVES, optional=True),
+        REWRITES: cache.add(MODEL_REWRITES, optional=True),
+        LLM_D_REWRITES: cache.add(LLM_D_MODEL_REWRITES, optional=True),
         "Pod": cache.add(PODS, transform=trimmed_pod),
     }
     if settings.fixed_pool is None:
@@ -185,7 +356,14 @@ def _informers(cache: Cache, settings: PickerSettings) -> dict[str, Informer]:
 
 def _as_config_map(file: Path) -> Mapping[str, Any] | None:
     """None if it cannot be read."""
+    text = read_text(file)
+    return None if text is None else {"data": {"config": text}}
+
+
+def read_text(file: Path, most_bytes: int = MAX_YAML_BYTES) -> str | None:
+    """None if it cannot be read. One byte more than ``most_bytes`` is read, so that who bounds it can tell."""
     try:
-        return {"data": {"config": file.read_text()}}
+        with open_regular(file) as opened:
+            return opened.read(most_bytes + 1).decode()
     except (OSError, UnicodeDecodeError):
         return None

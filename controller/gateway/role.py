@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,19 +16,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from controller.audit import caused_by, file_recorder
 from controller.gateway.compile.compiler import Compiler
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
-from controller.gateway.compile.programmed import Consumer, is_settled, with_use
+from controller.gateway.compile.programmed_condition import Consumer, is_settled, with_use
 from controller.gateway.directory import DirectoryWriter
 from controller.gateway.inputs import REFERENCED_KINDS, Inputs, ReferencedObjects, gateway_informers
 from controller.gateway.statuses import ConsumerReports, StatusWriter
-from controller.kube.controller import Controller, ControllerSettings, Outcome
+from controller.kube.controller import Controller, ControllerSettings, ReconcileResult, loop_s
 from controller.kube.informer import InformerTiming
+from extproc.api.addresses import Network
 from extproc.api.picker_config import check_shape_alone
 from extproc.api.status_pages import ConfigReport, content_digest
 
 if TYPE_CHECKING:
-    from controller.gateway.compile.compiler import Outcome as Compiled
+    from controller.gateway.compile.compiler import CompileResult
     from controller.gateway.metrics import GatewayMetrics
     from controller.kube.client import Client
     from controller.kube.lease import LeaderElection
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Changes that come together, such as a rollout's pods, are compiled together.
+# Changes within this time, such as a rollout's pods, are compiled together.
 _TOGETHER_S: Final = 0.03
 _RETRY_S: Final = 1.0
 # The longest wait for Secrets and ConfigMaps that are referred to for the first time.
@@ -47,11 +50,12 @@ DIRECTORY: Final = "directory"
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """``config``: the directory to write. ``namespace``: whose objects are served; None: all namespaces'.
+    """``config``: the directory to write. ``namespace``: the one whose objects are served; None: all.
     ``gateway_config``: the GatewayConfig to serve, as ``namespace/name``; None: that of the Gateways, or else the
-    defaults. ``gateway_api``: which Gateways are served, and where. ``consumers``: addresses, by name, where the
-    directory's consumers report what of it they use. ``probe_s``: how often the cluster is asked for kinds that it
-    lacks.
+    defaults. ``gateway_api``: which Gateways are served, and where. ``consumers``: addresses, by name, at which the
+    directory's consumers report the files in use. ``probe_s``: seconds between two requests for kinds that the cluster
+    lacks. ``grace_s``: how long ModelRoutes and ModelServers are served after their deletion; 0: not at all.
+    ``networks``: those whose addresses ModelServers may list as endpoints; None: all.
     """
 
     config: Path
@@ -60,6 +64,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     gateway_api: GatewayApiSettings = GatewayApiSettings()
     consumers: Mapping[str, str] = {}
     probe_s: float = 30.0
+    grace_s: float = 10.0
+    networks: tuple[Network, ...] | None = None
 
 
 class GatewayRole:
@@ -92,13 +98,19 @@ class GatewayRole:
         )
         self._inputs = Inputs(gateway_informers(controller.cache), lambda: controller.enqueue_soon(DIRECTORY))
         self._referenced = ReferencedObjects(controller.cache, self._inputs.note)
-        self._compiler = Compiler(settings.gateway_config, settings.gateway_api, check_picker=check_picker)
-        self._writer = DirectoryWriter(settings.config)
+        self._compiler = Compiler(
+            settings.gateway_config,
+            settings.gateway_api,
+            check_picker=check_picker,
+            grace_s=settings.grace_s,
+            networks=settings.networks,
+        )
+        self._writer = DirectoryWriter(settings.config, file_recorder(client.audit, CONTROLLER))
         self._statuses = StatusWriter(client, self._inputs.get, CONTROLLER)
         self._metrics = metrics
         self._reports = ConsumerReports(settings.consumers, self._update_statuses)
         self._refused = ""
-        self._compiled: Compiled | None = None
+        self._compiled: CompileResult | None = None
         # of what is in the directory, and of what should be
         self._published: Mapping[str, str] = {}
         self._digests: Mapping[str, str] = {}
@@ -115,33 +127,44 @@ class GatewayRole:
         return self._statuses.writes
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Reconcile until cancelled."""
         await self._controller.run()
 
-    async def _reconcile(self, _: str) -> Outcome:
+    async def _reconcile(self, _: str) -> ReconcileResult:
         """Compile what has changed, and write the directory."""
         compiled = self._compile()
-        # without its certificates a listener would be taken away and come back
+        # without its certificates a listener would be removed and added again
         while await self._referenced.read(compiled.pointers, _REFERENCED_S):
             compiled = self._compile()
         self._digests = {name: content_digest(content) for name, content in compiled.files.items()}
         if not await self._publish(compiled):
             # what changes in the meantime may be what makes the next attempt succeed
             await asyncio.sleep(_RETRY_S)
-            return Outcome("failed", 0.0)
+            return ReconcileResult("failed", 0.0)
+        self._note_grace(compiled.graced)
         self._compiled = compiled
         self._update_statuses()
-        return Outcome("written")
+        return ReconcileResult(
+            "written", None if compiled.again_s == math.inf else max(0.0, compiled.again_s - loop_s())
+        )
 
-    def _compile(self) -> Compiled:
+    def _compile(self) -> CompileResult:
         with self._inputs.changes() as changed:
             for kind, key in changed:
-                self._compiler.put(kind, key, self._object(kind, key))
+                self._compiler.update_object(kind, key, self._object(kind, key), loop_s())
                 self._statuses.note((kind, key))
             began_s = time.perf_counter()
-            compiled = self._compiler.compile()
-            self._metrics.compiled(len(changed), time.perf_counter() - began_s)
+            compiled = self._compiler.compile(loop_s())
+            self._metrics.observe_compile(len(changed), time.perf_counter() - began_s)
             return compiled
+
+    def _note_grace(self, graced: frozenset[tuple[str, str]]) -> None:
+        before = frozenset[tuple[str, str]]() if self._compiled is None else self._compiled.graced
+        self._metrics.graced.set(len(graced))
+        for kind, key in sorted(graced - before):
+            log.info("%s %s was deleted or selects other pods; what served it serves it a while more", kind, key)
+        for kind, key in sorted(before - graced):
+            log.info("the grace of %s %s is over", kind, key)
 
     def _object(self, kind: str, key: str) -> Object | None:
         return self._referenced.get(kind, key) if kind in REFERENCED_KINDS else self._inputs.get(kind, key)
@@ -158,13 +181,13 @@ class GatewayRole:
             for key, one in self._compiled.statuses.items()
         }
         self._reports.is_settled = is_settled(wanted.values())
-        self._statuses.want(wanted)
+        self._statuses.set_wanted(wanted)
 
     def _status(self, kind: str, key: str) -> Mapping[str, Any]:
         thing = self._inputs.get(kind, key)
         return {} if thing is None else thing.get("status") or {}
 
-    async def _publish(self, compiled: Compiled) -> bool:
+    async def _publish(self, compiled: CompileResult) -> bool:
         """Write the files, unless it must not be served; whether nothing remains to be tried again."""
         if compiled.refused != self._refused:
             self._refused = compiled.refused
@@ -174,7 +197,8 @@ class GatewayRole:
         if compiled.refused:
             return True
         try:
-            done = await asyncio.to_thread(self._writer.write, compiled.files)
+            with caused_by(of="", reason="objects of the cluster have changed"):
+                done = await asyncio.to_thread(self._writer.write, compiled.files)
         except OSError as error:
             self._metrics.failures.inc()
             log.error("the directory cannot be written, tried again in %g s: %s", _RETRY_S, error)
@@ -185,6 +209,6 @@ class GatewayRole:
             log.info("removed %s", name)
         self._published = self._digests
         self._reports.ask_soon()
-        self._metrics.published(len(done.written), len(done.removed), len(compiled.files))
+        self._metrics.set_file_count(len(done.written), len(done.removed), len(compiled.files))
         self.ready.set()
         return True

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from controller.gateway.compile.programmed import Consumer
-from controller.kube.conditions import WantedStatus, merged, transitions
+from controller.gateway.compile.programmed_condition import Consumer
+from controller.kube.conditions import WantedStatus, merge_status, transitions
 from controller.kube.errors import ClusterError, Conflict, NotFound
-from controller.kube.recorder import event_of, now
+from controller.kube.recorder import event_of, utc_timestamp
 from controller.kube.resources import (
     EVENTS,
     GATEWAY_CLASSES,
@@ -60,8 +60,8 @@ Key = tuple[str, str]
 
 
 class ConsumerReports:
-    """``run`` asks ``addresses`` (by the name of the consumer there) and calls ``on_change`` when a report is another
-    one. ``is_settled``: no object waits for a report, so that consumers are asked less often.
+    """``run`` polls ``addresses`` (by the consumer's name) and calls ``on_change`` when a report has changed.
+    ``is_settled``: no object waits for a report, so consumers are polled less often.
     """
 
     def __init__(self, addresses: Mapping[str, str], on_change: Callable[[], None]) -> None:
@@ -73,7 +73,7 @@ class ConsumerReports:
 
     @property
     def consumers(self) -> Sequence[Consumer]:
-        """Those that were asked, with their last reports."""
+        """The polled consumers, with their last reports."""
         return [Consumer(name, report) for name, report in self._reports.items()]
 
     def ask_soon(self) -> None:
@@ -81,7 +81,7 @@ class ConsumerReports:
         self._wake.set()
 
     async def run(self) -> None:
-        """Ask again and again until cancelled; returns at once if there are no addresses."""
+        """Poll the reports until cancelled; returns at once if there are no addresses."""
         if not self._addresses:
             return
         while True:
@@ -118,8 +118,8 @@ def read_report(address: str) -> ConfigReport | None:
 
 
 class StatusWriter:
-    """``want`` gives the statuses that objects should have; ``run``, which only the leader runs, writes them, and
-    Events where a condition changed. A status that an object has already is not written.
+    """``set_wanted`` sets the statuses that objects should have; ``run``, on the leader alone, writes them, and Events
+    where a condition changed. A status that an object has already is not written.
 
     ``observed``: an object as informers have it, by kind and key.
     """
@@ -133,7 +133,7 @@ class StatusWriter:
         self._wake = asyncio.Event()
         self.writes = 0
 
-    def want(self, statuses: Mapping[Key, WantedStatus]) -> None:
+    def set_wanted(self, statuses: Mapping[Key, WantedStatus]) -> None:
         """From now on statuses should be these."""
         self._stale |= {key for key, status in statuses.items() if self._wanted.get(key) != status}
         self._wanted = statuses
@@ -167,7 +167,7 @@ class StatusWriter:
             # one of the two is older; the newer one brings us here again
             return True
         before = thing.get("status") or {}
-        status = merged(wanted, before, now())
+        status = merge_status(wanted, before, utc_timestamp())
         if status is None:
             return True
         try:
@@ -176,7 +176,7 @@ class StatusWriter:
             for condition in transitions(status, before):
                 await self._client.create(EVENTS, self._event(thing, condition))
         except (NotFound, Conflict):
-            # it is gone, or somebody else wrote it, of which we shall hear
+            # it was deleted, or another client wrote it: that event will follow
             return True
         except ClusterError as error:
             log.warning("the status of %s %s cannot be written, tried again: %s", *key, error)
@@ -184,7 +184,7 @@ class StatusWriter:
         return True
 
     async def _send(self, wanted: WantedStatus, thing: Object, status: Mapping[str, Any]) -> None:
-        """Raises Conflict if somebody else has written a list that we share with them."""
+        """Raises Conflict if another controller has written a shared list."""
         resource = _RESOURCES[wanted.kind]
         namespace, name = split_key(wanted.key)
         if wanted.is_shared:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the API server is and who we are: from a pod's service account or a kubeconfig."""
+"""The API server's address and our credentials: from a pod's service account or a kubeconfig."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import msgspec
 import yaml
 
 from controller.kube.errors import AccessInvalid
+from extproc.api.addresses import join_host_port
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
-class Access(msgspec.Struct, frozen=True):
+class ClusterAccess(msgspec.Struct, frozen=True):
     """An API server and our credentials for it.
 
     ``ca``: the PEM text that vouches for the server; empty: the machine's authorities do. ``token_file`` is read for
@@ -43,7 +44,7 @@ class Access(msgspec.Struct, frozen=True):
         return f"Access({self.server!r})"  # never a credential in a log
 
     def headers(self) -> dict[str, str]:
-        """What says who we are; raises AccessInvalid if the token's file cannot be read."""
+        """The Authorization header; raises AccessInvalid if the token's file cannot be read."""
         token = self.token
         if self.token_file:
             try:
@@ -68,7 +69,7 @@ class Access(msgspec.Struct, frozen=True):
         return context
 
 
-def find_access(environment: Mapping[str, str] = os.environ, account: Path = _ACCOUNT) -> Access:
+def find_access(environment: Mapping[str, str] = os.environ, account: Path = _ACCOUNT) -> ClusterAccess:
     """As kubectl and client-go do: ``KUBECONFIG``, else the pod's service account, else ``~/.kube/config``.
 
     Of several files in ``KUBECONFIG`` the first counts; they are not merged.
@@ -86,7 +87,7 @@ def find_access(environment: Mapping[str, str] = os.environ, account: Path = _AC
     raise AccessInvalid("no cluster: set KUBECONFIG, or run in a pod with a service account")
 
 
-def in_cluster(environment: Mapping[str, str] = os.environ, account: Path = _ACCOUNT) -> Access:
+def in_cluster(environment: Mapping[str, str] = os.environ, account: Path = _ACCOUNT) -> ClusterAccess:
     """The API server as a pod sees it, with its service account; raises AccessInvalid."""
     host = environment.get("KUBERNETES_SERVICE_HOST", "")
     port = environment.get("KUBERNETES_SERVICE_PORT", "443")
@@ -99,12 +100,12 @@ def in_cluster(environment: Mapping[str, str] = os.environ, account: Path = _ACC
         raise AccessInvalid(
             f"the pod has no service account mounted (automountServiceAccountToken): {error}"
         ) from error
-    address = f"[{host}]" if ":" in host else host
-    return Access(f"https://{address}:{port}", ca=ca, namespace=namespace, token_file=str(account / "token"))
+    address = join_host_port(host, port)
+    return ClusterAccess(f"https://{address}", ca=ca, namespace=namespace, token_file=str(account / "token"))
 
 
-def from_kubeconfig(path: Path, context: str | None = None) -> Access:
-    """What a kubeconfig's current, or the named, context says; raises AccessInvalid.
+def from_kubeconfig(path: Path, context: str | None = None) -> ClusterAccess:
+    """The current, or the named, context of a kubeconfig; raises AccessInvalid.
 
     Credential plugins (``exec``, ``auth-provider``) are not run: the controller runs under a service account.
     """
@@ -122,7 +123,7 @@ def from_kubeconfig(path: Path, context: str | None = None) -> Access:
             raise AccessInvalid(
                 f"{path}: user {chosen['user']} needs a credential plugin ({plugin}); use a token instead"
             )
-    return Access(
+    return ClusterAccess(
         server=str(cluster.get("server", "")).rstrip("/"),
         ca=_text(cluster, "certificate-authority", path),
         namespace=chosen.get("namespace") or "default",
@@ -144,7 +145,7 @@ def _named(content: Mapping[str, Any], what: str, name: str, path: Path) -> dict
 
 
 def _text(holder: Mapping[str, Any], name: str, path: Path) -> str:
-    """A PEM text: in the kubeconfig itself (``NAME-data``, base64) or in a file beside it."""
+    """A PEM text: in the kubeconfig itself (``NAME-data``, base64) or in a file that it names."""
     try:
         if holder.get(f"{name}-data"):
             return base64.b64decode("".join(holder[f"{name}-data"].split()), validate=True).decode()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who calls one of our servers, and what they may do: the API server is asked, its answers are cached for seconds."""
+"""Authentication and authorisation of our callers: TokenReviews and SubjectAccessReviews, cached for seconds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Found = TypeVar("Found")
 
 
 class User(msgspec.Struct, frozen=True):
-    """Somebody whose name was checked. ``extra``: what the authenticator knows of them, which authorizers may want."""
+    """An authenticated user. ``extra``: further attributes from the authenticator, which authorizers may use."""
 
     name: str
     groups: tuple[str, ...] = ()
@@ -67,8 +67,8 @@ class Action(msgspec.Struct, frozen=True):
         return {"resourceAttributes": msgspec.to_builtins(self)}
 
 
-class Callers:
-    """``clock``: in seconds. What it raises is ClusterError: then nobody is let in."""
+class RequestAuthorizer:
+    """``clock``: in seconds. It raises ClusterError alone, and then no request is admitted."""
 
     def __init__(self, client: Client, clock: Callable[[], float]) -> None:
         self._client = client
@@ -76,7 +76,7 @@ class Callers:
         self._allowed = _Kept[bool](clock)
 
     async def user_of(self, authorization: str) -> User | None:
-        """Of the header ``authorization``; None if it has no bearer token that the cluster knows."""
+        """Of the header ``authorization``; None if it has no bearer token that the cluster accepts."""
         kind, _, token = authorization.partition(" ")
         token = token.strip()
         if kind.lower() != "bearer" or not token or len(token) > _LONGEST_TOKEN:
@@ -92,8 +92,8 @@ class Callers:
             return True
         key = user, what
         if key not in self._allowed:
-            said = {"user": user.name, "groups": list(user.groups), "uid": user.uid}
-            spec = {**said, "extra": {name: list(values) for name, values in user.extra}, **what.attributes()}
+            identity = {"user": user.name, "groups": list(user.groups), "uid": user.uid}
+            spec = {**identity, "extra": {name: list(values) for name, values in user.extra}, **what.attributes()}
             status = await self._review(ACCESS_REVIEWS, spec)
             self._allowed.put(key, status.get("allowed") is True and status.get("denied") is not True)
         return self._allowed.get(key)
@@ -107,8 +107,8 @@ class Callers:
         return User(user["username"], tuple(user.get("groups") or ()), user.get("uid", ""), extra)
 
     async def _review(self, resource: Resource, spec: dict[str, Any]) -> dict[str, Any]:
-        asked = {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": {}, "spec": spec}
-        status: dict[str, Any] = (await self._client.create(resource, asked)).get("status") or {}
+        review = {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": {}, "spec": spec}
+        status: dict[str, Any] = (await self._client.create(resource, review)).get("status") or {}
         return status
 
 
@@ -137,7 +137,7 @@ log = logging.getLogger(__name__)
 _OPEN: Final = ("/healthz", "/readyz")
 
 
-def guarded_by(callers: Callers) -> Middleware:
+def guarded_by(callers: RequestAuthorizer) -> Middleware:
     """For all paths but those of probes."""
 
     @web.middleware

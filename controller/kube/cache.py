@@ -7,7 +7,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from controller.kube.errors import ClusterError
+from controller.kube.errors import ClusterError, Forbidden, NotFound
 from controller.kube.informer import Informer, InformerTiming, Selection
 
 if TYPE_CHECKING:
@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 _PROBE_S: Final = 30.0
 
 
-class Cache:
+class InformerSet:
     """``run`` runs all informers; they may be added before and while it runs, and removed.
 
-    ``namespace``: whose objects are read; None: those of all. ``probe_s``: how often the server is asked for an
-    optional kind that it lacks.
+    ``namespace``: the one whose objects are read; None: all. ``probe_s``: seconds between two requests for an optional
+    kind that the server lacks.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Cache:
         self._probe_s = probe_s
         self._informers: list[Informer] = []
         self._shared: dict[Resource, list[Informer]] = {}
-        # of optional kinds: set once the server has said that it lacks the kind
+        # of optional kinds: set once the server has answered that it lacks the kind
         self._missing: dict[Informer, asyncio.Event] = {}
         self._listeners: list[Callable[[Resource, str], None]] = []
         self._group: asyncio.TaskGroup | None = None
@@ -96,7 +96,7 @@ class Cache:
         return next((one for each in self._shared.get(resource, ()) if (one := each.get(key)) is not None), None)
 
     def serves(self, informer: Informer) -> bool:
-        """Whether the cluster has an optional kind, as far as is known."""
+        """Whether the cluster serves an optional kind, by the last probe."""
         return informer.synced.is_set()
 
     async def run(self) -> None:
@@ -110,7 +110,18 @@ class Cache:
             finally:
                 self._group = None
 
-    async def synced(self) -> None:
+    async def list_once(self) -> None:
+        """List each kind, and watch none. Optional kinds that the cluster lacks or refuses have no objects; raises
+        ClusterError for others.
+        """
+        for informer in self._informers:
+            try:
+                await informer.list_once()
+            except (Forbidden, NotFound):
+                if informer not in self._missing:
+                    raise
+
+    async def wait_until_synced(self) -> None:
         """Returns once all informers have listed their kind, but for optional kinds that the cluster lacks."""
         for informer in list(self._informers):
             missing = self._missing.get(informer)
@@ -134,7 +145,7 @@ class Cache:
         await informer.run()
 
     async def _until_served(self, resource: Resource, missing: asyncio.Event) -> None:
-        """Returns once the server has the kind; sets ``missing`` once it has said that it does not."""
+        """Wait until the server has the kind; set ``missing`` once it has answered that it does not."""
         while True:
             try:
                 if await self._client.serves(resource):

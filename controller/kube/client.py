@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls to the Kubernetes API with plain dicts: read, list, watch, create, replace, patch, apply, delete.
 
-The client retries nothing: whoever decides from what the cluster looked like decides again. Errors say when
+The client retries nothing: a decision made from an old state must be made again. Errors carry the delay
 (``ApiError.retry_after_s``) and whether the call may have had an effect (``Unreachable``).
 """
 
@@ -19,7 +19,8 @@ from controller.kube.resources import PODS, Object, Resource, split_key
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
-    from controller.kube.access import Access
+    from controller.audit import Audit
+    from controller.kube.access import ClusterAccess
 
 ADDED: Final = "ADDED"
 MODIFIED: Final = "MODIFIED"
@@ -42,7 +43,7 @@ class WatchEvent(msgspec.Struct, frozen=True):
 async def events_in(chunks: AsyncIterator[bytes]) -> AsyncIterator[WatchEvent]:
     """One event a line, lines of any length; raises the ApiError of an ERROR event.
 
-    An unfinished last line, which a broken connection leaves, is dropped: the next watch gets that event anew.
+    An unfinished last line, which a broken connection leaves, is dropped: the next watch gets that event again.
     """
     decoder = msgspec.json.Decoder(WatchEvent)
     rest: list[bytes] = []
@@ -70,7 +71,7 @@ _JSON: Final = "application/json"
 _MAX_ERROR_BYTES: Final = 100_000
 
 
-class Listed(msgspec.Struct, frozen=True):
+class ObjectList(msgspec.Struct, frozen=True):
     """All objects of a kind at one version of the server's data."""
 
     items: list[Object]
@@ -80,16 +81,25 @@ class Listed(msgspec.Struct, frozen=True):
 class Client:
     """One API server. Calls may run side by side; the session is the owner's to close (see ``connect``)."""
 
-    def __init__(self, access: Access, http: aiohttp.ClientSession, *, manager: str, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        access: ClusterAccess,
+        http: aiohttp.ClientSession,
+        *,
+        manager: str,
+        timeout_s: float = 30.0,
+        audit: Audit | None = None,
+    ) -> None:
         self.access = access
         self.manager = manager
+        self.audit = audit
         self._http = http
         self._tls = access.tls()
         self._timeout_s = timeout_s
 
     def as_manager(self, manager: str) -> Client:
         """The same server and session under another field manager's name."""
-        return Client(self.access, self._http, manager=manager, timeout_s=self._timeout_s)
+        return Client(self.access, self._http, manager=manager, timeout_s=self._timeout_s, audit=self.audit)
 
     async def get(
         self, resource: Resource, name: str, namespace: str | None = None, *, subresource: str | None = None
@@ -112,11 +122,11 @@ class Client:
         labels: str = "",
         fields: str = "",
         page: int = _PAGE,
-    ) -> Listed:
+    ) -> ObjectList:
         """All objects, of all namespaces without one, read page by page at one version of the data."""
         try:
             return await self._list(resource.path(namespace), _selecting(labels, fields), page)
-        except Expired:  # reading the pages took longer than the server remembers the first one's version
+        except Expired:  # the first page's version expired before the last page was read
             return await self._list(resource.path(namespace), _selecting(labels, fields), 0)
 
     async def watch(
@@ -154,11 +164,11 @@ class Client:
     async def post(
         self, resource: Resource, name: str, namespace: str | None, subresource: str, thing: Object
     ) -> Object:
-        """Ask something of an object: ``pods/binding``, ``pods/eviction``, ``serviceaccounts/token``."""
+        """POST to a subresource: ``pods/binding``, ``pods/eviction``, ``serviceaccounts/token``."""
         return await self._json("POST", resource.path(namespace, name, subresource), body=thing, query=self._writing())
 
     async def replace(self, resource: Resource, thing: Object, *, subresource: str | None = None) -> Object:
-        """Write the whole object. With ``metadata.resourceVersion``: only if nobody wrote since, else Conflict."""
+        """Write the whole object. With ``metadata.resourceVersion``: only if it is unchanged since, else Conflict."""
         return await self._json("PUT", _path(resource, thing, subresource), body=thing, query=self._writing())
 
     async def merge_patch(
@@ -204,7 +214,7 @@ class Client:
         uid: str | None = None,
         propagation: str | None = None,
     ) -> bool:
-        """Ask for the deletion; False if there is no such object.
+        """Request the deletion; False if there is no such object.
 
         ``uid``: only if the object still is this one, else Conflict. ``grace_s=0`` removes a pod at once.
         ``propagation``: Background, Foreground or Orphan, of what the object owns.
@@ -231,14 +241,14 @@ class Client:
             return (await answer.content.read(most_bytes)).decode(errors="replace")
 
     async def serves(self, resource: Resource) -> bool:
-        """Whether the server knows the kind, such as that of a CRD which may not be installed."""
+        """Whether the server serves the kind, such as that of a CRD which may not be installed."""
         try:
-            served = await self.served(resource.api_version)
+            served = await self.served_resources(resource.api_version)
         except NotFound:
             return False
         return any(one.get("name") == resource.plural for one in served)
 
-    async def served(self, api_version: str) -> tuple[Object, ...]:
+    async def served_resources(self, api_version: str) -> tuple[Object, ...]:
         """The kinds and subresources of a version of a group, as discovery lists them; raises NotFound."""
         group, _, version = api_version.rpartition("/")
         found = await self._json("GET", Resource(group, version, "", "").group_path)
@@ -252,12 +262,12 @@ class Client:
         except ClusterError:
             return False
 
-    async def _list(self, path: str, query: Mapping[str, str], page: int) -> Listed:
+    async def _list(self, path: str, query: Mapping[str, str], page: int) -> ObjectList:
         items: list[Object] = []
         token = ""
         while True:
-            asked = {**query, **({"limit": str(page)} if page else {}), **({"continue": token} if token else {})}
-            answer = await self._json("GET", path, query=asked)
+            paged = {**query, **({"limit": str(page)} if page else {}), **({"continue": token} if token else {})}
+            answer = await self._json("GET", path, query=paged)
             kind = str(answer.get("kind", "")).removesuffix("List")
             for item in answer.get("items") or ():
                 # the items of a list lack what all of them have in common
@@ -267,7 +277,7 @@ class Client:
             metadata = answer.get("metadata") or {}
             token = metadata.get("continue", "")
             if not token:
-                return Listed(items, metadata.get("resourceVersion", ""))
+                return ObjectList(items, metadata.get("resourceVersion", ""))
 
     def _writing(self, *, dry_run: bool = False) -> dict[str, str]:
         """Unknown fields are a mistake of ours, never dropped in silence."""
@@ -283,8 +293,20 @@ class Client:
         body: Mapping[str, Any] | None = None,
         content_type: str = _JSON,
     ) -> Object:
-        async with self._answer(method, path, query=query, body=body, content_type=content_type) as answer:
-            return cast("Object", msgspec.json.decode(await answer.read()))
+        found: Object | None = None
+        outcome = "unknown"
+        try:
+            async with self._answer(method, path, query=query, body=body, content_type=content_type) as answer:
+                found, outcome = cast("Object", msgspec.json.decode(await answer.read())), "ok"
+            return found
+        except ClusterError as error:
+            outcome = str(error)
+            raise
+        finally:
+            # also of a call that was cancelled: it may have had an effect
+            if self.audit is not None and method != "GET" and "dryRun" not in (query or ()):
+                actor = (query or {}).get("fieldManager", self.manager)
+                self.audit.record_write(actor, method, path, body=body, answer=found, outcome=outcome)
 
     @contextlib.asynccontextmanager
     async def _answer(
@@ -320,12 +342,16 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def connect(access: Access, *, manager: str, timeout_s: float = 30.0) -> AsyncIterator[Client]:
-    """A client with a session of its own. ``manager``: the name under which fields are owned."""
+async def connect(
+    access: ClusterAccess, *, manager: str, timeout_s: float = 30.0, audit: Audit | None = None
+) -> AsyncIterator[Client]:
+    """A client with a session of its own. ``manager``: the name under which fields are owned. ``audit``: records what
+    is written.
+    """
     # watches hold a connection each: no limit; no cookies, no proxies of the environment
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar()) as http:
-        yield Client(access, http, manager=manager, timeout_s=timeout_s)
+        yield Client(access, http, manager=manager, timeout_s=timeout_s, audit=audit)
 
 
 def _path(resource: Resource, thing: Object, subresource: str | None) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions of objects: what is wanted, and how it is merged with what the object already says."""
+"""Conditions of objects: the wanted ones, and their merge with the object's status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_MISTAKE: Final = "it has no mistake"
 IN_DIRECTORY: Final = "it is in the directory"
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class WantedCondition(msgspec.Struct, frozen=True):
     """A condition without its times."""
 
     type: str
@@ -31,19 +31,19 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class WantedEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """An item of a list in a status. ``identity``: the fields that tell it from the others. ``fields``: beside
-    those.
+    """An item of a list in a status. ``identity``: the fields that distinguish it from the others. ``fields``: the
+    remaining ones.
     """
 
     identity: Mapping[str, Any]
-    conditions: tuple[Wanted, ...]
+    conditions: tuple[WantedCondition, ...]
     fields: Mapping[str, Any] = {}
 
 
 class WantedList(msgspec.Struct, frozen=True, kw_only=True):
     """A list of a status whose items have conditions of their own: ``listeners`` of a Gateway, ``parents`` of a route.
 
-    ``controller``: items with another ``controllerName`` are somebody else's and stay; empty: all are ours.
+    ``controller``: items with another ``controllerName`` belong to another controller and stay; empty: all are ours.
     ``gateway``: of ours, only those about this Gateway are this role's; empty: all.
     """
 
@@ -70,7 +70,7 @@ class WantedStatus(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     key: str
     generation: int
-    conditions: tuple[Wanted, ...]
+    conditions: tuple[WantedCondition, ...]
     fields: Mapping[str, Any] = {}
     lists: tuple[WantedList, ...] = ()
     is_plain: bool = False
@@ -81,18 +81,18 @@ class WantedStatus(msgspec.Struct, frozen=True, kw_only=True):
         return any(one.controller for one in self.lists)
 
 
-def holds(type_: str, message: str = "") -> Wanted:
+def holds(type_: str, message: str = "") -> WantedCondition:
     """A condition that is as it should be."""
-    return Wanted(type_, "True", type_, message)
+    return WantedCondition(type_, "True", type_, message)
 
 
-def fails(type_: str, reason: str, message: str) -> Wanted:
-    """A condition that is not; ``message`` says what to do."""
-    return Wanted(type_, "False", reason, message[:_LONGEST])
+def fails(type_: str, reason: str, message: str) -> WantedCondition:
+    """A condition that is False; ``message`` has the correction."""
+    return WantedCondition(type_, "False", reason, message[:_LONGEST])
 
 
-def merged(wanted: WantedStatus, observed: Mapping[str, Any], now: str) -> dict[str, Any] | None:
-    """The status to write, or None if ``observed`` says all of it already. ``now``: RFC 3339.
+def merge_status(wanted: WantedStatus, observed: Mapping[str, Any], now: str) -> dict[str, Any] | None:
+    """The status to write, or None if ``observed`` already contains it. ``now``: RFC 3339.
 
     The time of a condition changes only when its status does.
     """
@@ -104,12 +104,12 @@ def merged(wanted: WantedStatus, observed: Mapping[str, Any], now: str) -> dict[
     namespace = namespace_of(wanted.key)
     for one in wanted.lists:
         status[one.name] = _items(one, observed.get(one.name) or (), wanted.generation, now, namespace)
-    return None if _says(status, observed) else status
+    return None if _contains(status, observed) else status
 
 
 def transitions(status: Mapping[str, Any], observed: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The conditions whose status or reason is not what it was, for Events, those of lists' items as well; what is not
-    known yet is none. The message of a listener's condition begins with the listener's name.
+    """The conditions whose status or reason has changed, for Events, those of lists' items as well; a condition that
+    was not there before counts as unchanged. The message of a listener's condition begins with the listener's name.
     """
     known = {about: (one.get("status"), one.get("reason")) for about, one in _all_conditions(observed)}
     found = [(about, one) for about, one in _all_conditions(status) if one.get("status") != "Unknown"]
@@ -122,7 +122,7 @@ def item_about(identity: Mapping[str, Any], items: Iterable[Mapping[str, Any]]) 
 
 
 def _conditions(
-    wanted: Iterable[Wanted], observed: Mapping[str, Any], generation: int, now: str
+    wanted: Iterable[WantedCondition], observed: Mapping[str, Any], generation: int, now: str
 ) -> list[dict[str, Any]]:
     known = {one.get("type"): one for one in observed.get("conditions") or ()}
     return [_condition(one, known.get(one.type), generation, now) for one in wanted]
@@ -140,7 +140,7 @@ def _items(
     return items
 
 
-def _says(status: Mapping[str, Any], observed: Mapping[str, Any]) -> bool:
+def _contains(status: Mapping[str, Any], observed: Mapping[str, Any]) -> bool:
     """Whether all of ``status`` is in ``observed``, in whatever order its conditions and items are."""
     for name, value in status.items():
         known = observed.get(name)
@@ -168,11 +168,11 @@ def _all_conditions(status: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str]
 
 
 def _of_listener(name: str, condition: Mapping[str, Any]) -> Mapping[str, Any]:
-    said = condition.get("message") or f"{condition.get('type')} is {condition.get('status')}"
-    return {**condition, "message": f"listener {name}: {said}"}
+    message = condition.get("message") or f"{condition.get('type')} is {condition.get('status')}"
+    return {**condition, "message": f"listener {name}: {message}"}
 
 
-def _condition(wanted: Wanted, known: Mapping[str, Any] | None, generation: int, now: str) -> dict[str, Any]:
+def _condition(wanted: WantedCondition, known: Mapping[str, Any] | None, generation: int, now: str) -> dict[str, Any]:
     same = known is not None and known.get("status") == wanted.status
     return {
         "type": wanted.type,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A controller: informers fill a queue of keys, and workers reconcile one key each.
 
-``reconcile`` is given a key, reads what the informers have, decides, acts and writes the status; it returns an
-``Outcome`` that says when to reconcile the key again. Nothing is remembered between two reconciles that objects can
-hold. One that raises comes again after a back-off.
+``reconcile`` is given a key, reads what the informers have, decides, acts and writes the status; it returns a
+``ReconcileResult`` with the time until the key is reconciled again. Nothing that objects can hold is kept in memory
+between two reconciles. A key is reconciled again after a back-off if the reconcile raises.
 
     controller = Controller(client, reconcile, component="attache-manager", settings=ControllerSettings())
     pods = controller.cache.add(PODS, labels="app=llama")
@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from controller.kube.cache import Cache
-from controller.kube.executor import Executor, Expectations, Refused
+from controller.audit import caused_by
+from controller.kube.cache import InformerSet
+from controller.kube.executor import Executor, Expectations, ObjectRefused
 from controller.kube.informer import InformerTiming
 from controller.kube.queue import QueueTiming, WorkQueue
 from controller.kube.recorder import Recorder, write_status
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from controller.kube.client import Client
-    from controller.kube.plan import Action, Happened
+    from controller.kube.plan import Action, KubeEvent
     from controller.kube.recorder import Counted
     from controller.kube.resources import Object, Resource
 
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Outcome(NamedTuple):
+class ReconcileResult(NamedTuple):
     """``result``: one word for metrics. ``again_s``: seconds until the key is reconciled again; None: only a change
     makes that necessary.
     """
@@ -48,9 +49,9 @@ class Outcome(NamedTuple):
 
 
 class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """``namespace``: whose objects are read; None: those of all. ``workers``: keys that are reconciled concurrently.
+    """``namespace``: the one whose objects are read; None: all. ``workers``: keys reconciled concurrently.
     ``coalesce_s``: changes within this time lead to one reconcile. ``patience_s``: how long informers may take to show
-    our own writes. ``probe_s``: how often the server is asked for optional kinds that it lacks.
+    our own writes. ``probe_s``: seconds between two requests for optional kinds that the server lacks.
     """
 
     namespace: str | None = None
@@ -63,16 +64,16 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Controller(Generic[Key]):
-    """``run`` does all of it. Informers are added to ``cache``, and their listeners call one of the ``enqueue``s.
+    """``run`` runs it. Informers are added to ``cache``, and their listeners call one of the ``enqueue``s.
 
-    ``component``: who writes Events. ``measured``: called after each reconcile with the key, the result (``refused``
+    ``component``: the source of Events. ``measured``: called after each reconcile with the key, the result (``refused``
     and ``error`` if it raised) and its seconds. ``wrote``: called with the kind and verb of each write.
     """
 
     def __init__(
         self,
         client: Client,
-        reconcile: Callable[[Key], Awaitable[Outcome]],
+        reconcile: Callable[[Key], Awaitable[ReconcileResult]],
         *,
         component: str,
         settings: ControllerSettings,
@@ -80,7 +81,7 @@ class Controller(Generic[Key]):
         wrote: Counted | None = None,
         rng: Random | None = None,
     ) -> None:
-        self.cache = Cache(client, settings.namespace, settings.informers, settings.probe_s)
+        self.cache = InformerSet(client, settings.namespace, settings.informers, settings.probe_s)
         self.queue = WorkQueue[Key](rng or Random(), settings.queue)
         self.expectations = Expectations(self.cache.get, settings.patience_s)
         self.synced = asyncio.Event()
@@ -94,7 +95,7 @@ class Controller(Generic[Key]):
         self._sources: list[tuple[str, Callable[[], Awaitable[None]]]] = []
         self._after_sync: list[tuple[str, Callable[[], Awaitable[None]]]] = []
         self._on_synced: list[Callable[[], None]] = []
-        self.cache.subscribe(self.expectations.observed)
+        self.cache.subscribe(self.expectations.on_object)
 
     def add_source(self, name: str, run: Callable[[], Awaitable[None]], *, after_sync: bool = False) -> None:
         """Run a task beside the workers, such as one that enqueues keys; what it raises ends the controller.
@@ -124,7 +125,7 @@ class Controller(Generic[Key]):
             tasks.create_task(self.cache.run(), name="informers")
             for name, source in self._sources:
                 tasks.create_task(_awaited(source()), name=name)
-            await self.cache.synced()
+            await self.cache.wait_until_synced()
             self.synced.set()
             for call in self._on_synced:
                 call()
@@ -145,7 +146,7 @@ class Controller(Generic[Key]):
         if written is not None:
             self.expectations.wrote(key, resource, written, loop_s())
 
-    async def record(self, thing: Object, events: Iterable[Happened]) -> None:
+    async def record(self, thing: Object, events: Iterable[KubeEvent]) -> None:
         """Write Events of ``thing``; one that cannot be written is logged."""
         await self._recorder.record(thing, events)
 
@@ -153,8 +154,9 @@ class Controller(Generic[Key]):
         began_s = time.perf_counter()
         result = "error"
         try:
-            result, again_s = await self._reconcile(key)
-        except Refused:
+            with caused_by(of=" ".join(map(str, key)) if isinstance(key, tuple) else str(key)):
+                result, again_s = await self._reconcile(key)
+        except ObjectRefused:
             result = "refused"
             raise
         finally:

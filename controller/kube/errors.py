@@ -21,13 +21,13 @@ class Unreachable(ClusterError):
 
 
 class AccessInvalid(ClusterError):
-    """A kubeconfig or service account that cannot be used; the message says what to do."""
+    """A kubeconfig or service account that cannot be used; the message has the correction."""
 
 
 class ApiError(ClusterError):
     """The server refused. ``reason`` is the machine-readable one of its Status object, empty if it sent none.
 
-    ``retry_after_s``: the server asks to leave it alone for so long; None if it did not say.
+    ``retry_after_s``: from ``Retry-After``; None without one.
     """
 
     def __init__(
@@ -64,9 +64,7 @@ class NotFound(ApiError):
 
 
 class Conflict(ApiError):
-    """409: somebody else wrote the object since it was read, or owns a field that was applied. Read again, decide
-    again.
-    """
+    """409: the object was written since it was read, or an applied field has another owner. Read and decide again."""
 
 
 class AlreadyExists(Conflict):
@@ -74,7 +72,7 @@ class AlreadyExists(Conflict):
 
 
 class Expired(ApiError):
-    """410: the version asked for is older than what the server remembers. List anew."""
+    """410: the requested version is older than the server's history. List again."""
 
 
 class Invalid(ApiError):
@@ -82,11 +80,11 @@ class Invalid(ApiError):
 
 
 class TooManyRequests(ApiError):
-    """429: the server did nothing with the call and wants to be asked later."""
+    """429: the server did not process the call; retry later."""
 
 
 class ServerError(ApiError):
-    """5xx: the server, or one that it asks, has a fault."""
+    """5xx: the server, or one that it calls, failed."""
 
 
 class _Status(msgspec.Struct, frozen=True):
@@ -119,8 +117,8 @@ def error_for(status: int, body: bytes, retry_after: str | None = None) -> ApiEr
     kind = _BY_STATUS.get(status, ServerError if status >= 500 else ApiError)
     if said.reason == "AlreadyExists":
         kind = AlreadyExists
-    asked = (said.details or {}).get("retryAfterSeconds")
-    wait_s = _seconds(retry_after) if retry_after else float(asked) if isinstance(asked, int) and asked > 0 else None
+    delay = (said.details or {}).get("retryAfterSeconds")
+    wait_s = _seconds(retry_after) if retry_after else float(delay) if isinstance(delay, int) and delay > 0 else None
     return kind(status, said.reason, said.message, details=said.details, retry_after_s=wait_s)
 
 
@@ -150,14 +148,14 @@ class Backoff:
         self._rng = rng
         self._next_s = first_s
 
-    def failed(self, error: BaseException | None = None) -> float:
+    def record_failure(self, error: BaseException | None = None) -> float:
         """Count a failure; how long to wait before the next attempt."""
         wait_s = self._next_s * self._rng.uniform(0.5, 1.0)
         self._next_s = min(self._most_s, self._next_s * 2)
         asked_s = error.retry_after_s if isinstance(error, ApiError) else None
-        # everybody was told the same: not all at the same instant
+        # all clients got the same delay: spread their retries
         return wait_s if asked_s is None else max(wait_s, asked_s + self._rng.uniform(0.0, self._first_s))
 
-    def succeeded(self) -> None:
+    def reset(self) -> None:
         """The next failure is the first of its row."""
         self._next_s = self._first_s

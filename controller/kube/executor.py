@@ -15,7 +15,7 @@ import msgspec
 
 from controller.kube.errors import AlreadyExists, BadRequest, ClusterError, Conflict, Forbidden, Invalid, NotFound
 from controller.kube.informer import owner_uid
-from controller.kube.plan import Action, Annotate, Apply, Create, Delete, SetStatus, without
+from controller.kube.plan import Action, Annotate, Apply, Create, Delete, SetStatus, without_paths
 from controller.kube.resources import Object, Resource, key_of, split_key
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from controller.kube.recorder import Counted
 
 Copy = Callable[[Resource, str], Object | None]
-"""An object as last heard, by kind and key."""
+"""The informer's copy of an object, by kind and key."""
 
 
 class _Write(msgspec.Struct, frozen=True):
@@ -43,11 +43,13 @@ class Expectations:
         self._copy = copy
         self._patience_s = patience_s
         self._writes: dict[Hashable, list[_Write]] = {}
-        # whose work waits to see an object
+        # work that waits for an object's event
         self._about: dict[tuple[Resource, str], set[Hashable]] = {}
 
-    def observed(self, resource: Resource, key: str) -> None:
-        """An object has changed in our copies. What is seen once is seen, even if it is gone by the next look."""
+    def on_object(self, resource: Resource, key: str) -> None:
+        """An object has changed in the cache. A write seen once counts as seen, even if the object is gone by the next
+        reconcile.
+        """
         for work in list(self._about.get((resource, key), ())):
             self._check(work)
 
@@ -56,8 +58,8 @@ class Expectations:
         metadata = thing["metadata"]
         self._add(work, resource, key_of(thing), metadata["uid"], metadata["resourceVersion"], now_s)
 
-    def deleted(self, work: Hashable, resource: Resource, key: str, uid: str, now_s: float) -> None:
-        """The deletion of an object was asked for."""
+    def expect_deletion(self, work: Hashable, resource: Resource, key: str, uid: str, now_s: float) -> None:
+        """Record a requested deletion of an object."""
         self._add(work, resource, key, uid, "", now_s)
 
     def left_s(self, work: Hashable, now_s: float) -> float | None:
@@ -98,8 +100,8 @@ class Expectations:
 
 
 def _has_reached(known: Object, version: str) -> bool:
-    """Kubernetes compares versions of a kind as numbers since 1.35; a server whose versions are none is compared
-    exactly.
+    """Resource versions of a kind are comparable as numbers since Kubernetes 1.35; versions that are no numbers are
+    compared for equality.
     """
     seen = str(known["metadata"]["resourceVersion"])
     if seen.isdecimal() and version.isdecimal():
@@ -107,10 +109,10 @@ def _has_reached(known: Object, version: str) -> bool:
     return seen == version
 
 
-class Refused(ClusterError):
-    """The API server does not take an object, and trying again alone will not help: somebody must change something.
+class ObjectRefused(ClusterError):
+    """The API server refuses an object, and a retry alone will not help: a user must change something.
 
-    ``reason``: one word, as conditions have it.
+    ``reason``: one word, as in conditions.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -119,8 +121,12 @@ class Refused(ClusterError):
         self.message = message
 
 
+class NameNotFree(ClusterError):
+    """An object of another owner has the name, and is being deleted: what is to be made waits until it is gone."""
+
+
 class Executor:
-    """``known``: objects as last heard."""
+    """``known``: objects as the informers have them."""
 
     def __init__(
         self,
@@ -144,10 +150,10 @@ class Executor:
             try:
                 await self._one(work, action)
             except (Invalid, BadRequest) as error:
-                raise Refused("InvalidObject", f"{_name(action)} is refused: {error.message}") from error
+                raise ObjectRefused("InvalidObject", f"{_name(action)} is refused: {error.message}") from error
             except Forbidden as error:
                 # a quota that is used up, an admission policy, or a right that we lack
-                raise Refused("Forbidden", f"{_name(action)} is refused: {error.message}") from error
+                raise ObjectRefused("Forbidden", f"{_name(action)} is refused: {error.message}") from error
             self._counted(resource.kind, _VERBS[type(action)])
 
     async def _one(self, work: Hashable, action: Action) -> None:
@@ -172,14 +178,16 @@ class Executor:
         except AlreadyExists:
             found = await self._client.find(action.resource, *_place(action.thing))
             if found is None:
-                # gone in this moment: the next look makes it
+                # gone in this moment: the next reconcile creates it
                 raise
             return await self._ours(action.resource, action.thing, found)
 
     async def _ours(self, resource: Resource, wanted: Object, found: Object) -> Object:
-        """An object that is there already, if it is ours. Without our labels our informers would never hear of it."""
+        """An object that exists already, if it is ours. Without our labels our informers would never deliver it."""
         if owner_uid(found) != owner_uid(wanted):
-            raise Refused(
+            if "deletionTimestamp" in found["metadata"]:
+                raise NameNotFree(f"waits for the {resource.kind} {key_of(found)} of an earlier owner to be gone")
+            raise ObjectRefused(
                 "NameTaken",
                 f"there is a {resource.kind} {key_of(found)} that this object does not own; delete it, or rename"
                 " this one",
@@ -202,7 +210,9 @@ class Executor:
         try:
             return await self._client.apply(resource, thing)
         except Conflict as conflict:
-            return await self._client.apply(resource, without(thing, yielded(conflict, action.yields)), force=True)
+            return await self._client.apply(
+                resource, without_paths(thing, yielded_fields(conflict, action.yields)), force=True
+            )
 
     async def _patch(
         self,
@@ -218,25 +228,25 @@ class Executor:
         try:
             written = await self._client.merge_patch(resource, name, namespace, body, subresource=subresource)
         except (NotFound, Conflict):
-            self._expectations.deleted(work, resource, key, uid, self._clock())
+            self._expectations.expect_deletion(work, resource, key, uid, self._clock())
             return
         except Invalid as error:
             if "uid" not in error.message:
                 raise
             # another object of that name
-            self._expectations.deleted(work, resource, key, uid, self._clock())
+            self._expectations.expect_deletion(work, resource, key, uid, self._clock())
             return
         self._wrote(work, resource, written)
 
     async def _delete(self, work: Hashable, action: Delete) -> None:
         namespace, name = split_key(action.key)
-        # a Conflict says that this one is gone already
+        # a Conflict means that this one is gone already
         try:
             await self._client.delete(action.resource, name, namespace, grace_s=action.grace_s, uid=action.uid)
         except Conflict as conflict:
             if "recondition" not in conflict.message:
                 raise
-        self._expectations.deleted(work, action.resource, action.key, action.uid, self._clock())
+        self._expectations.expect_deletion(work, action.resource, action.key, action.uid, self._clock())
 
     def _wrote(self, work: Hashable, resource: Resource, thing: Object) -> None:
         self._expectations.wrote(work, resource, thing, self._clock())
@@ -251,7 +261,7 @@ _VERBS: Mapping[type, str] = {
 }
 
 
-def yielded(conflict: Conflict, yields: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def yielded_fields(conflict: Conflict, yields: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Of the fields that may be left to others, those that the conflict is about."""
     fields = {str(one.get("field", "")).lstrip(".") for one in conflict.details.get("causes") or ()}
     paths = [tuple(one.split(".")) for one in fields]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gateways report: the engines' loads, when asked, and their clients' demand, as an open stream.
+"""Reports of gateways: the engines' loads, on request, and their clients' demand, as an open stream.
 
 ``loads_by_pod`` and ``DemandFeed`` read gateways' pods; ``DemandRelay`` joins the streams of a pod's extproc processes.
 """
@@ -17,6 +17,7 @@ import msgspec
 
 from controller.kube.errors import Backoff
 from controller.kube.resources import split_key
+from extproc.api.addresses import join_host_port
 from extproc.api.status_pages import (
     DEMAND_PATH,
     LOADS_LABEL,
@@ -24,7 +25,7 @@ from extproc.api.status_pages import (
     Demand,
     EndpointLoad,
     changed_since,
-    completed,
+    complete_status,
     total,
 )
 
@@ -41,8 +42,8 @@ Loads = dict[str, EndpointLoad]
 
 
 async def read_loads(http: aiohttp.ClientSession, addresses: Iterable[str]) -> Loads | None:
-    """The sum of what is said at ``addresses`` (``ip:port``); None if one of them does not say it: it may have the
-    requests that count.
+    """The sum of the pages at ``addresses`` (``ip:port``); None if one of them does not answer: the missing requests
+    may be there.
     """
     pages = await asyncio.gather(*(_read(http, one) for one in addresses))
     found = [one for one in pages if one is not None]
@@ -54,9 +55,9 @@ async def loads_by_pod(
 ) -> dict[str, EndpointLoad]:
     """By key of ``pods``. ``gateways``: the pods with the label ``attache.dev/tells-loads``.
 
-    A pod that no gateway knows has nothing in flight. Empty if a gateway does not answer, for then nobody knows.
+    A pod on no gateway's page has nothing in flight. Empty if a gateway does not answer, as loads are then unknown.
     """
-    known = await read_loads(http, [one for one in map(teller, gateways) if one])
+    known = await read_loads(http, [one for one in map(reports_address, gateways) if one])
     if known is None:
         return {}
     by_ip: dict[str, EndpointLoad] = {}
@@ -72,19 +73,17 @@ async def loads_by_pod(
 
 
 def may_have_requests(pod: Object) -> bool:
-    """Whether a gateway's pod runs: one that has not started yet, or has ended, has sent nothing that is still under
-    way.
-    """
+    """Whether a gateway's pod runs: one that has not started yet, or has ended, has no requests in flight."""
     return (pod.get("status") or {}).get("phase") == "Running"
 
 
-def teller(pod: Object) -> str:
-    """Where a gateway's pod is asked; empty while it does not run."""
+def reports_address(pod: Object) -> str:
+    """The address of a gateway pod's reports; empty while it does not run."""
     status, port = pod.get("status") or {}, (pod["metadata"].get("labels") or {}).get(LOADS_LABEL, "")
     ip = status.get("podIP")
     if not ip or not may_have_requests(pod) or not port.isdecimal():
         return ""
-    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+    return join_host_port(ip, port)
 
 
 async def _read(http: aiohttp.ClientSession, address: str) -> Loads | None:
@@ -108,31 +107,31 @@ async def _whole(answer: aiohttp.ClientResponse) -> bytes:
 
 
 log = logging.getLogger(__name__)
-# Gateways say something once a second.
+# Gateways send a line once a second.
 IDLE_S: Final = 3.0
-# A process of which nothing came for so long does not answer: followers are told before they give up.
+# A process without a line for so long does not answer: readers get a line about it before they time out.
 _SILENT_S: Final = IDLE_S / 2
 _CONNECT_S: Final = 2.0
 # Five hundred ModelServers of a hundred engines each.
 _LONGEST_LINE: Final = 16_000_000
-# Of a gateway that nobody vouches for: what all processes of its pod said last, together.
+# Of an untrusted gateway: the last lines of all processes of its pod together.
 _LONGEST_OWN_LINE: Final = 1_000_000
 # Its next line is read so long after one of that length; none is read sooner than the other time.
 _OWN_LINE_S: Final = 1.0
 _SHORTEST_OWN_S: Final = 0.02
 FIRST_WAIT_S: Final = 0.1
 _LONGEST_WAIT_S: Final = 5.0
-# Gateways of a namespace that nobody vouches for: anybody may put the label on a pod.
+# Untrusted gateways of a namespace: any pod can carry the label.
 _MOST_OWN: Final = 32
 # Without news of pods; a safety net.
-_LOOK_AGAIN_S: Final = 30.0
-# Processes of a pod that a stream tells of.
+_RETRY_S: Final = 30.0
+# Processes of a pod in a stream.
 _MOST_SLOTS: Final = 64
 _DEMAND_DECODER: Final = msgspec.json.Decoder(Demand)
 
 
 class BadStream(Exception):
-    """What came is not a stream of messages."""
+    """The response is not a stream of messages."""
 
 
 # How a stream ends.
@@ -140,12 +139,12 @@ BROKEN: Final = (TimeoutError, aiohttp.ClientError, OSError, BadStream)
 
 
 async def messages(http: aiohttp.ClientSession, address: str, *, is_trusted: bool = True) -> AsyncGenerator[Demand]:
-    """What is said at ``address`` (``ip:port``). Lines may name changed servers alone; messages name all, and those of
-    which nothing new was said are the same objects as in the message before.
+    """Demand reports from ``address`` (``ip:port``). Lines may have changed servers alone; messages have all, and
+    unchanged ones are the same objects as in the message before.
 
-    One that is not trusted tells all in each line, tells little, and is read slowly.
+    A gateway that is not trusted sends all in each line, has a lower limit of bytes, and is read slowly.
 
-    Raises TimeoutError, ClientError or BadStream when it ends, breaks, or says nothing for a while.
+    Raises TimeoutError, ClientError or BadStream when the stream ends, breaks, or is idle too long.
     """
     url = f"http://{address}{DEMAND_PATH}?watch{'=changes' if is_trusted else ''}"
     timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_S)
@@ -156,17 +155,17 @@ async def messages(http: aiohttp.ClientSession, address: str, *, is_trusted: boo
         if answer.status != HTTPStatus.OK or answer.headers.get("Content-Encoding", "identity") != "identity":
             raise BadStream(f"the answer is {answer.status} {answer.reason}, or compressed")
         rest = bytearray()
-        told = _Told(is_trusted=is_trusted)
+        state = _StreamState(is_trusted=is_trusted)
         while True:
             async with asyncio.timeout(IDLE_S):
-                line = await _read_line(answer.content, rest, told.longest)
-            yield told.message(line)
+                line = await _read_line(answer.content, rest, state.longest)
+            yield state.message(line)
             if not is_trusted:
                 await asyncio.sleep(max(_SHORTEST_OWN_S, _OWN_LINE_S * len(line) / _LONGEST_OWN_LINE))
 
 
-class _Told:
-    """The last message of each process on a stream. ``longest``: bytes that a line may have."""
+class _StreamState:
+    """The last message of each process on a stream. ``longest``: limit of a line in bytes."""
 
     def __init__(self, *, is_trusted: bool) -> None:
         self.longest = _LONGEST_LINE if is_trusted else _LONGEST_OWN_LINE
@@ -180,10 +179,10 @@ class _Told:
             said = _DEMAND_DECODER.decode(line)
         except (ValueError, RecursionError) as error:  # the decoder's error is a ValueError
             raise BadStream(f"a line is no message: {error}") from None
-        whole = completed(said, self._last.get(said.slot) if self._is_trusted else None)
+        whole = complete_status(said, self._last.get(said.slot) if self._is_trusted else None)
         if whole is None:
             raise BadStream("a line does not go on from the one before")
-        # that a process does not answer says nothing of its servers
+        # a process that does not answer has no servers in its line
         if whole.instance:
             if whole.slot not in self._last and len(self._last) >= _MOST_SLOTS:
                 raise BadStream(f"it tells of more than {_MOST_SLOTS} processes")
@@ -194,7 +193,7 @@ class _Told:
 
 
 async def _read_line(content: aiohttp.StreamReader, rest: bytearray, longest: int) -> bytes:
-    """The next line. ``rest``: what was read beyond the one before, and is then what was read beyond this one."""
+    """The next line. ``rest``: bytes read beyond the line before; afterwards, those read beyond this one."""
     searched = 0
     while (end := rest.find(b"\n", searched)) < 0:
         searched = len(rest)
@@ -210,23 +209,25 @@ async def _read_line(content: aiohttp.StreamReader, rest: bytearray, longest: in
 
 
 class DemandFeed:
-    """``run`` follows; ``hear`` gets each message as soon as it is there.
+    """``run`` reads the streams of all gateways; ``on_demand`` is called with each message.
 
-    A gateway outside of the ``trusted`` namespaces is followed while its namespace has few of them.
+    Of gateways outside of the ``trusted`` namespaces, only a few in each namespace are read.
     """
 
     def __init__(
         self,
         gateways: Callable[[], Mapping[str, Object]],
-        hear: Callable[[str, Demand, float], None],
+        on_demand: Callable[[str, Demand, float], None],
         *,
         clock: Callable[[], float],
         rng: Random,
         trusted: Collection[str] = (),
     ) -> None:
-        """``gateways``: the pods with the label ``attache.dev/tells-loads``, by key; call ``look`` when they change."""
+        """``gateways``: the pods with the label ``attache.dev/tells-loads``, by key; call ``gateways_changed`` when
+        they change.
+        """
         self._gateways = gateways
-        self._hear = hear
+        self._on_demand = on_demand
         self._clock = clock
         self._rng = rng
         self._trusted = trusted
@@ -234,16 +235,16 @@ class DemandFeed:
         # by key and address
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
 
-    def present(self) -> dict[str, str]:
-        """Where each gateway that runs is asked, by key: all of them, those that are not followed included."""
-        return {key: address for key, pod in self._gateways().items() if (address := teller(pod))}
+    def addresses(self) -> dict[str, str]:
+        """Address of each running gateway by key, those that are not read included."""
+        return {key: address for key, pod in self._gateways().items() if (address := reports_address(pod))}
 
-    def look(self, _key: str = "") -> None:
-        """A gateway may have come, changed or gone."""
+    def gateways_changed(self, _key: str = "") -> None:
+        """A gateway may have been added, changed or removed."""
         self._news.set()
 
     async def run(self) -> None:
-        """Follow until cancelled. No failure of a gateway or of the network ends it."""
+        """Read streams until cancelled. No failure of a gateway or of the network ends it."""
         # as many connections as there are gateways
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as http, asyncio.TaskGroup() as tasks:
@@ -255,13 +256,13 @@ class DemandFeed:
                 for one in wanted - self._tasks.keys():
                     self._tasks[one] = tasks.create_task(self._follow(http, *one), name=f"demand of {one[0]}")
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_AGAIN_S):
+                    async with asyncio.timeout(_RETRY_S):
                         await self._news.wait()
 
     def _chosen(self) -> dict[str, str]:
         found: dict[str, str] = {}
         own: dict[str, int] = {}
-        for key, address in sorted(self.present().items()):
+        for key, address in sorted(self.addresses().items()):
             namespace = split_key(key)[0] or ""
             if not self._trusts(key):
                 own[namespace] = own.get(namespace, 0) + 1
@@ -283,8 +284,8 @@ class DemandFeed:
                         if not has_spoken:
                             log.info("gateway %s says again what its clients ask for", key)
                         has_spoken = True
-                        backoff.succeeded()
-                        self._hear(key, message, self._clock())
+                        backoff.reset()
+                        self._on_demand(key, message, self._clock())
             except BROKEN as error:
                 if has_spoken:
                     log.warning(
@@ -293,13 +294,13 @@ class DemandFeed:
                 has_spoken = False
             except Exception:  # whatever is wrong with one gateway, the others are followed
                 log.exception("gateway %s says what nobody can read", key)
-            await asyncio.sleep(backoff.failed())
+            await asyncio.sleep(backoff.record_failure())
 
 
 class DemandRelay:
-    """What the processes of one pod say, for one who follows it: each process has a slot of its own.
+    """The demand reports of the processes of one pod for one reader: each process has a slot of its own.
 
-    Messages are sums, so of two of a process that wait to be read the older one is left out.
+    Messages are sums, so of two unread ones of a process the older is dropped.
     """
 
     def __init__(self, http: aiohttp.ClientSession, addresses: Collection[str]) -> None:
@@ -310,10 +311,10 @@ class DemandRelay:
         self._news = asyncio.Event()
 
     async def lines(self, *, changes: bool = False) -> AsyncGenerator[bytes]:
-        """As they come; of a process that does not answer, once a second that it does not. ``changes``: without servers
-        of which nothing new is to be told.
+        """Lines as they arrive; for a process that does not answer, a line without counts once a second. ``changes``:
+        without unchanged servers.
         """
-        told: dict[str, Demand] = {}
+        sent: dict[str, Demand] = {}
         following = [asyncio.create_task(self._follow(one), name=f"demand of {one}") for one in self._addresses]
         loop = asyncio.get_running_loop()
         said_at_s = dict.fromkeys(self._addresses, loop.time())
@@ -327,7 +328,7 @@ class DemandRelay:
                 for address in self._addresses:
                     said = latest.get(address)
                     if said is not None:
-                        before, told[address] = told.get(address), said
+                        before, sent[address] = sent.get(address), said
                         said_at_s[address] = now
                         yield _encoded(changed_since(said, before) if changes and before is not None else said)
                     elif now - said_at_s[address] >= _SILENT_S:
@@ -356,7 +357,7 @@ class DemandRelay:
                     async for said in stream:
                         self._latest[address] = _with_slot(address, said)
                         self._news.set()
-            # on the same machine: it is asked often
+            # on the same machine, so it is polled often
             await asyncio.sleep(FIRST_WAIT_S)
 
 

@@ -39,8 +39,8 @@ Transform = Callable[[Object], Object]
 class Store:
     """Objects by key. Readers must not change them.
 
-    An object that cannot be made smaller, whatever its owner wrote into it, stays as it was known before, and is left
-    out if it was not: others are kept all the same.
+    An object that cannot be transformed, with any content, keeps its previous copy, or is left out without one; the
+    others are not affected.
     """
 
     def __init__(self, transform: Transform | None = None) -> None:
@@ -49,7 +49,7 @@ class Store:
         self.objects: Mapping[str, Object] = MappingProxyType(self._objects)
 
     def replace(self, items: Iterable[Object]) -> list[str]:
-        """All objects are these from now on; the keys of those that came, changed or went."""
+        """Replace all objects; returns the keys of those added, changed or deleted."""
         new = {key: kept for item in items if (kept := self._transformed(key := key_of(item), item)) is not None}
         gone = self._objects.keys() - new.keys()
         changed = [key for key, item in new.items() if _differs(self._objects.get(key), item)]
@@ -75,7 +75,7 @@ class Store:
     def _transformed(self, key: str, thing: Object) -> Object | None:
         try:
             return self._transform(thing)
-        except Exception:  # whatever is wrong with one object, the others are looked after
+        except Exception:  # a fault of one object must not affect the others
             log.exception("%s %s cannot be read, and is as it was", thing.get("kind", "an object"), key)
             return self._objects.get(key)
 
@@ -106,11 +106,11 @@ class Selection(msgspec.Struct, frozen=True):
 
 
 class InformerTiming(msgspec.Struct, frozen=True):
-    """How patient an informer is.
+    """Timeouts and intervals of an informer.
 
-    ``silence_s``: a watch on which not even a bookmark comes for so long is opened anew. ``watch_s``: the server ends a
-    watch after it. A watch that has lasted for ``backoff_max_s`` shows that lists are not asked for in vain.
-    ``resync_s``: listeners get all keys that often, a safety net for what they missed; 0: never.
+    ``silence_s``: a watch without any event or bookmark for so long is reopened. ``watch_s``: the server ends a watch
+    after it. A watch that has lasted for ``backoff_max_s`` resets the back-off of lists. ``resync_s``: interval at
+    which listeners get all keys, in case they missed one; 0: never.
     """
 
     backoff_s: float = 0.5
@@ -121,8 +121,8 @@ class InformerTiming(msgspec.Struct, frozen=True):
 
 
 class Informer:
-    """``run`` does the work; ``objects`` is the copy; ``synced`` is set once the first list is in. ``answered`` is set
-    then, too, or once the server has said that it does not serve this kind, or not to us.
+    """``run`` lists and watches; ``objects`` is the copy; ``synced`` is set after the first list. ``answered`` is set
+    then, too, or once the server has refused the kind or does not serve it.
     """
 
     def __init__(
@@ -145,27 +145,27 @@ class Informer:
         self._store = Store(transform)
         self._rng = rng or Random()
         self._backoff = Backoff(timing.backoff_s, timing.backoff_max_s, self._rng)
-        # a list is the dearest of all calls: events in between do not show that the next one may come at once
+        # a list is the most expensive call: events in between do not reset its back-off
         self._relisting = Backoff(timing.backoff_s, timing.backoff_max_s, self._rng)
         self._listeners: list[Listener] = []
-        self._heard_at_s: float | None = None
+        self._seen_at_s: float | None = None
         self._cut_off_at_s: float | None = None
 
     @property
     def objects(self) -> Mapping[str, Object]:
-        """All objects by key, as last heard. They must not be changed."""
+        """All objects by key, as last delivered. They must not be changed."""
         return self._store.objects
 
-    def unheard_for_s(self) -> float | None:
-        """Seconds since the server last said anything, a bookmark included; None if it never did.
+    def silent_for_s(self) -> float | None:
+        """Seconds since the last answer of the server, a bookmark included; None if there was none.
 
-        Up to the timing's ``silence_s`` is normal where little changes; more says that the copy grows old.
+        Up to the timing's ``silence_s`` is normal where little changes; beyond it the copy may be stale.
         """
-        return None if self._heard_at_s is None else asyncio.get_running_loop().time() - self._heard_at_s
+        return None if self._seen_at_s is None else asyncio.get_running_loop().time() - self._seen_at_s
 
     def cut_off_for_s(self) -> float | None:
-        """Seconds since the server refused or a watch broke; None once something has been heard again, or never was."""
-        if self._cut_off_at_s is None or self._heard_at_s is None:
+        """Seconds since the server refused or a watch broke; None once data has arrived again, or none ever has."""
+        if self._cut_off_at_s is None or self._seen_at_s is None:
             return None
         return asyncio.get_running_loop().time() - self._cut_off_at_s
 
@@ -184,12 +184,23 @@ class Informer:
                 tasks.create_task(self._resync(), name=f"resync {self.resource.plural}")
             await self._follow()
 
+    async def list_once(self) -> str:
+        """Replace the copy by a list; its version. Raises ClusterError."""
+        chosen = self._selection
+        listed = await self._client.list(self.resource, chosen.namespace, labels=chosen.labels, fields=chosen.fields)
+        self.lists += 1
+        self._contacted()
+        self._notify(self._store.replace(listed.items))
+        self.synced.set()
+        self.answered.set()
+        return listed.resource_version
+
     async def _follow(self) -> None:
         version: str | None = None
         while True:
             try:
                 if version is None:
-                    version = await self._list()
+                    version = await self.list_once()
                 version = await self._watch(version)
             except Expired as expired:
                 # after a restart of the server this happens to all clients at once: a pause spreads their lists
@@ -200,16 +211,6 @@ class Informer:
                 await self._pause(interrupted.why)
             except ClusterError as error:
                 await self._pause(error)
-
-    async def _list(self) -> str:
-        chosen = self._selection
-        listed = await self._client.list(self.resource, chosen.namespace, labels=chosen.labels, fields=chosen.fields)
-        self.lists += 1
-        self._heard()
-        self._tell(self._store.replace(listed.items))
-        self.synced.set()
-        self.answered.set()
-        return listed.resource_version
 
     async def _watch(self, version: str) -> str:
         """Follow one watch to its end; the version reached. Raises Expired, and _Interrupted with the version
@@ -232,24 +233,24 @@ class Informer:
             async with contextlib.aclosing(events):
                 async for event in events:
                     reached = event.resource_version
-                    self._backoff.succeeded()
+                    self._backoff.reset()
                     if clock() - began_s >= timing.backoff_max_s:
-                        self._relisting.succeeded()
-                    self._heard()
-                    self._tell(self._store.take(event))
+                        self._relisting.reset()
+                    self._contacted()
+                    self._notify(self._store.take(event))
         except Expired:
             raise
         except ClusterError as error:
             raise _Interrupted(reached, error) from error
         if clock() - began_s < _SHORT_WATCH_S:
-            # a server that hangs up at once, or after each event, would be asked without pause
+            # a server that disconnects at once, or after each event, would be called without pause
             raise _Interrupted(reached, None)
-        self._backoff.succeeded()
+        self._backoff.reset()
         self._cut_off_at_s = None
         return reached
 
-    def _heard(self) -> None:
-        self._heard_at_s = asyncio.get_running_loop().time()
+    def _contacted(self) -> None:
+        self._seen_at_s = asyncio.get_running_loop().time()
         self._cut_off_at_s = None
 
     async def _pause(self, error: ClusterError | None, backoff: Backoff | None = None) -> None:
@@ -257,23 +258,23 @@ class Informer:
             self.answered.set()
         if error is not None and self._cut_off_at_s is None:
             self._cut_off_at_s = asyncio.get_running_loop().time()
-        wait_s = (backoff or self._backoff).failed(error)
+        wait_s = (backoff or self._backoff).record_failure(error)
         log.warning("%s: %s; again in %.1f s", self.resource.plural, error or "the watch ended at once", wait_s)
         await asyncio.sleep(wait_s)
 
     async def _resync(self) -> None:
         while True:
             await asyncio.sleep(self._timing.resync_s * self._rng.uniform(0.9, 1.1))
-            self._tell(list(self.objects))
+            self._notify(list(self.objects))
 
-    def _tell(self, keys: Iterable[str]) -> None:
+    def _notify(self, keys: Iterable[str]) -> None:
         for key in keys:
             for listener in self._listeners:
                 listener(key)
 
 
 class _Interrupted(Exception):
-    """A watch ended by a failure after it had come to ``version``."""
+    """A watch failed after ``version``."""
 
     def __init__(self, version: str, why: ClusterError | None) -> None:
         super().__init__(version)
@@ -297,7 +298,7 @@ _NODE_CONDITIONS: Final = ("Ready",)
 
 
 def without_managed_fields(thing: Object) -> Object:
-    """All but the record of who wrote which field."""
+    """The object without ``managedFields``."""
     return {**thing, "metadata": _without(thing["metadata"], ("managedFields",))}
 
 
@@ -320,7 +321,7 @@ def trimmed_node(node: Object) -> Object:
     """Labels, taints, what can be allocated, and whether it is ready."""
     status = node.get("status") or {}
     conditions = [one for one in status.get("conditions") or () if one.get("type") in _NODE_CONDITIONS]
-    # written every few minutes by the kubelet, and read by nobody
+    # written every few minutes by the kubelet, and never read
     conditions = [_without(one, ("lastHeartbeatTime",)) for one in conditions]
     return {
         "apiVersion": node["apiVersion"],
@@ -345,7 +346,9 @@ Says = Callable[[Object], str]
 
 
 class Index:
-    """Follows ``informer``. ``told``: called with what a changed object said before or says now, and with its key."""
+    """Indexes the objects of ``informer``. ``told``: called with each previous or current index value of a changed
+    object, and its key.
+    """
 
     def __init__(self, informer: Informer, says: Says, told: Callable[[str, str], None] | None = None) -> None:
         self._informer = informer
@@ -356,7 +359,7 @@ class Index:
         informer.subscribe(self._changed)
 
     def of(self, what: str) -> list[Object]:
-        """The objects that say ``what``, by key."""
+        """The objects with the index value ``what``, sorted by key."""
         found = (self._informer.get(key) for key in sorted(self._keys.get(what, ())))
         return [one for one in found if one is not None]
 

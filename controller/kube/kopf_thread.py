@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """kopf, in a thread and event loop of its own: in ours it would cancel tasks that it did not start.
 
-It watches kinds and calls one handler for each event; it writes nothing and never gives up.
+It watches kinds and calls one handler for each event; it writes nothing and retries without end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import kopf
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from controller.kube.access import Access
+    from controller.kube.access import ClusterAccess
     from controller.kube.resources import Resource
 
 _PREFIX: Final = "attache.dev"
@@ -27,8 +27,8 @@ _TOKEN_LIFE: Final = timedelta(minutes=5)
 _BACKOFFS_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 
-class Endless:
-    """Waits between attempts, without end: kopf stops an operator whose waits have run out."""
+class EndlessWaits:
+    """An endless sequence of waits between attempts: kopf stops an operator when the sequence ends."""
 
     def __iter__(self) -> Iterator[float]:
         yield from _BACKOFFS_S
@@ -42,7 +42,7 @@ def operator_settings() -> kopf.OperatorSettings:
     settings.peering.standalone = True
     settings.posting.enabled = False
     settings.scanning.disabled = True
-    settings.networking.error_backoffs = Endless()
+    settings.networking.error_backoffs = EndlessWaits()
     settings.networking.request_timeout = 30.0
     settings.networking.connect_timeout = 5.0
     settings.watching.server_timeout = 290  # an API server reads no fractions
@@ -55,8 +55,8 @@ def operator_settings() -> kopf.OperatorSettings:
     return settings
 
 
-def login(access: Access) -> kopf.ConnectionInfo:
-    """What kopf shows the API server; asked for again after a few minutes. Raises AccessInvalid."""
+def login(access: ClusterAccess) -> kopf.ConnectionInfo:
+    """The credentials of kopf for the API server; refreshed every few minutes. Raises AccessInvalid."""
     _, _, token = access.headers().get("authorization", "").partition(" ")
     return kopf.ConnectionInfo(
         server=access.server,
@@ -70,11 +70,11 @@ def login(access: Access) -> kopf.ConnectionInfo:
     )
 
 
-Ring = Callable[[str, str], None]
+Enqueue = Callable[[str, str], None]
 """Gets the kind and the key of an object that is new, has changed or is gone; called in kopf's thread."""
 
 
-def handlers(kinds: Iterable[Resource], access: Access, ring: Ring) -> kopf.OperatorRegistry:
+def handlers(kinds: Iterable[Resource], access: ClusterAccess, enqueue: Enqueue) -> kopf.OperatorRegistry:
     """All handlers, for ``kopf.operator``."""
     registry = kopf.OperatorRegistry()
 
@@ -83,14 +83,14 @@ def handlers(kinds: Iterable[Resource], access: Access, ring: Ring) -> kopf.Oper
         return login(access)
 
     for kind in kinds:
-        _follow(kind, registry, ring)
+        _follow(kind, registry, enqueue)
     return registry
 
 
-def _follow(kind: Resource, registry: kopf.OperatorRegistry, ring: Ring) -> None:
+def _follow(kind: Resource, registry: kopf.OperatorRegistry, enqueue: Enqueue) -> None:
     @kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=kind.kind)
     async def changed(name: str, namespace: str | None, **_: Any) -> None:  # noqa: ANN401 - kopf's
-        ring(kind.kind, f"{namespace}/{name}" if namespace else name)
+        enqueue(kind.kind, f"{namespace}/{name}" if namespace else name)
 
 
 log = logging.getLogger(__name__)
@@ -103,19 +103,23 @@ class HandlersEnded(Exception):
 
 
 class Handlers:
-    """``run`` follows ``kinds`` (of ``namespace``, or of all); ``ring`` is called in the thread of the caller's
+    """``run`` follows ``kinds`` (of ``namespace``, or of all); ``enqueue`` is called in the thread of the caller's
     loop.
     """
 
-    def __init__(self, access: Access, kinds: Sequence[Resource], ring: Ring, *, namespace: str | None = None) -> None:
+    def __init__(
+        self, access: ClusterAccess, kinds: Sequence[Resource], enqueue: Enqueue, *, namespace: str | None = None
+    ) -> None:
         self._access = access
         self._kinds = kinds
-        self._ring = ring
+        self._ring = enqueue
         self._namespace = namespace
         self.ready = threading.Event()
 
     async def run(self) -> None:
-        """Until cancelled. Raises HandlersEnded if kopf ends by itself: half a manager must not live on in silence."""
+        """Run kopf until cancelled. Raises HandlersEnded if kopf ends by itself: the manager must not go on without its
+        events.
+        """
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
         operator = _Operator(self, loop, ended)
@@ -135,7 +139,7 @@ class Handlers:
 
     async def operate(self, operator: _Operator) -> None:
         """In kopf's thread."""
-        registry = handlers(self._kinds, self._access, operator.ring_outside(self._ring))
+        registry = handlers(self._kinds, self._access, operator.enqueue_outside(self._ring))
         await kopf.operator(
             registry=registry,
             settings=operator_settings(),
@@ -164,19 +168,19 @@ class _Operator:
         # a process must not wait for it: it may hang in a call to a frozen API server
         threading.Thread(target=self._run, name="kopf", daemon=True).start()
 
-    def ring_outside(self, ring: Ring) -> Ring:
+    def enqueue_outside(self, enqueue: Enqueue) -> Enqueue:
         def outside(kind: str, key: str) -> None:
             if not self.closed.is_set():
-                self._loop.call_soon_threadsafe(ring, kind, key)
+                self._loop.call_soon_threadsafe(enqueue, kind, key)
 
         return outside
 
     def _run(self) -> None:
-        # it tells each event that a handler took, and that signals are not its own
+        # kopf logs each handled event, and that signals are not handled by it
         logging.getLogger("kopf").setLevel(logging.ERROR)
         try:
             asyncio.run(self._owner.operate(self))
-        except BaseException as error:  # noqa: BLE001 - told in the other thread
+        except BaseException as error:  # noqa: BLE001 - raised in the other thread
             self.error = error
         try:
             self._loop.call_soon_threadsafe(self._ended.set)

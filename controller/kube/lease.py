@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One leader among replicas, by a Lease object of the cluster.
 
-A holder writes its Lease again and again. Others take it once they have seen it unchanged for its whole duration *by
-their own clock*: times written by another machine are never compared with ours.
+A holder renews its Lease periodically. Others acquire it once they have observed it unchanged for its whole duration
+*by their own clock*: times written by another machine are never compared with ours.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LeaseTiming(msgspec.Struct, frozen=True):
     """As client-go has them.
 
     ``duration_s``: others wait so long before they take over. ``renew_deadline_s``: a leader that cannot write for so
-    long gives up, before others may begin. ``retry_s``: between attempts.
+    long stops leading, before others may begin. ``retry_s``: between attempts.
     """
 
     duration_s: float = 15.0
@@ -40,29 +40,31 @@ class LeaseTiming(msgspec.Struct, frozen=True):
             raise ValueError("a lease needs duration_s > renew_deadline_s > retry_s > 0")
 
 
-class Sight(msgspec.Struct, frozen=True):
+class ObservedLease(msgspec.Struct, frozen=True):
     """A Lease as it was first seen with this content, at ``seen_at_s`` of our monotonic clock."""
 
     lease: Object
     seen_at_s: float
 
 
-def seen(before: Sight | None, lease: Object, now_s: float) -> Sight:
+def observe_lease(before: ObservedLease | None, lease: Object, now_s: float) -> ObservedLease:
     """The sight after reading ``lease``: an unchanged one keeps its time."""
     if before is not None and _version(before.lease) == _version(lease):
         return before
-    return Sight(lease, now_s)
+    return ObservedLease(lease, now_s)
 
 
-def may_lead(sight: Sight, identity: str, now_s: float) -> bool:
-    """Whether ``identity`` may write itself into the Lease: it is ours, nobody's, or its holder is silent."""
+def may_lead(sight: ObservedLease, identity: str, now_s: float) -> bool:
+    """Whether ``identity`` may acquire the Lease: it holds it, the Lease has no holder, or the holder's renewal is
+    overdue.
+    """
     spec = sight.lease.get("spec") or {}
     holder = spec.get("holderIdentity")
     return not holder or holder == identity or now_s >= sight.seen_at_s + float(spec.get("leaseDurationSeconds") or 0)
 
 
-def taken(lease: Object, identity: str, timing: LeaseTiming, wall: datetime) -> Object:
-    """The Lease to write in order to lead, or to go on leading. Its version makes the write fail if somebody was
+def acquire_lease(lease: Object, identity: str, timing: LeaseTiming, wall: datetime) -> Object:
+    """The Lease to write in order to acquire or renew it. Its version makes the write fail if another process was
     faster.
     """
     new = copy.deepcopy(lease)
@@ -76,8 +78,8 @@ def taken(lease: Object, identity: str, timing: LeaseTiming, wall: datetime) -> 
     return new
 
 
-def released(lease: Object, wall: datetime) -> Object:
-    """The Lease to write when leaving: nobody holds it, so the next one need not wait."""
+def release_lease(lease: Object, wall: datetime) -> Object:
+    """The Lease to write at the end: without a holder, so that the next leader need not wait."""
     new = copy.deepcopy(lease)
     new["spec"].update(holderIdentity="", leaseDurationSeconds=1, renewTime=_micro_time(wall))
     return new
@@ -90,7 +92,7 @@ def new_lease(name: str, namespace: str, identity: str, timing: LeaseTiming, wal
         "kind": LEASES.kind,
         "metadata": {"name": name, "namespace": namespace},
     }
-    lease = taken(empty, identity, timing, wall)
+    lease = acquire_lease(empty, identity, timing, wall)
     lease["spec"]["leaseTransitions"] = 0
     return lease
 
@@ -130,9 +132,9 @@ class LeaderElection:
         self._name = name
         self._timing = timing
         self._rng = rng or Random()
-        self._sight: Sight | None = None
+        self._sight: ObservedLease | None = None
         self._leads = False
-        # when our last successful write was asked for; the server may have done it any time after
+        # when our last successful write was sent; the server may have done it any time after
         self._written_at_s = 0.0
 
     @property
@@ -142,7 +144,7 @@ class LeaderElection:
 
     @property
     def leader(self) -> str:
-        """Who held the Lease when it was last read or written; empty if nobody."""
+        """The holder of the Lease when it was last read or written; empty if there was none."""
         return str((self._sight.lease.get("spec") or {}).get("holderIdentity") or "") if self._sight else ""
 
     async def run(self, lead: Lead) -> None:
@@ -163,14 +165,14 @@ class LeaderElection:
             await self._release()
 
     async def _acquire(self) -> None:
-        # ask again and again: who holds it is another process, and there is no event to wait for
+        # polled: another process holds it, and there is no event to wait for
         while not await self._attempt(self._timing.renew_deadline_s):  # noqa: ASYNC110
             # more often than the leader writes: the wait for a silent one counts from when its last write was seen
             await asyncio.sleep(self._timing.retry_s / 4 * self._rng.uniform(0.8, 1.2))
         self._leads = True
 
     async def _hold(self, lead: Lead) -> bool:
-        """Run ``lead`` while the Lease is ours; whether it came to its own end."""
+        """Run ``lead`` while the Lease is ours; returns whether it ended by itself."""
         work = asyncio.create_task(_awaited(lead), name=f"leader of {self._name}")
         renewal = asyncio.create_task(self._renew(), name=f"lease {self._name}")
         try:
@@ -179,7 +181,7 @@ class LeaderElection:
         finally:
             self._leads = False
             await _cancelled(work)
-            # held until the work has ended: nobody else may begin before
+            # held until the work has ended: no other leader may begin before
             await _cancelled(renewal)
         if not renewal.cancelled():
             renewal.result()
@@ -201,9 +203,9 @@ class LeaderElection:
                 return
 
     async def _attempt(self, within_s: float) -> bool:
-        """Try to write ourselves into the Lease; whether that worked in time. Failures are logged.
+        """Try to acquire or renew the Lease; returns whether that succeeded in time. Failures are logged.
 
-        An answer that comes late is worth nothing: others may have seen the write long before, and count from there.
+        A late response does not count: others may have observed the write long before, and measure from then.
         """
         began_s = asyncio.get_running_loop().time()
         try:
@@ -224,14 +226,14 @@ class LeaderElection:
             first = new_lease(self._name, self._namespace, self.identity, self._timing, wall)
             self._saw(await self._client.create(LEASES, first))
             return True
-        self._sight = seen(self._sight, lease, clock())
+        self._sight = observe_lease(self._sight, lease, clock())
         if not may_lead(self._sight, self.identity, clock()):
             return False
-        self._saw(await self._client.replace(LEASES, taken(lease, self.identity, self._timing, wall)))
+        self._saw(await self._client.replace(LEASES, acquire_lease(lease, self.identity, self._timing, wall)))
         return True
 
     def _saw(self, lease: Object) -> None:
-        self._sight = seen(self._sight, lease, asyncio.get_running_loop().time())
+        self._sight = observe_lease(self._sight, lease, asyncio.get_running_loop().time())
 
     async def _release(self) -> None:
         sight = self._sight
@@ -240,12 +242,12 @@ class LeaderElection:
         try:
             async with asyncio.timeout(_RELEASE_S):
                 try:
-                    await self._client.replace(LEASES, released(sight.lease, datetime.now(UTC)))
+                    await self._client.replace(LEASES, release_lease(sight.lease, datetime.now(UTC)))
                 except Conflict:
-                    # a renewal that was cut off may have come to the server
+                    # the server may have processed an interrupted renewal
                     found = await self._client.get(LEASES, self._name, self._namespace)
                     if found["spec"].get("holderIdentity") == self.identity:
-                        await self._client.replace(LEASES, released(found, datetime.now(UTC)))
+                        await self._client.replace(LEASES, release_lease(found, datetime.now(UTC)))
         except (ClusterError, TimeoutError) as error:
             log.warning("lease %s is not given back, it runs out by itself: %s", self._name, error)
 

@@ -60,8 +60,8 @@ class ManagerMetrics:
         self._depth.set_function(depth)
         self._failing.set_function(failing)
 
-    def reconciled(self, kind: str, outcome: str, seconds: float) -> None:
-        """One look has ended."""
+    def observe_reconcile(self, kind: str, outcome: str, seconds: float) -> None:
+        """Count one reconcile."""
         self._looks.labels(kind, outcome).inc()
         self._seconds.labels(kind).observe(seconds)
 
@@ -69,6 +69,6 @@ class ManagerMetrics:
         """One write has been answered."""
         self._writes.labels(kind, verb).inc()
 
-    def listed(self, kind: str) -> None:
-        """What an object of ``kind`` owns was listed anew."""
+    def count_relist(self, kind: str) -> None:
+        """Count a new list of the children of an object of ``kind``."""
         self._lists.labels(kind).inc()

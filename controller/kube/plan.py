@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reconciler answers: what to write, the status, events, and when to look again."""
+"""A reconciler's plan: what to write, the status, events, and when to reconcile again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from controller.kube.resources import Object, Resource
 
 
 class Create(msgspec.Struct, frozen=True):
-    """Make ``thing``. That it is there already is no failure: the cache was late, and its name says what it is."""
+    """Create ``thing``. If it exists already, that is no failure: the cache was late, and its name identifies its
+    content.
+    """
 
     resource: Resource
     thing: Object
@@ -49,8 +51,8 @@ class Delete(msgspec.Struct, frozen=True):
 
 
 class SetStatus(msgspec.Struct, frozen=True):
-    """Say ``fields`` in the status of one object that the reconciled one owns; only while it still is the one with
-    ``uid``. Fields that are not named stay.
+    """Set ``fields`` in the status of one object that the reconciled one owns; only while it still is the one with
+    ``uid``. Other fields stay.
     """
 
     resource: Resource
@@ -62,7 +64,7 @@ class SetStatus(msgspec.Struct, frozen=True):
 Action = Create | Apply | Annotate | Delete | SetStatus
 
 
-class Happened(msgspec.Struct, frozen=True):
+class KubeEvent(msgspec.Struct, frozen=True):
     """An Event for ``kubectl describe``. ``reason``: one word in CamelCase."""
 
     type: Literal["Normal", "Warning"]
@@ -71,22 +73,22 @@ class Happened(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do about one object now.
+    """The actions, status and events of one reconcile of an object.
 
-    ``actions``: in their order; after one fails, the rest waits for the next look. ``status``: what the object's status
-    should say, without times of transitions, which the writer adds; None leaves it alone. ``events``: told once the
-    actions are done. ``look_again_at_s``: the next instant, in seconds since the epoch, at which time alone may change
-    the answer; None: only a change of an object does. ``asks_loads_of``: pods, by key, whose loads the next look needs.
+    ``actions``: in their order; after one fails, the rest waits for the next reconcile. ``status``: the object's status
+    without times of transitions, which the writer adds; None leaves it alone. ``events``: recorded once the actions are
+    done. ``requeue_at_s``: the next instant, in seconds since the epoch, at which time alone may change the plan; None:
+    only a change of an object does. ``asks_loads_of``: pods, by key, whose loads the next reconcile needs.
     """
 
     actions: tuple[Action, ...] = ()
     status: Mapping[str, Any] | None = None
-    events: tuple[Happened, ...] = ()
-    look_again_at_s: float | None = None
+    events: tuple[KubeEvent, ...] = ()
+    requeue_at_s: float | None = None
     asks_loads_of: frozenset[str] = frozenset()
 
 
-def without(thing: Object, paths: Iterable[tuple[str, ...]]) -> Object:
+def without_paths(thing: Object, paths: Iterable[tuple[str, ...]]) -> Object:
     """A copy that lacks the fields at ``paths``, such as those of ``Apply.yields``."""
     new = copy.deepcopy(thing)
     for *way, last in paths:

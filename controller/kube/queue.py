@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A level-triggered work queue: keys to look at, each by one worker at a time, with back-off.
+"""A level-triggered work queue: keys to reconcile, each by one worker at a time, with back-off.
 
-A key says "look at this object", never what happened to it, so any number of changes come to one look. A change that
-comes during a look causes one more. Keys are taken in the order in which they came, and one that comes back goes to the
-end: an object that changes all the time does not starve the others.
+A key names an object, not an event, so any number of changes lead to one reconcile. A change during a reconcile causes
+one more. Keys are taken in order of arrival, and a repeated one is added at the end: an object that changes
+continuously does not starve the others.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 class QueueTiming(msgspec.Struct, frozen=True):
     """After a failure a key waits about ``backoff_s``, twice as long after each further one, ``backoff_max_s`` at most.
-    ``slot_s``: looks that come again by themselves begin at multiples of it, as each time that the process wakes up
-    costs something; 0: each at its own time.
+    ``slot_s``: timed reconciles begin at multiples of it, as each wake-up of the process costs CPU; 0: each at its own
+    time.
     """
 
     backoff_s: float = 0.2
@@ -41,14 +41,14 @@ class QueueTiming(msgspec.Struct, frozen=True):
 
 
 class WorkQueue(Generic[Key]):
-    """``run`` looks at keys; all other methods are for the thread of its event loop, and return at once."""
+    """``run`` reconciles keys; all other methods are for the thread of its event loop, and return at once."""
 
     def __init__(self, rng: Random, timing: QueueTiming = QueueTiming()) -> None:  # noqa: B008 - frozen
         self._rng = rng
         self._timing = timing
         self._line = _Line[Key]()
         self._running: set[Key] = set()
-        # changed while a worker looked
+        # changed while a worker reconciled it
         self._again: set[Key] = set()
         self._alarms = _Alarms[Key](self.add)
         self._failing: dict[Key, _Failing] = {}
@@ -60,11 +60,11 @@ class WorkQueue(Generic[Key]):
 
     @property
     def failing(self) -> int:
-        """Keys whose last look failed."""
+        """Keys whose last reconcile failed."""
         return len(self._failing)
 
     def add(self, key: Key) -> None:
-        """Look at ``key`` as soon as a worker is free; after a failure, when its back-off has ended."""
+        """Reconcile ``key`` as soon as a worker is free; after a failure, when its back-off has ended."""
         if key in self._running:
             self._again.add(key)
         elif not self._is_held(key):
@@ -72,15 +72,15 @@ class WorkQueue(Generic[Key]):
             self._line.add(key)
 
     def add_in(self, key: Key, delay_s: float) -> None:
-        """Look at ``key`` in ``delay_s``. Of several such times, the earliest counts."""
+        """Reconcile ``key`` in ``delay_s``. Of several such times, the earliest counts."""
         if key not in self._line:
             at_s = _now_s() + delay_s
             failing = self._failing.get(key)
             self._alarms.set(key, at_s if failing is None else max(at_s, failing.until_s))
 
     def hasten(self, key: Key) -> None:
-        """Look at ``key`` without waiting for its back-off, because what may have been wrong with it has changed. A
-        wait that the server has asked for (``Retry-After``) is kept.
+        """Reconcile ``key`` without waiting for its back-off, because the cause of its failure may be gone. A delay
+        that the server requested (``Retry-After``) is kept.
         """
         failing = self._failing.pop(key, None)
         if failing is not None and failing.asked_until_s > _now_s():
@@ -90,22 +90,22 @@ class WorkQueue(Generic[Key]):
             self._alarms.set(key, failing.until_s)
         self.add(key)
 
-    async def run(self, look: Callable[[Key], Awaitable[float | None]], workers: int) -> None:
-        """Until cancelled. ``look`` returns in how many seconds to look again, None if only a change makes that
-        necessary. A key whose look raises is looked at again after its back-off.
+    async def run(self, reconcile: Callable[[Key], Awaitable[float | None]], workers: int) -> None:
+        """Run workers until cancelled. ``reconcile`` returns the seconds until the key's next reconcile, None if only a
+        change makes that necessary. A key is reconciled again after its back-off if the reconcile raises.
         """
         async with asyncio.TaskGroup() as tasks:
             for number in range(workers):
-                tasks.create_task(self._work(look), name=f"worker {number}")
+                tasks.create_task(self._work(reconcile), name=f"worker {number}")
 
-    async def _work(self, look: Callable[[Key], Awaitable[float | None]]) -> None:
+    async def _work(self, reconcile: Callable[[Key], Awaitable[float | None]]) -> None:
         while True:
             key = await self._line.take()
             self._running.add(key)
             self._alarms.drop(key)
             try:
-                delay_s = await look(key)
-            except Exception as error:  # noqa: BLE001 - whatever is wrong with one object, the others are looked after
+                delay_s = await reconcile(key)
+            except Exception as error:  # noqa: BLE001 - a fault of one object must not affect the others
                 self._has_failed(key, error)
             else:
                 self._failing.pop(key, None)
@@ -122,7 +122,7 @@ class WorkQueue(Generic[Key]):
         if failing is None:
             failing = _Failing(Backoff(self._timing.backoff_s, self._timing.backoff_max_s, self._rng))
             self._failing[key] = failing
-        wait_s = failing.backoff.failed(error)
+        wait_s = failing.backoff.record_failure(error)
         failing.until_s = _now_s() + wait_s
         asked_s = error.retry_after_s if isinstance(error, ApiError) else None
         failing.asked_until_s = failing.until_s if asked_s is not None else 0.0
@@ -148,8 +148,8 @@ class WorkQueue(Generic[Key]):
 
 
 class _Failing:
-    """A key that has failed. ``until_s``: nobody looks before. ``asked_until_s``: the part of it that a server asked
-    for.
+    """A key that has failed. ``until_s``: it is not reconciled before. ``asked_until_s``: the delay that a server
+    requested.
     """
 
     def __init__(self, backoff: Backoff) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from controller.kube.conditions import Wanted, WantedStatus, merged
+from controller.kube.conditions import WantedCondition, WantedStatus, merge_status
 from controller.kube.errors import ClusterError
 from controller.kube.resources import EVENTS, Object, Resource, key_of
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from controller.kube.client import Client
-    from controller.kube.plan import Happened
+    from controller.kube.plan import KubeEvent
 
 _LONGEST = 1024
 
@@ -26,12 +26,12 @@ def event_of(
     thing: Object, type_: Literal["Normal", "Warning"], *, reason: str, message: str, component: str
 ) -> Object:
     """An Event of ``thing``, to be created."""
-    metadata, written = thing["metadata"], now()
+    metadata, written = thing["metadata"], utc_timestamp()
     namespace = metadata.get("namespace", "")
     return {
         "apiVersion": "v1",
         "kind": "Event",
-        # the API asks for this namespace where the object has none
+        # the API requires this namespace where the object has none
         "metadata": {"generateName": f"{metadata['name']}.", "namespace": namespace or "default"},
         "involvedObject": {
             "apiVersion": thing["apiVersion"],
@@ -50,7 +50,7 @@ def event_of(
     }
 
 
-def now() -> str:
+def utc_timestamp() -> str:
     """The time as objects have it, RFC 3339."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -67,13 +67,13 @@ _REMEMBERED: Final = 4096
 async def write_status(
     client: Client, resource: Resource, thing: Object, status: Mapping[str, Any], counted: Counted
 ) -> Object | None:
-    """Write what ``thing`` does not say yet; the object as it is then, None if there was nothing to write.
+    """Write the part of ``status`` that ``thing`` lacks; returns the object after it, None if nothing was written.
 
     ``status`` has conditions without times: they are those of the object where the condition's status stays.
     """
     before = thing.get("status") or {}
     conditions = tuple(
-        Wanted(one["type"], one["status"], one["reason"], one.get("message", ""))
+        WantedCondition(one["type"], one["status"], one["reason"], one.get("message", ""))
         for one in status.get("conditions") or ()
     )
     # empty ones are left out: a map whose last item an applier takes away becomes null, which schemas refuse
@@ -85,13 +85,13 @@ async def write_status(
         conditions=conditions,
         fields=fields,
     )
-    new = merged(wanted, before, now())
+    new = merge_status(wanted, before, utc_timestamp())
     if new is None:
         left = before.keys() - fields.keys() - {"conditions", "observedGeneration"}
         # the schema's defaults, 0 and nothing, come back of themselves
         if not any(before[name] for name in left):
             return None
-        new = merged(wanted, {"conditions": before.get("conditions") or []}, now())
+        new = merge_status(wanted, {"conditions": before.get("conditions") or []}, utc_timestamp())
     metadata = {name: thing["metadata"][name] for name in ("name", "namespace") if name in thing["metadata"]}
     applied = {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": metadata, "status": new}
     written = await client.apply(resource, applied, subresource="status", force=True)
@@ -102,9 +102,7 @@ async def write_status(
 def with_failure(
     status: Mapping[str, Any] | None, before: Mapping[str, Any], type_: str, truth: str, *, reason: str, message: str
 ) -> dict[str, Any]:
-    """A status that says what is wrong in its condition ``type_``. Without a planned one, what the object says
-    stays.
-    """
+    """A status with the failure in its condition ``type_``. Without a planned one, the object's other fields stay."""
     found = dict(before if status is None else status)
     failure = {"type": type_, "status": truth, "reason": reason, "message": message}
     found["conditions"] = [*(one for one in found.get("conditions") or () if one["type"] != type_), failure]
@@ -122,7 +120,7 @@ class Recorder:
         # when an Event was last written, by the object's uid and its reason, and how many came since; the oldest go
         self._written: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
 
-    async def record(self, thing: Object, events: Iterable[Happened]) -> None:
+    async def record(self, thing: Object, events: Iterable[KubeEvent]) -> None:
         """An Event that cannot be written is logged: nothing depends on it."""
         for one in events:
             left_out = self._left_out((thing["metadata"]["uid"], one.reason))

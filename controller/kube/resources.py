@@ -51,7 +51,7 @@ class Resource(msgspec.Struct, frozen=True):
         return _joined(parts)
 
 
-# Who reads a path resolves these; escaped they are the same.
+# Readers of a path resolve these; escaped they are the same.
 _DOTS: Final = frozenset({"", ".", ".."})
 
 
@@ -67,6 +67,12 @@ def key_of(thing: Mapping[str, Any]) -> str:
     metadata = thing["metadata"]
     namespace = metadata.get("namespace")
     return f"{namespace}/{metadata['name']}" if namespace else str(metadata["name"])
+
+
+def identity_of(thing: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata that an informer needs of an object: name, namespace, uid and version."""
+    metadata = thing["metadata"]
+    return {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion") if name in metadata}
 
 
 def split_key(key: str) -> tuple[str | None, str]:
@@ -99,6 +105,10 @@ INFERENCE_OBJECTIVES: Final = Resource(
 )
 # llm-d's own copy of the kind.
 LLM_D_OBJECTIVES: Final = Resource("llm-d.ai", "v1alpha2", "inferenceobjectives", "InferenceObjective")
+MODEL_REWRITES: Final = Resource(
+    "inference.networking.x-k8s.io", "v1alpha2", "inferencemodelrewrites", "InferenceModelRewrite"
+)
+LLM_D_MODEL_REWRITES: Final = Resource("llm-d.ai", "v1alpha2", "inferencemodelrewrites", "InferenceModelRewrite")
 INFERENCE_POOLS: Final = Resource("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
 GATEWAY_CLASSES: Final = Resource("gateway.networking.k8s.io", "v1", "gatewayclasses", "GatewayClass", namespaced=False)
 GATEWAYS: Final = Resource("gateway.networking.k8s.io", "v1", "gateways", "Gateway")
@@ -140,7 +150,7 @@ def selector(text: str) -> Matches:
 
 
 def required_labels(text: str) -> dict[str, str]:
-    """The labels of which a selector allows one value only: by these, what it selects can be looked up.
+    """The labels of which a selector allows one value only: its objects can be indexed by these.
 
     Raises ValueError.
     """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from controller.kube.lease import LeaderElection
     from controller.kube.metrics import ManagerMetrics
     from controller.models.adapter import Loads
-    from controller.models.controller import Decisions, ModelControllerSettings, Source
+    from controller.models.controller import DecisionFunctions, ModelControllerSettings, Source
     from controller.webhooks.role import WebhookRole
 
 DEFAULT: Final = "attache"
@@ -67,9 +67,8 @@ Scaling = Callable[["Client"], Awaitable[None]]
 
 
 class Leader:
-    """``run`` waits until it leads, and then does the work. Each term begins with empty hands: what informers have
-    heard, what is queued and what was written belongs to one term. ``scaling``: begins the scaling of a term; None:
-    others do it.
+    """``run`` waits for the Lease, and then runs the controllers. Each term begins without state: caches, queues and
+    written values belong to one term. ``scaling``: runs the scaling of a term; None: no scaling.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Leader:
         metrics: ManagerMetrics,
         election: LeaderElection,
         *,
-        decisions: Decisions,
+        decisions: DecisionFunctions,
         source: Source | None,
         loads: Loads | None = None,
         scaling: Scaling | None = None,
@@ -99,7 +98,7 @@ class Leader:
         return self._election.is_leader
 
     async def run(self) -> None:
-        """Until cancelled; raises what ends the work by itself, such as the end of kopf's thread."""
+        """Run until cancelled; raises what ends the work by itself, such as the end of kopf's thread."""
         await self._election.run(self._lead)
 
     async def _lead(self) -> None:
@@ -129,13 +128,13 @@ class ManagerRole:
         self._exports = exports
 
     def is_ready(self) -> bool:
-        """Whether webhooks and exports can be asked. Who leads is no question of readiness."""
+        """Whether webhooks and exports are served. Leadership does not count."""
         if self._exports is not None and not self._exports.is_ready():
             return False
         return self._webhooks is None or self._webhooks.ready.is_set()
 
     async def run(self) -> None:
-        """Until cancelled; raises OSError if the address is taken."""
+        """Run until cancelled; raises OSError if the address is taken."""
         async with asyncio.TaskGroup() as tasks:
             if self._webhooks is not None:
                 tasks.create_task(self._webhooks.run(), name="webhooks")
@@ -146,7 +145,7 @@ class ManagerRole:
 
 
 def kopf_source(client: Client, namespace: str | None) -> Source:
-    """kopf, told of events of our kinds."""
+    """Events of our kinds from kopf."""
 
     async def source(enqueue: Callable[[str, str], None]) -> None:
         await Handlers(client.access, FOLLOWED, enqueue, namespace=namespace).run()

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import aiohttp
 
-from controller.kube.controller import Controller, ControllerSettings, Outcome, loop_s, wall_s
-from controller.kube.executor import Refused
+from controller.audit import caused_by
+from controller.kube.controller import Controller, ControllerSettings, ReconcileResult, loop_s, wall_s
+from controller.kube.executor import ObjectRefused
 from controller.kube.informer import trimmed_pod, without_managed_fields
-from controller.kube.plan import Happened
-from controller.kube.recorder import with_failure
+from controller.kube.plan import KubeEvent
 from controller.kube.resources import PODS, Object, split_key
-from controller.models.adapter import Adapter, Asked, GatewayLoads, Loads, WorkKey
-from controller.models.model.observed import Settings as ModelSettings
-from controller.models.model_adapter import ModelAdapter, Shared
+from controller.models.adapter import GatewayLoads, KindAdapter, Loads, PodLoads, WorkKey
+from controller.models.model.model_state import ModelSettings
+from controller.models.model_adapter import ModelAdapter, SharedNamespaces
 from controller.models.model_infer_adapter import ModelInferAdapter
 from extproc.api.status_pages import LOADS_LABEL
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from controller.models.model_adapter import DecideModel
     from controller.models.model_infer_adapter import Decide
 
-# Of a message: an error may repeat what somebody wrote.
+# Of a message: an error may repeat a user's text.
 _LONGEST: Final = 1000
 
 Source = Callable[[Callable[[str, str], None]], Awaitable[None]]
 """Calls its argument with the kind and key of objects that have changed, until cancelled."""
 
 
-class Decisions(NamedTuple):
+class DecisionFunctions(NamedTuple):
     """The pure functions of the kinds."""
 
     model_infer: Decide
@@ -42,9 +42,9 @@ class Decisions(NamedTuple):
 
 
 class ModelControllerSettings(ControllerSettings, frozen=True, kw_only=True):
-    """``most_actions``: of one reconcile; what is left comes after all others had their turn. ``shared_namespace``:
-    whose ModelTemplates all Models may name. ``gateway_namespaces``: whose gateways are trusted about engines of all
-    namespaces. ``models``: what holds for all Models.
+    """``most_actions``: of one reconcile; the rest follows after the other keys' turns. ``shared_namespace``: the one
+    whose ModelTemplates all Models may name. ``gateway_namespaces``: those whose gateways may report loads of all
+    namespaces. ``models``: settings of all Models.
     """
 
     most_actions: int = 200
@@ -54,7 +54,9 @@ class ModelControllerSettings(ControllerSettings, frozen=True, kw_only=True):
 
 
 class ModelController:
-    """``run`` does all of it. ``source``: enqueues beside the informers; ``loads``: None asks the gateways' pods."""
+    """``run`` runs it. ``source``: enqueues keys in addition to the informers; ``loads``: None reads the gateways'
+    pods.
+    """
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class ModelController:
         metrics: ManagerMetrics,
         *,
         component: str,
-        decisions: Decisions,
+        decisions: DecisionFunctions,
         source: Source | None = None,
         loads: Loads | None = None,
         clock: Callable[[], float] = wall_s,
@@ -78,11 +80,13 @@ class ModelController:
             self._reconcile,
             component=component,
             settings=settings,
-            measured=lambda key, result, seconds: metrics.reconciled(key.kind, result, seconds),
+            measured=lambda key, result, seconds: metrics.observe_reconcile(key.kind, result, seconds),
             wrote=metrics.wrote,
         )
         cache, enqueue = self._controller.cache, self._controller.enqueue_soon
-        infers = ModelInferAdapter(client, cache, enqueue, decisions.model_infer)
+        infers = ModelInferAdapter(
+            client, cache, enqueue, decisions.model_infer, hasten=self._controller.enqueue_changed
+        )
         models = ModelAdapter(
             client,
             cache,
@@ -90,12 +94,12 @@ class ModelController:
             decisions.model,
             infers=infers.informer,
             infer_pods=infers.pods,
-            shared=Shared(settings.shared_namespace, settings.gateway_namespaces),
+            shared=SharedNamespaces(settings.shared_namespace, settings.gateway_namespaces),
             settings=settings.models,
         )
         self._gateways = cache.add(PODS, labels=LOADS_LABEL, transform=trimmed_pod, all_namespaces=True)
         self._infer_pods = infers.pods
-        self._adapters: Mapping[str, Adapter] = {one.resource.kind: one for one in (infers, models)}
+        self._adapters: Mapping[str, KindAdapter] = {one.resource.kind: one for one in (infers, models)}
         self._states: dict[WorkKey, _State] = {}
         for adapter in self._adapters.values():
             adapter.informer.subscribe(self._on_change(adapter))
@@ -104,7 +108,7 @@ class ModelController:
             self._controller.add_source("kopf", lambda: source(self.enqueue))
 
     async def run(self) -> None:
-        """Run until cancelled. Raises what the source raises."""
+        """Run informers, sources and workers until cancelled. Raises what the source raises."""
         queue = self._controller.queue
         self._metrics.follow_queue(lambda: queue.depth, lambda: queue.failing)
         async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as http:
@@ -116,55 +120,57 @@ class ModelController:
     def enqueue(self, kind: str, key: str) -> None:
         """An object of a kind may have changed."""
         for adapter in self._adapters.values():
-            for work in adapter.concerned(kind, key):
+            for work in adapter.keys_to_reconcile(kind, key):
                 self._controller.enqueue(work)
 
-    async def _reconcile(self, work: WorkKey) -> Outcome:
+    async def _reconcile(self, work: WorkKey) -> ReconcileResult:
         adapter, expectations = self._adapters[work.kind], self._controller.expectations
         left_s = expectations.left_s(work, loop_s())
         if left_s:
-            return Outcome("early", left_s)
-        # an event was lost, or our copies are old: ask
+            return ReconcileResult("early", left_s)
+        # an event was lost, or our copies are old: list the children again
         is_late = left_s is not None
         thing = await self._fetch(adapter, work.key) if is_late else adapter.informer.get(work.key)
         if thing is None or "deletionTimestamp" in thing["metadata"]:
             # what it owns is collected by Kubernetes
             expectations.forget(work)
             self._states.pop(work, None)
-            return Outcome("gone")
-        owned = await adapter.listed(thing) if is_late else adapter.owned(thing)
+            return ReconcileResult("gone")
+        owned = await adapter.list_children(thing) if is_late else adapter.cached_children(thing)
         if is_late:
             expectations.forget(work)
-            self._metrics.listed(work.kind)
+            self._metrics.count_relist(work.kind)
         state = self._states.setdefault(work, _State())
-        asked = Asked(state.asks, await self._ask(state.asks))
-        plan = await self._decide(work, adapter, thing, lambda: adapter.decide(thing, owned, asked, self._clock()))
+        loads = PodLoads(state.asks, await self._ask(state.asks))
+        plan = await self._decide(work, adapter, thing, lambda: adapter.decide(thing, owned, loads, self._clock()))
         await self._carry_out(work, adapter, thing, plan)
         is_new = bool(plan.asks_loads_of - state.asks)
         state.asks = plan.asks_loads_of
         if is_new or len(plan.actions) > self._settings.most_actions:
-            return Outcome("planned", 0.0)
-        again_s = None if plan.look_again_at_s is None else plan.look_again_at_s - self._clock()
-        return Outcome("planned" if plan.actions else "settled", again_s)
+            return ReconcileResult("planned", 0.0)
+        again_s = None if plan.requeue_at_s is None else plan.requeue_at_s - self._clock()
+        return ReconcileResult("planned" if plan.actions else "settled", again_s)
 
-    async def _decide(self, work: WorkKey, adapter: Adapter, thing: Object, decide: Callable[[], Plan]) -> Plan:
-        """A mistake of ours about one object is reported there: nobody else sees why nothing happens."""
+    async def _decide(self, work: WorkKey, adapter: KindAdapter, thing: Object, decide: Callable[[], Plan]) -> Plan:
+        """The plan. A defect of ours about one object is reported in its status, where its owner sees it."""
         try:
             return decide()
         except Exception as error:
-            said = (
+            message = (
                 f"the manager cannot decide about this object, and its log says where: {type(error).__name__}: {error}"
             )
-            event = Happened("Warning", "InternalError", said[:_LONGEST])
+            event = KubeEvent("Warning", "InternalError", message[:_LONGEST])
             await self._report_failure(work, adapter, thing, None, event)
             raise
 
-    async def _carry_out(self, work: WorkKey, adapter: Adapter, thing: Object, plan: Plan) -> None:
-        """Actions up to any of them leave a state that the next reconcile goes on from, as after a failure."""
+    async def _carry_out(self, work: WorkKey, adapter: KindAdapter, thing: Object, plan: Plan) -> None:
+        """After any of the actions, the next reconcile can continue from the state reached, as after a failure."""
         try:
-            await self._controller.execute(work, plan.actions[: self._settings.most_actions])
-        except Refused as refused:
-            event = Happened("Warning", refused.reason, refused.message)
+            reasons = " ".join(one.reason for one in plan.events)
+            with caused_by(reason=reasons, message="; ".join(one.message for one in plan.events)):
+                await self._controller.execute(work, plan.actions[: self._settings.most_actions])
+        except ObjectRefused as refused:
+            event = KubeEvent("Warning", refused.reason, refused.message)
             await self._report_failure(work, adapter, thing, plan.status, event)
             raise
         if plan.status is not None:
@@ -172,14 +178,14 @@ class ModelController:
         await self._controller.record(thing, plan.events)
 
     async def _report_failure(
-        self, work: WorkKey, adapter: Adapter, thing: Object, status: Mapping[str, Any] | None, event: Happened
+        self, work: WorkKey, adapter: KindAdapter, thing: Object, status: Mapping[str, Any] | None, event: KubeEvent
     ) -> None:
         before = thing.get("status") or {}
-        failed = with_failure(status, before, *adapter.failure, reason=event.reason, message=event.message)
+        failed = adapter.status_of_failure(status, before, reason=event.reason, message=event.message)
         await self._controller.write_status(work, adapter.resource, thing, failed)
         await self._controller.record(thing, [event])
 
-    async def _fetch(self, adapter: Adapter, key: str) -> Object | None:
+    async def _fetch(self, adapter: KindAdapter, key: str) -> Object | None:
         namespace, name = split_key(key)
         found = await self._client.find(adapter.resource, name, namespace)
         return None if found is None else without_managed_fields(found)
@@ -187,7 +193,7 @@ class ModelController:
     async def _ask(self, pods: frozenset[str]) -> Mapping[str, Any]:
         return await self._loads.ask(pods) if pods and self._loads is not None else {}
 
-    def _on_change(self, adapter: Adapter) -> Callable[[str], None]:
+    def _on_change(self, adapter: KindAdapter) -> Callable[[str], None]:
         def changed(key: str) -> None:
             work, thing = WorkKey(adapter.resource.kind, key), adapter.informer.get(key)
             generation = None if thing is None else (thing["metadata"]["uid"], thing["metadata"].get("generation"))
@@ -203,8 +209,8 @@ class ModelController:
 
 
 class _State:
-    """What is remembered of an object between reconciles. ``asks``: pods whose loads the next one needs.
-    ``generation``: uid and generation as last seen.
+    """State of an object between reconciles. ``asks``: pods whose loads the next one needs. ``generation``: uid and
+    generation as last seen.
     """
 
     def __init__(self) -> None:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from controller.kube.informer import Index, owner_uid, trimmed_pod, without_managed_fields
 from controller.kube.plan import Plan
+from controller.kube.recorder import with_failure
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,
     CLUSTER_SERVING_RUNTIMES,
@@ -25,25 +26,26 @@ from controller.kube.resources import (
     Resource,
     split_key,
 )
-from controller.models.adapter import Failure, WorkKey
-from controller.models.model.observed import CHILDREN, MODEL, Observed, Settings
+from controller.models.adapter import WorkKey
+from controller.models.model.model_state import CHILDREN, MODEL, ModelSettings, ModelState
 from controller.models.model_infer import names
 
 if TYPE_CHECKING:
-    from controller.kube.cache import Cache
+    from controller.kube.cache import InformerSet
     from controller.kube.client import Client
     from controller.kube.informer import Informer
-    from controller.models.adapter import Asked, Enqueue, Owned
+    from controller.models.adapter import Enqueue, Owned, PodLoads
 
-DecideModel = Callable[[Observed, float], Plan]
-# Everybody has these: only ours are followed, by their label.
+DecideModel = Callable[[ModelState, float], Plan]
+# Kinds that others use, too: only objects with our label are watched.
 _EVERYBODYS: Final = (CONFIG_MAPS, DAEMON_SETS, JOBS)
 _GATEWAYS: Final = "app.kubernetes.io/name=attache-gateway"
 
 
-class Shared(NamedTuple):
-    """Namespaces of what serves those of all others. ``templates``: whose ModelTemplates all Models may name.
-    ``gateways``: whose gateways serve them; others serve their own, for anybody may label a Service.
+class SharedNamespaces(NamedTuple):
+    """Namespaces whose objects serve all others. ``templates``: that whose ModelTemplates all Models may name.
+    ``gateways``: those whose gateways serve all; gateways elsewhere serve their own namespace, as any Service can carry
+    the label.
     """
 
     templates: str
@@ -56,19 +58,18 @@ class ModelAdapter:
     """
 
     resource = MODELS
-    failure = Failure("Ready", "False")
 
     def __init__(
         self,
         client: Client,
-        cache: Cache,
+        cache: InformerSet,
         enqueue: Enqueue,
         decide: DecideModel,
         *,
         infers: Informer,
         infer_pods: Informer,
-        shared: Shared,
-        settings: Settings,
+        shared: SharedNamespaces,
+        settings: ModelSettings,
     ) -> None:
         self._client = client
         self._cache = cache
@@ -99,7 +100,13 @@ class ModelAdapter:
         self._gateways = cache.add(SERVICES, labels=_GATEWAYS, transform=without_managed_fields, all_namespaces=True)
         self._gateways.subscribe(lambda _: self._everybody())
 
-    def concerned(self, kind: str, key: str) -> Sequence[WorkKey]:
+    def status_of_failure(
+        self, planned: Mapping[str, Any] | None, before: Mapping[str, Any], *, reason: str, message: str
+    ) -> Mapping[str, Any]:
+        """See ``Adapter``."""
+        return with_failure(planned, before, "Ready", "False", reason=reason, message=message)
+
+    def keys_to_reconcile(self, kind: str, key: str) -> Sequence[WorkKey]:
         """See ``Adapter``."""
         namespace, _ = split_key(key)
         if kind == MODELS.kind:
@@ -110,7 +117,7 @@ class ModelAdapter:
             return [_work(one) for one in self._in_namespace.of(str(namespace))]
         return []
 
-    def owned(self, thing: Object) -> Owned:
+    def cached_children(self, thing: Object) -> Owned:
         """See ``Adapter``."""
         namespace = thing["metadata"]["namespace"]
         found: dict[Resource, Sequence[Object]] = {
@@ -120,7 +127,7 @@ class ModelAdapter:
         found[PODS] = [each for index in self._pods for each in index.of(f"{namespace}/{thing['metadata']['name']}")]
         return found
 
-    async def listed(self, thing: Object) -> Owned:
+    async def list_children(self, thing: Object) -> Owned:
         """See ``Adapter``."""
         metadata = thing["metadata"]
         found: dict[Resource, Sequence[Object]] = {}
@@ -133,10 +140,10 @@ class ModelAdapter:
         found[PODS] = [trimmed_pod(each) for each in pods.items]
         return found
 
-    def decide(self, thing: Object, owned: Owned, asked: Asked, now_s: float) -> Plan:  # noqa: ARG002 - of the protocol
+    def decide(self, thing: Object, owned: Owned, loads: PodLoads, now_s: float) -> Plan:  # noqa: ARG002 - of the protocol
         """See ``Adapter``."""
         namespace = thing["metadata"]["namespace"]
-        observed = Observed(
+        observed = ModelState(
             thing=thing,
             runtimes=self._runtimes.of(namespace),
             cluster_runtimes=list(self._cluster_runtimes.objects.values()),
@@ -203,6 +210,6 @@ def _is_about(thing: Object, model: Object) -> bool:
 
 
 def _worth(service: Object) -> tuple[bool, str, str]:
-    """Services with an address for those outside come first."""
+    """Services with an external address come first."""
     ingress = ((service.get("status") or {}).get("loadBalancer") or {}).get("ingress")
     return not ingress, service["metadata"]["namespace"], service["metadata"]["name"]

@@ -7,13 +7,14 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from controller.kube.errors import ClusterError
 from controller.kube.informer import Index, owner_key, owner_uid, trimmed_node, trimmed_pod, without_managed_fields
 from controller.kube.plan import Plan
+from controller.kube.recorder import with_failure
 from controller.kube.resources import (
     CONTROLLER_REVISIONS,
     MODEL_INFER_ROLES,
@@ -27,18 +28,19 @@ from controller.kube.resources import (
     Resource,
     key_of,
 )
-from controller.models.adapter import Failure, WorkKey
+from controller.models.adapter import WorkKey
 from controller.models.model_infer import names
-from controller.models.model_infer.observed import Observed, PodGroups
-from controller.models.node_capacity import LostNodes, not_ready_since_s, room, trimmed_to_requests
+from controller.models.model_infer.model_infer_state import ModelInferState, PodGroups
+from controller.models.model_infer.status import summarized
+from controller.models.node_capacity import LostNodes, node_capacities, not_ready_since_s, trimmed_to_requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from controller.kube.cache import Cache
+    from controller.kube.cache import InformerSet
     from controller.kube.client import Client
     from controller.kube.informer import Informer, Transform
-    from controller.models.adapter import Asked, Enqueue, Owned
+    from controller.models.adapter import Enqueue, Owned, PodLoads
 
 log = logging.getLogger(__name__)
 _LINES: Final = 10
@@ -61,8 +63,8 @@ class Crash(msgspec.Struct, frozen=True):
 
 
 class LogTails:
-    """``of`` answers with what is known and has the rest read by ``run``, which calls ``read`` with the pod when it
-    has.
+    """Last log lines of crashed containers. ``of`` returns those already read; ``run`` reads the rest and calls
+    ``read`` with the pod.
     """
 
     def __init__(self, client: Client, read: Callable[[Object], None]) -> None:
@@ -73,7 +75,7 @@ class LogTails:
         self._wanted: asyncio.Queue[tuple[Crash, Object]] = asyncio.Queue(_REMEMBERED)
 
     def of(self, pods: Iterable[Object]) -> dict[str, str]:
-        """By key of those pods whose containers crashed, as far as they have been read."""
+        """Log tails by the key of pods with crashed containers, as far as they have been read."""
         found: dict[str, str] = {}
         for pod in pods:
             crash = crash_of(pod)
@@ -90,7 +92,7 @@ class LogTails:
         return found
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Read logs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(_READERS):
                 tasks.create_task(self._follow(), name="reader of logs")
@@ -133,30 +135,32 @@ def _is_crash(terminated: Object) -> bool:
     return int(terminated.get("exitCode") or 0) != 0
 
 
-Decide = Callable[[Observed, float], Plan]
+Decide = Callable[[ModelInferState, float], Plan]
 # Kueue's own objects of pods that wait in its queues.
 WORKLOADS: Final = Resource("kueue.x-k8s.io", "v1beta1", "workloads", "Workload")
-_POD_GROUPS: Final = (VOLCANO_POD_GROUPS, SCHEDULER_POD_GROUPS)
+POD_GROUPS: Final = (VOLCANO_POD_GROUPS, SCHEDULER_POD_GROUPS)
 _TRANSFORMS: Final[Mapping[Resource, Transform]] = {PODS: trimmed_pod}
 # of other projects, or younger than the manager's other kinds
-_OPTIONAL: Final = (MODEL_INFER_ROLES, *_POD_GROUPS)
-_OWNED: Final = (PODS, SERVICES, CONTROLLER_REVISIONS, MODEL_INFER_ROLES, *_POD_GROUPS)
+_OPTIONAL: Final = (MODEL_INFER_ROLES, *POD_GROUPS)
+OWNED: Final = (PODS, SERVICES, CONTROLLER_REVISIONS, MODEL_INFER_ROLES, *POD_GROUPS)
 # A decision without the nodes that it needs waits this long for them.
 _SOON_S: Final = 0.5
 
 
 class ModelInferAdapter:
     """See ``Adapter``. ``enqueue``: called for a ModelInfer when something that it owns, or a node of its pods,
-    changes.
+    changes; ``hasten``: when something that it owned is gone.
     """
 
     resource = MODEL_INFERS
-    failure = Failure("Degraded", "True")
 
-    def __init__(self, client: Client, cache: Cache, enqueue: Enqueue, decide: Decide) -> None:
+    def __init__(
+        self, client: Client, cache: InformerSet, enqueue: Enqueue, decide: Decide, *, hasten: Enqueue
+    ) -> None:
         self._client = client
         self._cache = cache
         self._enqueue = enqueue
+        self._hasten = hasten
         self._decide = decide
         self.informer = cache.add(MODEL_INFERS, transform=without_managed_fields)
         self._informers: dict[Resource, Informer] = {
@@ -166,11 +170,11 @@ class ModelInferAdapter:
                 transform=_TRANSFORMS.get(one, without_managed_fields),
                 optional=one in _OPTIONAL,
             )
-            for one in _OWNED
+            for one in OWNED
         }
         self._indexes = {one: Index(informer, _owner) for one, informer in self._informers.items()}
-        # a second index tells who is concerned, because the first one's uids are no keys
-        self._owners = [Index(informer, owner_key, self._owner_changed) for informer in self._informers.values()]
+        # a second index has the owners' keys, as the first one has uids
+        self._owners = [Index(one, owner_key, self._owner_changed(one)) for one in self._informers.values()]
         self._nodes = cache.add(NODES, transform=trimmed_node)
         self._on_node = Index(self._informers[PODS], _node_of)
         self._lost = LostNodes(self._nodes.get)
@@ -185,7 +189,14 @@ class ModelInferAdapter:
         """Of their pods."""
         return self._informers[PODS]
 
-    def concerned(self, kind: str, key: str) -> Sequence[WorkKey]:
+    def status_of_failure(
+        self, planned: Mapping[str, Any] | None, before: Mapping[str, Any], *, reason: str, message: str
+    ) -> Mapping[str, Any]:
+        """See ``Adapter``."""
+        failed = with_failure(planned, before, "Degraded", "True", reason=reason, message=message)
+        return summarized(failed)
+
+    def keys_to_reconcile(self, kind: str, key: str) -> Sequence[WorkKey]:
         """See ``Adapter``."""
         if kind == MODEL_INFERS.kind:
             return [WorkKey(kind, key)]
@@ -193,12 +204,12 @@ class ModelInferAdapter:
         owner, _, name = ("" if role is None else owner_key(role)).partition("/")
         return [WorkKey(owner, name)] if owner == MODEL_INFERS.kind else []
 
-    def owned(self, thing: Object) -> Owned:
+    def cached_children(self, thing: Object) -> Owned:
         """See ``Adapter``."""
         metadata = thing["metadata"]
         return {one: index.of(f"{metadata['namespace']}/{metadata['uid']}") for one, index in self._indexes.items()}
 
-    async def listed(self, thing: Object) -> Owned:
+    async def list_children(self, thing: Object) -> Owned:
         """See ``Adapter``."""
         metadata = thing["metadata"]
         found: dict[Resource, list[Object]] = {}
@@ -210,25 +221,27 @@ class ModelInferAdapter:
             found[one] = [lean(each) for each in listed.items if owner_uid(each) == metadata["uid"]]
         return found
 
-    def decide(self, thing: Object, owned: Owned, asked: Asked, now_s: float) -> Plan:
+    def decide(self, thing: Object, owned: Owned, pod_loads: PodLoads, now_s: float) -> Plan:
         """See ``Adapter``."""
         gang = self._gang()
         waits = ((thing.get("spec") or {}).get("template") or {}).get("gang") is not None and gang == PodGroups()
         everything = self._all_pods() if waits else None
         if everything is not None and not everything.synced.is_set():
-            return Plan(look_again_at_s=now_s + _SOON_S)
+            return Plan(requeue_at_s=now_s + _SOON_S)
         pods = owned.get(PODS, ())
-        observed = Observed(
+        observed = ModelInferState(
             thing=thing,
             pods=pods,
             services=owned.get(SERVICES, ()),
             revisions=owned.get(CONTROLLER_REVISIONS, ()),
-            pod_groups=[each for one in _POD_GROUPS for each in owned.get(one, ())],
+            pod_groups=[each for one in POD_GROUPS for each in owned.get(one, ())],
             role_scales=owned.get(MODEL_INFER_ROLES, ()),
-            lost_nodes=self._lost.among({name for one in pods if (name := _node_of(one))}, now_s),
-            room=None if everything is None else room(self._nodes.objects.values(), everything.objects.values()),
-            loads=asked.loads,
-            loads_asked_of=asked.pods,
+            lost_nodes=self._lost.lost_of({name for one in pods if (name := _node_of(one))}, now_s),
+            node_capacities=None
+            if everything is None
+            else node_capacities(self._nodes.objects.values(), everything.objects.values()),
+            loads=pod_loads.loads,
+            loads_asked_of=pod_loads.pods,
             log_tails=self.log_tails.of(pods),
             gang=gang,
         )
@@ -242,18 +255,25 @@ class ModelInferAdapter:
         )
 
     def _all_pods(self) -> Informer:
-        """Read from the first time that a gang waits for capacity: pods of everybody use it."""
+        """The informer of all pods, as all of them use capacity; started when a gang first waits for it."""
         if self._everything is None:
             self._everything = self._cache.add(PODS, transform=trimmed_to_requests, all_namespaces=True, private=True)
         return self._everything
 
-    def _owner_changed(self, owner: str, _: str) -> None:
-        kind, _, key = owner.partition("/")
-        if kind == MODEL_INFERS.kind:
-            self._enqueue(WorkKey(kind, key))
+    def _owner_changed(self, informer: Informer) -> Callable[[str, str], None]:
+        def changed(owner: str, key: str) -> None:
+            kind, _, name = owner.partition("/")
+            if kind == MODEL_INFERS.kind:
+                # what is gone may have had the name of what could not be made
+                enqueue = self._hasten if informer.get(key) is None else self._enqueue
+                enqueue(WorkKey(kind, name))
+
+        return changed
 
     def _pod_changed(self, pod: Object) -> None:
-        self._owner_changed(owner_key(pod), "")
+        kind, _, name = owner_key(pod).partition("/")
+        if kind == MODEL_INFERS.kind:
+            self._enqueue(WorkKey(kind, name))
 
     def _node_changed(self, name: str) -> None:
         node = self._nodes.get(name)
@@ -269,7 +289,7 @@ class ModelInferAdapter:
 
 
 def _owner(thing: Object) -> str:
-    """Owners are of the same namespace: elsewhere, anybody may write any uid."""
+    """The owner's uid, in the object's namespace alone: elsewhere, any object can claim any uid."""
     uid = owner_uid(thing)
     return f"{thing['metadata'].get('namespace', '')}/{uid}" if uid else ""
 

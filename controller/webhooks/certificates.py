@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates of the webhooks' server, from an authority of its own: made, renewed, and kept fresh in one Secret.
+"""Certificates of the webhooks' server, from an authority of its own: made, renewed, and stored in one Secret.
 
-Replicas share one Material, which a Secret holds. Nothing of it is used before all who must trust it can: a new
+Replicas share one Material, which a Secret holds. Nothing of it is used before all clients can trust it: a new
 authority is published for ``SETTLED`` before it signs, and an old one stays published until it ends. Every replica does
-the same: it renews what is old, unless another was first, and takes what the Secret has.
+the same: it renews what is old, unless another was first, and uses what the Secret has.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import base64
 import ipaddress
 import logging
+import secrets
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -20,6 +21,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from yarl import URL
 
 from controller.api.certificates import check_pair
 from controller.kube.errors import ClusterError, Conflict, NotFound
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
     from controller.kube.client import Client
 
+# Of chance, in the path.
+_PATH_BYTES: Final = 24
 # Clocks of other machines may be behind.
 _EARLIER: Final = timedelta(minutes=10)
 
@@ -45,7 +49,7 @@ class Lifetimes(msgspec.Struct, frozen=True, kw_only=True):
     settled: timedelta = timedelta(hours=1)
 
 
-class Pair(msgspec.Struct, frozen=True):
+class KeyPair(msgspec.Struct, frozen=True):
     """A certificate and its private key, in PEM."""
 
     certificate: str
@@ -69,19 +73,27 @@ class Pair(msgspec.Struct, frozen=True):
         return now >= self.ends_at - (self.ends_at - self.begins_at) / 3
 
 
-class Material(msgspec.Struct, frozen=True):
-    """``authorities``: oldest first. ``server``: what the server shows."""
+class CertificateMaterial(msgspec.Struct, frozen=True):
+    """``authorities``: oldest first. ``server``: what the server shows. ``path``: the secret end of the webhooks' path,
+    by which the server knows API servers, as these show no certificate of their own.
+    """
 
-    authorities: tuple[Pair, ...]
-    server: Pair
+    authorities: tuple[KeyPair, ...]
+    server: KeyPair
+    path: str = ""
+
+    def __repr__(self) -> str:
+        return "CertificateMaterial(...)"
 
     @property
-    def trusted(self) -> str:
+    def ca_bundle(self) -> str:
         """All authorities, for ``caBundle``."""
         return "".join(one.certificate for one in self.authorities)
 
 
-def renewed(material: Material | None, names: Sequence[str], now: datetime, lifetimes: Lifetimes) -> Material:
+def renew_if_due(
+    material: CertificateMaterial | None, names: Sequence[str], now: datetime, lifetimes: Lifetimes
+) -> CertificateMaterial:
     """What replicas should have at ``now``: ``material`` itself while nothing is to be renewed.
 
     ``names``: host names and addresses by which API servers call the server.
@@ -91,20 +103,24 @@ def renewed(material: Material | None, names: Sequence[str], now: datetime, life
     if not authorities or authorities[-1].is_old(now):
         authorities = (*authorities, _make_authority(now, lifetimes.authority))
     signer = _signer(authorities, now, lifetimes.settled)
-    if material is not None and authorities == material.authorities and _is_good(material.server, signer, names, now):
-        return material
-    if material is not None and _is_good(material.server, signer, names, now):
-        return Material(authorities, material.server)
-    return Material(authorities, _issue(signer, names, now, lifetimes.certificate))
+    known_path = "" if material is None else material.path
+    made = CertificateMaterial(
+        authorities,
+        material.server
+        if material is not None and _is_good(material.server, signer, names, now)
+        else _issue(signer, names, now, lifetimes.certificate),
+        known_path or secrets.token_urlsafe(_PATH_BYTES),
+    )
+    return material if material == made else made
 
 
-def _signer(authorities: Sequence[Pair], now: datetime, settled: timedelta) -> Pair:
-    """The newest that all know by now; at the very first there is nobody who could not know it."""
+def _signer(authorities: Sequence[KeyPair], now: datetime, settled: timedelta) -> KeyPair:
+    """The newest authority that every trust bundle already has; at the very first start, the only one."""
     known = [one for one in authorities if now >= one.begins_at + settled]
     return known[-1] if known else authorities[0]
 
 
-def _is_good(server: Pair, signer: Pair, names: Sequence[str], now: datetime) -> bool:
+def _is_good(server: KeyPair, signer: KeyPair, names: Sequence[str], now: datetime) -> bool:
     certificate, authority = _loaded(server.certificate), _loaded(signer.certificate)
     try:
         certificate.verify_directly_issued_by(authority)
@@ -114,9 +130,9 @@ def _is_good(server: Pair, signer: Pair, names: Sequence[str], now: datetime) ->
     return set(shown) == set(map(_alternative, names)) and not server.is_old(now)
 
 
-def _make_authority(now: datetime, lifetime: timedelta) -> Pair:
+def _make_authority(now: datetime, lifetime: timedelta) -> KeyPair:
     key = ec.generate_private_key(ec.SECP256R1())
-    # told apart by their names, too
+    # each authority has its own name, too
     name = _name(f"attache webhooks {now:%Y-%m-%d %H:%M:%S}")
     built = _builder(name, name, key, now, lifetime)
     built = built.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -134,7 +150,7 @@ def _make_authority(now: datetime, lifetime: timedelta) -> Pair:
     return _signed(built.add_extension(usage, critical=True), key, key)
 
 
-def _issue(signer: Pair, names: Sequence[str], now: datetime, lifetime: timedelta) -> Pair:
+def _issue(signer: KeyPair, names: Sequence[str], now: datetime, lifetime: timedelta) -> KeyPair:
     key = ec.generate_private_key(ec.SECP256R1())
     authority = _loaded(signer.certificate)
     built = _builder(_name("attache webhooks server"), authority.subject, key, now, min(lifetime, signer.ends_at - now))
@@ -160,7 +176,7 @@ def _builder(
 
 def _signed(
     builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey, signing: ec.EllipticCurvePrivateKey
-) -> Pair:
+) -> KeyPair:
     built = builder.add_extension(
         x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key()), critical=False
     )
@@ -168,7 +184,7 @@ def _signed(
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return Pair(certificate, private.decode())
+    return KeyPair(certificate, private.decode())
 
 
 def _name(text: str) -> x509.Name:
@@ -190,20 +206,20 @@ def _loaded(certificate: str) -> x509.Certificate:
 _DATA: Final = "material.json"
 
 
-def to_secret(material: Material) -> Mapping[str, str]:
+def to_secret(material: CertificateMaterial) -> Mapping[str, str]:
     """The data of a Secret."""
     content = {
         _DATA: msgspec.json.encode(material),
-        "ca.crt": material.trusted.encode(),
+        "ca.crt": material.ca_bundle.encode(),
         "tls.crt": material.server.certificate.encode(),
     }
     return {name: base64.b64encode(text).decode() for name, text in content.items()}
 
 
-def from_secret(data: Mapping[str, Any]) -> Material | None:
-    """None if it holds nothing that can be used: it is made anew then."""
+def from_secret(data: Mapping[str, Any]) -> CertificateMaterial | None:
+    """None if its content is invalid: the certificates are then issued again."""
     try:
-        material = msgspec.json.decode(base64.b64decode(data[_DATA], validate=True), type=Material)
+        material = msgspec.json.decode(base64.b64decode(data[_DATA], validate=True), type=CertificateMaterial)
         for one in (*material.authorities, material.server):
             check_pair(one.certificate.encode(), one.key.encode())
     except (KeyError, TypeError, ValueError, msgspec.DecodeError):
@@ -217,6 +233,7 @@ def utc_now() -> datetime:
 
 
 log = logging.getLogger(__name__)
+PATH: Final = "/validate"
 WEBHOOK_CONFIGURATIONS: Final = Resource(
     "admissionregistration.k8s.io",
     "v1",
@@ -227,18 +244,18 @@ WEBHOOK_CONFIGURATIONS: Final = Resource(
 API_SERVICES: Final = Resource("apiregistration.k8s.io", "v1", "apiservices", "APIService", namespaced=False)
 
 
-class Shows(Protocol):
+class CertificateServer(Protocol):
     """A server that shows the certificate."""
 
-    def use(self, pair: Pair, /) -> None:
+    def use(self, pair: KeyPair, /) -> None:
         """From now on; raises OSError."""
         ...
 
 
 class RotationSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``namespace`` and ``secret``: of the Secret. ``configuration``: name of the ValidatingWebhookConfiguration.
-    ``names``: by which API servers call the server. ``every_s``: how often to look. ``api_service``: the APIService
-    that stands for us, which gets the authorities, too; empty: none does.
+    ``names``: by which API servers call the server. ``every_s``: seconds between two checks. ``api_service``: the
+    APIService of this server, which gets the authorities, too; empty: none does.
     """
 
     namespace: str
@@ -250,36 +267,49 @@ class RotationSettings(msgspec.Struct, frozen=True, kw_only=True):
     api_service: str = ""
 
 
+def _client(config: Mapping[str, Any], material: CertificateMaterial) -> dict[str, Any]:
+    """What we write of a webhook's ``clientConfig``."""
+    trusted = {"caBundle": base64.b64encode(material.ca_bundle.encode()).decode()}
+    path = f"{PATH}/{material.path}"
+    if "service" in config:
+        return {**trusted, "service": {**config["service"], "path": path}}
+    return {**trusted, "url": str(URL(config["url"]).with_path(path))}
+
+
 class Rotation:
     """``run`` does all of it; ``ready`` is set once there is a certificate. ``material``: what is in use."""
 
     def __init__(
-        self, client: Client, settings: RotationSettings, servers: Sequence[Shows], clock: Callable[[], datetime]
+        self,
+        client: Client,
+        settings: RotationSettings,
+        servers: Sequence[CertificateServer],
+        clock: Callable[[], datetime],
     ) -> None:
         self._client = client
         self._settings = settings
         self._servers = servers
         self._clock = clock
         self.ready = asyncio.Event()
-        self.material: Material | None = None
+        self.material: CertificateMaterial | None = None
 
     async def run(self) -> None:
-        """Until cancelled. What fails is tried again; meanwhile the last certificate is shown."""
+        """Renew certificates until cancelled. What fails is tried again; meanwhile the last certificate is served."""
         while True:
             try:
-                await self.look()
+                await self.renew_if_due()
             except Conflict:
                 continue  # another replica was first: take what it wrote
             except (ClusterError, OSError) as error:
                 log.warning("certificates could not be looked after, tried again: %s", error)
             await asyncio.sleep(self._settings.every_s if self.ready.is_set() else 1.0)
 
-    async def look(self) -> None:
+    async def renew_if_due(self) -> None:
         """Renew, publish, use; in this order, so that what is shown is trusted. Raises ClusterError."""
         settings = self._settings
         secret = await self._client.get(SECRETS, settings.secret, settings.namespace)
         known = from_secret(secret.get("data") or {})
-        material = renewed(known, settings.names, self._clock(), settings.lifetimes)
+        material = renew_if_due(known, settings.names, self._clock(), settings.lifetimes)
         if material != known:
             await self._client.replace(SECRETS, {**secret, "data": to_secret(material)})
             log.info("certificates renewed: the server's ends at %s", material.server.ends_at.isoformat())
@@ -291,19 +321,19 @@ class Rotation:
         self.material = material
         self.ready.set()
 
-    async def _publish(self, material: Material) -> None:
-        """Write the authorities into every webhook of the configuration, if they are not there."""
+    async def _publish(self, material: CertificateMaterial) -> None:
+        """Write the authorities and the path into every webhook of the configuration, if they are not there."""
         name = self._settings.configuration
         try:
             found = await self._client.get(WEBHOOK_CONFIGURATIONS, name)
         except NotFound:
             log.warning("there is no ValidatingWebhookConfiguration %s: nobody asks this server", name)
             return
-        trusted = base64.b64encode(material.trusted.encode()).decode()
         webhooks: list[dict[str, Any]] = found.get("webhooks") or []
-        if all(one["clientConfig"].get("caBundle") == trusted for one in webhooks):
+        patched = [{"name": one["name"], "clientConfig": _client(one["clientConfig"], material)} for one in webhooks]
+        known = [one["clientConfig"] for one in webhooks]
+        if [{**old, **new["clientConfig"]} for old, new in zip(known, patched, strict=True)] == known:
             return
-        patched = [{"name": one["name"], "clientConfig": {"caBundle": trusted}} for one in webhooks]
         applied = {
             "apiVersion": WEBHOOK_CONFIGURATIONS.api_version,
             "kind": WEBHOOK_CONFIGURATIONS.kind,
@@ -311,15 +341,15 @@ class Rotation:
             "webhooks": patched,
         }
         await self._client.apply(WEBHOOK_CONFIGURATIONS, applied, force=True)
-        log.info("the authorities of the certificates are in ValidatingWebhookConfiguration %s", name)
+        log.info("authorities and path are in ValidatingWebhookConfiguration %s", name)
 
-    async def _publish_api(self, name: str, material: Material) -> None:
+    async def _publish_api(self, name: str, material: CertificateMaterial) -> None:
         """Write the authorities into the APIService, if they are not there."""
         found = await self._client.find(API_SERVICES, name)
         if found is None:
             log.warning("there is no APIService %s: nobody asks for external metrics", name)
             return
-        trusted = base64.b64encode(material.trusted.encode()).decode()
+        trusted = base64.b64encode(material.ca_bundle.encode()).decode()
         if found["spec"].get("caBundle") != trusted:
             await self._client.merge_patch(API_SERVICES, name, None, {"spec": {"caBundle": trusted}})
             log.info("the authorities of the certificates are in APIService %s", name)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
+import secrets
 import ssl
 import tempfile
 from pathlib import Path
@@ -24,9 +26,8 @@ from controller.kube.resources import (
     MODEL_ROUTES,
     MODEL_SERVERS,
 )
-from controller.webhooks.admission.checks import counted_as, judge
-from controller.webhooks.admission.reviews import Verdict, answer, read_review
-from controller.webhooks.certificates import Rotation, RotationSettings, utc_now
+from controller.webhooks.admission.checks import Verdict, admission_response, counted_as, read_review, review_object
+from controller.webhooks.certificates import PATH, Rotation, RotationSettings, utc_now
 from extproc.api.addresses import parse_address
 
 if TYPE_CHECKING:
@@ -35,25 +36,24 @@ if TYPE_CHECKING:
 
     from controller.kube.client import Client
     from controller.kube.metrics import ManagerMetrics
-    from controller.webhooks.admission.reviews import Review
-    from controller.webhooks.certificates import Pair, Shows
+    from controller.webhooks.admission.checks import Review
+    from controller.webhooks.certificates import CertificateServer, KeyPair
     from extproc.api.picker_config import PickerCheck
 
 log = logging.getLogger(__name__)
-PATH: Final = "/validate"
 # Two objects of 1.5 MiB, the most that etcd takes, and some room.
 _MAX_BYTES: Final = 8 * 1024 * 1024
 
 
 class ServerTls:
-    """A TLS context whose certificate is replaced by ``use``: handshakes from then on show the new one."""
+    """A TLS context; ``use`` replaces its certificate for later handshakes."""
 
     def __init__(self) -> None:
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.in_use: Pair | None = None
+        self.in_use: KeyPair | None = None
 
-    def use(self, pair: Pair) -> None:
+    def use(self, pair: KeyPair) -> None:
         """Raises OSError. The library reads certificates from files alone: they are gone when this returns."""
         if pair == self.in_use:
             return
@@ -68,14 +68,23 @@ class ServerTls:
 
 @contextlib.asynccontextmanager
 async def serving(
-    address: str, tls: ServerTls, judge: Callable[[Review], Verdict], count: Callable[[str, str], None]
+    address: str,
+    tls: ServerTls,
+    judge: Callable[[Review], Verdict],
+    count: Callable[[str, str], None],
+    path: Callable[[], str],
 ) -> AsyncIterator[None]:
     """Listen on ``address`` inside the context; raises OSError if it is taken. ``count`` gets each kind and outcome.
+    ``path``: the end of the path that only API servers know. Whoever does not know it is answered 404: verdicts name
+    objects of all namespaces.
 
-    An object over which our own code fails is taken: conditions say the same as these checks.
+    An object on which our own code fails is admitted: its conditions report the same mistakes.
     """
 
     async def validate(request: web.Request) -> web.Response:
+        if not hmac.compare_digest(request.match_info["end"].encode(), path().encode()):
+            count("", "stranger")
+            raise web.HTTPNotFound
         try:
             review = read_review(await request.read())
         except (msgspec.DecodeError, RecursionError) as error:
@@ -88,10 +97,10 @@ async def serving(
             log.exception("%s %s could not be checked, and is taken; please report this", review.kind.kind, review.key)
             count(review.kind.kind, "failed")
             verdict = Verdict()
-        return web.Response(body=answer(review, verdict), content_type="application/json")
+        return web.Response(body=admission_response(review, verdict), content_type="application/json")
 
     app = web.Application(client_max_size=_MAX_BYTES)
-    app.add_routes([web.post(PATH, validate)])
+    app.add_routes([web.post(f"{PATH}/{{end}}", validate)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
@@ -109,8 +118,8 @@ class WebhookSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WebhookRole:
-    """``run`` does all of it; ``ready`` once it can be asked. Objects that it has not heard of yet cost warnings alone.
-    ``others``: servers that show the same certificate.
+    """``run`` serves; ``ready`` is set once requests are answered. A reference to an object not yet listed causes only
+    a warning. ``others``: servers with the same certificate.
     """
 
     def __init__(
@@ -122,7 +131,7 @@ class WebhookRole:
         check_picker: PickerCheck,
         clock: Callable[[], datetime] = utc_now,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
-        others: Sequence[Shows] = (),
+        others: Sequence[CertificateServer] = (),
     ) -> None:
         resources = (
             GATEWAY_CONFIGS,
@@ -142,7 +151,7 @@ class WebhookRole:
         self.ready = asyncio.Event()
 
     async def run(self) -> None:
-        """Until cancelled; raises OSError if the address is taken."""
+        """Serve until cancelled; raises OSError if the address is taken."""
         async with asyncio.TaskGroup() as tasks:
             for kind, informer in self._informers.items():
                 tasks.create_task(informer.run(), name=f"informer of {kind}")
@@ -154,13 +163,18 @@ class WebhookRole:
         self._metrics.certificate_ends_at_s.set_function(self._ends_at_s)
         for informer in self._informers.values():
             await informer.synced.wait()
-        async with serving(self._settings.listen, self._tls, self._judge, self._count):
+        async with serving(self._settings.listen, self._tls, self._judge, self._count, self._path):
             self.ready.set()
             await asyncio.Event().wait()
 
     def _judge(self, review: Review) -> Verdict:
         known = {kind: informer.objects for kind, informer in self._informers.items()}
-        return judge(review, known, self._check_picker)
+        return review_object(review, known, self._check_picker)
+
+    def _path(self) -> str:
+        """A replica that has none yet answers nobody."""
+        material = self._rotation.material
+        return secrets.token_urlsafe() if material is None else material.path
 
     def _count(self, kind: str, outcome: str) -> None:
         self._metrics.reviews.labels(counted_as(kind), outcome).inc()

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may use which models: one decision for keys, tenants and ModelAccessPolicies.
+"""Authorisation of requests for models: one decision for keys, tenants and ModelAccessPolicies.
 
 All of them are scopes. A scope denies what one of its ``Deny`` rules covers, and else allows what one of its ``Allow``
-rules covers. Which scopes a request is in depends on who asks (its key and its tenant may have lists of models) and on
-what is asked for (its namespace, listener, HTTPRoute, ModelRoute and ModelServer may have policies). It may go if each
-of its scopes allows it; a request that is in no scope may go.
+rules covers. A request is in scopes of its caller (its key and its tenant may have lists of models) and of its target
+(its namespace, listener, HTTPRoute, ModelRoute and ModelServer may have policies). It is admitted if each of its scopes
+allows it, or if it is in none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.identity import Subject, shortened
+from extproc.admission.identity import NamedCallers, Subject, named_callers
 from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ _Target = tuple[str, str]
 _EVERY_LISTENER: Final = ("Listener", "*")
 
 
-class Wish(msgspec.Struct, frozen=True):
-    """What is asked for. ``model``: the name in the request; None: it could not be read. ``base_model``: the
+class AccessRequest(msgspec.Struct, frozen=True):
+    """An access request. ``model``: the name in the request; None: it could not be read. ``base_model``: the
     ``modelName`` of its route, or the server's own model where no route has part. ``server``, ``route``,
     ``http_route``: ``namespace/name``; ``route`` and ``http_route`` are empty where they have no part. ``listener``:
     its name.
@@ -76,19 +76,12 @@ _ANYTHING: Final = patterns_of("*")
 
 
 class _Callers(msgspec.Struct, frozen=True):
-    """None: not asked for."""
-
-    tenants: frozenset[str] | None
-    users: frozenset[str] | None
-    api_keys: frozenset[str] | None
+    names: NamedCallers
     claims: tuple[tuple[str, frozenset[str]], ...]
 
-    def has(self, subject: Subject) -> bool:
-        return (
-            (self.tenants is None or subject.tenant in self.tenants)
-            and (self.users is None or subject.user in self.users)
-            and (self.api_keys is None or subject.api_key in self.api_keys)
-            and all(not values.isdisjoint(subject.claims.get(name, ())) for name, values in self.claims)
+    def matches(self, subject: Subject) -> bool:
+        return self.names.include(subject.tenant, subject.user, subject.api_key) and all(
+            not values.isdisjoint(subject.claims.get(name, ())) for name, values in self.claims
         )
 
 
@@ -105,9 +98,9 @@ class _Rule(msgspec.Struct, frozen=True):
         return (self.models.is_anything or self.base_models.is_anything) and self.servers.is_anything
 
     def is_about(self, subject: Subject) -> bool:
-        return not self.callers or any(one.has(subject) for one in self.callers)
+        return not self.callers or any(one.matches(subject) for one in self.callers)
 
-    def covers(self, wish: Wish, *, unread: bool) -> bool:
+    def covers(self, wish: AccessRequest, *, unread: bool) -> bool:
         """``unread``: what to assume of a name that could not be read, unless any name would do."""
         if wish.server not in self.servers:
             return False
@@ -117,8 +110,8 @@ class _Rule(msgspec.Struct, frozen=True):
 
 
 class _Rules(msgspec.Struct, frozen=True):
-    """Rules of one action. ``by_tenant``: those that are about named tenants alone, so that thousands of them cost a
-    request of one tenant no more than its own.
+    """Rules of one action. ``by_tenant``: rules for named tenants alone; a request is compared with those of its own
+    tenant, however many there are.
     """
 
     by_tenant: Mapping[str, tuple[_Rule, ...]]
@@ -139,14 +132,16 @@ class _Scope(msgspec.Struct, frozen=True):
     denies: _Rules
     allows: _Rules
 
-    def admits(self, subject: Subject, wish: Wish) -> bool:
-        """Nobody gets round a rule by a body that cannot be read: it may ask for what is denied."""
+    def admits(self, subject: Subject, wish: AccessRequest) -> bool:
+        """Whether the scope allows the request. One whose body cannot be read matches every ``Deny`` rule: fail
+        closed.
+        """
         if any(one.covers(wish, unread=True) for one in self.denies.about(subject)):
             return False
         return any(one.covers(wish, unread=False) for one in self.allows.about(subject))
 
     def admits_everything(self, subject: Subject) -> bool:
-        """Whether no request of the caller's could be refused here, whatever it asks for."""
+        """Whether no request of the caller's could be refused here, whatever it is for."""
         if any(True for _ in self.denies.about(subject)):
             return False
         return any(one.is_for_everything for one in self.allows.about(subject))
@@ -156,9 +151,9 @@ _NO_RULES: Final = _Rules({}, ())
 _NOBODY: Final = _Scope(_NO_RULES, _NO_RULES)
 
 
-class Access:
-    """The decision by one configuration. ``restricts``: whether it could refuse anything. ``claims``: those that it
-    reads.
+class Authorizer:
+    """Authorises requests by one configuration. ``restricts``: whether it can refuse any request. ``claims``: those
+    that its rules name.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -178,27 +173,27 @@ class Access:
             for claim in callers.claims
         )
 
-    def may_use(self, subject: Subject, wish: Wish) -> bool:
+    def may_use(self, subject: Subject, wish: AccessRequest) -> bool:
         """Whether the request may go."""
         if not self.restricts:
             return True
         return all(one.admits(subject, wish) for one in self._scopes_of(subject, wish))
 
     def may_use_everything(self, subject: Subject) -> bool:
-        """Whether the caller is refused nothing, whatever it asks for and on whichever way: it may know what exists."""
+        """Whether no route refuses the caller anything: it may list all models."""
         if not self.restricts:
             return True
         scopes = [*self._scopes_of_subject(subject), *self._targets.values()]
         return all(one.admits_everything(subject) for one in scopes)
 
-    def _scopes_of(self, subject: Subject, wish: Wish) -> Iterator[_Scope]:
+    def _scopes_of(self, subject: Subject, wish: AccessRequest) -> Iterator[_Scope]:
         yield from self._scopes_of_subject(subject)
         for target in _targets_of(wish):
             scope = self._targets.get(target)
             if scope is not None:
                 yield scope
         if wish.model is None:
-            # it may ask the engines for what any of their routes serves
+            # it may be for anything that a route to these engines serves
             yield from self._leading_to.get(wish.server, ())
 
     def _scopes_of_subject(self, subject: Subject) -> Iterator[_Scope]:
@@ -206,13 +201,13 @@ class Access:
         if scope is not None:
             yield scope
         if subject.api_key:
-            # a key that Envoy knows and this configuration does not (yet, or any more) may use nothing
+            # a key that Envoy has and this configuration has not (yet, or any more) may use nothing
             key = self._keys.get(subject.api_key, _NOBODY)
             if key is not None:
                 yield key
 
 
-def _targets_of(wish: Wish) -> Iterator[_Target]:
+def _targets_of(wish: AccessRequest) -> Iterator[_Target]:
     yield "Namespace", namespace_of(wish.server)
     yield "ModelServer", wish.server
     if wish.route:
@@ -271,7 +266,7 @@ def _rules(rules: Iterable[_Rule]) -> _Rules:
     by_tenant: dict[str, list[_Rule]] = {}
     others: list[_Rule] = []
     for rule in rules:
-        tenants = [one.tenants for one in rule.callers if one.tenants is not None]
+        tenants = [one.names.tenants for one in rule.callers if one.names.tenants is not None]
         if not rule.callers or len(tenants) < len(rule.callers):
             others.append(rule)
             continue
@@ -292,13 +287,6 @@ def _rule(one: AccessRule) -> _Rule:
 
 def _callers(one: AccessCallers) -> _Callers:
     return _Callers(
-        tenants=_names(one.tenants),
-        users=_names(one.users),
-        api_keys=_names(one.api_keys),
+        names=named_callers(one.tenants, one.users, one.api_keys),
         claims=tuple((claim.name, frozenset(claim.values)) for claim in one.claims),
     )
-
-
-def _names(given: Collection[str]) -> frozenset[str] | None:
-    """As callers' names are kept; None if none was given."""
-    return frozenset(map(shortened, given)) if given else None

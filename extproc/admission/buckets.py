@@ -23,29 +23,44 @@ A request that used more than it reserved has the difference taken at its end. T
 pays the debt off.
 
 The store that processes share has buckets of its own. While it does not answer, each process grants its part of what
-was left and owes it to the store.
+was left and records it as a debt to the store.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from typing import Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 _LEAST_SHRINK: Final = 1e-9
 _ROUNDING: Final = 1e-6
 
 
-class Limit(msgspec.Struct, frozen=True):
-    """The size of a bucket: ``rate`` in tokens a second, ``capacity`` in tokens."""
+class Limit(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The size of a bucket: ``rate`` in tokens a second, ``capacity`` in tokens.
+
+    ``ends_at_s``: of a budget, which fills at rate 0: when its window ends, seconds since 1970; 0: it never does.
+    """
 
     rate: float
     capacity: float
+    ends_at_s: float = 0.0
 
 
-class Claim(msgspec.Struct, frozen=True, array_like=True):
+class BucketLevel(msgspec.Struct, frozen=True, array_like=True):
+    """How many tokens a bucket has left."""
+
+    key: str
+    limit: Limit
+    level: float
+
+
+class Reservation(msgspec.Struct, frozen=True, array_like=True):
     """One reservation.
 
     ``amount``: tokens reserved. ``shrink``, ``epoch``: the bucket's values at the reservation.
@@ -86,15 +101,15 @@ class Bucket(msgspec.Struct):
         """Tokens missing to reserve ``amount``; 0 or less if there are enough."""
         return amount - self.level - _ROUNDING
 
-    def reserve(self, amount: float) -> Claim:
+    def reserve(self, amount: float) -> Reservation:
         """Take ``amount`` tokens and return the claim to settle later. The caller checks ``shortfall`` first."""
         amount = at_least_zero(amount)
-        claim = Claim(amount, self.shrink, self.epoch)
+        claim = Reservation(amount, self.shrink, self.epoch)
         self.level -= amount
         self.claims += amount
         return claim
 
-    def settle(self, claim: Claim, used: float) -> None:
+    def settle(self, claim: Reservation, used: float) -> None:
         """End a reservation: the request used ``used`` tokens. Call ``fill`` first."""
         held = claim.amount * self.shrink / claim.shrink if claim.epoch == self.epoch else 0.0
         self.claims = max(0.0, self.claims - held)
@@ -102,21 +117,54 @@ class Bucket(msgspec.Struct):
 
 
 def at_least_zero(amount: float) -> float:
-    """An amount as buckets may see it: never below 0, never infinite, never NaN. All others are none at all."""
+    """``amount`` if it is finite and above 0, else 0."""
     return amount if math.isfinite(amount) and amount > 0 else 0.0
 
 
-# Buckets that are remembered, and owed to. The oldest are forgotten first.
+# Most buckets whose levels are kept, and most with debts. The oldest are dropped first.
 _MOST_KEYS: Final = 100_000
 # An answer that is older than the last one by no more was overtaken by it; by more, and the store's clock was set back.
 _LONGEST_OVERTAKING_S: Final = 10.0
+# A window of a budget is kept so long after its end: requests that began in it are settled there. Answers are longer
+# only in the background.
+SETTLED_BY_S: Final = 86_400.0
+T = TypeVar("T")
+
+
+class ByWindow(Generic[T]):
+    """A table for each calendar window of budgets, by when the window ends, in seconds since 1970. No entry is dropped
+    before: it would be full again.
+    """
+
+    def __init__(self, new: Callable[[], T]) -> None:
+        self._new = new
+        self._tables: dict[float, T] = {}
+
+    def __iter__(self) -> Iterator[T]:
+        """All tables; they may change meanwhile."""
+        return iter(tuple(self._tables.values()))
+
+    def get(self, ends_at_s: float) -> T | None:
+        """None if the window has no table."""
+        return self._tables.get(ends_at_s)
+
+    def of(self, ends_at_s: float) -> T:
+        """A new one if the window has none."""
+        found = self._tables.get(ends_at_s)
+        if found is None:
+            found = self._tables[ends_at_s] = self._new()
+        return found
+
+    def forget(self, ended_by_s: float) -> list[T]:
+        """Drop and return the tables of windows that had ended then."""
+        return [self._tables.pop(one) for one in tuple(self._tables) if one <= ended_by_s]
 
 
 class Statement(msgspec.Struct, frozen=True):
-    """What every message says of its bucket.
+    """This process's state of a bucket, in every message about it.
 
     ``most_left``: tokens that the bucket has at most, before what is owed. ``owed``: tokens that this process has used
-    without the store, ever. ``told``: how many of these ``most_left`` is without already.
+    without the store, ever. ``told``: how many of these are already subtracted from ``most_left``.
     """
 
     most_left: float
@@ -134,29 +182,32 @@ class _Debt(msgspec.Struct):
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """A level, when its answer was read, and when it was so by the store's clock."""
+    """A level, when its answer was read, and when it was so by the store's clock. ``limit``: of a budget."""
 
     level: float
     at_s: float
     store_at_s: float
+    limit: Limit | None = None
 
 
 class StoreMemory:
-    """What one process knows of the buckets in the shared store, and what it owes them.
+    """One process's copy of the levels in the shared store, and its debts to them.
 
-    Each answer of the store says how full its buckets are. While it does not answer, they cannot be fuller than that
-    and the inflow since: so much is left for all processes together, and each grants its part of it.
+    Each answer of the store has the levels of its buckets. While it does not answer, a bucket has at most that level
+    plus the inflow since: this is left for all processes together, and each grants its part of it.
 
-    What a process has granted so is charged to the store exactly once, in whatever order its messages arrive and
-    whichever answers are lost. Every message carries a Statement with running totals: all that the process has used
-    without the store, and how much of it is in the level that it knows. The store keeps the total that it was charged
-    for, and takes what is new. A store that comes back empty begins with the level that the process knows, and takes
-    what that level does not have.
+    These grants are charged to the store exactly once, in whatever order the process's messages arrive and whichever
+    answers are lost. Every message carries a Statement with running totals: all tokens that the process has used
+    without the store, and how many of them are subtracted from its copy of the level. The store keeps the total that it
+    was charged for, and charges the difference. A store that comes back empty begins with the process's copy of the
+    level, and charges the tokens that are not subtracted from it.
     """
 
     def __init__(self) -> None:
         self._seen: OrderedDict[str, _Seen] = OrderedDict()
-        # only buckets that the store has not been told all of
+        # of budgets, by when their window ends: none is dropped before, which would refill it
+        self._of_budgets: ByWindow[dict[str, _Seen]] = ByWindow(dict)
+        # only buckets with debts that the store has not confirmed
         self._debts: OrderedDict[str, _Debt] = OrderedDict()
         # the totals of another debt begin here: above those of all debts that are forgotten
         self._begin = 0.0
@@ -168,13 +219,14 @@ class StoreMemory:
 
     def most_left(self, key: str, limit: Limit, now: float) -> float:
         """Tokens that the bucket can have at most, before what is owed to it."""
-        seen = self._seen.get(key)
+        known = self._of_budgets.get(limit.ends_at_s) if limit.ends_at_s else self._seen
+        seen = known.get(key) if known else None
         if seen is None:
             return limit.capacity
         return min(limit.capacity, seen.level + limit.rate * max(0.0, now - seen.at_s))
 
-    def owe(self, key: str, limit: Limit, amount: float) -> None:
-        """So many tokens were used of the bucket without the store; negative: fewer than was said before."""
+    def record_overdraft(self, key: str, limit: Limit, amount: float) -> None:
+        """Record tokens used of the bucket while the store was unreachable; negative: fewer than recorded before."""
         if not math.isfinite(amount):
             return
         debt = self._debts.get(key)
@@ -189,35 +241,64 @@ class StoreMemory:
         if len(self._debts) > _MOST_KEYS:
             self._forget(next(iter(self._debts)))
 
+    def unpaid(self, key: str, limit: Limit) -> float:
+        """Of a budget, which does not fill: what ``most_left`` has and this process has used meanwhile."""
+        debt = self._debts.get(key)
+        return debt.owed - debt.told if debt is not None and limit.ends_at_s else 0.0
+
     def state(self, key: str, limit: Limit, now: float) -> Statement:
-        """For a message that is sent now."""
+        """The Statement for a message that is sent now."""
         most_left, debt = self.most_left(key, limit, now), self._debts.get(key)
         if debt is None:
             return Statement(most_left)
         debt.sent = debt.owed
         return Statement(most_left, debt.owed, debt.told)
 
-    def answered(self, key: str, stated: Statement, level: float, *, store_at_s: float, now: float) -> None:
-        """The store has taken what was ``stated``, and had so much left by its clock at ``store_at_s``."""
+    def lower(self, key: str, limit: Limit, level: float, now: float) -> None:
+        """A budget has no more than ``level`` left, from another source than the store."""
+        known = self._of_budgets.of(limit.ends_at_s)
+        if key not in known or known[key].level > level:
+            known[key] = _Seen(level, now, 0.0, limit)
+
+    def on_store_answer(
+        self, key: str, stated: Statement, level: float, *, store_at_s: float, now: float, budget: Limit | None = None
+    ) -> None:
+        """Record an answer: the store has charged what was ``stated``, and had ``level`` left at ``store_at_s`` by its
+        clock. ``budget``: the bucket's limit, if it is that of a budget.
+        """
         debt = self._debts.get(key)
         if debt is not None:
             debt.told = max(debt.told, stated.owed)
             if debt.owed <= debt.told:
                 self._forget(key)
-        seen = self._seen.get(key)
+        if budget is not None and self._of_budgets.get(budget.ends_at_s) is None:
+            self._of_budgets.forget(store_at_s - SETTLED_BY_S)
+        known: dict[str, _Seen] = self._seen if budget is None else self._of_budgets.of(budget.ends_at_s)
+        seen = known.get(key)
         if seen is not None and 0 < seen.store_at_s - store_at_s < _LONGEST_OVERTAKING_S:
             return
-        self._seen[key] = _Seen(level, now, store_at_s)
+        known[key] = _Seen(level, now, store_at_s, budget)
+        if budget is not None:
+            return
         self._seen.move_to_end(key)
         if len(self._seen) > _MOST_KEYS:
             self._seen.popitem(last=False)
 
     def owing(self, most: int) -> list[tuple[str, Limit]]:
-        """As many buckets that something is owed to, those first that have waited longest for their turn."""
+        """At most ``most`` buckets with debts, the least recently returned first."""
         keys = [key for key, _ in zip(self._debts, range(most), strict=False)]
         for key in keys:
             self._debts.move_to_end(key)
         return [(key, self._debts[key].limit) for key in keys]
+
+    def budget_levels(self) -> list[tuple[str, Limit, float]]:
+        """Of the budgets in the store, their levels as last known."""
+        return [
+            (key, one.limit, one.level)
+            for known in self._of_budgets
+            for key, one in known.items()
+            if one.limit is not None
+        ]
 
     def _forget(self, key: str) -> None:
         self._begin = max(self._begin, self._debts.pop(key).owed)

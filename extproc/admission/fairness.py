@@ -71,7 +71,7 @@ class FairnessPolicy(Protocol):
         ...
 
 
-def grown(column: Floats, rows: int) -> Floats:
+def grow_column(column: Floats, rows: int) -> Floats:
     """``column`` extended with zeros to ``rows`` entries."""
     return np.pad(column, (0, rows - column.size))
 
@@ -93,7 +93,7 @@ class DeficitLocality:
     def grow(self, rows: int) -> None:
         """See ``FairnessPolicy.grow``; a new flow has not taken part in any round."""
         more = rows - self._rounds.size
-        self.deficits = grown(self.deficits, rows)
+        self.deficits = grow_column(self.deficits, rows)
         self._rounds = np.pad(self._rounds, (0, more), constant_values=-1)
 
     def activate(self, row: int, waiting: Bools) -> None:
@@ -159,7 +159,7 @@ class TenantShares:
         return len(self._rows)
 
     def grow(self, flows: int) -> None:
-        """There are rows for so many flows."""
+        """Extend the columns to rows for so many flows."""
         self._tenants = np.pad(self._tenants, (0, flows - self._tenants.size), constant_values=-1)
 
     def join(self, flow: int, tenant: str) -> None:
@@ -195,7 +195,7 @@ class TenantShares:
         """The flow's last waiting request is gone."""
         self._waiting[self._tenants[flow]] -= 1
 
-    def next(self, candidates: Bools, now: float) -> Bools:
+    def flows_on_turn(self, candidates: Bools, now: float) -> Bools:
         """By row, the flows of the tenants whose turn it is; at least one of ``candidates`` is among them."""
         policy, count = self.policy, self._flows.size
         asking = np.zeros(count, np.bool_)
@@ -250,7 +250,7 @@ class VirtualTokenCounter:
 
     def grow(self, rows: int) -> None:
         """Add counters at 0."""
-        self.counters = grown(self.counters, rows)
+        self.counters = grow_column(self.counters, rows)
 
     def activate(self, row: int, waiting: Bools) -> None:
         """Lift the counter; if no flow waits, to that of the flow that was served last."""
@@ -292,7 +292,7 @@ class SlidingWindow:
 
     def grow(self, rows: int) -> None:
         """Add sums at 0."""
-        self.used = grown(self.used, rows)
+        self.used = grow_column(self.used, rows)
         self._epochs = np.pad(self._epochs, (0, rows - self._epochs.size))
 
     def activate(self, row: int, waiting: Bools) -> None:
@@ -338,7 +338,7 @@ class RoundRobin:
 
     def grow(self, rows: int) -> None:
         """Add flows that have had no turn."""
-        self._turns = grown(self._turns, rows)
+        self._turns = grow_column(self._turns, rows)
 
     def activate(self, row: int, waiting: Bools) -> None:
         """Nothing to do: the flow keeps the time of its last turn."""

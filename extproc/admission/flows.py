@@ -50,7 +50,7 @@ class QueuedRequest(msgspec.Struct, frozen=True, eq=False):
     field                     unit         meaning
     ========================  ===========  =====================================================================
     ``ticket``                             identifies the request
-    ``flow``                               whose fair share it uses
+    ``flow``                               the flow whose share it uses
     ``arrived_at_s``          s            when it arrived
     ``expires_at_s``          s            when it has waited too long
     ``priority``                           larger is more important
@@ -96,7 +96,7 @@ class QueuedRequest(msgspec.Struct, frozen=True, eq=False):
         return self.input_tokens + self.output_tokens
 
 
-# Sessions and programs remembered.
+# Most sessions and programs that are kept.
 _MAX_SESSIONS: Final = 4096
 # Delay for each uncached prompt token: a prompt of 10,000 tokens yields to requests that arrive within 10 s.
 _SECONDS_A_TOKEN: Final = 1e-3
@@ -111,7 +111,7 @@ class OrderingPolicy(Protocol):
         """The request's key; the smallest goes first."""
         ...
 
-    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
+    def on_request_ended(self, queued: QueuedRequest, tokens: float, now: float) -> None:
         """A request has ended. ``tokens``: of its prompt and answer."""
         ...
 
@@ -126,7 +126,7 @@ class FirstCome:
         """The arrival time."""
         return queued.arrived_at_s
 
-    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
+    def on_request_ended(self, queued: QueuedRequest, tokens: float, now: float) -> None:
         """Nothing to record."""
 
 
@@ -143,7 +143,7 @@ class Deadline:
         """The time at which the first token is due."""
         return min(queued.deadline_at_s, queued.arrived_at_s + self._ageing_s)
 
-    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
+    def on_request_ended(self, queued: QueuedRequest, tokens: float, now: float) -> None:
         """Nothing to record."""
 
 
@@ -160,7 +160,7 @@ class ShortestFirst:
         """1 ms of delay for each uncached token."""
         return queued.arrived_at_s + min(self._ageing_s, _SECONDS_A_TOKEN * queued.uncached_tokens)
 
-    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
+    def on_request_ended(self, queued: QueuedRequest, tokens: float, now: float) -> None:
         """Nothing to record."""
 
 
@@ -177,7 +177,7 @@ class SessionBoost:
         silent_s = self._ageing_s if ended_at_s is None else max(0.0, queued.arrived_at_s - ended_at_s)
         return queued.arrived_at_s + min(self._ageing_s, silent_s)
 
-    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
+    def on_request_ended(self, queued: QueuedRequest, tokens: float, now: float) -> None:
         """Record when the session's request ended."""
         if queued.session:
             self._ended_at_s[queued.session] = now
@@ -199,7 +199,7 @@ class LeastAttained:
         attained = self._attained.get(queued.session, 0.0)
         return queued.arrived_at_s + min(self._ageing_s, _SECONDS_A_SERVED_TOKEN * attained)
 
-    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
+    def on_request_ended(self, queued: QueuedRequest, tokens: float, now: float) -> None:
         """Add the tokens to the program's service."""
         if queued.session:
             self._attained[queued.session] = self._attained.get(queued.session, 0.0) + tokens
@@ -285,7 +285,7 @@ def _best(heap: list[_Place]) -> float:
 # Flows beyond which idle ones are forgotten; about 10 MB.
 MAX_IDLE_FLOWS: Final = 10_000
 _FIRST_ROWS: Final = 8
-# How often to look for overdue requests, and so about the most by which one can be late.
+# Between two checks for overdue requests, and so about the most by which one can be late.
 _OVERDUE_CHECK_S: Final = 0.05
 # (order key, sequence number, request)
 _Entry = tuple[float, int, "QueuedRequest"]
@@ -406,7 +406,7 @@ class Flows:
         """
         policy, heads = self.policy, self.heads
         if self.tenants is not None:
-            turn = self.tenants.next(candidates, now)
+            turn = self.tenants.flows_on_turn(candidates, now)
             candidates, heads = candidates & turn, FlowHeads(heads.waiting & turn, heads.keys, heads.cached)
         if self._locality is None or not isinstance(policy, DeficitLocality):
             return policy.choose(candidates, heads, now), None

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who asks: tenant, user, priority and latency targets, read from headers, and whose prompts share a prefix cache.
+"""The caller's identity: tenant, user, priority and latency targets, read from headers, and its prefix cache's salt.
 
-A cached prefix makes the first token come sooner, so whoever shares a cache can find out what others have asked.
-Engines keep prompts with different salts apart. A salt is keyed, so that nobody who knows a tenant's name can make it.
+A cached prefix makes the first token come sooner, so a client that shares a cache can find out the prompts of others.
+Engines keep prompts with different salts apart. A salt is keyed, so that a client cannot compute it from a tenant's
+name.
 """
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Collection, Mapping
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +18,18 @@ import msgspec
 
 from extproc.api.snapshot import cache_isolation_of
 from extproc.api.spec import object_key
-from extproc.protocol import CLIENT, DEADLINE_MS, FAIRNESS_IDS, OBJECTIVES, SLO_TPOT_MS, SLO_TTFT_MS, TENANT, USER
+from extproc.protocol import (
+    ANONYMOUS,
+    CLIENT,
+    DEADLINE_MS,
+    FAIRNESS_IDS,
+    OBJECTIVES,
+    SLO_TPOT_MS,
+    SLO_TTFT_MS,
+    TENANT,
+    USER,
+    truncate_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,15 +38,10 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
     from extproc.request.model import InferenceRequest
 
-# Longer names are cut and end in a hash of the whole, so that two callers stay two: names are kept in memory and shown
-# in metrics.
-_MAX_CHARACTERS: Final = 128
-_HASH_BYTES: Final = 16
-
 
 def name_in(headers: Mapping[str, str], header: str) -> str:
     """The value of a header, shortened to a bounded length; empty if it is missing."""
-    return shortened(headers.get(header.lower(), ""))
+    return truncate_name(headers.get(header.lower(), ""))
 
 
 def verified_name_in(headers: Mapping[str, str], header: str) -> str:
@@ -47,26 +54,39 @@ def verified_name_in(headers: Mapping[str, str], header: str) -> str:
             value = value.encode("latin-1").decode()
         except UnicodeError:
             # a gateway that is trusted wrote something else; it stays as it was read
-            return shortened(value)
-    return shortened(value)
+            return truncate_name(value)
+    return truncate_name(value)
 
 
-def shortened(name: str) -> str:
-    """``name`` in at most 128 characters."""
-    if len(name) <= _MAX_CHARACTERS:
-        return name
-    hashed = blake2b(name.encode(errors="surrogatepass"), digest_size=_HASH_BYTES).hexdigest()
-    return f"{name[: _MAX_CHARACTERS - len(hashed) - 1]}~{hashed}"
+class NamedCallers(msgspec.Struct, frozen=True):
+    """The callers that a rule or a limit of the configuration names, truncated as callers' names are; None: any."""
+
+    tenants: frozenset[str] | None
+    users: frozenset[str] | None
+    api_keys: frozenset[str] | None
+
+    def include(self, tenant: str, user: str, api_key: str) -> bool:
+        """Whether the caller with these truncated names is one of them."""
+        return (
+            (self.tenants is None or tenant in self.tenants)
+            and (self.users is None or user in self.users)
+            and (self.api_keys is None or api_key in self.api_keys)
+        )
 
 
-ANONYMOUS: Final = "anonymous"
+def named_callers(tenants: Collection[str], users: Collection[str], api_keys: Collection[str]) -> NamedCallers:
+    """Names of a configuration; an empty collection names any caller."""
+    kept = (frozenset(map(truncate_name, names)) if names else None for names in (tenants, users, api_keys))
+    return NamedCallers(*kept)
+
+
 _MAX_TARGET_MS: Final = 86_400_000.0
 _NO_CLAIMS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """Who asks, as Envoy has verified it. ``api_key``: the name that Envoy has given, maybe one that this configuration
-    does not know. ``claims``: of the token, those that policies name.
+    """The authenticated caller, as Envoy has verified it. ``api_key``: the name from Envoy, which this configuration
+    may not have. ``claims``: of the token, those that policies name.
     """
 
     tenant: str
@@ -76,11 +96,12 @@ class Subject(msgspec.Struct, frozen=True):
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who sends a request.
+    """The caller of a request.
 
+    ``api_key``: its name; ``key_id``: its id, or the beginning of its digest; empty if unknown.
     ``flow``: the fairness ID, empty if the tenant is the flow. ``priority``: of the request's objective, None if it
-    names none. ``ttft_target_s``, ``tpot_target_s``: latency objectives in seconds, None if not set.
-    ``deadline_in_s``: when the first token is due, in seconds from arrival, None if not set.
+    names none. ``ttft_target_s``, ``tpot_target_s``: latency objectives in seconds, None if not set. ``deadline_in_s``:
+    when the first token is due, in seconds from arrival, None if not set.
     """
 
     tenant: str = ANONYMOUS
@@ -91,6 +112,7 @@ class Caller(msgspec.Struct, frozen=True):
     ttft_target_s: float | None = None
     tpot_target_s: float | None = None
     deadline_in_s: float | None = None
+    key_id: str = ""
 
 
 ANONYMOUS_CALLER: Final = Caller()
@@ -104,16 +126,18 @@ class Identities:
         authentication = snapshot.gateway.authentication
         keys = () if authentication is None else authentication.api_keys
         self._keys = {one.name: one for one in keys}
+        # digests are computed once
+        self._key_ids = {one.name: one.usage_id for one in keys}
         self._objectives = {one.metadata.key: one.spec.priority for one in snapshot.objectives}
 
     def subject(self, headers: Mapping[str, str], claims: Mapping[str, Collection[str]] = _NO_CLAIMS) -> Subject:
-        """Who asks, for the decision whether it may. ``headers`` and ``claims``: of a request that a gateway vouches
-        for.
+        """The authenticated caller, for authorisation. ``headers`` and ``claims``: of a request from a trusted
+        gateway.
         """
         name = headers.get(CLIENT, "")
         key = self._keys.get(name)
         if key is not None:
-            return Subject(shortened(key.tenant), shortened(key.user), name, claims)
+            return Subject(truncate_name(key.tenant), truncate_name(key.user), name, claims)
         tenant = verified_name_in(headers, TENANT) or ANONYMOUS
         return Subject(tenant, verified_name_in(headers, USER), name, claims)
 
@@ -131,12 +155,13 @@ class Identities:
             tenant=tenant,
             user=key.user if key is not None else verified_name_in(headers, USER),
             api_key="" if key is None else key.name,
-            flow=shortened(_first(headers, FAIRNESS_IDS)),
+            flow=truncate_name(_first(headers, FAIRNESS_IDS)),
             # an unknown objective counts as priority 0, as in llm-d
             priority=self._objectives.get(object_key(namespace, objective), 0) if objective else None,
             ttft_target_s=_seconds(_first(headers, SLO_TTFT_MS)),
             tpot_target_s=_seconds(_first(headers, SLO_TPOT_MS)),
             deadline_in_s=_seconds(headers.get(DEADLINE_MS, "")),
+            key_id="" if key is None else self._key_ids[key.name],
         )
 
 
@@ -145,6 +170,8 @@ def _first(headers: Mapping[str, str], names: Sequence[str]) -> str:
 
 
 def _seconds(text: str) -> float | None:
+    if not text:
+        return None
     try:
         milliseconds = float(text)
     except ValueError:
@@ -162,6 +189,9 @@ class CacheIsolation:
         self._keys: dict[str, bytes] = {}
         # a new key cools the caches of its own tenant alone
         for key in () if gateway.authentication is None else gateway.authentication.api_keys:
+            if key.id is not None:
+                # they come and go: their store has a secret of its own
+                continue
             known = msgspec.json.encode([key.name, key.digest])
             self._keys[key.tenant] = sha256(self._keys.get(key.tenant, b"") + known).digest()
         self.asks_who = any(self.mode_of(server.spec) in {"Tenant", "User"} for server in snapshot.servers)

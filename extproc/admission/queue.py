@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.admission.fairness import BandShares, TenantShares, make_policy
 from extproc.admission.flows import ORDERS, Flows
-from extproc.admission.saturation import RECHECK_S, Capacity, Stages, ceilings_of
+from extproc.admission.saturation import RECHECK_S, EndpointHeadroom, Stages, ceilings_of
 from extproc.errors import NoEndpoint, QueueFull, QueueTimeout, Shed
 
 if TYPE_CHECKING:
@@ -94,10 +94,10 @@ class FairQueue:
         )
 
     def takes(self, queued: QueuedRequest) -> bool:
-        """Whether there is room for it and nobody has to give way."""
+        """Whether it fits without the eviction of another request."""
         band = self.band_of(queued.priority)
         is_full = band.requests >= band.spec.max_requests or band.bytes + queued.size_bytes > band.most_bytes
-        return not is_full and self._has_room(queued)
+        return not is_full and self._fits(queued)
 
     def enqueue(self, queued: QueuedRequest) -> list[QueuedRequest]:
         """Add a request. Returns the requests of lower bands evicted for it; raises QueueFull if there is no room."""
@@ -105,7 +105,7 @@ class FairQueue:
         spec = band.spec
         if band.requests >= spec.max_requests or band.bytes + queued.size_bytes > band.most_bytes:
             raise QueueFull(f"The queue for {spec.name} requests is full; try again later, or ask for less.")
-        evicted = self._make_room(band, queued)
+        evicted = self._evict_for(band, queued)
         if not band.requests:
             self._shares.activate(band.index, self._bands_waiting())
         band.flows.add(queued)
@@ -116,17 +116,17 @@ class FairQueue:
         self._sweep_expiries()
         return evicted
 
-    def next(self, capacity: Capacity, now: float) -> tuple[QueuedRequest, Bools] | None:
+    def next(self, capacity: EndpointHeadroom, now: float) -> tuple[QueuedRequest, Bools] | None:
         """Remove and return the next request that can be dispatched, with the endpoints that have room for it."""
         found = self._find(capacity, now)
         if found is not None:
             self.withdraw(found[0].ticket)
-            self.ceilings.sent(self.band_of(found[0].priority).index, capacity.saturation, now)
+            self.ceilings.on_dispatch(self.band_of(found[0].priority).index, capacity.saturation, now)
         return found
 
-    def opens_at_s(self, now: float) -> float:
+    def next_open_at_s(self, now: float) -> float:
         """When a band with waiting requests that is closed for a time opens; infinite if there is none."""
-        return self.ceilings.opens_at_s(self._bands_waiting(), now)
+        return self.ceilings.next_open_at_s(self._bands_waiting(), now)
 
     def withdraw(self, ticket: str) -> QueuedRequest | None:
         """Remove a request from the queue; None if it is not in it."""
@@ -169,7 +169,7 @@ class FairQueue:
         band.flows.end_service(queued.flow, correction / self._weight(queued.flow), now)
         self._shares.settle(band.index, correction)
 
-    def _find(self, capacity: Capacity, now: float) -> tuple[QueuedRequest, Bools] | None:
+    def _find(self, capacity: EndpointHeadroom, now: float) -> tuple[QueuedRequest, Bools] | None:
         waiting = self._bands_waiting()
         for index in waiting if self._control.sharing == "Strict" else self._shares.order(waiting):
             band = self.bands[index]
@@ -179,7 +179,7 @@ class FairQueue:
                     return found
         return None
 
-    def _find_in(self, band: BandState, capacity: Capacity, now: float) -> tuple[QueuedRequest, Bools] | None:
+    def _find_in(self, band: BandState, capacity: EndpointHeadroom, now: float) -> tuple[QueuedRequest, Bools] | None:
         """The next request of a band that finds room.
 
         Requests behind one that finds none may go if they do not use the endpoint set aside for it.
@@ -199,9 +199,9 @@ class FairQueue:
             candidates[row] = False
         return None
 
-    def _make_room(self, band: BandState, queued: QueuedRequest) -> list[QueuedRequest]:
+    def _evict_for(self, band: BandState, queued: QueuedRequest) -> list[QueuedRequest]:
         evicted: list[QueuedRequest] = []
-        while not self._has_room(queued):
+        while not self._fits(queued):
             lower = next((one for one in reversed(self.bands) if one.requests), band)
             if lower is band or lower.spec.priority > band.spec.priority:
                 for one in evicted:
@@ -212,7 +212,7 @@ class FairQueue:
                 evicted.append(gone)
         return evicted
 
-    def _has_room(self, queued: QueuedRequest) -> bool:
+    def _fits(self, queued: QueuedRequest) -> bool:
         return len(self) < self._control.max_requests and self._bytes + queued.size_bytes <= self._most_bytes
 
     def _bands_waiting(self) -> list[int]:
@@ -250,7 +250,7 @@ class Gate:
         self._limits = control.saturation.limits()
         self._timeout_s = control.timeout
         self._no_endpoint_timeout_s = control.no_endpoint_timeout
-        self._latest: Capacity | None = None
+        self._latest: EndpointHeadroom | None = None
         self._rate = 0.0
         self._rate_at_s = 0.0
 
@@ -268,12 +268,12 @@ class Gate:
         capacity = self._capacity(now)
         self._shed(queued, capacity, now)
         band, ceilings = self.queue.band_of(queued.priority).index, self.queue.ceilings
-        ceilings.asked(band)
+        ceilings.on_arrival(band)
         if len(self.queue) or not ceilings.is_open(band, capacity.saturation, now):
             return None
         rows = capacity.rows_for(queued)
         if rows is not None:
-            ceilings.sent(band, capacity.saturation, now)
+            ceilings.on_dispatch(band, capacity.saturation, now)
         return rows
 
     def enqueue(self, queued: QueuedRequest) -> list[QueuedRequest]:
@@ -292,7 +292,7 @@ class Gate:
         """Remove a waiting request whose client has disconnected; None if it did not wait."""
         return self.queue.withdraw(ticket)
 
-    def expired(self, now: float) -> Iterator[tuple[QueuedRequest, Refusal]]:
+    def remove_expired(self, now: float) -> Iterator[tuple[QueuedRequest, Refusal]]:
         """Remove the requests that have waited too long, each with the error for its client."""
         for queued in self.queue.expire(now):
             yield queued, self._timeout_refusal(queued, now)
@@ -302,31 +302,20 @@ class Gate:
         message = "The queue is full, and the place was given to a request of higher priority; try again later."
         return QueueFull(message, retry_after_s=self.retry_after_s(now))
 
-    def dispatched(self, queued: QueuedRequest, service: float, now: float) -> None:
+    def on_dispatch(self, queued: QueuedRequest, service: float, now: float) -> None:
         """A request is sent to an engine. ``service``: its expected cost in weighted tokens."""
         self.queue.begin_service(queued, service, now)
         self._rate = self._decayed(now) + 1 / _RATE_WINDOW_S
         self._rate_at_s = now
 
-    def ended(self, queued: QueuedRequest, correction: float, *, tokens: float, now: float) -> None:
+    def on_request_ended(self, queued: QueuedRequest, correction: float, *, tokens: float, now: float) -> None:
         """A dispatched request has ended.
 
         ``correction``: actual minus charged cost in weighted tokens. ``tokens``: of its prompt and answer,
         unweighted.
         """
         self.queue.end_service(queued, correction, now)
-        self.queue.band_of(queued.priority).flows.order.served(queued, tokens, now)
-
-    def service(self, usage: Usage, cached_tokens: float) -> float:
-        """The cost of a request in weighted tokens. ``cached_tokens``: input tokens that came from the cache."""
-        control = self.control
-        cached = min(cached_tokens, usage.input_tokens)
-        uncached = usage.input_tokens - cached
-        return (
-            control.input_weight * uncached
-            + control.cached_weight * cached
-            + control.output_weight * usage.output_tokens
-        )
+        self.queue.band_of(queued.priority).flows.order.on_request_ended(queued, tokens, now)
 
     def wake_at_s(self, now: float) -> float | None:
         """When to call ``next`` and ``expired`` again if no event comes first; None: no request waits."""
@@ -334,8 +323,8 @@ class Gate:
         if expiry_s is None:
             return None
         # the latest capacity is current: any dispatch since would have replaced it
-        opens_s = self._latest.opens_at_s() if self._latest is not None and len(self._table) else now + RECHECK_S
-        return min(expiry_s, opens_s, self.queue.opens_at_s(now))
+        opens_s = self._latest.next_open_at_s() if self._latest is not None and len(self._table) else now + RECHECK_S
+        return min(expiry_s, opens_s, self.queue.next_open_at_s(now))
 
     def retry_after_s(self, now: float) -> int:
         """Seconds until the queue of now is dispatched, at the recent rate."""
@@ -343,12 +332,24 @@ class Gate:
         seconds = len(self.queue) / rate if rate > 0 else _RATE_WINDOW_S
         return math.ceil(min(_MAX_RETRY_S, max(1.0, seconds)))
 
-    def _capacity(self, now: float) -> Capacity:
-        capacity = self._latest = Capacity(self._table, self._limits, now, self._stages())
+    def expected_wait_s(self, now: float) -> float:
+        """What a request that comes now would wait for its turn, at the recent rate; 0 if an engine has capacity."""
+        self.measure(now)
+        if not len(self.queue) and self.saturation < 1:
+            return 0.0
+        rate = self._decayed(now)
+        return min(_MAX_RETRY_S, (len(self.queue) + 1) / rate) if rate > 0 else _RATE_WINDOW_S
+
+    def measure(self, now: float) -> None:
+        """Bring ``saturation`` and ``stale_endpoints`` up to date: without requests, nothing else does."""
+        self._capacity(now)
+
+    def _capacity(self, now: float) -> EndpointHeadroom:
+        capacity = self._latest = EndpointHeadroom(self._table, self._limits, now, self._stages())
         self.saturation, self.stale_endpoints = capacity.saturation, capacity.stale_endpoints
         return capacity
 
-    def _shed(self, queued: QueuedRequest, capacity: Capacity, now: float) -> None:
+    def _shed(self, queued: QueuedRequest, capacity: EndpointHeadroom, now: float) -> None:
         """Raise Shed with a probability that rises from 0 at ``shed_from`` to 1 when the queue is full."""
         if queued.priority >= 0 or not capacity.has_endpoints:
             return
@@ -367,3 +368,12 @@ class Gate:
 
     def _decayed(self, now: float) -> float:
         return self._rate * math.exp(-max(0.0, now - self._rate_at_s) / _RATE_WINDOW_S)
+
+
+def weighted_tokens(control: FlowControl, usage: Usage, cached_tokens: float) -> float:
+    """The cost of a request in weighted tokens. ``cached_tokens``: input tokens that came from the cache."""
+    cached = min(cached_tokens, usage.input_tokens)
+    uncached = usage.input_tokens - cached
+    return (
+        control.input_weight * uncached + control.cached_weight * cached + control.output_weight * usage.output_tokens
+    )

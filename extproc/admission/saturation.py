@@ -6,10 +6,10 @@ and its KV cache in use (as llm-d's saturation detector has them), requests and 
 new prompt would start. An endpoint with a pressure of 1 is full. Saturation is the mean pressure, with each endpoint
 counted as at most 1, so it is 1 only when no endpoint has room.
 
-Between two reports of an engine, requests dispatched since the last one count as waiting for as long as our own books
-say that their prefill is not done. Otherwise a burst would overload engines that looked empty a moment ago
-(llm-d-router issue 2066). The weight of a report falls with its age and our own counts take its place, so a missing
-report never stops requests (issues 2100, 2408, 2514).
+Between two reports of an engine, requests dispatched since the last one count as waiting for as long as their prefill
+is not done by our own accounting. Otherwise a burst would overload engines that looked empty a moment ago (llm-d-router
+issue 2066). The weight of a report falls with its age and our own counts take its place, so a missing report never
+stops requests (issues 2100, 2408, 2514).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from extproc.api.admission import FlowControl, SaturationLimits
     from extproc.endpoints.table import EndpointTable, Floats
 
-# Requests in flight at which an endpoint is full if neither a report nor a limit says so: half of vLLM's batch.
+# Requests in flight at which an endpoint is full without a report and a limit: half of vLLM's batch.
 _ASSUMED_BATCH: Final = 128
 # An endpoint whose report is trusted less than this counts as stale.
 _STALE: Final = 0.5
@@ -55,7 +55,7 @@ class Stages(msgspec.Struct, frozen=True):
         return (prefill | decode) & np.isin(self.group, both)
 
 
-class Capacity:
+class EndpointHeadroom:
     """Which endpoints have room at one moment.
 
     ``pressure``: by row, 1 is full. ``open``: the rows that have room and are not set aside. ``saturation``: from 0
@@ -98,7 +98,7 @@ class Capacity:
             self.open, self._allowed = self.open.copy(), self._allowed.copy()
             self.open[nearest] = self._allowed[nearest] = False
 
-    def opens_at_s(self) -> float:
+    def next_open_at_s(self) -> float:
         """When an endpoint may next get room if no event comes first."""
         waits = self._backlog_s[self._candidates & (self._backlog_s >= self._limits.max_wait_s)]
         # A moment later, so that rounding does not leave it full.
@@ -171,48 +171,48 @@ def _usable(table: EndpointTable, now: float) -> Bools:
     return candidates
 
 
-# llm-d's dispatcher looks at its bands once a millisecond; its pace is counted in these looks.
+# llm-d's dispatcher checks its bands once a millisecond; a band's pace is counted in these checks.
 LOOK_S: Final = 0.001
 
 
 class Ceilings(Protocol):
     """Whether a band may send. Bands are numbered, the highest priority first."""
 
-    def asked(self, band: int) -> None:
-        """A request of the band has come."""
+    def on_arrival(self, band: int) -> None:
+        """A request of the band has arrived."""
         ...
 
     def is_open(self, band: int, saturation: float, now: float) -> bool:
         """Whether the band may send its next request. ``saturation``: of the engines, 1 if all are full."""
         ...
 
-    def sent(self, band: int, saturation: float, now: float) -> None:
+    def on_dispatch(self, band: int, saturation: float, now: float) -> None:
         """The band has sent a request."""
         ...
 
-    def opens_at_s(self, bands: Iterable[int], now: float) -> float:
+    def next_open_at_s(self, bands: Iterable[int], now: float) -> float:
         """When the first of ``bands`` that is closed for a time opens; infinite if there is none."""
         ...
 
 
 class FixedCeilings:
-    """Each band has one, whatever the engines do."""
+    """A constant ceiling for each band."""
 
     def __init__(self, ceilings: Sequence[float]) -> None:
         self._ceilings = ceilings
 
-    def asked(self, band: int) -> None:
+    def on_arrival(self, band: int) -> None:
         """Nothing depends on it."""
 
     def is_open(self, band: int, saturation: float, now: float) -> bool:
-        """Below its ceiling."""
+        """Whether saturation is below the band's ceiling."""
         del now
         return saturation < self._ceilings[band]
 
-    def sent(self, band: int, saturation: float, now: float) -> None:
+    def on_dispatch(self, band: int, saturation: float, now: float) -> None:
         """Nothing depends on it."""
 
-    def opens_at_s(self, bands: Iterable[int], now: float) -> float:
+    def next_open_at_s(self, bands: Iterable[int], now: float) -> float:
         """No band is closed for a time."""
         del bands, now
         return math.inf
@@ -221,32 +221,32 @@ class FixedCeilings:
 class SoftReflectiveCeilings:
     """llm-d's soft reflective ceilings: ``1 - i * saturation / (N - 1)`` for the i-th of N bands that requests came to.
 
-    At or above its ceiling a band sends one request every ``round(saturation / (1 - saturation))`` looks, and none once
-    all engines are full. llm-d looks once a millisecond and at each arrival; here a look is a millisecond.
+    At or above its ceiling a band sends one request every ``round(saturation / (1 - saturation))`` checks, and none
+    once all engines are full. llm-d checks once a millisecond and at each arrival; here a check is a millisecond.
     """
 
     def __init__(self, bands: int) -> None:
         self._opens_at_s = [-math.inf] * bands
         self._used = [False] * bands
 
-    def asked(self, band: int) -> None:
-        """From now on the band counts."""
+    def on_arrival(self, band: int) -> None:
+        """Count the band among those that requests came to."""
         self._used[band] = True
 
     def is_open(self, band: int, saturation: float, now: float) -> bool:
-        """Below its ceiling, or when its time has come."""
+        """Whether saturation is below the band's ceiling, or the band's pause is over."""
         if saturation >= 1:
             return False
         return saturation < self._ceiling(band, saturation) or now >= self._opens_at_s[band]
 
-    def sent(self, band: int, saturation: float, now: float) -> None:
-        """At or above its ceiling, the band's next request must wait."""
+    def on_dispatch(self, band: int, saturation: float, now: float) -> None:
+        """Begin the band's pause, if saturation is at or above its ceiling."""
         if self._ceiling(band, saturation) <= saturation < 1:
             looks = max(1.0, math.floor(saturation / (1 - saturation) + 0.5))
             self._opens_at_s[band] = now + looks * LOOK_S
 
-    def opens_at_s(self, bands: Iterable[int], now: float) -> float:
-        """Of those that have sent lately."""
+    def next_open_at_s(self, bands: Iterable[int], now: float) -> float:
+        """The earliest end of the pauses of ``bands``."""
         return min((at_s for band in bands if (at_s := self._opens_at_s[band]) > now), default=math.inf)
 
     def _ceiling(self, band: int, saturation: float) -> float:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 import msgspec
 
-from extproc.api import patterns
+from extproc.api import spec as patterns
+from extproc.api.admission import CallerNames
 from extproc.api.authentication import Claim, ModelPattern
-from extproc.api.documents import Unread
+from extproc.api.documents import UnreadDocument
 from extproc.api.schema import suggest
 from extproc.api.spec import API_VERSION, Metadata, Name, NonEmpty, Rule, Spec, namespace_of, object_key
 
@@ -38,7 +39,6 @@ TARGET_GROUPS: Final = MappingProxyType(
     }
 )
 TargetKind = Literal["GatewayConfig", "Gateway", "HTTPRoute", "InferencePool", "ModelRoute", "ModelServer"]
-_Texts = Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=1000)]
 _Patterns = Annotated[tuple[ModelPattern, ...], msgspec.Meta(max_length=1000)]
 _ServerPattern = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.WILDCARD)]
 _SECTIONED: Final = Rule(
@@ -54,13 +54,13 @@ _GROUPED: Final = Rule(
 
 
 class AccessTarget(Spec, frozen=True):
-    """What a policy is attached to: an object of the policy's own namespace.
+    """The target of a policy: an object of the policy's own namespace.
 
-    ``kind``: what it is; a policy of a ``Gateway`` or a ``GatewayConfig`` is about all requests that come in there, one
-    of an ``HTTPRoute`` about those that it matches, one of a ``ModelRoute`` about its model and adapters, one of a
-    ``ModelServer`` or an ``InferencePool`` about what its engines are asked. ``group``: of the kind. ``name``: the
-    object's.
-    ``section_name``: one listener of a Gateway or a GatewayConfig.
+    ``kind``: the target's kind. A policy of a ``Gateway`` or a ``GatewayConfig`` applies to all requests that arrive
+    there, one of an ``HTTPRoute`` to those that it matches, one of a ``ModelRoute`` to those for its model and
+    adapters, one of a ``ModelServer`` or an ``InferencePool`` to those for its engines. ``group``: the kind's API
+    group. ``name``: the target's name. ``section_name``: restricts the policy to one listener of a Gateway or a
+    GatewayConfig.
     """
 
     CEL: ClassVar = (_SECTIONED, _GROUPED)
@@ -72,8 +72,8 @@ class AccessTarget(Spec, frozen=True):
 
 
 class ClaimMatch(Spec, frozen=True):
-    """A claim of the caller's token. ``name``: of the claim; a dot goes into an object. ``values``: it is one of these,
-    or a list that has one of them. The words of ``scope`` and ``scp`` are a list.
+    """A claim of the caller's token. ``name``: the claim's name; a dot selects a member of an object. ``values``: the
+    claim is one of these, or a list that contains one of them. The words of ``scope`` and ``scp`` are a list.
     """
 
     name: Claim
@@ -81,8 +81,8 @@ class ClaimMatch(Spec, frozen=True):
 
 
 class AccessCallers(Spec, frozen=True):
-    """Some callers: all given fields must hold. ``tenants``, ``users``: as Envoy has verified them; users of any
-    tenant, unless ``tenants`` are given. ``api_keys``: by their names. ``claims``: the token has all of them.
+    """A description of callers; all given fields must match. ``tenants``, ``users``: as verified by Envoy; without
+    ``tenants``, users of any tenant. ``api_keys``: names of API keys. ``claims``: the token has all of them.
     """
 
     CEL: ClassVar = (
@@ -92,8 +92,8 @@ class AccessCallers(Spec, frozen=True):
         ),
     )
 
-    tenants: _Texts = ()
-    users: _Texts = ()
+    tenants: CallerNames = ()
+    users: CallerNames = ()
     api_keys: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1000)] = ()
     claims: Annotated[tuple[ClaimMatch, ...], msgspec.Meta(max_length=16)] = ()
 
@@ -103,10 +103,10 @@ class AccessRule(Spec, frozen=True):
 
     Names may begin or end with ``*``, which stands for any text.
 
-    ``action``: a ``Deny`` wins over every ``Allow``. ``from_``: it is about callers that one of these describes.
-    ``models``: names that clients ask for, of models and of adapters, each by itself. ``base_models``: the
-    ``modelName`` of a ModelRoute, with all its adapters; adds to ``models``. ``servers``: ``namespace/name`` of
-    ModelServers; only requests that go there.
+    ``action``: a ``Deny`` wins over every ``Allow``. ``from_``: the rule applies to callers that one of these
+    describes. ``models``: names that clients ask for, of models and of adapters, each listed separately.
+    ``base_models``: the ``modelName`` of a ModelRoute, with all its adapters; adds to ``models``. ``servers``:
+    ``namespace/name`` of ModelServers; only requests that go there.
     """
 
     action: Literal["Allow", "Deny"] = "Allow"
@@ -120,8 +120,8 @@ class ModelAccessPolicySpec(Spec, frozen=True):
     """What no rule allows is denied. Policies of one target add up; each target of a request that has policies must
     allow it, so a policy of a route never widens one of its gateway.
 
-    ``target_refs``: what it is about; without them, all ModelRoutes and ModelServers of its namespace. ``rules``:
-    without any, nobody may use anything.
+    ``target_refs``: the objects that it applies to; without them, all ModelRoutes and ModelServers of its namespace.
+    ``rules``: without a rule, every request is denied.
     """
 
     target_refs: Annotated[tuple[AccessTarget, ...], msgspec.Meta(max_length=1000)] = ()
@@ -139,15 +139,15 @@ _WITH_LISTENERS = frozenset({"Gateway", "GatewayConfig"})
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """What a directory holds that policies can be attached to. Routes and servers by ``namespace/name``, listeners by
-    name.
+    """The objects of a directory to which policies can be attached. Routes and servers by ``namespace/name``, listeners
+    by name.
     """
 
     model_routes: Collection[str]
     model_servers: Collection[str]
     http_routes: Collection[str]
     listeners: Collection[str]
-    unread: Unread = Unread()
+    unread: UnreadDocument = UnreadDocument()
 
 
 def check_access_policy(spec: ModelAccessPolicySpec) -> Iterator[Finding]:
@@ -161,8 +161,8 @@ def check_access_policy(spec: ModelAccessPolicySpec) -> Iterator[Finding]:
     for index, rule in enumerate(spec.rules):
         for number, one in enumerate(rule.from_):
             if not (one.tenants or one.users or one.api_keys or one.claims):
-                said = "describes nobody; write tenants, users, apiKeys or claims, or leave out from for everybody"
-                yield ("spec", "rules", index, "from", number), said
+                message = "describes nobody; write tenants, users, apiKeys or claims, or leave out from for everybody"
+                yield ("spec", "rules", index, "from", number), message
 
 
 def check_targets(policy: ModelAccessPolicy, known: Targets) -> Iterator[Finding]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses and host names: their syntax, and which of them lead to the gateway's own machine."""
+"""Addresses and host names: their syntax, and which of them objects of a cluster may name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from extproc.api.advice import no_address
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from extproc.api.errors import Finding, Path
 
@@ -22,7 +22,7 @@ _LONGEST_HOSTNAME: Final = 253
 def parse_address(text: str) -> tuple[str, int]:
     """IP address and port of ``127.0.0.1:8000``, ``[::1]:8000`` or ``localhost:8000``; raises ValueError.
 
-    For where a process listens, which a host name does not say. ``localhost`` is 127.0.0.1.
+    For the address on which a process listens: a host name does not determine one. ``localhost`` is 127.0.0.1.
     """
     host, separator, port = text.rpartition(":")
     host = "127.0.0.1" if host.lower() == "localhost" else host
@@ -40,11 +40,16 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class HostPort(NamedTuple):
-    """Where a server is. ``host``: an IP address if ``is_ip``, else a host name in lower case."""
+    """A server's address. ``host``: an IP address if ``is_ip``, else a host name in lower case."""
 
     host: str
     port: int
     is_ip: bool
+
+
+def join_host_port(host: str, port: int | str) -> str:
+    """``host:port``, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_endpoint(text: str) -> HostPort:
@@ -73,7 +78,7 @@ def is_hostname(text: str) -> bool:
 
 
 def worker_addresses(address: str, workers: int) -> list[str]:
-    """Where the workers listen: the next ports, or numbered socket files; a single one as it is."""
+    """The workers' addresses: consecutive ports, or numbered socket files; unchanged for a single worker."""
     if workers == 1:
         return [address]
     if address.startswith("unix:"):
@@ -102,16 +107,59 @@ def check_endpoint(text: str, path: Path) -> Iterator[Finding]:
 OF_CLUSTER: Final = "attache.dev/of-cluster"
 
 
-def is_own(host: str) -> bool:
-    """Whether an address or a name means this machine, its link or nobody in particular.
+# On the same documents, where their authors may list engines in some networks alone: these, with commas.
+NETWORKS: Final = "attache.dev/endpoint-networks"
 
-    Whoever may write a ModelServer and a route could reach Envoy's admin interface there, or a cloud's metadata. An API
-    server takes no such address in an EndpointSlice either.
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+# Where clouds serve credentials and settings of their machines, beside the link-local addresses: AWS by IPv6, Alibaba,
+# Oracle, Azure.
+_METADATA: Final = frozenset(
+    map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200", "192.0.0.192", "168.63.129.16"))
+)
+# An address in one of these stands for an IPv4 address, which ends so many bits before its end: NAT64 (RFC 6052, 8215),
+# 6to4, IPv4-compatible and IPv4-mapped addresses.
+_EMBEDDING: Final = (
+    (ipaddress.IPv6Network("64:ff9b::/96"), 0),
+    (ipaddress.IPv6Network("64:ff9b:1::/48"), 0),
+    (ipaddress.IPv6Network("2002::/16"), 80),
+    (ipaddress.IPv6Network("::/96"), 0),
+    (ipaddress.IPv6Network("::ffff:0:0/96"), 0),
+)
+
+
+def parse_networks(text: str) -> tuple[Network, ...]:
+    """Networks of ``10.0.0.0/8,fd00::/8``; raises ValueError."""
+    return tuple(ipaddress.ip_network(one.strip()) for one in text.split(","))
+
+
+def is_guarded(host: str) -> bool:
+    """Whether an address or a name means this machine, its link, a cloud's metadata service or nobody in particular.
+
+    Whoever may write a ModelServer and a route could reach Envoy's admin interface there, or credentials of the node.
     """
     try:
-        ip = ipaddress.ip_address(host)
+        written = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
-    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
-        ip = ip.ipv4_mapped
-    return ip.is_loopback or ip.is_link_local or ip.is_unspecified or ip.is_multicast
+    return any(
+        ip.is_loopback or ip.is_link_local or ip.is_unspecified or ip.is_multicast or ip in _METADATA
+        for ip in _meanings(written)
+    )
+
+
+def is_in(host: str, networks: Iterable[Network]) -> bool:
+    """Whether the IP address ``host``, and every IPv4 address that it stands for, is in one of ``networks``."""
+    known = tuple(networks)
+    return all(any(ip in one for one in known) for ip in _meanings(ipaddress.ip_address(host)))
+
+
+def _meanings(ip: IpAddress) -> Iterator[IpAddress]:
+    """The address, and the IPv4 addresses that a gateway of the network may make of it."""
+    is_mapped = isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None
+    if not is_mapped:
+        yield ip
+    for network, bits in _EMBEDDING:
+        if isinstance(ip, ipaddress.IPv6Address) and ip in network:
+            yield ipaddress.IPv4Address(int(ip) >> bits & 0xFFFF_FFFF)

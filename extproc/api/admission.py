@@ -30,15 +30,22 @@ Unit = Literal["second", "minute", "hour", "day", "month"]
 UNIT_SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0, "month": 2592000.0}
 
 
-class RateLimit(Spec, frozen=True):
-    """What each tenant, user, API key or value of a header may use in a unit of time.
+CallerNames = Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=1000)]
+OTHERS_NAMED = "is for callers whom no limit names; write others, or tenants, users and apiKeys"
 
-    A bucket that fills at the limit's rate: in any time t no more than ``limit * t / unit + burst * limit`` passes.
+
+class RateLimit(Spec, frozen=True):
+    """A limit on the use of each tenant, user, API key or value of a header in a unit of time.
+
+    A bucket that fills at the limit's rate: over any period t, at most ``limit * t / unit + burst * limit`` passes.
     At least one of the four limits is set.
 
-    ``per``: whose use is counted together; ``Route`` is everybody's. ``header``: the header's name, with ``per:
-    Header``. ``unit``: of time; a month is 30 days. ``requests``: how many. ``input_tokens``: tokens of prompts.
-    ``output_tokens``: tokens of answers. ``total_tokens``: of both. ``burst``: how much the bucket holds, as a
+    ``tenants``, ``users``, ``api_keys``: the limit applies only to these callers, by verified names; all given fields
+    must match. ``others``: it applies to callers that no limit of the route names.
+
+    ``per``: the key by which use is counted; ``Route`` counts all callers together. ``header``: the header's name, with
+    ``per: Header``. ``unit``: of time; a month is 30 days. ``requests``: number of requests. ``input_tokens``: tokens
+    of prompts. ``output_tokens``: tokens of answers. ``total_tokens``: of both. ``burst``: the bucket's capacity as a
     multiple of the limit.
     """
 
@@ -49,8 +56,13 @@ class RateLimit(Spec, frozen=True):
         ),
         Rule("(self.per == 'Header') == has(self.header)", "per: Header and the field header go together"),
         Rule("self.scope == 'Global' || self.withoutRedis == 'Local'", "withoutRedis goes with scope: Global"),
+        Rule("!self.others || !(has(self.tenants) || has(self.users) || has(self.apiKeys))", OTHERS_NAMED),
     )
 
+    tenants: CallerNames = ()
+    users: CallerNames = ()
+    api_keys: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1000)] = ()
+    others: bool = False
     per: Literal["Tenant", "User", "ApiKey", "Header", "Route"] = "Tenant"
     header: NonEmpty | None = None
     unit: Unit = "minute"
@@ -61,7 +73,7 @@ class RateLimit(Spec, frozen=True):
     burst: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
     # Local: each machine grants the whole limit. Global: machines that share a Redis grant it together.
     scope: Literal["Local", "Global"] = "Local"
-    # While Redis cannot be reached, each process grants its part of what a Global limit had left, or its requests are
+    # While Redis cannot be reached, each process grants its share of what a Global limit had left, or its requests are
     # answered 503.
     without_redis: Literal["Local", "Refuse"] = "Local"
 
@@ -69,6 +81,36 @@ class RateLimit(Spec, frozen=True):
     def unit_s(self) -> float:
         """The unit in seconds."""
         return UNIT_SECONDS[self.unit]
+
+
+class KeyRateLimit(Spec, frozen=True):
+    """A limit on the use of one API key, over all routes, in a unit of time. At least one of the four limits is set.
+
+    ``unit``: of time; a month is 30 days. ``requests``: number of requests. ``input_tokens``: tokens of prompts.
+    ``output_tokens``: tokens of answers. ``total_tokens``: of both. ``burst``: the bucket's capacity as a multiple of
+    the limit.
+    """
+
+    CEL: ClassVar = (RateLimit.CEL[0],)
+
+    unit: Unit = "minute"
+    requests: Tokens | None = None
+    input_tokens: Tokens | None = None
+    output_tokens: Tokens | None = None
+    total_tokens: Tokens | None = None
+    burst: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
+    # Local: each machine grants the whole limit. Global: machines that share a Redis grant it together.
+    scope: Literal["Local", "Global"] = "Local"
+
+    @property
+    def unit_s(self) -> float:
+        """The unit in seconds."""
+        return UNIT_SECONDS[self.unit]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it limits nothing."""
+        return all(one is None for one in (self.requests, self.input_tokens, self.output_tokens, self.total_tokens))
 
 
 class SaturationLimits(msgspec.Struct, frozen=True):
@@ -87,12 +129,12 @@ def _number(limit: float | None) -> float:
 
 
 class SaturationSpec(Spec, frozen=True):
-    """When an engine has room for one more. The fullest of these says how full an engine is; null: it does not count.
+    """Limits at which an engine is full. Its fullness is the highest ratio of use to limit; null: no limit.
 
-    ``queue_depth``: requests that wait in the engine, as it reports, with what was sent since. ``kv_usage``: share
-    of the KV cache in use, in the same way. ``max_requests`` and ``max_tokens``: in flight, by our own count.
-    ``max_wait``: until the engine begins a new prompt, by our own estimate. ``headroom``: how far beyond its queue
-    depth, KV usage and wait a full engine may still be chosen, for what it has cached, while another has room.
+    ``queue_depth``: requests that wait in the engine, as it reports, plus those sent since. ``kv_usage``: fraction of
+    the KV cache in use, likewise. ``max_requests`` and ``max_tokens``: in flight, as extproc counts them. ``max_wait``:
+    until the engine begins a new prompt, as extproc estimates it. ``headroom``: how far beyond its queue depth, KV
+    usage and wait a full engine may still be chosen for its cached prefix, while another has capacity.
     """
 
     queue_depth: Annotated[int, msgspec.Meta(ge=1)] | None = 5
@@ -121,10 +163,10 @@ Order = Literal["FirstCome", "Deadline", "ShortestFirst", "SessionBoost", "Least
 class Band(Spec, frozen=True):
     """Requests of a priority and above, up to the next band's.
 
-    ``name``: in metrics. ``priority``: the lowest one of the band. ``share``: of the engines while all bands want
-    them, relative to the others' shares. ``ceiling``: send only while engines are less full than this.
-    ``max_requests``: most that may wait. ``max_bytes``: most that their bodies may hold. ``fairness`` and ``order``:
-    if not the queue's.
+    ``name``: in metrics. ``priority``: the lowest one of the band. ``share``: of the engines while all bands have
+    requests waiting, relative to the others' shares. ``ceiling``: send only while engines are less full than this.
+    ``max_requests``: most that may wait. ``max_bytes``: most that their bodies may hold. ``fairness`` and ``order``: if
+    not the queue's.
     """
 
     name: Name
@@ -149,17 +191,17 @@ BANDS = (
 class FlowControl(Spec, frozen=True):
     """Hold requests while engines are full; release them band by band, and within a band flow by flow.
 
-    ``saturation``: when engines are full. ``timeout``: longest wait for engines with room. ``no_endpoint_timeout``:
-    longest wait for a first engine. ``max_requests``: most that may wait, over all bands. ``max_bytes``: most that
-    their bodies may hold. ``bands``: by priority. ``sharing``: whether bands have shares of the engines, or higher
-    ones go first. ``fairness``: between flows of a band. ``order``: inside a flow. ``ageing``: a request is never
-    overtaken by one that arrived more than this later. ``flow_by``: what is treated fairly. ``session_header``:
-    names a session or program, for ``flow_by`` and ``order``. ``flow_headers``: with ``flowBy: Tenant``, the first of
-    these headers that a request has makes it part of a flow of its tenant's own, unless it has a fairness ID.
-    ``ceilings``: the bands' own, or ones that slow lower bands down as engines fill. ``weights``: by tenant, or by the
-    header's value. ``input_weight`` and ``output_weight``: what a token costs a flow. ``window``: of SlidingWindow.
-    ``quantum``: tokens of DeficitLocality. ``shed_from``: from this fullness on (1: engines full, 2: the queue, too)
-    requests of negative priority are refused at random.
+    ``saturation``: when engines are full. ``timeout``: longest wait while all engines are full.
+    ``no_endpoint_timeout``: longest wait for a first engine. ``max_requests``: most that may wait, over all bands.
+    ``max_bytes``: most that their bodies may hold. ``bands``: by priority. ``sharing``: whether bands have shares of
+    the engines, or higher ones are served first. ``fairness``: between flows of a band. ``order``: inside a flow.
+    ``ageing``: a request is never overtaken by one that arrived more than this later. ``flow_by``: what is treated
+    fairly. ``session_header``: names a session or program, for ``flow_by`` and ``order``. ``flow_headers``: with
+    ``flowBy: Tenant``, the first of these headers that a request has makes it part of a flow of its tenant's own,
+    unless it has a fairness ID. ``ceilings``: the bands' own, or ones that slow lower bands down as engines fill.
+    ``weights``: by tenant, or by the header's value. ``input_weight`` and ``output_weight``: what a token costs a flow.
+    ``window``: of SlidingWindow. ``quantum``: tokens of DeficitLocality. ``shed_from``: from this fullness on (1:
+    engines full, 2: the queue, too) requests of negative priority are refused at random.
     """
 
     CEL: ClassVar = (
@@ -204,7 +246,8 @@ class FlowControl(Spec, frozen=True):
 class ObjectiveSpec(Spec, frozen=True):
     """An objective holds for every ModelServer of its namespace.
 
-    ``priority``: higher goes first; below 0 may be shed. ``pool_ref``: read and not used.
+    ``priority``: higher ones are served first; requests below 0 may be refused under load. ``pool_ref``: read and not
+    used.
     """
 
     priority: Priority = 0
@@ -226,6 +269,8 @@ def check_limits(limits: Sequence[RateLimit]) -> Iterator[Finding]:
             yield path, "limits nothing; write requests, inputTokens, outputTokens or totalTokens"
         if (limit.per == "Header") != (limit.header is not None):
             yield path, "per: Header and the field 'header' go together; write both or neither"
+        if limit.others and (limit.tenants or limit.users or limit.api_keys):
+            yield (*path, "others"), OTHERS_NAMED
         if limit.scope == "Local" and limit.without_redis == "Refuse":
             yield (*path, "withoutRedis"), "has no effect on a Local limit; write scope: Global, or leave it out"
 

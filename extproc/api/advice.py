@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to write instead: of addresses, quantities, shapes and YAML.
+"""Corrections for mistakes in addresses, quantities, types and YAML.
 
-What to say of text that is no address of a server: what it lacks, and how it is written.
+For text that is no address of a server: what is missing, and the correct form.
 
-What to say of a duration, a size or a quantity that cannot be read: how it was probably meant.
+For a duration, a size, a quantity or an amount of money that cannot be read: the probable meaning.
 
-What to say of a value of another type than its field's, in the words of YAML.
+For a value of another type than its field's: both types in YAML's terms.
 
-What a YAML parser's complaint means, in words of whoever wrote the file, and the line to look at.
+For a YAML parser's error: its cause in the terms of the file's author, and the line.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _about_target(port: str) -> str:
 
 
 def _about_own(host: str, port: str) -> str:
-    """For where a process listens."""
+    """For the address on which a process listens."""
     own = f"write 0.0.0.0:{port} for all interfaces, or 127.0.0.1:{port} for this machine alone"
     if host in {"", "*"}:
         return own
@@ -92,6 +92,10 @@ _SIZE_UNITS: Final = frozenset("kmgtpe")
 _MOST_SHOWN: Final = 80
 
 
+# Behind what was written.
+NO_DURATION: Final = "is not a duration; write a number with a unit, such as 250ms, 30s, 5m or 1h30m"
+
+
 def no_duration(given: object) -> str:
     """Why ``given`` is no duration, and how it was probably meant."""
     if given is None:
@@ -103,10 +107,10 @@ def no_duration(given: object) -> str:
     meant = spoken and _MEANT.get(spoken[2].lower())
     if spoken and meant and f"{spoken[1]}{meant}" != text:
         return f"'{text}' is not a duration; write {spoken[1]}{meant}"
-    return f"'{text}' is not a duration; write a number with a unit, such as 250ms, 30s, 5m or 1h30m"
+    return f"'{text}' {NO_DURATION}"
 
 
-def no_size(given: object) -> str:
+def size_mistake(given: object) -> str:
     """Why ``given`` is no size, and how it was probably meant."""
     if given is None:
         return "has no value; write a size, such as 64Mi, or leave the field out"
@@ -122,6 +126,14 @@ def no_quantity(given: object) -> str:
     text = _as_written(given)
     meant = _by_powers(text) or "write a whole number, or one with a unit, such as 500, 1k, 10G or 10Gi"
     return f"'{text}' is not a quantity; {meant}"
+
+
+def no_money(given: object) -> str:
+    """Why ``given`` is no amount of money, and how it is written."""
+    if given is None:
+        return "has no value; write an amount, such as 2.5, or leave the field out"
+    advice = "write decimals without a currency, such as 2.5 or '0.075'"
+    return f"'{_as_written(given)}' is not an amount of money; {advice}"
 
 
 def _by_powers(text: str) -> str:
@@ -167,7 +179,9 @@ _CALLED: Final[Mapping[type, str]] = MappingProxyType(
 
 
 def shape_advice(value: object, kind: inspect.Type, *, is_secret: bool) -> str:
-    """What ``value`` is and what to write instead; empty where its type is right. A secret's value is not repeated."""
+    """The type of ``value``, and what to write instead; empty where the type is right. A secret's value is not
+    repeated.
+    """
     types, wanted = _WANTED.get(type(kind), ((object,), ""))
     if object in types or type(value) in types:
         return ""
@@ -178,7 +192,7 @@ def shape_advice(value: object, kind: inspect.Type, *, is_secret: bool) -> str:
     called = _CALLED.get(type(value), f"a {type(value).__name__}")
     if is_secret:
         return f"is {called}; write {wanted}"
-    return f"{shown(value)} is {called}; {_about_quotes(value, kind) or f'write {wanted}'}"
+    return f"{quote_value(value)} is {called}; {_about_quotes(value, kind) or f'write {wanted}'}"
 
 
 def _about_quotes(value: object, kind: inspect.Type) -> str:
@@ -205,7 +219,7 @@ def bounds_advice(value: object, kind: inspect.Type) -> str:
     return f"{value} is too large; write less than {kind.lt:g}" if kind.lt is not None and value >= kind.lt else ""
 
 
-def shown(value: object) -> str:
+def quote_value(value: object) -> str:
     """As it could stand in the file, shortened."""
     text = f"'{value}'" if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
@@ -235,25 +249,25 @@ _BLANKS: Final = ("\u00a0", "\u200b", "\u2003", "\u3000", "\ufeff")
 _LOOKS_BACK: Final = 2
 
 
-def explained(text: str, error: yaml.MarkedYAMLError) -> tuple[int, str]:
-    """The line, from 0, and what is wrong there: the usual mistakes by their name, others as the parser says."""
+def explain_syntax_error(text: str, error: yaml.MarkedYAMLError) -> tuple[int, str]:
+    """The line, from 0, and what is wrong there: the usual mistakes by their name, others in the parser's words."""
     mark = error.problem_mark or error.context_mark
     lines = text.split("\n")
     at = min(mark.line, len(lines) - 1) if mark else 0
-    said = error.problem or error.context or "it cannot be parsed"
+    message = error.problem or error.context or "it cannot be parsed"
     begun = error.context_mark
-    if "end of stream" in said and begun is not None and "quoted" in (error.context or ""):
+    if "end of stream" in message and begun is not None and "quoted" in (error.context or ""):
         return begun.line, "a quote is opened here and never closed"
     if begun is not None and "flow" in (error.context or ""):
         return begun.line, "a bracket or brace is opened here and never closed, or an item has no comma after it"
     for number in range(at, max(-1, at - 1 - _LOOKS_BACK), -1):
-        if found := _usual_nearby(lines[number]) or (number == at and _usual_here(lines[number], said)):
+        if found := _usual_nearby(lines[number]) or (number == at and _usual_here(lines[number], message)):
             return number, found
     before = lines[at - 1] if at else ""
     no_colon = _NO_COLON.fullmatch(before)
-    if no_colon and ": " not in before and not before.rstrip().endswith(":") and "mapping values" in said:
+    if no_colon and ": " not in before and not before.rstrip().endswith(":") and "mapping values" in message:
         return at - 1, f"'{no_colon[1]}' is no field without a colon and a space after it; write {no_colon[1]}: VALUE"
-    return at, _translated(said)
+    return at, _translated(message)
 
 
 def unreadable(text: str, error: yaml.reader.ReaderError) -> tuple[int, str]:
@@ -268,7 +282,7 @@ def unreadable(text: str, error: yaml.reader.ReaderError) -> tuple[int, str]:
 
 
 def template_advice(text: str, line: int) -> str:
-    """What to say of a template on this line, from 0; empty if there is none."""
+    """Advice for a template on this line, from 0; empty if there is none."""
     lines = text.split("\n")
     return _RENDER if line < len(lines) and _TEMPLATE.match(lines[line]) else ""
 
@@ -288,25 +302,27 @@ def _usual_nearby(line: str) -> str:
     return ""
 
 
-def _usual_here(line: str, said: str) -> str:
+def _usual_here(line: str, problem: str) -> str:
     """Mistakes of the line that the parser names."""
     if line.startswith("```"):
         return "a fence of Markdown; leave the line out"
     value = line.partition(": ")[2].lstrip() or line.lstrip(" -")
-    if value.startswith(_REFUSED_STARTS) and ("cannot start any token" in said or "alphabetic or numeric" in said):
+    if value.startswith(_REFUSED_STARTS) and (
+        "cannot start any token" in problem or "alphabetic or numeric" in problem
+    ):
         return f"a value must not begin with {value[0]}; put it in quotes"
-    if "expected key" in said and _AFTER_QUOTE.fullmatch(line):
+    if "expected key" in problem and _AFTER_QUOTE.fullmatch(line):
         return "text after the closing quote; put the whole value in one pair of quotes"
-    if "mapping values" in said and _TWO_COLONS.match(line):
+    if "mapping values" in problem and _TWO_COLONS.match(line):
         return "a second ': ' in one line; put the value in quotes"
     return ""
 
 
-def _translated(said: str) -> str:
-    if "mapping values are not allowed" in said:
+def _translated(problem: str) -> str:
+    if "mapping values are not allowed" in problem:
         return "a field stands deeper than the one before it, or a ':' above has no space after it; align the fields"
-    if "could not find expected ':'" in said:
+    if "could not find expected ':'" in problem:
         return "a line without 'name: value'; write a colon and a space after the name, here or in the line above"
-    if "did not find expected key" in said or "did not find expected '-' indicator" in said:
+    if "did not find expected key" in problem or "did not find expected '-' indicator" in problem:
         return "the indentation fits no line above; align it with the fields or items that it belongs to"
-    return f"{said}; mend the syntax"
+    return f"{problem}; mend the syntax"

@@ -19,12 +19,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from extproc.api import patterns
+from extproc.api import spec as patterns
+from extproc.api.admission import KeyRateLimit
+from extproc.api.budgets import KeyBudget, check_key_budgets
 from extproc.api.quantities import Duration
 from extproc.api.spec import Name, NonEmpty, Rule, Spec, exactly_one, keyed_by
 
 # Key sets are fetched anew within a day.
 _LONGEST_S: Final = 86400.0
+_ONE_OF: Final = "write apiKeys (or apiKeySecrets, or virtualKeys), jwt or clientCertificates, one of the three"
 _DIGEST: Final = re.compile("[0-9a-fA-F]{64}")
 # Of patterns of certificates' names; a brace by itself is one, too.
 _HOLE: Final = re.compile(r"\{[^{}]*\}|[{}]")
@@ -40,7 +43,7 @@ class _KeySet(msgspec.Struct, frozen=True):
 
 
 def has_usable_key(text: str | bytes) -> bool:
-    """Whether ``text`` is a key set with a key of a kind that Envoy knows. What is in the key, Envoy judges."""
+    """Whether ``text`` is a key set with a key of a kind that Envoy supports. Envoy validates the key's content."""
     try:
         keys = msgspec.json.decode(text, type=_KeySet).keys
     except msgspec.DecodeError:
@@ -56,15 +59,20 @@ ModelPattern = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern
 Models = Annotated[tuple[ModelPattern, ...], msgspec.Meta(min_length=1, max_length=10_000)] | None
 
 
+KeyRateLimits = Annotated[tuple[KeyRateLimit, ...], msgspec.Meta(max_length=4)]
+KeyBudgets = Annotated[tuple[KeyBudget, ...], msgspec.Meta(max_length=4)]
+
+
 class ApiKey(Spec, frozen=True):
-    """A key that clients send as ``authorization: Bearer KEY`` or ``x-api-key: KEY``, and who that is.
+    """A key that clients send as ``authorization: Bearer KEY`` or ``x-api-key: KEY``, and the caller's identity.
 
     It has one of ``key``, ``keyFile``, ``keyEnv`` and ``keySHA256``.
 
-    ``name``: for limits by API key and for people. ``key``: the secret. ``key_file``: a file that holds it and that
-    the bundle's writer follows. ``key_env``: a variable of the bundle writer's environment that holds it.
+    ``name``: for limits by API key and for people. ``key``: the secret. ``key_file``: a file that holds it; the
+    bundle's writer reloads it. ``key_env``: a variable of the bundle writer's environment that holds it.
     ``key_sha256``: its SHA-256 in hexadecimal. ``expires_at``: from then on it is refused; ``2030-01-31T00:00:00Z``.
-    ``tenant``: whose it is. ``user``: of that tenant.
+    ``tenant``: the caller's tenant. ``user``: the caller's user, of that tenant. ``id``: in usage; keys of one id are
+    one caller, as while a virtual key is rotated. ``rate_limits``, ``budgets``: of this key alone, over all routes.
     """
 
     CEL: ClassVar = (exactly_one("key", "keyFile", "keyEnv", "keySHA256"),)
@@ -79,6 +87,9 @@ class ApiKey(Spec, frozen=True):
     user: Annotated[str, msgspec.Meta(max_length=512, pattern=patterns.NO_CONTROL)] = ""
     # The models and adapters that it is good for, by the names that clients ask for; without it, those of its tenant.
     models: Models = None
+    id: Annotated[str, msgspec.Meta(pattern=patterns.KEY_ID)] | None = None
+    rate_limits: KeyRateLimits = ()
+    budgets: KeyBudgets = ()
 
     @property
     def digest(self) -> str | None:
@@ -87,14 +98,17 @@ class ApiKey(Spec, frozen=True):
             return sha256(self.key.encode()).hexdigest()
         return None if self.key_sha256 is None else self.key_sha256.lower()
 
+    @property
+    def usage_id(self) -> str:
+        """Its id, else the beginning of its digest; empty if it is to be read first."""
+        return self.id or (self.digest or "")[:12]
+
     def __repr__(self) -> str:
         return f"ApiKey({self.name!r})"
 
 
 class Tenant(Spec, frozen=True):
-    """What one tenant may use. ``name``: as an API key or a token says it. ``models``: by the names that clients ask
-    for.
-    """
+    """The models of one tenant. ``name``: as in API keys or tokens. ``models``: by the names that clients ask for."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     models: Models = None
@@ -102,18 +116,27 @@ class Tenant(Spec, frozen=True):
 
 class ApiKeySecret(Spec, frozen=True):
     """API keys in a Secret of a cluster: each key of its data is the name of a client, and its value that client's API
-    key. The gateway role follows it, and hands on digests alone.
+    key. The gateway role watches it and passes on only digests.
 
-    ``name``: of a Secret in the GatewayConfig's namespace. ``tenant``: whose the keys are; without it, the Secret's
-    annotation ``attache.dev/tenant`` says so, or else each client is a tenant by itself. ``user``: of that tenant;
-    without it, the annotation ``attache.dev/user``.
+    ``name``: of a Secret in the GatewayConfig's namespace. ``tenant``: the keys' tenant; without it, the Secret's
+    annotation ``attache.dev/tenant``, or else each client is its own tenant. ``user``: of that tenant; without it,
+    the annotation ``attache.dev/user``.
     """
 
     name: Name
     tenant: NonEmpty | None = None
     user: NonEmpty | None = None
-    # What these keys are good for, by the names that clients ask for; without it, what their tenant may use.
+    # The models and adapters that these keys are good for, by the names that clients ask for; without it, those of
+    # their tenant.
     models: Models = None
+
+
+class VirtualKeys(Spec, frozen=True):
+    """Keys that ``attache keys`` makes and revokes, in a KeyStore of the directory. ``secret``: in a cluster, the
+    Secret in the GatewayConfig's namespace that holds it, under ``keys.json``.
+    """
+
+    secret: Name | None = None
 
 
 class SecretKey(Spec, frozen=True):
@@ -124,12 +147,12 @@ class SecretKey(Spec, frozen=True):
 
 
 class RemoteJwks(Spec, frozen=True):
-    """A key set that Envoy fetches from its issuer over TLS, and again and again. While the issuer cannot be reached,
-    the last set holds.
+    """A key set that Envoy fetches from its issuer over TLS at intervals. While the issuer cannot be reached, the last
+    set holds.
 
-    ``uri``: where it is; the certificate must be good for its host. ``ca_file``: who signs that certificate, in PEM.
-    ``cache_duration``: until the next fetch; keys that the issuer has changed are known after it at the latest.
-    ``timeout``: of one fetch.
+    ``uri``: its address; the server's certificate must be valid for the host. ``ca_file``: the authorities that sign
+    that certificate, in PEM. ``cache_duration``: until the next fetch; the issuer's new keys are accepted after it at
+    the latest. ``timeout``: of one fetch.
     """
 
     uri: Annotated[str, msgspec.Meta(min_length=1, max_length=2048, pattern=patterns.HTTPS_URL)]
@@ -139,14 +162,14 @@ class RemoteJwks(Spec, frozen=True):
 
 
 class JwtIssuer(Spec, frozen=True):
-    """Tokens of one issuer, and which claims say who it is. Its key set is one of ``jwks``, ``jwks_file``,
+    """Tokens of one issuer, and the claims that identify the caller. Its key set is one of ``jwks``, ``jwks_file``,
     ``jwks_secret`` and ``remote_jwks``.
 
-    ``name``: for people. ``issuer``: the claim ``iss``. ``jwks_file``: a file with the keys that sign, which the
-    bundle's writer follows. ``jwks``: the same keys, as text. ``jwks_secret``: the same in a Secret of a cluster, which
-    the gateway role follows. ``remote_jwks``: Envoy fetches them. ``audiences``: accepted ones. ``tenant_claim`` and
-    ``user_claim``: the claims that name them; a token in which one is missing or is no text is refused. No
-    ``user_claim``: users are not told apart.
+    ``name``: for people. ``issuer``: the claim ``iss``. ``jwks_file``: a file with the keys that verify their
+    signatures, which the bundle's writer reloads. ``jwks``: the same keys, as text. ``jwks_secret``: the same in a
+    Secret of a cluster, which the gateway role watches. ``remote_jwks``: Envoy fetches them. ``audiences``: accepted
+    ones. ``tenant_claim`` and ``user_claim``: the claims that name them; a token in which one is missing or is no text
+    is refused. No ``user_claim``: users are not distinguished.
     """
 
     CEL: ClassVar = (
@@ -161,12 +184,17 @@ class JwtIssuer(Spec, frozen=True):
     jwks_secret: SecretKey | None = None
     remote_jwks: RemoteJwks | None = None
     audiences: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=32)] = ()
-    # Accept tokens that were made out to other services, too.
+    # Accept tokens that were issued for other services, too.
     any_audience: bool = False
-    # Refuse tokens without the claim exp, which would be good for ever.
+    # Refuse tokens without the claim exp, which would be valid for ever.
     require_expiration: bool = True
     tenant_claim: Claim = "tenant"
     user_claim: Claim | None = "sub"
+
+    @property
+    def file(self) -> str | None:
+        """The file that it names: its key set, or who signs the certificate of the host that has it."""
+        return self.jwks_file if self.remote_jwks is None else self.remote_jwks.ca_file
 
     def __repr__(self) -> str:
         return f"JwtIssuer({self.name!r})"
@@ -177,8 +205,8 @@ class CertificateName(Spec, frozen=True):
 
     ``field``: ``URI`` and ``DNS`` are alternative names, ``CommonName`` is of the subject. ``pattern``: the whole
     value, in which ``{tenant}`` and ``{user}`` stand for one or more characters that are not ``/`` (URI), ``.`` (DNS),
-    or ``@`` and ``/`` (CommonName): ``spiffe://example.com/{tenant}/{user}``. ``tenant``: whose it is, where the
-    pattern has no ``{tenant}``.
+    or ``@`` and ``/`` (CommonName): ``spiffe://example.com/{tenant}/{user}``. ``tenant``: the caller's tenant, where
+    the pattern has no ``{tenant}``.
     """
 
     name: Name
@@ -190,16 +218,17 @@ class CertificateName(Spec, frozen=True):
 class Authentication(Spec, frozen=True):
     """By keys, tokens or client certificates; a request that brings none is answered 401.
 
-    ``api_keys``: known keys. ``api_key_secrets``: more of them, in Secrets of a cluster. ``jwt``: issuers of signed
-    tokens. ``client_certificates``: whose a client certificate is; the first that fits decides, and one that none fits
-    is answered 403.
+    ``api_keys``: known keys. ``api_key_secrets``: more of them, in Secrets of a cluster. ``virtual_keys``: more of
+    them, which change without the configuration. ``jwt``: issuers of signed
+    tokens. ``client_certificates``: the tenants of client certificates; the first that matches applies; a certificate
+    that matches none gets 403.
     """
 
     CEL: ClassVar = (
         Rule(
-            "(has(self.apiKeys) || has(self.apiKeySecrets) ? 1 : 0) + (has(self.jwt) ? 1 : 0) + "
-            "(has(self.clientCertificates) ? 1 : 0) == 1",
-            "write apiKeys (or apiKeySecrets), jwt or clientCertificates, one of the three",
+            "(has(self.apiKeys) || has(self.apiKeySecrets) || has(self.virtualKeys) ? 1 : 0) + "
+            "(has(self.jwt) ? 1 : 0) + (has(self.clientCertificates) ? 1 : 0) == 1",
+            _ONE_OF,
         ),
     )
 
@@ -207,6 +236,7 @@ class Authentication(Spec, frozen=True):
     api_key_secrets: Annotated[
         tuple[ApiKeySecret, ...], msgspec.Meta(max_length=256, extra_json_schema=keyed_by("name"))
     ] = ()
+    virtual_keys: VirtualKeys | None = None
     jwt: Annotated[tuple[JwtIssuer, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()
     client_certificates: Annotated[
         tuple[CertificateName, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))
@@ -216,20 +246,20 @@ class Authentication(Spec, frozen=True):
 def check_authentication(authentication: Authentication) -> Iterator[Finding]:
     """Keys, tokens or certificates, each with a name of its own."""
     path: Path = ("spec", "authentication")
-    keys = authentication.api_keys or authentication.api_key_secrets
+    keys = authentication.api_keys or authentication.api_key_secrets or authentication.virtual_keys is not None
     if sum(map(bool, (keys, authentication.jwt, authentication.client_certificates))) != 1:
-        yield path, "write apiKeys (or apiKeySecrets), jwt or clientCertificates, one of the three"
+        yield path, _ONE_OF
     for field, names in (
-        ("apiKeys", [one.name for one in authentication.api_keys]),
-        ("apiKeySecrets", [one.name for one in authentication.api_key_secrets]),
-        ("jwt", [one.name for one in authentication.jwt]),
-        ("clientCertificates", [one.name for one in authentication.client_certificates]),
+        ("apiKeys", [(one.name, one.id) for one in authentication.api_keys]),
+        ("apiKeySecrets", [(one.name, None) for one in authentication.api_key_secrets]),
+        ("jwt", [(one.name, None) for one in authentication.jwt]),
+        ("clientCertificates", [(one.name, None) for one in authentication.client_certificates]),
     ):
-        seen: set[str] = set()
-        for index, name in enumerate(names):
-            if name in seen:
+        seen: dict[str, str | None] = {}
+        for index, (name, key_id) in enumerate(names):
+            if name in seen and (key_id is None or seen[name] != key_id):
                 yield (*path, field, index, "name"), f"'{name}' is there already; give each a name of its own"
-            seen.add(name)
+            seen.setdefault(name, key_id)
     yield from _check_keys(authentication.api_keys, path)
     for index, issuer in enumerate(authentication.jwt):
         yield from _check_issuer(issuer, (*path, "jwt", index))
@@ -251,6 +281,17 @@ def _check_keys(keys: Sequence[ApiKey], path: Path) -> Iterator[Finding]:
             field = "keySHA256" if key.key is None else "key"
             yield (*where, field), "another name has this key already; keys tell callers apart"
         known.update(() if digest is None else (digest,))
+        yield from check_key_limits(key.rate_limits, key.budgets, where)
+
+
+def check_key_limits(
+    rate_limits: Sequence[KeyRateLimit], budgets: Sequence[KeyBudget], path: Path
+) -> Iterator[Finding]:
+    """Each of its own limits and budgets limits something."""
+    for index, limit in enumerate(rate_limits):
+        if limit.is_empty:
+            yield (*path, "rateLimits", index), KeyRateLimit.CEL[0].message
+    yield from check_key_budgets(budgets, path)
 
 
 def check_tenants(tenants: Sequence[Tenant]) -> Iterator[Finding]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to engines: TLS, and the key that engines ask for."""
+"""Connections to engines: TLS, and the API key that engines require."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from extproc.api import patterns
+from extproc.api import spec as patterns
 from extproc.api.spec import Name, NonEmpty, Rule, Spec
 
 DataKey = Annotated[str, msgspec.Meta(pattern=patterns.DATA_KEY, max_length=253)]
 
 
 class CaCertificateRef(Spec, frozen=True):
-    """Certificates in an object of the same namespace. ``kind``: what holds them. ``name``: the object's. ``key``: of
-    its data.
+    """Certificates in an object of the same namespace. ``kind``: the object's kind. ``name``: the object's name.
+    ``key``: of its data.
     """
 
     name: Name
@@ -37,12 +37,12 @@ class ApiKeyRef(Spec, frozen=True):
 
 
 class EngineTls(Spec, frozen=True):
-    """TLS towards engines; Envoy and extproc use it alike. Both read the files, and follow them; names
+    """TLS towards engines; Envoy and extproc use it alike. Both read the files and reload them when they change; names
     are relative to the configuration directory. Objects of a cluster have references in place of files.
 
-    ``ca_file``: who signs the engines' certificates, in PEM. ``ca_certificate_ref``: the same in a cluster.
-    ``server_name``: the name that those certificates have, and that is asked for (SNI); endpoints may have their
-    own. ``client_certificate``: shown to the engines. ``client_certificate_ref``: the same in a cluster.
+    ``ca_file``: the authorities that sign the engines' certificates, in PEM. ``ca_certificate_ref``: the same in a
+    cluster. ``server_name``: the name that those certificates have, sent as SNI; endpoints may have their own.
+    ``client_certificate``: presented to the engines. ``client_certificate_ref``: the same in a cluster.
     ``insecure_skip_verify``: accept any certificate.
     """
 
@@ -67,11 +67,11 @@ class EngineTls(Spec, frozen=True):
 
 
 class EngineConnection(Spec, frozen=True):
-    """How engines are reached. ``tls``: without it, plain HTTP.
+    """How Envoy and extproc connect to engines. ``tls``: without it, plain HTTP.
 
-    ``api_key_file``: a file with the key that engines ask for, ``api_key_env``: a variable of the environment with it,
-    of the bundle's writer and of extproc. ``api_key_ref``: in a cluster, the Secret with it. It takes the place of
-    the client's own ``authorization``.
+    ``api_key_file``: a file with the key that engines require, ``api_key_env``: a variable with it, in the environment
+    of the bundle's writer and of extproc. ``api_key_ref``: in a cluster, the Secret with it. It replaces the client's
+    own ``authorization``.
     """
 
     CEL: ClassVar = (
@@ -105,13 +105,13 @@ class EngineConnection(Spec, frozen=True):
 
     @property
     def has_key(self) -> bool:
-        """Whether engines ask for a key."""
+        """Whether engines require a key."""
         return self.api_key_file is not None or self.api_key_env is not None
 
 
 class CertificateFiles(Spec, frozen=True):
-    """A certificate. ``cert_file``: it and its chain in PEM. ``key_file``: its private key. The bundle's writer follows
-    both, and Envoy takes a new pair up without a restart.
+    """A certificate. ``cert_file``: it and its chain in PEM. ``key_file``: its private key. The bundle's writer reloads
+    both, and Envoy uses a new pair without a restart.
     """
 
     cert_file: NonEmpty

@@ -10,10 +10,11 @@ import msgspec
 
 from extproc.api.access_policy import ModelAccessPolicy, check_access_policy
 from extproc.api.admission import InferenceObjective
-from extproc.api.documents import read, repeats_keys, split
+from extproc.api.documents import Document, parse_document, repeats_keys, split_documents
 from extproc.api.errors import ConfigInvalid, Mistake
 from extproc.api.gateway_config import GatewayConfig, check_gateway, check_listeners
 from extproc.api.http_route import Backend, HTTPRoute, check_backend, check_cors, check_http_route
+from extproc.api.key_store import KEYS_FILE, KeyStore, KeyStoreSpec, check_key_store
 from extproc.api.model_route import ModelRoute, check_route
 from extproc.api.model_server import ModelServer, check_connection, check_server
 from extproc.api.picker_config import PICKER_KIND, EndpointPickerConfig, PickerFile
@@ -30,10 +31,11 @@ from extproc.api.spec import API_VERSION
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from extproc.api.documents import Document
     from extproc.api.errors import Finding
 
-_Ours = ModelRoute | ModelServer | GatewayConfig | HTTPRoute | Backend | ModelAccessPolicy | InferenceObjective
+_Ours = (
+    ModelRoute | ModelServer | GatewayConfig | HTTPRoute | Backend | ModelAccessPolicy | InferenceObjective | KeyStore
+)
 Object = _Ours | PickerFile
 _Decoded = _Ours | EndpointPickerConfig
 
@@ -47,10 +49,11 @@ _KINDS: Final[Mapping[str, type[_Decoded]]] = MappingProxyType(
         "Backend": Backend,
         "ModelAccessPolicy": ModelAccessPolicy,
         "InferenceObjective": InferenceObjective,
+        "KeyStore": KeyStore,
         PICKER_KIND: EndpointPickerConfig,
     }
 )
-# Kinds of others, under their own groups; an EndpointPickerConfig's type says its own.
+# The API versions of each kind; an EndpointPickerConfig's are part of its type.
 _VERSIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "ModelRoute": (API_VERSION,),
@@ -60,12 +63,13 @@ _VERSIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "Backend": (API_VERSION,),
         "ModelAccessPolicy": (API_VERSION,),
         "InferenceObjective": ("inference.networking.x-k8s.io/v1alpha2", "llm-d.ai/v1alpha2"),
+        "KeyStore": (API_VERSION,),
     }
 )
 
 
 class _Head(msgspec.Struct, frozen=True, rename="camel"):
-    """What says how to read the rest."""
+    """The fields that determine the document's type."""
 
     api_version: str
     kind: str
@@ -90,7 +94,7 @@ def decode(document: Document, *, listeners_may_come: bool = False) -> tuple[Obj
     findings: list[Finding] = []
     if decoded is None:
         try:
-            value, findings = read(document)
+            value, findings = parse_document(document)
         except ConfigInvalid as error:
             return None, error.mistakes
         if value is None or (document.is_json and _is_foreign(value)):
@@ -99,7 +103,7 @@ def decode(document: Document, *, listeners_may_come: bool = False) -> tuple[Obj
         decoded, more = _convert(value)
         findings.extend(more)
         if decoded is not None and repeats:
-            # which of two values is meant is not known, so nothing is said of either
+            # either of the two values may be meant, so neither is checked
             return None, document.mistakes(findings)
     if decoded is None:
         return None, document.mistakes(findings)
@@ -113,7 +117,7 @@ def decode(document: Document, *, listeners_may_come: bool = False) -> tuple[Obj
 
 def read_picker_file(file: str, text: str) -> PickerFile:
     """The one EndpointPickerConfig in ``text``; raises ConfigInvalid with every mistake."""
-    documents = split(file, text)
+    documents = split_documents(file, text)
     if len(documents) != 1:
         raise ConfigInvalid([Mistake(file, 0, "", f"has {len(documents)} documents; write one {PICKER_KIND}")])
     (document,) = documents
@@ -125,8 +129,19 @@ def read_picker_file(file: str, text: str) -> PickerFile:
     return found
 
 
+def read_key_store(content: bytes) -> KeyStoreSpec:
+    """The one KeyStore that a file in JSON is; raises ConfigInvalid."""
+    try:
+        found, mistakes = decode(Document(KEYS_FILE, content.decode(), is_json=True))
+    except UnicodeDecodeError:
+        found, mistakes = None, []
+    if not isinstance(found, KeyStore) or mistakes:
+        raise ConfigInvalid(mistakes or [Mistake(KEYS_FILE, 0, "", "is no KeyStore")])
+    return found.spec
+
+
 def _decode_json(document: Document) -> _Decoded | None:
-    """None if there is anything to be said against it."""
+    """None if there is any mistake in it."""
     try:
         head = _HEAD.decode(document.text)
         if head.kind not in _KINDS or head.api_version not in _VERSIONS.get(head.kind, (head.api_version,)):
@@ -227,6 +242,8 @@ def _check(decoded: _Decoded, *, listeners_may_come: bool) -> Iterator[Finding]:
             yield from check_backend(decoded.spec)
         case ModelAccessPolicy():
             yield from check_access_policy(decoded.spec)
+        case KeyStore():
+            yield from check_key_store(decoded.spec)
         case EndpointPickerConfig():
             yield from check_flow_control_section(decoded)
             yield from check_usage_limits(decoded)

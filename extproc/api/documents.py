@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import msgspec
 import yaml
 
-from extproc.api.advice import explained, template_advice, unreadable
+from extproc.api.advice import explain_syntax_error, template_advice, unreadable
 from extproc.api.errors import ConfigInvalid, Mistake, to_text
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _NUMBER_LIKE: Final = re.compile(r"[-+.0-9]")
 Loader: type[yaml.SafeLoader | yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class Refused(yaml.YAMLError):
+class UnsupportedYaml(yaml.YAMLError):
     """Well-formed YAML that is not read. ``problem``: what it is, and what to write instead. ``line``: from 0."""
 
     def __init__(self, problem: str, event: yaml.Event) -> None:
@@ -76,7 +76,7 @@ def compose(text: str) -> yaml.Node | None:
 
 
 class _Bounds:
-    """Follows the events of a document and counts; an alias counts as all that it stands for."""
+    """Counts the nodes of a document from its events; an alias counts as all nodes that it stands for."""
 
     def __init__(self) -> None:
         self._open: list[_Open] = []
@@ -91,12 +91,12 @@ class _Bounds:
             if event.anchor is not None:
                 self._anchored[event.anchor] = 1
             if len(event.value) > _MAX_NUMBER_CHARACTERS and event.implicit[0] and _NUMBER_LIKE.match(event.value):
-                raise Refused("a number that is too long; put it in quotes if it is text", event)
+                raise UnsupportedYaml("a number that is too long; put it in quotes if it is text", event)
         elif isinstance(event, yaml.CollectionStartEvent):
             self._add(event, 1)
             self._open.append(_Open(isinstance(event, yaml.MappingStartEvent), event.anchor, self._size - 1))
             if len(self._open) > MAX_DEPTH:
-                raise Refused(f"nested more than {MAX_DEPTH} deep; write it flatter", event)
+                raise UnsupportedYaml(f"nested more than {MAX_DEPTH} deep; write it flatter", event)
         elif isinstance(event, yaml.CollectionEndEvent):
             done = self._open.pop()
             if done.anchor is not None:
@@ -109,31 +109,32 @@ class _Bounds:
 
     def _take_alias(self, event: yaml.AliasEvent) -> None:
         if any(one.anchor == event.anchor for one in self._open):
-            raise Refused("an alias that refers to itself; write the value itself", event)
+            raise UnsupportedYaml("an alias that refers to itself; write the value itself", event)
         if event.anchor not in self._anchored:
-            raise Refused("an alias without its anchor; put a value that begins with * in quotes", event)
+            raise UnsupportedYaml("an alias without its anchor; put a value that begins with * in quotes", event)
         self._add(event, self._anchored[event.anchor])
 
     def _add(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent | yaml.AliasEvent, size: int) -> None:
         self._size += size
         if self._size > MAX_NODES:
             advice = f"more than {MAX_NODES} values with all aliases written out; split the document"
-            raise Refused(advice, event)
+            raise UnsupportedYaml(advice, event)
         if not isinstance(event, yaml.AliasEvent) and event.tag is not None:
             advice = "a tag, such as !!int; leave it out, and put the value in quotes if it is text"
-            raise Refused(advice, event)
+            raise UnsupportedYaml(advice, event)
         if self._open:
             parent = self._open[-1]
             parent.children += 1
             if parent.is_mapping and parent.children % 2 and not isinstance(event, yaml.ScalarEvent):
-                raise Refused("a key that is not text; write text", event)
+                raise UnsupportedYaml("a key that is not text; write text", event)
 
 
 # Of one file.
 MAX_DOCUMENTS: Final = 10_000
-# Of one document that are reported; the first few say what is wrong.
+# Most mistakes that are reported of one document: the first few suffice.
 _MAX_FINDINGS: Final = 100
-# Directives, ends of documents and rare line breaks: with them, only YAML's own parser knows where documents begin.
+# Directives, ends of documents and rare line breaks: with them, only YAML's own parser finds the beginnings of
+# documents.
 _NEED_PARSER: Final = ("\n%", "\n...", "\x85", "\u2028", "\u2029")
 _LONE_RETURN: Final = re.compile("\r(?!\n)")
 _BYTE: Final = re.compile(r"\(byte (\d+)\)")
@@ -154,7 +155,7 @@ class Document(msgspec.Struct, frozen=True):
         return [Mistake(self.file, _nearest(lines, path, self.line), to_text(path), said) for path, said in found]
 
 
-def split(file: str, text: str) -> list[Document]:
+def split_documents(file: str, text: str) -> list[Document]:
     """The documents of one file: of YAML those between ``---``, of JSON the object or the items of an array.
 
     Raises ConfigInvalid if JSON is malformed; a mistake in YAML concerns its own document alone.
@@ -174,7 +175,7 @@ def split(file: str, text: str) -> list[Document]:
     return found
 
 
-def read(document: Document) -> tuple[Any, list[Finding]]:
+def parse_document(document: Document) -> tuple[Any, list[Finding]]:
     """The document as plain data, None if it is empty, and the keys that it repeats; raises ConfigInvalid."""
     return _read_json(document) if document.is_json else _read_yaml(document)
 
@@ -198,7 +199,7 @@ def _parsed_starts(text: str) -> list[int]:
     try:
         begun = [one.start_mark for one in bounded_events(text) if isinstance(one, yaml.DocumentStartEvent)]
     except yaml.YAMLError:
-        return []  # whoever reads it will say what is wrong
+        return []  # the document's reader reports the mistake
     return [mark.index for mark in begun[1:] if mark is not None]
 
 
@@ -240,7 +241,7 @@ def _read_json(document: Document) -> tuple[Any, list[Finding]]:
 
 
 def repeats_keys(text: str) -> bool:
-    """Whether an object in this JSON has a key twice, of which decoders keep the last without a word."""
+    """Whether an object in this JSON has a key twice, of which decoders silently keep the last."""
     repeated = False
 
     def note(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -276,11 +277,11 @@ def _read_yaml(document: Document) -> tuple[Any, list[Finding]]:
         repeated = list(islice(_repeated_keys(node), _MAX_FINDINGS))
         value = _construct(node)
         return value, repeated + list(islice(_not_finite(value), _MAX_FINDINGS))
-    except Refused as error:
+    except UnsupportedYaml as error:
         said = template_advice(document.text, error.line) or error.problem
         raise ConfigInvalid([Mistake(document.file, document.line + error.line, "", said)]) from None
     except yaml.MarkedYAMLError as error:
-        found, said = explained(document.text, error)
+        found, said = explain_syntax_error(document.text, error)
         line = document.line + found
     except yaml.reader.ReaderError as error:
         found, said = unreadable(document.text, error)
@@ -328,7 +329,7 @@ def _not_finite(value: object, path: Path = ()) -> Iterator[Finding]:
 
 
 def _repeated_keys(node: yaml.Node, path: Path = ()) -> Iterator[Finding]:
-    """YAML's own readers keep the last of two equal keys without a word; a forgotten ``---`` would lose a document."""
+    """YAML's own readers silently keep the last of two equal keys; a forgotten ``---`` would lose a document."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             if not isinstance(item, yaml.ScalarNode):
@@ -382,9 +383,9 @@ def _nearest(lines: dict[Path, int], path: Path, otherwise: int) -> int:
 _NAME: Final = re.compile(r"""\bname["']?[ \t]*:[ \t]*["']?([^\s"',}]+)""")
 
 
-class Unread(msgspec.Struct, frozen=True):
-    """``files``: where such documents are. ``names``: all that their texts call by name. ``is_any_nameless``: one of
-    the documents has no name in it that could be seen.
+class UnreadDocument(msgspec.Struct, frozen=True):
+    """``files``: those that contain such documents. ``names``: every value of a key ``name`` in their texts.
+    ``is_any_nameless``: in one of the documents no name was found.
     """
 
     files: frozenset[str] = frozenset()
@@ -393,7 +394,7 @@ class Unread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, documents: Iterable[Document]) -> Self:
-        """What is known of ``documents``."""
+        """Of ``documents``."""
         files, names, is_any_nameless = set(), set(), False
         for document in documents:
             found = _NAME.findall(document.text)

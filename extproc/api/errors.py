@@ -13,7 +13,7 @@ _MAX_CHARACTERS: Final = 2000
 
 # Where in a document: ("spec", "rules", 0, "name").
 Path = tuple[str | int, ...]
-# What a check finds, before it is known in which file and on which line that stands.
+# A mistake that a check finds, before its file and line are determined.
 Finding = tuple[Path, str]
 
 
@@ -28,8 +28,8 @@ class Mistake(msgspec.Struct, frozen=True, order=True):
     def __str__(self) -> str:
         """``routes.yaml:12: spec.rules[0].name: message``."""
         where = f"{self.file}:{self.line}" if self.line else self.file
-        said = f"{where}: {self.path}: {self.message}" if self.path else f"{where}: {self.message}"
-        return _one_line(said)
+        message = f"{where}: {self.path}: {self.message}" if self.path else f"{where}: {self.message}"
+        return one_line(message)
 
 
 class ConfigInvalid(Exception):
@@ -49,10 +49,20 @@ def to_text(path: Path) -> str:
     return text.removeprefix(".")
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """Names and values come from files: nothing of them may look like another line of a log or steer a terminal."""
     if len(text) > _MAX_CHARACTERS:
         text = f"{text[:_MAX_CHARACTERS]}..."
+    return escape_unprintable(text)
+
+
+def escape_unprintable(text: str) -> str:
+    """One line without terminal control characters, of a text that somebody else has chosen; each can be read back."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return "".join([one if one.isprintable() else one.encode("unicode_escape").decode() for one in text])
+
+
+def replace_unprintable(text: str, *, keep: str = "") -> str:
+    """Likewise, with U+FFFD in place of each of them but those in ``keep``."""
+    return "".join([one if one.isprintable() or one in keep else "\N{REPLACEMENT CHARACTER}" for one in text])

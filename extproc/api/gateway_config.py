@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GatewayConfig: how Envoy listens, what its listeners show and ask for, and how it reaches extproc."""
+"""GatewayConfig: Envoy's listeners, their TLS and authentication, and its connection to extproc."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 import msgspec
 
-from extproc.api import patterns
+from extproc.api import spec as patterns
 from extproc.api.addresses import (
     check_address,
     check_endpoint,
@@ -19,12 +19,16 @@ from extproc.api.addresses import (
     worker_addresses,
 )
 from extproc.api.authentication import Authentication, Tenant, check_authentication, check_tenants
+from extproc.api.budgets import Budgets, check_budgets
 from extproc.api.connection import CertificateFiles
+from extproc.api.guards import GuardService, check_guards
 from extproc.api.http_route import Cors
 from extproc.api.matches import check_answer_header
 from extproc.api.model_server import CacheIsolation
+from extproc.api.payload_log import PayloadSink, check_payload_sink
 from extproc.api.quantities import LONGEST_MESSAGE_S, ByteSize, Duration, check_duration
 from extproc.api.spec import Metadata, NonEmpty, Rule, Spec, keyed_by
+from extproc.api.tracing import Tracing, check_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,9 +37,9 @@ if TYPE_CHECKING:
 
 
 class ClientCertificates(Spec, frozen=True):
-    """What clients' certificates must be like. ``ca_file``: who signs them, in PEM. ``crl_file``: which of them are
-    revoked, one list of each authority, in PEM. ``mode``: ``Require`` refuses a connection without one; ``Optional``
-    checks one that is shown. The bundle's writer follows the files.
+    """Requirements on clients' certificates. ``ca_file``: the authorities that sign them, in PEM. ``crl_file``: their
+    revocation lists, one of each authority, in PEM. ``mode``: ``Require`` refuses a connection without a certificate;
+    ``Optional`` checks one that is presented. The bundle's writer reloads the files.
     """
 
     ca_file: NonEmpty
@@ -44,8 +48,8 @@ class ClientCertificates(Spec, frozen=True):
 
 
 class ListenerTls(Spec, frozen=True):
-    """TLS of a listener. ``certificates``: the one whose names fit is shown. ``client_certificates``: what clients must
-    show. ``min_version``: older versions of TLS are refused.
+    """TLS of a listener. ``certificates``: Envoy presents the one that matches the requested name.
+    ``client_certificates``: requirements on clients' certificates. ``min_version``: older versions of TLS are refused.
     """
 
     certificates: Annotated[tuple[CertificateFiles, ...], msgspec.Meta(min_length=1, max_length=64)]
@@ -75,22 +79,35 @@ class Listener(Spec, frozen=True):
         """All files that it names."""
         if self.tls is None:
             return ()
-        asked = self.tls.client_certificates
-        checked = () if asked is None else (asked.ca_file, asked.crl_file)
+        client = self.tls.client_certificates
+        checked = () if client is None else (client.ca_file, client.crl_file)
         pairs = (file for one in self.tls.certificates for file in (one.cert_file, one.key_file))
         return tuple(one for one in (*pairs, *checked) if one is not None)
+
+
+class UsageLog(Spec, frozen=True):
+    """The usage log. ``path``: the file to which Envoy writes a line of JSON at the end of each request. Its directory
+    must exist, and Envoy must be able to write there. ``api``: where ``attache usage serve`` listens, ``ip:port`` or
+    ``name:port``: Envoy takes requests for reports there, such as ``GET /v1/usage``. ``cost_header``: plain answers
+    have what they cost in ``x-attache-cost-micros``; Envoy then sends them when they are whole.
+    """
+
+    path: NonEmpty
+    api: NonEmpty | None = None
+    cost_header: bool = False
 
 
 _LARGEST_BODY: Final = 2**32 - 1
 # The address of a socket file has 108 bytes, and the numbers of workers need some.
 _LONGEST_SOCKET: Final = 100
+_NO_FILES: Final = ("/dev/", "/proc/", "/sys/")
 
 
 class GatewayConfigSpec(Spec, frozen=True):
-    """How Envoy listens and how it talks to extproc. At most one such document in a directory. ``listen``: where
-    clients connect. ``admin``: Envoy's administration, for this machine only. ``extproc``: where extproc listens,
-    ``ip:port``, ``name:port`` or ``unix:/path``. ``max_body_size``: the largest request. ``access_log_flush``: how
-    long Envoy may keep outcomes back.
+    """Envoy's listeners and its connection to extproc. At most one such document in a directory. ``listen``: the
+    address to which clients connect. ``admin``: the address of Envoy's admin interface, for this machine only.
+    ``extproc``: the address on which extproc listens, ``ip:port``, ``name:port`` or ``unix:/path``. ``max_body_size``:
+    the largest request. ``access_log_flush``: the longest that Envoy buffers the outcomes of requests.
     """
 
     listen: str = "127.0.0.1:8080"
@@ -100,16 +117,15 @@ class GatewayConfigSpec(Spec, frozen=True):
     extproc: str = "127.0.0.1:9002"
     # As many processes as `extproc --workers` starts, on consecutive ports (or unix:PATH.0, unix:PATH.1, ...).
     extproc_workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    # Open: without extproc, Envoy balances over the engines by itself. Close: it answers 503. If left out: Close where
-    # there are rateLimits, rules by tenant, caches that tenants do not share, or models of tenants or keys, which Open
-    # would undo; else Open.
+    # Open: without extproc, Envoy balances over the engines. Close: it answers 503. If left out: Close where there are
+    # rateLimits, rules by tenant, caches that tenants do not share, models of tenants or keys, or virtualKeys, which
+    # Open would undo; else Open.
     failure_mode: Literal["Open", "Close"] | None = None
     # The longest that Envoy waits for extproc's answer to one message; the longest hold is added for requests that are
     # held.
     message_timeout: Duration = Duration("5s")
     max_body_size: ByteSize = ByteSize("16Mi")
-    # Envoy's memory: near this, it resets the streams that hold most of it, then takes no more requests, then no
-    # connections.
+    # Envoy's memory: near this, it resets the streams that hold most of it, then refuses requests, then connections.
     max_heap: ByteSize = ByteSize("2Gi")
     # The most that clients may have open at a time; more are closed at once.
     max_connections: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 20_000
@@ -119,22 +135,35 @@ class GatewayConfigSpec(Spec, frozen=True):
     # Trusted: only gateways of our own can connect, which write tenants, users and objectives into headers and remove
     # their clients'. Untrusted: such headers are removed here.
     clients: Literal["Untrusted", "Trusted"] = "Untrusted"
+    # Where Envoy answers 200 to anybody, for load balancers in front. It answers 503 while it drains, and while extproc
+    # is away where failureMode is Close. An HTTPRoute that takes the path comes first. "": nowhere.
+    health_path: Annotated[str, msgspec.Meta(pattern=patterns.OWN_PATH, max_length=256)] = "/healthz"
     # How Envoy identifies callers; without it everybody is the tenant "anonymous".
     authentication: Authentication | None = None
-    # Which scripts of other origins may use the gateway; Envoy answers their preflight requests by itself.
+    # The origins from which scripts may use the gateway; Envoy answers their preflight requests.
     cors: Cors | None = None
     # Tenants that may not use every model.
     tenants: Annotated[tuple[Tenant, ...], msgspec.Meta(max_length=10_000)] = ()
-    # Hidden: no answer tells how many tokens were found in caches, which tell what others have asked.
+    # Hidden: no answer reports how many tokens were found in caches, which would reveal the prompts of others.
     cached_tokens: Literal["Shown", "Hidden"] = "Shown"
     # A header of answers that names the engine's address, for debugging; without it, clients do not learn it.
     served_header: Annotated[str, msgspec.Meta(pattern=patterns.HEADER, max_length=64)] | None = None
-    # Whose prompts share a prefix cache: of one Tenant, of one User, under one value of a request header that clients
-    # cannot choose (Header:NAME), or everybody's (Shared). Tenant is the default where callers are authenticated, else
+    # Spans of a share of all requests, for an OpenTelemetry collector; without it, none.
+    tracing: Tracing | None = None
+    # Which prompts share a prefix cache: those of one Tenant, of one User, with one value of a request header that
+    # clients cannot choose (Header:NAME), or all (Shared). Tenant is the default where callers are authenticated, else
     # Shared.
     cache_isolation: CacheIsolation | None = None
     # The key of cache salts, for all replicas of extproc. Without it, a tenant's API keys are its key.
     cache_secret: Annotated[str, msgspec.Meta(min_length=16, max_length=512)] | None = None
+    # Where Envoy writes what each request used; without it, nowhere. See "Usage".
+    usage_log: UsageLog | None = None
+    # Where requests and answers go that ModelRoutes log; without it, none is kept. See "The payload log".
+    payload_log: PayloadSink | None = None
+    # Services that ModelRoutes name (guard): each of their requests must pass. See "Guards".
+    guards: Annotated[tuple[GuardService, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()
+    # Of all routes together, in calendar windows; each request must have room in all of them.
+    budgets: Budgets = ()
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,6 +190,29 @@ def check_gateway(spec: GatewayConfigSpec) -> Iterator[Finding]:
     if spec.authentication is not None:
         yield from check_authentication(spec.authentication)
     yield from check_tenants(spec.tenants)
+    if spec.tracing is not None:
+        yield from check_tracing(spec.tracing)
+    yield from check_budgets(spec.budgets)
+    if spec.payload_log is not None:
+        yield from check_payload_sink(spec.payload_log, ("spec", "payloadLog"))
+    yield from check_guards(spec.guards, spec.message_timeout)
+    if spec.usage_log is not None:
+        yield from _check_log_file(spec.usage_log.path, ("spec", "usageLog", "path"))
+        if spec.usage_log.cost_header and spec.cached_tokens == "Hidden":
+            yield ("spec", "usageLog", "costHeader"), "tells how much was cached, which cachedTokens: Hidden hides"
+        if spec.usage_log.api is not None:
+            yield from check_endpoint(spec.usage_log.api, ("spec", "usageLog", "api"))
+
+
+def _check_log_file(file: str, path: Path) -> Iterator[Finding]:
+    """Envoy refuses a listener whose log it cannot open, and whoever reads the log renames it."""
+    example = "write an absolute one, such as /var/lib/attache/usage.log"
+    if not file.startswith("/"):
+        yield path, f"'{file}' depends on where Envoy was started; {example}"
+    elif file.endswith(("/", "/.", "/..")):
+        yield path, f"'{file}' is a directory; write a file in it, such as {file.rstrip('/.')}/usage.log"
+    elif posixpath.normpath(file).startswith(_NO_FILES):
+        yield path, f"'{file}' is no file that can be read again and rotated; {example}"
 
 
 def _check_extproc_address(text: str, path: Path) -> Iterator[Finding]:
@@ -175,8 +227,8 @@ def _check_extproc_address(text: str, path: Path) -> Iterator[Finding]:
 
 
 def check_listeners(spec: GatewayConfigSpec, *, may_come: bool = False) -> Iterator[Finding]:
-    """Listeners can be told apart, and show what authentication needs. ``may_come``: Gateways may bring the listeners,
-    so that having none is no mistake.
+    """Listeners can be distinguished, and have what authentication needs. ``may_come``: Gateways may bring the
+    listeners, so that having none is no mistake.
     """
     names: set[str] = set()
     hosts: dict[tuple[tuple[str, int], str], str] = {}
@@ -206,7 +258,7 @@ def check_listeners(spec: GatewayConfigSpec, *, may_come: bool = False) -> Itera
 
 
 def _check_certificates_shown(spec: GatewayConfigSpec) -> Iterator[Finding]:
-    """Who authenticates by certificates asks for them on every listener."""
+    """With authentication by certificates, every listener requests them."""
     if spec.authentication is None or not spec.authentication.client_certificates:
         return
     asks = "asks for no client certificate, by which callers are identified; write tls.clientCertificates"
@@ -244,13 +296,13 @@ def _reaches(called: str, listener: str) -> bool:
     if to.port != own_port:
         return False
     if not to.is_ip:
-        # whose name it is, Envoy's resolver knows
+        # only Envoy's resolver can resolve the name
         return True
     target, bound = ipaddress.ip_address(to.host), ipaddress.ip_address(own)
     if bound.is_unspecified:
         # :: takes IPv4 too
         return bound.version == 6 or target.version == 4
-    # whoever calls 0.0.0.0 gets 127.0.0.1
+    # a connection to 0.0.0.0 reaches 127.0.0.1
     return target == bound or (target.is_unspecified and bound.is_loopback and target.version == bound.version)
 
 

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.api.addresses import OF_CLUSTER, is_own, parse_endpoint
+from extproc.api.addresses import (
+    NETWORKS,
+    OF_CLUSTER,
+    is_guarded,
+    is_in,
+    join_host_port,
+    parse_endpoint,
+    parse_networks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +38,7 @@ if TYPE_CHECKING:
 Addresses = Mapping[str, tuple[str, ...]]
 
 
-class Patience(msgspec.Struct, frozen=True):
+class ResolutionTiming(msgspec.Struct, frozen=True):
     """``keep_s``: how long an address stays after it was answered last. ``settle_s``: how long a new one must have been
     known before it is used, while the name still has another.
     """
@@ -47,13 +55,13 @@ class _Answers(msgspec.Struct):
 
 
 class KnownNames:
-    """What names were resolved to so far. A name that no longer resolves keeps its last addresses."""
+    """The addresses to which names were resolved so far. A name that no longer resolves keeps its last addresses."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: ResolutionTiming) -> None:
         self._patience = patience
         self._answers: dict[str, _Answers] = {}
 
-    def heard(self, name: str, addresses: Sequence[str], now: float) -> None:
+    def add_resolution(self, name: str, addresses: Sequence[str], now: float) -> None:
         """``name`` was resolved to ``addresses``, which are not empty."""
         known = self._answers.get(name)
         before = {} if known is None else known.seen
@@ -62,7 +70,7 @@ class KnownNames:
         self._answers[name] = _Answers(kept, now)
 
     def forget_all_but(self, names: Iterable[str]) -> None:
-        """Names that nobody asks for any more."""
+        """Remove the names that are not in ``names``."""
         wanted = set(names)
         self._answers = {name: one for name, one in self._answers.items() if name in wanted}
 
@@ -73,7 +81,7 @@ class KnownNames:
     def _usable(self, one: _Answers, now: float) -> tuple[str, ...]:
         settled = {ip for ip, (first, _) in one.seen.items() if now - first >= self._patience.settle_s}
         latest = {ip for ip, (_, last) in one.seen.items() if last == one.answered_at_s}
-        # where all that is settled has gone from the answers, waiting would only lose requests
+        # if no settled address is in the last answer, waiting for new ones would only lose requests
         return tuple(sorted(settled if settled & latest else settled | latest))
 
 
@@ -96,7 +104,7 @@ def with_addresses(snapshot: Snapshot, addresses: Addresses) -> Snapshot:
 
 
 def _places(endpoint: StaticEndpoint) -> Iterator[str]:
-    """Where an engine is called."""
+    """The address of an engine."""
     yield endpoint.address
     yield from (one for one in (endpoint.kv_events, endpoint.kv_replay) if one is not None)
 
@@ -110,7 +118,7 @@ def _resolved_backend(backend: Backend, addresses: Addresses) -> Backend:
 
 def _resolved_text(text: str, addresses: Addresses) -> list[str]:
     where = parse_endpoint(text)
-    return [text] if where.is_ip else [_joined(ip, where.port) for ip in addresses.get(where.host, ())]
+    return [text] if where.is_ip else [join_host_port(ip, where.port) for ip in addresses.get(where.host, ())]
 
 
 def _resolved(server: ModelServer, addresses: Addresses) -> ModelServer:
@@ -119,8 +127,13 @@ def _resolved(server: ModelServer, addresses: Addresses) -> ModelServer:
         return server
     found: dict[str, StaticEndpoint] = {}
     if OF_CLUSTER in server.metadata.annotations:
-        # its author may own the name, and the gateway's machine is none of theirs
-        addresses = {name: tuple(ip for ip in ips if not is_own(ip)) for name, ips in addresses.items()}
+        # its author may own the name, and the gateway's machine and networks are none of theirs
+        networks = server.metadata.annotations.get(NETWORKS)
+        known = None if networks is None else parse_networks(networks)
+        addresses = {
+            name: tuple(ip for ip in ips if not is_guarded(ip) and (known is None or is_in(ip, known)))
+            for name, ips in addresses.items()
+        }
     for one in spec.endpoints:
         for endpoint in _endpoints(one, spec, addresses):
             # two names may stand for one engine
@@ -136,7 +149,9 @@ def _endpoints(one: StaticEndpoint, spec: ModelServerSpec, addresses: Addresses)
     needs_name = tls is not None and tls.server_name is None and one.server_name is None
     name = where.host if needs_name else one.server_name
     return [
-        msgspec.structs.replace(_with_publishers(one, ip, addresses), address=_joined(ip, where.port), server_name=name)
+        msgspec.structs.replace(
+            _with_publishers(one, ip, addresses), address=join_host_port(ip, where.port), server_name=name
+        )
         for ip in addresses.get(where.host, ())
     ]
 
@@ -155,10 +170,6 @@ def _publisher(text: str | None, ip: str, addresses: Addresses) -> str | None:
     return next(iter(own or found), text)
 
 
-def _joined(ip: str, port: int) -> str:
-    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
-
-
 log = logging.getLogger(__name__)
 # Between two lookups of a name.
 _INTERVAL_S: Final = 2.0
@@ -170,7 +181,8 @@ _THREADS: Final = 8
 
 
 class ResolvedDirectory:
-    """``directory``, read as if it had addresses in place of names. It has changed, too, when a name's addresses have.
+    """``directory``, read as if it had addresses in place of names. A change of a name's addresses counts as a change
+    of the directory.
 
     ``lookup``: the addresses of a name; may raise OSError and take long. Threads start with the first name, and look
     names up from then on; reading waits only for names that are new.
@@ -179,7 +191,7 @@ class ResolvedDirectory:
     def __init__(
         self,
         directory: ConfigDirectory,
-        patience: Patience,
+        patience: ResolutionTiming,
         *,
         clock: Callable[[], float],
         lookup: Callable[[str], Sequence[str]],
@@ -233,15 +245,15 @@ class ResolvedDirectory:
             missing = min(_THREADS, len(names)) - self._threads
             self._threads += max(0, missing)
         for _ in range(missing):
-            threading.Thread(target=self._look_up_for_ever, name="host names", daemon=True).start()
+            threading.Thread(target=self._resolve_loop, name="host names", daemon=True).start()
         with self._condition:
             self._condition.wait_for(lambda: not self._pending, timeout=_FIRST_S)
 
-    def _look_up_for_ever(self) -> None:
+    def _resolve_loop(self) -> None:
         while True:
             name = self._take()
             if name is not None:
-                self._look_up(name)
+                self._resolve(name)
                 continue
             with self._condition:
                 self._condition.wait(_TICK_S)
@@ -254,7 +266,7 @@ class ResolvedDirectory:
                 del self._due_at_s[due]
             return due
 
-    def _look_up(self, name: str) -> None:
+    def _resolve(self, name: str) -> None:
         try:
             found, problem = self._lookup(name), "it has no address"
         except (OSError, UnicodeError) as error:
@@ -262,21 +274,21 @@ class ResolvedDirectory:
         now = self._clock()
         with self._condition:
             if name in self._wanted:
-                self._say(name, found, problem)
+                self._log_change(name, found, problem)
                 if found:
-                    self._known.heard(name, found, now)
+                    self._known.add_resolution(name, found, now)
                 self._due_at_s[name] = now + _INTERVAL_S
             self._pending.discard(name)
             self._condition.notify_all()
 
-    def _say(self, name: str, found: Sequence[str], problem: str) -> None:
+    def _log_change(self, name: str, found: Sequence[str], problem: str) -> None:
         """Once for each change."""
-        said = f"is {', '.join(found)}" if found else problem
-        if self._said.get(name) == said:
+        message = f"is {', '.join(found)}" if found else problem
+        if self._said.get(name) == message:
             return
-        self._said[name] = said
+        self._said[name] = message
         if found:
-            log.info("the host name %s %s", name, said)
+            log.info("the host name %s %s", name, message)
         else:
             kept = ", ".join(self._known.usable(self._clock()).get(name, ())) or "none"
             log.warning("cannot resolve the host name %s: %s; its last addresses stay: %s", name, problem, kept)

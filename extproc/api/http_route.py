@@ -61,7 +61,7 @@ class HeaderValue(Spec, frozen=True):
 
 
 class HeaderModifier(Spec, frozen=True):
-    """Changes of headers. ``set``: overwritten. ``add``: appended to what is there. ``remove``: names."""
+    """Changes of headers. ``set``: overwritten. ``add``: appended to existing values. ``remove``: names."""
 
     set: Annotated[tuple[HeaderValue, ...], msgspec.Meta(max_length=16)] = ()
     add: Annotated[tuple[HeaderValue, ...], msgspec.Meta(max_length=16)] = ()
@@ -79,7 +79,7 @@ class PathModifier(Spec, frozen=True):
 
 
 class RequestRedirect(Spec, frozen=True):
-    """An answer that sends clients elsewhere; what is left out stays as it was asked.
+    """An answer that redirects clients; a field that is left out keeps the request's value.
 
     ``scheme``, ``hostname``, ``path``: where to. ``port``: that of the scheme if one is given, else the listener's.
     ``status_code``: of the answer.
@@ -93,14 +93,14 @@ class RequestRedirect(Spec, frozen=True):
 
 
 class URLRewrite(Spec, frozen=True):
-    """What backends get in place of what was asked. ``hostname``: the host. ``path``: the path."""
+    """Replaces parts of the URL that backends get. ``hostname``: the new host. ``path``: the new path."""
 
     hostname: NonEmpty | None = None
     path: PathModifier | None = None
 
 
 class Fraction(Spec, frozen=True):
-    """A share of the requests. ``numerator``: so many. ``denominator``: of so many."""
+    """A fraction of the requests. ``numerator``: of the fraction. ``denominator``: of the fraction."""
 
     numerator: Annotated[int, msgspec.Meta(ge=0)]
     denominator: Annotated[int, msgspec.Meta(ge=1)] = 100
@@ -122,9 +122,10 @@ class BackendRef(Spec, frozen=True):
 
 
 class RequestMirror(Spec, frozen=True):
-    """A copy of requests goes to a second backend, whose answers are thrown away.
+    """Envoy copies requests to a second backend and discards its answers.
 
-    ``backend_ref``: who gets the copies. ``percent``, ``fraction``: of how many requests; of all, if neither is set.
+    ``backend_ref``: the backend that gets the copies. ``percent``, ``fraction``: of how many requests; of all, if
+    neither is set.
     """
 
     backend_ref: BackendRef
@@ -133,10 +134,10 @@ class RequestMirror(Spec, frozen=True):
 
 
 class Cors(Spec, frozen=True):
-    """Which scripts of other origins may use the answers.
+    """The origins from which scripts may use the answers.
 
-    ``allow_origins``: ``https://app.example.com``, ``https://*.example.com`` or ``*``. ``allow_credentials``: cookies
-    and keys may come along. ``allow_methods``, ``allow_headers``: of requests, ``*`` for all. ``expose_headers``: of
+    ``allow_origins``: ``https://app.example.com``, ``https://*.example.com`` or ``*``. ``allow_credentials``: requests
+    may carry cookies and keys. ``allow_methods``, ``allow_headers``: of requests, ``*`` for all. ``expose_headers``: of
     answers. ``max_age``: seconds for which browsers may remember this.
     """
 
@@ -153,8 +154,8 @@ class HTTPRouteFilter(Spec, frozen=True):
 
     ``request_header_modifier``: changes headers that the backend gets. ``response_header_modifier``: changes headers
     that the client gets. ``request_mirror``: sends copies to another backend. ``request_redirect``: sends the client
-    elsewhere.
-    ``url_rewrite``: changes host and path. ``cors``: answers browsers that ask for scripts of other origins.
+    elsewhere. ``url_rewrite``: changes host and path. ``cors``: answers browsers' requests on behalf of scripts of
+    other origins.
     """
 
     type: Literal[
@@ -172,7 +173,7 @@ class WeightedBackendRef(BackendRef, frozen=True):
     """A backend with its share of the requests.
 
     ``group``, ``kind``, ``name``: which object. ``namespace``: of the object; the route's own, if left out.
-    ``port``: of a Service. ``weight``: relative to the others'. ``filters``: for this one alone.
+    ``port``: of a Service. ``weight``: relative to the others'. ``filters``: only for this backend.
     """
 
     weight: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 1
@@ -192,7 +193,7 @@ class HTTPRouteRetry(Spec, frozen=True):
     """When a request is tried again: if its connection fails or ends without an answer, if one try takes too long, and
     after some statuses.
 
-    ``codes``: these statuses. ``attempts``: how many tries more. ``backoff``: the shortest time between two.
+    ``codes``: these statuses. ``attempts``: number of further tries. ``backoff``: the shortest time between two.
     """
 
     codes: Annotated[tuple[Annotated[int, msgspec.Meta(ge=400, le=599)], ...], msgspec.Meta(max_length=16)] = ()
@@ -201,7 +202,7 @@ class HTTPRouteRetry(Spec, frozen=True):
 
 
 class HTTPRouteRule(Spec, frozen=True):
-    """Some requests, and what is done with them.
+    """Some requests, and how to handle them.
 
     ``name``: for people. ``matches``: one of them must hold. ``filters``: what is changed. ``backend_refs``: where
     requests go, by weight. ``timeouts``: how long answers may take. ``retry``: when a request is tried again; without
@@ -217,7 +218,7 @@ class HTTPRouteRule(Spec, frozen=True):
 
 
 class HTTPRouteSpec(Spec, frozen=True):
-    """Which requests go where. Of several matches, the most specific decides, as the Gateway API says.
+    """Which requests go where. Of several matches, the most specific decides, as the Gateway API specifies.
 
     ``parent_refs``: the listeners that serve it, by ``sectionName``; without them, all. ``hostnames``: only requests to
     these hosts, which may begin with ``*.``. ``rules``: what is done with them.
@@ -236,9 +237,9 @@ class HTTPRoute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackendSpec(Spec, frozen=True):
-    """Servers over which Envoy balances by itself. ``endpoints``: ``ip:port`` or ``name:port``; without any, requests
-    are answered 503. ``protocol``: ``H2C`` is HTTP/2 without TLS, ``WebSocket`` lets connections be upgraded.
-    ``unresolved``: the reference to it cannot be resolved; requests are answered 500, as the Gateway API says.
+    """Servers over which Envoy balances without extproc. ``endpoints``: ``ip:port`` or ``name:port``; without any,
+    requests are answered 503. ``protocol``: ``H2C`` is HTTP/2 without TLS, ``WebSocket`` lets connections be upgraded.
+    ``unresolved``: the reference to it cannot be resolved; requests are answered 500, as the Gateway API specifies.
     """
 
     endpoints: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=10_000)] = ()
@@ -277,7 +278,7 @@ _OF_BACKENDS: Final = frozenset({"RequestHeaderModifier", "ResponseHeaderModifie
 
 
 def check_http_route(spec: HTTPRouteSpec) -> Iterator[Finding]:
-    """What Envoy can do: every match can be met, every filter has its fields, no two contradict each other."""
+    """Envoy can apply the route: every match can be met, every filter has its fields, no two contradict each other."""
     for index, hostname in enumerate(spec.hostnames):
         yield from check_hostname(hostname, ("spec", "hostnames", index))
     for number, rule in enumerate(spec.rules):

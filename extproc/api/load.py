@@ -16,14 +16,15 @@ import xxhash
 from extproc.api.access_policy import ModelAccessPolicy
 from extproc.api.admission import InferenceObjective
 from extproc.api.decode import Object, decode
-from extproc.api.documents import Document, Unread, split
+from extproc.api.documents import Document, UnreadDocument, split_documents
 from extproc.api.errors import ConfigInvalid, Mistake
 from extproc.api.gateway_config import GatewayConfig, GatewayConfigSpec
 from extproc.api.http_route import Backend, HTTPRoute
+from extproc.api.key_store import KeyStore, check_known_keys, with_virtual_keys
 from extproc.api.model_route import ModelRoute
 from extproc.api.model_server import ModelServer
 from extproc.api.picker_config import PickerFile, check_shape_alone
-from extproc.api.references import Found, check_model_names, check_names, check_policies, check_references
+from extproc.api.references import DirectoryObjects, check_model_names, check_names, check_policies, check_references
 from extproc.api.snapshot import Snapshot
 from extproc.api.status_pages import content_digest
 
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
     from extproc.api.picker_config import PickerCheck
 
 log = logging.getLogger(__name__)
-T = TypeVar("T", ModelRoute, ModelServer, GatewayConfig, HTTPRoute, Backend, ModelAccessPolicy, InferenceObjective)
+T = TypeVar(
+    "T", ModelRoute, ModelServer, GatewayConfig, HTTPRoute, Backend, ModelAccessPolicy, InferenceObjective, KeyStore
+)
 
 
 class _Reading(msgspec.Struct, frozen=True):
@@ -60,7 +63,7 @@ class Loader:
     """
 
     def __init__(self, check_picker: PickerCheck = check_shape_alone) -> None:
-        """``check_picker``: its mistakes are told beside all others."""
+        """``check_picker``: its mistakes are reported with all others."""
         self._check_picker = check_picker
         self._files: dict[str, _File] = {}
         # good documents of the last call
@@ -104,7 +107,7 @@ class Loader:
 
 
 def unforeseen(name: str, error: Exception) -> Mistake:
-    """The mistake for an exception that nobody expected, whose traceback is logged.
+    """The mistake for an unexpected exception; logs its traceback.
 
     The exception's text is left out of both: it may repeat a secret of the file.
     """
@@ -113,7 +116,7 @@ def unforeseen(name: str, error: Exception) -> Mistake:
     return Mistake(name, 0, "", f"makes the reader fail with {type(error).__name__}; please report it with the log")
 
 
-def load(files: Mapping[str, bytes]) -> Snapshot:
+def load_snapshot(files: Mapping[str, bytes]) -> Snapshot:
     """The snapshot of ``files``, read once; raises ConfigInvalid with all mistakes."""
     return Loader().load(files)
 
@@ -128,7 +131,7 @@ def _documents(name: str, content: bytes) -> list[Document]:
     if not text.strip():
         # what another program's open-and-write looks like from here, in the middle of it
         raise ConfigInvalid([Mistake(name, 0, "", "is empty; write a document, or remove the file")])
-    return split(name, text)
+    return split_documents(name, text)
 
 
 def _version(digests: Mapping[str, str]) -> str:
@@ -157,8 +160,15 @@ def _assemble(readings: Sequence[_Reading], digests: Mapping[str, str], check_pi
     for document, _ in gateways[1:]:
         second = "a second GatewayConfig; a directory takes one, merge the two"
         mistakes.extend(document.mistakes([(("kind",), second)]))
-    unread = Unread.of(one.document for one in readings if one.object is None and one.mistakes)
-    found = Found(routes, servers, gateways, http_routes, backends, policies, pickers, unread)
+    stores = _of(readings, KeyStore)
+    for document, _ in stores[1:]:
+        mistakes.extend(document.mistakes([(("kind",), "a second KeyStore; a directory takes one")]))
+    gateway, store = gateways[0][1].spec if gateways else GatewayConfigSpec(), None
+    if stores:
+        document, store = stores[0][0], stores[0][1].spec
+        mistakes.extend(document.mistakes(check_known_keys(gateway, store)))
+    unread = UnreadDocument.of(one.document for one in readings if one.object is None and one.mistakes)
+    found = DirectoryObjects(routes, servers, gateways, http_routes, backends, policies, pickers, unread)
     mistakes.extend(check_references(found))
     mistakes.extend(check_policies(found))
     mistakes.extend(check_names(routes, "ModelRoute"))
@@ -175,7 +185,7 @@ def _assemble(readings: Sequence[_Reading], digests: Mapping[str, str], check_pi
         digests=digests,
         routes=tuple(route for _, route in routes),
         servers=tuple(server for _, server in servers),
-        gateway=gateways[0][1].spec if gateways else GatewayConfigSpec(),
+        gateway=with_virtual_keys(gateway, store),
         objectives=tuple(objective for _, objective in objectives),
         http_routes=tuple(route for _, route in http_routes),
         backends=tuple(backend for _, backend in backends),
@@ -216,7 +226,7 @@ class Directory(Protocol):
         ...
 
     def has_changed(self) -> bool:
-        """Whether ``read`` may have something else to return than before."""
+        """Whether ``read`` may return another snapshot than before."""
         ...
 
     def read(self) -> Snapshot:
@@ -238,7 +248,7 @@ class ConfigDirectory:
         self._young: set[str] = set()
 
     def has_changed(self) -> bool:
-        """Whether any file has come, gone, or been written or replaced since ``read``, whatever that came to.
+        """Whether any file has come, gone, or been written or replaced since ``read``, even with equal content.
 
         Costs a stat for each file, and reads once more what was new at the last ``read``.
         """
@@ -343,7 +353,7 @@ def _is_ours(name: str) -> bool:
 def _identity(entry: os.DirEntry[str]) -> _Identity | None:
     try:
         found = entry.stat()
-    except OSError:  # replaced between listing and asking, or a link to nothing
+    except OSError:  # replaced between listing and stat, or a link to nothing
         return None
     if not stat.S_ISREG(found.st_mode):
         return None

@@ -38,8 +38,10 @@ class WarmingEngines:
         self._since_s: dict[tuple[str, str], float] = {}
         self._known: set[tuple[str, str]] = set()
 
-    def pending(self, now: float) -> frozenset[str]:
-        """Servers with an engine whose time is over: pass what Envoy has of them to ``on_envoy_endpoints``."""
+    def overdue_servers(self, now: float) -> frozenset[str]:
+        """Servers with an engine that has warmed for ``settle_s``: pass Envoy's endpoints of them to
+        ``on_envoy_endpoints``.
+        """
         return frozenset(
             one[0] for one, at_s in self._since_s.items() if at_s + self._settle_s <= now and one not in self._known
         )
@@ -47,7 +49,8 @@ class WarmingEngines:
     def on_envoy_endpoints(self, known: Mapping[str, Collection[tuple[str, int]]], now: float) -> bool:
         """Returns whether a warming engine may be used from now on.
 
-        ``known``: IP addresses and ports in Envoy's clusters, by server; without servers that Envoy cannot be asked of.
+        ``known``: IP addresses and ports in Envoy's clusters, by server; without servers for which Envoy does not
+        report them.
         """
         news = {
             (server, address)
@@ -90,7 +93,7 @@ def _first_engines(snapshot: Snapshot, has_engines: Callable[[str], bool]) -> It
 class DrainingServers:
     """ModelServers that were removed from the configuration, and to which requests may still be sent.
 
-    extproc and Envoy keep for some seconds what the other may still name.
+    extproc and Envoy keep them for some seconds, because the other may still refer to them.
     """
 
     def __init__(self, linger_s: float) -> None:
@@ -125,8 +128,8 @@ class DrainingServers:
 class DrainingRoutedServers(DrainingServers):
     """Of those, the servers that an HTTPRoute named a short while ago.
 
-    Envoy chooses them, and goes on for as long as it has its former routes. Requests by model alone are routed by the
-    configuration in use and need no server of an earlier one.
+    Envoy chooses them for as long as it has its former routes. Requests by model alone are routed by the configuration
+    in use and need no server of an earlier one.
     """
 
     def __init__(self, linger_s: float) -> None:

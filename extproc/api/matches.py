@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
     from extproc.api.errors import Finding, Path
 
-# Of a compiled expression, in RE2's instructions: the bundle's bootstrap tells Envoy the same number. Envoy's own
+# Of a compiled expression, in RE2's instructions: the bundle's bootstrap sets the same number for Envoy. Envoy's own
 # default of 100 is exceeded by [a-z]{1,50}.
 MAX_PROGRAM_SIZE: Final = 1000
 
 
 class _Compiled(Protocol):
-    """What google-re2 makes of an expression."""
+    """An expression compiled by google-re2."""
 
     @property
     def programsize(self) -> int: ...
@@ -28,7 +28,7 @@ class _Compiled(Protocol):
 
 
 def compile_expression(text: str) -> Callable[[bytes], bool]:
-    """Whether a whole value matches ``text``; raises ValueError, which says what to write instead.
+    """Whether a whole value matches ``text``; raises ValueError with what to write instead.
 
     The library is Envoy's own, so extproc and Envoy agree on what matches, and no value takes more than linear time.
     """
@@ -67,7 +67,7 @@ def _compile(text: str) -> _Compiled:
 ANY_HOST: Final = "*"
 
 
-def covers(pattern: str, domain: str) -> bool:
+def covers_domain(pattern: str, domain: str) -> bool:
     """Whether all hosts of ``domain`` are hosts of ``pattern``. A wildcard stands for one label or more."""
     if ANY_HOST in (pattern, domain):
         return pattern == ANY_HOST
@@ -76,12 +76,12 @@ def covers(pattern: str, domain: str) -> bool:
 
 def have_common_hosts(one: str, other: str) -> bool:
     """Whether a host can belong to both."""
-    return covers(one, other) or covers(other, one)
+    return covers_domain(one, other) or covers_domain(other, one)
 
 
 # A token of RFC 9110.
 _NAME: Final = re.compile(r"[0-9A-Za-z!#$%&'*+.^_`|~-]+")
-# Answers cannot do without these as they are.
+# Clients need these headers of answers unchanged.
 _FRAMING: Final = frozenset(
     {"connection", "content-encoding", "content-length", "content-type", "host", "transfer-encoding", "upgrade"}
 )

@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 import msgspec
 
 from extproc.api.admission import Priority, RateLimit, check_limits
+from extproc.api.budgets import Budgets, check_budgets
+from extproc.api.guards import RouteGuard
 from extproc.api.matches import check_header_name, compile_expression
+from extproc.api.objectives import Slos, check_slo
+from extproc.api.payload_log import PayloadLog, check_payload_log
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata, Name, NonEmpty, ParentReference, Rule, Spec, exactly_one, object_key
+from extproc.api.tiers import NO_CHOICE, Tiers, check_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,6 +64,7 @@ class RouteRule(Spec, frozen=True):
 
     CEL: ClassVar = (
         Rule("self.targetModels.exists(one, one.weight > 0)", "all weights are 0; give one a positive weight"),
+        Rule("!has(self.tiers) || self.targetModels.filter(one, one.weight > 0).size() > 1", NO_CHOICE),
     )
 
     target_models: Annotated[tuple[TargetModel, ...], msgspec.Meta(min_length=1, max_length=16)]
@@ -66,8 +72,10 @@ class RouteRule(Spec, frozen=True):
     model_match: ModelMatch | None = None
     # of requests without an InferenceObjective; those below 0 are refused first when engines are full
     priority: Priority = 0
-    # time to first token that these requests want, for the order Deadline
+    # target time to first token of these requests, for the order Deadline
     ttft_target: Duration | None = None
+    # the cheapest target that holds the objective is taken, and not one by weight
+    tiers: Tiers | None = None
 
 
 class ModelRouteSpec(Spec, frozen=True):
@@ -77,9 +85,9 @@ class ModelRouteSpec(Spec, frozen=True):
     name.
 
     ``rules``: the first one that matches decides. ``model_name``: what clients ask for. ``lora_adapters``: adapters
-    that clients may ask for; the engines have loaded them, or load them when asked for (``adapterLoading`` of the
-    ModelServer). ``rate_limits``: each request must pass all of them.
-    ``parent_refs``: the gateways of a cluster that serve it; without them, all of its namespace.
+    that clients may ask for; the engines have loaded them, or load them on demand (``adapterLoading`` of the
+    ModelServer). ``rate_limits``: each request must pass all of them. ``parent_refs``: the gateways of a cluster that
+    serve it; without them, all of its namespace.
     """
 
     CEL: ClassVar = (
@@ -95,7 +103,15 @@ class ModelRouteSpec(Spec, frozen=True):
     model_name: NonEmpty | None = None
     lora_adapters: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=1000)] = ()
     rate_limits: Annotated[tuple[RateLimit, ...], msgspec.Meta(max_length=16)] = ()
+    # In calendar windows; each request must have room in all of them, and in those of the GatewayConfig.
+    budgets: Budgets = ()
+    # What is promised, by class of requests; answers are measured against it.
+    slo: Slos = ()
     parent_refs: Annotated[tuple[ParentReference, ...], msgspec.Meta(max_length=256)] = ()
+    # Requests and answers that are kept, if the GatewayConfig says where (payloadLog); without it, none.
+    payload_log: PayloadLog | None = None
+    # The guard of the GatewayConfig that each request must pass, after its limits and before its engine is chosen.
+    guard: RouteGuard | None = None
 
 
 class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +129,11 @@ def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
     """A client can ask for it, every rule can be reached and has a target, and its expressions compile."""
     if spec.model_name is None and not spec.lora_adapters:
         yield ("spec",), "no client can ask for this route; write modelName, loraAdapters or both"
+    if spec.payload_log is not None:
+        yield from check_payload_log(spec.payload_log, ("spec", "payloadLog"))
     yield from check_limits(spec.rate_limits)
+    yield from check_budgets(spec.budgets)
+    yield from check_slo(spec.slo)
     for index, limit in enumerate(spec.rate_limits):
         if limit.header is not None:
             yield from check_header_name(limit.header, ("spec", "rateLimits", index, "header"))
@@ -121,6 +141,8 @@ def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
         path: Path = ("spec", "rules", number)
         if not any(target.weight for target in rule.target_models):
             yield (*path, "targetModels"), "all weights are 0, so nothing could be chosen; give one a positive weight"
+        if rule.tiers is not None:
+            yield from check_tiers(rule.tiers, (*path, "tiers"), sum(1 for one in rule.target_models if one.weight))
         if rule.model_match is not None:
             yield from check_matches(rule.model_match, (*path, "modelMatch"))
         elif number < len(spec.rules) - 1:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 import msgspec
 
-from extproc.api import patterns
+from extproc.api import spec as patterns
 from extproc.api.addresses import check_endpoint, is_hostname, parse_endpoint
 from extproc.api.admission import FlowControl, check_flow_control
 from extproc.api.connection import EngineConnection
 from extproc.api.matches import check_header_name
+from extproc.api.pricing import PriceSpec, check_pricing
 from extproc.api.quantities import LONGEST_MESSAGE_S, ByteSize, Duration, check_duration
 from extproc.api.spec import (
     Metadata,
@@ -35,8 +36,8 @@ _NO_NAME: Final = "nothing says which name the engines' certificates have; write
 
 
 CacheIsolation = Annotated[str, msgspec.Meta(pattern=patterns.ISOLATION)]
-# Whoever sets one of these makes an engine connect somewhere, or chooses where a request runs, with which adapter
-# (beside ``model``, which alone is checked) or in whose session.
+# A client that sets one of these makes an engine connect somewhere, or chooses where a request runs, with which adapter
+# (beside ``model``, the only one that is checked) or in which session.
 SteeringField = Literal[
     "kv_transfer_params",
     "ec_transfer_params",
@@ -60,15 +61,19 @@ InternalField = Literal[SteeringField, MarkingField]
 class Activation(Spec, frozen=True):
     """While no engine can take them, requests wait for the first one; without this field they are answered 503 at once.
 
-    ``hold_timeout``: the longest that a request waits so. ``start_time``: what a start takes, for ``retry-after``,
-    until one was measured. ``max_requests`` and ``max_bytes``: how many may wait in each process, and the size of their
-    bodies; further ones are answered 429.
+    ``hold_timeout``: the longest time that a request waits. ``start_time``: what a start takes, for ``retry-after``,
+    until one was measured. ``max_requests`` and ``max_bytes``: most requests that may wait in each process, and most
+    bytes of their bodies; further ones are answered 429.
     """
 
     hold_timeout: Duration = Duration("10m")
     start_time: Duration = Duration("60s")
     max_requests: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 1000
     max_bytes: ByteSize = ByteSize("256Mi")
+
+
+# Of a cluster's ModelServer without ``activation`` that was deleted and made again, for some minutes.
+RETURNED: Final = Activation(hold_timeout=Duration("60s"))
 
 
 class AdapterSource(Spec, frozen=True):
@@ -81,9 +86,9 @@ class AdapterSource(Spec, frozen=True):
 
 
 class AdapterLoading(Spec, frozen=True):
-    """Engines load an adapter when a request asks for it, and unload the least recently used one to make room.
+    """Engines load an adapter when a request needs it, and unload the least recently used one to make room.
 
-    ``adapters``: those that may be loaded. ``port``: of the runtime agents beside the engines, which then load;
+    ``adapters``: those that may be loaded. ``port``: that of the runtime agents, which then load adapters;
     without it the engines do, and vLLM needs ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` for that. ``slots``: how many
     adapters an engine may hold at a time; without it, as many as the engine reports that a batch may use
     (``max_lora``), or else as many as it had when it refused another. ``timeout``: the longest that a request waits for
@@ -99,11 +104,11 @@ class AdapterLoading(Spec, frozen=True):
 
 
 class StaticEndpoint(Spec, frozen=True):
-    """One engine. ``address``: ``ip:port``, ``[ip6]:port`` or ``name:port``. ``labels``: what policies and ``pdGroup``
-    tell endpoints apart by. ``price``: what a second of it costs, relative to others. ``draining``: it gets nothing
-    new while others are there. ``kv_events`` and ``kv_replay``: where this engine publishes and replays KV events, if
-    not on its ModelServer's ports, written as ``address``. ``server_name``: the name of its certificate, if not the
-    ModelServer's ``connection.tls.serverName``.
+    """One engine. ``address``: ``ip:port``, ``[ip6]:port`` or ``name:port``. ``labels``: by which policies and
+    ``pdGroup`` distinguish endpoints. ``price``: what a second of it costs, relative to others. ``draining``: it gets
+    no new request while there are other engines. ``kv_events`` and ``kv_replay``: where this engine publishes and
+    replays KV events, if not on its ModelServer's ports, written as ``address``. ``server_name``: the name of its
+    certificate, if not the ModelServer's ``connection.tls.serverName``.
     """
 
     address: NonEmpty
@@ -118,19 +123,23 @@ class StaticEndpoint(Spec, frozen=True):
 class PdGroup(Spec, frozen=True):
     """Engines in two roles: one computes the prompt, another writes the answer. ``prefill_labels`` and
     ``decode_labels``: labels of the role. ``group_key``: a label; both engines of a pair have the same value of it.
-    ``min_uncached_tokens``: prompts of which the decode engine misses fewer tokens are computed there.
+    ``min_uncached_tokens``: the decode engine computes a prompt with fewer uncached tokens. ``decide_by``: whether it
+    also computes longer ones where that takes fewer seconds, the transfer and stopped answers included.
+    ``stall_weight``: of a second by which a running answer is stopped, where a second until a first token has 1.
     """
 
     prefill_labels: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
     decode_labels: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
     group_key: str = ""
     min_uncached_tokens: Annotated[int, msgspec.Meta(ge=0)] = 512
+    decide_by: Literal["ExpectedSeconds", "UncachedTokens"] = "ExpectedSeconds"
+    stall_weight: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.2
 
 
 class KvEventsSpec(Spec, frozen=True):
     """Engines publish what enters and leaves their KV caches (vLLM's ``--kv-events-config``). ``port``: rank r of a
-    data-parallel engine publishes on this port plus r. ``replay_port``: where missed events are replayed; without
-    it, what was missed stays unknown. ``topic``: their beginning. ``data_parallel_size``: an engine's ranks.
+    data-parallel engine publishes on this port plus r. ``replay_port``: where missed events are replayed; without it,
+    missed events are lost. ``topic``: prefix of the topics to subscribe to. ``data_parallel_size``: an engine's ranks.
     """
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 5557
@@ -140,7 +149,7 @@ class KvEventsSpec(Spec, frozen=True):
 
 
 class TokenizerSpec(Spec, frozen=True):
-    """How prompts become tokens. ``path``: directory of tokenizer files; or else engines' /tokenize is asked."""
+    """How prompts become tokens. ``path``: directory of tokenizer files; without it, engines' /tokenize is called."""
 
     path: NonEmpty | None = None
     # a request waits no longer than this for its tokens; the approximate index then decides
@@ -148,8 +157,8 @@ class TokenizerSpec(Spec, frozen=True):
 
 
 class RetryPolicy(Spec, frozen=True):
-    """How Envoy goes down the list of endpoints when one fails before its first byte. ``attempts``: how many further
-    endpoints it tries.
+    """How Envoy tries the next endpoints of the list when one fails before its first byte. ``attempts``: how many
+    further endpoints it tries.
     """
 
     attempts: Annotated[int, msgspec.Meta(ge=0, le=10)] = 2
@@ -177,7 +186,7 @@ class TrafficPolicy(Spec, frozen=True):
 
     @property
     def route(self) -> str:
-        """What Envoy's routes must know of it, as text: the time limit and the retries; empty for the defaults."""
+        """The settings for Envoy's routes, as text: the time limit and the retries; empty for the defaults."""
         if (self.timeout, self.retry.attempts) == _DEFAULT_ROUTE:
             return ""
         return f"{float(self.timeout)}s/{self.retry.attempts}"
@@ -186,13 +195,32 @@ class TrafficPolicy(Spec, frozen=True):
 _DEFAULT_ROUTE: Final = (TrafficPolicy().timeout, TrafficPolicy().retry.attempts)
 
 
+class RewriteTarget(Spec, frozen=True):
+    """``model``: a name under which the engines serve it. ``weight``: its share of the requests, relative to the other
+    targets' weights.
+    """
+
+    model: NonEmpty
+    weight: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 1
+
+
+class ModelRewrite(Spec, frozen=True):
+    """Which model the engines are asked for instead. ``models``: those that clients ask for; without any, every one.
+    ``targets``: one of them is drawn by weight.
+    """
+
+    targets: Annotated[tuple[RewriteTarget, ...], msgspec.Meta(min_length=1, max_length=64)]
+    models: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=1000)] = ()
+
+
 class ModelServerSpec(Spec, frozen=True):
     """The engines that serve one base model: listed as ``endpoints``, or in a cluster selected as pods.
 
     ``model``: the name under which the engines serve it. ``listed``: the engines. ``workload_selector``: labels of the
-    pods that the engines run in. ``workload_port``: where they listen. ``engine``: whose metrics' names they use.
-    ``traffic_policy``: time limits and retries. ``pd_group``: prefill and decode on separate engines. ``kv_events``:
-    engines publish what is in their caches. ``tokenizer``: how prompts become tokens, where ``kv_events`` is set.
+    pods that the engines run in. ``workload_port``: where they listen. ``engine``: the server program, which determines
+    the names of metrics. ``traffic_policy``: time limits and retries. ``pd_group``: prefill and decode on separate
+    engines. ``kv_events``: engines publish changes of their caches. ``tokenizer``: how prompts become tokens, where
+    ``kv_events`` is set.
     """
 
     CEL: ClassVar = (
@@ -222,35 +250,41 @@ class ModelServerSpec(Spec, frozen=True):
     traffic_policy: TrafficPolicy = TrafficPolicy()
     # TLS and a key towards the engines; without it, plain HTTP.
     connection: EngineConnection = EngineConnection()
-    # Streamed answers carry token usage only when stream_options.include_usage asks for it. Always: ask for it when the
-    # client did not, and keep the chunk with it from the client. AsRequested: leave bodies alone.
+    # Streamed answers carry token usage only if the request sets stream_options.include_usage. Always: set it where the
+    # client did not, and remove the chunk with it from the answer. AsRequested: leave bodies unchanged.
     stream_usage: Literal["Always", "AsRequested"] = "Always"
     # How an engine is chosen. RoundRobin is there to compare with.
     picker: Literal["PrefixAware", "RoundRobin"] = "PrefixAware"
-    # A file of this directory that holds an EndpointPickerConfig; it takes the place of ``picker``.
+    # A file of this directory that holds an EndpointPickerConfig; it replaces ``picker``.
     picker_config: NonEmpty | None = None
     pd_group: PdGroup | None = None
     # Between two reads of an engine's metrics; 0s: never.
     scrape_interval: Duration = Duration("200ms")
-    # Where engines show their metrics; without it, where the engine does by itself: /prometheus/metrics of
-    # TensorRT-LLM, /metrics of the others.
+    # Path of the engines' metrics; without it, the engine's default: /prometheus/metrics of TensorRT-LLM, /metrics of
+    # the others.
     metrics_path: Annotated[str, msgspec.Meta(pattern=patterns.HTTP_PATH, max_length=1024)] | None = None
+    # The port of every engine's metrics, where it is not the endpoint's own.
+    metrics_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     kv_events: KvEventsSpec | None = None
     tokenizer: TokenizerSpec = TokenizerSpec()
-    # The older way to say cacheIsolation: Header:NAME.
+    # The older form of cacheIsolation: Header:NAME.
     cache_scope_header: NonEmpty | None = None
-    # Whose prompts share a prefix cache; without it, the GatewayConfig's.
+    # Which prompts share a prefix cache; without it, the GatewayConfig's.
     cache_isolation: CacheIsolation | None = None
-    # Fields by which gateways steer engines, and that clients may set here. Others are refused with 400 if they say
-    # where an engine connects or a request runs (kv_transfer_params, data_parallel_rank), and removed from bodies
-    # otherwise.
+    # Fields by which gateways steer engines, and that clients may set here. Others are refused with 400 if they
+    # determine where an engine connects or a request runs (kv_transfer_params, data_parallel_rank), and removed from
+    # bodies otherwise.
     allowed_fields: Annotated[tuple[InternalField, ...], msgspec.Meta(max_length=32)] = ()
-    # Which requests go first while engines are full; without it, every request goes at once.
+    # The order of requests while engines are full; without it, every request is sent at once.
     flow_control: FlowControl | None = None
-    # LoRA adapters that are loaded when a request asks for them; without it, those that the engines have.
+    # LoRA adapters that are loaded when a request needs them; without it, those that the engines have.
     adapter_loading: AdapterLoading | None = None
+    # Of requests that no ModelRoute sends here: the first that has the model that the client asks for decides.
+    model_rewrites: Annotated[tuple[ModelRewrite, ...], msgspec.Meta(max_length=1000)] = ()
     # Requests wait while there is no engine; without it, they are answered 503 at once.
     activation: Activation | None = None
+    # What requests cost: usually one price, or several with the instants from which they hold.
+    pricing: Annotated[tuple[PriceSpec, ...], msgspec.Meta(max_length=64)] = ()
 
     @property
     def endpoints(self) -> tuple[StaticEndpoint, ...]:
@@ -287,6 +321,7 @@ def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
         yield from check_header_name(spec.cache_scope_header, ("spec", "cacheScopeHeader"))
     yield from _check_adapters(spec, spec.adapter_loading)
     yield from _check_activation(spec.activation)
+    yield from check_pricing(spec.pricing)
     if spec.flow_control is not None:
         yield from check_header_name(spec.flow_control.session_header, ("spec", "flowControl", "sessionHeader"))
         yield from check_flow_control(spec.flow_control)
@@ -294,14 +329,16 @@ def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
 
 
 def _check_adapters(spec: ModelServerSpec, loading: AdapterLoading | None) -> Iterator[Finding]:
-    """Who loads can be asked, each adapter has one source, and none has the base model's name."""
+    """The program that loads adapters has an API for it, each adapter has one source, and none has the base model's
+    name.
+    """
     if loading is None:
         return
     path: Path = ("spec", "adapterLoading")
     if spec.pd_group is not None:
         yield path, "has no effect beside pdGroup: adapters are loaded where one engine does both prefill and decode"
     if loading.port is None and spec.engine != "vLLM":
-        yield path, f"{spec.engine} is asked to load nothing; write port, of the runtime agents beside the engines"
+        yield path, f"extproc cannot ask {spec.engine} to load adapters; write port, that of the runtime agents"
     yield from check_duration(loading.timeout, (*path, "timeout"), longest_s=LONGEST_MESSAGE_S)
     seen: set[str] = set()
     for index, adapter in enumerate(loading.adapters):
@@ -340,8 +377,8 @@ def check_connection(spec: ModelServerSpec) -> Iterator[Finding]:
         return
     authorities = tls.ca_file, tls.ca_certificate_ref
     if sum(one is not None for one in authorities) + tls.insecure_skip_verify != 1:
-        said = "write caFile, or insecureSkipVerify: true to accept any certificate; in a cluster caCertificateRef"
-        yield (*path, "tls"), f"{said} in place of caFile"
+        message = "write caFile, or insecureSkipVerify: true to accept any certificate; in a cluster caCertificateRef"
+        yield (*path, "tls"), f"{message} in place of caFile"
     if tls.client_certificate is not None and tls.client_certificate_ref is not None:
         yield (*path, "tls"), "write clientCertificate, or in a cluster clientCertificateRef, not both"
     names = [((*path, "tls", "serverName"), tls.server_name)]
@@ -357,15 +394,15 @@ def check_no_references(spec: ModelServerSpec) -> Iterator[Finding]:
     """For directories: the gateway role of a cluster puts files in the place of references."""
     connection = spec.connection
     path: Path = ("spec", "connection")
-    said = "is in an object of a cluster, which a directory has none of"
+    message = "is in an object of a cluster, which a directory has none of"
     if connection.api_key_ref is not None:
-        yield (*path, "apiKeyRef"), f"{said}; write apiKeyFile or apiKeyEnv, or apply it to a cluster"
+        yield (*path, "apiKeyRef"), f"{message}; write apiKeyFile or apiKeyEnv, or apply it to a cluster"
     if connection.tls is None:
         return
     if connection.tls.ca_certificate_ref is not None:
-        yield (*path, "tls", "caCertificateRef"), f"{said}; write caFile, or apply it to a cluster"
+        yield (*path, "tls", "caCertificateRef"), f"{message}; write caFile, or apply it to a cluster"
     if connection.tls.client_certificate_ref is not None:
-        yield (*path, "tls", "clientCertificateRef"), f"{said}; write clientCertificate, or apply it to a cluster"
+        yield (*path, "tls", "clientCertificateRef"), f"{message}; write clientCertificate, or apply it to a cluster"
 
 
 def _check_names(spec: ModelServerSpec) -> Iterator[Finding]:

@@ -2,21 +2,24 @@
 """EndpointPickerConfig, as llm-d and the Gateway API Inference Extension write it.
 
 Source: llm-d-router ``pkg/epp/config``. ``plugins`` name types and parameters; ``schedulingProfiles`` refer to them
-with weights. Which types there are, and what parameters they take, ``extproc.scheduling`` knows.
+with weights. ``extproc.scheduling`` defines the types and their parameters.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 
 import msgspec
 
 from extproc.api.admission import FlowControl
 from extproc.api.documents import Document
+from extproc.api.errors import ConfigInvalid
 from extproc.api.quantities import Duration, Quantity
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from extproc.api.errors import Path
 
 PICKER_KIND = "EndpointPickerConfig"
 
@@ -68,7 +71,7 @@ class BandSection(_Section, frozen=True):
 
 
 class DetectorSection(_Section, frozen=True):
-    """Which plugin says how full engines are."""
+    """The plugin that measures how full engines are."""
 
     plugin_ref: str = ""
 
@@ -117,6 +120,10 @@ class EndpointPickerConfig(_Section, frozen=True):
     parser: Any = None
 
 
+# Parameters of llm-d's metrics-data-source that name files of the machine.
+_FILES: Final = ("caCertPath", "clientCertPath", "clientKeyPath")
+
+
 class PickerFile(msgspec.Struct, frozen=True):
     """An EndpointPickerConfig of the configuration directory. ``flow_control``: what its section means here."""
 
@@ -124,17 +131,32 @@ class PickerFile(msgspec.Struct, frozen=True):
     config: EndpointPickerConfig
     flow_control: FlowControl | None = None
 
+    def named_files(self) -> Iterator[tuple[Path, str]]:
+        """Files that its plugins read: where each is named, and its name."""
+        for index, spec in enumerate(self.config.plugins):
+            if spec.type == "metrics-data-source":
+                given = spec.parameters or {}
+                yield from (
+                    (("plugins", index, "parameters", one), str(given[one])) for one in _FILES if given.get(one)
+                )
+
+
+def refuse_files(file: PickerFile) -> None:
+    """For objects of a cluster, whose authors have no rights on the gateway's machine; raises ConfigInvalid."""
+    message = "names a file of the gateway, which objects of a cluster may not; leave it out"
+    mistakes = file.document.mistakes([(path, message) for path, _ in file.named_files()])
+    if mistakes:
+        raise ConfigInvalid(mistakes)
+
 
 class PickerCheck(Protocol):
-    """Whether an EndpointPickerConfig can be used with the plugins that are installed, which ``extproc.scheduling``
-    knows.
-    """
+    """Whether an EndpointPickerConfig can be used with the installed plugins, which ``extproc.scheduling`` lists."""
 
     def __call__(self, file: PickerFile) -> Sequence[str]:
-        """What of it has no effect here, in sentences; raises ConfigInvalid with every mistake."""
+        """A sentence for each field that has no effect here; raises ConfigInvalid with every mistake."""
         ...
 
 
 def check_shape_alone(file: PickerFile) -> Sequence[str]:  # noqa: ARG001 - as the protocol has it
-    """A PickerCheck where no plugins are known: whatever could be read can be used."""
+    """A PickerCheck without plugins to compare with: every config that could be read is accepted."""
     return ()

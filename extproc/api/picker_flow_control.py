@@ -124,7 +124,7 @@ def _check_gates(config: EndpointPickerConfig) -> Iterator[Finding]:
 
 
 def detector_name(config: EndpointPickerConfig) -> str:
-    """The name of the plugin that says how full engines are: ``flowControl``'s before the older top-level one's."""
+    """The name of the plugin that measures how full engines are: ``flowControl``'s before the older top-level one's."""
     section = config.flow_control
     named = (section.saturation_detector if section else None) or config.saturation_detector
     return (named.plugin_ref if named else "") or DEFAULT_DETECTOR
@@ -143,13 +143,13 @@ def flow_control_of(config: EndpointPickerConfig) -> FlowControl | None:
         no_endpoint_timeout=_bounded(
             ttl if section.no_endpoint_request_ttl is None else section.no_endpoint_request_ttl
         ),
-        # there, bands are bounded, and all together only if that is said
+        # in llm-d, each band is bounded, and their sum only if it is configured
         max_requests=int(section.max_requests or _MOST_REQUESTS),
         max_bytes=ByteSize(int(section.max_bytes)) if section.max_bytes else _MOST_BYTES,
         bands=tuple(_band(priority, band, plugins) for priority, band in _bands(section).items()),
         sharing="Strict",
         flow_by="Tenant",
-        # there, requests of negative priority wait like all others
+        # in llm-d, requests of negative priority wait like all others
         shed_from=_NEVER_SHED,
     )
 
@@ -184,7 +184,7 @@ class _Plugins:
 
     @property
     def detector(self) -> tuple[int, PluginSpec | None]:
-        """The plugin that says how full engines are, and its place among all."""
+        """The plugin that measures how full engines are, and its index among all."""
         return self._places.get(self._detector, (-1, None))
 
     @property
@@ -238,7 +238,7 @@ _HIGHEST: Final = 2**31 - 1
 class UsageLimitPolicy(Protocol):
     """Changes flow control to have the ceilings of a policy."""
 
-    def applied(self, control: FlowControl, priorities: Collection[int]) -> FlowControl:
+    def with_ceilings(self, control: FlowControl, priorities: Collection[int]) -> FlowControl:
         """``priorities``: those that requests are known to have."""
         ...
 
@@ -246,20 +246,20 @@ class UsageLimitPolicy(Protocol):
 class StaticUsageLimit(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``static-usage-limit-policy``: one ceiling for all priorities.
 
-    A threshold above 1 means the same as 1: beyond that no engine has room.
+    A threshold above 1 means the same as 1: beyond that no engine has capacity.
     """
 
     threshold: Annotated[float, msgspec.Meta(ge=0)] = 1.0
 
-    def applied(self, control: FlowControl, priorities: Collection[int]) -> FlowControl:
+    def with_ceilings(self, control: FlowControl, priorities: Collection[int]) -> FlowControl:
         """Every band has the ceiling."""
         ceiling = min(1.0, self.threshold)
         return _with_ceilings(control, dict.fromkeys(priorities, ceiling), below=ceiling)
 
 
 class PriorityHoldback(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``priority-holdback-policy``: lower priorities stop at lower ceilings, so that room is left for higher
-    ones.
+    """llm-d's ``priority-holdback-policy``: lower priorities stop at lower ceilings, so that capacity is left for
+    higher ones.
 
     The highest of N priorities has the ceiling ``maxCeiling``, the lowest ``minCeiling``. Between them, domain ``rank``
     goes down in equal steps, ``c_i = max - i * (max - min) / (N - 1)``; domain ``value`` follows the numbers, ``c =
@@ -314,7 +314,7 @@ class PriorityHoldback(msgspec.Struct, frozen=True, rename="camel", forbid_unkno
         scale = ordered[0] - ordered[-1]
         return {one: top - (ordered[0] - one) / scale * spread for one in ordered}
 
-    def applied(self, control: FlowControl, priorities: Collection[int]) -> FlowControl:
+    def with_ceilings(self, control: FlowControl, priorities: Collection[int]) -> FlowControl:
         """Bands below all known priorities have the lowest ceiling."""
         found = self.ceilings_of(priorities)
         return _with_ceilings(control, found, below=0.0 if self.domain == "explicit" else min(found.values()))
@@ -329,7 +329,7 @@ class SoftReflectiveCeiling(msgspec.Struct, frozen=True, rename="camel", forbid_
     ``ceilings: SoftReflective`` in a ModelServer's ``flowControl``.
     """
 
-    def applied(self, control: FlowControl, priorities: Collection[int]) -> FlowControl:
+    def with_ceilings(self, control: FlowControl, priorities: Collection[int]) -> FlowControl:
         """The bands' own ceilings stay at 1."""
         del priorities
         return msgspec.structs.replace(control, ceilings="SoftReflective")
@@ -339,8 +339,9 @@ class AgentIdentity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
     """llm-d's ``agent-identity``: each session of an agent is a flow of its own in ``flowControl``.
 
     The first of these headers that a request has names its session: ``additionalSessionHeaders``,
-    ``x-claude-code-session-id``, ``x-session-affinity``, ``session-id``, ``session_id``. A fairness ID goes before it.
-    Clients choose these names, so sessions divide the share of their tenant, and what does not name a tenant is one.
+    ``x-claude-code-session-id``, ``x-session-affinity``, ``session-id``, ``session_id``. A fairness ID takes
+    precedence. Clients choose these names, so sessions divide the share of their tenant, and requests without a tenant
+    count as one tenant.
     """
 
     additional_session_headers: tuple[NonEmpty, ...] = ()
@@ -379,7 +380,7 @@ def check_usage_limits(config: EndpointPickerConfig) -> Iterator[Finding]:
 def with_usage_limits(
     control: FlowControl | None, config: EndpointPickerConfig, objectives: Collection[int] = ()
 ) -> FlowControl | None:
-    """``control`` with what these plugins say. Expects a config in which ``check_usage_limits`` finds nothing.
+    """``control`` with the settings of these plugins. Expects a config in which ``check_usage_limits`` finds nothing.
 
     ``objectives``: the priorities of the InferenceObjectives that its requests may name. Each is a band of its own, as
     in llm-d, with the settings of the band that it would be in.
@@ -405,7 +406,7 @@ def with_usage_limits(
         str_keys=True,
     )
     named = () if section is None else (band.priority for band in section.priority_bands)
-    return policy.applied(control, {0, *objectives, *named})
+    return policy.with_ceilings(control, {0, *objectives, *named})
 
 
 def _with_bands(control: FlowControl, objectives: Collection[int]) -> FlowControl:

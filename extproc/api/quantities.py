@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Durations (``250ms``, ``1h30m``), sizes (``64Mi``) and quantities, decoded when read."""
+"""Durations (``250ms``, ``1h30m``), sizes (``64Mi``), quantities and amounts of money, decoded when read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decimal import Decimal
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Self
 
-from extproc.api.advice import no_duration, no_quantity, no_size
+from extproc.api.advice import no_duration, no_money, no_quantity, size_mistake
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from extproc.api.errors import Finding, Path
 
 
-# Protocol buffers hold no duration of more than 10,000 years, and Envoy multiplies some; nobody waits for a year.
+# Protocol buffers hold no duration of more than 10,000 years, and Envoy multiplies some; a year is longer than any
+# useful limit.
 _LONGEST_FOR_ENVOY_S: Final = 366 * 86400.0
 # Envoy counts milliseconds.
 _SHORTEST_S: Final = 0.001
@@ -46,6 +47,10 @@ _LARGEST_SIZE: Final = 2**63 - 1
 _QUANTITY: Final = re.compile(
     r"([+-]?)(\d+\.?\d*|\.\d+)(?:([KMGTPE]i|[numkMGTPE])|[eE](\+?\d{1,2}|-\d{1,2}))?", re.ASCII
 )
+_MONEY: Final = re.compile(r"([+-]?)(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?", re.ASCII)
+_MICRO: Final = 1_000_000
+# Of the currency. Sums of amounts in micro-units stay below 2**53, where floating-point numbers are exact.
+_LARGEST_MONEY: Final = 1_000_000_000
 _UNITS: Final[Mapping[str, Decimal]] = MappingProxyType(
     {
         **{unit: Decimal(factor) for unit, factor in {**_BINARY, **_DECIMAL}.items()},
@@ -57,7 +62,7 @@ _UNITS: Final[Mapping[str, Decimal]] = MappingProxyType(
 
 
 class _AsWritten:
-    """A number that remembers the text of which it was made."""
+    """A number that keeps the text from which it was decoded."""
 
     __slots__ = ()
     _text: str
@@ -106,7 +111,7 @@ class ByteSize(_AsWritten, int):
         match = _SIZE.fullmatch(text) if is_text else None
         size = None if match is None else _bytes_of(match)
         if size is None:
-            raise ValueError(no_size(given))
+            raise ValueError(size_mistake(given))
         found = super().__new__(cls, size)
         found._text = text
         return found
@@ -138,6 +143,40 @@ class Quantity(_AsWritten, int):
         return found
 
 
+class Money(_AsWritten, int):
+    """An amount in micro-units of a currency, from decimals: ``2.5``, ``"0.075"``, ``100``. It is never rounded.
+
+    Raises ValueError.
+    """
+
+    def __new__(cls, given: object) -> Self:
+        """Read ``given``: text, or a number, whose shortest decimals are what was written."""
+        text = str(given)
+        is_text = not isinstance(given, bool) and len(text) <= _MOST_CHARACTERS
+        match = _MONEY.fullmatch(text) if is_text else None
+        if match is None:
+            raise ValueError(no_money(given))
+        micros = Decimal(text) * _MICRO
+        if micros < 0:
+            msg = f"'{text}' is negative; write 0 or more"
+            raise ValueError(msg)
+        if micros > _LARGEST_MONEY * _MICRO:
+            msg = f"'{text}' is too large; write at most {_LARGEST_MONEY}"
+            raise ValueError(msg)
+        if micros != int(micros):
+            msg = f"'{text}' has more than 6 digits behind the point; the smallest amount is 0.000001"
+            raise ValueError(msg)
+        found = super().__new__(cls, int(micros))
+        found._text = text
+        return found
+
+
+def money_text(micros: int) -> str:
+    """An amount in micro-units as people write it: ``12.34``; at least two decimals, and at most six."""
+    sign, (whole, rest) = "-" if micros < 0 else "", divmod(abs(micros), _MICRO)
+    return f"{sign}{whole}.{f'{rest:06d}'.rstrip('0').ljust(2, '0')}"
+
+
 def decode_quantity(kind: type, value: object) -> object:
     """msgspec's ``dec_hook`` for these types; raises ValueError or, for a foreign type, NotImplementedError."""
     if kind is Duration:
@@ -146,6 +185,8 @@ def decode_quantity(kind: type, value: object) -> object:
         return ByteSize(value)
     if kind is Quantity:
         return Quantity(value)
+    if kind is Money:
+        return Money(value)
     msg = f"no configuration type is a {kind.__name__}"
     raise NotImplementedError(msg)
 
@@ -155,7 +196,13 @@ def decode_quantity_leniently(kind: type, value: object) -> object:
     try:
         return decode_quantity(kind, value)
     except ValueError:
-        return Duration("1s") if kind is Duration else ByteSize(1) if kind is ByteSize else Quantity(1)
+        placeholders: dict[type, object] = {
+            Duration: Duration("1s"),
+            ByteSize: ByteSize(1),
+            Quantity: Quantity(1),
+            Money: Money(1),
+        }
+        return placeholders[kind]
 
 
 def _bytes_of(match: re.Match[str]) -> int | None:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from extproc.api.access_policy import ModelAccessPolicy, Targets, check_targets
-from extproc.api.documents import Document, Unread
+from extproc.api.documents import Document, UnreadDocument
 from extproc.api.gateway_config import GatewayConfig
 from extproc.api.http_route import ATTACHE_GROUP, Backend, HTTPRoute
 from extproc.api.model_route import ModelRoute
 from extproc.api.model_server import ModelServer, check_no_references
 from extproc.api.schema import suggest
-from extproc.api.snapshot import who_may
+from extproc.api.snapshot import access_restrictions
 from extproc.api.spec import is_attached, namespace_of, object_key
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class _Named(Protocol):
     def metadata(self) -> Metadata: ...
 
 
-class Found(msgspec.Struct, frozen=True):
+class DirectoryObjects(msgspec.Struct, frozen=True):
     """The objects of a directory with their documents, each kind sorted by key. ``pickers``: files of picker configs.
     ``unread``: the documents that are not among them because they could not be read.
     """
@@ -44,7 +44,7 @@ class Found(msgspec.Struct, frozen=True):
     backends: Sequence[tuple[Document, Backend]]
     policies: Sequence[tuple[Document, ModelAccessPolicy]] = ()
     pickers: Collection[str] = ()
-    unread: Unread = Unread()
+    unread: UnreadDocument = UnreadDocument()
 
     @property
     def listeners(self) -> list[str]:
@@ -52,7 +52,7 @@ class Found(msgspec.Struct, frozen=True):
         return [one.name for one in self.gateways[0][1].spec.listeners] if self.gateways else []
 
 
-def check_references(found: Found) -> Iterator[Mistake]:
+def check_references(found: DirectoryObjects) -> Iterator[Mistake]:
     """Every ModelServer, Backend, listener and file that is referred to exists."""
     for document, server in found.servers:
         yield from document.mistakes(_of_server(server, found.pickers, found.unread))
@@ -68,8 +68,8 @@ def check_references(found: Found) -> Iterator[Mistake]:
         yield from document.mistakes(_secrets(gateway))
 
 
-def check_policies(found: Found) -> Iterator[Mistake]:
-    """What access policies are attached to exists, and Envoy alone does not serve what they forbid."""
+def check_policies(found: DirectoryObjects) -> Iterator[Mistake]:
+    """Every target of an access policy exists, and Envoy alone does not serve requests that policies forbid."""
     known = Targets(
         model_routes={route.metadata.key for _, route in found.routes},
         model_servers={server.metadata.key for _, server in found.servers},
@@ -81,10 +81,10 @@ def check_policies(found: Found) -> Iterator[Mistake]:
         yield from document.mistakes(check_targets(policy, known))
     for document, gateway in found.gateways[:1]:
         policies = [policy for _, policy in found.policies]
-        undone = who_may(gateway.spec, policies) if gateway.spec.failure_mode == "Open" else []
+        undone = access_restrictions(gateway.spec, policies) if gateway.spec.failure_mode == "Open" else []
         if undone:
-            said = f"without extproc, requests would get round {', '.join(undone[:3])}; write Close, or leave it out"
-            yield from document.mistakes([(("spec", "failureMode"), said)])
+            message = f"without extproc, requests would get round {', '.join(undone[:3])}; write Close, or leave it out"
+            yield from document.mistakes([(("spec", "failureMode"), message)])
 
 
 def check_names(found: Sequence[tuple[Document, _Named]], what: str) -> Iterator[Mistake]:
@@ -92,10 +92,10 @@ def check_names(found: Sequence[tuple[Document, _Named]], what: str) -> Iterator
     return _unique(found, lambda one: [one.metadata.key], ("metadata", "name"), lambda name: f"the {what} '{name}'")
 
 
-def check_model_names(found: Found) -> Iterator[Mistake]:
+def check_model_names(found: DirectoryObjects) -> Iterator[Mistake]:
     """On each listener, only one ModelRoute serves a model or adapter of a name."""
     listeners: Sequence[str | None] = found.listeners or [None]
-    # of two routes with one name, check_names tells
+    # check_names reports two routes with one name
     routes = [next(same) for _, same in groupby(found.routes, key=lambda one: one[1].metadata.key)]
     said: set[tuple[str, int, str]] = set()
     for listener in listeners:
@@ -117,7 +117,7 @@ def check_model_names(found: Found) -> Iterator[Mistake]:
                 yield mistake
 
 
-def _of_server(server: ModelServer, pickers: Collection[str], unread: Unread) -> Iterator[Finding]:
+def _of_server(server: ModelServer, pickers: Collection[str], unread: UnreadDocument) -> Iterator[Finding]:
     if server.spec.workload_selector is not None:
         message = "selects pods, which a directory has none of; write endpoints, or apply it to a cluster"
         yield ("spec", "workloadSelector"), message
@@ -128,19 +128,21 @@ def _of_server(server: ModelServer, pickers: Collection[str], unread: Unread) ->
 
 
 def _secrets(gateway: GatewayConfig) -> Iterator[Finding]:
-    """The gateway role puts what Secrets hold in their place."""
+    """References to Secrets, which the gateway role replaces with the content: a directory has no Secrets."""
     given = gateway.spec.authentication
     if given is None:
         return
     path, said = ("spec", "authentication"), "is in a Secret, which a directory has none of"
     if given.api_key_secrets:
         yield (*path, "apiKeySecrets"), f"{said}; write apiKeys, or apply it to a cluster"
+    if given.virtual_keys is not None and given.virtual_keys.secret is not None:
+        yield (*path, "virtualKeys", "secret"), f"{said}; leave it out, or apply it to a cluster"
     for index, issuer in enumerate(given.jwt):
         if issuer.jwks_secret is not None:
             yield (*path, "jwt", index, "jwksSecret"), f"{said}; write jwksFile, or apply it to a cluster"
 
 
-def _missing_servers(route: ModelRoute, keys: Collection[str], unread: Unread) -> Iterator[Finding]:
+def _missing_servers(route: ModelRoute, keys: Collection[str], unread: UnreadDocument) -> Iterator[Finding]:
     for number, rule in enumerate(route.spec.rules):
         for index, target in enumerate(rule.target_models):
             if route.server_key(target) not in keys and not unread.may_hold(target.model_server_name):
@@ -161,7 +163,7 @@ def _missing_listeners(parent_refs: Iterable[ParentReference], listeners: Collec
 
 
 def _missing_backends(
-    route: HTTPRoute, servers: Collection[str], backends: Collection[str], unread: Unread
+    route: HTTPRoute, servers: Collection[str], backends: Collection[str], unread: UnreadDocument
 ) -> Iterator[Finding]:
     for ref, path in backend_refs(route):
         if ref.group != ATTACHE_GROUP or ref.kind not in ("ModelServer", "Backend"):

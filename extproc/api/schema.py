@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 from msgspec import inspect
 
-from extproc.api.advice import bounds_advice, shape_advice, shown
-from extproc.api.patterns import ADVICE
+from extproc.api.advice import bounds_advice, quote_value, shape_advice
+from extproc.api.errors import escape_unprintable
 from extproc.api.quantities import decode_quantity
+from extproc.api.spec import ADVICE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _MAX_FINDINGS: Final = 100
 _MAX_COMPARED: Final = 300
 # Mistakes under these fields never show the value: a refused configuration must not put keys into logs.
-_SECRET: Final = frozenset({"authentication", "cacheSecret"})
+_SECRET: Final = frozenset({"authentication", "cacheSecret", "keys"})
 
 
 def check_shape(value: object, cls: type) -> list[Finding]:
@@ -120,7 +121,7 @@ def _walk_struct(value: dict[object, object], kind: inspect.StructType, path: Pa
 
 
 def _choice_of_another(key: str, value: object, fields: Mapping[str, inspect.Field]) -> str:
-    """What to say of a choice that is no choice of the field ``key`` and is one of another field; else empty."""
+    """Advice for a choice that is none of the field ``key`` and is one of another field; else empty."""
     own = _choices(fields[key])
     if not own or not isinstance(value, str) or value.lower() in map(str.lower, own):
         return ""
@@ -136,7 +137,7 @@ def _choices(field: inspect.Field) -> list[str]:
 
 
 def _field_advice(key: str, fields: Mapping[str, inspect.Field], value: Mapping[object, object]) -> str:
-    """What was meant by a field of ``value`` that is not among ``fields``."""
+    """The probable meaning of a field of ``value`` that is not among ``fields``."""
     if key.startswith("-"):
         return f"write a space between the dash of a list item and its field: '- {key.lstrip('-')}:'"
     holders = [name for name, field in fields.items() if key in _fields_of(field.type)]
@@ -180,7 +181,7 @@ def _advice(value: object, kind: inspect.Type) -> str:
 def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Finding]:
     if isinstance(kind, inspect.LiteralType):
         if value not in kind.values:
-            wrong = _shown(value, path) if isinstance(value, str) or _is_secret(path) else shown(value)
+            wrong = _shown(value, path) if isinstance(value, str) or _is_secret(path) else quote_value(value)
             yield path, f"{wrong} is not a choice; {suggest(str(value), map(str, kind.values))}"
         return
     if isinstance(kind, inspect.CustomType):
@@ -196,7 +197,10 @@ def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Findi
             yield path, f"{_shown(value, path)} {advice}"
         else:
             said = shape_advice(value, kind, is_secret=_is_secret(path)) or bounds_advice(value, kind)
-            yield path, said or f"{_lower_first(str(error))}{'' if _is_secret(path) else f'; it is {shown(value)}'}"
+            yield (
+                path,
+                said or f"{_lower_first(str(error))}{'' if _is_secret(path) else f'; it is {quote_value(value)}'}",
+            )
 
 
 _PLAIN: Mapping[type[inspect.Type], type] = {
@@ -244,9 +248,4 @@ def _is_secret(path: Path) -> bool:
 
 
 def _shown(value: object, path: Path) -> str:
-    return "the value" if _is_secret(path) else f"'{_printable(str(value)[:_MAX_COMPARED])}'"
-
-
-def _printable(text: str) -> str:
-    """One line, and no control character of a terminal."""
-    return text if text.isprintable() else text.encode("unicode_escape").decode()
+    return "the value" if _is_secret(path) else f"'{escape_unprintable(str(value)[:_MAX_COMPARED])}'"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 
-from extproc.api.patterns import HEADER_OR_EMPTY
+from extproc.api.spec import HEADER_OR_EMPTY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +42,7 @@ class _Section(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
 
 
 class SessionSource(_Section, frozen=True):
-    """Where a session's id is read: a request header, or what another plugin knows of the request."""
+    """Where a session's id is read: a request header, or data that another plugin attached to the request."""
 
     header: _HeaderName = ""
     attribute: str = ""
@@ -68,10 +68,11 @@ class EncodedEndpointHeader(_Section, frozen=True):
 
 
 class SessionAffinityParameters(_Section, frozen=True):
-    """What both plugins take. ``headerName`` and ``header``: older names of ``encodedEndpointHeaderConfig.header``.
+    """The parameters of both plugins. ``headerName`` and ``header``: older names of
+    ``encodedEndpointHeaderConfig.header``.
 
     ``algorithm``, with ``evictionTtlSeconds``, and ``sessionIDProducerName`` are what was before ``strategy:
-    session_id``: the session's id is in the token's header, or what that producer knows.
+    session_id``: the session's id is in the token's header, or comes from that producer.
     """
 
     strategy: Literal["encoded_endpoint_header", "session_id"] = "encoded_endpoint_header"
@@ -138,6 +139,6 @@ def _token_header(given: Mapping[str, Any]) -> str | None:
         taken = {key: value for key, value in given.items() if key not in UNUSED}
         parameters = msgspec.convert(taken, SessionAffinityParameters)
     except msgspec.ValidationError:
-        # extproc refuses the file, and says why
+        # extproc refuses the file with the reason
         return None
     return None if parameters.has_ids else parameters.token_header

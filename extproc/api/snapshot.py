@@ -31,8 +31,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One consistent, validated reading of a configuration directory, sorted by namespace and name.
 
     ``version`` is a digest of the content: equal directories have equal versions. ``digests``: of each file, as
-    ``content_digest`` has it. ``picker_files``: EndpointPickerConfigs by the name of their file; which plugins there
-    are, extproc knows.
+    ``content_digest`` has it. ``picker_files``: EndpointPickerConfigs by the name of their file; their plugins are
+    checked by extproc.
     """
 
     version: str
@@ -66,45 +66,50 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         return for_engine_s + for_adapter_s + (0.0 if control is None else control.longest_wait_s)
 
 
-# Tenants and users of callers; extproc knows them.
+# Tenants and users of callers, which extproc alone has.
 _WRITTEN_BY_GATEWAYS: Final = "x-attache-"
 
 
 def failure_mode_of(snapshot: Snapshot) -> Literal["Open", "Close"]:
-    """What is configured; if nothing is, Close where requests would get round something in mode Open."""
+    """The configured mode; without one, Close where mode Open would undo a setting, else Open."""
     if snapshot.gateway.failure_mode is not None:
         return snapshot.gateway.failure_mode
     return "Close" if decided_by_extproc(snapshot) else "Open"
 
 
 def decided_by_extproc(snapshot: Snapshot) -> list[str]:
-    """What holds only while extproc decides, and requests would get round in failure mode Open."""
+    """The settings that extproc alone enforces, which failure mode Open would undo."""
     found = []
     for route in snapshot.routes:
         if route.spec.rate_limits:
             found.append(f"ModelRoute {route.metadata.key}: rateLimits")
+        if route.spec.guard is not None and route.spec.guard.failure_mode == "Close":
+            found.append(f"ModelRoute {route.metadata.key}: guard")
         matches = [rule.model_match for rule in route.spec.rules if rule.model_match is not None]
         if any(name.lower().startswith(_WRITTEN_BY_GATEWAYS) for one in matches for name in one.headers):
             found.append(f"ModelRoute {route.metadata.key}: rules by tenant or user")
-    return [*found, *who_may(snapshot.gateway, snapshot.access_policies), *_isolated_caches(snapshot)]
+    return [*found, *access_restrictions(snapshot.gateway, snapshot.access_policies), *_isolated_caches(snapshot)]
 
 
-def who_may(gateway: GatewayConfigSpec, policies: Sequence[ModelAccessPolicy]) -> list[str]:
-    """What says who may use which models. Envoy cannot say it without extproc, so failure mode Open is refused beside
-    it.
+def access_restrictions(gateway: GatewayConfigSpec, policies: Sequence[ModelAccessPolicy]) -> list[str]:
+    """The settings that restrict who may use which models. Envoy does not enforce them without extproc, so failure mode
+    Open is refused beside them.
     """
-    asked = gateway.authentication
-    models = [] if asked is None else [one.models for one in asked.api_keys]
-    models += [] if asked is None else [one.models for one in asked.api_key_secrets]
+    authentication = gateway.authentication
+    models = [] if authentication is None else [one.models for one in authentication.api_keys]
+    models += [] if authentication is None else [one.models for one in authentication.api_key_secrets]
     models += [one.models for one in gateway.tenants]
     found = [f"ModelAccessPolicy {one.metadata.key}" for one in policies]
     if any(one is not None for one in models):
         found.insert(0, "GatewayConfig: models of tenants or keys")
+    if authentication is not None and authentication.virtual_keys is not None:
+        # a key that is made tomorrow may have models and limits
+        found.insert(0, "GatewayConfig: virtualKeys")
     return found
 
 
 def cache_isolation_of(spec: ModelServerSpec, snapshot: Snapshot) -> str:
-    """Whose prompts share a prefix cache of this server: ``Tenant``, ``User``, ``Shared`` or ``Header:NAME``."""
+    """Which prompts share a prefix cache of this server: ``Tenant``, ``User``, ``Shared`` or ``Header:NAME``."""
     if spec.cache_isolation is None and spec.cache_scope_header is not None:
         return f"Header:{spec.cache_scope_header}"
     gateway = snapshot.gateway
@@ -119,14 +124,33 @@ def _isolated_caches(snapshot: Snapshot) -> Iterator[str]:
 
 
 def limits_without_redis(snapshot: Snapshot) -> list[str]:
-    """A warning for every Global limit: without Redis, machines cannot share it."""
-    return [
+    """A warning for every Global limit and budget: without Redis, machines cannot share it."""
+    budgets = [("GatewayConfig", snapshot.gateway.budgets)]
+    budgets += [(f"ModelRoute {route.metadata.key}", route.spec.budgets) for route in snapshot.routes]
+    found = [
         f"ModelRoute {route.metadata.key}: rateLimits[{index}] is Global, and there is no --redis: "
         + ("all its requests get 503" if limit.without_redis == "Refuse" else "every machine grants it by itself")
         for route in snapshot.routes
         for index, limit in enumerate(route.spec.rate_limits)
         if limit.scope == "Global"
     ]
+    found += [
+        f"{where}: the budget '{one.name}' is Global, and there is no --redis: "
+        + ("all its requests get 503" if one.without_redis == "Refuse" else "every machine grants it by itself")
+        for where, given in budgets
+        for one in given
+        if one.scope == "Global"
+    ]
+    keys = () if snapshot.gateway.authentication is None else snapshot.gateway.authentication.api_keys
+    names = {
+        key.name
+        for key in keys
+        if "Global" in {*(one.scope for one in key.rate_limits), *(one.scope for one in key.budgets)}
+    }
+    if names:
+        what = f"API key {min(names)}" if len(names) == 1 else f"{len(names)} API keys"
+        found.append(f"{what}: own limits are Global, and there is no --redis: every machine grants them by itself")
+    return found
 
 
 # Engines' pages that the process reads. A page of vLLM's costs some 65 us, so these take a sixth of a core.
@@ -165,7 +189,7 @@ def stretched_intervals(snapshot: Snapshot) -> Iterator[str]:
 
 
 def wanted_descriptors(snapshot: Snapshot) -> int:
-    """What connections to all engines take, and subscriptions to their events."""
+    """Descriptors for connections to all engines, and for subscriptions to their events."""
     wanted = 0
     for server in snapshot.servers:
         spec = server.spec

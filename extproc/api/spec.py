@@ -1,21 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kinds share: spelling of fields, names of objects, CEL rules for their CRDs, selectors and parents."""
+"""Types that the kinds share: patterns of text, names of objects, CEL rules for their CRDs, selectors and parents."""
 
 from __future__ import annotations
 
 from datetime import datetime
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, NamedTuple
 
 import msgspec
 
-from extproc.api import patterns
-
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+# ``\Z``, as ``$`` would also match before a line break at the end.
+NAME: Final = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?\Z"
+NAMESPACE: Final = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z"
+# With the namespace and name of its Gateway in front, if it is one's: ``default/web/https``.
+LISTENER: Final = r"^[a-z0-9]([-a-z0-9./]{0,198}[a-z0-9])?\Z"
+NO_CONTROL: Final = r"^[^\x00-\x1f\x7f]*\Z"
+# What a client can send as a token of the header ``authorization``.
+KEY: Final = r"^[\x21-\x7e]*\Z"
+# Of a request for one of our own pages: written into its first line as it is.
+HTTP_PATH: Final = r"^/[\x21-\x7e]*\Z"
+# Without a query; or nothing.
+OWN_PATH: Final = r"^(/[!\x24-\x3e\x40-\x7e]*)?\Z"
+# A key of a Secret's or a ConfigMap's data.
+DATA_KEY: Final = r"^[-._a-zA-Z0-9]+\Z"
+HEADER: Final = r"^[0-9A-Za-z-]+\Z"
+# Of another's configuration, where an empty text means the default.
+HEADER_OR_EMPTY: Final = r"^[0-9A-Za-z_-]*\Z"
+ISOLATION: Final = r"^(Tenant|User|Shared|Header:[0-9A-Za-z!#$%&'*+.^`|~-]+)\Z"
+# Claims of tokens; a dot goes into an object.
+CLAIM: Final = r"^[^\x00-\x1f\x7f.]+(\.[^\x00-\x1f\x7f.]+)*\Z"
+# A name, or the beginning or the end of names.
+WILDCARD: Final = r"^(\*|[^*\x00-\x1f\x7f]+\*?|\*[^*\x00-\x1f\x7f]+)\Z"
+# By ISO 4217.
+CURRENCY: Final = r"^[A-Z]{3}\Z"
+# In hexadecimal, lower case.
+SHA256: Final = r"^[0-9a-f]{64}\Z"
+KEY_ID: Final = r"^[0-9a-f]{12}\Z"
+LABEL_VALUE: Final = r"^([0-9A-Za-z]([-0-9A-Za-z_.]*[0-9A-Za-z])?)?\Z"
+HTTPS_URL: Final = (
+    r"^https://([0-9A-Za-z]([-.0-9A-Za-z]*[0-9A-Za-z])?|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[!-\"$-~]*)?\Z"
+)
+ADVICE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        NAME: "is not a name; write lower-case letters, digits, '-' and '.' (at most 253)",
+        NAMESPACE: "is not a namespace; write lower-case letters, digits and '-' (at most 63)",
+        LISTENER: "is no name of a listener; write lower-case letters, digits, '-', '.' and '/' (at most 200)",
+        NO_CONTROL: "has a control character, such as a line break; leave it out",
+        KEY: "has a character that no client can send in a header; write ASCII letters, digits and signs, no spaces",
+        OWN_PATH: "is no path; write one that begins with '/' and has no spaces, '?' or '#', such as /healthz",
+        HTTP_PATH: "is no path; write one that begins with '/' and has no spaces, such as /metrics",
+        DATA_KEY: "is no key of a Secret's or ConfigMap's data; write letters, digits, '-', '_' and '.'",
+        HEADER: "is no name of a header; write letters, digits and '-'",
+        HEADER_OR_EMPTY: "is no name of a header; write letters, digits, '-' and '_'",
+        ISOLATION: "is not a choice; write Tenant, User, Shared or Header:NAME",
+        WILDCARD: "is no name; '*' stands at its beginning or at its end, and control characters nowhere",
+        HTTPS_URL: "is no address of TLS; write https://HOST/PATH, without a user and without '#'",
+        SHA256: "is no SHA-256; write 64 hexadecimal digits in lower case",
+        KEY_ID: "is no id of a key; leave it to attache keys, which makes 12 hexadecimal digits",
+        CURRENCY: "is no currency; write its three capitals by ISO 4217, such as USD",
+        LABEL_VALUE: "is no value of a label; write letters, digits, '-', '_' and '.', a letter or digit at each end",
+        CLAIM: "is no claim; write a name, or names joined by single dots, such as realm.tenant",
+    }
+)
+
 
 class Rule(NamedTuple):
-    """One rule of a struct: ``self`` in ``rule`` is an object of it, and ``message`` says what to write instead.
+    """One rule of a struct: ``self`` in ``rule`` is an object of it, and ``message`` is what to write instead.
 
     Only the CEL standard's own functions, so that rules can be tried without an API server.
     """
@@ -35,9 +88,9 @@ def together(first: str, second: str) -> Rule:
     return Rule(f"has(self.{first}) == has(self.{second})", f"write both {first} and {second}, or neither")
 
 
-Name = Annotated[str, msgspec.Meta(pattern=patterns.NAME, max_length=253)]
-Namespace = Annotated[str, msgspec.Meta(pattern=patterns.NAMESPACE, max_length=63)]
-NonEmpty = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.NO_CONTROL)]
+Name = Annotated[str, msgspec.Meta(pattern=NAME, max_length=253)]
+Namespace = Annotated[str, msgspec.Meta(pattern=NAMESPACE, max_length=63)]
+NonEmpty = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=NO_CONTROL)]
 API_VERSION: Final = "attache.dev/v1alpha1"
 DEFAULT_NAMESPACE: Final = "default"
 
@@ -88,7 +141,7 @@ def full_key(text: str) -> str:
 
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
-LabelValue = Annotated[str, msgspec.Meta(max_length=63, pattern=r"^([0-9A-Za-z]([-0-9A-Za-z_.]*[0-9A-Za-z])?)?$")]
+LabelValue = Annotated[str, msgspec.Meta(max_length=63, pattern=LABEL_VALUE)]
 
 
 class WorkloadSelector(Spec, frozen=True):

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of extproc and of the bundle's writer, as JSON, by which the controller follows them.
+"""Pages of extproc and of the bundle's writer, as JSON, that the controller polls or watches.
 
-``/demand``, for autoscalers: what clients ask for and what is known of the engines. With ``?watch`` it is a stream of
+``/demand``, for autoscalers: the clients' demand and the state of the engines. With ``?watch`` it is a stream of
 objects, a line each: one a second, and one at once when a request begins to wait for a ModelServer without engines, or
 when far more requests are unfinished than in the last line. With ``?watch=changes`` lines after the first leave out
 ModelServers that have not changed.
 
 ``/loads``: what the engines do for one extproc, by which the controller chooses and drains pods.
 
-``/config``: which files of the configuration directory are in use. Whoever writes the directory reads it there.
+``/console``: for people; see ``extproc.console``.
+
+``/slo``: how well objectives are kept; a line for each objective.
+
+``/config``: which files of the configuration directory are in use. The directory's writer reads it there.
 """
 
 from __future__ import annotations
@@ -21,28 +25,49 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import xxhash
 
+from extproc.api.objectives import ObjectiveName
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 DEMAND_PATH: Final = "/demand"
+CONSOLE_PATH: Final = "/console"
+SLO_PATH: Final = "/slo"
 # Upper bounds of the buckets, a fifth of a decade each; the last bucket has no bound.
 TTFT_BOUNDS_S: Final = tuple(round(10 ** (power / 5), 4) for power in range(-10, 13))
 TPOT_BOUNDS_S: Final = tuple(round(10 ** (power / 10), 5) for power in range(-30, 5))
-# So many more unfinished requests than somebody knows of, and so many times as many, are news.
+# A watcher gets a line at once when unfinished requests have grown by this number and by this factor since its last
+# line.
 _MANY_MORE: Final = 8
 _TIMES_AS_MANY: Final = 2
 
 
 def is_news_at(known: int) -> int:
-    """How many unfinished requests are news to somebody who knows of so many."""
+    """Number of unfinished requests at which a watcher whose last line had ``known`` gets a new line at once."""
     return max(known + _MANY_MORE, known * _TIMES_AS_MANY)
 
 
-class Counted(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, gc=False):
+class ObjectiveCounts(msgspec.Struct, frozen=True, rename="camel"):
+    """One objective of a class ``name``, as one process has seen it. ``target_s``: what requests are to take at most.
+    ``share``: of the requests of the last ``window_s`` that are to meet it. ``excluded``: requests that did not count,
+    since the process began. ``hours``: with hours since 1970, how many requests met it and missed it.
+    """
+
+    route: str
+    name: str
+    objective: ObjectiveName
+    target_s: float
+    share: float
+    window_s: float
+    excluded: int = 0
+    hours: list[tuple[int, int, int]] = []
+
+
+class RequestCounters(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, gc=False):
     """Counts since the process began; they only grow. ``arrivals``: requests that were routed here. ``refused``: those
     that got an error of ours. ``finished``: those whose outcome is known. ``prompt_tokens``: of these, as the engines
-    say, or as estimated at arrival where they do not. ``cached_tokens``: those of them that an engine had in its cache.
-    ``output_tokens``: written. ``prefill_work``: uncached tokens, those with long contexts weighing more.
+    report, or as estimated at arrival where they do not. ``cached_tokens``: those of them that an engine had in its
+    cache. ``output_tokens``: written. ``prefill_work``: uncached tokens, those with long contexts weighing more.
     """
 
     arrivals: int = 0
@@ -76,15 +101,15 @@ class EngineDemand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tr
 
 
 class ServerDemand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
-    """One ModelServer. ``model``: its base model. ``counted``: by the model that was asked for, adapters apart.
-    ``ttft`` and ``tpot``: requests by bucket (``TTFT_BOUNDS_S``, ``TPOT_BOUNDS_S``), since the process began; times
-    count from arrival, so that waiting here is in them. ``queued``: requests that wait here now. ``queued_tokens``:
-    their uncached prompt tokens, as expected. ``oldest_wait_s``: of the first of them. ``at_zero``: those that wait
-    because no engine can take them. ``engines``: by address.
+    """One ModelServer. ``model``: its base model. ``counted``: by requested model, adapters apart. ``ttft`` and
+    ``tpot``: requests by bucket (``TTFT_BOUNDS_S``, ``TPOT_BOUNDS_S``), since the process began; times count from
+    arrival, so that waiting here is in them. ``queued``: requests that wait here now. ``queued_tokens``: their uncached
+    prompt tokens, as expected. ``oldest_wait_s``: of the first of them. ``at_zero``: those that wait because no engine
+    can take them. ``engines``: by address.
     """
 
     model: str = ""
-    counted: dict[str, Counted] = msgspec.field(default_factory=dict)
+    counted: dict[str, RequestCounters] = msgspec.field(default_factory=dict)
     ttft: tuple[int, ...] = ()
     tpot: tuple[int, ...] = ()
     queued: int = 0
@@ -95,11 +120,11 @@ class ServerDemand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tr
 
 
 class Demand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
-    """What one process knows. ``instance``: its name, another one after each start. ``sequence``: grows with each
+    """The state of one process. ``instance``: its name, another one after each start. ``sequence``: grows with each
     message. ``age_s``: since the process began. ``servers``: by ``namespace/name``. ``slot``: which of its pod's
-    processes it is, the same after each start; empty where there is one. With an empty ``instance``, the pod says that
-    the process in this slot does not answer. ``since``: the number of the message that this one goes on from:
-    ModelServers that it does not name are as they were there; 0: it names all of them.
+    processes it is, the same after each start; empty where there is one. With an empty ``instance``, the pod reports
+    that the process in this slot does not answer. ``since``: the number of the message that this one continues:
+    ModelServers that it does not name are unchanged since; 0: it names all of them.
     """
 
     instance: str
@@ -111,22 +136,22 @@ class Demand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
 
 
 def changed_since(now: Demand, before: Demand) -> Demand:
-    """What to tell whom ``before`` was told last: servers that are other objects there, or all if others are named."""
+    """The message that follows ``before``: servers that are other objects than there, or all if the names differ."""
     if now.instance != before.instance or now.servers.keys() != before.servers.keys():
         return now
     changed = {name: one for name, one in now.servers.items() if one is not before.servers[name]}
     return Demand(now.instance, now.sequence, now.age_s, changed, now.slot, before.sequence)
 
 
-def completed(said: Demand, before: Demand | None) -> Demand | None:
-    """The whole of a message that may name changed servers alone; None if it does not go on from ``before``."""
-    if not said.since:
-        return said
-    if before is None or (before.instance, before.sequence) != (said.instance, said.since):
+def complete_status(report: Demand, before: Demand | None) -> Demand | None:
+    """The whole of a message that may name changed servers alone; None if it does not continue ``before``."""
+    if not report.since:
+        return report
+    if before is None or (before.instance, before.sequence) != (report.instance, report.since):
         return None
-    if not said.servers.keys() <= before.servers.keys():
+    if not report.servers.keys() <= before.servers.keys():
         return None
-    return Demand(said.instance, said.sequence, said.age_s, {**before.servers, **said.servers}, said.slot)
+    return Demand(report.instance, report.sequence, report.age_s, {**before.servers, **report.servers}, report.slot)
 
 
 def bucket_of(value_s: float, bounds: tuple[float, ...]) -> int:
@@ -134,7 +159,7 @@ def bucket_of(value_s: float, bounds: tuple[float, ...]) -> int:
     return bisect_left(bounds, value_s)
 
 
-def added(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+def add_histograms(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
     """Two histograms as one."""
     return tuple(a + b for a, b in itertools.zip_longest(first, second, fillvalue=0))
 
@@ -164,9 +189,10 @@ LOADS_LABEL: Final = "attache.dev/tells-loads"
 
 
 class EndpointLoad(msgspec.Struct, frozen=True, rename="camel"):
-    """``in_flight``: requests that this process has sent there. ``cached_tokens``: of prompts, in its cache, as far as
-    this process knows. ``reported``: requests that the engine itself says it has: those that came from others too, and
-    those that went to another engine than was decided, because Envoy could not reach that one or did not know it yet.
+    """``in_flight``: requests that this process has sent there. ``cached_tokens``: of prompts, in its cache, as this
+    process estimates. ``reported``: requests at the engine as it reports itself: including those from other clients,
+    and those that Envoy sent to another engine than was decided, because it could not reach that one or did not have it
+    yet.
     """
 
     in_flight: int = 0
@@ -175,7 +201,7 @@ class EndpointLoad(msgspec.Struct, frozen=True, rename="camel"):
 
     @property
     def busy_with(self) -> int:
-        """Requests at the engine. What was sent is known sooner than what is reported."""
+        """Requests at the engine. Dispatches are counted before the engine reports them."""
         return max(self.in_flight, self.reported)
 
 
@@ -202,7 +228,8 @@ class ConfigReport(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """``files``: those in use, by name, as ``content_digest`` has their content. ``refused``: why newer ones are not
     used, empty if they are. ``waiting``: what newer ones wait for, if that is known. ``missing_keys``: files and
     variables with keys that cannot be read, with the reason of each. ``has_nothing``: it serves nothing at all, as
-    after a restart with files that it refuses.
+    after a restart with files that it refuses. ``wrong_models``: by ModelServer, what is wrong with its ``model``, as
+    the engines list others.
     """
 
     files: Mapping[str, str] = {}
@@ -210,6 +237,7 @@ class ConfigReport(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     waiting: str = ""
     missing_keys: tuple[str, ...] = ()
     has_nothing: bool = False
+    wrong_models: Mapping[str, str] = {}
 
 
 def content_digest(content: bytes) -> str:

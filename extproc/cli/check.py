@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``extproc check``: every mistake in a configuration directory, or a summary of it if there is none.
 
-Notes are on what is valid and does not do what its author may think, each with what to do.
+Notes are on settings that are valid and may not do what their author expects, each with what to do.
 """
 
 from __future__ import annotations
@@ -11,27 +11,35 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from extproc.admission.limits import MAX_BUCKETS, RESOURCES
+from extproc.admission.limits import RESOURCES
+from extproc.admission.local_limits import MAX_BUCKETS
 from extproc.api.addresses import parse_address, worker_addresses
 from extproc.api.errors import ConfigInvalid
+from extproc.api.files import open_regular
 from extproc.api.gateway_config import unreachable_listener
-from extproc.api.load import load_directory
+from extproc.api.load import Loader, load_directory, max_bytes
 from extproc.api.matches import ANY_HOST, have_common_hosts
+from extproc.api.picker_config import PICKER_KIND
 from extproc.api.references import backend_key, backend_refs
 from extproc.api.schema import suggest
 from extproc.api.snapshot import decided_by_extproc, failure_mode_of, missing_descriptors, stretched_intervals
 from extproc.api.spec import is_attached
-from extproc.cli.system import counted, hard_limit, report
+from extproc.cli.system import hard_limit, pluralize, print_mistakes
 from extproc.prefix.index import MOST_BLOCKS, MOST_BLOCKS_IN_ALL, blocks_of_each
 from extproc.protocol import LONGEST_MESSAGE_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from extproc.api.admission import RateLimit
     from extproc.api.authentication import Authentication
+    from extproc.api.budgets import Budget
+    from extproc.api.model_route import RouteRule
     from extproc.api.model_server import ModelServerSpec
+    from extproc.api.objectives import Slo
     from extproc.api.picker_config import PickerCheck, PickerFile
     from extproc.api.snapshot import Snapshot
+    from extproc.api.tiers import TierClass, Tiers
 
 
 def parser(prog: str = "extproc check") -> argparse.ArgumentParser:
@@ -39,12 +47,16 @@ def parser(prog: str = "extproc check") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=prog,
         description=(
-            "Read a configuration directory and report every mistake, with file, line and what to write instead."
+            "Read a configuration directory, or one EndpointPickerConfig, and report every mistake, with file, line and"
+            " what to write instead."
         ),
-        epilog="Exit status: 0 if the directory can be used, 2 if not.",
+        epilog="Exit status: 0 if it can be used, 2 if not.",
     )
     made.add_argument(
-        "directory", type=Path, metavar="DIR", help="holds YAML files: ModelServers, ModelRoutes and others"
+        "directory",
+        type=Path,
+        metavar="DIR|FILE",
+        help="a directory of YAML files: ModelServers, ModelRoutes and others; or the file of an EndpointPickerConfig",
     )
     made.add_argument(
         "--listen", metavar="ADDRESS", help="where extproc will listen: see whether Envoy is configured to call there"
@@ -58,6 +70,8 @@ def main(words: list[str], prog: str = "extproc check") -> int:
     made = parser(prog)
     options = made.parse_args(words)
     directory, listens = options.directory, _listens(made, options)
+    if directory.is_file():
+        return _check_picker_file(directory)
     try:
         snapshot = load_directory(directory, _InstalledPlugins())
         notes = [
@@ -68,18 +82,26 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *_unreached(snapshot),
             *unrouted_servers(snapshot),
             *literal_stars(snapshot),
-            *limits_of_nobody(snapshot),
+            *limits_without_identity(snapshot),
+            *limits_for_none(snapshot),
             *crowded_limits(snapshot),
+            *budgets_without_identity(snapshot),
+            *unpriced_servers(snapshot),
+            *mixed_currencies(snapshot),
+            *payload_logs_without_effect(snapshot),
+            *missing_guards(snapshot),
+            *tiers_without_effect(snapshot),
+            *doubtful_objectives(snapshot),
             *unsalted_messages(snapshot),
             *too_many_watched_files(snapshot),
             *stretched_intervals(snapshot),
             *missing_descriptors(snapshot, hard_limit()),
             *forgotten_prompts(snapshot),
-            *_missing_files(snapshot, directory),
+            *_unreadable_files(snapshot, directory),
             *_notes(snapshot),
         ]
     except ConfigInvalid as error:
-        return report(error)
+        return print_mistakes(error)
     for note in notes:
         print(f"note: {note}")
     problem = unreachable_listener(snapshot.gateway, listens) if listens else ""
@@ -87,6 +109,31 @@ def main(words: list[str], prog: str = "extproc check") -> int:
         print(problem, file=sys.stderr)
         return 2
     print(f"{directory} is valid: {_summary(snapshot)}")
+    return 0
+
+
+def _check_picker_file(path: Path) -> int:
+    """Exit status, as above."""
+    most = max_bytes(path.name)
+    try:
+        with path.open("rb") as opened:
+            content = opened.read(most + 1)
+    except OSError as error:
+        print(f"{path} cannot be read: {error.strerror}", file=sys.stderr)
+        return 2
+    if len(content) > most:
+        print(f"{path} has more than {most} bytes, which are read; write a shorter one", file=sys.stderr)
+        return 2
+    if PICKER_KIND.encode() not in content:
+        print(f"{path} is a file, and no {PICKER_KIND}; name the directory that it is in", file=sys.stderr)
+        return 2
+    try:
+        notes = _notes(Loader(_InstalledPlugins()).load({path.name: content}))
+    except ConfigInvalid as error:
+        return print_mistakes(error)
+    for note in notes:
+        print(f"note: {note}")
+    print(f"{path} is a valid {PICKER_KIND}")
     return 0
 
 
@@ -102,7 +149,7 @@ def _listens(made: argparse.ArgumentParser, options: argparse.Namespace) -> list
 
 
 def _undone_by_open(snapshot: Snapshot) -> list[str]:
-    """What a directory with failure mode Open gives away."""
+    """Settings that do not hold in failure mode Open while extproc is away."""
     if failure_mode_of(snapshot) == "Close":
         return []
     advice = "has no effect while extproc is down, because of failureMode: Open; write Close, or leave it out"
@@ -113,14 +160,14 @@ def _too_long(snapshot: Snapshot) -> list[str]:
     """Waits that Envoy ends before extproc does."""
     waits = [(server, snapshot.longest_wait_s_of(server.spec)) for server in snapshot.servers]
     return [
-        f"ModelServer {server.metadata.key}: {_who_holds(server.spec)} for up to {wait_s:g} s, and Envoy waits an hour"
+        f"ModelServer {server.metadata.key}: {_held_by(server.spec)} for up to {wait_s:g} s, and Envoy waits an hour"
         " at most; write timeouts of 59m or less"
         for server, wait_s in waits
         if wait_s and wait_s + snapshot.gateway.message_timeout > LONGEST_MESSAGE_TIMEOUT_S
     ]
 
 
-def _who_holds(spec: ModelServerSpec) -> str:
+def _held_by(spec: ModelServerSpec) -> str:
     holders = {
         "flowControl": spec.flow_control or spec.picker_config,
         "adapterLoading": spec.adapter_loading,
@@ -194,26 +241,53 @@ def _fits(pattern: str, name: str) -> bool:
     return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
 
 
-def _missing_files(snapshot: Snapshot, directory: Path) -> list[str]:
-    """Files of certificates and keys. They may be elsewhere than where this command runs, so they are no mistake."""
-    named = [(f"listener {one.name}", file) for one in snapshot.gateway.listeners for file in one.files]
-    servers = [(f"ModelServer {one.metadata.key}", one.spec.connection) for one in snapshot.servers]
-    named += [(who, file) for who, connection in servers for file in connection.files]
-    return [
-        f"{who}: there is no file '{directory / file}' here; without it this is not served"
-        for who, file in dict.fromkeys(named)
-        if not (directory / file).is_file()
-    ]
+def _unreadable_files(snapshot: Snapshot, directory: Path) -> Iterator[str]:
+    """Files that documents name. They may be elsewhere than where this command runs, so they are no mistake."""
+    for who, name, effect in dict.fromkeys(_named_files(snapshot)):
+        file = directory / name
+        if problem := _problem_of(file):
+            yield f"{who}: '{file}' cannot be read here: {problem}; without it {effect}"
+
+
+def _named_files(snapshot: Snapshot) -> Iterator[tuple[str, str, str]]:
+    """Who names a file, its name, and what becomes of requests without it."""
+    unserved, refused = "this is not served", "these callers get 401"
+    for listener in snapshot.gateway.listeners:
+        yield from ((f"listener {listener.name}", name, unserved) for name in listener.files)
+    for server in snapshot.servers:
+        who, tokenizer = f"ModelServer {server.metadata.key}", server.spec.tokenizer.path
+        yield from ((who, name, unserved) for name in server.spec.connection.files)
+        if tokenizer is not None:
+            yield who, f"{tokenizer}/tokenizer.json", "the index of prefixes is approximate"
+    for picker, file in snapshot.picker_files.items():
+        yield from ((picker, name, "engines' metrics are not read") for _, name in file.named_files())
+    if snapshot.gateway.tracing is not None:
+        yield from (("tracing", name, "no spans are sent") for name in snapshot.gateway.tracing.files)
+    for guard in snapshot.gateway.guards:
+        yield from ((f"guard {guard.name}", name, "it is not asked") for name in guard.connection.files)
+    asked = snapshot.gateway.authentication
+    if asked is not None:
+        yield from ((f"key {one.name}", one.key_file, refused) for one in asked.api_keys if one.key_file is not None)
+        yield from ((f"issuer {one.name}", one.file, refused) for one in asked.jwt if one.file is not None)
+
+
+def _problem_of(file: Path) -> str:
+    """Why ``file`` cannot be read, empty if it can be."""
+    try:
+        open_regular(file).close()
+    except OSError as error:
+        return str(error.strerror)
+    return ""
 
 
 class _InstalledPlugins:
-    """A PickerCheck with the plugins that are installed, which are looked up once, and only if there is a file."""
+    """A PickerCheck with the installed plugins, which are loaded once, and only if there is a file."""
 
     def __init__(self) -> None:
         self._check: PickerCheck | None = None
 
     def __call__(self, file: PickerFile) -> Sequence[str]:
-        """What of the file has no effect here; raises ConfigInvalid with every mistake."""
+        """Notes on parts of the file without effect here; raises ConfigInvalid with every mistake."""
         if self._check is None:
             # numpy, which plugins need, takes longer to load than the whole of this command
             from extproc.llmd.pickers import InstalledPlugins  # noqa: PLC0415
@@ -223,7 +297,7 @@ class _InstalledPlugins:
 
 
 def _notes(snapshot: Snapshot) -> list[str]:
-    """What has no effect in the EndpointPickerConfigs; raises ConfigInvalid, also for a plugin that fails."""
+    """Notes on EndpointPickerConfigs' parts without effect; raises ConfigInvalid, also for a plugin that fails."""
     if not snapshot.picker_files:
         return []
     # numpy, which plugins need, takes longer to load than the whole of this command
@@ -235,31 +309,78 @@ def _notes(snapshot: Snapshot) -> list[str]:
 def _summary(snapshot: Snapshot) -> str:
     endpoints = sum(len(server.spec.endpoints) for server in snapshot.servers)
     parts = [
-        counted(len(snapshot.routes), "ModelRoute"),
-        f"{counted(len(snapshot.servers), 'ModelServer')} with {counted(endpoints, 'endpoint')}",
+        pluralize(len(snapshot.routes), "ModelRoute"),
+        f"{pluralize(len(snapshot.servers), 'ModelServer')} with {pluralize(endpoints, 'endpoint')}",
     ]
     if snapshot.http_routes:
-        parts.append(counted(len(snapshot.http_routes), "HTTPRoute"))
+        parts.append(pluralize(len(snapshot.http_routes), "HTTPRoute"))
     if snapshot.backends:
-        parts.append(counted(len(snapshot.backends), "Backend"))
+        parts.append(pluralize(len(snapshot.backends), "Backend"))
     if snapshot.objectives:
-        parts.append(counted(len(snapshot.objectives), "InferenceObjective"))
+        parts.append(pluralize(len(snapshot.objectives), "InferenceObjective"))
     if snapshot.access_policies:
-        parts.append(counted(len(snapshot.access_policies), "ModelAccessPolicy"))
+        parts.append(pluralize(len(snapshot.access_policies), "ModelAccessPolicy"))
     if snapshot.picker_files:
-        parts.append(counted(len(snapshot.picker_files), "EndpointPickerConfig"))
+        parts.append(pluralize(len(snapshot.picker_files), "EndpointPickerConfig"))
+    if snapshot.gateway.listeners:
+        parts.append(pluralize(len(snapshot.gateway.listeners), "listener"))
+    authentication = snapshot.gateway.authentication
+    if authentication is not None and authentication.api_keys:
+        parts.append(pluralize(len({one.name for one in authentication.api_keys}), "API key"))
     return ", ".join(parts)
 
 
 # Of 128, some 40 are for the bundle's own files and endpoints.
 _MOST_WATCHED: Final = 80
 _ROUND: Final = 128
-# What is counted together where nobody says who asks.
+# By limits' ``per``: the unit that is counted together where requests do not identify their caller.
 _ALL_AS_ONE: Final = {"Tenant": "tenant", "User": "user", "ApiKey": "key"}
 
 
-def limits_of_nobody(snapshot: Snapshot) -> Iterator[str]:
-    """Limits for each tenant, user or key where requests do not say whose they are: all share one."""
+# Of the fastest alert: all requests miss, and the budget burns no faster.
+_FASTEST_BURN: Final = 14.4
+
+
+def doubtful_objectives(snapshot: Snapshot) -> Iterator[str]:
+    """Objectives that are never judged, alerts that can never fire, and targets that contradict each other."""
+    specs = {server.metadata.key: server.spec for server in snapshot.servers}
+    for route in snapshot.routes:
+        servers = {route.server_key(target) for rule in route.spec.rules for target in rule.target_models}
+        unreported = sorted(key for key in servers & specs.keys() if specs[key].stream_usage != "Always")
+        lowest = min((rule.priority for rule in route.spec.rules), default=0)
+        ordered = sorted(route.spec.slo, key=_falling_priority)
+        for index, one in enumerate(ordered):
+            where = f"ModelRoute {route.metadata.key}: the class '{one.name}' of slo"
+            if 1.0 - one.share >= 1.0 / _FASTEST_BURN:
+                yield (
+                    f"{where} promises {one.share:.4g}: the alert at {_FASTEST_BURN:g} times the error budget can never"
+                    " fire, as all requests together do not burn so much; write a larger share, or an alert of your own"
+                )
+            if one.tpot is not None and unreported:
+                yield (
+                    f"{where} has tpot, and ModelServer {unreported[0]} has streamUsage: AsRequested: streams whose"
+                    " clients do not ask for usage are not judged; write Always, or leave tpot out"
+                )
+            above = ordered[index - 1].priority if index else None
+            if not snapshot.objectives and above is not None and lowest >= above:
+                yield (
+                    f"{where} has no requests: all rules have priorities of the class '{ordered[index - 1].name}' or"
+                    " above, and there is no InferenceObjective; write a lower priority in a rule, or remove the class"
+                )
+            for rule in route.spec.rules:
+                if one.ttft is not None and rule.ttft_target is not None and rule.ttft_target > one.ttft:
+                    yield (
+                        f"{where} promises ttft {one.ttft}, and a rule has ttftTarget {rule.ttft_target}, by which the"
+                        " queue orders; write the shorter one there"
+                    )
+
+
+def _falling_priority(one: Slo) -> int:
+    return -one.priority
+
+
+def limits_without_identity(snapshot: Snapshot) -> Iterator[str]:
+    """Limits for each tenant, user or key where requests do not identify their caller: all share one."""
     gateway = snapshot.gateway
     missing = _unknown_callers(gateway.authentication, is_told=gateway.clients == "Trusted")
     for route in snapshot.routes:
@@ -269,9 +390,155 @@ def limits_of_nobody(snapshot: Snapshot) -> Iterator[str]:
                 yield f"{what} is one limit for all clients together, as {missing[per]}, or write per: Route"
 
 
+def _budgets(snapshot: Snapshot) -> Iterator[tuple[str, Sequence[Budget], frozenset[str]]]:
+    """Budgets by the object that has them, with the ModelServers whose requests they count."""
+    every = frozenset(server.metadata.key for server in snapshot.servers)
+    yield "GatewayConfig", snapshot.gateway.budgets, every
+    keys = () if snapshot.gateway.authentication is None else snapshot.gateway.authentication.api_keys
+    # thousands may have the same
+    yield "API keys", [one.budget() for one in dict.fromkeys(one for key in keys for one in key.budgets)], every
+    for route in snapshot.routes:
+        servers = {route.server_key(target) for rule in route.spec.rules for target in rule.target_models}
+        yield f"ModelRoute {route.metadata.key}", route.spec.budgets, every & servers
+
+
+def budgets_without_identity(snapshot: Snapshot) -> Iterator[str]:
+    """Budgets for each tenant, user or key, or for some, where requests do not identify their caller."""
+    gateway = snapshot.gateway
+    missing = _unknown_callers(gateway.authentication, is_told=gateway.clients == "Trusted")
+    known = _known_callers(gateway.authentication)
+    for where, budgets, _ in _budgets(snapshot):
+        for one in budgets:
+            what = f"{where}: the budget '{one.name}'"
+            if one.per in missing:
+                yield f"{what} is one budget for all clients together, as {missing[one.per]}, or write per: Route"
+            for per, names in {"Tenant": one.tenants, "User": one.users, "ApiKey": one.api_keys}.items():
+                if names and per in missing:
+                    yield f"{what} holds for nobody, as {missing[per]}"
+                for name in sorted(set(names) - known.get(per, frozenset(names))):
+                    yield f"{what}: no key is, or is of, '{name}'; {suggest(name, known[per])}"
+
+
+def payload_logs_without_effect(snapshot: Snapshot) -> Iterator[str]:
+    """Payload logs of which one half is missing: where they go, or which routes log."""
+    logged = [one for one in snapshot.routes if one.spec.payload_log is not None]
+    if snapshot.gateway.payload_log is None:
+        for one in logged:
+            what = f"ModelRoute {one.metadata.key}: has payloadLog, but nothing is kept"
+            yield f"{what}, as the GatewayConfig does not say where; write payloadLog there, too"
+    elif not logged:
+        yield "GatewayConfig: has payloadLog, but no ModelRoute has; write it there, too, or leave it out"
+
+
+def missing_guards(snapshot: Snapshot) -> Iterator[str]:
+    """Guards of which one half is missing: where they are, or whose requests they get."""
+    known, named = [one.name for one in snapshot.gateway.guards], set[str]()
+    for route in snapshot.routes:
+        guard = route.spec.guard
+        if guard is None:
+            continue
+        named.add(guard.name)
+        if guard.name not in known:
+            what = f"ModelRoute {route.metadata.key}: the GatewayConfig has no guard '{guard.name}'"
+            effect = "go on without it" if guard.failure_mode == "Open" else "are refused"
+            yield f"{what}, so its requests {effect}; {suggest(guard.name, known)}"
+    for name in sorted({*known} - named):
+        yield f"GatewayConfig: no ModelRoute names the guard '{name}'; write guard there, or leave it out"
+
+
+def unpriced_servers(snapshot: Snapshot) -> Iterator[str]:
+    """ModelServers without a price where others have one, and budgets of money that count their requests."""
+    without = {server.metadata.key for server in snapshot.servers if not server.spec.pricing}
+    if len(without) < len(snapshot.servers):
+        for key in sorted(without):
+            what = "has no price while others have, so its requests are unpriced and spend no money budget"
+            yield f"ModelServer {key}: {what}; write pricing"
+    for where, budgets, servers in _budgets(snapshot):
+        for one in budgets:
+            if one.max.money is not None and servers & without:
+                free = ", ".join(sorted(servers & without)[:_MOST_NAMED])
+                what = f"{where}: the budget '{one.name}' is of money"
+                yield f"{what}, and requests of {free} are unpriced and spend no money budget; write pricing"
+
+
+def mixed_currencies(snapshot: Snapshot) -> Iterator[str]:
+    """Budgets of money that count costs in another currency than their own: amounts are added as they are."""
+    used = {server.metadata.key: {one.currency for one in server.spec.pricing} for server in snapshot.servers}
+    for where, budgets, servers in _budgets(snapshot):
+        found = {currency for server in servers for currency in used[server]}
+        for one in budgets:
+            if one.max.money is not None and found - {one.currency}:
+                others = ", ".join(sorted(found - {one.currency}))
+                yield (
+                    f"{where}: the budget '{one.name}' is in {one.currency}, and prices of its ModelServers are in"
+                    f" {others}, which count as if they were {one.currency}; write prices in one currency, or a budget"
+                    " for each route"
+                )
+
+
+def tiers_without_effect(snapshot: Snapshot) -> Iterator[str]:
+    """Tiers that cannot be compared, that have no objective to hold, or whose requests wait nowhere."""
+    servers = {server.metadata.key: server.spec for server in snapshot.servers}
+    for route in snapshot.routes:
+        for number, rule in enumerate(route.spec.rules):
+            if rule.tiers is not None:
+                keys = (route.server_key(one) for one in rule.target_models if one.weight)
+                found = {key: servers[key] for key in keys if key in servers}
+                control = {key: snapshot.flow_control_of(spec, route.metadata.namespace) for key, spec in found.items()}
+                for note in _tier_notes(rule, found, {key for key, one in control.items() if one is None}):
+                    yield f"ModelRoute {route.metadata.key}: rules[{number}].tiers: {note}"
+
+
+def _tier_notes(rule: RouteRule, servers: Mapping[str, ModelServerSpec], without_queue: set[str]) -> Iterator[str]:
+    every: Sequence[Tiers | TierClass] = () if rule.tiers is None else (rule.tiers, *rule.tiers.classes)
+    for key, spec in servers.items():
+        if not spec.pricing:
+            yield f"ModelServer {key} has no price, and counts as the dearest; write pricing"
+    currencies = sorted({one.currency for spec in servers.values() for one in spec.pricing})
+    if len(currencies) > 1:
+        yield f"costs in {' and '.join(currencies)} cannot be compared; write prices in one currency"
+    if rule.ttft_target is None and all(one.ttft is None and one.tpot is None for one in every):
+        yield "there is no objective, so the cheapest ModelServer gets all requests; write ttft or tpot"
+    if any(one.wait for one in every):
+        for key in sorted(without_queue):
+            yield f"no request waits for ModelServer {key}; write flowControl there, or no wait"
+
+
+_MOST_NAMED: Final = 5
+
+
+def limits_for_none(snapshot: Snapshot) -> Iterator[str]:
+    """Limits for tenants, users or keys that no caller has."""
+    gateway = snapshot.gateway
+    missing = _unknown_callers(gateway.authentication, is_told=gateway.clients == "Trusted")
+    known = _known_callers(gateway.authentication)
+    for route in snapshot.routes:
+        for index, limit in enumerate(route.spec.rate_limits):
+            named = {"Tenant": limit.tenants, "User": limit.users, "ApiKey": limit.api_keys}
+            for per, names in named.items():
+                where = f"ModelRoute {route.metadata.key}: rateLimits[{index}]"
+                if names and per in missing:
+                    yield f"{where} holds for nobody, as {missing[per]}"
+                elif per in known:
+                    for name in sorted(set(names) - known[per]):
+                        yield f"{where}: no key is, or is of, '{name}'; {suggest(name, known[per])}"
+
+
+def _known_callers(asked: Authentication | None) -> dict[str, frozenset[str]]:
+    """All that there are, where the configuration lists every key; by what limits may be for."""
+    if asked is None or not asked.api_keys or asked.api_key_secrets:
+        return {}
+    keys = asked.api_keys
+    return {
+        "Tenant": frozenset(one.tenant for one in keys),
+        "User": frozenset(one.user for one in keys),
+        "ApiKey": frozenset(one.name for one in keys),
+    }
+
+
 def _unknown_callers(asked: Authentication | None, *, is_told: bool) -> dict[str, str]:
-    """Why nobody has a tenant, user or key, and what to write; by what limits may be for. ``is_told``: by gateways in
-    front, in headers.
+    """Why no request has a tenant, user or key, and what to write; by limits' ``per``. ``is_told``: gateways in front
+    send tenants and users in headers.
     """
     if asked is None and is_told:
         return {"ApiKey": "gateways in front tell tenants and users and no keys; write per: Tenant or per: User"}
@@ -342,7 +609,7 @@ def literal_stars(snapshot: Snapshot) -> Iterator[str]:
 def unsalted_messages(snapshot: Snapshot) -> Iterator[str]:
     """Caches that are to be kept apart, and that older engines share for one of the APIs.
 
-    Only where somebody wrote so: that tenants are kept apart wherever there is authentication is nobody's wish.
+    Only where isolation is configured: that of tenants by default, with authentication, is not reported.
     """
     of_gateway = snapshot.gateway.cache_isolation
     for server in snapshot.servers:
@@ -358,7 +625,7 @@ def unsalted_messages(snapshot: Snapshot) -> Iterator[str]:
 
 
 def forgotten_prompts(snapshot: Snapshot) -> Iterator[str]:
-    """So many endpoints that less is remembered of each than of a few."""
+    """So many endpoints that the index keeps less of each than it would of a few."""
     endpoints = sum(len(one.spec.endpoints) for one in snapshot.servers)
     if blocks_of_each(endpoints) < MOST_BLOCKS:
         yield (
@@ -369,13 +636,13 @@ def forgotten_prompts(snapshot: Snapshot) -> Iterator[str]:
 
 
 def crowded_limits(snapshot: Snapshot) -> Iterator[str]:
-    """More levels of limits than a process remembers, if every tenant and key uses every route."""
+    """More levels of limits than a process keeps, if every tenant and key uses every route."""
     gateway = snapshot.gateway
     keys = () if gateway.authentication is None else gateway.authentication.api_keys
     tenants = {one.tenant for one in keys} | {one.name for one in gateway.tenants}
     callers = {"Tenant": len(tenants), "ApiKey": len(keys)}
     levels = sum(
-        callers.get(limit.per, 1) * sum(getattr(limit, resource) is not None for resource in RESOURCES)
+        _most_accounts(limit, callers) * sum(getattr(limit, resource) is not None for resource in RESOURCES)
         for route in snapshot.routes
         for limit in route.spec.rate_limits
         if limit.scope == "Local"
@@ -386,3 +653,9 @@ def crowded_limits(snapshot: Snapshot) -> Iterator[str]:
             f" {MAX_BUCKETS}: what was used longest ago is forgotten, and is full again; write scope: Global with"
             " --redis, or fewer limits"
         )
+
+
+def _most_accounts(limit: RateLimit, callers: Mapping[str, int]) -> int:
+    """Of a limit: those whom it names, or else all callers."""
+    named = {"Tenant": limit.tenants, "ApiKey": limit.api_keys}.get(limit.per)
+    return len(named) if named else callers.get(limit.per, 1)

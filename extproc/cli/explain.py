@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import random
 import sys
 import urllib.error
 import urllib.parse
@@ -16,12 +17,12 @@ import msgspec
 
 from extproc.api.errors import ConfigInvalid
 from extproc.api.spec import full_key
-from extproc.cli.system import printable, read_page, report
+from extproc.cli.system import print_mistakes, printable, read_page
 from extproc.errors import Refusal
 from extproc.protocol import CHAT_PATH
 
 if TYPE_CHECKING:
-    from extproc.cli.decide import Explanation
+    from extproc.core.explanation import Explanation
 
 _TIMEOUT_S: Final = 10.0
 _MOST_ERROR_BYTES: Final = 2**20
@@ -77,26 +78,38 @@ def main(words: list[str], prog: str = "extproc explain") -> int:
     try:
         explanation = _explain(options, headers, body)
     except ConfigInvalid as error:
-        return report(error)
+        return print_mistakes(error)
     except Refusal as refusal:
         print(f"refused with {refusal.status}: {refusal.message}", file=sys.stderr)
+        if refusal.status == http.HTTPStatus.NOT_FOUND and not options.server:
+            print(_unrouted(options.config), file=sys.stderr)
         return 1
     except urllib.error.HTTPError as error:
         return _refused(options.url, error)
     except OSError as error:
-        said = f"nobody answers at {options.url}: {error}; is extproc running with --debug?"
-        print(printable(said), file=sys.stderr)
+        message = f"nobody answers at {options.url}: {error}; is extproc running with --debug?"
+        print(printable(message), file=sys.stderr)
         return 2
     # loads numpy: not for --help
-    from extproc.cli.decide import to_text  # noqa: PLC0415
+    from extproc.core.explanation import to_text  # noqa: PLC0415
 
     text = msgspec.json.format(msgspec.json.encode(explanation)).decode() if options.json else to_text(explanation)
     print(printable(text))
     return 0
 
 
+def _unrouted(config: Path) -> str:
+    """How to ask about a ModelServer that no route leads to."""
+    from extproc.api.load import load_directory  # noqa: PLC0415 - as below
+
+    names = ", ".join(server.metadata.key for server in load_directory(config).servers)
+    return f"to ask a ModelServer without a route, write --server NAME; there are: {names}"
+
+
 def _refused(url: str, error: urllib.error.HTTPError) -> int:
-    """Exit status: 1 for what a client would be told too, 2 if something else answers, or a process without --debug."""
+    """Exit status: 1 for a refusal that a client would get too, 2 if another program answers, or a process without
+    --debug.
+    """
     try:
         message = msgspec.json.decode(error.read(_MOST_ERROR_BYTES), type=_ErrorBody).error.message
     except (ValueError, RecursionError, OSError, http.client.HTTPException):
@@ -112,25 +125,29 @@ class _Error(msgspec.Struct):
 
 
 class _ErrorBody(msgspec.Struct):
-    """What clients get for a refusal."""
+    """The error object that clients get for a refusal."""
 
     error: _Error
 
 
 def _explain(options: argparse.Namespace, headers: dict[str, str], body: bytes) -> Explanation:
-    from extproc.cli.decide import decide  # noqa: PLC0415 - loads numpy: not for --help
+    """By the process at ``--url``, or as one that has just started with ``--config`` would decide.
 
+    Raises ConfigInvalid, Refusal and OSError.
+    """
     if options.url is not None:
         return _ask(options, headers, body)
-    return decide(
-        options.config,
-        path=options.path,
-        headers=headers,
-        body=body,
-        listener=options.listener,
-        server=_key(options.server),
-        pool=_key(options.pool),
-    )
+    # these load numpy: not for --help
+    from extproc.api.load import load_directory  # noqa: PLC0415
+    from extproc.core.core import Core  # noqa: PLC0415
+    from extproc.core.record import Attachment, Head  # noqa: PLC0415
+
+    core = Core(load_directory(options.config), rng=random.Random(), ticket_prefix="explain")
+    head = Head("POST", options.path, headers, has_body=True, is_trusted=True, listener=options.listener)
+    pool, server = _key(options.pool), _key(options.server)
+    if pool and not server:
+        return core.explain(core.builder.build_for_pool(pool, head, body), 0.0, attachment=Attachment(choices=1))
+    return core.explain(core.builder.build_any(head, body, server), 0.0)
 
 
 def _key(name: str) -> str:
@@ -138,7 +155,7 @@ def _key(name: str) -> str:
 
 
 def _ask(options: argparse.Namespace, headers: dict[str, str], body: bytes) -> Explanation:
-    from extproc.cli.decide import Explanation  # noqa: PLC0415 - loads numpy: not for --help
+    from extproc.core.explanation import Explanation  # noqa: PLC0415 - loads numpy: not for --help
 
     url = options.url
     if not url.startswith(("http://", "https://")):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -12,12 +14,13 @@ from typing import TYPE_CHECKING, Final
 from extproc.api.addresses import parse_address
 from extproc.api.errors import ConfigInvalid
 from extproc.api.gateway_config import GatewayConfigSpec
-from extproc.api.host_names import Patience
+from extproc.api.host_names import ResolutionTiming
 from extproc.api.quantities import Duration
 from extproc.api.snapshot import Snapshot
 from extproc.api.spec import full_key
-from extproc.cli.resolver import resolved_directory
-from extproc.cli.system import report
+from extproc.api.tracing import parse_otlp
+from extproc.cli.system import metrics_address, print_mistakes, resolved_directory
+from extproc.logs import add_log_options, start_logging
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +28,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Of engines' names: Envoy has a new address before extproc uses it, and an old one after extproc has left it.
-_PATIENCE: Final = Patience(keep_s=10.0, settle_s=4.0)
+_PATIENCE: Final = ResolutionTiming(keep_s=10.0, settle_s=4.0)
+# Where a password may stand: command lines are for all to read.
+REDIS_VARIABLE: Final = "ATTACHE_REDIS"
 # Of a directory that is not there yet.
 _NOTHING: Final = Snapshot(version="", routes=(), servers=(), gateway=GatewayConfigSpec())
 
@@ -43,7 +48,7 @@ def main(words: list[str], prog: str = "extproc") -> int:
         notes = picker_notes(snapshot)
     except ConfigInvalid as error:
         if not options.wait_for_pool:
-            return report(error)
+            return print_mistakes(error)
         snapshot, notes = _NOTHING, []
     if not options.wait_for_pool and options.pool is not None and not _has_pool(snapshot, options.pool):
         made.error(f"--pool: no ModelServer in {options.config} is called '{options.pool}'")
@@ -51,7 +56,7 @@ def main(words: list[str], prog: str = "extproc") -> int:
         _check(options)
     except ValueError as error:
         made.error(str(error))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging(options)
     if options.worker is None:
         for note in notes:
             log.info("%s", note)
@@ -71,29 +76,54 @@ def _check(options: argparse.Namespace) -> None:
     """Raises ValueError for an option that does not parse or does not fit the others."""
     if not options.listen.startswith("unix:"):
         parse_address(options.listen)
-    metrics = None if options.metrics == "off" else parse_address(options.metrics)
+    metrics = metrics_address(options.metrics)
+    if isinstance(metrics, Path) and options.workers > 1:
+        raise ValueError("--metrics unix:PATH goes with one process; with --workers write IP:PORT")
     if min(options.duplex_choices, options.buffered_choices, options.workers) < 1:
         raise ValueError("--workers, --duplex-choices and --buffered-choices take 1 or more")
     if not 0 <= options.decision_sample <= 1:
         raise ValueError("--decision-sample is a share from 0 to 1")
-    if options.wait_for_pool and options.pool is None:
-        raise ValueError("--wait-for-pool needs --pool")
+    for option, is_given in (("--wait-for-pool", options.wait_for_pool), ("--shadow", options.shadow)):
+        if is_given and options.pool is None:
+            raise ValueError(f"{option} needs --pool")
+    _check_tls(options)
+    _check_others(options)
+    for duration in (options.grace, options.drain, options.settle):
+        if duration is not None:
+            Duration(duration)
+    _check_ports(options.listen, metrics, options.workers)
+
+
+def _check_others(options: argparse.Namespace) -> None:
+    """Addresses of what is beside the port of the streams."""
+    if options.health is not None:
+        parse_address(options.health)
+    if options.otlp is not None:
+        parse_otlp(options.otlp)
+    url = options.usage_api
+    if url is not None and not re.fullmatch(r"https?://[^/?#\s]+/?", url):
+        raise ValueError(f"--usage-api {url}: write http://HOST:PORT, where attache usage serve listens")
+    url = options.manager
+    if url is not None and not re.fullmatch(r"https?://[^/?#\s]+/?", url):
+        raise ValueError(f"--manager {url}: write http://HOST:PORT of the metrics of attache manager")
+
+
+def _check_tls(options: argparse.Namespace) -> None:
     if (options.tls_cert is None) != (options.tls_key is None):
         raise ValueError("--tls-cert and --tls-key: write both")
     if options.tls_self_signed and options.tls_cert is not None:
         raise ValueError("--tls-self-signed does not go with --tls-cert")
     if (options.tls_self_signed or options.tls_cert) and find_spec("cryptography") is None:
         raise ValueError("TLS needs the Python package 'cryptography'; run: pip install 'attache[tls]'")
-    if options.health is not None:
-        parse_address(options.health)
-    for duration in (options.drain, options.settle):
-        Duration(duration)
-    _check_ports(options.listen, metrics, options.workers)
+    if options.tls_ciphers:
+        from extproc.streams.tls import TlsLimits  # noqa: PLC0415 - only where it is asked for
+
+        TlsLimits(options.tls_min_version, options.tls_ciphers).context()
 
 
-def _check_ports(listen: str, metrics: tuple[str, int] | None, workers: int) -> None:
+def _check_ports(listen: str, metrics: tuple[str, int] | Path | None, workers: int) -> None:
     """Workers take consecutive ports: those of gRPC and those of metrics must not overlap."""
-    if workers == 1 or metrics is None or listen.startswith("unix:"):
+    if workers == 1 or not isinstance(metrics, tuple) or listen.startswith("unix:"):
         return
     first = parse_address(listen)[1]
     if abs(first - metrics[1]) < workers:
@@ -117,13 +147,32 @@ def parser(prog: str = "extproc") -> argparse.ArgumentParser:
         "--metrics",
         default="127.0.0.1:9003",
         metavar="ADDRESS",
-        help="IP:PORT of /metrics and /readyz, or 'off' (default: %(default)s)",
+        help="IP:PORT or unix:PATH of /metrics and /readyz, or 'off' (default: %(default)s)",
+    )
+    add(
+        "--files",
+        type=Path,
+        metavar="DIR",
+        help="the directory to which file names in the configuration are relative (default: the directory of --config)",
+    )
+    add(
+        "--llm-d-metrics",
+        action="store_true",
+        help="show metrics under the names of llm-d's endpoint picker, too (llm_d_epp_request_running and others)",
+    )
+    add(
+        "--grace",
+        metavar="DURATION",
+        help=(
+            "after SIGTERM, how long new requests are still taken while health checks report NOT_SERVING, so that"
+            " gateways notice first (default: 3s with --workers or --pool, else 0s)"
+        ),
     )
     add(
         "--drain",
         default="5m",
         metavar="DURATION",
-        help="after SIGTERM, how long running requests may take to end (default: %(default)s)",
+        help="after that, how long running requests may take to end (default: %(default)s)",
     )
     add(
         "--settle",
@@ -137,10 +186,29 @@ def parser(prog: str = "extproc") -> argparse.ArgumentParser:
         "--state",
         type=Path,
         metavar="DIR",
-        help="keep there how full Local limits are, so that a restart does not find them full; made if it is not there",
+        help="directory for the levels of Local limits, so that they survive a restart; created if it is missing",
+    )
+    add(
+        "--usage-api",
+        metavar="URL",
+        help="http://HOST:PORT of attache usage serve: at the start, budgets are rebuilt from its rows",
+    )
+    add(
+        "--manager",
+        metavar="URL",
+        help="http://HOST:PORT of the metrics of attache manager: the console shows its scaling decisions",
+    )
+    add(
+        "--otlp",
+        metavar="URL",
+        help=(
+            "send spans of sampled requests to the OpenTelemetry collector at http://HOST:PORT, https://HOST:PORT or"
+            " grpc://HOST:PORT (default: as the GatewayConfig's 'tracing' says)"
+        ),
     )
     _add_processes(made)
     _add_gateways(made)
+    add_log_options(made)
     add = made.add_argument_group("debugging").add_argument
     add("--decision-log", type=Path, metavar="FILE", help="append a sample of decisions and outcomes as JSON lines")
     add(
@@ -150,7 +218,11 @@ def parser(prog: str = "extproc") -> argparse.ArgumentParser:
         metavar="SHARE",
         help="share of requests that are logged there, from 0 to 1 (default: %(default)s)",
     )
-    add("--debug", action="store_true", help="serve /debug/explain beside the metrics; for trusted networks only")
+    add(
+        "--debug",
+        action="store_true",
+        help="serve /debug/explain on the port of the metrics; only for trusted networks",
+    )
     return made
 
 
@@ -166,8 +238,13 @@ def _add_processes(made: argparse.ArgumentParser) -> None:
             "(or unix:PATH.0, unix:PATH.1, ...) (default: %(default)s)"
         ),
     )
-    add("--worker", help=argparse.SUPPRESS)  # the supervisor tells a worker its number
-    add("--redis", metavar="URL", help="share state with extproc on other machines through redis://HOST:PORT")
+    add("--worker", help=argparse.SUPPRESS)  # the supervisor passes a worker its number
+    add(
+        "--redis",
+        metavar="URL",
+        default=os.environ.get(REDIS_VARIABLE) or None,
+        help=f"share state with extproc on other machines through redis://HOST:PORT (default: ${REDIS_VARIABLE})",
+    )
     add("--redis-channel", default="attache", metavar="NAME", help="of the processes that share (default: %(default)s)")
 
 
@@ -183,6 +260,18 @@ def _add_tls(add: Callable[..., argparse.Action]) -> None:
         "--tls-self-signed",
         action="store_true",
         help="serve gRPC with TLS and a certificate of our own; gateways must not check it",
+    )
+    add(
+        "--tls-min-version",
+        choices=("1.2", "1.3"),
+        default="1.2",
+        help="the oldest version of TLS that is accepted (default: %(default)s)",
+    )
+    add(
+        "--tls-ciphers",
+        default="",
+        metavar="SUITES",
+        help="the accepted suites of TLS 1.2, by OpenSSL's names with colons between them (default: OpenSSL's choice)",
     )
 
 
@@ -231,16 +320,24 @@ def _add_gateways(made: argparse.ArgumentParser) -> None:
         ),
     )
     add(
-        "--mode-override",
-        action="store_true",
-        help="ask the gateway not to send responses; it must allow mode_override, and token usage is then unknown",
-    )
-    add(
         "--trust-headers",
         action="store_true",
         help=(
-            "believe x-attache-tenant, x-llm-d-inference-objective and similar headers; the gateway must remove them "
+            "trust x-attache-tenant, x-llm-d-inference-objective and similar headers; the gateway must remove them "
             "from its clients' requests and write them itself"
+        ),
+    )
+    add(
+        "--endpoint-scores",
+        action="store_true",
+        help="with --pool, write the scores of all endpoints into the answer's metadata, as llm-d's picker can",
+    )
+    add(
+        "--shadow",
+        action="store_true",
+        help=(
+            "compare the picks of another endpoint picker with ours: the gateway sends copies"
+            " (observability_mode), and metrics and the log have the share of agreement"
         ),
     )
     add("--conformance", action="store_true", help="obey the header test-epp-endpoint-selection; never in production")

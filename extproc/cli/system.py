@@ -1,36 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands share: reports of mistakes, bounded pages over HTTP, text for a terminal, file descriptors."""
+"""Shared by the commands: reports of mistakes, bounded pages over HTTP, text for a terminal, descriptors, resolver."""
 
 from __future__ import annotations
 
 import http.client
 import math
 import resource
+import socket
 import sys
 import time
 import urllib.request
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from extproc.api.addresses import parse_address
+from extproc.api.errors import replace_unprintable
+from extproc.api.host_names import ResolvedDirectory
+from extproc.api.load import ConfigDirectory
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from email.message import Message
     from http.client import HTTPResponse
     from typing import IO
 
     from extproc.api.errors import ConfigInvalid
+    from extproc.api.host_names import ResolutionTiming
 
 
-def report(error: ConfigInvalid) -> int:
+def resolved_directory(path: Path, patience: ResolutionTiming) -> ResolvedDirectory:
+    """The directory at ``path``; names are resolved by this machine's resolver."""
+    clock = time.monotonic  # noqa: TID251 - the edge
+    return ResolvedDirectory(ConfigDirectory(path), patience, clock=clock, lookup=lookup)
+
+
+def lookup(name: str) -> Sequence[str]:
+    """The IP addresses of ``name``: of version 4, or else 6. Raises OSError."""
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    # an engine with addresses of both versions is one engine; a scope (%eth0) is for this machine alone
+    fourth = {str(one[4][0]) for one in found if one[0] == socket.AF_INET}
+    sixth = {str(one[4][0]) for one in found if one[0] == socket.AF_INET6 and "%" not in str(one[4][0])}
+    return sorted(fourth or sixth)
+
+
+def print_mistakes(error: ConfigInvalid) -> int:
     """Print every mistake and their number to standard error; returns the exit status."""
     print(error, file=sys.stderr)
-    print(counted(len(error.mistakes), "mistake"), file=sys.stderr)
+    print(pluralize(len(error.mistakes), "mistake"), file=sys.stderr)
     return 2
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 mistake``, ``2 mistakes``, ``2 policies``."""
+def pluralize(number: int, noun: str) -> str:
+    """``1 mistake``, ``2 mistakes``, ``2 policies``, ``2 keys``."""
     if number == 1:
         return f"{number} {noun}"
-    return f"{number} {noun[:-1]}ies" if noun.endswith("y") else f"{number} {noun}s"
+    return f"{number} {noun[:-1]}ies" if noun.endswith("y") and not noun.endswith("ey") else f"{number} {noun}s"
 
 
 # A process with 10,000 endpoints and as many tenants has some 30 MB of metrics.
@@ -39,7 +63,7 @@ _PIECE_BYTES: Final = 1 << 20
 
 
 def read_page(request: str | urllib.request.Request, *, timeout_s: float) -> bytes:
-    """What is answered, within ``timeout_s`` between two pieces and three times that in all.
+    """The answer's body, within ``timeout_s`` between two pieces and three times that in all.
 
     Raises OSError, also for what is no HTTP, for an endless page and for one that comes too slowly; HTTPError for
     another status than 200. Redirects are not followed: a request may have a key, or a prompt.
@@ -52,7 +76,7 @@ def read_page(request: str | urllib.request.Request, *, timeout_s: float) -> byt
 
 
 class _Stays(urllib.request.HTTPRedirectHandler):
-    """Goes nowhere else than it was told."""
+    """Follows no redirect."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
@@ -80,11 +104,11 @@ def _whole(answer: HTTPResponse, timeout_s: float) -> bytes:
 
 def printable(text: str) -> str:
     """Without what a terminal would obey, in names and errors that others have chosen; lines stay lines."""
-    return "".join([mark if mark.isprintable() or mark == "\n" else "\N{REPLACEMENT CHARACTER}" for mark in text])
+    return replace_unprintable(text, keep="\n")
 
 
 def hard_limit() -> float:
-    """What this process may raise its limit to."""
+    """The limit to which this process may raise its own."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return math.inf if hard == resource.RLIM_INFINITY else hard
 
@@ -95,3 +119,10 @@ def raise_limit() -> float:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard_limit()
+
+
+def metrics_address(text: str) -> tuple[str, int] | Path | None:
+    """Of ``--metrics``: host and port, the path of a socket, or None: nowhere. Raises ValueError."""
+    if text.startswith("unix:"):
+        return Path(text.removeprefix("unix:"))
+    return None if text == "off" else parse_address(text)

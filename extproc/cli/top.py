@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from extproc.api.addresses import parse_endpoint
 from extproc.api.quantities import Duration
 from extproc.cli.system import printable, read_page
-from extproc.cli.top_view import UNBOUNDED, Sample, render
+from extproc.cli.top_view import UNBOUNDED, MetricsSnapshot, render
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,11 +115,11 @@ def _cropped(text: str) -> str:
     return "\n".join([*lines[:kept], rest])
 
 
-def _read(pages: list[str]) -> Sample:
+def _read(pages: list[str]) -> MetricsSnapshot:
     """The sum over all processes; raises _Unread."""
-    reading = Sample()
+    reading = MetricsSnapshot()
     for page in pages:
-        one = Sample()
+        one = MetricsSnapshot()
         try:
             text = read_page(f"http://{page}/metrics", timeout_s=_TIMEOUT_S).decode()
             for family in text_string_to_metric_families(text):

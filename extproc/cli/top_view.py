@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.endpoints.health import ADVICE, NO_ANSWER, Failure, silent_after_s
+from extproc.endpoints.health import ADVICE, NO_ANSWER, EngineFailure, silent_after_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ _Series = tuple[dict[str, str], float]
 
 _Index = dict[tuple[str, ...], list[_Series]]
 
-# Every process sees the whole of these, and not a part of it.
+# Metrics that every process reports for all processes, not for its own part.
 _SEEN_BY_ALL: Final = frozenset(
     {
         "attache_engine_waiting",
@@ -38,14 +38,18 @@ _SEEN_BY_ALL: Final = frozenset(
         "attache_endpoint_avoided",
         "attache_endpoint_failed_ratio",
         "attache_endpoint_ttft_seconds",
+        "attache_engine_model_missing",
+        "attache_budget_used_ratio",
     }
 )
 
-# One process is enough that has a fresh report, or that knew first.
+# Metrics of which the least value of all processes counts: the freshest report, the first instant.
 _LEAST: Final = frozenset({"attache_engine_report_age_seconds", "attache_endpoint_avoided_since_timestamp_seconds"})
 
 
-_TEXTS: Final = frozenset({"SERVER", "ENGINE", "STATE", "BAND", "TENANT"})
+_TEXTS: Final = frozenset(
+    {"SERVER", "ENGINE", "STATE", "BAND", "TENANT", "BUDGET", "CALLER", "OF", "ROUTE", "CLASS", "OBJECTIVE"}
+)
 _GAP: Final = "  "
 
 
@@ -79,15 +83,15 @@ def _aligned(cell: str, width: int, head: str) -> str:
 
 _LAST_AT_S: Final = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 _NO_ANSWER_REASON: Final = "no_answer"
-_DEAD: Final = frozenset({_NO_ANSWER_REASON, Failure.PASSED_OVER.name.lower(), Failure.SILENT.name.lower()})
+_DEAD: Final = frozenset({_NO_ANSWER_REASON, EngineFailure.PASSED_OVER.name.lower(), EngineFailure.SILENT.name.lower()})
 _EXPENDABLE: Final = ("PROMPT TOK/S", "CACHED", "RUNNING", "KV", "WAITING", "IN FLIGHT")
 
 
 class EngineState(msgspec.Struct, frozen=True):
     """One engine. ``reasons``: why it is avoided, none if it is not. ``avoided_since_s``: Unix time.
 
-    ``report_age_s``: of what it says of itself, None if it never did. ``is_read``: whether extproc reads it at all.
-    ``interval_s``: between two reads.
+    ``report_age_s``: age of its last report, None if there was none. ``is_read``: whether extproc reads its metrics at
+    all. ``interval_s``: between two reads. ``missing_model``: its ModelServer's, if the engine lists others, and those.
     """
 
     server: str
@@ -97,33 +101,36 @@ class EngineState(msgspec.Struct, frozen=True):
     report_age_s: float | None = None
     is_read: bool = True
     interval_s: float = 0.0
+    missing_model: tuple[str, ...] = ()
 
     @property
     def is_silent(self) -> bool:
-        """It should say how it is, and does not."""
+        """Its metrics are read, and there is no recent report."""
         return self.is_read and (self.report_age_s is None or self.report_age_s >= silent_after_s(self.interval_s))
 
     @property
-    def word(self) -> str:
+    def status_text(self) -> str:
         """For the table."""
         if self.reasons:
             return "AVOIDED"
-        return "SILENT" if self.is_silent else "serving"
+        if self.is_silent:
+            return "SILENT"
+        return "NO MODEL" if self.missing_model else "serving"
 
     @property
     def is_dead(self) -> bool:
-        """It answers nothing, so what is known of its speed is of another time."""
+        """It does not answer, so its learned speed is out of date."""
         return self.is_silent or not _DEAD.isdisjoint(self.reasons)
 
 
-def engine_states(now: Sample) -> list[EngineState]:
+def engine_states(now: MetricsSnapshot) -> list[EngineState]:
     """Of all endpoints of the configuration."""
     return [
         _state(now, server, endpoint) for server, endpoint in now.values_of("attache_in_flight", "server", "endpoint")
     ]
 
 
-def _state(now: Sample, server: str, endpoint: str) -> EngineState:
+def _state(now: MetricsSnapshot, server: str, endpoint: str) -> EngineState:
     where = {"server": server, "endpoint": endpoint}
     return EngineState(
         server,
@@ -133,20 +140,26 @@ def _state(now: Sample, server: str, endpoint: str) -> EngineState:
         now.get("attache_engine_report_age_seconds", **where),
         is_read=now.sum("attache_engine_reports_total", server=server) > 0,
         interval_s=now.get("attache_engine_report_interval_seconds", server=server) or 0.0,
+        missing_model=next(iter(now.values_of("attache_engine_model_missing", "model", "lists", **where)), ()),
     )
 
 
 def summary(states: list[EngineState]) -> str:
     """How many are in which state; those in none are left out."""
-    counts = {word: sum(one.word == word for one in states) for word in ("serving", "AVOIDED", "SILENT")}
-    return "engines: " + (", ".join(f"{count} {word.lower()}" for word, count in counts.items() if count) or "none")
+    counts = {
+        status_text: sum(one.status_text == status_text for one in states)
+        for status_text in ("serving", "NO MODEL", "AVOIDED", "SILENT")
+    }
+    return "engines: " + (
+        ", ".join(f"{count} {status_text.lower()}" for status_text, count in counts.items() if count) or "none"
+    )
 
 
 def ailments(states: list[EngineState], *, wall_now_s: float, width: int) -> list[str]:
     """A paragraph for each engine that is not well, and an empty line; nothing if all are well."""
     lines: list[str] = []
     for one in states:
-        if one.word != "serving":
+        if one.status_text != "serving":
             text = f"{one.endpoint} of {one.server} {_ailment(one, wall_now_s)}"
             lines += textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
     return [*lines, ""] if lines else []
@@ -157,23 +170,26 @@ def _ailment(one: EngineState, wall_now_s: float) -> str:
         report = "it has never said how it is"
     else:
         report = f"it last said how it is {_ago(one.report_age_s)}"
+    if not one.reasons and not one.is_silent:
+        model, lists = one.missing_model
+        return f"lists {lists} and not '{model}', the model of its ModelServer; write one of its names as 'model'"
     if not one.reasons:
         return f"is silent: {report}; see that it runs, and that its metrics page answers"
     since = ""
-    # a page may say what it likes; after that year no clock has a name for it
+    # a page may have any number; datetime has no later year
     if one.avoided_since_s is not None and 0 <= one.avoided_since_s < _LAST_AT_S:
         at = datetime.fromtimestamp(one.avoided_since_s, UTC)
         since = f" since {at:%H:%M:%S} UTC ({_ago(wall_now_s - one.avoided_since_s)})"
     whys = "; ".join(_why(reason) for reason in one.reasons)
     if one.is_silent:
         return f"is avoided{since}: {whys}; {report}"
-    again = "; it says how it is again, and the next request that suits it best tries it"
+    again = "; it reports again, and the next request for which it is the best choice tries it"
     is_back = one.is_read and not _reported_before(one, wall_now_s) and not _DEAD.isdisjoint(one.reasons)
     return f"is avoided{since}: {whys}" + (again if is_back else "")
 
 
 def _reported_before(one: EngineState, wall_now_s: float) -> bool:
-    """Its last report is older than its failure: it does not say that the engine is back."""
+    """Its last report is older than its failure, so it does not show that the engine is back."""
     if one.avoided_since_s is None or one.report_age_s is None:
         return False
     return wall_now_s - one.report_age_s <= one.avoided_since_s
@@ -181,8 +197,8 @@ def _reported_before(one: EngineState, wall_now_s: float) -> bool:
 
 def _why(reason: str) -> str:
     if reason == _NO_ANSWER_REASON:
-        return f"{NO_ANSWER}; {ADVICE[Failure.PASSED_OVER]}"
-    known = {one.name.lower(): one for one in Failure}.get(reason)
+        return f"{NO_ANSWER}; {ADVICE[EngineFailure.PASSED_OVER]}"
+    known = {one.name.lower(): one for one in EngineFailure}.get(reason)
     return f"{known.value}; {ADVICE[known]}" if known is not None else reason
 
 
@@ -193,15 +209,17 @@ def _ago(seconds: float) -> str:
     return f"{whole // 60} min ago" if whole < 7200 else f"{whole // 3600} h ago"
 
 
-def engine_table(states: list[EngineState], now: Sample, rate: Callable[..., float], *, width: int) -> list[str]:
-    """One line an engine. ``rate``: of a counter, by its labels. What nobody knows is a dash."""
+def engine_table(
+    states: list[EngineState], now: MetricsSnapshot, rate: Callable[..., float], *, width: int
+) -> list[str]:
+    """One line an engine. ``rate``: of a counter, by its labels. An unknown value is a dash."""
     heads = ["SERVER", "ENGINE", "STATE", "IN FLIGHT", "RUNNING", "WAITING", "KV", "TTFT", "FAILED", "PROMPT TOK/S"]
     rows = [_row(one, partial(now.get, server=one.server, endpoint=one.endpoint), rate) for one in states]
     return table([*heads, "CACHED"], rows, width=width, expendable=_EXPENDABLE)
 
 
 def _row(one: EngineState, value: Callable[[str], float | None], rate: Callable[..., float]) -> list[str]:
-    def told(name: str, form: str) -> str:
+    def formatted(name: str, form: str) -> str:
         known = value(name)
         return "-" if known is None or one.is_silent else format(known, form)
 
@@ -209,11 +227,11 @@ def _row(one: EngineState, value: Callable[[str], float | None], rate: Callable[
     return [
         one.server,
         one.endpoint,
-        one.word,
+        one.status_text,
         f"{value('attache_in_flight') or 0:.0f}",
-        told("attache_engine_running", ".0f"),
-        told("attache_engine_waiting", ".0f"),
-        told("attache_engine_kv_usage", ".0%"),
+        formatted("attache_engine_running", ".0f"),
+        formatted("attache_engine_waiting", ".0f"),
+        formatted("attache_engine_kv_usage", ".0%"),
         "-" if ttft_s is None else _short(ttft_s),
         f"{value('attache_endpoint_failed_ratio') or 0:.0%}",
         f"{rate('attache_prompt_tokens_total', server=one.server, endpoint=one.endpoint):,.0f}",
@@ -225,16 +243,33 @@ def _short(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
-_REFUSED: Final = ("rate_limited", "queue_full", "queue_timeout", "shed", "limits_unavailable", "no_endpoint")
+_REFUSED: Final = (
+    "rate_limited",
+    "budget_spent",
+    "queue_full",
+    "queue_timeout",
+    "shed",
+    "objective_unmeetable",
+    "limits_unavailable",
+    "no_endpoint",
+    "guard",
+    "guard_unavailable",
+)
 UNBOUNDED: Final = 10_000
 
 
 def render(
-    before: Sample, now: Sample, *, seconds: float, tenants: int, wall_now_s: float = 0.0, width: int = UNBOUNDED
+    before: MetricsSnapshot,
+    now: MetricsSnapshot,
+    *,
+    seconds: float,
+    tenants: int,
+    wall_now_s: float = 0.0,
+    width: int = UNBOUNDED,
 ) -> str:
     """Counters become rates over the ``seconds`` between the two. ``wall_now_s``: Unix time of the second.
 
-    What needs somebody's attention comes first, as a terminal may be too low for all lines.
+    Lines that need attention come first, as a terminal may be too low for all lines.
     """
     rate = partial(_rate, before, now, seconds)
     states = engine_states(now)
@@ -250,11 +285,12 @@ def render(
         *_answers(now, rate, width),
         *_queues(before, now, rate, width),
         *_tenants(now, rate, tenants, width),
+        *_budgets(now, tenants, width),
     ]
     return "\n".join(lines)
 
 
-def _failing_plugins(now: Sample, rate: Callable[..., float], width: int) -> list[str]:
+def _failing_plugins(now: MetricsSnapshot, rate: Callable[..., float], width: int) -> list[str]:
     """Plugins of other packages that have failed since extproc started."""
     name = "attache_plugin_failures_total"
     texts = [
@@ -266,8 +302,8 @@ def _failing_plugins(now: Sample, rate: Callable[..., float], width: int) -> lis
     return [*lines, ""] if lines else []
 
 
-def _answers(now: Sample, rate: Callable[..., float], width: int) -> list[str]:
-    """What clients of each ModelServer got."""
+def _answers(now: MetricsSnapshot, rate: Callable[..., float], width: int) -> list[str]:
+    """The outcomes of each ModelServer's requests."""
     name = "attache_answers_total"
     rows = [
         [
@@ -281,7 +317,7 @@ def _answers(now: Sample, rate: Callable[..., float], width: int) -> list[str]:
     return table(["SERVER", "PICKS/S", "2XX/S", "4XX/S", "5XX/S", "NO ANSWER/S", "FALLBACKS/S"], rows, width=width)
 
 
-def _queues(before: Sample, now: Sample, rate: Callable[..., float], width: int) -> list[str]:
+def _queues(before: MetricsSnapshot, now: MetricsSnapshot, rate: Callable[..., float], width: int) -> list[str]:
     rows = [
         [
             server,
@@ -299,11 +335,11 @@ def _queues(before: Sample, now: Sample, rate: Callable[..., float], width: int)
     return table(heads, rows, width=width, expendable=("LEFT/S", "SENT/S", "TIMEOUTS/S"))
 
 
-def _rate(before: Sample, now: Sample, seconds: float, name: str, **labels: str) -> float:
+def _rate(before: MetricsSnapshot, now: MetricsSnapshot, seconds: float, name: str, **labels: str) -> float:
     return max(0.0, now.sum(name, **labels) - before.sum(name, **labels)) / seconds
 
 
-def _tenants(now: Sample, rate: Callable[..., float], most: int, width: int) -> list[str]:
+def _tenants(now: MetricsSnapshot, rate: Callable[..., float], most: int, width: int) -> list[str]:
     names = [name for (name,) in now.values_of("attache_tenant_requests_total", "tenant")]
     service = {name: rate("attache_tenant_service_tokens_total", tenant=name) for name in names}
     whole = sum(service.values())
@@ -322,7 +358,29 @@ def _tenants(now: Sample, rate: Callable[..., float], most: int, width: int) -> 
     return table(heads, rows, width=width, expendable=("SERVICE TOK/S",))
 
 
-def _mean_wait(before: Sample, now: Sample, server: str, band: str) -> str:
+def _budgets(now: MetricsSnapshot, most: int, width: int) -> list[str]:
+    """The callers that have used the largest part of a budget."""
+    name = "attache_budget_used_ratio"
+    found = [
+        (now.get(name, budget=budget, unit=unit, caller=caller) or 0.0, budget, caller, unit)
+        for budget, unit, caller in now.values_of(name, "budget", "unit", "caller")
+    ]
+    rows = [
+        [budget, caller or "(all)", _UNITS.get(unit, unit), f"{used:.0%}"]
+        for used, budget, caller, unit in sorted(found, key=lambda one: (-one[0], one[1:]))[:most]
+    ]
+    return table(["BUDGET", "CALLER", "OF", "USED"], rows, width=width)
+
+
+_UNITS: Final = {
+    "cost_micros": "money",
+    "total_tokens": "tokens",
+    "input_tokens": "input tokens",
+    "output_tokens": "output tokens",
+}
+
+
+def _mean_wait(before: MetricsSnapshot, now: MetricsSnapshot, server: str, band: str) -> str:
     count, total = (
         now.sum(name, server=server, band=band) - before.sum(name, server=server, band=band)
         for name in ("attache_queue_wait_seconds_count", "attache_queue_wait_seconds_sum")
@@ -330,11 +388,11 @@ def _mean_wait(before: Sample, now: Sample, server: str, band: str) -> str:
     return f"{total / count:.2f}s" if count > 0 else "-"
 
 
-class Sample:
+class MetricsSnapshot:
     """Samples of one moment, added up over processes.
 
-    A question is answered from an index by the labels that it names, which is built once for each set of label names:
-    a screen of many engines asks of each of them, and must not look through the series of all others each time.
+    A query uses an index by the labels that it names, which is built once for each set of label names: a screen of many
+    engines queries each of them, and must not scan the series of all others each time.
     """
 
     def __init__(self) -> None:
@@ -342,7 +400,7 @@ class Sample:
         self._indexes: dict[str, dict[_Names, _Index]] = {}
 
     def add(self, name: str, labels: Mapping[str, str], value: float) -> None:
-        """One sample; one that is no finite number says nothing."""
+        """Add one sample; one that is no finite number is ignored."""
         if not math.isfinite(value):
             return
         series = self._values.setdefault(name, {})

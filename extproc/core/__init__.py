@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a request as plain data and functions; knows admission and scheduling."""
+"""The life cycle of a request as plain data and functions; imports admission and scheduling."""

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests cost their callers: grants of rate limits, and service of flows."""
+"""What requests cost their callers: grants of limits and budgets, service of flows, and levels that processes share.
+
+The processes of one machine publish what they spend of local limits, so each has the level of every bucket. A process
+that starts would begin with full buckets, and restarts of a worker would circumvent every limit. So it requests the
+levels from the others and keeps the lower of each two: they may not have received its own grants yet.
+"""
 
 from __future__ import annotations
 
@@ -8,45 +13,48 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.buckets import Limit
-from extproc.admission.limits import BucketLevel
-from extproc.core.effects import Effect, Owe, SettleGrant, Tell
-from extproc.core.peers import Spent
+from extproc.admission.buckets import BucketLevel, ByWindow, Limit
+from extproc.admission.budgets import ALONE
+from extproc.admission.local_limits import MOST_LEVELS
+from extproc.core.effects import Broadcast, Effect, Overdraft, SettleGrant, SoftBudgetPassed
+from extproc.core.peers import AskLevels, Levels, LimitSpent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from extproc.admission.limits import Charge, Grant, LocalLimits, Usage
+    from extproc.admission.limits import Charge, Grant, Usage
+    from extproc.admission.local_limits import LocalLimits
     from extproc.core.record import Record
-
-# After the key of a bucket in the shared store: this process's part of it while the store is away.
-_ALONE: Final = "/alone"
 
 
 class Accounts:
     """Reserve before a request is dispatched, settle when it has ended. Effects are appended to ``out``.
 
-    ``machine``: the machine whose processes share the local limits; None: there is only this process. ``peers``: how
-    many other processes are heard of.
+    ``machine``: the machine whose processes share the local limits; None: there is only this process. ``peers``:
+    returns the number of other processes whose messages arrive.
     """
 
     def __init__(self, limits: LocalLimits, *, machine: str | None, peers: Callable[[], int] = lambda: 0) -> None:
         self._limits = limits
         self._machine = machine
         self._peers = peers
-        # processes that use the shared store, as far as was known when it last answered; without it they hear less of
-        # each other
+        # processes that use the shared store, counted when it last answered; without it fewer messages between
+        # processes arrive
         self._sharers = 1
+        # whose passing of a budget's soft share was reported, by the end of its window
+        self._passed: ByWindow[set[str]] = ByWindow(set)
+        # by which the wall clock is ahead of the times of events
+        self.wall_offset_s = 0.0
 
     def reserve(self, charges: Sequence[Charge], now: float, out: list[Effect]) -> Grant:
         """Reserve in this process's own buckets; raises RateLimited with nothing taken."""
         grant = self._limits.reserve(charges, now)
-        for charge in charges:
-            self._tell_spent(charge, charge.amount, out)
+        for charge in grant.charges:
+            self._broadcast_spent(charge, charge.amount, out)
         return grant
 
     def store_answered(self) -> None:
-        """The shared store is there, and so are those who are heard of."""
+        """The shared store has answered: count the processes that share it."""
         self._sharers = 1 + self._peers()
 
     def reserve_alone(
@@ -61,8 +69,24 @@ class Accounts:
         known = zip(parts, most_left, strict=True)
         self._limits.lower([BucketLevel(one.key, one.limit, level * part) for one, level in known], now)
         grant = msgspec.structs.replace(self._limits.reserve(parts, now), owed=charges)
-        out.extend(Owe(charge, charge.amount) for charge in charges)
+        out.extend(Overdraft(charge, charge.amount) for charge in charges)
         return grant
+
+    def report_soft(self, grants: Sequence[Grant], out: list[Effect]) -> None:
+        """Report the grants with which callers pass the soft share of a budget, once for each caller."""
+        for grant in grants:
+            for charge, level in zip(grant.charges, grant.levels, strict=True):
+                soft = -math.inf if charge.budget is None else charge.budget.soft
+                # another process has reported it if the level was below before
+                if level <= soft < level + charge.amount:
+                    passed = self._passed.of(charge.limit.ends_at_s)
+                    if charge.key not in passed:
+                        passed.add(charge.key)
+                        out.append(SoftBudgetPassed(charge, level))
+
+    def forget_ended(self, wall_s: float) -> None:
+        """Forget windows of budgets that have ended."""
+        self._passed.forget(wall_s)
 
     def settle_grants(self, grants: Sequence[Grant], used: Usage | None, now: float, out: list[Effect]) -> None:
         """Correct each grant to the actual usage. ``used=None`` refunds all: the request was never dispatched."""
@@ -72,24 +96,24 @@ class Accounts:
                 continue
             self._limits.settle(grant, used, now)
             if grant.owed:
-                out.extend(Owe(charge, _used(used, charge) - charge.amount) for charge in grant.owed)
+                out.extend(Overdraft(charge, _used(used, charge) - charge.amount) for charge in grant.owed)
                 continue
             for charge in grant.charges:
-                self._tell_spent(charge, _used(used, charge) - charge.amount, out)
+                self._broadcast_spent(charge, _used(used, charge) - charge.amount, out)
 
     def close(self, record: Record, used: Usage | None, service: float, now: float, out: list[Effect]) -> None:
         """Correct the accounts of a request's flow and of its limits; ``used`` None: no engine got it."""
         run, queued = record.run, record.queued
         if run is not None and run.gate is not None and queued is not None:
             tokens = 0.0 if used is None else used.input_tokens + used.output_tokens
-            run.gate.ended(queued, service - run.charged, tokens=tokens, now=now)
+            run.gate.on_request_ended(queued, service - run.charged, tokens=tokens, now=now)
         if record.is_ours:
             grants, record.grants = record.grants, ()
             self.settle_grants(grants, used, now, out)
 
-    def _tell_spent(self, charge: Charge, amount: float, out: list[Effect]) -> None:
+    def _broadcast_spent(self, charge: Charge, amount: float, out: list[Effect]) -> None:
         if self._machine is not None and amount:
-            out.append(Tell(Spent(self._machine, charge.key, charge.limit, amount)))
+            out.append(Broadcast(LimitSpent(self._machine, charge.key, charge.limit, amount)))
 
 
 def _used(used: Usage | None, charge: Charge) -> float:
@@ -97,6 +121,45 @@ def _used(used: Usage | None, charge: Charge) -> float:
 
 
 def _part_of(charge: Charge, part: float) -> Charge:
-    limit = Limit(charge.limit.rate * part, charge.limit.capacity * part)
+    limit = Limit(charge.limit.rate * part, charge.limit.capacity * part, charge.limit.ends_at_s)
     enough = limit.capacity if charge.amount <= charge.limit.capacity else math.inf
-    return msgspec.structs.replace(charge, key=f"{charge.key}{_ALONE}", limit=limit, is_global=False, enough=enough)
+    return msgspec.structs.replace(charge, key=f"{ALONE}{charge.key}", limit=limit, is_global=False, enough=enough)
+
+
+# Requests for levels, one with each of the first heartbeats; a process that is alone gets no answer.
+_MOST_QUESTIONS: Final = 20
+
+
+class LevelExchange:
+    """Publishes and receives levels for one process. ``origin``: its name among the others. ``machine``: None if it is
+    alone.
+    """
+
+    def __init__(self, limits: LocalLimits, *, machine: str | None, origin: str) -> None:
+        self._limits = limits
+        self._machine = machine
+        self._origin = origin
+        self._questions = 0
+        # whether another process has sent its levels
+        self.is_told = False
+
+    def ask(self, out: list[Effect]) -> None:
+        """With a heartbeat."""
+        if self._machine is not None and not self.is_told and self._questions < _MOST_QUESTIONS:
+            self._questions += 1
+            out.append(Broadcast(AskLevels(self._machine)))
+
+    def ingest(self, event: LimitSpent | AskLevels | Levels, origin: str, now: float, out: list[Effect]) -> None:
+        """Apply an event of the process ``origin``, if it concerns this machine."""
+        match event:
+            case LimitSpent() if event.machine == self._machine:
+                self._limits.spent_elsewhere(event.key, event.limit, event.amount, now)
+            case AskLevels() if event.machine == self._machine:
+                levels = self._limits.levels(now)
+                # budgets may have many; the last message says that it is all
+                for begin in range(0, max(1, len(levels)), MOST_LEVELS):
+                    part = levels[begin : begin + MOST_LEVELS]
+                    out.append(Broadcast(Levels(origin, part, has_more=begin + MOST_LEVELS < len(levels))))
+            case Levels() if event.asker == self._origin:
+                self._limits.lower(event.levels, now)
+                self.is_told = self.is_told or not event.has_more

@@ -2,13 +2,12 @@
 """Requests that wait for an engine: held while their ModelServer has none, sent on in order when one is there
 
 Whether a server has engines follows from its configuration alone (``Pool.readiness``), so it changes only when that
-does. While anybody waits, whoever comes for the same server waits behind: nobody is overtaken. A request whose server
-stays without engines goes to another server of its rule that has got one. Where too many wait, the tenant with most
-gives way.
+does. While requests wait for a server, later ones for it wait behind them: none is overtaken. A request whose server
+stays without engines moves to another server of its rule that has got one. Where too many wait, requests of the tenant
+with most are refused.
 
-A bound alone would be first come, first served: one tenant that fills it keeps all others out. Here whoever is alone
-may use all of it, and a tenant that has less takes the place of the newest request of the one that has most, until they
-have the same.
+With a bound alone, one tenant that fills it would keep all others out. Here a tenant that is alone may use all of it. A
+request of a tenant that has less replaces the newest request of the tenant that has most, until both have the same.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.admission.saturation import RECHECK_S
-from extproc.core.effects import Effect, EngineStarted, WaitsForEngine, WakeAt
-from extproc.core.queue import MOST_AT_ONCE, no_longer_served
+from extproc.core.dispatch import no_longer_served
+from extproc.core.effects import AwaitEngine, Effect, EngineNeeded, EngineStarted, WakeAt
+from extproc.core.queue import MOST_AT_ONCE
 from extproc.core.record import Record
 from extproc.core.states import Event, State
 from extproc.errors import EngineStarting, NoEndpoint, QueueFull, QueueTimeout, Refusal
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from extproc.api.model_server import Activation
-    from extproc.core.adapter_load import LoadingRequests
     from extproc.core.dispatch import Dispatcher
-    from extproc.core.queue import WaitingRequests
+    from extproc.core.queue import AdmissionController
     from extproc.core.record import Arrival
+    from extproc.core.request_builder import RequestBuilder
 
 _WEIGHT: Final = 0.3
-# What took longer was not started for the request that waited.
+# A longer time does not count: the engine was not started for the request that waited.
 _LONGEST_START_S: Final = 3600.0
 # Of a start that is later than expected: clients come back when it has taken this share longer.
 _LATE_SHARE: Final = 0.1
 _LEAST_REST_S: Final = 1.0
-# Nobody has waited for the time of so many starts: the next request begins a new one.
+# If no request has waited for the time of so many starts, the next request begins a new start.
 _STARTS_TO_FORGET: Final = 2
 
 
@@ -52,28 +52,27 @@ class StartTimes:
 
     def __init__(self) -> None:
         self._since_s: dict[str, float] = {}
-        # since when nobody waits any more
+        # since when no request waits
         self._left_s: dict[str, float] = {}
         self._typical_s: dict[str, float] = {}
 
     @property
-    def awaited(self) -> Collection[str]:
+    def awaited_servers(self) -> Collection[str]:
         """The servers of which an engine is awaited, also by clients that have left since."""
         return self._since_s.keys()
 
     def begin(self, server: str, now: float, assumed_s: float) -> None:
         """A request waits for an engine; only the first since the last one left counts.
 
-        Clients that left long before it did not cause the start that comes now: none was begun for them, as where they
-        hung up at once.
+        Clients that left long before are not counted: no start was begun for them, as where they hung up at once.
         """
         left_s = self._left_s.pop(server, None)
         if left_s is not None and now - left_s > _STARTS_TO_FORGET * self.typical_s(server, assumed_s):
             self._since_s.pop(server, None)
         self._since_s.setdefault(server, now)
 
-    def left(self, server: str, now: float) -> None:
-        """Nobody waits any more, and an engine may still come."""
+    def on_all_left(self, server: str, now: float) -> None:
+        """The last waiting request has left; an engine may still come."""
         if server in self._since_s:
             self._left_s[server] = now
 
@@ -87,7 +86,7 @@ class StartTimes:
         return took_s
 
     def cancel(self, server: str) -> None:
-        """Nobody waits for it any more: who did was served elsewhere."""
+        """The start is not measured: all requests that waited for it were served by other servers."""
         self._since_s.pop(server, None)
         self._left_s.pop(server, None)
 
@@ -99,11 +98,11 @@ class StartTimes:
             self._typical_s.pop(server, None)
 
     def typical_s(self, server: str, assumed_s: float) -> float:
-        """What a start takes; ``assumed_s`` until one was measured."""
+        """The time of a start; ``assumed_s`` until one was measured."""
         return self._typical_s.get(server, assumed_s)
 
     def retry_after_s(self, server: str, assumed_s: float, now: float) -> int:
-        """What is left of the start, as expected: whole seconds, at least one."""
+        """The expected rest of the start: whole seconds, at least one."""
         so_far_s = now - self._since_s.get(server, now)
         rest_s = self.typical_s(server, assumed_s) - so_far_s
         if rest_s <= 0:
@@ -111,7 +110,8 @@ class StartTimes:
         return math.ceil(max(_LEAST_REST_S, rest_s))
 
 
-# For one that comes: a large body is not worth a crowd of small ones, nor the time to look for them.
+# Most requests that are refused for a new one: a large body does not replace a crowd of small ones, nor justify the
+# search.
 _MOST_GIVE_WAY: Final = 16
 
 
@@ -150,7 +150,7 @@ class Holdings:
             del self._requests[tenant], self._bytes[tenant]
 
     def give_way(self, arrival: Arrival, bounds: Bounds, waiting: Iterable[Record]) -> Sequence[Record] | None:
-        """Those of ``waiting`` that have to go so that ``arrival`` fits; None if it has no right to a place.
+        """The records of ``waiting`` to refuse so that ``arrival`` fits; None if ``arrival`` is to be refused instead.
 
         ``waiting``: the newest first.
         """
@@ -162,10 +162,10 @@ class Holdings:
         held, mine = (self._bytes, len(arrival.body)) if by_bytes else (self._requests, 1)
         largest, most = max(held.items(), key=lambda item: item[1], default=("", 0))
         mine += held[arrival.caller.tenant]
-        # it would have less than the newcomer's tenant then: nothing to look for among thousands that wait
+        # it would have less than the newcomer's tenant then: no search among thousands that wait
         if largest == arrival.caller.tenant or most <= mine:
             return None
-        # of those, first what matters least, and then what has waited least
+        # of those, first by the lowest priority, then by the shortest wait
         theirs = (one for one in waiting if one.arrived.caller.tenant == largest)
         going: list[Record] = []
         for one in heapq.nsmallest(_MOST_GIVE_WAY, theirs, lambda one: (one.arrived.priority, -one.arrived_at_s)):
@@ -190,34 +190,55 @@ _HELD_FOR_ENGINES: Final = frozenset({State.LOADING, State.QUEUED})
 
 
 class ZeroDemand(msgspec.Struct, frozen=True):
-    """Who waits for an engine of one server. ``since_s``: when the first of them began to."""
+    """The requests that wait for an engine of one server. ``since_s``: when the first of them began to."""
 
     requests: int
     since_s: float
 
 
 class _Group(msgspec.Struct):
-    """All that wait for one server, in order. ``soonest_s``: none of their deadlines is before that."""
+    """All that wait for one server. ``soonest_s``: none of their deadlines is before that. ``is_sorted``: the records
+    stand in order of arrival.
+    """
 
     pool: Pool
     records: dict[str, Record]
     held: Holdings = msgspec.field(default_factory=Holdings)
     soonest_s: float = math.inf
+    is_sorted: bool = True
 
     @property
     def may_go(self) -> bool:
-        """Whether engines are there. Both stages are waited for, unless waiting is not configured any more."""
+        """Whether there are engines: for both stages, or, without ``activation`` by now, enough to serve."""
         readiness = self.pool.readiness
         return readiness.is_whole or (self.pool.spec.activation is None and readiness.can_serve)
 
+    def sort(self) -> None:
+        """Sort by arrival: once for all records that returned or came from another server, as thousands may at once."""
+        if not self.is_sorted:
+            self.records = dict(sorted(self.records.items(), key=lambda item: item[1].arrived_at_s))
+            self.is_sorted = True
 
-class AwaitingRequests:
+
+class EngineWait:
     """Records in state AWAITING_ENGINE. Effects go to ``out``."""
 
-    def __init__(self, waiting: WaitingRequests, loading: LoadingRequests, dispatcher: Dispatcher) -> None:
-        self._waiting = waiting
-        self._loading = loading
+    def __init__(
+        self,
+        records: Mapping[str, Record],
+        admission: AdmissionController,
+        dispatcher: Dispatcher,
+        proceed: Callable[[Record, float, list[Effect]], bool],
+        withdraw: Callable[[Record, float], None],
+    ) -> None:
+        """``proceed``: takes on a request whose server has an engine, and withdraws it here; False if its queue is
+        full. ``withdraw``: from what it waits for behind this.
+        """
+        self._records = records
+        self._admission = admission
         self._dispatcher = dispatcher
+        self._proceed = proceed
+        self._withdraw_behind = withdraw
         self._groups: dict[str, _Group] = {}
         self._held = Holdings()
         self.start_times = StartTimes()
@@ -234,8 +255,8 @@ class AwaitingRequests:
         """Whether a request for ``pool`` would wait for an engine now."""
         return pool.spec.activation is not None and (not pool.readiness.can_serve or pool.name in self._groups)
 
-    def in_words(self, pool: Pool, now: float) -> str:
-        """What a request that comes now would wait for, and how long."""
+    def describe(self, pool: Pool, now: float) -> str:
+        """What a new request would wait for, and the longest wait."""
         activation, group = pool.spec.activation, self._groups.get(pool.name)
         if activation is None:
             return ""
@@ -245,34 +266,18 @@ class AwaitingRequests:
             f"an engine is expected in {self._retry_after_s(pool, now)} s"
         )
 
-    def admit(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> bool:
-        """Whether the request has to wait for an engine: it is in state AWAITING_ENGINE then. Raises QueueFull.
+    def admit(self, record: Record, now: float, out: list[Effect]) -> AwaitEngine | None:
+        """Hold the request until its server has an engine; None: it need not wait. Raises QueueFull.
 
-        What a gateway has limited to some addresses cannot be served by an engine that is yet to come.
+        A request that its gateway has limited to some addresses cannot be served by an engine that is yet to come.
         """
-        pool = arrival.pool
+        arrival, pool = record.arrived, record.arrived.pool
         activation = pool.spec.activation
         if activation is None or record.attachment.subset is not None or not self.holds(pool):
-            return False
-        self._make_room(arrival, activation, now, out)
+            return None
+        self._evict_for(arrival, activation, now, out)
         self._add(record, pool, now, out)
-        return True
-
-    def go_back(self, records: Iterable[Record], pools: Mapping[str, Pool], now: float, out: list[Effect]) -> None:
-        """After a change of configuration: held requests whose server has lost its last engine meanwhile wait for the
-        next one, before those that came later.
-        """
-        for record in [one for one in records if _has_lost_engines(one, pools)]:
-            record.happens(Event.ENGINES_GONE)
-            if record.queued is not None and record.state is State.QUEUED:
-                self._waiting.withdraw(record)
-                record.engine_wait_s += now - record.queued.arrived_at_s
-                record.queued = None
-            else:
-                self._loading.withdraw(record)
-                record.loading_s += now - record.loading_since_s
-            group = self._add(record, record.arrived.pool, now, out)
-            group.records = dict(sorted(group.records.items(), key=lambda item: item[1].arrived_at_s))
+        return AwaitEngine(record.ticket, pool.name, self._admission.hold_s(record, now))
 
     def withdraw(self, record: Record, now: float) -> None:
         """It waits no more."""
@@ -282,13 +287,10 @@ class AwaitingRequests:
             self._held.remove(record)
             if not group.records:
                 del self._groups[record.arrived.pool.name]
-                self.start_times.left(record.arrived.pool.name, now)
+                self.start_times.on_all_left(record.arrived.pool.name, now)
 
-    def tick(self, now: float, out: list[Effect], go: Callable[[Record], bool]) -> None:
-        """Send on those whose engine is there, in order, and refuse those that have waited too long.
-
-        ``go``: takes a request on; False if it must wait here still, as the queue of its server is full.
-        """
+    def tick(self, now: float, out: list[Effect]) -> None:
+        """Send on those whose engine is there, in order, and refuse those that have waited too long."""
         left = MOST_AT_ONCE
         for group in list(self._groups.values()):
             if group.soonest_s <= now:
@@ -297,7 +299,7 @@ class AwaitingRequests:
             if group.may_go:
                 in_order = sorted(group.records.values(), key=lambda one: -one.arrived.priority)
                 for record in in_order[:left]:
-                    if not go(record):
+                    if not self._proceed(record, now, out):
                         at_s = min(at_s, now + RECHECK_S)
                         break
                     left -= 1
@@ -306,26 +308,39 @@ class AwaitingRequests:
             if group.records:
                 out.append(WakeAt(at_s))
 
-    def move(
-        self,
-        pools: Mapping[str, Pool],
-        elsewhere: Callable[[Arrival], Arrival | None],
-        now: float,
-        out: list[Effect],
-    ) -> None:
-        """After a change of configuration. ``elsewhere``: the same request at a server of its rule that has engines."""
+    def move(self, builder: RequestBuilder, now: float, out: list[Effect]) -> None:
+        """After a change of configuration: take back those whose server has lost its last engine, and move those that
+        another server of their rule can serve.
+        """
+        pools = builder.pools
+        self._take_back(pools, now, out)
         self.start_times.keep(pools.keys())
-        for name in list(self.start_times.awaited):
+        for name in list(self.start_times.awaited_servers):
             if pools[name].readiness.is_whole:
                 took_s = self.start_times.end(name, now)
                 out.append(EngineStarted(name, took_s))
         for group in list(self._groups.values()):
             is_there = pools.get(group.pool.name) is group.pool
             if not (is_there and group.may_go):
+                group.sort()
                 for record in list(group.records.values()):
-                    self._move(record, elsewhere(record.arrived), now, out, is_there=is_there)
+                    self._move(record, builder.elsewhere(record.arrived), now, out, is_there=is_there)
+        for group in self._groups.values():
+            group.sort()
         if self._groups:
             out.append(WakeAt(now))
+
+    def _take_back(self, pools: Mapping[str, Pool], now: float, out: list[Effect]) -> None:
+        """Held requests whose server has lost its last engine wait for the next one, before those that came later."""
+        for record in [one for one in self._records.values() if _has_lost_engines(one, pools)]:
+            record.happens(Event.ENGINES_GONE)
+            if record.queued is not None and record.state is State.QUEUED:
+                record.engine_wait_s += now - record.queued.arrived_at_s
+            else:
+                record.loading_s += now - record.loading_since_s
+            self._withdraw_behind(record, now)
+            record.queued = None
+            self._add(record, record.arrived.pool, now, out).is_sorted = False
 
     def _move(self, record: Record, other: Arrival | None, now: float, out: list[Effect], *, is_there: bool) -> None:
         """Of a request whose server has no engines, or has left."""
@@ -334,10 +349,9 @@ class AwaitingRequests:
             self.withdraw(record, now)
             if pool.name not in self._groups:
                 self.start_times.cancel(pool.name)
-            # and it waits in its order there
+            # it waits there in order of arrival
             self._dispatcher.move(record, other)
-            group = self._put(record, other.pool)
-            group.records = dict(sorted(group.records.items(), key=lambda item: item[1].arrived_at_s))
+            self._put(record, other.pool).is_sorted = False
         elif not is_there:
             self._refuse(record, no_longer_served(pool.name), now, out)
         elif pool.spec.activation is None:
@@ -346,12 +360,12 @@ class AwaitingRequests:
     def _add(self, record: Record, pool: Pool, now: float, out: list[Effect]) -> _Group:
         activation = pool.spec.activation
         if activation is not None and record.engine_by_s == math.inf:
-            # of all that it waits for an engine, even if it comes and goes meanwhile
+            # one limit for all its waits for an engine, even if engines come and go meanwhile
             record.engine_by_s = now + activation.hold_timeout
         record.engine_since_s = now
-        self._dispatcher.put(record, State.AWAITING_ENGINE)
+        self._dispatcher.put(record, State.AWAITING_ENGINE, now)
         if pool.name not in self._groups:
-            out.append(WaitsForEngine(pool.name))
+            out.append(EngineNeeded(pool.name))
         if not pool.readiness.is_whole:
             self.start_times.begin(pool.name, now, _assumed_s(pool))
         group = self._put(record, pool)
@@ -366,8 +380,8 @@ class AwaitingRequests:
         group.soonest_s = min(group.soonest_s, deadline_of(record))
         return group
 
-    def _make_room(self, arrival: Arrival, activation: Activation, now: float, out: list[Effect]) -> None:
-        """Raises QueueFull where nobody has to give way to the request."""
+    def _evict_for(self, arrival: Arrival, activation: Activation, now: float, out: list[Effect]) -> None:
+        """Raises QueueFull where no waiting request is to be refused in place of this one."""
         pool, group = arrival.pool, self._groups.get(arrival.pool.name)
         bounds = Bounds(activation.max_requests, activation.max_bytes)
         held, records = (Holdings(), {}) if group is None else (group.held, group.records)
@@ -412,7 +426,7 @@ class AwaitingRequests:
 
 
 def _assumed_s(pool: Pool) -> float:
-    """What a start takes, as configured."""
+    """The time of a start, as configured."""
     activation = pool.spec.activation
     return 0.0 if activation is None else float(activation.start_time)
 
@@ -425,5 +439,5 @@ def _has_lost_engines(record: Record, pools: Mapping[str, Pool]) -> bool:
 
 
 def deadline_of(record: Record) -> float:
-    """When it has waited too long: by its server's activation, and by what its gateway was told."""
+    """When it has waited too long: by its server's activation, and by the time limit that its gateway was sent."""
     return min(record.engine_by_s, record.answer_by_s)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that wait for their adapter: loads are asked for once, and all that want the adapter go when it is there
+"""Requests that wait for their adapter: each load is requested once for all of them, and all proceed when it is done
 
-A group is all requests that wait for one adapter. It asks for a load where ``adapter_placement`` says; until there is a
-place it is looked at again whenever a request ends or an engine reports. An adapter that must make room gets nothing
-new first, and is unloaded when nothing in flight uses it; other processes are told, and have a moment to hear it. A
-load that fails is tried at another engine.
+A group is all requests that wait for one adapter. It requests a load at the engine that ``adapter_placement`` chooses;
+without one, it tries again whenever a request ends or an engine reports. An adapter that must make room first gets no
+new requests, and is unloaded when no request in flight uses it; other processes are notified, and the unload waits a
+moment for the notice to arrive. A load that fails is tried at another engine.
 
-Weights that two engines cannot use are taken for broken: for ``BROKEN_S`` nobody asks an engine for them again. An
-engine that does not answer is left alone for ``SILENT_S``.
+Weights that two engines cannot use count as broken: for ``BROKEN_S`` no load of them is requested. An engine that does
+not answer gets no load for ``SILENT_S``.
 """
 
 from __future__ import annotations
@@ -17,21 +17,30 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.core.effects import Effect, LoadAdapter, LoadEnded, Tell, WakeAt
+from extproc.core.effects import AwaitAdapter, Broadcast, Effect, LoadAdapter, LoadEnded, WakeAt
 from extproc.core.peers import AdapterChanged
 from extproc.core.record import LoadResult, Record
 from extproc.core.states import Event, State
 from extproc.endpoints.table import EndpointRef
 from extproc.engines.answers import LoadProblem
 from extproc.errors import AdapterBroken, AdapterUnavailable, NoEndpoint, Refusal
-from extproc.scheduling.adapter_placement import Place, loaders, place, place_of_copy, rows_in, shortest_stay_s
+from extproc.scheduling.adapter_placement import (
+    Placement,
+    loaders,
+    place_adapter,
+    row_for_second_copy,
+    rows_in,
+    shortest_stay_s,
+)
 from extproc.scheduling.pool import Pool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from extproc.core.dispatch import Dispatcher
-    from extproc.core.record import Arrival, LoadResult
+    from extproc.core.queue import AdmissionController
+    from extproc.core.record import LoadResult
+    from extproc.core.request_builder import RequestBuilder
     from extproc.endpoints.adapter_slots import AdapterSlots, Change
     from extproc.endpoints.table import Bools
 
@@ -62,8 +71,8 @@ class AdapterLoads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def begin(self, pool: Pool, found: Place, adapter: str, now: float, out: list[Effect]) -> None:
-        """Ask for a load."""
+    def begin(self, pool: Pool, found: Placement, adapter: str, now: float, out: list[Effect]) -> None:
+        """Request a load."""
         slots, endpoint = pool.slots, pool.table.ref(found.row)
         if slots is None:
             return
@@ -75,7 +84,7 @@ class AdapterLoads:
         out.append(LoadAdapter(pool.name, endpoint.address, adapter, source, found.evicts, timeout_s))
 
     def end(self, result: LoadResult, pool: Pool | None, now: float, out: list[Effect]) -> int | None:
-        """Note what became of it; returns the row of its endpoint, None if that has gone meanwhile."""
+        """Record the result of a load; returns the row of its endpoint, None if that has gone meanwhile."""
         load = self._loads.pop((result.server, result.address, result.adapter), None)
         if load is None or load.pool is not pool or pool.slots is None or not pool.table.is_current(load.endpoint):
             return None
@@ -89,20 +98,20 @@ class AdapterLoads:
         return row
 
     def change(self, pool: Pool, row: int, adapter: str, change: Change, now: float, out: list[Effect]) -> None:
-        """Note what becomes of an adapter at an engine, and tell the other processes."""
+        """Record a change of an adapter at an engine, and broadcast it to the other processes."""
         if pool.slots is not None:
             pool.slots.change(row, adapter, change, now, is_ours=True)
             if self.has_peers:
-                out.append(Tell(AdapterChanged(pool.name, pool.table.addresses[row], adapter, change)))
+                out.append(Broadcast(AdapterChanged(pool.name, pool.table.addresses[row], adapter, change)))
 
     def is_loading(self, pool: Pool, adapter: str, rows: Iterable[int]) -> bool:
         """Whether one of the engines was asked to load it."""
         return any((pool.name, pool.table.addresses[row], adapter) in self._loads for row in rows)
 
-    def tell_again(self, out: list[Effect]) -> None:
-        """Other processes take what is loading for over if they do not hear of it."""
+    def broadcast_loading(self, out: list[Effect]) -> None:
+        """Broadcast the loads in progress: other processes count a load as over if it is not repeated."""
         if self.has_peers:
-            out.extend(Tell(AdapterChanged(*key, "loading")) for key in self._loads)
+            out.extend(Broadcast(AdapterChanged(*key, "loading")) for key in self._loads)
 
     def mark_broken(self, pool: Pool, adapter: str, now: float) -> None:
         """Its weights cannot be used."""
@@ -117,7 +126,7 @@ class AdapterLoads:
         return self._broken.get((pool.name, adapter), 0.0) > now
 
     def answering(self, pool: Pool, rows: Iterable[int], now: float) -> list[int]:
-        """Those of the rows whose engines have not been silent a moment ago."""
+        """The rows whose engine did not fail to answer within the last ``SILENT_S`` seconds."""
         addresses = pool.table.addresses
         return [row for row in rows if self._silent.get((pool.name, addresses[row]), 0.0) <= now]
 
@@ -141,13 +150,13 @@ def unavailable_adapter(adapter: str, what: str) -> Refusal:
     )
 
 
-def unreached(adapter: str) -> Refusal:
-    """503: nobody there to load it."""
+def engine_unreachable(adapter: str) -> Refusal:
+    """503: no engine can load it."""
     return unavailable_adapter(adapter, "is not loaded, and no engine that could load it can be reached")
 
 
-def broken(adapter: str) -> Refusal:
-    """502: somebody must look at it."""
+def adapter_load_failed(adapter: str) -> Refusal:
+    """502: an operator must correct it."""
     return AdapterBroken(
         f"The adapter '{adapter}' could not be loaded by the engines: its weights are missing, or do not fit the model."
         " Tell the operator of this gateway, whose log says what the engines answered.",
@@ -157,15 +166,15 @@ def broken(adapter: str) -> Refusal:
 
 # Engines that must have refused weights before they are taken for broken.
 _MOST_BROKEN: Final = 2
-# Until other processes have heard that an adapter gets nothing new.
+# Until other processes have received that an adapter gets no new requests.
 _NEWS_S: Final = 0.1
-# An engine without room is asked again after this time, whatever happens meanwhile.
-_LOOK_AGAIN_S: Final = 0.5
+# After this time a load is requested again of an engine that had no room.
+_RETRY_S: Final = 0.5
 _Key = tuple[str, str, frozenset[str] | None]
 
 
 class _Closing(msgspec.Struct):
-    """An adapter that is to make room. ``since_s``: it gets nothing new since then."""
+    """An adapter that is to make room. ``since_s``: since then it gets no new requests."""
 
     endpoint: EndpointRef
     adapter: str
@@ -176,7 +185,7 @@ class _Group(msgspec.Struct):
     """All requests that wait for an adapter.
 
     ``deadlines``: by ticket, in order of arrival. ``subset``: addresses that their gateway allows. ``refused``: by row,
-    until when the engine is not asked again. ``broken``: rows whose engines cannot use the weights.
+    until when no load is requested of the engine. ``broken``: rows whose engines cannot use the weights.
     """
 
     pool: Pool
@@ -188,108 +197,129 @@ class _Group(msgspec.Struct):
     broken: set[int] = set()
 
 
-class LoadingRequests:
-    """Records in state LOADING, and the loads that were asked for."""
+class AdapterWait:
+    """Records in state LOADING: they wait for their adapter. Also the loads that were asked for."""
 
-    def __init__(self, records: Mapping[str, Record], dispatcher: Dispatcher, *, has_peers: bool) -> None:
+    def __init__(
+        self,
+        records: Mapping[str, Record],
+        admission: AdmissionController,
+        dispatcher: Dispatcher,
+        proceed: Callable[[Record, float, list[Effect]], None],
+        *,
+        has_peers: bool,
+    ) -> None:
+        """``proceed``: takes on a request whose adapter is there."""
         self._records = records
+        self._admission = admission
         self._dispatcher = dispatcher
-        # who waits; every event of every request looks whether it is empty
-        self.groups: dict[_Key, _Group] = {}
+        self._proceed = proceed
+        self._groups: dict[_Key, _Group] = {}
         self._loads = AdapterLoads(has_peers=has_peers)
 
-    def admit(self, record: Record, arrival: Arrival, slots: AdapterSlots, now: float, out: list[Effect]) -> bool:
-        """Whether the request has to wait for its adapter: it is in state LOADING then. Raises a Refusal."""
-        adapter, pool, subset = arrival.adapter, arrival.pool, record.attachment.subset
-        if adapter is None or adapter not in slots.sources:
-            return False
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request waits here."""
+        return not self._groups
+
+    def admit(self, record: Record, now: float, out: list[Effect]) -> AwaitAdapter | None:
+        """Hold the request until an engine has its adapter; None: it need not wait. Raises a Refusal."""
+        arrival = record.arrived
+        adapter, pool, subset, slots = arrival.adapter, arrival.pool, record.attachment.subset, arrival.pool.slots
+        if adapter is None or slots is None or adapter not in slots.sources:
+            return None
         slots.expire(now)
         rows = loaders(pool.table, pool.eligible(None, subset), now)
         holders, key = slots.has(adapter) & rows, _key(pool, adapter, subset)
         is_broken = self._loads.is_broken(pool, adapter, now)
         if holders.any():
-            if key not in self.groups and not is_broken:
+            if key not in self._groups and not is_broken:
                 self._copy(pool, slots, adapter, rows_in(rows & ~holders), now, out)
-            return False
+            return None
         if not rows.any():
-            # the picker says why
-            return False
+            # the picker reports the reason
+            return None
         if is_broken:
-            raise broken(adapter)
-        group = self.groups.get(key)
+            raise adapter_load_failed(adapter)
+        group = self._groups.get(key)
         if group is None:
-            group = self.groups[key] = _Group(pool, adapter, subset)
+            group = self._groups[key] = _Group(pool, adapter, subset)
         group.deadlines[record.ticket] = min(now + timeout_of(pool), record.answer_by_s)
         slots.waiting += 1
         record.loading_since_s = now
-        self._dispatcher.put(record, State.LOADING)
+        self._dispatcher.put(record, State.LOADING, now)
         out.append(WakeAt(now))
-        return True
+        return AwaitAdapter(record.ticket, arrival.destination.model, self._admission.hold_s(record, now))
 
-    def withdraw(self, record: Record) -> None:
-        """Its client went away; the others of its group do not notice."""
+    def withdraw(self, record: Record, now: float) -> None:  # noqa: ARG002 - as other waits
+        """The request does not wait here any more; the others of its group are unaffected."""
         arrival = record.arrived
-        group = self.groups.get(_key(arrival.pool, arrival.destination.model, record.attachment.subset))
+        group = self._groups.get(_key(arrival.pool, arrival.destination.model, record.attachment.subset))
         if group is not None:
             _remove(group, record.ticket)
 
-    def ended(self, result: LoadResult, pool: Pool | None, now: float, out: list[Effect]) -> None:
-        """An engine has loaded an adapter, or has not. The next ``tick`` lets its requests go."""
+    def on_adapter_load(self, result: LoadResult, pool: Pool | None, now: float, out: list[Effect]) -> None:
+        """An engine has loaded an adapter, or has not. The next ``tick`` sends its requests on."""
         out += [LoadEnded(result), WakeAt(now)]
         row = self._loads.end(result, pool, now, out)
         if pool is not None and row is not None and result.problem is not None:
             self._failed(result, result.problem, pool, row, now)
 
-    def ready(self, now: float) -> list[Record]:
-        """Those whose adapter is there. They must go before ``tick``, which may give its slot away if nothing uses
-        it.
-        """
-        found = list[Record]()
-        for group in self.groups.values():
-            slots = group.pool.slots
-            if slots is not None and (slots.has(group.adapter) & self._rows(group, now)).any():
-                found += [self._records[ticket] for ticket in list(group.deadlines) if _remove(group, ticket)]
-        return found
-
     def tick(self, now: float, out: list[Effect]) -> None:
-        """Ask for loads, and refuse those that have waited too long."""
-        for key, group in list(self.groups.items()):
+        """Send on those whose adapter is loaded, request loads, and refuse those that have waited too long."""
+        # they go first: the adapter of an engine gives way to another's if nothing uses it
+        for record in self._ready(now):
+            record.happens(Event.LOADED)
+            record.loading_s += now - record.loading_since_s
+            self._proceed(record, now, out)
+        for key, group in list(self._groups.items()):
             for ticket in [one for one, at_s in group.deadlines.items() if at_s <= now]:
                 self._refuse(group, ticket, self._too_late(group), now, out)
             slots = group.pool.slots
             if group.deadlines and slots is not None:
                 slots.expire(now)
-                self._look_at(group, slots, now, out)
+                self._load_for(group, slots, now, out)
             if not group.deadlines:
                 self._reopen(group, now, out)
-                self.groups.pop(key, None)
-        self._say_when(now, out)
+                self._groups.pop(key, None)
+        self._schedule_tick(now, out)
         self._loads.forget(now)
 
-    def move(self, pools: Mapping[str, Pool], now: float, out: list[Effect]) -> None:
+    def move(self, builder: RequestBuilder, now: float, out: list[Effect]) -> None:
         """After a change of configuration: refuse those whose server or adapter is not there any more."""
-        for group in self.groups.values():
+        for group in self._groups.values():
             pool = group.pool
-            is_there = pools.get(pool.name) is pool and pool.slots is not None and group.adapter in pool.slots.sources
+            is_there = (
+                builder.pools.get(pool.name) is pool and pool.slots is not None and group.adapter in pool.slots.sources
+            )
             if not is_there:
                 gone = NoEndpoint(f"'{pool.name}' does not load the adapter '{group.adapter}' any more.")
                 self._refuse_all(group, gone, now, out)
 
+    def _ready(self, now: float) -> list[Record]:
+        """Remove and return those whose adapter is there."""
+        found = list[Record]()
+        for group in self._groups.values():
+            slots = group.pool.slots
+            if slots is not None and (slots.has(group.adapter) & self._rows(group, now)).any():
+                found += [self._records[ticket] for ticket in list(group.deadlines) if _remove(group, ticket)]
+        return found
+
     def _rows(self, group: _Group, now: float) -> Bools:
         return loaders(group.pool.table, group.pool.eligible(None, group.subset), now)
 
-    def _look_at(self, group: _Group, slots: AdapterSlots, now: float, out: list[Effect]) -> None:
+    def _load_for(self, group: _Group, slots: AdapterSlots, now: float, out: list[Effect]) -> None:
         pool, loads = group.pool, self._loads
-        asked = loads.answering(pool, rows_in(self._rows(group, now)), now)
+        answering = loads.answering(pool, rows_in(self._rows(group, now)), now)
         if loads.is_broken(pool, group.adapter, now):
-            self._refuse_all(group, broken(group.adapter), now, out)
-        elif not asked:
-            self._refuse_all(group, unreached(group.adapter), now, out)
-        elif pool.spec.scrape_interval and slots.are_unread(asked, now):
+            self._refuse_all(group, adapter_load_failed(group.adapter), now, out)
+        elif not answering:
+            self._refuse_all(group, engine_unreachable(group.adapter), now, out)
+        elif pool.spec.scrape_interval and slots.are_unread(answering, now):
             # an engine may have it: its list of models comes within a second
             return
-        elif not loads.is_loading(pool, group.adapter, asked):
-            self._find_place(group, slots, [row for row in asked if group.refused.get(row, 0.0) <= now], now, out)
+        elif not loads.is_loading(pool, group.adapter, answering):
+            self._find_place(group, slots, [row for row in answering if group.refused.get(row, 0.0) <= now], now, out)
 
     def _find_place(self, group: _Group, slots: AdapterSlots, rows: list[int], now: float, out: list[Effect]) -> None:
         """Load now where there is room or an idle adapter; else make an adapter that is in use give way."""
@@ -298,10 +328,10 @@ class LoadingRequests:
         if closing is not None and not (table.is_current(closing.endpoint) and closing.endpoint.row in rows):
             self._reopen(group, now, out)
             closing = None
-        elif closing is not None and not slots.has_on(closing.endpoint.row, closing.adapter):
+        elif closing is not None and not slots.is_loaded_on(closing.endpoint.row, closing.adapter):
             # another process was faster, and its adapter has the slot
             closing = group.closing = None
-        found = place(slots, table, group.adapter, rows, now=now)
+        found = place_adapter(slots, table, group.adapter, rows, now=now)
         if found is not None and (found.evicts is None or not has_peers):
             self._reopen(group, now, out)
             self._loads.begin(pool, found, group.adapter, now, out)
@@ -309,18 +339,18 @@ class LoadingRequests:
             row, one = closing.endpoint.row, closing.adapter
             if not slots.is_used(row, one) and (not has_peers or now - closing.since_s >= _NEWS_S):
                 group.closing = None
-                self._loads.begin(pool, Place(row, one), group.adapter, now, out)
+                self._loads.begin(pool, Placement(row, one), group.adapter, now, out)
         else:
             self._close_one(group, slots, found or self._in_use(group, slots, rows, now), now, out)
 
-    def _in_use(self, group: _Group, slots: AdapterSlots, rows: list[int], now: float) -> Place | None:
-        """Which adapter gives way although it is in use."""
-        held = sum(len(slots.held(row)) for row in rows)
-        stay_s = shortest_stay_s(timeout_of(group.pool), waiting=len(self.groups), slots=held)
-        return place(slots, group.pool.table, group.adapter, rows, now=now, shortest_stay_s=stay_s)
+    def _in_use(self, group: _Group, slots: AdapterSlots, rows: list[int], now: float) -> Placement | None:
+        """The adapter to unload although it is in use."""
+        held = sum(len(slots.adapters_held(row)) for row in rows)
+        stay_s = shortest_stay_s(timeout_of(group.pool), waiting=len(self._groups), slots=held)
+        return place_adapter(slots, group.pool.table, group.adapter, rows, now=now, shortest_stay_s=stay_s)
 
     def _close_one(
-        self, group: _Group, slots: AdapterSlots, found: Place | None, now: float, out: list[Effect]
+        self, group: _Group, slots: AdapterSlots, found: Placement | None, now: float, out: list[Effect]
     ) -> None:
         if found is not None and found.evicts is not None:
             group.closing = _Closing(group.pool.table.ref(found.row), found.evicts, now)
@@ -331,24 +361,24 @@ class LoadingRequests:
     def _copy(
         self, pool: Pool, slots: AdapterSlots, adapter: str, others: list[int], now: float, out: list[Effect]
     ) -> None:
-        """A second copy, where that pays."""
+        """Load a second copy, where that pays."""
         if self._loads.is_loading(pool, adapter, others) or any(slots.is_loading(row, adapter) for row in others):
             # one at a time
             return
-        found = place_of_copy(slots, pool.table, adapter, slots.has(adapter), others, now)
+        found = row_for_second_copy(slots, pool.table, adapter, slots.has(adapter), others, now)
         # for a copy, nothing is closed and waited for
         if found is not None and (found.evicts is None or not (found.must_wait or self._loads.has_peers)):
             self._loads.begin(pool, found, adapter, now, out)
 
     def _failed(self, result: LoadResult, problem: LoadProblem, pool: Pool, row: int, now: float) -> None:
-        """Remember it for those that wait, and for those that come."""
-        groups = [one for one in self.groups.values() if one.pool is pool and one.adapter == result.adapter]
+        """Record the failure, for requests that wait and for later ones."""
+        groups = [one for one in self._groups.values() if one.pool is pool and one.adapter == result.adapter]
         match problem:
             case LoadProblem.BUSY:
                 if pool.slots is not None:
                     pool.slots.is_full(row)
                 for group in groups:
-                    group.refused[row] = now + _LOOK_AGAIN_S
+                    group.refused[row] = now + _RETRY_S
             case LoadProblem.UNREACHABLE:
                 self._loads.mark_silent(pool, result.address, now)
             case LoadProblem.BROKEN:
@@ -359,24 +389,24 @@ class LoadingRequests:
                 if max((len(one.broken) for one in groups), default=most) >= most:
                     self._loads.mark_broken(pool, result.adapter, now)
 
-    def _say_when(self, now: float, out: list[Effect]) -> None:
-        """When to look again; other processes hear again what is still so."""
+    def _schedule_tick(self, now: float, out: list[Effect]) -> None:
+        """Schedule the next check, and broadcast again the state that still holds."""
         loads = self._loads
-        soonest = [at_s for group in self.groups.values() for at_s in group.deadlines.values()]
-        if self.groups or (loads.has_peers and len(loads)):
-            soonest.append(now + _LOOK_AGAIN_S)
-        loads.tell_again(out)
-        for group in self.groups.values():
+        soonest = [at_s for group in self._groups.values() for at_s in group.deadlines.values()]
+        if self._groups or (loads.has_peers and len(loads)):
+            soonest.append(now + _RETRY_S)
+        loads.broadcast_loading(out)
+        for group in self._groups.values():
             closing = group.closing
             if closing is not None and loads.has_peers:
                 soonest.append(max(now + _NEWS_S / 2, closing.since_s + _NEWS_S))
                 name, address = group.pool.name, closing.endpoint.address
-                out.append(Tell(AdapterChanged(name, address, closing.adapter, "closed")))
+                out.append(Broadcast(AdapterChanged(name, address, closing.adapter, "closed")))
         if soonest:
             out.append(WakeAt(min(soonest)))
 
     def _reopen(self, group: _Group, now: float, out: list[Effect]) -> None:
-        """The adapter that was to make room need not."""
+        """Open the adapter that was to make room for requests again."""
         closing, group.closing = group.closing, None
         if closing is not None and group.pool.table.is_current(closing.endpoint):
             self._loads.change(group.pool, closing.endpoint.row, closing.adapter, "loaded", now, out)

@@ -1,52 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All requests of a process: they arrive, may wait, run, end, and their outcomes teach.
+"""All requests of a process: they arrive, may wait, run and end, and estimates are learned from their outcomes.
 
 There is one record for each request, in one table. Each verb takes the time in seconds, changes the table and what
 depends on it, and returns the effects that its caller is to perform. There is no clock, no event loop and no network
-here: the same core runs under Envoy, in tests and in virtual time. ``states.py`` says which event is legal when.
+here: the same core runs under Envoy, in tests and in virtual time. ``states.py`` has the table of legal events.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.admission.access import Access
+from extproc.admission.access import Authorizer
+from extproc.admission.guards import guards_of
 from extproc.admission.identity import CacheIsolation, Identities
 from extproc.admission.limits import Grant
+from extproc.admission.objectives import ObjectiveTable
 from extproc.api.snapshot import scrape_stretch
-from extproc.core.accounts import Accounts
-from extproc.core.activation import AwaitingRequests
-from extproc.core.adapter_load import LoadingRequests
+from extproc.core.accounts import Accounts, LevelExchange
 from extproc.core.demand import DemandMeter
 from extproc.core.dispatch import Dispatcher
-from extproc.core.effects import Effect, Tell
-from extproc.core.explaining import Asked, explain_arrival
-from extproc.core.feedback import take_change, take_report
-from extproc.core.level_exchange import LevelExchange
-from extproc.core.peers import AdapterChanged, Alive, AskLevels, Ended, EngineSaid, Learned, Levels, Mirror, Spent
-from extproc.core.pipeline import EnteringRequests
-from extproc.core.queue import AdmissionController, WaitingRequests
+from extproc.core.effects import AskGuard, Broadcast, Effect
+from extproc.core.feedback import apply_adapter_change, on_metrics
+from extproc.core.guards import GuardStopped, judge
+from extproc.core.peers import (
+    AdapterChanged,
+    AskLevels,
+    EngineReported,
+    Levels,
+    LimitSpent,
+    OutcomeKnown,
+    PeerView,
+    ProcessAlive,
+    RequestEnded,
+)
+from extproc.core.pipeline import AdmissionPipeline
+from extproc.core.queue import AdmissionController
 from extproc.core.record import BUNDLE, Record
-from extproc.core.request_builder import Intake, WhoMay
+from extproc.core.request_builder import RequestBuilder
 from extproc.core.running import RunningRequests, loads_in_parts, loads_of
-from extproc.core.states import Event, IllegalEvent, State
-from extproc.llmd.pickers import PickerMaker, pickers_for
+from extproc.core.states import Event, State
+from extproc.llmd.pickers import PickerFactory, pickers_for
 from extproc.prefix.index import blocks_of_each
 from extproc.routing.resolve import RoutingTable
 from extproc.scheduling.pool import Pool, RequestStarted
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from extproc.admission.buckets import BucketLevel
+    from extproc.admission.budgets import SpentByRows
+    from extproc.admission.objectives import ObjectiveClass
+    from extproc.api.payload_log import PayloadLog
     from extproc.api.snapshot import Snapshot
     from extproc.api.status_pages import Demand, EndpointLoad
     from extproc.core.activation import ZeroDemand
     from extproc.core.effects import RequestEffect
     from extproc.core.explanation import Explanation
+    from extproc.core.guards import GuardFailed, GuardReply
     from extproc.core.peers import EventBatch
     from extproc.core.pipeline import Answer
     from extproc.core.record import Arrival, Attachment, LoadResult, Outcome
+    from extproc.core.trace import Trace
     from extproc.llmd.pickers import MadePicker, MakePicker
 
 
@@ -67,49 +82,44 @@ class Core:
         """
         self.pools: dict[str, Pool] = {}
         self.admission = AdmissionController(rng=rng)
-        self.mirror = Mirror()
+        self.peer_view = PeerView()
         self.snapshot = snapshot
         # of the configuration in use
-        self.intake: Intake
-        # whether anything depends on who asks
+        self.builder: RequestBuilder
+        # whether anything depends on the caller
         self.asks_who = False
-        # whether anything depends on what our bundle says of a stream
+        # whether anything depends on the metadata that our bundle gives a stream
         self.asks_origin = False
-        self._make_picker = make_picker or PickerMaker()
+        # whether the configuration has a usage log
+        self.logs_usage = False
+        # by the key of their ModelRoute; none without a sink
+        self.payload_logs: Mapping[str, PayloadLog] = {}
+        self._make_picker = make_picker or PickerFactory()
         self._pickers: dict[str, MadePicker] = {}
         self._routing: RoutingTable | None = None
         self._rng = rng
         self._ticket_prefix = ticket_prefix
         self._tickets = 0
         self._machine = machine
-        self._accounts = Accounts(self.admission.limits, machine=machine, peers=lambda: self.mirror.peers)
+        self._accounts = Accounts(self.admission.limits, machine=machine, peers=lambda: self.peer_view.peers)
         self.levels = LevelExchange(self.admission.limits, machine=machine, origin=ticket_prefix)
         self._records: dict[str, Record] = {}
         self.meter = DemandMeter(ticket_prefix)
-        dispatcher = Dispatcher(self._records, self._accounts, self.meter, rng=rng, has_peers=machine is not None)
-        self._loading = LoadingRequests(self._records, dispatcher, has_peers=machine is not None)
-        self._waiting = WaitingRequests(self._records, self.admission, self._loading, dispatcher)
-        self._awaiting = AwaitingRequests(self._waiting, self._loading, dispatcher)
-        self._entering = EnteringRequests(
-            self.admission,
-            self._accounts,
-            self._waiting,
-            self._loading,
-            self._awaiting,
-            dispatcher,
-            lambda: self.intake,
+        self._dispatcher = Dispatcher(self._records, self._accounts, self.meter, rng=rng, has_peers=machine is not None)
+        self._pipeline = AdmissionPipeline(
+            self._records, self.admission, self._accounts, self._dispatcher, rng=rng, has_peers=machine is not None
         )
         self._running = RunningRequests(self._records, self._accounts, has_peers=machine is not None)
         self.apply(snapshot, 0.0)
 
     def apply(self, snapshot: Snapshot, now: float) -> list[Effect]:
-        """Switch to another configuration; what is known of servers that stay is kept.
+        """Switch to another configuration; the state of servers that stay is kept.
 
         Raises ConfigInvalid, with nothing changed, if a picker's file is wrong.
         """
         pickers = pickers_for(snapshot, self._pickers, self._make_picker)
         routing = RoutingTable(snapshot, self._routing)
-        identities, access = Identities(snapshot), Access(snapshot)
+        identities, authorizer = Identities(snapshot), Authorizer(snapshot)
         isolation = CacheIsolation(snapshot)
         pools: dict[str, Pool] = {}
         stretch = scrape_stretch(snapshot.servers)
@@ -121,179 +131,240 @@ class Core:
             if known is not None and (known.spec is not server.spec or known.picker is not picker):
                 known.update(server.spec, picker)
             pools[name] = known or Pool(name, server.spec, picker)
-            pools[name].name_adapters(routing.adapters_of(name))
-            pools[name].expect_reports(stretch)
+            pools[name].name_models(routing.adapters_of(name), is_asked_by_model=name in routing.asked_by_model)
+            pools[name].set_report_interval(stretch)
             pools[name].caches.limit_blocks(most_blocks)
-        gates, out = self.admission.gates, list[Effect]()
         self.pools, self.snapshot, self._pickers = pools, snapshot, pickers
         self._routing = routing
         self.admission.apply(snapshot, pools)
+        gateway, guards = snapshot.gateway, guards_of(snapshot)
         self.asks_who = bool(
-            self.admission.gates
+            gateway.authentication is not None
+            or gateway.clients == "Trusted"
+            or self.admission.gates
             or snapshot.picker_files
-            or self.admission.routes
+            or self.admission.limits_any
             or isolation.asks_who
-            or access.restricts
+            or authorizer.restricts
+            or gateway.usage_log is not None
+            or gateway.payload_log is not None
+            or guards
         )
-        self.claims = access.claims
+        self.payload_logs = {
+            one.metadata.key: one.spec.payload_log
+            for one in snapshot.routes
+            if one.spec.payload_log is not None and gateway.payload_log is not None
+        }
+        self.logs_usage = self._dispatcher.logs_usage = gateway.usage_log is not None
+        self._dispatcher.objectives = ObjectiveTable(snapshot)
+        self.claims = authorizer.claims
         self.asks_origin = bool(snapshot.http_routes or snapshot.gateway.listeners)
-        who_may = WhoMay(access, identities, routing)
-        self.intake = Intake(routing, identities, isolation, who_may, pools, self.admission, self._rng)
-        self._awaiting.go_back(self._records.values(), pools, now, out)
-        self._awaiting.move(pools, self.intake.elsewhere, now, out)
-        self._loading.move(pools, now, out)
-        self._waiting.move(gates, pools, now, out)
-        self._waiting.wake(now, out)
+        self.builder = RequestBuilder(
+            routing,
+            identities,
+            isolation,
+            authorizer,
+            pools,
+            self._rng,
+            has_limits=self.admission.limits_any or bool(guards),
+        )
+        out = list[Effect]()
+        self._pipeline.apply(self.builder, guards, now, out)
         return out
 
     def arrive(
-        self, arrival: Arrival, now: float, attachment: Attachment = BUNDLE, *, wants_reasons: bool = False
+        self,
+        arrival: Arrival,
+        now: float,
+        attachment: Attachment = BUNDLE,
+        *,
+        wants_reasons: bool = False,
+        trace: Trace | None = None,
     ) -> tuple[RequestEffect, list[Effect]]:
-        """A request has arrived. ``wants_reasons``: explain its Decision.
+        """A request has arrived. ``wants_reasons``: explain its Decision. ``trace``: gets its steps.
 
         Returns the effect that is about the request itself, and all others.
         """
         self._tickets += 1
         record = Record(f"{self._ticket_prefix}-{self._tickets:x}", arrival=arrival)
-        record.attachment, record.wants_reasons = attachment, wants_reasons
+        record.attachment, record.wants_reasons, record.trace = attachment, wants_reasons, trace
         record.happens(Event.ARRIVED)
-        self.meter.arrived(record, arrival, now)
         out = list[Effect]()
-        try:
-            own = self._entering.begin(record, arrival, now, out)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must leave nothing behind
-            own = self._entering.fail(record, error, now, out)
-        return own, out
+        self._pipeline.place(record, now, out)
+        self.meter.count_arrival(record, record.arrived, now)
+        return self._pipeline.begin(record, now, out), out
 
     def resume(self, ticket: str, answer: Answer, now: float) -> tuple[RequestEffect | None, list[Effect]]:
-        """What the request asked for is here. Returns as ``arrive`` does; None if its client has disconnected."""
+        """The answer to an AskLimits, AskGuard or AskTokens has come. Returns as ``arrive`` does; None if the client
+        has disconnected.
+        """
         record, out = self._records.get(ticket), list[Effect]()
         if record is None:
             if isinstance(answer, Grant):
                 self._accounts.settle_grants((answer,), None, now, out)
             return None, out
         record.happens(Event.ANSWERED)
-        try:
-            own = self._entering.resume(record, answer, now, out)
-        except IllegalEvent:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must leave nothing behind
-            own = self._entering.fail(record, error, now, out)
-        return own, out
+        return self._pipeline.resume(record, answer, now, out), out
+
+    def on_wall_clock(self, wall_s: float, now: float) -> None:
+        """Align prices and budget windows with the wall clock, which may jump. ``wall_s``: seconds since 1970."""
+        self._accounts.wall_offset_s = wall_s - now
+        self.admission.forget_ended(wall_s)
+        self._accounts.forget_ended(wall_s)
+
+    def lower_budgets(self, spent: SpentByRows, now: float) -> list[BucketLevel]:
+        """Budgets have no more left than usage rows leave. Returns the levels of Global ones, which are in the shared
+        store.
+        """
+        local, shared = spent.levels()
+        self.admission.limits.lower(local, now)
+        return shared
 
     def tick(self, now: float) -> list[Effect]:
-        """Held requests that can go are sent, and those that have waited too long are refused."""
+        """Dispatch held requests that can go, and refuse those that have waited too long."""
         out = list[Effect]()
-        self._awaiting.tick(now, out, lambda record: self._entering.started(record, now, out))
-        for record in self._loading.ready(now):
-            self._entering.loaded(record, now, out)
-        self._loading.tick(now, out)
-        self._waiting.tick(now, out)
+        self._pipeline.tick(now, out)
         return out
 
-    def take_load(self, result: LoadResult, now: float) -> list[Effect]:
-        """A load that was asked for has ended."""
+    def on_adapter_load(self, result: LoadResult, now: float) -> list[Effect]:
+        """The load of an adapter has ended, well or not."""
         out = list[Effect]()
-        self._loading.ended(result, self.pools.get(result.server), now, out)
+        self._pipeline.adapters.on_adapter_load(result, self.pools.get(result.server), now, out)
         return out
 
-    def leave(self, ticket: str, now: float) -> list[Effect]:
+    def on_disconnect(self, ticket: str, now: float) -> list[Effect]:
         """The client of a request went away before it was answered: no engine gets it."""
         record, out = self._records.get(ticket), list[Effect]()
         if record is None or not record.happens(Event.LEFT):
             return out
         if record.run is None:
-            self._entering.withdraw(record, now, out)
+            self._pipeline.on_disconnect(record, now, out)
         elif record.state is State.SETTLED:
-            self._running.finish(record, record.run, now, out)
+            self._running.on_stream_closed(record, record.run, now, out)
         else:
             self._running.undo(record, record.run, now, out)
-        self._waiting.wake(now, out)
+        self._pipeline.wake(now, out)
         return out
 
-    def finish(self, ticket: str, now: float) -> list[Effect]:
+    def on_stream_closed(self, ticket: str, now: float) -> list[Effect]:
         """The stream of a request is closed: its endpoint is free of it."""
         record, out = self._records.get(ticket), list[Effect]()
         if record is None or not record.happens(Event.FINISHED):
             return out
         if record.run is None:
-            self._entering.withdraw(record, now, out)
+            self._pipeline.on_disconnect(record, now, out)
         else:
-            self._running.finish(record, record.run, now, out)
-        self._waiting.wake(now, out)
+            self._running.on_stream_closed(record, record.run, now, out)
+        self._pipeline.wake(now, out)
         return out
 
-    def settle(self, outcome: Outcome, now: float) -> list[Effect]:
-        """An outcome became known here, whichever process decided the request; Settled if it is in the table."""
+    def on_outcome(self, outcome: Outcome, now: float) -> list[Effect]:
+        """The outcome of a request is known, whichever process decided it. Returns Settled if it is in the table."""
         out = list[Effect]()
         if self._machine is not None:
-            out.append(Tell(Learned(outcome)))
+            out.append(Broadcast(OutcomeKnown(outcome)))
         self._running.settle(outcome, now, out)
         return out
 
-    def take_report(self, event: EngineSaid, now: float) -> list[Effect]:
-        """An engine told this process how it is."""
-        out: list[Effect] = [] if self._machine is None else [Tell(event)]
-        take_report(self.pools, event, now)
-        self._waiting.wake(now, out)
+    def on_metrics(self, event: EngineReported, now: float) -> list[Effect]:
+        """An engine has reported its metrics or its models to this process."""
+        out: list[Effect] = [] if self._machine is None else [Broadcast(event)]
+        on_metrics(self.pools, event, now, out)
+        self._pipeline.wake(now, out)
         return out
 
-    def hear(self, batch: EventBatch, now: float) -> list[Effect]:
-        """Repeat what another process did."""
+    def ingest(self, batch: EventBatch, now: float) -> list[Effect]:
+        """Apply the events of another process."""
         out, origin = list[Effect](), batch.origin
-        self.mirror.heard_of(origin, now)
+        self.peer_view.record_event(origin, now)
         for event in batch.events:
             match event:
                 case RequestStarted():
                     gate = self.admission.gates.get(event.server)
                     if self._running.repeat(event, origin, self.pools.get(event.server), gate, now):
-                        self.mirror.started(origin, event.ticket)
-                case Ended():
+                        self.peer_view.add_request(origin, event.ticket)
+                case RequestEnded():
                     self._running.finish_elsewhere(
-                        [event.ticket] if self.mirror.ended(origin, event.ticket) else [], now, out
+                        [event.ticket] if self.peer_view.remove_request(origin, event.ticket) else [], now, out
                     )
-                case Learned():
+                case OutcomeKnown():
                     self._running.settle(event.outcome, now, out)
-                case EngineSaid():
-                    take_report(self.pools, event, now)
-                case Alive():
-                    self._running.finish_elsewhere(self.mirror.lost(origin, event.running), now, out)
+                case EngineReported():
+                    # whoever has read the engine logs what is new
+                    on_metrics(self.pools, event, now, [])
+                case ProcessAlive():
+                    self._running.finish_elsewhere(self.peer_view.remove_lost(origin, event.running), now, out)
                 case AdapterChanged():
-                    take_change(self.pools, event, now)
-                case Spent() | AskLevels() | Levels():
-                    self.levels.hear(event, origin, now, out)
-        self._waiting.wake(now, out)
+                    apply_adapter_change(self.pools, event, now)
+                case LimitSpent() | AskLevels() | Levels():
+                    self.levels.ingest(event, origin, now, out)
+        self._pipeline.wake(now, out)
         return out
 
-    def beat(self, now: float) -> list[Effect]:
-        """A heartbeat: tell the others which requests run here, and end those of processes that have gone silent."""
-        out: list[Effect] = [Tell(Alive(self._running.here()))]
+    def heartbeat(self, now: float) -> list[Effect]:
+        """Send the list of requests that run here, and end the requests of processes that are silent."""
+        out: list[Effect] = [Broadcast(ProcessAlive(self._running.local_tickets()))]
         self.levels.ask(out)
-        self._running.finish_elsewhere(self.mirror.silent(now), now, out)
-        self._waiting.wake(now, out)
+        self._running.finish_elsewhere(self.peer_view.remove_silent(now), now, out)
+        self._pipeline.wake(now, out)
         return out
 
     def explain(
-        self, arrival: Arrival, now: float, *, tokens: Sequence[int] | None = None, attachment: Attachment = BUNDLE
+        self,
+        arrival: Arrival,
+        now: float,
+        *,
+        tokens: Sequence[int] | None = None,
+        attachment: Attachment = BUNDLE,
+        guarded: str = "",
     ) -> Explanation:
-        """What would be decided, with every reason, and nothing changed; raises a Refusal."""
-        return explain_arrival(Asked(arrival, attachment, tokens), self._awaiting, now=now, rng=self._rng)
+        """The decision that a request would get, with every reason; nothing changes. Raises a Refusal.
+
+        ``guarded``: what its guard said, if it was asked.
+        """
+        return self._pipeline.explain(arrival, attachment, tokens, now=now, rng=self._rng, guarded=guarded)
+
+    def guard_to_ask(self, arrival: Arrival) -> AskGuard | None:
+        """To explain a request: its guard, which can then be asked."""
+        guard = self._pipeline.guard_of(arrival)
+        return None if guard is None or guard.service is None else AskGuard(self._ticket_prefix, arrival, guard)
+
+    def after_guard(self, ask: AskGuard, answer: GuardReply | GuardFailed) -> tuple[Arrival, str]:
+        """The request as it goes on, and what its guard said; nothing changes. Raises a Refusal."""
+        try:
+            found = judge(ask.guard, ask.arrival, answer, self.builder)
+        except GuardStopped as stopped:
+            raise stopped.refusal from None
+        return found.arrival, found.text
 
     def state_of(self, ticket: str) -> State:
-        """Where the request of this ticket stands."""
+        """The state of the request with this ticket."""
         record = self._records.get(ticket)
         return State.ABSENT if record is None else record.state
 
-    def count(self, *states: State) -> int:
+    def count_requests(self, *states: State) -> int:
         """How many requests are in these states."""
         return sum(1 for one in self._records.values() if one.state in states)
 
+    @property
+    def name(self) -> str:
+        """Of this process; another one after each start."""
+        return self._ticket_prefix
+
+    def requests(self) -> list[Record]:
+        """The records of all requests, those of other processes included."""
+        return list(self._records.values())
+
+    def objective_classes(self) -> list[ObjectiveClass]:
+        """Those of the configuration in use."""
+        return self._dispatcher.objectives.all()
+
     def at_zero(self) -> dict[str, ZeroDemand]:
-        """By server: who waits because it has no engine."""
-        return self._awaiting.at_zero()
+        """The requests that wait for an engine, by server."""
+        return self._pipeline.engines.at_zero()
 
     def loads(self) -> dict[str, EndpointLoad]:
-        """What each engine does for this process, by address."""
+        """The load that this process puts on each engine, by address."""
         return loads_of(self._records.values(), self.pools.values())
 
     def loads_in_parts(self) -> Iterator[dict[str, EndpointLoad]]:
@@ -301,5 +372,5 @@ class Core:
         return loads_in_parts(self._records.values(), self.pools.values())
 
     def demand(self, now: float, *, began_at_s: float = 0.0) -> Demand:
-        """What clients ask for and what the engines do, for autoscalers. ``began_at_s``: when the process began."""
+        """Demand and load of each ModelServer, for autoscalers. ``began_at_s``: when the process began."""
         return self.meter.page(self.pools, now, began_at_s=began_at_s)

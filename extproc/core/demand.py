@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients ask of each ModelServer and what its engines do: counters of this process, as a page for autoscalers.
+"""The demand for each ModelServer and the load of its engines: counters of this process, as a page for autoscalers.
 
 A request counts once at each step: it arrives, its prefill work becomes known, it is refused or its outcome comes.
-Tokens count with its outcome: as that says, or by estimates where it does not.
+Tokens count with its outcome: as reported there, else as estimated.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from extproc.api.status_pages import Counted, Demand, EngineDemand, ServerDemand
+from extproc.api.status_pages import Demand, EngineDemand, RequestCounters, ServerDemand
 from extproc.core.demand_meter import NEVER, InFlight, ModelMeter, ServerMeter, Wait, add_model
 from extproc.core.states import State
 
@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 
 # A request in one of these states is held here.
 WAITING: Final = frozenset({State.AWAITING_ENGINE, State.LOADING, State.QUEUED})
-# Servers that have left the configuration are remembered, so that counts go on if they return: at most so many in all.
+# Counters of servers that have left the configuration are kept, so that they continue if the server returns: at most so
+# many in all.
 _MOST_SERVERS: Final = 10_000
 
 
 class DemandMeter:
     """Of one process. ``alarms``: grows when a request is the first to wait for a ModelServer without engines.
-    ``crowded``: ModelServers with as many unfinished requests as a follower wants to be told of; who looks empties it.
+    ``crowded``: ModelServers whose unfinished requests have reached the number at which a watcher gets a line; its
+    reader empties it.
     """
 
     def __init__(self, instance: str) -> None:
@@ -40,14 +42,14 @@ class DemandMeter:
         self._sequence = 0
         self._servers: dict[str, ServerMeter] = {}
 
-    def arrived(self, record: Record, arrival: Arrival, now: float) -> None:
+    def count_arrival(self, record: Record, arrival: Arrival, now: float) -> None:
         """A request has come to its ModelServer."""
         meter = self._meter_of(arrival)
         meter.arrivals += 1
         record.meter, record.arrived_at_s = meter, now
         server = meter.server
-        if server.unfinished >= server.tell_at:
-            server.tell_at = NEVER
+        if server.unfinished >= server.notify_at:
+            server.notify_at = NEVER
             self.crowded.add(arrival.pool.name)
 
     def unfinished(self, name: str) -> int:
@@ -55,13 +57,15 @@ class DemandMeter:
         server = self._servers.get(name)
         return 0 if server is None else server.unfinished
 
-    def tell_at(self, name: str, unfinished: int) -> None:
-        """The ModelServer is ``crowded``, once, from so many unfinished requests on, or from fewer if asked before."""
+    def notify_at(self, name: str, unfinished: int) -> None:
+        """Add the ModelServer to ``crowded`` once it has so many unfinished requests, or fewer if an earlier call set
+        that.
+        """
         server = self._servers.get(name)
         if server is not None:
-            server.tell_at = min(server.tell_at, unfinished)
+            server.notify_at = min(server.notify_at, unfinished)
 
-    def moved(self, record: Record, arrival: Arrival) -> None:
+    def move_request(self, record: Record, arrival: Arrival) -> None:
         """A request that waits for an engine goes to another ModelServer; it has arrived at the first one alone."""
         before = record.meter
         if before is not None:
@@ -95,7 +99,7 @@ class DemandMeter:
         return Demand(self._instance, self._sequence, age_s, servers)
 
     def names(self, pools: Mapping[str, Pool]) -> list[str]:
-        """Of the servers that a page tells of: those with a pool, and those that have left and still work."""
+        """Names of the servers on a page: those with a pool, and those that have left and still have requests."""
         return [*pools, *(name for name, one in self._servers.items() if name not in pools and one.is_busy)]
 
     def servers(self, pools: Mapping[str, Pool], now: float) -> Iterator[tuple[str, ServerDemand]]:
@@ -115,7 +119,7 @@ class DemandMeter:
         return _counts(server, {address: _flight(one) for address, one in server.in_flight.items()}, now)
 
     def quiet_mark(self, pools: Mapping[str, Pool], name: str) -> object | None:
-        """While it stays the same, this process has done nothing for a server; None while it does something."""
+        """A value that changes when this process has had a request for the server; None while it has one."""
         pool, server = pools.get(name), self._servers.get(name)
         if pool is None or (server is not None and server.is_busy):
             return None
@@ -130,7 +134,7 @@ class DemandMeter:
         if server is None:
             server = self._add(pool.name)
         if model not in pool.adapters:
-            # clients may write what they like
+            # clients may send any name
             model = pool.spec.model or ""
         meter = server.models.get(model)
         return add_model(server, model, pool.spec.model or "") if meter is None else meter
@@ -143,7 +147,7 @@ class DemandMeter:
 
 
 def count_refusal(record: Record, *, is_for_want_of_engines: bool) -> None:
-    """The request gets an error of ours. Where it could have been served, its work counts as asked for."""
+    """Count a refusal by extproc. After one for want of engines, the request's work counts as demand."""
     if record.meter is not None:
         record.meter.refused += 1
         if is_for_want_of_engines:
@@ -162,7 +166,7 @@ def count_dispatch(record: Record, run: Run) -> None:
         meter.server.begin_run(assignment.prefill.address, assignment.tokens)
 
 
-def count_end(record: Record, run: Run) -> None:
+def count_request_end(record: Record, run: Run) -> None:
     """Its stream is closed."""
     if record.meter is None:
         return
@@ -173,15 +177,15 @@ def count_end(record: Record, run: Run) -> None:
 
 
 def count_outcome(record: Record, run: Run, outcome: Outcome) -> None:
-    """What became of it is known."""
+    """Count the outcome of a request."""
     meter = record.meter
     if meter is None:
         return
     meter.finished += 1
     assignment, prompt, written = run.assignment, outcome.prompt_tokens, outcome.completion_tokens
     if prompt is None or written is None:
-        used = run.used(outcome)
-        # where nothing is told, limits reckon with the most that clients may have had
+        used = run.used_tokens(outcome)
+        # without a report, limits count the most that clients may have had
         most = math.inf if run.limited is None else run.reserved.output_tokens
         meter.output_tokens += min(used.output_tokens, most) if written is None else written
         if used.input_tokens:
@@ -230,7 +234,7 @@ def _counts(
     return ServerDemand(
         model=model,
         counted={
-            name: Counted(
+            name: RequestCounters(
                 one.arrivals,
                 one.refused,
                 one.finished,
@@ -252,7 +256,7 @@ def _counts(
 
 
 def _engines(pool: Pool, server: ServerMeter | None, now: float) -> dict[str, EngineDemand]:
-    """All that are configured, and those that have left and still answer."""
+    """All configured engines, and those that have left and still answer requests."""
     table, cost = pool.table, pool.caches.decode_speed
     flights = {} if server is None else server.in_flight
     stages = pool.stages()

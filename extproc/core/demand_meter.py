@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of what clients ask of each ModelServer, for autoscalers."""
+"""Counters of the demand for each ModelServer, for autoscalers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_MODELS: Final = 1_000
 
 
 class InFlight(msgspec.Struct):
-    """What one engine does for this process. ``tokens``: of prompts and expected answers."""
+    """One engine's load by this process. ``tokens``: of prompts and expected answers."""
 
     requests: int = 0
     tokens: float = 0.0
@@ -34,10 +34,9 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class ServerMeter(msgspec.Struct):
-    """One ModelServer. ``models``: by the model asked for. ``ttft``, ``tpot``: requests by bucket. ``waiting``: by
-    ticket, the first to come first. ``waiting_tokens``: the sum of theirs. ``in_flight``: by address, of engines with
-    requests.
-    ``running``: the sum of these. ``tell_at``: so many unfinished requests are news to a follower.
+    """One ModelServer. ``models``: by requested model. ``ttft``, ``tpot``: requests by bucket. ``waiting``: by ticket,
+    the first to come first. ``waiting_tokens``: the sum of theirs. ``in_flight``: by address, of engines with requests.
+    ``running``: the sum of these. ``notify_at``: the number of unfinished requests at which a watcher gets a line.
     """
 
     models: dict[str, ModelMeter] = {}
@@ -47,7 +46,7 @@ class ServerMeter(msgspec.Struct):
     waiting_tokens: float = 0.0
     in_flight: dict[str, InFlight] = {}
     running: int = 0
-    tell_at: int = is_news_at(0)
+    notify_at: int = is_news_at(0)
 
     @property
     def unfinished(self) -> int:
@@ -94,7 +93,7 @@ class ServerMeter(msgspec.Struct):
             del self.in_flight[address]
 
     def count_times(self, ttft_s: float, tpot_s: float | None) -> None:
-        """A streamed answer has ended. ``tpot_s``: None if it had a single token, or nobody knows."""
+        """A streamed answer has ended. ``tpot_s``: None if it had a single token, or if its tokens are unknown."""
         # as ``bucket_of``, at the cost of one call less for each request
         self.ttft[bisect_left(TTFT_BOUNDS_S, ttft_s)] += 1
         if tpot_s is not None:

@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING
 
 from extproc.admission.flows import QueuedRequest
 from extproc.admission.limits import Usage
+from extproc.admission.objectives import ObjectiveTable
+from extproc.admission.queue import weighted_tokens
+from extproc.api.used_tokens import Expected
 from extproc.core.demand import WAITING, count_dispatch, count_refusal
-from extproc.core.effects import Decision, Effect, Fault, Refused, Tell
-from extproc.core.explanation import explain
+from extproc.core.effects import Broadcast, Decision, Effect, Fault, RequestJudged, RequestRefused
+from extproc.core.explanation import explain_pick
 from extproc.core.feedback import OverdueRequests
+from extproc.core.objectives import judge_departure, judge_refusal
 from extproc.core.record import Record, Run
 from extproc.core.states import Event, State
-from extproc.errors import EngineStarting, InternalError, NoEndpoint, Refusal
+from extproc.core.usage import milliseconds, usage_of_decision, usage_of_refusal
+from extproc.errors import EngineStarting, NoEndpoint, Refusal
 from extproc.prefix.index import tail_of
 from extproc.request.form import read_form, with_fields
 from extproc.request.rewrite import is_plain, with_changes
@@ -25,14 +30,21 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
 
+    from extproc.admission.objectives import ObjectiveClass
     from extproc.admission.queue import Gate
     from extproc.core.accounts import Accounts
     from extproc.core.demand import DemandMeter
     from extproc.core.record import Arrival, Attachment
     from extproc.endpoints.table import Bools
+    from extproc.request.model import InferenceRequest
     from extproc.scheduling.cache_estimator import Expectation
     from extproc.scheduling.picker import PluginFailed
     from extproc.scheduling.pool import Pool
+
+
+def no_longer_served(server: str) -> NoEndpoint:
+    """For a request whose server left the configuration before an engine got it."""
+    return NoEndpoint(f"The model is not served any more by '{server}'.")
 
 
 class Dispatcher:
@@ -53,11 +65,17 @@ class Dispatcher:
         self._rng = rng
         self._has_peers = has_peers
         self._overdue = OverdueRequests(records)
+        # the configuration has a usage log
+        self.logs_usage = False
+        # those of the configuration
+        self.objectives = ObjectiveTable()
 
-    def put(self, record: Record, state: State) -> None:
+    def put(self, record: Record, state: State, now: float) -> None:
         """Enter the request in the table, in this state."""
         was_waiting = record.state in WAITING
         record.become(state)
+        if record.trace is not None:
+            record.trace.enter(state, now)
         if state in WAITING:
             self._demand.begin_wait(record, state)
         elif was_waiting:
@@ -68,7 +86,7 @@ class Dispatcher:
         """A request that is held goes to another ModelServer, as ``other``. Its tokens are those of the first one's
         model.
         """
-        self._demand.moved(record, other)
+        self._demand.move_request(record, other)
         record.arrival, record.tokens = other, None
 
     def drop(self, record: Record, now: float, out: list[Effect]) -> None:
@@ -80,48 +98,68 @@ class Dispatcher:
         grants, record.grants = record.grants, ()
         self._accounts.settle_grants(grants, None, now, out)
 
-    def refuse(self, record: Record, refusal: Refusal, now: float, out: list[Effect]) -> Refused:
-        """The client is told why its request cannot be served."""
+    def leave(self, record: Record, now: float, out: list[Effect]) -> None:
+        """The client did not wait for an engine."""
+        self.drop(record, now, out)
+        found = self.objectives_of(record.arrived)
+        if found is not None:
+            waited_s, is_streamed = now - record.arrived_at_s, record.arrived.request.is_streamed
+            out.append(RequestJudged(found, judge_departure(found, waited_s, is_streamed=is_streamed)))
+
+    def objectives_of(self, arrival: Arrival) -> ObjectiveClass | None:
+        """Of the request's class; None: nothing is promised to it."""
+        return self.objectives.class_of(arrival.destination.route, arrival.priority)
+
+    def refuse(self, record: Record, refusal: Refusal, now: float, out: list[Effect]) -> RequestRefused:
+        """Answer the client with the reason why its request cannot be served."""
         self.drop(record, now, out)
         count_refusal(record, is_for_want_of_engines=isinstance(refusal, NoEndpoint | EngineStarting))
-        return Refused(record.ticket, refusal, record.arrived, record.queued, record.was_held)
+        arrival, usage = record.arrived, None
+        objectives = self.objectives_of(arrival)
+        if objectives is not None:
+            verdicts = judge_refusal(objectives, refusal, is_streamed=arrival.request.is_streamed)
+            out.append(RequestJudged(objectives, verdicts))
+        if self.logs_usage:
+            held_s = now - record.arrived_at_s if record.was_held else 0.0
+            usage = usage_of_refusal(arrival, record.ticket, refusal, held_s=held_s)
+        return RequestRefused(record.ticket, refusal, arrival, record.queued, record.was_held, usage)
 
     def dispatch(
         self,
         record: Record,
-        arrival: Arrival,
         now: float,
         out: list[Effect],
         *,
         gate: Gate | None = None,
         with_room: Bools | None = None,
         expectation: Expectation | None = None,
-    ) -> Decision | Refused:
-        """Pick endpoints, and count the request as running there.
+    ) -> Decision:
+        """Pick endpoints, and count the request as running there. Raises a Refusal, with nothing counted.
 
         ``gate``: of its server, if the request has passed one. ``with_room``: by row, whether the endpoint has room;
         None: all have. ``expectation``: of its prompt, computed if not given.
         """
+        arrival = record.arrived
         request, pool, queued = arrival.request, arrival.pool, record.queued
         constraints = constraints_of(arrival, record.attachment, with_room, wants_reasons=record.wants_reasons)
-        try:
-            considered = pool.consider(
-                prompt_of(arrival, record.tokens), constraints, now=now, rng=self._rng, expectation=expectation
-            )
-            explanation = explain(considered, pool) if record.wants_reasons else None
-            adds_usage = asks_for_usage(arrival, record.attachment)
-            body = changed_body(arrival, with_usage=adds_usage)
-        except Refusal as refusal:
-            return self.refuse(record, refusal, now, out)
-        except Exception as error:  # noqa: BLE001 - a mistake of ours ends this request; the others of this tick go on
-            return self.refuse(record, InternalError(error), now, out)
+        considered = pool.consider(
+            prompt_of(arrival, record.tokens), constraints, now=now, rng=self._rng, expectation=expectation
+        )
         if considered.view.failed:
             out.extend(plugin_faults(pool.name, considered.view.failed))
+        adds_usage = asks_for_usage(arrival, record.attachment)
+        body = changed_body(arrival, with_usage=adds_usage)
+        explanation = None
+        if record.wants_reasons:
+            explanation = explain_pick(
+                considered, arrival, record.trace, record.placement, record.forecast, guarded=record.guarded
+            )
         # from here on the request counts, and nothing may fail
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
         assignment, found = pool.commit(considered, now, output_tokens), considered.expectation
         run = record.run = Run(
             pool=pool,
+            tenant=arrival.tenant,
             assignment=assignment,
             chain=found.chain,
             tail=tail_of(request.prompt, found.covered_bytes),
@@ -134,25 +172,37 @@ class Dispatcher:
             answers=request.answers,
             most_output=math.inf if request.max_output_tokens is None else request.answers * request.max_output_tokens,
             prompts=request.prompts.count,
-            declines_usage=request.declines_usage,
+            has_stored_prompt=request.has_stored_prompt,
             input_estimate=None if record.limited is None else pool.input_estimates.of(arrival.caller.tenant),
+            is_for_model=arrival.destination.model == pool.spec.model,
+            # of the server that serves: the request may have moved since its limits were asked
+            price=pool.price_at(record.wall_s),
+            objectives=self.objectives_of(arrival),
+            model=arrival.destination.model,
         )
+        self.put(record, State.RUNNING, now)
         waited_s = 0.0
-        if gate is not None and queued is not None:
+        if queued is not None:
             waited_s = run.waited_s = now - queued.arrived_at_s
-            _charge(run, gate, queued, gate.service(run.reserved, assignment.cached_tokens), now)
+        if gate is not None and queued is not None:
+            _charge(run, gate, queued, weighted_tokens(gate.control, run.reserved, assignment.cached_tokens), now)
         if record.loading_s or record.engine_wait_s:
             run.waited_s = waited_s + record.loading_s + record.engine_wait_s
-        self.put(record, State.RUNNING)
         count_dispatch(record, run)
         # an outcome may take hours, or never come: the prompt is not kept that long
         record.arrival, record.tokens = None, None
+        self._accounts.report_soft(record.grants, out)
         self._overdue.sweep(pool, now, out)
         if self._has_peers:
-            out.append(Tell(_started(record, run)))
+            out.append(Broadcast(_started(record, run)))
+        run.expected = _expected(run, request, held_s=waited_s + record.loading_s + record.engine_wait_s)
+        usage = None
+        if self.logs_usage:
+            usage = usage_of_decision(arrival, assignment, record.ticket, expected=run.expected, price=run.price)
         return Decision(
             ticket=record.ticket,
             server=arrival.destination.server,
+            tenant=arrival.tenant,
             assignment=assignment,
             body=body,
             explanation=explanation,
@@ -164,11 +214,15 @@ class Dispatcher:
             grants=record.grants,
             adds_usage=adds_usage,
             policy=pool.spec.traffic_policy.route,
+            usage=usage,
+            tier="" if record.placement is None else record.placement.choice.reason,
         )
 
 
 def plugin_faults(server: str, failed: Sequence[PluginFailed]) -> list[Effect]:
-    """What a request went on without. A plugin may run many times for one: each place where it fails counts once."""
+    """Failures of plugins without which a request was decided. A plugin may run many times for one request: each place
+    where it fails counts once.
+    """
     return [
         Fault(
             f"the plugin '{one.plugin}' of {server} fails in {one.where or 'an unknown place'}; requests are decided "
@@ -182,7 +236,7 @@ def plugin_faults(server: str, failed: Sequence[PluginFailed]) -> list[Effect]:
 
 
 def prompt_of(arrival: Arrival, tokens: Sequence[int] | None) -> Prompt:
-    """What to look for in caches; ``tokens``: the prompt's, if known."""
+    """The prompt to look up in caches; ``tokens``: the prompt's, if known."""
     return Prompt(
         text=arrival.request.prompt,
         model=arrival.destination.model,
@@ -208,6 +262,23 @@ def constraints_of(
     )
 
 
+def _expected(run: Run, request: InferenceRequest, *, held_s: float) -> Expected:
+    """What its limits have reserved, or what is expected of it without limits."""
+    pool, reserved = run.pool, run.reserved if run.limited is None else run.limited
+    row = pool.table.row_of(run.assignment.endpoint.address)
+    return Expected(
+        input_tokens=round(reserved.input_tokens),
+        output_tokens=round(reserved.output_tokens),
+        answers=run.answers,
+        most_output=None if math.isinf(run.most_output) else int(run.most_output),
+        token_us=0 if row is None else round(float(pool.table.tpot_s[row]) * 1e6),
+        tokens_per_event=round(pool.tokens_per_event, 2),
+        held_ms=milliseconds(held_s),
+        is_streamed=run.is_streamed,
+        in_background=request.runs_in_background,
+    )
+
+
 def repeat(event: RequestStarted, origin: str, pool: Pool, gate: Gate | None, now: float) -> Record | None:
     """Count a request dispatched by the process ``origin``; None if its endpoint is not configured here."""
     assignment = pool.record_remote(event, now)
@@ -221,9 +292,9 @@ def repeat(event: RequestStarted, origin: str, pool: Pool, gate: Gate | None, no
         prompt_bytes=event.prompt_bytes,
         is_streamed=event.is_streamed,
         sent_at_s=now,
+        tenant=event.tenant,
         answers=event.answers,
-        # of a stream, only its own process knows
-        expects_usage=not event.is_streamed,
+        expects_usage=event.expects_usage,
     )
     record = Record(event.ticket, origin=origin, run=run)
     record.happens(Event.STARTED_ELSEWHERE)
@@ -237,7 +308,7 @@ def repeat(event: RequestStarted, origin: str, pool: Pool, gate: Gate | None, no
 
 
 def _started(record: Record, run: Run) -> RequestStarted:
-    """What the other processes need to know of it."""
+    """The event by which the other processes count the request."""
     assignment, queued = run.assignment, record.queued if run.gate is not None else None
     return RequestStarted(
         ticket=record.ticket,
@@ -260,6 +331,8 @@ def _started(record: Record, run: Run) -> RequestStarted:
         answers=run.answers,
         adapter=assignment.adapter,
         sessions=tuple((one.key, one.address, one.ttl_s) for one in assignment.sessions if one.key),
+        tenant=run.tenant,
+        expects_usage=run.expects_usage,
     )
 
 
@@ -270,13 +343,14 @@ def _end_wait(record: Record) -> None:
 
 def _charge(run: Run, gate: Gate, queued: QueuedRequest, service: float, now: float) -> None:
     run.gate, run.charged = gate, service
-    gate.dispatched(queued, service, now)
+    gate.on_dispatch(queued, service, now)
 
 
 def asks_for_usage(arrival: Arrival, attachment: Attachment) -> bool:
-    """Whether we ask for the usage of a streamed answer because its client does not.
+    """Whether extproc requests the usage of a streamed answer because its client does not.
 
-    A client that declines usage gets none, but only our own bundle keeps the chunk from it: elsewhere its word holds.
+    A client that declines usage gets none. Only our own bundle removes the chunk from the answer; for other gateways,
+    usage is not requested for such a client.
     """
     request = arrival.request
     if arrival.pool.spec.stream_usage != "Always" or not request.leaves_usage_out:
@@ -310,5 +384,5 @@ def changed_body(arrival: Arrival, *, with_usage: bool) -> bytes | None:
         form = read_form(arrival.body, arrival.head.headers.get("content-type", ""))
         return with_fields(form, {name: str(value) for name, value in changes.items()}, without=dropped)
     if not changes and not dropped and is_plain(arrival.body, request.contents):
-        return None
+        return arrival.body if arrival.is_changed else None
     return with_changes(arrival.body, changes, request.contents, without=dropped)

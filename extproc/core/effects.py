@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the core asks its shell to do: each verb returns a list of these effects."""
+"""Effects that the shell performs for the core: each verb returns a list of them."""
 
 from __future__ import annotations
 
@@ -8,27 +8,34 @@ from collections.abc import Sequence
 import msgspec
 
 from extproc.admission.flows import QueuedRequest
-from extproc.admission.limits import Charge, Grant, Usage
+from extproc.admission.guards import Guard
+from extproc.admission.limits import NO_USAGE, Charge, Grant, Usage
+from extproc.admission.objectives import ObjectiveClass
+from extproc.api.usage import UsageContext
 from extproc.core.explanation import Explanation
+from extproc.core.guards import VERDICTS
+from extproc.core.objectives import Times, Verdict
 from extproc.core.peers import PeerEvent
-from extproc.core.record import Arrival, LoadResult, Outcome
-from extproc.endpoints.health import Failure
+from extproc.core.record import Arrival, Forecast, LoadResult, Outcome
+from extproc.endpoints.health import EngineFailure
 from extproc.errors import Refusal
 from extproc.scheduling.pool import Assignment
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Answer: the request goes to these endpoints.
+    """Answer: the request of ``tenant`` goes to these endpoints.
 
     ``body``: what to send instead of the client's body, None to send that. ``queued``: its entry in its server's queue,
     None without flow control, where it waited for ``waited_s``. ``was_held``: it waited there, or for its adapter for
-    ``adapter_wait_s``, or for an engine of its server for ``engine_wait_s``. ``adds_usage``: we asked the engine for
-    usage that the client did not ask for, so the client must not see it. ``policy``: the server's time limit and
-    retries, as ``TrafficPolicy.route`` writes them.
+    ``adapter_wait_s``, or for an engine of its server for ``engine_wait_s``. ``adds_usage``: extproc requested usage
+    that the client did not ask for, so it must be removed from the answer. ``policy``: the server's time limit and
+    retries, as ``TrafficPolicy.route`` writes them. ``usage``: for the usage log, None without one. ``tier``: why it
+    goes to its tier, empty if its rule has none.
     """
 
     ticket: str
     server: str
+    tenant: str
     assignment: Assignment
     body: bytes | None
     explanation: Explanation | None = None
@@ -40,6 +47,8 @@ class Decision(msgspec.Struct, frozen=True):
     grants: tuple[Grant, ...] = ()
     adds_usage: bool = False
     policy: str = ""
+    usage: UsageContext | None = None
+    tier: str = ""
 
     @property
     def held_s(self) -> float:
@@ -47,9 +56,9 @@ class Decision(msgspec.Struct, frozen=True):
         return self.waited_s + self.adapter_wait_s + self.engine_wait_s
 
 
-class Refused(msgspec.Struct, frozen=True):
+class RequestRefused(msgspec.Struct, frozen=True):
     """Answer: the request is refused. ``was_held``: it waited in its server's queue, for its adapter or for an
-    engine.
+    engine. ``usage``: for the usage log, None without one.
     """
 
     ticket: str
@@ -57,6 +66,7 @@ class Refused(msgspec.Struct, frozen=True):
     arrival: Arrival
     queued: QueuedRequest | None = None
     was_held: bool = False
+    usage: UsageContext | None = None
 
 
 class AskLimits(msgspec.Struct, frozen=True):
@@ -66,6 +76,32 @@ class AskLimits(msgspec.Struct, frozen=True):
 
     ticket: str
     charges: Sequence[Charge]
+
+
+class AskGuard(msgspec.Struct, frozen=True):
+    """Ask the guard of the request's route, then ``resume`` with a GuardReply or GuardFailed."""
+
+    ticket: str
+    arrival: Arrival
+    guard: Guard
+
+
+class GuardAsked(msgspec.Struct, frozen=True):
+    """A guard has answered, or has not. ``result``: an answer (allowed, refused, changed), or why there is none.
+    ``took_s``: of its call. ``goes_on``: the request does. ``detail``: for the log, of a failure or a refusal.
+    """
+
+    name: str
+    result: str
+    took_s: float
+    goes_on: bool
+    detail: str = ""
+    ticket: str = ""
+
+    @property
+    def has_verdict(self) -> bool:
+        """Whether it answered as it should."""
+        return self.result in VERDICTS
 
 
 class AskTokens(msgspec.Struct, frozen=True):
@@ -104,7 +140,7 @@ class AwaitEngine(msgspec.Struct, frozen=True):
     longest_s: float
 
 
-class WaitsForEngine(msgspec.Struct, frozen=True):
+class EngineNeeded(msgspec.Struct, frozen=True):
     """A request has begun to wait for an engine of ``server``, the first to do so: one must be started."""
 
     server: str
@@ -118,7 +154,7 @@ class EngineStarted(msgspec.Struct, frozen=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True):
-    """Have the engine at ``address`` load an adapter, then ``take_load`` with a LoadResult.
+    """Have the engine at ``address`` load an adapter, then ``on_adapter_load`` with a LoadResult.
 
     ``source``: where its weights are. ``unload``: the adapter that is unloaded first. ``timeout_s``: for all of it.
     """
@@ -137,7 +173,7 @@ class LoadEnded(msgspec.Struct, frozen=True):
     result: LoadResult
 
 
-class Left(msgspec.Struct, frozen=True):
+class ClientLeft(msgspec.Struct, frozen=True):
     """The client of a held request went away."""
 
     ticket: str
@@ -152,31 +188,65 @@ class SettleGrant(msgspec.Struct, frozen=True):
     used: Usage | None
 
 
-class Owe(msgspec.Struct, frozen=True):
-    """The shared store is to be charged ``amount`` that was used without it; negative: less than was said before."""
+class SoftBudgetPassed(msgspec.Struct, frozen=True):
+    """A caller has used more of a budget than its soft share: once in each window. ``level``: what is left."""
+
+    charge: Charge
+    level: float
+
+
+class Overdraft(msgspec.Struct, frozen=True):
+    """The shared store is to be charged ``amount`` that was used without it; negative: a correction of an earlier
+    charge.
+    """
 
     charge: Charge
     amount: float
 
 
-class Tell(msgspec.Struct, frozen=True):
-    """Tell the other processes."""
+class Broadcast(msgspec.Struct, frozen=True):
+    """Send this event to the other processes."""
 
     event: PeerEvent
 
 
-class Settled(msgspec.Struct, frozen=True):
+class RequestSettled(msgspec.Struct, frozen=True):
     """An outcome was joined with the decision that led to it.
 
-    ``is_ours``: this process decided the request. ``service``: its cost in weighted tokens, 0 without flow control.
+    ``is_ours``: this process decided the request of ``tenant``. ``used``: its tokens, as limits count them.
+    ``service``: its cost in weighted tokens. ``priority``: of its queue's band, 0 without a queue. ``currency``: of
+    what was used, empty if the ModelServer had no price. ``model``: as its engine was asked. ``waited_s``: how long
+    extproc held it. ``times``: of its answer, None if it got none.
     """
 
     server: str
     assignment: Assignment
     outcome: Outcome
     is_ours: bool = True
-    queued: QueuedRequest | None = None
+    tenant: str = ""
+    used: Usage = NO_USAGE
     service: float = 0.0
+    priority: int = 0
+    currency: str = ""
+    model: str = ""
+    waited_s: float = 0.0
+    times: Times | None = None
+    objectives: ObjectiveClass | None = None
+
+
+class RequestJudged(msgspec.Struct, frozen=True):
+    """A request of this process is over. ``verdicts``: one for each objective of its class that it is held to."""
+
+    objectives: ObjectiveClass
+    verdicts: tuple[Verdict, ...]
+
+
+class RequestUnmeetable(msgspec.Struct, frozen=True):
+    """A request was predicted to miss an objective of its class where it was routed to, so it went elsewhere or was
+    refused.
+    """
+
+    forecast: Forecast
 
 
 class HealthChanged(msgspec.Struct, frozen=True):
@@ -184,11 +254,24 @@ class HealthChanged(msgspec.Struct, frozen=True):
 
     server: str
     address: str
-    failure: Failure | None
+    failure: EngineFailure | None
+
+
+class ModelChecked(msgspec.Struct, frozen=True):
+    """An engine has listed its models, of which ``listed`` are no adapters.
+
+    It is the first of ``server`` that lacks ``model``; or, where ``model`` is empty, the last that lacked its
+    ModelServer's model, and lists it now.
+    """
+
+    server: str
+    address: str
+    model: str
+    listed: frozenset[str]
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Code has failed over something that can go on without it; to be logged. ``what``: could not be done.
+    """An error that does not end the request or the process; to be logged. ``what``: the step that failed.
 
     ``plugin``: of another package, by its name in the picker's file of ``server``; empty if the code is ours.
     """
@@ -207,27 +290,33 @@ class WakeAt(msgspec.Struct, frozen=True):
 
 # What a request may have to wait for after ``arrive`` or ``resume``; held ones end with a Decision or Refused.
 Held = AwaitEngine | AwaitAdapter | Hold
-Pending = AskLimits | AskTokens | Held
-# What each step of a request says of the request itself: its answer, or what it waits for.
-RequestEffect = Decision | Refused | Pending
+Pending = AskLimits | AskGuard | AskTokens | Held
+# The effect on the request itself of each of its steps: its answer, or what it waits for.
+RequestEffect = Decision | RequestRefused | Pending
 Effect = (
     Decision
-    | Refused
+    | RequestRefused
     | AskLimits
+    | AskGuard
+    | GuardAsked
     | AskTokens
     | AwaitEngine
-    | WaitsForEngine
+    | EngineNeeded
     | EngineStarted
     | AwaitAdapter
     | LoadAdapter
     | LoadEnded
     | Hold
-    | Left
+    | ClientLeft
     | SettleGrant
-    | Owe
-    | Tell
-    | Settled
+    | Overdraft
+    | SoftBudgetPassed
+    | Broadcast
+    | RequestSettled
+    | RequestJudged
+    | RequestUnmeetable
     | HealthChanged
+    | ModelChecked
     | Fault
     | WakeAt
 )

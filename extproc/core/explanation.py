@@ -3,20 +3,45 @@
 
 from __future__ import annotations
 
+import math
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.admission.refusals import amount_text
+from extproc.api.quantities import money_text
 from extproc.endpoints.health import NO_ANSWER, silent_after_s
-from extproc.scheduling.adapter_placement import loaders, place, rows_in
+from extproc.protocol import ANONYMOUS, REQUEST_ID, TENANT
+from extproc.routing.tiers import by_cost
+from extproc.scheduling.adapter_placement import loaders, place_adapter, rows_in
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
+    from extproc.admission.limits import Charge
+    from extproc.core.record import Arrival, Forecast, Placement
+    from extproc.core.trace import Trace
     from extproc.scheduling.picker import Reasons
     from extproc.scheduling.pool import Consideration, Pool
 
 
+_TAKEN: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "holds": "taken: the cheapest that holds the objective",
+        "waits": "taken: waits here for its turn before it spills",
+        "up": "taken: dearer, as its home would miss the objective",
+        "down": "taken: cheaper, as its home would miss the objective by more",
+        "misses": "taken: would miss the objective, and none that spill allows is better",
+    }
+)
+_FORECAST: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "held": "it stays where it was routed to",
+        "moved": "another ModelServer of its rule is predicted to hold it",
+        "refused": "it is refused",
+    }
+)
 # Beside an address and a total, in a terminal of 80 columns.
 _WIDEST_HEADS: Final = 48
 
@@ -47,11 +72,54 @@ class ProfileExplanation(msgspec.Struct, frozen=True):
     endpoints: tuple[EndpointScores, ...]
 
 
+class BudgetState(msgspec.Struct, frozen=True):
+    """One amount of a budget that applies to the request. ``level``: whose budget it is. ``left``: None where machines
+    share it, in Redis. ``reserves``: for this request.
+    """
+
+    budget: str
+    level: str
+    most: str
+    left: str | None
+    reserves: str
+    ends_in_s: int
+
+
+class TierState(msgspec.Struct, frozen=True):
+    """One ModelServer of the request's rule, from the cheapest to the dearest. ``cost``: expected, of this request.
+    ``ttft_ms``, ``tpot_ms``: predicted; None if unknown. ``holds``: the objective. ``why``: it is taken, or not.
+    """
+
+    server: str
+    cost: str
+    ttft_ms: float | None
+    tpot_ms: float | None
+    holds: bool
+    why: str
+
+
+class ForecastState(msgspec.Struct, frozen=True):
+    """A class of objectives that refuses what is predicted to miss them. ``objective``: by which the first token is due
+    after ``due_ms``. ``ttft_ms``: predicted where the request was routed to, None if unknown. ``why``: what follows.
+    """
+
+    route: str
+    name: str
+    objective: str
+    due_ms: float
+    ttft_ms: float | None
+    result: str
+    why: str
+
+
 class Explanation(msgspec.Struct, frozen=True):
     """Where a request goes, and why. ``addresses``: first choice, then fallbacks. ``adapter``: where its adapter is, or
     would be loaded, if it is one on demand. ``waits``: for an engine, in words, if its ModelServer has none; empty
-    else. ``avoided``: endpoints that are avoided, and why. ``silent``: those that do not say how they are, as others
-    do, so that only our own counts are known of them. ``failed``: plugins that the pick had to do without, and why.
+    else. ``avoided``: endpoints that are avoided, and why. ``silent``: those without recent reports, while others have
+    them, so that only our own counts are used for them. ``failed``: plugins that the pick had to do without, and why.
+    ``tenant``, ``user``, ``api_key``: who asks, by verified names; ``request_id``: the gateway's. ``trace_id``: of its
+    trace, if it is sampled. Empty if unknown. ``budgets``: those that apply. ``tiers``: of its rule, if it has some.
+    ``forecast``: of its TTFT, if its class refuses what would come too late.
     """
 
     server: str
@@ -68,10 +136,31 @@ class Explanation(msgspec.Struct, frozen=True):
     avoided: dict[str, str] = {}
     silent: tuple[str, ...] = ()
     failed: dict[str, str] = {}
+    tenant: str = ""
+    user: str = ""
+    api_key: str = ""
+    request_id: str = ""
+    budgets: tuple[BudgetState, ...] = ()
+    trace_id: str = ""
+    tiers: tuple[TierState, ...] = ()
+    # what the guard of its route said of it, in words; empty if it has none
+    guard: str = ""
+    forecast: ForecastState | None = None
 
 
-def explain(considered: Consideration, pool: Pool) -> Explanation:
-    """The reasons of a pick that was made with ``wants_reasons``."""
+def explain_pick(
+    considered: Consideration,
+    arrival: Arrival,
+    trace: Trace | None = None,
+    placement: Placement | None = None,
+    forecast: Forecast | None = None,
+    *,
+    guarded: str = "",
+) -> Explanation:
+    """The reasons of a pick that was made with ``wants_reasons``. ``trace``: of the request, if it is sampled.
+    ``placement``: among the tiers of its rule. ``forecast``: of its TTFT. ``guarded``: what its guard said.
+    """
+    pool, caller = arrival.pool, arrival.caller
     pick, expectation, addresses = considered.pick, considered.expectation, pool.table.addresses
     prefilled_by = pick.rows[0] if pick.prefill_row is None else pick.prefill_row
     return Explanation(
@@ -85,7 +174,71 @@ def explain(considered: Consideration, pool: Pool) -> Explanation:
         stage=pick.stage,
         profiles=tuple(_profile(reasons, addresses) for reasons in pick.reasons),
         failed={one.plugin: str(one) for one in considered.view.failed},
+        tenant=caller.tenant,
+        user=caller.user,
+        api_key=caller.api_key,
+        request_id=arrival.head.headers.get(REQUEST_ID, ""),
+        trace_id="" if trace is None else trace.parent.trace_id,
+        tiers=tier_states(placement),
+        guard=guarded,
+        forecast=None if forecast is None else forecast_state(forecast),
     )
+
+
+def forecast_state(forecast: Forecast) -> ForecastState:
+    """In words."""
+    objectives = forecast.objectives
+    return ForecastState(
+        route=objectives.route,
+        name=objectives.name,
+        objective=forecast.objective,
+        due_ms=round(1000 * forecast.due_s, 1),
+        ttft_ms=None if forecast.ttft_s is None else round(1000 * forecast.ttft_s, 1),
+        result=forecast.result,
+        why=_FORECAST[forecast.result],
+    )
+
+
+def _forecast_line(one: ForecastState) -> str:
+    ttft = "unknown" if one.ttft_ms is None else f"{one.ttft_ms:g} ms"
+    due = f"{'its caller' if one.objective == 'deadline' else one.objective} allows {one.due_ms:g} ms"
+    return f"  the class {one.name} of {one.route}: TTFT {ttft} is predicted, {due}; {one.why}"
+
+
+def tier_states(placement: Placement | None) -> tuple[TierState, ...]:
+    """None of a request whose rule has no tiers."""
+    if placement is None:
+        return ()
+    candidates, choice, found = placement.candidates, placement.choice, list[TierState]()
+    order = by_cost(candidates)
+    for position in order:
+        one, holds = candidates[position], choice.misses[position] <= 1
+        if position == choice.taken:
+            why = _TAKEN[choice.reason]
+            if choice.reason == "waits":
+                why = f"{why}, {choice.ask_again_s:.2g} s at most"
+        elif order.index(position) > order.index(choice.taken):
+            why = "dearer"
+        elif holds:
+            why = "not allowed by spill"
+        else:
+            why = "cheaper, and would miss the objective"
+        found.append(
+            TierState(
+                server=one.server,
+                cost="unpriced" if one.cost_micros is None else f"{money_text(one.cost_micros)} {one.currency}",
+                ttft_ms=None if one.ttft_s is None else round(1000 * one.ttft_s, 1),
+                tpot_ms=None if one.tpot_s is None else round(1000 * one.tpot_s, 1),
+                holds=holds,
+                why=why,
+            )
+        )
+    return tuple(found)
+
+
+def _tier_line(one: TierState) -> str:
+    ttft, tpot = ("unknown" if ms is None else f"{ms:g} ms" for ms in (one.ttft_ms, one.tpot_ms))
+    return f"  tier {one.server}: {one.cost}, TTFT {ttft}, TPOT {tpot}; {one.why}"
 
 
 def _profile(reasons: Reasons, addresses: list[str]) -> ProfileExplanation:
@@ -111,28 +264,52 @@ def _filters(reasons: Reasons, addresses: list[str]) -> Iterator[FilterStep]:
         before = set(rows)
 
 
+def budget_states(charges: Iterable[Charge], level_of: Callable[[Charge], float]) -> Iterator[BudgetState]:
+    """``level_of``: what a Local budget has left."""
+    for charge in charges:
+        if charge.budget is not None:
+            yield BudgetState(
+                budget=charge.budget.key,
+                level=charge.budget.level,
+                most=amount_text(charge, charge.limit.capacity),
+                left=None if charge.is_global else amount_text(charge, max(0.0, level_of(charge))),
+                reserves=amount_text(charge, charge.amount),
+                ends_in_s=math.ceil(charge.ends_in_s),
+            )
+
+
+def _budget_line(one: BudgetState) -> str:
+    left = "is shared with other machines" if one.left is None else f"has {one.left} of {one.most} left"
+    return f"  the budget {one.budget} of the {one.level} {left}; this request reserves {one.reserves}"
+
+
 def avoided_now(pool: Pool, now: float) -> dict[str, str]:
     """Endpoints that are avoided, by address: why, and when they are tried."""
-    table, found = pool.table, {}
-    for row in table.active_rows:
-        reasons = sorted(one.value for one in table.healths[row].reasons)
-        if table.failures[row] and not reasons:
-            reasons = [NO_ANSWER]
-        if reasons:
-            pause_s = float(table.retry_at_s[row]) - now
-            again = f"not tried for {pause_s:.0f} s more" if pause_s > 0 else "tried by the next request that suits it"
-            found[table.addresses[row]] = f"{'; '.join(reasons)}; {again}"
-    return found
+    table = pool.table
+    return {table.addresses[row]: why for row in table.active_rows if (why := why_avoided(pool, row, now))}
+
+
+def why_avoided(pool: Pool, row: int, now: float) -> str:
+    """Why the endpoint of ``row`` is avoided, and when it is tried; empty if it is not."""
+    table = pool.table
+    reasons = sorted(one.value for one in table.healths[row].reasons)
+    if table.failures[row] and not reasons:
+        reasons = [NO_ANSWER]
+    if not reasons:
+        return ""
+    pause_s = float(table.retry_at_s[row]) - now
+    again = f"not tried for {pause_s:.0f} s more" if pause_s > 0 else "tried by the next request that suits it"
+    return f"{'; '.join(reasons)}; {again}"
 
 
 def silent_now(pool: Pool, now: float) -> tuple[str, ...]:
     """Endpoints without a recent report, if any endpoint of the pool has ever had one."""
     table = pool.table
-    heard = {row: table.has_reported(row) for row in table.active_rows}
-    if not any(heard.values()):
+    reported = {row: table.has_reported(row) for row in table.active_rows}
+    if not any(reported.values()):
         return ()
     late = now - silent_after_s(pool.report_interval_s)
-    return tuple(table.addresses[row] for row, has in heard.items() if not has or table.reported_at_s[row] < late)
+    return tuple(table.addresses[row] for row, has in reported.items() if not has or table.reported_at_s[row] < late)
 
 
 def where_adapter_goes(
@@ -148,7 +325,7 @@ def where_adapter_goes(
     holders = [table.addresses[row] for row in rows_in(slots.has(adapter) & rows)]
     if holders:
         return f"'{adapter}' is loaded on {', '.join(holders)}", None
-    found = place(slots, table, adapter, rows_in(rows), now=now, shortest_stay_s=0.0)
+    found = place_adapter(slots, table, adapter, rows_in(rows), now=now, shortest_stay_s=0.0)
     if found is None:
         return f"'{adapter}' is on no engine, and no engine has room for it now", None
     where = f"'{adapter}' is on no engine; {table.addresses[found.row]} would load it"
@@ -159,18 +336,59 @@ def where_adapter_goes(
     return where, found.row
 
 
+def why_chosen(one: Explanation) -> str:
+    """Why the first address was chosen, in a sentence; empty where no endpoint was scored."""
+    chosen = one.addresses[0] if one.addresses else ""
+    profile = next((each for each in one.profiles if any(e.address == chosen for e in each.endpoints)), None)
+    if profile is None:
+        return ""
+    scored = {each.address: each for each in profile.endpoints}
+    own, others = scored[chosen], [each for each in profile.endpoints if each.address != chosen]
+    if not others:
+        removing = [step.filter for step in profile.filters if step.removed]
+        left = f" that {' and '.join(removing)} left" if removing else ""
+        return f"{chosen} is the only endpoint{left}"
+    best = others[0]
+    equals = [each.address for each in others if each.total == own.total]
+    if equals:
+        return f"{chosen} was drawn: {_listed(equals)} {'has' if len(equals) == 1 else 'have'} the same total"
+    if best.total > own.total:
+        return f"{chosen} was drawn although {best.address} has a higher total ({best.total:.4g}, not {own.total:.4g})"
+    gains = {name: weight * (own.scores[name] - best.scores[name]) for name, weight in profile.weights.items()}
+    decisive = max(gains, key=lambda name: gains[name])
+    facts = [name for name, weight in profile.weights.items() if not weight and own.scores[name] != best.scores[name]]
+    shown = "; ".join(_compared(name, own, best) for name in facts)
+    return f"{chosen} wins over {best.address} by {_compared(decisive, own, best)}{f' ({shown})' if shown else ''}"
+
+
+def _compared(name: str, own: EndpointScores, other: EndpointScores) -> str:
+    return f"{name}: {own.scores[name]:.4g} against {other.scores[name]:.4g}"
+
+
+def _listed(addresses: list[str]) -> str:
+    return addresses[0] if len(addresses) == 1 else f"{', '.join(addresses[:-1])} and {addresses[-1]}"
+
+
 def to_text(one: Explanation) -> str:
     """For a terminal."""
+    guarded = f"  the guard {one.guard}" if one.guard else ""
     if one.waits:
-        return f"{one.server}: {one.waits}"
+        return f"{one.server}: {one.waits}" + (f"\n{guarded}" if guarded else "")
     lines = [
         f"{one.server}: {one.addresses[0]}, then {', '.join(one.addresses[1:]) or 'nobody'}",
+        *(f"  {sentence}" for sentence in (why_chosen(one),) if sentence),
+        f"  {_caller(one)}",
         f"  prompt of about {one.input_tokens:.0f} tokens, {one.cached_tokens:.0f} of them expected in the cache",
         f"  expected cost {one.cost_s * 1000:.1f} ms",
     ]
     lines += [f"  {address} is avoided: {why}" for address, why in one.avoided.items()]
     lines += [f"  {address} does not say how it is: only our own counts are known of it" for address in one.silent]
     lines += [f"  the plugin '{plugin}' fails, and counts nothing: {why}" for plugin, why in one.failed.items()]
+    if guarded:
+        lines.append(guarded)
+    lines += map(_budget_line, one.budgets)
+    lines += map(_tier_line, one.tiers)
+    lines += [] if one.forecast is None else [_forecast_line(one.forecast)]
     if one.adapter:
         lines.append(f"  {one.adapter}")
     if one.stage:
@@ -178,6 +396,13 @@ def to_text(one: Explanation) -> str:
     for profile in one.profiles:
         lines += ["", *_profile_lines(profile)]
     return "\n".join(lines)
+
+
+def _caller(one: Explanation) -> str:
+    if one.tenant == ANONYMOUS:
+        return f"for the tenant {ANONYMOUS}; as another one: --header '{TENANT}: NAME'"
+    names = (("user", one.user), ("API key", one.api_key))
+    return f"for the tenant {one.tenant}" + "".join(f", {what} {name}" for what, name in names if name)
 
 
 def _profile_lines(profile: ProfileExplanation) -> Iterator[str]:

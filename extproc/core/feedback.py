@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What outcomes teach, and what outcomes that do not come say of the health of endpoints.
+"""Estimates are learned from outcomes, and the health of endpoints from outcomes and from their absence.
 
 Each outcome is joined with its assignment by the request's ticket.
 """
@@ -12,24 +12,25 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.admission.estimates import ASSUMED_BYTES_PER_TOKEN
-from extproc.core.effects import HealthChanged
+from extproc.core.effects import HealthChanged, ModelChecked
 from extproc.core.states import State
 from extproc.endpoints.costs import learn_prefill_rate, typical_rate
 from extproc.endpoints.engine_reports import apply_report, record_latency
-from extproc.endpoints.health import Failure
+from extproc.endpoints.health import EngineFailure
 from extproc.endpoints.ledger import finish_prefill
 from extproc.endpoints.outliers import record_bad_answer, record_failure, record_good_answer, record_success
 from extproc.prefix.index import Turn
+from extproc.scheduling.model_check import update_missing_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from extproc.core.effects import Effect
-    from extproc.core.peers import AdapterChanged, EngineSaid
+    from extproc.core.peers import AdapterChanged, EngineReported
     from extproc.core.record import Outcome, Record, Run
     from extproc.scheduling.pool import Pool
 
-# Statuses by which an engine, or Envoy on its behalf, says that it could not take the request at all.
+# Statuses by which an engine, or Envoy on its behalf, reports that it could not accept the request at all.
 _UNAVAILABLE: Final = frozenset({502, 503, 504})
 # Envoy tries these on the next endpoint; if that one answers the same, the request itself may be the reason.
 _MAYBE_THE_REQUEST: Final = frozenset({429, 500})
@@ -42,42 +43,42 @@ _SLOWEST_BYTES_PER_S: Final = 10.0
 _SWEEP_S: Final = 1.0
 
 
-def judge(run: Run, outcome: Outcome, now: float, out: list[Effect]) -> None:
+def record_endpoint_outcome(run: Run, outcome: Outcome, now: float, out: list[Effect]) -> None:
     """Count the outcome for the endpoint that was chosen, and for the one that answered in its place."""
     table, first = run.pool.table, run.assignment.endpoint
     was_passed_over = bool(outcome.served) and outcome.served != first.address
     if table.is_current(first):
-        failure = Failure.PASSED_OVER if was_passed_over else _failure_of(run, outcome, first.row)
+        failure = EngineFailure.PASSED_OVER if was_passed_over else _failure_of(run, outcome, first.row)
         is_unavailable = (
             outcome.status in _UNAVAILABLE
-            or failure is Failure.SILENT
+            or failure is EngineFailure.SILENT
             or (was_passed_over and outcome.status not in _MAYBE_THE_REQUEST)
         )
-        if failure is not None or was_passed_over or not _says_nothing(outcome):
+        if failure is not None or was_passed_over or not _is_inconclusive(outcome):
             _count(run, first.row, failure, now, out, is_unavailable=is_unavailable)
     served_row = table.row_of(outcome.served)
-    if was_passed_over and served_row is not None and not _says_nothing(outcome):
+    if was_passed_over and served_row is not None and not _is_inconclusive(outcome):
         _count(run, served_row, _failure_of(run, outcome, served_row), now, out)
 
 
-def _says_nothing(outcome: Outcome) -> bool:
+def _is_inconclusive(outcome: Outcome) -> bool:
     """Whether the client left before the engine could show what it would have answered."""
     return outcome.status == 0 or (outcome.has_left and outcome.status < 400 and outcome.prompt_tokens is None)
 
 
-def _failure_of(run: Run, outcome: Outcome, row: int) -> Failure | None:
-    if _says_nothing(outcome):
+def _failure_of(run: Run, outcome: Outcome, row: int) -> EngineFailure | None:
+    if _is_inconclusive(outcome):
         went_unheard = _is_slow(outcome) and outcome.duration_s - run.waited_s > _patience_s(run)
         is_silent = run.pool.table.healths[row].served_at_s < run.sent_at_s
-        return Failure.SILENT if went_unheard and is_silent and run.pool.typical_duration_s else None
+        return EngineFailure.SILENT if went_unheard and is_silent and run.pool.typical_duration_s else None
     if outcome.status >= 500 or outcome.status in {408, 429}:
-        return Failure.ERROR
+        return EngineFailure.ERROR
     if outcome.status >= 400:
-        return Failure.REFUSED
+        return EngineFailure.REFUSED
     if outcome.was_cut:
-        return Failure.CUT
+        return EngineFailure.CUT
     has_no_usage = outcome.prompt_tokens is None and run.expects_usage and run.pool.reports_usage
-    return Failure.NO_USAGE if has_no_usage else None
+    return EngineFailure.NO_USAGE if has_no_usage else None
 
 
 def _is_slow(outcome: Outcome) -> bool:
@@ -88,27 +89,29 @@ def _is_slow(outcome: Outcome) -> bool:
 
 
 def _count(
-    run: Run, row: int, failure: Failure | None, now: float, out: list[Effect], *, is_unavailable: bool = False
+    run: Run, row: int, failure: EngineFailure | None, now: float, out: list[Effect], *, is_unavailable: bool = False
 ) -> None:
     """``is_unavailable``: one such failure is enough to avoid the endpoint."""
     pool, health = run.pool, run.pool.table.healths[row]
     if failure is None:
         if run.is_on_time:
             _learn_duration(run, now)
-        if record_good_answer(pool.table, row, now=now, sent_at_s=run.sent_at_s):
+        if record_good_answer(pool.table, row, now=now, sent_at_s=run.sent_at_s, tenant=run.tenant):
             out.append(HealthChanged(pool.name, pool.table.addresses[row], None))
         if not health.is_suspect or (health.probe_at_s and run.sent_at_s >= health.probe_at_s):
             record_success(pool.table, row)
         return
     is_news = False
-    if run.is_on_time and not (failure is Failure.REFUSED and health.is_repeated(hash((*run.chain[-1:], run.tail)))):
-        is_news = record_bad_answer(pool.table, row, failure, now=now)
+    if run.is_on_time and (
+        failure is not EngineFailure.REFUSED or health.believes_refusal(run.tenant, hash((*run.chain[-1:], run.tail)))
+    ):
+        is_news = record_bad_answer(pool.table, row, failure, now=now, tenant=run.tenant)
     if is_news:
         out.append(HealthChanged(pool.name, pool.table.addresses[row], failure))
     if is_unavailable or health.is_suspect:
-        record_failure(pool.table, row, now, sent_at_s=run.sent_at_s, is_costly=failure is Failure.SILENT)
-    elif failure not in {Failure.PASSED_OVER, Failure.SILENT}:
-        # it refuses or fails this request, but it is there
+        record_failure(pool.table, row, now, sent_at_s=run.sent_at_s, is_costly=failure is EngineFailure.SILENT)
+    elif failure not in {EngineFailure.PASSED_OVER, EngineFailure.SILENT}:
+        # it refuses or fails this request, but it is reachable
         record_success(pool.table, row)
 
 
@@ -125,10 +128,10 @@ def _patience_s(run: Run) -> float:
 
 
 class OverdueRequests:
-    """Counts requests as failures whose engine answers nothing: not them, and no other since they were sent.
+    """Counts a request as a failure if its engine has answered neither it nor any other since it was sent.
 
-    Nothing is known of a request that runs before it ends, and a long answer is no failure. But an engine that has
-    requests and ends none of them, while the others do, hangs.
+    A running request has no outcome before it ends, and a long answer is no failure. But an engine that has requests
+    and ends none of them, while the others do, hangs.
     """
 
     def __init__(self, records: Mapping[str, Record]) -> None:
@@ -137,7 +140,7 @@ class OverdueRequests:
         self._swept_at_s: dict[str, float] = {}
 
     def sweep(self, pool: Pool, now: float, out: list[Effect]) -> None:
-        """Called with every request; looks once a second, and at single requests only where an engine is silent."""
+        """Called with every request; checks once a second, and single requests only where an engine is silent."""
         if now < self._swept_at_s.get(pool.name, 0.0) + _SWEEP_S:
             return
         self._swept_at_s[pool.name] = now
@@ -160,7 +163,7 @@ def _count_if_overdue(run: Run, now: float, out: list[Effect]) -> None:
     if not run.is_on_time or not table.is_current(first):
         return
     if now - max(run.sent_at_s, table.healths[first.row].served_at_s) > _patience_s(run):
-        _count(run, first.row, Failure.SILENT, now, out)
+        _count(run, first.row, EngineFailure.SILENT, now, out)
         run.is_on_time = False
 
 
@@ -174,27 +177,30 @@ _TOLERATED_TOKENS: Final = 64.0
 _PREFILL_GRACE_S: Final = 1.0
 
 
-def take_report(pools: Mapping[str, Pool], event: EngineSaid, now: float) -> None:
+def on_metrics(pools: Mapping[str, Pool], event: EngineReported, now: float, out: list[Effect]) -> None:
     """Apply an engine's report, read by this process or by another."""
     pool = pools.get(event.server)
     row = pool.table.row_of(event.address) if pool is not None else None
     if pool is None or row is None:
         return
     if event.models is not None:
-        models = event.models if pool.slots is None else pool.slots.corrected(row, event.models, now)
-        pool.table.set_loras(row, msgspec.structs.replace(pool.table.loras[row], served=models))
+        models = event.models if pool.slots is None else pool.slots.apply_recent_changes(row, event.models, now)
+        loras, base = pool.table.loras[row], event.base_models
+        pool.table.set_loras(row, msgspec.structs.replace(loras, served=models, base=base))
+        if update_missing_model(pool, row):
+            out.append(ModelChecked(pool.name, event.address, pool.table.healths[row].lacks_model, base))
         return
     apply_report(pool.table, row, event.state, now)
     if event.has_restarted:
         pool.caches.cache_lost(row)
         if pool.slots is not None:
-            pool.slots.restarted(row)
+            pool.slots.on_engine_restart(row)
     if event.cache is not None:
         pool.caches.set_cache_config(row, event.cache)
         pool.table.kv_capacity_tokens[row] = event.cache.total_tokens
 
 
-def take_change(pools: Mapping[str, Pool], event: AdapterChanged, now: float) -> None:
+def apply_adapter_change(pools: Mapping[str, Pool], event: AdapterChanged, now: float) -> None:
     """Another process has changed which adapters an engine has."""
     pool = pools.get(event.server)
     row = pool.table.row_of(event.address) if pool is not None else None
@@ -202,8 +208,12 @@ def take_change(pools: Mapping[str, Pool], event: AdapterChanged, now: float) ->
         pool.slots.change(row, event.adapter, event.change, now, is_ours=False)
 
 
-def learn(run: Run, outcome: Outcome, now: float, *, is_ours: bool, has_limits: bool) -> None:
-    """Correct what is known of the pool and its endpoints.
+# An engine that sends more at once has no stream to speak of.
+_MOST_PER_EVENT: Final = 100.0
+
+
+def update_estimates(run: Run, outcome: Outcome, now: float, *, is_ours: bool, has_limits: bool) -> None:
+    """Correct the estimates of the pool and its endpoints.
 
     ``is_ours``: this process decided the request. ``has_limits``: its route reserves tokens, so their estimate matters.
     """
@@ -218,6 +228,8 @@ def learn(run: Run, outcome: Outcome, now: float, *, is_ours: bool, has_limits: 
     _count_tokens(run, outcome, is_ours=is_ours)
     _learn_output(run, outcome, is_ours=is_ours)
     _learn_bytes_per_token(run, outcome, has_limits=has_limits)
+    if run.has_stored_prompt and run.input_estimate is not None and outcome.prompt_tokens is not None:
+        run.input_estimate.learn_stored(outcome.prompt_tokens)
     _learn_turn(run, outcome)
     if outcome.served == run.assignment.endpoint.address:
         _learn_rate(run, outcome)
@@ -225,7 +237,7 @@ def learn(run: Run, outcome: Outcome, now: float, *, is_ours: bool, has_limits: 
 
 
 def lost_adapter(run: Run, outcome: Outcome, now: float) -> None:
-    """An engine that answers 404 has the request's adapter no more: it has restarted, or somebody else unloaded it."""
+    """An engine that answers 404 has the request's adapter no more: it has restarted, or another client unloaded it."""
     slots, row, adapter = run.pool.slots, run.pool.table.row_of(outcome.served), run.assignment.adapter
     if slots is None or row is None or adapter is None or outcome.status != 404:
         return
@@ -266,6 +278,9 @@ def _learn_output(run: Run, outcome: Outcome, *, is_ours: bool) -> None:
         return
     caches, tokens = run.pool.caches, outcome.completion_tokens / run.answers
     caches.output_tokens += _WEIGHT * (tokens - caches.output_tokens)
+    if outcome.events and not (outcome.is_cut or outcome.has_left or outcome.was_cut):
+        per_event = min(_MOST_PER_EVENT, max(1.0, outcome.completion_tokens / outcome.events))
+        run.pool.tokens_per_event += _WEIGHT * (per_event - run.pool.tokens_per_event)
     # of a request of another process it is not known whether it had a bound
     if is_ours and math.isinf(run.most_output):
         run.pool.output_estimate.learn(tokens)
@@ -286,7 +301,7 @@ def _learn_bytes_per_token(run: Run, outcome: Outcome, *, has_limits: bool) -> N
     if tokens is not None and tokens >= _MIN_TOKENS_FOR_RATIO:
         low, high = _BYTES_PER_TOKEN_BOUNDS
         ratio = min(high, max(low, run.prompt_bytes / tokens))
-        # the first answer says more than what was assumed
+        # the first answer has more weight than the assumption
         weight = max(_WEIGHT, 1 / (1.25 + caches.ratio_samples))
         caches.ratio_samples += 1
         caches.bytes_per_token *= (ratio / caches.bytes_per_token) ** weight
@@ -321,6 +336,7 @@ def _learn_rate(run: Run, outcome: Outcome) -> None:
             tokens = (assignment.in_flight_tokens + now_there) / 2
             pool.caches.answer_cost.learn(tokens=tokens, tpot_s=tpot_s)
             pool.caches.decode_speed.learn(tokens=tokens, tpot_s=tpot_s)
+            pool.caches.decode_speed.learn_spread(tokens=assignment.in_flight_tokens, tpot_s=tpot_s)
 
 
 def _learn_prefix(run: Run, outcome: Outcome) -> None:

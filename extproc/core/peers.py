@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What processes tell each other, so that each picks as if it had seen every request.
+"""Events that processes exchange, so that each picks as if it had seen every request.
 
 Every process repeats the bookkeeping of the others: a request that one of them dispatches counts for its endpoint in
-all of them until it ends, its prefix is known to all of them, and its outcome teaches all of them. No process waits
-for another: an event that is late or lost makes picks a little worse. Sharing load matters more than sharing prefixes,
-which alone can be worse than sharing nothing.
+all of them until it ends, its prefix is in the index of all of them, and all of them learn from its outcome. No process
+waits for another: an event that is late or lost makes picks a little worse. Sharing load matters more than sharing
+prefixes, which alone can be worse than sharing nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.buckets import Limit
-from extproc.admission.limits import BucketLevel
+from extproc.admission.buckets import BucketLevel, Limit
+from extproc.api.errors import one_line
 from extproc.core.record import Outcome
 from extproc.endpoints.adapter_slots import Change
 from extproc.engines.metrics import CacheConfig, EngineReport
@@ -23,25 +23,28 @@ from extproc.scheduling.pool import RequestStarted
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-# A process that has said nothing for this long is gone, and its requests with it.
+# A process that has sent nothing for this long is gone, and its requests with it.
 SILENCE_S: Final = 3.0
 HEARTBEAT_S: Final = 1.0
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag="e"):
+class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e"):
     """The stream of a request is closed."""
 
     ticket: str
 
 
-class Learned(msgspec.Struct, frozen=True, array_like=True, tag="l"):
+class OutcomeKnown(msgspec.Struct, frozen=True, array_like=True, tag="l"):
     """The outcome of a request is known."""
 
     outcome: Outcome
 
 
-class EngineSaid(msgspec.Struct, frozen=True, array_like=True, tag="r"):
-    """An engine's report. One process of a machine asks the engines and tells the others."""
+class EngineReported(msgspec.Struct, frozen=True, array_like=True, tag="r"):
+    """An engine's report. One process of a machine scrapes the engines and sends the reports to the others.
+
+    ``models``: all that it lists, adapters too; None in a report of its metrics. ``base_models``: without adapters.
+    """
 
     server: str
     address: str
@@ -49,15 +52,16 @@ class EngineSaid(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     cache: CacheConfig | None = None
     has_restarted: bool = False
     models: frozenset[str] | None = None
+    base_models: frozenset[str] = frozenset()
 
 
-class Alive(msgspec.Struct, frozen=True, array_like=True, tag="a"):
+class ProcessAlive(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     """All requests that a process runs. Any other known here as its own has ended, and that event was lost."""
 
     running: list[str]
 
 
-class Spent(msgspec.Struct, frozen=True, array_like=True, tag="b"):
+class LimitSpent(msgspec.Struct, frozen=True, array_like=True, tag="b"):
     """``amount`` was taken from a local limit's bucket; negative: refunded. ``machine``: whose limit it is."""
 
     machine: str
@@ -67,16 +71,19 @@ class Spent(msgspec.Struct, frozen=True, array_like=True, tag="b"):
 
 
 class AskLevels(msgspec.Struct, frozen=True, array_like=True, tag="q"):
-    """A process that has just started on ``machine`` asks how full the buckets of local limits are."""
+    """A process that has just started on ``machine`` requests the levels of the local limits' buckets."""
 
     machine: str
 
 
 class Levels(msgspec.Struct, frozen=True, array_like=True, tag="v"):
-    """Of all buckets that are not full, for the process ``asker`` that has asked."""
+    """Of all buckets that are not full, for the process ``asker`` that has asked. ``has_more``: another such event
+    follows.
+    """
 
     asker: str
     levels: list[BucketLevel]
+    has_more: bool = False
 
 
 class AdapterChanged(msgspec.Struct, frozen=True, array_like=True, tag="d"):
@@ -88,7 +95,17 @@ class AdapterChanged(msgspec.Struct, frozen=True, array_like=True, tag="d"):
     change: Change
 
 
-PeerEvent = RequestStarted | Ended | Learned | EngineSaid | Alive | Spent | AskLevels | Levels | AdapterChanged
+PeerEvent = (
+    RequestStarted
+    | RequestEnded
+    | OutcomeKnown
+    | EngineReported
+    | ProcessAlive
+    | LimitSpent
+    | AskLevels
+    | Levels
+    | AdapterChanged
+)
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -100,48 +117,48 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UnreadableBatch(Exception):
-    """What came is no batch of this version."""
+    """The payload is no batch of this version."""
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(EventBatch)
 
 
-def encode(batch: EventBatch) -> bytes:
+def encode_events(batch: EventBatch) -> bytes:
     """For the wire."""
     return _encoder.encode(batch)
 
 
-def decode(payload: bytes) -> EventBatch:
+def decode_events(payload: bytes) -> EventBatch:
     """From the wire; raises UnreadableBatch."""
     try:
         return _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UnreadableBatch(str(error)) from None
+        raise UnreadableBatch(one_line(str(error))) from None
 
 
-class Mirror:
-    """Bookkeeping alone: the core ends the requests. Bounded by what the others run."""
+class PeerView:
+    """Records which process runs which requests; the core ends them. Bounded by the requests of the others."""
 
     def __init__(self) -> None:
         self._running: dict[str, set[str]] = {}
-        self._heard_at_s: dict[str, float] = {}
+        self._seen_at_s: dict[str, float] = {}
 
     @property
     def peers(self) -> int:
-        """How many other processes were heard of within the last seconds."""
-        return len(self._heard_at_s)
+        """How many other processes have sent an event within the last ``SILENCE_S``."""
+        return len(self._seen_at_s)
 
-    def heard_of(self, origin: str, now: float) -> None:
-        """The process ``origin`` has said something."""
-        self._heard_at_s[origin] = now
+    def record_event(self, origin: str, now: float) -> None:
+        """An event of the process ``origin`` has come."""
+        self._seen_at_s[origin] = now
         self._running.setdefault(origin, set())
 
-    def started(self, origin: str, ticket: str) -> None:
-        """It runs this request."""
+    def add_request(self, origin: str, ticket: str) -> None:
+        """The process ``origin`` runs this request."""
         self._running[origin].add(ticket)
 
-    def ended(self, origin: str, ticket: str) -> bool:
+    def remove_request(self, origin: str, ticket: str) -> bool:
         """The request has ended; returns whether ``origin`` ran it."""
         running = self._running.get(origin)
         if running is None or ticket not in running:
@@ -149,16 +166,16 @@ class Mirror:
         running.remove(ticket)
         return True
 
-    def lost(self, origin: str, running: Collection[str]) -> list[str]:
+    def remove_lost(self, origin: str, running: Collection[str]) -> list[str]:
         """Remove and return its requests that are not in ``running``, the list that it sent: their ends were lost."""
         gone = sorted(self._running[origin].difference(running))
         self._running[origin].difference_update(gone)
         return gone
 
-    def silent(self, now: float) -> list[str]:
+    def remove_silent(self, now: float) -> list[str]:
         """Remove the processes that have gone silent; returns their requests."""
         gone: list[str] = []
-        for origin in [one for one, at_s in self._heard_at_s.items() if now - at_s > SILENCE_S]:
-            del self._heard_at_s[origin]
+        for origin in [one for one, at_s in self._seen_at_s.items() if now - at_s > SILENCE_S]:
+            del self._seen_at_s[origin]
             gone += sorted(self._running.pop(origin))
         return gone

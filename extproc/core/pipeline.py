@@ -1,291 +1,457 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From arrival to dispatch: limits grant, tokens are counted, the gate passes or holds."""
+"""From arrival to dispatch: limits grant, tokens are counted, and each wait holds the request or lets it through."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 
-from extproc.admission.limits import Grant, StoreAway, unavailable
-from extproc.core.dispatch import prompt_of
+from extproc.admission.limits import Grant, StoreAway
+from extproc.admission.refusals import unavailable
+from extproc.core.activation import EngineWait
+from extproc.core.adapter_load import AdapterWait
+from extproc.core.demand import WAITING
+from extproc.core.dispatch import constraints_of, no_longer_served, prompt_of
 from extproc.core.effects import (
+    AskGuard,
     AskLimits,
     AskTokens,
-    AwaitAdapter,
-    AwaitEngine,
+    ClientLeft,
     Decision,
     Effect,
-    Hold,
-    Left,
-    Refused,
+    Fault,
+    GuardAsked,
+    Held,
     RequestEffect,
+    RequestRefused,
+    RequestUnmeetable,
+    WakeAt,
 )
-from extproc.core.queue import WaitingRequests, no_longer_served
+from extproc.core.explanation import (
+    BudgetState,
+    Explanation,
+    avoided_now,
+    budget_states,
+    explain_pick,
+    forecast_state,
+    silent_now,
+    tier_states,
+    where_adapter_goes,
+)
+from extproc.core.forecasts import Forecaster
+from extproc.core.guards import GuardFailed, GuardReply, GuardStopped, judge
+from extproc.core.queue import QueueWait, usage_to_reserve
 from extproc.core.states import Event, IllegalEvent, State
-from extproc.errors import InternalError, Refusal
+from extproc.core.tiers import TierSelector
+from extproc.errors import InternalError, Refusal, UnknownModel
+from extproc.scheduling.model_check import why_model_is_refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import random
+    from collections.abc import Callable, Mapping
 
-    from extproc.admission.flows import QueuedRequest
-    from extproc.admission.limits import Charge
-    from extproc.admission.queue import Gate
+    from extproc.admission.guards import Guard
     from extproc.core.accounts import Accounts
-    from extproc.core.activation import AwaitingRequests
-    from extproc.core.adapter_load import LoadingRequests
     from extproc.core.dispatch import Dispatcher
-    from extproc.core.record import Arrival, Record
-    from extproc.core.request_builder import Intake
-    from extproc.scheduling.cache_estimator import Expectation
-    from extproc.scheduling.pool import Pool
+    from extproc.core.queue import AdmissionController
+    from extproc.core.record import Arrival, Attachment, Placement, Record
+    from extproc.core.request_builder import RequestBuilder
+    from extproc.endpoints.table import Bools
 
-from extproc.core.queue import AdmissionController, usage_to_reserve
+# The values with which a shell may resume a request: the answer, or None if there is none.
+Answer = Grant | Refusal | StoreAway | GuardReply | GuardFailed | Sequence[int] | None
+_Own = TypeVar("_Own")
+_NOT_CONFIGURED: Final = GuardFailed("unknown", "the GatewayConfig has no guard of this name; add it")
+_ASKING: Final = frozenset({State.ASKING_LIMITS, State.ASKING_GUARD, State.ASKING_TOKENS})
 
-# What a shell may resume a request with: what was asked for, or None if it cannot be had.
-Answer = Grant | Refusal | StoreAway | Sequence[int] | None
+
+class Wait(Protocol):
+    """One thing that a request may have to wait for before its dispatch. Effects about other requests go to ``out``."""
+
+    def admit(self, record: Record, now: float, out: list[Effect]) -> Held | Decision | None:
+        """Hold the request, or dispatch it; None: it need not wait here. Raises a Refusal."""
+        ...
+
+    def withdraw(self, record: Record, now: float) -> None:
+        """The request does not wait here any more; nothing happens if it did not."""
+        ...
+
+    def move(self, builder: RequestBuilder, now: float, out: list[Effect]) -> None:
+        """After a change of configuration: what cannot go on where it waits moves or is refused."""
+        ...
+
+    def tick(self, now: float, out: list[Effect]) -> None:
+        """Send on requests that may go, and refuse those that have waited too long."""
+        ...
 
 
-class EnteringRequests:
+class AdmissionPipeline:
     """From the arrival to a Decision, a Refused, or something to wait for. Other effects go to ``out``."""
 
     def __init__(
         self,
+        records: Mapping[str, Record],
         admission: AdmissionController,
         accounts: Accounts,
-        waiting: WaitingRequests,
-        loading: LoadingRequests,
-        awaiting: AwaitingRequests,
         dispatcher: Dispatcher,
-        intake: Callable[[], Intake],
+        *,
+        rng: random.Random,
+        has_peers: bool,
     ) -> None:
-        """``intake``: of the configuration in use."""
+        """``apply`` comes before anything else."""
+        self._records = records
         self._admission = admission
         self._accounts = accounts
-        self._waiting = waiting
-        self._loading = loading
-        self._awaiting = awaiting
         self._dispatcher = dispatcher
-        self._intake = intake
+        self._builder: RequestBuilder
+        # by the key of the ModelRoute
+        self._guards: Mapping[str, Guard] = {}
+        self._tiers = TierSelector(lambda: admission.gates, rng=rng)
+        self._forecaster = Forecaster(self._tiers, dispatcher.objectives_of)
+        self._queue = QueueWait(records, admission, dispatcher, self._turn_came, self._spill)
+        self.adapters = AdapterWait(records, admission, dispatcher, self._adapter_loaded, has_peers=has_peers)
+        self.engines = EngineWait(records, admission, dispatcher, self._engine_ready, self._withdraw)
+        # in the order in which a request meets them
+        self._waits: tuple[Wait, ...] = (self.engines, self.adapters, self._queue)
 
-    def begin(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> RequestEffect:
-        """The request has come: local limits first, then those that all machines share."""
-        limits = self._admission.routes.get(arrival.destination.route)
-        if limits is None:
-            return self._ask_tokens(record, arrival, now, out)
-        record.limited = usage_to_reserve(arrival)
-        charges = limits.charges(arrival.caller, arrival.head.headers, record.limited, now)
+    def apply(self, builder: RequestBuilder, guards: Mapping[str, Guard], now: float, out: list[Effect]) -> None:
+        """Follow the configuration, which the admission controller has already. ``guards``: by the key of the
+        ModelRoute.
+        """
+        self._builder, self._guards = builder, guards
+        self._tiers.keep(builder.pools)
+        for record in [one for one in self._records.values() if one.state in _ASKING]:
+            self._reroute(record, builder)
+        for wait in self._waits:
+            wait.move(builder, now, out)
+        self.wake(now, out)
+
+    def _reroute(self, record: Record, builder: RequestBuilder) -> None:
+        """A request whose server has lost its engines goes to another of its rule that has some."""
+        pool = record.arrived.pool
+        if builder.pools.get(pool.name) is pool and pool.spec.activation is not None and not pool.readiness.can_serve:
+            other = builder.elsewhere(record.arrived)
+            if other is not None:
+                self._dispatcher.move(record, other)
+                # one that waits for limits has not requested tokens yet, and will request them for its new model
+                record.has_moved = record.state is State.ASKING_TOKENS
+
+    def place(self, record: Record, now: float, out: list[Effect]) -> None:
+        """Choose the tier of a request that arrives, before anything of it is counted. If that fails, the rule's
+        weights have chosen.
+        """
+        record.wall_s = now + self._accounts.wall_offset_s
+        if record.arrived.destination.tiers is None:
+            return
+        try:
+            found = self._tiers.place(self._builder, record.arrived, record.attachment, now, wall_s=record.wall_s)
+        except Exception as error:  # noqa: BLE001 - plugins of packages may raise anything
+            out.append(Fault("the tiers of a rule could not be compared", error))
+            return
+        if found is not None:
+            record.arrival, record.placement = found
+
+    def _spill(self, record: Record, now: float) -> tuple[Arrival, Placement] | None:
+        """The tier of a request that has waited for its home."""
+        return self._tiers.place(
+            self._builder,
+            record.arrived,
+            record.attachment,
+            now,
+            wall_s=record.wall_s,
+            waited_s=now - record.arrived_at_s,
+        )
+
+    def begin(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
+        """The request has come."""
+        return self._attempt(record, lambda: self._ask_limits(record, now, out), now, out)
+
+    def resume(self, record: Record, answer: Answer, now: float, out: list[Effect]) -> RequestEffect:
+        """The answer that the request waited for has come."""
+        if record.state is State.ASKING_LIMITS:
+            if answer is None or isinstance(answer, Grant | Refusal | StoreAway):
+                return self._attempt(record, lambda: self._granted(record, answer, now, out), now, out)
+        elif record.state is State.ASKING_GUARD:
+            if isinstance(answer, GuardReply | GuardFailed):
+                return self._attempt(record, lambda: self._guarded(record, answer, now, out), now, out)
+        elif not isinstance(answer, Grant | Refusal | StoreAway | GuardReply | GuardFailed):
+            # tokens of another model are of no use
+            record.tokens = None if record.has_moved else answer
+            return self._attempt(record, lambda: self._go_on(record, self._waits, now, out), now, out)
+        raise IllegalEvent(type(answer).__name__, record.state.name, f"request {record.ticket}")
+
+    def tick(self, now: float, out: list[Effect]) -> None:
+        """Send on held requests that can go, and refuse those that have waited too long."""
+        for wait in self._waits:
+            wait.tick(now, out)
+
+    def wake(self, now: float, out: list[Effect]) -> None:
+        """A change that may let a held request go."""
+        if not (self.adapters.is_empty and self._queue.is_empty):
+            out.append(WakeAt(now))
+
+    def on_disconnect(self, record: Record, now: float, out: list[Effect]) -> None:
+        """The client of a request that is not dispatched yet has disconnected."""
+        if record.state is State.QUEUED and record.queued is not None:
+            out.append(ClientLeft(record.ticket, record.arrived.pool.name, record.queued))
+        self._withdraw(record, now)
+        self._dispatcher.leave(record, now, out)
+
+    def explain(
+        self,
+        arrival: Arrival,
+        attachment: Attachment,
+        tokens: Sequence[int] | None,
+        *,
+        now: float,
+        rng: random.Random,
+        guarded: str = "",
+    ) -> Explanation:
+        """Where a request would go or what it would wait for, with nothing changed; raises a Refusal.
+
+        ``tokens``: its prompt's, if known. ``guarded``: what its guard said, if it was asked.
+        """
+        wall_s = now + self._accounts.wall_offset_s
+        placed = self._tiers.place(self._builder, arrival, attachment, now, wall_s=wall_s, is_tried=True)
+        placement = None if placed is None else placed[1]
+        first = arrival
+        if placed is not None:
+            arrival = placed[0]
+        foreseen = self._forecaster.foresee(
+            self._builder, arrival, attachment, now, placement=placement, wall_s=wall_s, is_tried=True
+        )
+        forecast = None
+        if foreseen is not None:
+            arrival, placement, forecast = foreseen.arrival, foreseen.placement, foreseen.forecast
+        if arrival.pool is not first.pool:
+            tokens = None
+        pool, prompt = arrival.pool, prompt_of(arrival, tokens)
+        guard = self.guard_of(arrival)
+        guarded = guarded or ("" if guard is None else f"'{guard.name}' is asked first")
+        if self.engines.holds(pool) and attachment.subset is None:
+            return Explanation(
+                server=pool.name,
+                model=arrival.destination.model,
+                input_tokens=round(pool.expect(prompt, now).input_tokens, 1),
+                cached_tokens=0.0,
+                addresses=(),
+                cost_s=0.0,
+                prefill=None,
+                stage="",
+                profiles=(),
+                waits=self.engines.describe(pool, now),
+                tiers=tier_states(placement),
+                guard=guarded,
+                forecast=None if forecast is None else forecast_state(forecast),
+            )
+        adapter, loader = where_adapter_goes(pool, arrival.adapter, attachment.subset, now)
+        only = None if loader is None else np.arange(len(pool.table.addresses)) == loader
+        constraints = constraints_of(arrival, attachment, only, wants_reasons=True)
+        considered = pool.consider(prompt, constraints, now=now, rng=rng)
+        found = explain_pick(considered, arrival, None, placement, forecast, guarded=guarded)
+        avoided, silent = avoided_now(pool, now), silent_now(pool, now)
+        budgets = self._explain_budgets(arrival, now)
+        return msgspec.structs.replace(found, adapter=adapter, avoided=avoided, silent=silent, budgets=budgets)
+
+    def _explain_budgets(self, arrival: Arrival, now: float) -> tuple[BudgetState, ...]:
+        budgets = self._admission.budgets_of(arrival.destination.route)
+        if not budgets:
+            return ()
+        wall_s = now + self._accounts.wall_offset_s
+        usage = usage_to_reserve(arrival).priced(arrival.pool.price_at(wall_s))
+        charges = budgets.charges(arrival.caller, usage, wall_s)
+        return tuple(budget_states(charges, self._admission.limits.level_of))
+
+    def _withdraw(self, record: Record, now: float) -> None:
+        for wait in self._waits:
+            wait.withdraw(record, now)
+
+    def _attempt(
+        self, record: Record, step: Callable[[], _Own], now: float, out: list[Effect]
+    ) -> _Own | RequestRefused:
+        """Take the next step of one request: if it is refused or our own code fails, nothing of the request remains and
+        all others go on.
+        """
+        refusal: Refusal
+        try:
+            return step()
+        except Refusal as error:
+            # a flood of requests is refused on arrival, where they wait for nothing
+            refusal, may_wait = error, record.state in WAITING
+        except Exception as error:  # noqa: BLE001 - a mistake of ours may raise anything, half-way through a wait, too
+            refusal, may_wait = InternalError(error), True
+        if may_wait:
+            self._withdraw(record, now)
+        return self._dispatcher.refuse(record, refusal, now, out)
+
+    def _ask_limits(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
+        """Local limits first, then those that all machines share."""
+        arrival = record.arrived
+        why = why_model_is_refused(arrival.pool, now)
+        if why and arrival.destination.model == arrival.pool.spec.model:
+            raise UnknownModel(why, param="model")
+        if not self._admission.limits_anything(arrival):
+            return self._ask_guard(record, now, out)
+        record.limited = usage_to_reserve(arrival).priced(arrival.pool.price_at(record.wall_s))
+        charges = self._admission.charges(arrival, record.limited, now=now, wall_s=record.wall_s)
         local = [charge for charge in charges if not charge.is_global]
         if local:
-            try:
-                record.grants = (self._accounts.reserve(local, now, out),)
-            except Refusal as refusal:
-                return self._dispatcher.refuse(record, refusal, now, out)
+            record.grants = (self._accounts.reserve(local, now, out),)
         everywhere = [charge for charge in charges if charge.is_global]
         if not everywhere:
-            return self._ask_tokens(record, arrival, now, out)
-        self._dispatcher.put(record, State.ASKING_LIMITS)
+            return self._ask_guard(record, now, out)
+        self._dispatcher.put(record, State.ASKING_LIMITS, now)
         record.charges = everywhere
         return AskLimits(record.ticket, everywhere)
 
-    def resume(self, record: Record, answer: Answer, now: float, out: list[Effect]) -> RequestEffect:
-        """What the request asked for is here."""
-        arrival, charges = record.arrived, record.charges
-        if record.state is State.ASKING_LIMITS:
-            if answer is None or isinstance(answer, Grant | Refusal | StoreAway):
-                return self._granted(record, arrival, charges, answer, now, out)
-        elif not isinstance(answer, Grant | Refusal | StoreAway):
-            record.tokens = answer
-            return self._enter(record, arrival, now, out)
-        raise IllegalEvent(type(answer).__name__, record.state.name, f"request {record.ticket}")
-
-    def loaded(self, record: Record, now: float, out: list[Effect]) -> None:
-        """An engine has its adapter: the request goes there, or to the queue."""
-        record.happens(Event.LOADED)
-        record.loading_s += now - record.loading_since_s
-        try:
-            own = self._pass_gate(record, record.arrived, now, out)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others of its group go on
-            own = self.fail(record, error, now, out)
-        if not isinstance(own, Hold):
-            # a stream that is held already waits on
-            out.append(own)
-
-    def started(self, record: Record, now: float, out: list[Effect]) -> bool:
-        """An engine is there: the request goes to its adapter, to the queue or to the engine.
-
-        Returns False if the queue is full: the request keeps its place before it.
-        """
-        record.happens(Event.ENGINE_READY)
-        arrival, waited_s = record.arrived, record.engine_wait_s
-        gate, slots = self._gate_for(arrival), arrival.pool.slots
-        record.engine_wait_s += now - record.engine_since_s
-        try:
-            if slots is None or not self._loading.admit(record, arrival, slots, now, out):
-                if gate is None:
-                    self._awaiting.withdraw(record, now)
-                    out.append(self._dispatcher.dispatch(record, arrival, now, out))
-                    return True
-                expectation = arrival.pool.expect(prompt_of(arrival, record.tokens), now)
-                record.queued = self._queue_entry(record, arrival, expectation, now)
-                if not gate.queue.takes(record.queued):
-                    record.engine_wait_s, record.queued = waited_s, None
-                    return False
-                # whoever has priority is first in the queue; the next tick looks who has room
-                self._waiting.enter(record, gate, now, out)
-                self._dispatcher.put(record, State.QUEUED)
-        except Refusal as refusal:
-            self._awaiting.withdraw(record, now)
-            out.append(self._dispatcher.refuse(record, refusal, now, out))
-            return True
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others of its server go on
-            out.append(self.fail(record, error, now, out))
-            return True
-        self._awaiting.withdraw(record, now)
-        return True
-
-    def fail(self, record: Record, error: Exception, now: float, out: list[Effect]) -> Refused:
-        """Our own code has failed: the request is refused, and nothing of it remains."""
-        self._awaiting.withdraw(record, now)
-        self._loading.withdraw(record)
-        self._waiting.withdraw(record)
-        return self._dispatcher.refuse(record, InternalError(error), now, out)
-
-    def withdraw(self, record: Record, now: float, out: list[Effect]) -> None:
-        """Its client went away while it waited for something."""
-        if record.state is State.QUEUED and record.queued is not None:
-            self._waiting.withdraw(record)
-            out.append(Left(record.ticket, record.arrived.pool.name, record.queued))
-        elif record.state is State.LOADING:
-            self._loading.withdraw(record)
-        elif record.state is State.AWAITING_ENGINE:
-            self._awaiting.withdraw(record, now)
-        self._dispatcher.drop(record, now, out)
-
     def _granted(
-        self,
-        record: Record,
-        arrival: Arrival,
-        charges: Sequence[Charge],
-        answer: Grant | Refusal | StoreAway | None,
-        now: float,
-        out: list[Effect],
+        self, record: Record, answer: Grant | Refusal | StoreAway | None, now: float, out: list[Effect]
     ) -> RequestEffect:
-        try:
-            grant = self._grant_of(charges, answer, now, out)
-        except Refusal as refusal:
-            return self._dispatcher.refuse(record, refusal, now, out)
-        record.grants = (*record.grants, grant)
-        return self._ask_tokens(record, arrival, now, out)
-
-    def _grant_of(
-        self, charges: Sequence[Charge], answer: Grant | Refusal | StoreAway | None, now: float, out: list[Effect]
-    ) -> Grant:
-        """What the store has granted, or else this process grants by itself, where that is allowed; raises a
-        Refusal.
-        """
+        """Apply the store's grant, or else grant in this process, where that is allowed."""
+        charges = record.charges
         if isinstance(answer, Grant | Refusal):
             self._accounts.store_answered()
         if isinstance(answer, Refusal):
             raise answer
         if isinstance(answer, Grant):
-            return answer
-        if any(charge.needs_redis for charge in charges):
+            grant = answer
+        elif any(charge.needs_redis for charge in charges):
             raise unavailable()
-        if answer is None:
-            return self._accounts.reserve(charges, now, out)
-        return self._accounts.reserve_alone(charges, answer.most_left, now, out)
+        elif answer is None:
+            grant = self._accounts.reserve(charges, now, out)
+        else:
+            grant = self._accounts.reserve_alone(charges, answer.most_left, now, out)
+        record.grants = (*record.grants, grant)
+        return self._ask_guard(record, now, out)
 
-    def _ask_tokens(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> RequestEffect:
+    def guard_of(self, arrival: Arrival) -> Guard | None:
+        """The one that the request must pass."""
+        return self._guards.get(arrival.destination.route) if self._guards else None
+
+    def _ask_guard(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
+        """A refused caller costs the guard nothing, and a request that the guard refuses no place in a queue."""
+        guard = record.guard = self.guard_of(record.arrived)
+        if guard is None:
+            return self._ask_tokens(record, now, out)
+        if guard.service is None:
+            return self._guarded(record, _NOT_CONFIGURED, now, out)
+        self._dispatcher.put(record, State.ASKING_GUARD, now)
+        return AskGuard(record.ticket, record.arrived, guard)
+
+    def _guarded(
+        self, record: Record, answer: GuardReply | GuardFailed, now: float, out: list[Effect]
+    ) -> RequestEffect:
+        """The request goes on, maybe changed, or is refused."""
+        guard = record.guard
+        if guard is None:
+            raise IllegalEvent(type(answer).__name__, record.state.name, f"request {record.ticket}")
+        asked = partial(GuardAsked, guard.name, took_s=answer.took_s, ticket=record.ticket)
+        try:
+            found = judge(guard, record.arrived, answer, self._builder)
+        except GuardStopped as stopped:
+            out.append(asked(stopped.result, goes_on=False, detail=stopped.detail))
+            raise stopped.refusal from None
+        out.append(asked(found.result, goes_on=True, detail=found.detail))
+        record.arrival, record.guarded = found.arrival, found.text
+        return self._ask_tokens(record, now, out)
+
+    def _ask_tokens(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
+        self._foresee(record, now, out)
+        arrival = record.arrived
         if arrival.pool.caches.kv_index is None or not arrival.wants_tokens:
-            return self._enter(record, arrival, now, out)
-        self._dispatcher.put(record, State.ASKING_TOKENS)
+            return self._go_on(record, self._waits, now, out)
+        self._dispatcher.put(record, State.ASKING_TOKENS, now)
         return AskTokens(record.ticket, arrival)
 
-    def _enter(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> RequestEffect:
-        pool = arrival.pool
-        if self._intake().pools.get(pool.name) is pool:
-            if pool.spec.activation is not None and not pool.readiness.can_serve:
-                # the configuration may have changed while the request asked for what it needs
-                other = self._intake().elsewhere(arrival)
-                if other is not None:
-                    self._dispatcher.move(record, other)
-                    arrival, pool = other, other.pool
-            try:
-                if self._awaiting.admit(record, arrival, now, out):
-                    return AwaitEngine(record.ticket, pool.name, self._answered_within_s(record, pool, now))
-                slots = pool.slots
-                if slots is not None and self._loading.admit(record, arrival, slots, now, out):
-                    longest_s = self._answered_within_s(record, pool, now)
-                    return AwaitAdapter(record.ticket, arrival.destination.model, longest_s)
-            except Refusal as refusal:
-                return self._dispatcher.refuse(record, refusal, now, out)
-        return self._pass_gate(record, arrival, now, out)
-
-    def _pass_gate(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Decision | Refused | Hold:
-        gate, pool, dispatcher = self._gate_for(arrival), arrival.pool, self._dispatcher
-        if self._intake().pools.get(pool.name) is not pool:
-            # the configuration changed while the request waited for its limits, tokens or adapter
-            return dispatcher.refuse(record, no_longer_served(pool.name), now, out)
-        if gate is None:
-            return dispatcher.dispatch(record, arrival, now, out)
-        expectation = pool.expect(prompt_of(arrival, record.tokens), now)
-        queued = record.queued = self._queue_entry(record, arrival, expectation, now)
+    def _foresee(self, record: Record, now: float, out: list[Effect]) -> None:
+        """Once its limits have granted it: a request that is predicted to miss what its class is promised moves within
+        its rule, or is refused, if the class wants that.
+        """
+        arrival = record.arrived
         try:
-            with_room = gate.pass_through(queued, now)
-            if with_room is not None:
-                return dispatcher.dispatch(
-                    record,
-                    arrival,
-                    now,
-                    out,
-                    gate=gate,
-                    with_room=with_room,
-                    expectation=expectation,
-                )
-            self._waiting.enter(record, gate, now, out)
-        except Refusal as refusal:
-            return dispatcher.refuse(record, refusal, now, out)
-        dispatcher.put(record, State.QUEUED)
-        self._waiting.wake(now, out)
-        longest_s = gate.control.longest_wait_s
-        if pool.spec.activation is not None:
-            # its engines may leave before it is its turn
-            longest_s = self._answered_within_s(record, pool, now)
-        return Hold(record.ticket, longest_s)
+            found = self._forecaster.foresee(
+                self._builder,
+                arrival,
+                record.attachment,
+                now,
+                placement=record.placement,
+                wall_s=record.wall_s,
+                waited_s=now - record.arrived_at_s,
+            )
+        except Exception as error:  # noqa: BLE001 - plugins of packages may raise anything
+            out.append(Fault("the TTFT of a request could not be predicted", error))
+            return
+        if found is None:
+            return
+        record.forecast = found.forecast
+        record.due_by_s = record.arrived_at_s + found.forecast.due_s
+        if found.forecast.result != "held":
+            out.append(RequestUnmeetable(found.forecast))
+        if found.refusal is not None:
+            raise found.refusal
+        if found.arrival is not arrival:
+            self._dispatcher.move(record, found.arrival)
+            record.placement = found.placement
 
-    def _gate_for(self, arrival: Arrival) -> Gate | None:
-        """None if the request passes by the queue: to count tokens takes nothing that generations wait for."""
-        if not arrival.request.waits_in_queue and arrival.pool.readiness.can_serve:
-            return None
-        return self._admission.gates.get(arrival.pool.name)
+    def _go_on(self, record: Record, waits: Sequence[Wait], now: float, out: list[Effect]) -> RequestEffect:
+        """Take the request through the remaining waits, to an engine."""
+        pool = record.arrived.pool
+        if self._builder.pools.get(pool.name) is not pool:
+            # the configuration changed while the request waited
+            raise no_longer_served(pool.name)
+        for wait in waits:
+            own = wait.admit(record, now, out)
+            if own is not None:
+                return own
+        return self._dispatcher.dispatch(record, now, out)
 
-    def _queue_entry(self, record: Record, arrival: Arrival, expectation: Expectation, now: float) -> QueuedRequest:
-        """How the request stands in its server's queue. If it has waited for something else before, its deadlines
-        know.
+    def _engine_ready(self, record: Record, now: float, out: list[Effect]) -> bool:
+        """The request goes to its adapter, to the queue or to the engine.
+
+        Returns False if the queue is full: the request keeps its place before it.
         """
-        entry = self._admission.queue_entry(record.ticket, arrival, record.attachment, expectation, now)
-        if record.answer_by_s == math.inf:
-            return entry
-        return msgspec.structs.replace(
-            entry,
-            expires_at_s=min(entry.expires_at_s, record.answer_by_s),
-            deadline_at_s=entry.deadline_at_s - (now - record.arrived_at_s),
-        )
+        record.happens(Event.ENGINE_READY)
+        waited_s = record.engine_wait_s
+        record.engine_wait_s += now - record.engine_since_s
 
-    def _answered_within_s(self, record: Record, pool: Pool, now: float) -> float:
-        """The longest that the request is held from now on, for all that it may have to wait for: its gateway is
-        told.
-        """
-        gate, loading, activation = (
-            self._admission.gates.get(pool.name),
-            pool.spec.adapter_loading,
-            pool.spec.activation,
-        )
-        longest_s = 0.0 if gate is None else gate.control.longest_wait_s
-        longest_s += 0.0 if loading is None else float(loading.timeout)
-        longest_s += 0.0 if activation is None else float(activation.hold_timeout)
-        record.answer_by_s = min(record.answer_by_s, now + longest_s)
-        return longest_s
+        def step() -> Held | Decision | None:
+            gate = self._admission.gate_for(record.arrived)
+            held: Held | None = self.adapters.admit(record, now, out)
+            if held is None and gate is not None:
+                held = self._queue.admit_behind(record, gate, now, out)
+                if held is None:
+                    return None
+            self.engines.withdraw(record, now)
+            return held or self._dispatcher.dispatch(record, now, out)
+
+        own = self._attempt(record, step, now, out)
+        if own is None:
+            record.engine_wait_s = waited_s
+            return False
+        _answer(own, out)
+        return True
+
+    def _adapter_loaded(self, record: Record, now: float, out: list[Effect]) -> None:
+        """The request goes to the engine, or to the queue."""
+        _answer(self._attempt(record, lambda: self._go_on(record, (self._queue,), now, out), now, out), out)
+
+    def _turn_came(self, record: Record, with_room: Bools | None, now: float, out: list[Effect]) -> None:
+        """The request goes to the engine, unless its adapter has gone meanwhile."""
+
+        def step() -> Held | Decision:
+            gate = self._admission.gates.get(record.arrived.pool.name)
+            return self.adapters.admit(record, now, out) or self._dispatcher.dispatch(
+                record, now, out, gate=gate, with_room=with_room
+            )
+
+        _answer(self._attempt(record, step, now, out), out)
+
+
+def _answer(own: RequestEffect, out: list[Effect]) -> None:
+    """Send the effect to the stream of a held request; none if the request is held again."""
+    if not isinstance(own, Held):
+        out.append(own)

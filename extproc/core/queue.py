@@ -7,56 +7,98 @@ changes.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
+from extproc.admission.budgets import (
+    GATEWAY,
+    BudgetAccounts,
+    BudgetsOf,
+    CompiledBudget,
+    SpentByRows,
+    UsageQuery,
+    compile_keys,
+    usage_queries,
+)
 from extproc.admission.estimates import ASSUMED_BYTES_PER_TOKEN
 from extproc.admission.flows import FlowKey, QueuedRequest
-from extproc.admission.identity import name_in
-from extproc.admission.limits import ChosenNames, LocalLimits, RouteLimits, Usage
+from extproc.admission.identity import Caller, name_in
+from extproc.admission.limits import ChosenNames, RouteLimits, Usage, key_charges
+from extproc.admission.local_limits import LocalLimits
 from extproc.admission.queue import Gate
 from extproc.admission.saturation import RECHECK_S, Stages
 from extproc.api.spec import namespace_of
-from extproc.core.effects import Effect, Fault, WakeAt
+from extproc.core.dispatch import no_longer_served, prompt_of
+from extproc.core.effects import Effect, Fault, Hold, WakeAt
 from extproc.core.states import Event, State
-from extproc.errors import NoEndpoint, Refusal
+from extproc.errors import Refusal
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-    from extproc.api.admission import FlowControl
+    from extproc.admission.limits import Charge
+    from extproc.api.admission import FlowControl, KeyRateLimit
     from extproc.api.snapshot import Snapshot
-    from extproc.core.adapter_load import LoadingRequests
     from extproc.core.dispatch import Dispatcher
-    from extproc.core.record import Arrival, Attachment, Record
+    from extproc.core.effects import Decision
+    from extproc.core.record import Arrival, Placement, Record
+    from extproc.core.request_builder import RequestBuilder
     from extproc.endpoints.table import Bools, Floats
     from extproc.scheduling.cache_estimator import Expectation
     from extproc.scheduling.pool import Pool
 
-# Of the engines that hold a prompt, how many are remembered while it waits.
+# Of the engines that hold a prompt, how many are recorded while it waits.
 _MOST_HOLDERS: Final = 4
 # After this time without a request, the name of a session may be replaced by another.
 _FLOW_IDLE_S: Final = 60.0
 
 
 class AdmissionController:
-    """The limits of all routes, and the gates of all servers with flow control."""
+    """The limits and budgets of all routes, and the gates of all servers with flow control."""
 
     def __init__(self, *, rng: random.Random) -> None:
-        self.limits = LocalLimits()
+        self._budget_accounts = BudgetAccounts()
+        self.limits = LocalLimits(self._budget_accounts)
         self.gates: dict[str, Gate] = {}
         # by route, of those that have limits
         self.routes: dict[str, RouteLimits] = {}
+        self.budgets: dict[str, BudgetsOf] = {}
+        # by the name of the key, of those that have limits themselves
+        self.key_limits: dict[str, Sequence[KeyRateLimit]] = {}
+        # of requests whose route has none
+        self.gateway_budgets = BudgetsOf()
         self._names = ChosenNames()
         self._rng = rng
+        # by the name of an API key
+        self._key_owners: dict[str, Caller] = {}
 
     def apply(self, snapshot: Snapshot, pools: Mapping[str, Pool]) -> None:
         """Follow the configuration. A gate whose flow control stays the same stays, with all who wait there."""
         self.routes = {
             one.metadata.key: RouteLimits(one, self._names) for one in snapshot.routes if one.spec.rate_limits
+        }
+        authentication = snapshot.gateway.authentication
+        keys = () if authentication is None else authentication.api_keys
+        self._key_owners = {one.name: Caller(one.tenant, one.user, one.name) for one in keys}
+        accounts = self._budget_accounts
+        of_gateway = [CompiledBudget(GATEWAY, one, accounts) for one in snapshot.gateway.budgets]
+        self.key_limits = {one.name: one.rate_limits for one in keys if one.rate_limits}
+        of_keys = compile_keys(keys, accounts)
+        self.gateway_budgets = BudgetsOf(of_gateway, of_keys=of_keys)
+        self.budgets = {
+            route.metadata.key: BudgetsOf(
+                [CompiledBudget(route.metadata.key, one, accounts) for one in route.spec.budgets],
+                of_gateway,
+                of_keys=of_keys,
+            )
+            for route in snapshot.routes
+            if route.spec.budgets
         }
         before, self.gates = self.gates, {}
         for name, pool in pools.items():
@@ -66,35 +108,98 @@ class AdmissionController:
             elif control is not None:
                 self.gates[name] = self._new_gate(pool, control)
 
+    @property
+    def limits_any(self) -> bool:
+        """Whether there is any limit or budget."""
+        return bool(self.routes or self.key_limits or self.budgets or self.gateway_budgets)
+
+    def budgets_of(self, route: str) -> BudgetsOf:
+        """Those of the route and of the gateway."""
+        return self.budgets.get(route, self.gateway_budgets)
+
+    def limits_anything(self, arrival: Arrival) -> bool:
+        """Whether any limit or budget may apply to the request."""
+        route = arrival.destination.route
+        return route in self.routes or bool(self.key_limits) or bool(self.budgets_of(route))
+
+    def charges(self, arrival: Arrival, usage: Usage, *, now: float, wall_s: float) -> list[Charge]:
+        """What the request requires of its route's limits and of all budgets that apply to it."""
+        route, caller = arrival.destination.route, arrival.caller
+        limits, budgets = self.routes.get(route), self.budgets_of(route)
+        charges = [] if limits is None else limits.charges(caller, arrival.head.headers, usage, now)
+        charges += key_charges(self.key_limits.get(caller.api_key, ()), caller, usage)
+        return [*charges, *budgets.charges(caller, usage, wall_s)] if budgets else charges
+
+    def usage_queries(self, wall_s: float) -> list[UsageQuery]:
+        """Those that all budgets need."""
+        groups = {id(group): group for one in (self.gateway_budgets, *self.budgets.values()) for group in one.groups()}
+        return usage_queries(groups.values(), wall_s, has_keys=bool(self._key_owners))
+
+    def spent_by_rows(self, query: UsageQuery, wall_s: float) -> SpentByRows:
+        """Nothing yet."""
+        return SpentByRows(query, self.budgets_of, self._key_owners.get, wall_s)
+
+    def forget_ended(self, wall_s: float) -> None:
+        """Forget windows of budgets that have ended."""
+        self.limits.forget_ended(wall_s)
+
     def wake_at_s(self, now: float) -> float | None:
         """When a held request may go although nothing happens before; None: no request waits."""
         times = [when for gate in self.gates.values() if (when := gate.wake_at_s(now)) is not None]
         return min(times, default=None)
 
+    def gate_for(self, arrival: Arrival) -> Gate | None:
+        """None if the request passes by the queue: to count tokens takes nothing that generations wait for."""
+        if not arrival.request.waits_in_queue and arrival.pool.readiness.can_serve:
+            return None
+        return self.gates.get(arrival.pool.name)
+
+    def hold_s(self, record: Record, now: float) -> float:
+        """The longest that the request is held from now on, for all that it may have to wait for, in seconds.
+
+        The gateway is sent this time when the request is first held. The request is answered by then (``answer_by_s``),
+        whatever else it has to wait for meanwhile.
+        """
+        longest_s = record.answer_by_s - now
+        if longest_s == math.inf:
+            pool = record.arrived.pool
+            gate, activation = self.gates.get(pool.name), pool.spec.activation
+            loading = None if record.arrived.adapter is None else pool.spec.adapter_loading
+            longest_s = 0.0 if gate is None else gate.control.longest_wait_s
+            longest_s += 0.0 if loading is None else float(loading.timeout)
+            longest_s += 0.0 if activation is None else float(activation.hold_timeout)
+            record.answer_by_s = now + longest_s
+        return longest_s
+
     def queue_entry(
-        self, ticket: str, arrival: Arrival, attachment: Attachment, expectation: Expectation, now: float
+        self, record: Record, gate: Gate, expectation: Expectation, now: float, *, arrival: Arrival | None = None
     ) -> QueuedRequest:
-        """How the request would stand in its server's queue."""
-        gate, pool = self.gates[arrival.pool.name], arrival.pool
+        """The request's entry for its server's queue. Time that it has waited elsewhere counts. ``arrival``: the
+        request elsewhere.
+        """
+        arrival = arrival or record.arrived
+        pool, deadline_at_s = arrival.pool, now + _target_s(arrival)
+        if record.answer_by_s < math.inf:
+            deadline_at_s -= now - record.arrived_at_s
         cached = float(expectation.demand.cached_tokens[pool.table.is_active].max(initial=0.0))
         return QueuedRequest(
-            ticket=ticket,
+            ticket=record.ticket,
             flow=self._flow(arrival, gate.control, now),
             arrived_at_s=now,
-            expires_at_s=now + gate.longest_wait_s(),
+            expires_at_s=min(now + gate.longest_wait_s(), record.answer_by_s, record.due_by_s),
             priority=arrival.priority,
             size_bytes=len(arrival.body),
             input_tokens=expectation.input_tokens,
             uncached_tokens=expectation.input_tokens - cached,
             output_tokens=pool.expected_output(arrival.request.max_output_tokens, arrival.request.answers),
-            deadline_at_s=now + _target_s(arrival),
+            deadline_at_s=deadline_at_s,
             session=_session(arrival, gate.control),
-            eligible=partial(pool.eligible, arrival.adapter, attachment.subset),
+            eligible=partial(pool.eligible, arrival.adapter, record.attachment.subset),
             holders=_holders(expectation.demand.cached_tokens) if cached else (),
         )
 
     def _flow(self, arrival: Arrival, control: FlowControl, now: float) -> FlowKey:
-        """Whose part the request uses: first the tenant's, and of this the flow's."""
+        """The tenant and the flow whose share the request uses."""
         caller, tenant = arrival.caller, arrival.tenant
         match control.flow_by:
             case "TenantAndModel":
@@ -125,17 +230,22 @@ class AdmissionController:
 
 
 def usage_to_reserve(arrival: Arrival) -> Usage:
-    """What the request may take.
+    """The tokens that the request may use.
 
-    Input: all of its prompts, by their tokens or else by their bytes, and its media. Output: for each answer as much as
-    was asked for, or else as much as nearly all answers have had.
+    Input: all of its prompts, by their tokens or else by their bytes, its media, and what an engine has stored of it.
+    Output: for each answer the requested maximum, or else the length that nearly all answers had.
     """
     request, pool = arrival.request, arrival.pool
     prompts, most = request.prompts, request.max_output_tokens
     estimate = pool.input_estimates.of(arrival.caller.tenant)
     text = estimate.tokens(request.text_bytes, ASSUMED_BYTES_PER_TOKEN, prompts=prompts.count)
+    sent = text + prompts.token_ids + request.media.tokens
+    if most is not None and not request.has_stored_prompt:
+        return Usage(sent, request.answers * float(most))
+    stored = estimate.stored_tokens if request.has_stored_prompt else 0.0
     output = pool.output_estimate.tokens if most is None else float(most)
-    return Usage(text + prompts.token_ids + request.media.tokens, request.answers * output, is_guess=most is None)
+    known = Usage(sent, 0.0 if most is None else request.answers * output)
+    return Usage(sent + stored, request.answers * output, known)
 
 
 def _holders(cached_tokens: Floats) -> tuple[tuple[int, float], ...]:
@@ -160,46 +270,91 @@ def _target_s(arrival: Arrival) -> float:
 MOST_AT_ONCE: Final = 64
 
 
-def no_longer_served(server: str) -> NoEndpoint:
-    """For a request whose server left the configuration before an engine got it."""
-    return NoEndpoint(f"The model is not served any more by '{server}'.")
-
-
-class WaitingRequests:
-    """Records in state QUEUED. The queues of the gates hold their tickets."""
+class QueueWait:
+    """Records in state QUEUED: they wait for room at their server's engines. The gates' queues hold their tickets."""
 
     def __init__(
         self,
         records: Mapping[str, Record],
         admission: AdmissionController,
-        loading: LoadingRequests,
         dispatcher: Dispatcher,
+        proceed: Callable[[Record, Bools | None, float, list[Effect]], None],
+        spill: Callable[[Record, float], tuple[Arrival, Placement] | None],
     ) -> None:
+        """``proceed``: takes on a request whose turn it is, with the rows that have room for it; None: all have.
+        ``spill``: the tier of a request that has waited for its home.
+        """
         self._records = records
         self._admission = admission
-        self._loading = loading
         self._dispatcher = dispatcher
+        self._proceed = proceed
+        self._spill = spill
+        # when to ask about the tiers of requests, by ticket; entries of those that wait no more are left to their time
+        self._spills: list[tuple[float, str]] = []
+        # those of the last configuration
+        self._gates: Mapping[str, Gate] = admission.gates
         # tickets whose gate is gone: they go at the next tick
         self._freed: deque[str] = deque()
 
-    def wake(self, now: float, out: list[Effect]) -> None:
-        """Something has changed that may let a held request go, or one that waits for its adapter."""
-        if self._loading.groups or self._freed or any(len(gate.queue) for gate in self._admission.gates.values()):
-            out.append(WakeAt(now))
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request waits here."""
+        return not self._freed and not any(len(gate.queue) for gate in self._admission.gates.values())
 
-    def enter(self, record: Record, gate: Gate, now: float, out: list[Effect]) -> None:
-        """The request waits from now on; raises QueueFull. Those that must give way to it are refused."""
-        if record.queued is not None:
-            for one in gate.enqueue(record.queued):
-                self._give_up(one.ticket, gate.eviction_refusal(now), now, out)
+    def admit(self, record: Record, now: float, out: list[Effect]) -> Hold | Decision | None:
+        """Hold the request at its server's gate, or let it through; None without a gate. Raises a Refusal."""
+        arrival = record.arrived
+        gate, pool = self._admission.gate_for(arrival), arrival.pool
+        if gate is None:
+            return None
+        expectation = pool.expect(prompt_of(arrival, record.tokens), now)
+        queued = record.queued = self._admission.queue_entry(record, gate, expectation, now)
+        with_room = gate.pass_through(queued, now)
+        if with_room is not None:
+            return self._dispatcher.dispatch(record, now, out, gate=gate, with_room=with_room, expectation=expectation)
+        self._enqueue(record, queued, gate, now, out)
+        placement = record.placement
+        if placement is not None and placement.choice.ask_again_s:
+            self._ask_again(record, record.arrived_at_s + placement.choice.ask_again_s, out)
+        out.append(WakeAt(now))
+        # its engines or its adapter may leave before it is its turn
+        return Hold(record.ticket, self._admission.hold_s(record, now))
 
-    def withdraw(self, record: Record) -> None:
-        """Its client went away."""
+    def admit_behind(self, record: Record, gate: Gate, now: float, out: list[Effect]) -> Hold | None:
+        """Hold the request though engines may have room: at the next tick, the queue sends by priority.
+
+        Returns None, with nothing changed, if the queue is full.
+        """
+        arrival = record.arrived
+        expectation = arrival.pool.expect(prompt_of(arrival, record.tokens), now)
+        queued = self._admission.queue_entry(record, gate, expectation, now)
+        if not gate.queue.takes(queued):
+            return None
+        record.queued = queued
+        self._enqueue(record, queued, gate, now, out)
+        return Hold(record.ticket, self._admission.hold_s(record, now))
+
+    def withdraw(self, record: Record, now: float) -> None:  # noqa: ARG002 - as other waits
+        """The request does not wait here any more."""
         gate = self._admission.gates.get(record.arrived.pool.name)
         if gate is not None:
             gate.withdraw(record.ticket)
         if record.ticket in self._freed:
             self._freed.remove(record.ticket)
+
+    def move(self, builder: RequestBuilder, now: float, out: list[Effect]) -> None:
+        """After a change of configuration: those whose gate is gone wait at the new one, or go, or are refused."""
+        before, self._gates = self._gates, self._admission.gates
+        for record in [one for one in self._records.values() if one.state is State.QUEUED]:
+            pool = record.arrived.pool
+            gate = self._gates.get(pool.name)
+            if builder.pools.get(pool.name) is not pool:
+                self.withdraw(record, now)
+                self._refuse(record, no_longer_served(pool.name), now, out)
+            elif gate is None and before.get(pool.name) is not None:
+                self._freed.append(record.ticket)
+            elif gate is not None and before.get(pool.name) is not gate:
+                self._move_to(gate, record, now, out)
 
     def tick(self, now: float, out: list[Effect]) -> None:
         """Let go those that can go, and refuse those that have waited too long."""
@@ -207,11 +362,12 @@ class WaitingRequests:
         while self._freed and released < MOST_AT_ONCE:
             self._release(self._freed.popleft(), None, now, out)
             released += 1
+        self._spill_due(now, out)
         for gate in self._admission.gates.values():
             if not len(gate.queue):
                 continue
-            for queued, refusal in gate.expired(now):
-                self._give_up(queued.ticket, refusal, now, out)
+            for queued, refusal in gate.remove_expired(now):
+                self._refuse(self._records[queued.ticket], refusal, now, out)
             # one after the other: each that goes changes who has room
             while released < MOST_AT_ONCE and (found := _next(gate, now, faults)) is not None:
                 self._release(found[0].ticket, found[1], now, out)
@@ -222,51 +378,85 @@ class WaitingRequests:
             # a queue that fails is not tried again at once
             out.append(WakeAt(max(at_s, now + RECHECK_S) if faults else at_s))
 
-    def move(self, before: Mapping[str, Gate], pools: Mapping[str, Pool], now: float, out: list[Effect]) -> None:
-        """After a change of configuration: those whose gate is gone wait at the new one, or go, or are refused."""
-        for record in [one for one in self._records.values() if one.state is State.QUEUED]:
-            pool = record.arrived.pool
-            gate = self._admission.gates.get(pool.name)
-            if pools.get(pool.name) is not pool:
-                self.withdraw(record)
-                self._give_up(record.ticket, no_longer_served(pool.name), now, out)
-            elif gate is None and before.get(pool.name) is not None:
-                self._freed.append(record.ticket)
-            elif gate is not None and before.get(pool.name) is not gate:
-                self._move_to(gate, record, now, out)
+    def _ask_again(self, record: Record, at_s: float, out: list[Effect]) -> None:
+        heapq.heappush(self._spills, (at_s, record.ticket))
+        out.append(WakeAt(at_s))
+
+    def _spill_due(self, now: float, out: list[Effect]) -> None:
+        """Requests that have waited for their home long enough go to another tier that has room at once."""
+        asked = 0
+        while self._spills and self._spills[0][0] <= now and asked < MOST_AT_ONCE:
+            _, ticket = heapq.heappop(self._spills)
+            record = self._records.get(ticket)
+            if record is None or record.state is not State.QUEUED:
+                continue
+            asked += 1
+            try:
+                has_gone = self._spill_one(record, now, out)
+            except Exception as error:  # noqa: BLE001 - plugins of packages may raise anything
+                out.append(Fault("the tiers of a rule could not be compared", error))
+                has_gone = False
+            if not has_gone:
+                # however many wait, a second has as many questions as one tick
+                pause_s = RECHECK_S * max(1.0, len(self._spills) / MOST_AT_ONCE)
+                self._ask_again(record, now + pause_s, out)
+        if self._spills:
+            out.append(WakeAt(max(now, self._spills[0][0])))
+
+    def _spill_one(self, record: Record, now: float, out: list[Effect]) -> bool:
+        """Whether the request has left its queue."""
+        found, before = self._spill(record, now), record.queued
+        if found is None or before is None or found[0].pool is record.arrived.pool:
+            return False
+        other, placement = found
+        gate, with_room, entry = self._admission.gate_for(other), None, before
+        if gate is not None:
+            expectation = other.pool.expect(prompt_of(other, None), now)
+            entry = self._admission.queue_entry(record, gate, expectation, now, arrival=other)
+            entry = msgspec.structs.replace(entry, arrived_at_s=before.arrived_at_s)
+            try:
+                with_room = gate.pass_through(entry, now)
+            except Refusal:
+                return False
+            if with_room is None:
+                return False
+        self.withdraw(record, now)
+        self._dispatcher.move(record, other)
+        record.queued, record.placement = entry, placement
+        record.happens(Event.DISPATCHED)
+        self._proceed(record, with_room, now, out)
+        return True
+
+    def _enqueue(self, record: Record, queued: QueuedRequest, gate: Gate, now: float, out: list[Effect]) -> None:
+        """Raises QueueFull. Those that must give way to the request are refused."""
+        for one in gate.enqueue(queued):
+            self._refuse(self._records[one.ticket], gate.eviction_refusal(now), now, out)
+        if record.state is not State.QUEUED:
+            self._dispatcher.put(record, State.QUEUED, now)
 
     def _move_to(self, gate: Gate, record: Record, now: float, out: list[Effect]) -> None:
         if record.ticket in self._freed:
             self._freed.remove(record.ticket)
         try:
-            self.enter(record, gate, now, out)
+            if record.queued is not None:
+                self._enqueue(record, record.queued, gate, now, out)
         except Refusal as refusal:
-            self._give_up(record.ticket, refusal, now, out)
+            self._refuse(record, refusal, now, out)
 
     def _release(self, ticket: str, with_room: Bools | None, now: float, out: list[Effect]) -> None:
         record = self._records[ticket]
         record.happens(Event.DISPATCHED)
-        arrival = record.arrived
-        slots = arrival.pool.slots
-        if slots is not None:
-            try:
-                if self._loading.admit(record, arrival, slots, now, out):
-                    # its adapter has gone meanwhile
-                    return
-            except Refusal as refusal:
-                out.append(self._dispatcher.refuse(record, refusal, now, out))
-                return
-        gate = self._admission.gates.get(arrival.pool.name)
-        out.append(self._dispatcher.dispatch(record, arrival, now, out, gate=gate, with_room=with_room))
+        self._proceed(record, with_room, now, out)
 
-    def _give_up(self, ticket: str, refusal: Refusal, now: float, out: list[Effect]) -> None:
-        record = self._records[ticket]
+    def _refuse(self, record: Record, refusal: Refusal, now: float, out: list[Effect]) -> None:
         record.happens(Event.GIVEN_UP)
         out.append(self._dispatcher.refuse(record, refusal, now, out))
 
 
 def _next(gate: Gate, now: float, faults: list[Effect]) -> tuple[QueuedRequest, Bools] | None:
-    """The gate's next request, if it has one and can say so: what was decided before must reach its streams."""
+    """The gate's next request; None if it has none or its policy fails: earlier decisions must still reach their
+    streams.
+    """
     try:
         return gate.next(now)
     except Exception as error:  # noqa: BLE001 - policies of packages may raise anything

@@ -6,21 +6,28 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
 from extproc.admission.estimates import InputEstimate
 from extproc.admission.flows import QueuedRequest
+from extproc.admission.guards import Guard
 from extproc.admission.identity import ANONYMOUS_CALLER, Caller
 from extproc.admission.limits import NO_USAGE, Charge, Grant, Usage
+from extproc.admission.objectives import ObjectiveClass
 from extproc.admission.queue import Gate
+from extproc.api.pricing import Price, cost_micros
+from extproc.api.usage import UsageCounts
+from extproc.api.used_tokens import Answer, Expected, used_tokens
 from extproc.core.demand_meter import ModelMeter
 from extproc.core.states import Event, IllegalEvent, State, successors
+from extproc.core.trace import Trace
 from extproc.engines.answers import LoadProblem
 from extproc.prefix.index import Tail
 from extproc.request.model import InferenceRequest
 from extproc.routing.resolve import Destination
+from extproc.routing.tiers import Candidate, Choice, TierPolicy
 from extproc.scheduling.pool import Assignment, Pool
 
 _NO_CLAIMS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
@@ -29,10 +36,10 @@ _NO_CLAIMS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
 class Head(msgspec.Struct, frozen=True):
     """A request's headers. Names are lower-case; ``path`` is without its query.
 
-    ``is_trusted``: what the headers say about the caller was written by a gateway, not by the client. ``listener``: the
-    name of the listener that was asked, ``http_route``: ``namespace/name`` of the HTTPRoute that took the request;
-    empty where the gateway does not say. ``claims``: those of the caller's verified token that policies name, with
-    their values.
+    ``is_trusted``: the headers that identify the caller were written by a gateway, not by the client. ``listener``: the
+    name of the listener that received the request, ``http_route``: ``namespace/name`` of the HTTPRoute that matched it;
+    empty where the gateway does not report them. ``claims``: those of the caller's verified token that policies name,
+    with their values.
     """
 
     method: str
@@ -46,7 +53,7 @@ class Head(msgspec.Struct, frozen=True):
 
 
 class Attachment(msgspec.Struct, frozen=True):
-    """How the asking gateway is attached.
+    """The properties of the gateway that sent the request.
 
     ``choices``: the number of endpoints that an answer may name. ``subset``: the addresses that this request may go to,
     None for all. ``passes_usage``: clients get a chunk with usage that they did not ask for; our own bundle keeps it.
@@ -75,10 +82,12 @@ class Arrival(msgspec.Struct, frozen=True):
     caller: Caller = ANONYMOUS_CALLER
     cache_salt: str | None = None
     is_routed: bool = False
+    # a guard has made the body
+    is_changed: bool = False
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether its pick would be more precise with the prompt's tokens: there is a precise index to ask."""
+        """Whether its pick would be more precise with the prompt's tokens: there is a precise index."""
         caches = self.pool.caches
         return (
             caches.kv_index is not None
@@ -103,11 +112,36 @@ class Arrival(msgspec.Struct, frozen=True):
         return self.caller.flow or self.caller.tenant
 
 
-class LoadResult(msgspec.Struct, frozen=True):
-    """What became of a load that the core asked for.
+class Placement(msgspec.Struct, frozen=True):
+    """Why a request goes to its tier."""
 
-    ``problem``: None if the engine has the adapter now. ``message``: what it said, for the log. ``was_there``: it had
-    it before. ``unloaded``: all that it has no more, the one that was to make room included.
+    policy: TierPolicy
+    candidates: tuple[Candidate, ...]
+    choice: Choice
+
+
+class Forecast(msgspec.Struct, frozen=True):
+    """Whether a request is predicted to hold what its class is promised, where the class refuses what is not.
+
+    ``due_s``: its first token is due so long after it came, by ``objective``. ``ttft_s``: predicted at the ModelServer
+    that it was routed to, the time since it came included; None if unknown. ``idle_ttft_s``: the same without other
+    requests there. ``result``: it stays, goes to another ModelServer of its rule, or is refused.
+    """
+
+    objectives: ObjectiveClass
+    objective: Literal["ttft", "e2e", "deadline"]
+    due_s: float
+    ttft_s: float | None
+    idle_ttft_s: float | None
+    result: Literal["held", "moved", "refused"]
+
+
+class LoadResult(msgspec.Struct, frozen=True):
+    """The result of a load that the core requested.
+
+    ``problem``: None if the engine has the adapter now. ``message``: the engine's, for the log. ``was_there``: the
+    engine had it before. ``unloaded``: all adapters that the engine no longer has, the one that was to make room
+    included.
     """
 
     server: str
@@ -121,12 +155,15 @@ class LoadResult(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of a request, from one access log entry or from an answer that passed through here.
+    """The outcome of a request, from one access log entry or from an answer that passed through extproc.
 
-    What was not seen is None. ``status``: 0 if the client left before there was one. ``served``: the address of the
-    engine that answered. ``has_left``: the client hung up. ``was_cut``: the engine did. ``has_timed_out``: a time limit
-    of the gateway ended it. ``answer_bytes``: of the body that the client got. Durations count from the request's
-    arrival, time in the queue included.
+    Fields without an observation are None. ``status``: 0 if the client left before there was one. ``served``: the
+    address of the engine that answered. ``has_left``: the client hung up. ``was_cut``: the engine did.
+    ``has_timed_out``: a time limit of the gateway ended it. ``answer_bytes``: of the body that the client got.
+    ``created_tokens``: of the prompt, those that a cache was asked to keep. ``reasoning_tokens``: of the output.
+    ``events``: of a stream, those with content. ``is_cut``: the answer did not come to its end, whoever ended it.
+    ``first_content_s``: until the first event of a stream that had content.
+    Durations count from the request's arrival, time in the queue included.
     """
 
     ticket: str
@@ -141,25 +178,30 @@ class Outcome(msgspec.Struct, frozen=True):
     was_cut: bool = False
     answer_bytes: int | None = None
     has_timed_out: bool = False
+    created_tokens: int | None = None
+    reasoning_tokens: int | None = None
+    events: int | None = None
+    is_cut: bool = False
+    first_content_s: float | None = None
 
 
-# Of one answer. The fastest accelerators write some 3,000 tokens a second; what is measured as no time may be a
-# millisecond, or a clock that was set back.
-_FASTEST_TOKENS_PER_S: Final = 5_000.0
-_AT_ONCE_TOKENS: Final = 1_000.0
 OURS: Final = ""
+_NOTHING: Final = Expected()
 
 
 class Run(msgspec.Struct):
     """A dispatched request: what its outcome is compared with.
 
-    ``tail``: the end of the prompt that no whole block covers. ``reserved``: the tokens that were expected of it, and
-    ``limited``: those that its limits reserved, None if it has none. ``answers``: how many it asked for, over all its
-    prompts; ``most_output``: the tokens that it asked for at most, over all answers. ``prompt_bytes``: 0 if they do not
-    say how many tokens its ``prompts`` prompts have. ``declines_usage``: its client wants none to be told.
-    ``expects_usage``: a whole answer reports it. ``gate``, ``charged``: whose flow paid how much service for it.
-    ``is_on_time``: its silence was not counted as a failure of its endpoint. ``input_estimate``: its tenant's, if its
-    limits reserved by it.
+    ``tail``: the end of the prompt that no whole block covers. ``tenant``: under which it counts. ``reserved``: the
+    tokens that were expected of it, and ``limited``: those that its limits reserved, None if it has none. ``answers``:
+    number of requested answers, over all its prompts; ``most_output``: the requested maximum of tokens, over all
+    answers. ``prompt_bytes``: 0 if the number of tokens in its ``prompts`` prompts does not follow from them.
+    ``has_stored_prompt``: an engine has stored the beginning of its prompt. ``expects_usage``: a whole answer reports
+    usage. ``gate``, ``charged``: whose flow paid how much service for it. ``is_on_time``: its silence was not counted
+    as a failure of its endpoint. ``input_estimate``: its tenant's, if its limits reserved by it. ``is_for_model``: it
+    asks for its ModelServer's model, not for an adapter or another name. ``price``: of its ModelServer when it arrived,
+    None if it had none. ``expected``: what it pays where its answer does not report it. ``objectives``:
+    those of its class, None if it has none. ``model``: as its engine was asked.
     """
 
     pool: Pool
@@ -169,67 +211,56 @@ class Run(msgspec.Struct):
     prompt_bytes: int
     is_streamed: bool
     sent_at_s: float
+    tenant: str = ""
     reserved: Usage = NO_USAGE
     limited: Usage | None = None
     answers: int = 1
     most_output: float = math.inf
     prompts: int = 1
-    declines_usage: bool = False
+    has_stored_prompt: bool = False
     waited_s: float = 0.0
     gate: Gate | None = None
     charged: float = 0.0
     expects_usage: bool = False
     is_on_time: bool = True
     input_estimate: InputEstimate | None = None
+    is_for_model: bool = False
+    price: Price | None = None
+    expected: Expected = _NOTHING
+    objectives: ObjectiveClass | None = None
+    model: str = ""
 
-    def used(self, outcome: Outcome) -> Usage:
-        """The tokens that a request used, as reported; none if no engine answered it.
-
-        If the client hung up, or the gateway's time limit ended the request, output is not reported. It is estimated
-        from the time and the engine's time per token, all answers together, at most the requested maximum: nobody gains
-        by hanging up just before the end.
-        """
-        was_given_up = bool(outcome.served) and (outcome.status == 0 or outcome.has_timed_out)
-        if outcome.prompt_tokens is None and not 200 <= outcome.status < 300 and not was_given_up:
+    def used_tokens(self, outcome: Outcome) -> Usage:
+        """The tokens that a request used, and what they cost; none if no engine answered it."""
+        found = used_tokens(self.expected, answer_of(outcome))
+        if found is None:
             return NO_USAGE
-        reserved = self._reserved()
-        if outcome.completion_tokens is None:
-            output_tokens = min(self.most_output, self._may_have_written(outcome))
-        else:
-            output_tokens = min(self._most_believed(outcome), float(outcome.completion_tokens))
-        return Usage(
-            input_tokens=reserved.input_tokens if outcome.prompt_tokens is None else outcome.prompt_tokens,
-            output_tokens=output_tokens,
-        )
+        counts = found.counts
+        cost = 0 if self.price is None else cost_micros(self.price, counts)
+        return Usage(float(counts.input), float(counts.output), cost_micros=float(cost))
 
-    def _reserved(self) -> Usage:
-        return self.reserved if self.limited is None else self.limited
 
-    def _most_believed(self, outcome: Outcome) -> float:
-        """The most output that an engine may report.
-
-        More than was asked for is believed, as engines may read fields that we do not, and what they wrote was had. But
-        no more than can be written in the time, which the gateway has measured: an engine cannot charge a tenant at
-        will.
-        """
-        writing_s = max(0.0, outcome.duration_s - self.waited_s)
-        in_time = self.answers * (_FASTEST_TOKENS_PER_S * writing_s + _AT_ONCE_TOKENS)
-        return in_time if math.isinf(self.most_output) else max(self.most_output, in_time)
-
-    def _may_have_written(self, outcome: Outcome) -> float:
-        """All answers are written side by side, each in the engine's time per token. Who refuses to say pays what is
-        reserved; so does a whole plain answer that says nothing, as its tokens may be written afterwards
-        (``background``).
-        """
-        if outcome.ttfb_s is None and self.is_streamed:
-            return 0.0
-        row = self.pool.table.row_of(outcome.served)
-        tpot_s = float(self.pool.table.tpot_s[row]) if row is not None else 0.0
-        is_silent = not self.is_streamed and 200 <= outcome.status < 300 and not (outcome.has_left or outcome.was_cut)
-        if not tpot_s or self.declines_usage or is_silent:
-            return self._reserved().output_tokens
-        writing_s = outcome.duration_s - (self.waited_s if outcome.ttfb_s is None else outcome.ttfb_s)
-        return self.answers * max(0.0, writing_s) / tpot_s
+def answer_of(outcome: Outcome) -> Answer:
+    """As a line of the usage log has it."""
+    is_cut = outcome.is_cut or outcome.has_left or outcome.was_cut or outcome.has_timed_out or outcome.status == 0
+    return Answer(
+        status=outcome.status,
+        has_engine=bool(outcome.served) or 200 <= outcome.status < 300,
+        is_cut=is_cut,
+        has_timed_out=outcome.has_timed_out,
+        counts=UsageCounts(
+            prompt_tokens=outcome.prompt_tokens,
+            completion_tokens=outcome.completion_tokens,
+            cached_tokens=outcome.cached_tokens,
+            created_tokens=outcome.created_tokens,
+            reasoning_tokens=outcome.reasoning_tokens,
+            events=outcome.events,
+        ),
+        # Envoy writes whole ones, of a duration in nanoseconds
+        duration_ms=int(max(0.0, outcome.duration_s) * 1e3 + 1e-6),
+        first_byte_us=None if outcome.ttfb_s is None else round(outcome.ttfb_s * 1e6),
+        bytes=outcome.answer_bytes,
+    )
 
 
 class Record(msgspec.Struct):
@@ -242,15 +273,23 @@ class Record(msgspec.Struct):
     ``run``              what it has at its engine, from then on
     ``queued``           how it stands, or stood, in its server's queue
     ``charges``          of the limits that all machines share
-    ``limited``          the tokens that its limits were asked for, None without limits
+    ``limited``          the tokens that its limits reserve, None without limits
+    ``guard``            the one that is asked, or was
+    ``guarded``          what it said, for people
     ``loading_since_s``  since when it waits for its adapter
     ``loading_s``        how long it has waited for adapters before
     ``engine_since_s``   since when it waits for an engine
     ``engine_wait_s``    how long it has waited for engines before
     ``engine_by_s``      until when it may wait for an engine
     ``answer_by_s``      until when its gateway waits, once the request is held
+    ``wall_s``           when it arrived, seconds since 1970
     ``meter``            where it counts as demand, None if another process decides it
     ``is_work_counted``  whether its prefill work counts there, too
+    ``trace``            where its steps are noted, None if it is not sampled
+    ``has_moved``        to another ModelServer while its tokens were requested, which are of another model
+    ``placement``        the choice of its tier, None if its rule has no tiers
+    ``forecast``         whether it can hold its objectives, None if that is not asked
+    ``due_by_s``         until when it may wait in a queue, for its first token to come in time
     ``event``            what happens to it now, or happened last
     ``successors``       the states that this event may lead to
     ===================  =======================================================================
@@ -264,6 +303,8 @@ class Record(msgspec.Struct):
     wants_reasons: bool = False
     charges: Sequence[Charge] = ()
     limited: Usage | None = None
+    guard: Guard | None = None
+    guarded: str = ""
     tokens: Sequence[int] | None = None
     grants: tuple[Grant, ...] = ()
     queued: QueuedRequest | None = None
@@ -272,11 +313,17 @@ class Record(msgspec.Struct):
     loading_s: float = 0.0
     meter: ModelMeter | None = None
     arrived_at_s: float = 0.0
+    wall_s: float = 0.0
     is_work_counted: bool = False
+    trace: Trace | None = None
+    has_moved: bool = False
     engine_since_s: float = 0.0
     engine_wait_s: float = 0.0
     engine_by_s: float = math.inf
     answer_by_s: float = math.inf
+    placement: Placement | None = None
+    forecast: Forecast | None = None
+    due_by_s: float = math.inf
     event: Event = Event.ARRIVED
     successors: frozenset[State] = frozenset()
 

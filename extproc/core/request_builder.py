@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.access import Access, Wish
-from extproc.admission.identity import ANONYMOUS_CALLER, ANONYMOUS_SUBJECT, Subject
+from extproc.admission.access import AccessRequest, Authorizer
+from extproc.admission.identity import ANONYMOUS_SUBJECT, Subject
 from extproc.api.spec import namespace_of
 from extproc.core.record import Arrival, Head
+from extproc.core.usage import usage_of_unread
 from extproc.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -23,50 +24,34 @@ from extproc.errors import (
     UnknownPath,
 )
 from extproc.protocol import APIS_BY_PATH, MODEL_REWRITES, MODELS_PATH, Api, api_of_path
+from extproc.request.body_parser import api_by_body, no_body, parse_body, steering_of_unread
 from extproc.request.model import STEERING_FIELDS, InferenceRequest, no_model
-from extproc.request.parsing import api_by_body, no_body, parse, steering_of_unread
 from extproc.routing.resolve import Destination, RoutingTable
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from extproc.admission.identity import CacheIsolation, Identities
-    from extproc.api.model_server import ModelServerSpec
-    from extproc.core.queue import AdmissionController
+    from extproc.api.model_server import ModelRewrite, ModelServerSpec
+    from extproc.api.usage import UsageContext
     from extproc.routing.resolve import ListedModel
     from extproc.scheduling.pool import Pool
 
 _SHOWN_CHARACTERS = 100
 
 
-class WhoMay:
-    """The decision by one configuration."""
+class CallerAccess(msgspec.Struct, frozen=True):
+    """The access of one request's caller."""
 
-    def __init__(self, access: Access, identities: Identities, routing: RoutingTable) -> None:
-        self._access = access
-        self._identities = identities
-        self._routing = routing
-
-    def visit(self, head: Head) -> Visit | None:
-        """The caller of a request; None if nobody is refused anything."""
-        if not self._access.restricts:
-            return None
-        subject = self._identities.subject(head.headers, head.claims) if head.is_trusted else ANONYMOUS_SUBJECT
-        return Visit(self._access, self._routing, subject, head)
-
-
-class Visit(msgspec.Struct, frozen=True):
-    """One request's caller."""
-
-    access: Access
+    authorizer: Authorizer
     routing: RoutingTable
     subject: Subject
     head: Head
 
     def may(self, model: str | None, destination: Destination) -> bool:
-        """Whether it may ask for ``model`` there. None: the body's model could not be read."""
-        wish = Wish(
+        """Whether the caller may use ``model`` there. None: the body's model could not be read."""
+        wish = AccessRequest(
             model=model,
             base_model=destination.base_model,
             server=destination.server,
@@ -74,22 +59,22 @@ class Visit(msgspec.Struct, frozen=True):
             http_route=self.head.http_route,
             listener=self.head.listener,
         )
-        return self.access.may_use(self.subject, wish)
+        return self.authorizer.may_use(self.subject, wish)
 
     def may_list(self, model: str) -> bool:
         """Whether some request for ``model`` may go: it is listed, and its name is no secret."""
         return any(self.may(model, one) for one in self.routing.destinations(model, self.head.listener))
 
-    def may_know(self, model: str) -> bool:
-        """Whether the caller may be told that ``model`` does not exist.
+    def may_see(self, model: str) -> bool:
+        """Whether the caller may get the answer that ``model`` does not exist.
 
-        Others get the answer for models that they may not use, so that nobody finds models out by asking.
+        Others get the answer for models that they may not use, so that requests do not reveal which models exist.
         """
-        return self.may_list(model) or self.access.may_use_everything(self.subject)
+        return self.may_list(model) or self.authorizer.may_use_everything(self.subject)
 
 
 def not_allowed(model: str | None) -> ModelNotAllowed:
-    """The same words whether or not the model exists."""
+    """The refusal, in the same words whether or not the model exists."""
     if model is None:
         return ModelNotAllowed("The model could not be read from this request, and you may not use every model.")
     return ModelNotAllowed(
@@ -99,11 +84,25 @@ def not_allowed(model: str | None) -> ModelNotAllowed:
     )
 
 
+def _path_advice(path: str) -> str:
+    """What to write instead of a path that is not served."""
+    bare = path.rstrip("/")
+    for known in (*APIS_BY_PATH, MODELS_PATH):
+        if bare == known:
+            return f"leave the slash at its end out: {known}"
+        if bare and known == f"{_VERSION}{bare}":
+            return f"write {_VERSION} before it: {known}, or end the client's base URL in {_VERSION}"
+        if known.startswith(_VERSION) and bare.endswith(known):
+            return f"write {known}"
+    return f"there are {', '.join(APIS_BY_PATH)}, {MODELS_PATH}"
+
+
+_VERSION: Final = "/v1"
 # Lists of models that are kept, each of a caller.
 _MOST_LISTS: Final = 64
 
 
-class Intake:
+class RequestBuilder:
     """Makes arrivals by one configuration: its routes, its servers' ``pools``, its callers."""
 
     def __init__(
@@ -111,18 +110,21 @@ class Intake:
         routing: RoutingTable,
         identities: Identities,
         isolation: CacheIsolation,
-        who_may: WhoMay,
+        authorizer: Authorizer,
         pools: Mapping[str, Pool],
-        admission: AdmissionController,
         rng: random.Random,
+        *,
+        has_limits: bool,
     ) -> None:
+        """``has_limits``: some route has limits, budgets or a guard: a request that cannot be read might be one of its
+        requests.
+        """
         self._routing = routing
         self._identities = identities
         self._isolation = isolation
-        self._who_may = who_may
+        self._authorizer = authorizer
         self.pools = pools
-        # the caller is identified only for servers with a queue or admitters, and routes with limits
-        self._gated, self._limited = admission.gates, admission.routes
+        self.has_limits = has_limits
         self._rng = rng
         # of this configuration, by the caller
         self._lists: dict[tuple[str, ...], list[ListedModel]] = {}
@@ -134,15 +136,15 @@ class Intake:
 
     def models_for(self, head: Head) -> list[ListedModel]:
         """Those of the listener's models that the caller may use."""
-        listed, visit = self._routing.models_on(head.listener), self._who_may.visit(head)
-        if visit is None:
+        listed, caller_access = self._routing.models_on(head.listener), self._access_of(head)
+        if caller_access is None:
             return listed
-        subject = visit.subject
-        # clients ask for the list at will, and thousands of models take long to judge
+        subject = caller_access.subject
+        # clients may request the list often, and access checks of thousands of models take long
         key = (head.listener, head.http_route, subject.tenant, subject.user, subject.api_key)
         if not subject.claims and key in self._lists:
             return self._lists[key]
-        found = [model for model in listed if visit.may_list(model.name)]
+        found = [model for model in listed if caller_access.may_list(model.name)]
         if not subject.claims:
             if len(self._lists) >= _MOST_LISTS:
                 del self._lists[next(iter(self._lists))]
@@ -151,42 +153,51 @@ class Intake:
 
     def model_for(self, head: Head, name: str) -> ListedModel | None:
         """The listener's model of that name, if the caller may use it."""
-        model, visit = self._routing.model_on(head.listener, name), self._who_may.visit(head)
-        return model if model is None or visit is None or visit.may_list(name) else None
+        model, caller_access = self._routing.model_on(head.listener, name), self._access_of(head)
+        return model if model is None or caller_access is None or caller_access.may_list(name) else None
 
-    @property
-    def has_limits(self) -> bool:
-        """Whether some route has: a request that cannot be read might be one of its requests."""
-        return bool(self._limited)
+    def _access_of(self, head: Head) -> CallerAccess | None:
+        """None if every caller may use everything."""
+        if not self._authorizer.restricts:
+            return None
+        return CallerAccess(self._authorizer, self._routing, self._subject_of(head), head)
+
+    def _subject_of(self, head: Head) -> Subject:
+        return self._identities.subject(head.headers, head.claims) if head.is_trusted else ANONYMOUS_SUBJECT
 
     def admit(self, head: Head) -> Api:
         """Refuse what can be refused before the body is here."""
         api = APIS_BY_PATH.get(head.path)
         if api is None:
-            known = ", ".join(APIS_BY_PATH)
-            raise UnknownPath(
-                f"Nothing is served under {head.method} {head.path[:100]}; there are {known}, {MODELS_PATH}."
-            )
+            raise UnknownPath(f"Nothing is served under {head.method} {head.path[:100]}; {_path_advice(head.path)}.")
         if head.method != "POST":
             raise MethodNotAllowed(f"{head.path} takes POST, not {head.method[:20]}.")
         if not head.has_body:
             raise no_body(api)
         return api
 
-    def take(self, head: Head, body: bytes, server: str = "") -> Arrival:
+    def build_any(self, head: Head, body: bytes, server: str = "") -> Arrival:
         """A whole request. ``server``: an HTTPRoute has chosen it; without one, by model. Raises a Refusal."""
-        return self.receive_chosen(server, head, body) if server else self.receive(self.admit(head), head, body)
+        return self.build_for_server(server, head, body) if server else self.build(self.admit(head), head, body)
 
-    def receive(self, api: Api, head: Head, body: bytes) -> Arrival:
+    def build(self, api: Api, head: Head, body: bytes) -> Arrival:
         """Parse and route; raises a Refusal."""
-        return self._by_route(parse(api, body, head.headers), head, body)
+        return self._build_by_route(parse_body(api, body, head.headers), head, body)
 
-    def _by_route(self, request: InferenceRequest, head: Head, body: bytes) -> Arrival:
+    def _build_by_route(self, request: InferenceRequest, head: Head, body: bytes) -> Arrival:
         if not request.model:
             raise no_model()
-        visit = self._who_may.visit(head)
-        found = self._routed(request.model, head, visit)
-        return self._arrival(request, found, head, body, visit, is_routed=True)
+        caller_access = self._access_of(head)
+        try:
+            found = self._routed(request.model, head, caller_access)
+            return self._arrival(request, found, head, body, is_routed=True)
+        except Refusal as refusal:
+            refusal.model = request.model
+            raise
+
+    def usage_of(self, head: Head, refusal: Refusal) -> UsageContext | None:
+        """For the usage log: a request that was refused before it arrived; None if it asked for no inference."""
+        return usage_of_unread(head, self._subject_of(head), refusal)
 
     def elsewhere(self, arrival: Arrival) -> Arrival | None:
         """The same request at a ModelServer of its rule that has engines, if its own has none; None: there is none.
@@ -198,17 +209,55 @@ class Intake:
             self._has_engines(one) for one in self._routing.destinations(model, head.listener)
         ):
             return None
-        visit = self._who_may.visit(head)
+        caller_access = self._access_of(head)
         try:
-            found = self._routed_to_engines(model, head, visit)
+            found = self._routed_to_engines(model, head, caller_access)
             if found is None:
                 return None
-            return self._arrival(arrival.request, found, head, arrival.body, visit, is_routed=True)
+            return self._moved(arrival, found)
         except Refusal:
             # its route has left, or its caller may not use the other server: it stays where it is
             return None
 
-    def receive_unread(self, server: str, head: Head, body: bytes) -> Arrival:
+    def tiers_of(self, arrival: Arrival) -> Iterator[Arrival]:
+        """The same request at each ModelServer of its rule that has engines and that its caller may use."""
+        head, model = arrival.head, arrival.request.model
+        caller_access = self._access_of(head)
+        try:
+            targets = self._routing.targets(model, head.headers, head.path, listener=head.listener)
+        except UnknownModel:
+            # its route has left
+            return
+        for one in targets:
+            if self._has_engines(one) and (caller_access is None or caller_access.may(model, one)):
+                try:
+                    yield self._moved(arrival, one)
+                except Refusal:
+                    # a field of it is not allowed there
+                    continue
+
+    def _moved(self, arrival: Arrival, to: Destination) -> Arrival:
+        """The same request elsewhere; raises a Refusal."""
+        made = self._arrival(arrival.request, to, arrival.head, arrival.body, is_routed=True)
+        return msgspec.structs.replace(made, is_changed=True) if arrival.is_changed else made
+
+    def with_body(self, arrival: Arrival, body: bytes) -> Arrival:
+        """The same request with the body that a guard has made of it; raises a Refusal."""
+        before, spec = arrival.request, arrival.pool.spec
+        if before.api is None:
+            raise BadRequest("This request has no body that can be changed.")
+        request = parse_body(before.api, body, arrival.head.headers)
+        for name, is_same in (
+            ("model", request.model == before.model),
+            ("stream", request.is_streamed == before.is_streamed),
+        ):
+            if not is_same:
+                raise BadRequest(f"A guard may not change '{name}'.", param=name)
+        _refuse_steering(request, spec)
+        salt = self._isolation.salt(request, spec, arrival.caller, arrival.head.headers)
+        return msgspec.structs.replace(arrival, request=request, body=body, cache_salt=salt, is_changed=True)
+
+    def _build_unread(self, server: str, head: Head, body: bytes) -> Arrival:
         """A request of no known API, for a gateway with a single pool: its body is only searched for steering fields.
 
         Raises a Refusal.
@@ -224,7 +273,7 @@ class Intake:
         )
         return self._direct(request, server, head, body)
 
-    def receive_chosen(self, server: str, head: Head, body: bytes) -> Arrival:
+    def build_for_server(self, server: str, head: Head, body: bytes) -> Arrival:
         """A request for which an HTTPRoute has chosen ``server``, whatever its path and body; raises a Refusal.
 
         The model stays as the client wrote it. If a ModelRoute of the listener serves that model, its limits hold here,
@@ -232,35 +281,32 @@ class Intake:
         """
         api = api_of_path(head.path) if head.method == "POST" else None
         if api is None:
-            return self.receive_unread(server, head, body)
+            return self._build_unread(server, head, body)
         try:
-            request = parse(api, body, head.headers)
+            request = parse_body(api, body, head.headers)
         except BadRequest:
             # engines know more APIs and fields than we do, and say best what is wrong
             if self.has_limits:
                 raise
-            return self.receive_unread(server, head, body)
+            return self._build_unread(server, head, body)
         return self._direct(request, server, head, body)
 
-    def receive_for(self, server: str, api: Api, head: Head, body: bytes) -> Arrival:
-        """Parse, and route to ``server`` unless a ModelRoute knows the model; raises a Refusal."""
-        request = parse(api, body, head.headers)
-        if self._routing.knows(request.model):
-            return self._by_route(request, head, body)
-        return self._direct(request, server, head, body)
-
-    def receive_pooled(self, pool: str | None, head: Head, body: bytes) -> Arrival:
-        """By our routes; what they do not know goes to ``pool``, whatever its path and body; raises a Refusal.
+    def build_for_pool(self, pool: str | None, head: Head, body: bytes) -> Arrival:
+        """By our routes; a request that none of them serves goes to ``pool``, whatever its path and body; raises a
+        Refusal.
 
         None: the gateway has no pool.
         """
         if pool is None:
-            return self.receive(self.admit(head), head, body)
+            return self.build(self.admit(head), head, body)
         api = APIS_BY_PATH.get(head.path) if head.path else api_by_body(body, head.headers)
-        if api is None:
-            return self.receive_unread(pool, head, body)
+        if api is None or not head.has_body:
+            return self._build_unread(pool, head, body)
         try:
-            return self.receive_for(pool, api, head, body)
+            request = parse_body(api, body, head.headers)
+            if self._routing.serves_model(request.model):
+                return self._build_by_route(request, head, body)
+            return self._direct(request, pool, head, body)
         except SteeringRefused:
             raise
         except BadRequest:
@@ -268,25 +314,25 @@ class Intake:
             # limit so
             if self.has_limits:
                 raise
-            return self.receive_unread(pool, head, body)
+            return self._build_unread(pool, head, body)
 
-    def _routed(self, model: str, head: Head, visit: Visit | None) -> Destination:
+    def _routed(self, model: str, head: Head, caller_access: CallerAccess | None) -> Destination:
         """By the ModelRoutes, among what is open to the caller; raises a Refusal.
 
         Where the weights name a server without engines whose requests wait for one, another of the rule is taken that
         has some.
         """
-        found = self._routed_by_weights(model, head, visit)
+        found = self._routed_by_weights(model, head, caller_access)
         pool = self.pools.get(found.server)
         if pool is None or pool.spec.activation is None or pool.readiness.can_serve:
             return found
-        return self._routed_to_engines(model, head, visit) or found
+        return self._routed_to_engines(model, head, caller_access) or found
 
-    def _routed_to_engines(self, model: str, head: Head, visit: Visit | None) -> Destination | None:
+    def _routed_to_engines(self, model: str, head: Head, caller_access: CallerAccess | None) -> Destination | None:
         """The same among servers with engines; None if there are none."""
 
         def may(one: Destination) -> bool:
-            return self._has_engines(one) and (visit is None or visit.may(model, one))
+            return self._has_engines(one) and (caller_access is None or caller_access.may(model, one))
 
         return self._routing.resolve_among(model, head.headers, head.path, self._rng, may=may, listener=head.listener)
 
@@ -294,16 +340,16 @@ class Intake:
         pool = self.pools.get(destination.server)
         return pool is not None and pool.readiness.can_serve
 
-    def _routed_by_weights(self, model: str, head: Head, visit: Visit | None) -> Destination:
-        if visit is None:
+    def _routed_by_weights(self, model: str, head: Head, caller_access: CallerAccess | None) -> Destination:
+        if caller_access is None:
             return self._routing.resolve(model, head.headers, head.path, self._rng, listener=head.listener)
-        may = partial(visit.may, model)
+        may = partial(caller_access.may, model)
         try:
             found = self._routing.resolve_among(
                 model, head.headers, head.path, self._rng, may=may, listener=head.listener
             )
         except UnknownModel:
-            if visit.may_know(model):
+            if caller_access.may_see(model):
                 raise
             raise not_allowed(model) from None
         if found is None:
@@ -311,19 +357,26 @@ class Intake:
         return found
 
     def _direct(self, request: InferenceRequest, server: str, head: Head, body: bytes) -> Arrival:
-        """To the ModelServer that the gateway asks for, under the name that the client asks for; raises a Refusal.
+        """To the ModelServer that the gateway names, under the model name that the client requests; raises a Refusal.
 
         If a ModelRoute of the listener serves that name, its limits and policies hold here, too.
         """
-        pool, visit = self.pools.get(server), self._who_may.visit(head)
+        pool, caller_access = self.pools.get(server), self._access_of(head)
         route, base_model = self._routing.route_of(request.model, head.listener)
         if not route and pool is not None:
             base_model = pool.spec.model
-        destination = Destination(server, _model_asked_of_engine(request, head), route, base_model=base_model)
+        asked = _model_asked_of_engine(request, head)
+        if pool is not None and pool.spec.model_rewrites and request.api is not None:
+            asked = rewritten_model(pool.spec.model_rewrites, request.model, self._rng) or asked
+        destination = Destination(server, asked, route, base_model=base_model)
         model = None if request.api is None else request.model
-        if visit is not None and not visit.may(model, destination):
-            raise not_allowed(model)
-        return self._arrival(request, destination, head, body, visit)
+        try:
+            if caller_access is not None and not caller_access.may(model, destination):
+                raise not_allowed(model)
+            return self._arrival(request, destination, head, body)
+        except Refusal as refusal:
+            refusal.model = request.model
+            raise
 
     def _arrival(
         self,
@@ -331,7 +384,6 @@ class Intake:
         destination: Destination,
         head: Head,
         body: bytes,
-        visit: Visit | None,
         *,
         is_routed: bool = False,
     ) -> Arrival:
@@ -343,20 +395,22 @@ class Intake:
                 "add it, or send the request elsewhere."
             )
         _refuse_steering(request, pool.spec)
-        caller = ANONYMOUS_CALLER
-        if (
-            visit is not None
-            or pool.keeps_sessions
-            or pool.admits is not None
-            or self._isolation.asks_who
-            or destination.server in self._gated
-            or destination.route in self._limited
-        ):
-            caller = self._identities.caller(
-                head.headers, namespace=namespace_of(destination.server), is_trusted=head.is_trusted
-            )
+        caller = self._identities.caller(
+            head.headers, namespace=namespace_of(destination.server), is_trusted=head.is_trusted
+        )
         salt = self._isolation.salt(request, pool.spec, caller, head.headers)
         return Arrival(request, destination, pool, head, body, caller, salt, is_routed)
+
+
+def rewritten_model(rewrites: Sequence[ModelRewrite], model: str, rng: random.Random) -> str:
+    """The model of the first rewrite for ``model``; empty if there is none."""
+    found = next((one for one in rewrites if not one.models or model in one.models), None)
+    if found is None:
+        return ""
+    if len(found.targets) == 1:
+        return found.targets[0].model
+    (drawn,) = rng.choices(found.targets, [one.weight for one in found.targets])
+    return drawn.model
 
 
 def _model_asked_of_engine(request: InferenceRequest, head: Head) -> str:
@@ -367,7 +421,9 @@ def _model_asked_of_engine(request: InferenceRequest, head: Head) -> str:
 
 
 def _refuse_steering(request: InferenceRequest, spec: ModelServerSpec) -> None:
-    """Raise SteeringRefused if the client says where an engine connects or where the request runs, and may not."""
+    """Raise SteeringRefused if the body determines where an engine connects or where the request runs, and the server
+    does not allow it.
+    """
     for name in request.internal_fields:
         if name in STEERING_FIELDS and name not in spec.allowed_fields:
             raise SteeringRefused(f"The field '{name}' is for gateways, not for clients; leave it out.", param=name)

@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Final
 
+from extproc.admission.limits import NO_USAGE
+from extproc.admission.queue import weighted_tokens
+from extproc.api.admission import FlowControl
 from extproc.api.status_pages import EndpointLoad
-from extproc.core.demand import count_end, count_outcome
+from extproc.core.demand import count_outcome, count_request_end
 from extproc.core.dispatch import repeat
-from extproc.core.effects import Effect, Fault, Settled, Tell
-from extproc.core.feedback import judge, learn, lost_adapter
-from extproc.core.peers import Ended
+from extproc.core.effects import Broadcast, Effect, Fault, RequestJudged, RequestSettled
+from extproc.core.feedback import lost_adapter, record_endpoint_outcome, update_estimates
+from extproc.core.objectives import judge, judge_departure, times_of
+from extproc.core.peers import RequestEnded
 from extproc.core.states import Event, State
+from extproc.scheduling.model_check import on_model_outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
     from extproc.core.record import Outcome, Record, Run
     from extproc.scheduling.pool import Pool, RequestStarted
 
+# Its weights hold where there is no flow control.
+_NO_CONTROL: Final = FlowControl()
 # Outcomes that never come must not pile up: beyond this many ended requests, the oldest are given up.
 MOST_ENDED: Final = 65_536
 
@@ -33,8 +40,8 @@ class RunningRequests:
         self._records = records
         self._accounts = accounts
         self._has_peers = has_peers
-        # tickets in the order in which their streams closed; some have had their outcome since
-        self._ended: deque[str] = deque()
+        # tickets of records in state ENDED, in the order in which their streams closed
+        self._ended: OrderedDict[str, None] = OrderedDict()
 
     def repeat(self, event: RequestStarted, origin: str, pool: Pool | None, gate: Gate | None, now: float) -> bool:
         """Count a request that the process ``origin`` has sent; whether it could be counted."""
@@ -45,32 +52,35 @@ class RunningRequests:
             self._records[event.ticket] = record
         return record is not None
 
-    def finish(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
+    def on_stream_closed(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
         """Its stream is closed: its endpoint is free of it."""
         self._free(record, run, now, out)
         if record.state is State.SETTLED:
             self._remove(record)
             return
         record.become(State.ENDED)
-        self._ended.append(record.ticket)
+        self._ended[record.ticket] = None
         if len(self._ended) > MOST_ENDED:
-            self._forget(self._ended.popleft(), now, out)
+            self._forget(next(iter(self._ended)), now, out)
 
     def finish_elsewhere(self, tickets: Iterable[str], now: float, out: list[Effect]) -> None:
         """Requests of another process are over."""
         for ticket in tickets:
             record = self._records.get(ticket)
             if record is not None and record.run is not None and record.happens(Event.FINISHED):
-                self.finish(record, record.run, now, out)
+                self.on_stream_closed(record, record.run, now, out)
 
     def undo(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
         """Its client went away before the decision reached the gateway: no engine got it, and it costs nothing."""
         self._remove(record)
         self._free(record, run, now, out)
         self._accounts.close(record, None, 0.0, now, out)
+        if run.objectives is not None:
+            verdicts = judge_departure(run.objectives, now - record.arrived_at_s, is_streamed=run.is_streamed)
+            out.append(RequestJudged(run.objectives, verdicts))
 
     def settle(self, outcome: Outcome, now: float, out: list[Effect]) -> None:
-        """Learn from what became of a request, and correct what it was charged."""
+        """Learn from the outcome of a request, and correct what it was charged."""
         record = self._records.get(outcome.ticket)
         if record is None or record.run is None or not record.happens(Event.OUTCOME):
             return
@@ -80,45 +90,69 @@ class RunningRequests:
         else:
             record.become(State.SETTLED)
         try:
-            judge(run, outcome, now, out)
-            learn(run, outcome, now, is_ours=record.is_ours, has_limits=bool(record.grants))
+            record_endpoint_outcome(run, outcome, now, out)
+            update_estimates(run, outcome, now, is_ours=record.is_ours, has_limits=bool(record.grants))
             if run.assignment.adapter is not None:
                 lost_adapter(run, outcome, now)
+            if run.is_for_model:
+                on_model_outcome(run.pool, outcome.served, outcome.status, now)
             count_outcome(record, run, outcome)
         except Exception as error:  # noqa: BLE001 - what is learned is an estimate; what was granted must be settled
             out.append(Fault("an outcome could not be learned from", error))
-        service = 0.0
-        if run.gate is not None or record.grants:
-            used = run.used(outcome)
-            if run.gate is not None:
-                cached = run.assignment.cached_tokens if outcome.cached_tokens is None else outcome.cached_tokens
-                service = run.gate.service(used, float(cached))
+        used, service = NO_USAGE, 0.0
+        if record.is_ours or run.gate is not None:
+            used = run.used_tokens(outcome)
+            cached = run.assignment.cached_tokens if outcome.cached_tokens is None else outcome.cached_tokens
+            control = _NO_CONTROL if run.gate is None else run.gate.control
+            service = weighted_tokens(control, used, float(cached))
             self._accounts.close(record, used, service, now, out)
-        queued = None if run.gate is None else record.queued
-        out.append(Settled(run.pool.name, run.assignment, outcome, record.is_ours, queued, service))
+        if record.is_ours and run.objectives is not None:
+            out.append(RequestJudged(run.objectives, judge(run.objectives, run, outcome)))
+        priority = 0 if run.gate is None or record.queued is None else record.queued.priority
+        out.append(
+            RequestSettled(
+                run.pool.name,
+                run.assignment,
+                outcome,
+                record.is_ours,
+                run.tenant,
+                used,
+                service,
+                priority,
+                currency="" if run.price is None else run.price.currency,
+                model=run.model,
+                waited_s=run.waited_s,
+                times=times_of(run, outcome) if record.is_ours and _is_answered(outcome) else None,
+                objectives=run.objectives,
+            )
+        )
 
-    def here(self) -> list[str]:
+    def local_tickets(self) -> list[str]:
         """The tickets of this process that are in flight."""
         return [one.ticket for one in self._records.values() if one.is_ours and one.state in _IN_FLIGHT]
 
     def _remove(self, record: Record) -> None:
         record.become(State.ABSENT)
         del self._records[record.ticket]
+        self._ended.pop(record.ticket, None)
 
     def _free(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
         run.pool.release(run.assignment, now)
-        count_end(record, run)
+        count_request_end(record, run)
         if self._has_peers and record.is_ours:
-            out.append(Tell(Ended(record.ticket)))
+            out.append(Broadcast(RequestEnded(record.ticket)))
 
     def _forget(self, ticket: str, now: float, out: list[Effect]) -> None:
-        record = self._records.get(ticket)
-        # its outcome may have come, and a late message of its process may have started it anew
-        if record is None or record.run is None or record.state is not State.ENDED:
-            return
+        record = self._records[ticket]
         record.happens(Event.FORGOTTEN)
         self._remove(record)
-        self._accounts.close(record, record.run.reserved, record.run.charged, now, out)
+        if record.run is not None:
+            reserved = record.run.reserved.priced(record.run.price)
+            self._accounts.close(record, reserved, record.run.charged, now, out)
+
+
+def _is_answered(outcome: Outcome) -> bool:
+    return 200 <= outcome.status < 300 and not (outcome.has_left or outcome.was_cut or outcome.is_cut)
 
 
 _IN_FLIGHT: Final = frozenset({State.RUNNING, State.SETTLED})
@@ -143,7 +177,7 @@ def loads_in_parts(records: Iterable[Record], pools: Iterable[Pool]) -> Iterator
     yield {address: EndpointLoad(count) for address, count in running.items()}
     for pool in list(pools):
         table, tokens_held = pool.table, pool.caches.tokens_held
-        # a look into a column costs more than the rest of an endpoint
+        # reading single values of a column costs more than all other work for an endpoint
         has = (table.running + table.waiting).round().tolist()
         yield {
             address: EndpointLoad(running[address], tokens_held(row), int(has[row]))
@@ -152,7 +186,7 @@ def loads_in_parts(records: Iterable[Record], pools: Iterable[Pool]) -> Iterator
 
 
 def add_part(found: dict[str, EndpointLoad], part: dict[str, EndpointLoad]) -> None:
-    """An engine of several pools has the most that any of them knows."""
+    """An engine of several pools gets the largest values of any of them."""
     for address, one in part.items():
         known = found.get(address)
         if known is not None:

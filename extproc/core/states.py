@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The states of a request and the events that are legal in each, as one table.
 
-    ABSENT ──▶ ASKING_LIMITS ──▶ ASKING_TOKENS ──▶ AWAITING_ENGINE ──▶ LOADING ──▶ QUEUED
-                                                                                     ▼
-                                                  ABSENT ◀── ENDED or SETTLED ◀── RUNNING
+    ABSENT ──▶ ASKING_LIMITS ──▶ ASKING_GUARD ──▶ ASKING_TOKENS ──▶ AWAITING_ENGINE ──▶ LOADING ──▶ QUEUED
+                                                                                                      ▼
+                                                                   ABSENT ◀── ENDED or SETTLED ◀── RUNNING
 
 Any of the states before RUNNING may be skipped, and a refusal ends them. A queued request whose turn comes when its
 adapter is gone waits for it again; one whose server has lost its last engine waits for the next one. A running request
@@ -33,15 +33,17 @@ class State(enum.IntEnum):
     SETTLED = 7
     # its stream is closed, and its outcome is not known yet
     ENDED = 8
+    # its limits have granted it, and the guard of its route has not answered
+    ASKING_GUARD = 9
 
 
 class Event(enum.IntEnum):
-    """What may happen to a request."""
+    """An event of a request."""
 
     ARRIVED = 0
     # another process sent it to an engine
     STARTED_ELSEWHERE = 1
-    # what it asked for (a grant, tokens) is here, or cannot be had
+    # the answer to its request for a grant, to its guard or for tokens, or that there is none
     ANSWERED = 2
     # an engine has room for it
     DISPATCHED = 3
@@ -71,12 +73,12 @@ class IllegalEvent(Exception):
 
 # The event is known to come late or twice, and changes nothing.
 IGNORED: Final[frozenset[State]] = frozenset()
-# Whoever sends this has made a mistake.
+# The sender of this event has made a mistake.
 ILLEGAL: Final = None
 
 Successors = frozenset[State] | None
 
-_ABSENT, _LIMITS, _TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _SETTLED, _ENDED = State
+_ABSENT, _LIMITS, _TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _SETTLED, _ENDED, _GUARD = State
 _GONE: Final = frozenset({_ABSENT})
 
 
@@ -87,7 +89,7 @@ def _to(*states: State) -> frozenset[State]:
 # fmt: off
 TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
     _ABSENT: {
-        Event.ARRIVED: _to(_LIMITS, _TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT),
+        Event.ARRIVED: _to(_LIMITS, _GUARD, _TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT),
         Event.STARTED_ELSEWHERE: _to(_RUNNING, _ABSENT),
         Event.ANSWERED: IGNORED,    # its client went away meanwhile; what was granted is given back
         Event.DISPATCHED: ILLEGAL,
@@ -101,6 +103,20 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.ENGINES_GONE: ILLEGAL,
     },
     _LIMITS: {
+        Event.ARRIVED: ILLEGAL,
+        Event.STARTED_ELSEWHERE: IGNORED,
+        Event.ANSWERED: _to(_GUARD, _TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT),
+        Event.DISPATCHED: ILLEGAL,
+        Event.GIVEN_UP: ILLEGAL,
+        Event.LEFT: _GONE,
+        Event.FINISHED: _GONE,
+        Event.OUTCOME: IGNORED,
+        Event.FORGOTTEN: ILLEGAL,
+        Event.LOADED: ILLEGAL,
+        Event.ENGINE_READY: ILLEGAL,
+        Event.ENGINES_GONE: ILLEGAL,
+    },
+    _GUARD: {
         Event.ARRIVED: ILLEGAL,
         Event.STARTED_ELSEWHERE: IGNORED,
         Event.ANSWERED: _to(_TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT),
@@ -176,7 +192,7 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.ANSWERED: ILLEGAL,
         Event.DISPATCHED: ILLEGAL,
         Event.GIVEN_UP: ILLEGAL,
-        Event.LEFT: _GONE,          # the answer did not reach anybody, so no engine got the request
+        Event.LEFT: _GONE,          # the answer reached no gateway, so no engine got the request
         Event.FINISHED: _to(_ENDED),
         Event.OUTCOME: _to(_SETTLED),
         Event.FORGOTTEN: ILLEGAL,
@@ -215,7 +231,7 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
 }
 # fmt: on
 
-# The same by position: the request path looks here at every event.
+# The same by position: the request path reads it at every event.
 _BY_POSITION: Final = tuple(tuple(TRANSITIONS[state][event] for event in Event) for state in State)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters on the engines of one ModelServer: who has which, what uses them, and room
+"""Adapters on the engines of one ModelServer: where each is loaded, its users, and free slots.
 
-What engines report is right, and late: a list of models is read once a second. So what this process and its peers have
-changed meanwhile is laid over it (``corrected``). Which adapters are where stands in ``EndpointTable.loras``.
+Engines' reports are correct but late: a list of models is read once a second. So changes by this process and its peers
+since then are laid over it (``corrected``). ``EndpointTable.loras`` has the result.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 LIST_AGE_S: Final = 2.5
 # How long the first requests wait for the lists of models of engines that may have adapters already.
 UNREAD_S: Final = 1.0
-# What a peer said of an adapter that it loads or closes holds no longer than this, unless it says so again.
+# A peer's message that it loads or closes an adapter expires after this, unless it is repeated.
 PEER_NEWS_S: Final = 2.0
 # What a peer unloads is not loaded there meanwhile: the peer's call would unload it again.
 LEAVING_S: Final = 0.5
 
-# ``loading``: it takes a slot from now on. ``closed``: it gets nothing new, so that it can be unloaded.
+# ``loading``: it takes a slot from now on. ``closed``: it gets no new requests, so that it can be unloaded.
 Change = Literal["loading", "loaded", "closed", "gone"]
 
 
 def slots_for(spec: ModelServerSpec, table: EndpointTable, known: AdapterSlots | None) -> AdapterSlots | None:
-    """By the configuration; what is known of adapters stays. None: there are none on demand."""
+    """By the configuration; the state of adapters stays. None: there are none on demand."""
     loading = spec.adapter_loading
     if loading is None:
         return None
@@ -44,7 +44,7 @@ def slots_for(spec: ModelServerSpec, table: EndpointTable, known: AdapterSlots |
 
 
 class _Changed(msgspec.Struct, frozen=True):
-    """What an engine was told to do, that a list of its models may not show yet."""
+    """A load or unload that an engine's list of models may not show yet."""
 
     is_there: bool
     at_s: float
@@ -53,9 +53,8 @@ class _Changed(msgspec.Struct, frozen=True):
 class AdapterSlots:
     """Adapters that may be loaded, by row of the endpoint table. Bounded by adapters times endpoints.
 
-    ``sources``: where the weights of each are. ``slots``: how many an engine may hold, None: as it says itself.
-    ``fixed``: other adapters that routes name, which engines have for good. ``waiting``: requests that wait for an
-    adapter.
+    ``sources``: where the weights of each are. ``slots``: how many an engine may hold, None: as it reports. ``fixed``:
+    other adapters that routes name, which engines always have. ``waiting``: requests that wait for an adapter.
     """
 
     def __init__(self, table: EndpointTable, base_model: str) -> None:
@@ -76,7 +75,7 @@ class AdapterSlots:
         self._closed: dict[tuple[int, str], float] = {}
         # until when it must not be loaded there: a peer is unloading it
         self._leaving: dict[tuple[int, str], float] = {}
-        # by row, of engines that do not say it
+        # by row, of engines that do not report it
         self._learned: dict[int, int] = {}
 
     def forget(self, row: int) -> None:
@@ -93,13 +92,13 @@ class AdapterSlots:
         for key in [key for key in self._in_flight if key[0] == row]:
             del self._in_flight[key]
 
-    def restarted(self, row: int) -> None:
+    def on_engine_restart(self, row: int) -> None:
         """Its engine has lost what was loaded into it."""
         self.forget(row)
         self._set_served(row, self._served(row) - self.sources.keys())
 
     def expire(self, now: float) -> None:
-        """What peers have said holds for a while, and lists of models catch up with what was changed."""
+        """Drop changes that peers reported too long ago, and those that lists of models now include."""
         for column in (self._loading, self._closed, self._leaving):
             for key in [key for key, until_s in column.items() if until_s <= now]:
                 del column[key]
@@ -127,7 +126,7 @@ class AdapterSlots:
         table = self._table
         return any(table.loras[row].served is None or not table.has_reported(row) for row in rows)
 
-    def held(self, row: int) -> set[str]:
+    def adapters_held(self, row: int) -> set[str]:
         """The adapters that take a slot there, those that are being loaded included."""
         served = self._served(row)
         there = {one for one in served if one in self.sources or one in self.fixed}
@@ -141,7 +140,7 @@ class AdapterSlots:
         """Whether a peer has just begun to unload it there."""
         return (row, adapter) in self._leaving
 
-    def has_on(self, row: int, adapter: str) -> bool:
+    def is_loaded_on(self, row: int, adapter: str) -> bool:
         """Whether the engine has it, closed or not."""
         return adapter in self._served(row)
 
@@ -149,10 +148,10 @@ class AdapterSlots:
         """How many adapters are being loaded there."""
         return sum(1 for at, _ in self._loading if at == row)
 
-    def room(self, row: int) -> float:
+    def free_slots(self, row: int) -> float:
         """How many more adapters fit; infinite if that is not known."""
         slots = self.slots or self._table.loras[row].max_active or self._learned.get(row)
-        return math.inf if slots is None else slots - len(self.held(row))
+        return math.inf if slots is None else slots - len(self.adapters_held(row))
 
     def removable(self, row: int) -> Iterator[str]:
         """Adapters there that can be loaded again, are not being loaded, and take requests."""
@@ -202,7 +201,7 @@ class AdapterSlots:
             del self._in_flight[key]
 
     def change(self, row: int, adapter: str, change: Change, now: float, *, is_ours: bool) -> None:
-        """What becomes of an adapter there. ``is_ours``: this process does it, so it will say when it is over."""
+        """Record the load or unload of an adapter. ``is_ours``: by this process, which will record its end."""
         key = row, adapter
         if change in {"loading", "closed"}:
             marked = self._loading if change == "loading" else self._closed
@@ -212,11 +211,11 @@ class AdapterSlots:
         if change == "gone" and not is_ours:
             self._leaving[key] = now + LEAVING_S
         if change == "gone" or is_ours or self._closed.get(key) != math.inf:
-            # what this process has closed, no other opens
+            # another process does not open an adapter that this one has closed
             self._closed.pop(key, None)
         self._note(row, adapter, now, is_there=change == "loaded")
 
-    def corrected(self, row: int, models: frozenset[str], now: float) -> frozenset[str]:
+    def apply_recent_changes(self, row: int, models: frozenset[str], now: float) -> frozenset[str]:
         """An engine's list of models, with what was changed while it was on its way."""
         self.expire(now)
         recent = {one: changed.is_there for (at, one), changed in self._changed.items() if at == row}
@@ -224,8 +223,8 @@ class AdapterSlots:
         return frozenset((models | there) - (recent.keys() - there))
 
     def is_full(self, row: int) -> None:
-        """The engine refused another adapter for want of room, and does not say how many it holds."""
-        held = len(self.held(row))
+        """The engine refused another adapter because its slots are full, and does not report how many it has."""
+        held = len(self.adapters_held(row))
         if held:
             self._learned[row] = held
 
@@ -241,7 +240,7 @@ class AdapterSlots:
             self._set_served(row, served - {adapter})
 
     def _served(self, row: int) -> frozenset[str]:
-        """What the engine lists; before it was asked, at least the base model."""
+        """The models that the engine lists; before the list was read, at least the base model."""
         return self._table.loras[row].served or frozenset({self._base_model})
 
     def _set_served(self, row: int, served: frozenset[str]) -> None:

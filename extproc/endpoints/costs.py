@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
@@ -127,7 +128,7 @@ class PromptCost:
     All terms in parentheses are in tokens of a short prompt. ``tokens`` are uncached. ``pairs`` counts each uncached
     token with every token before it. ``attention`` is the context length at which the attention of a token costs as
     much as everything else. It follows from the model's shape and the GPU's kernels (19,000 tokens for an 8B model on
-    an H100, 33,000 for a 70B one), so all endpoints of a pool share it, and nobody has to profile an engine.
+    an H100, 33,000 for a 70B one), so all endpoints of a pool share it, and no engine has to be profiled.
     """
 
     def __init__(self) -> None:
@@ -222,13 +223,18 @@ class AnswerCost:
 
 
 # Other models and GPUs are slower or faster than that: after so many answers the prior is scaled to the fastest
-# quarter. Fewer say too little: the shortest answers end first, and often beside the prompts of all others.
+# quarter. Fewer are not representative: the shortest answers end first, and often beside the prompts of all others.
 _SCALED_AFTER: Final = (16, 32)
 _FASTEST: Final = 4
+_BEYOND_SPREAD: Final = 0.1
+_SPREAD_STEP: Final = 0.05
+_SPREAD_BOUNDS: Final = (1.0, 4.0)
 
 
 class DecodeSpeed(AnswerCost):
-    """The same for autoscalers, on any hardware. ``is_learned``: answers have changed what was assumed.
+    """The same for autoscalers and tiers, on any hardware. ``is_learned``: answers have changed what was assumed.
+    ``spread``: nine of ten answers took at most so many times the seconds that followed from the load at their pick:
+    prompts that come later slow them down, and loads grow.
 
     Picking weighs decode work against prefill work, and there the prior is also what keeps the first answers, slowed
     down by each other's prompts, from counting too much. Autoscalers need the size of the figures, so here the prior is
@@ -238,28 +244,42 @@ class DecodeSpeed(AnswerCost):
     def __init__(self) -> None:
         super().__init__()
         self.is_learned = False
-        # the first answers: tokens in flight, and the time per token
-        self._first: list[tuple[float, float]] = []
+        self.spread = 1.0
+        # of the first answers: tokens in flight, and the time per token. Arrays: there is a pair for each ModelServer
+        self._first_tokens, self._first_tpot_s = array("d"), array("d")
 
     def learn(self, *, tokens: float, tpot_s: float) -> None:
         """Update the estimate from one answer, and scale the prior after the first ones."""
         if tokens <= 0 or tpot_s <= 0:
             return
-        if len(self._first) < _SCALED_AFTER[-1]:
-            self._first.append((tokens, tpot_s))
-            if len(self._first) in _SCALED_AFTER:
+        if len(self._first_tokens) < _SCALED_AFTER[-1]:
+            self._first_tokens.append(tokens)
+            self._first_tpot_s.append(tpot_s)
+            if len(self._first_tokens) in _SCALED_AFTER:
                 self._begin_anew()
                 return
         super().learn(tokens=tokens, tpot_s=tpot_s)
 
+    def learn_spread(self, *, tokens: float, tpot_s: float) -> None:
+        """Update the spread from one answer. ``tokens``: in flight at its endpoint at its pick, its own included.
+
+        A step up for an answer beyond it, and a ninth of it down for one below: at rest, one of ten is beyond.
+        """
+        if not self.is_learned or tokens <= 0 or tpot_s <= 0:
+            return
+        is_beyond = tpot_s > self.spread * (self.step_s + self.step_s_per_token * tokens)
+        low, high = _SPREAD_BOUNDS
+        self.spread = min(high, max(low, self.spread * math.exp(_SPREAD_STEP * (is_beyond - _BEYOND_SPREAD))))
+
     def _begin_anew(self) -> None:
         """Scale the prior to the answers that there are, and learn from them again."""
-        ratios = sorted(tpot_s / _prior_tpot_s(tokens) for tokens, tpot_s in self._first)
+        first = list(zip(self._first_tokens, self._first_tpot_s, strict=True))
+        ratios = sorted(tpot_s / _prior_tpot_s(tokens) for tokens, tpot_s in first)
         scale = ratios[len(ratios) // _FASTEST - 1]
         self._fit = _decode_prior(scale)
         self.step_s, self.step_s_per_token = scale * _PRIOR_STEP_S, scale * _PRIOR_STEP_S_PER_TOKEN
         self.is_learned = True
-        for tokens, tpot_s in self._first:
+        for tokens, tpot_s in first:
             super().learn(tokens=tokens, tpot_s=tpot_s)
 
 

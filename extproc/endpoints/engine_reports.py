@@ -2,9 +2,9 @@
 """Reports of engines about themselves, and how far to trust them as they age.
 
 A report is fully trusted until the next one is overdue, and for ``FRESH_S`` at least: trust that fell before would
-favour engines by when they were asked. After that its weight halves every ``_HALF_LIFE_S``, and our own in-flight count
-takes its place, so a failed scrape never stops a request. Between two reports, the requests dispatched and
-ended since the last one are added to it. Otherwise a burst would pile up on an engine that looked idle a moment ago
+favour engines by the time at which they were read. After that its weight halves every ``_HALF_LIFE_S``, and our own
+in-flight count takes its place, so a failed scrape never stops a request. Between two reports, the requests dispatched
+and ended since the last one are added to it. Otherwise a burst would pile up on an engine that looked idle a moment ago
 (llm-d-router issue 2066).
 """
 
@@ -29,7 +29,7 @@ _OVERDUE: Final = 2.5
 _LATENCY_WEIGHT: Final = 0.2
 
 
-def expect_reports(table: EndpointTable, interval_s: float) -> None:
+def set_report_interval(table: EndpointTable, interval_s: float) -> None:
     """Engines are read once in ``interval_s``."""
     table.fresh_s = max(FRESH_S, _OVERDUE * interval_s)
 
@@ -54,7 +54,8 @@ def apply_report(table: EndpointTable, row: int, report: EngineReport, now: floa
     if report.loras is not None:
         loras = report.loras
         if loras.served is None:
-            loras = msgspec.structs.replace(loras, served=table.loras[row].served)
+            known = table.loras[row]
+            loras = msgspec.structs.replace(loras, served=known.served, base=known.base)
         table.set_loras(row, loras)
 
 

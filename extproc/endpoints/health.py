@@ -8,20 +8,21 @@ from typing import Final
 
 import msgspec
 
-# An engine without a report for so long, and for so many intervals, does not say how it is: what is known of it are our
-# own counts.
+# An engine without a report for so long, and for so many intervals, is silent: only our own counts are used for it.
 _SILENT_AFTER_S: Final = 5.0
 _SILENT_INTERVALS: Final = 3.0
 _MEMORY_ANSWERS: Final = 50.0
+_KEPT: Final = 1 - 1 / _MEMORY_ANSWERS
 _REMEMBERED_REFUSALS: Final = 64
+_REFUSED_TENANTS: Final = 64
 
 
 def silent_after_s(interval_s: float) -> float:
-    """The age from which an engine's last report says that it is silent. ``interval_s``: between two reads of it."""
+    """The age of its last report at which an engine counts as silent. ``interval_s``: between two reads of it."""
     return max(_SILENT_AFTER_S, _SILENT_INTERVALS * interval_s)
 
 
-class Failure(enum.Enum):
+class EngineFailure(enum.Enum):
     """What was wrong with an answer, for the log."""
 
     PASSED_OVER = "it does not answer requests, and Envoy goes on to the next endpoint"
@@ -33,12 +34,12 @@ class Failure(enum.Enum):
 
 
 ADVICE: Final = {
-    Failure.PASSED_OVER: "see that it runs and listens on the address of its ModelServer",
-    Failure.REFUSED: "compare its model, adapters and version with the others'",
-    Failure.ERROR: "read its log; it may be out of memory or overloaded",
-    Failure.CUT: "read its log; it may crash or run out of memory",
-    Failure.NO_USAGE: "read its log, and see that an engine of this version listens at this address",
-    Failure.SILENT: "it may hang: read its log, and restart it",
+    EngineFailure.PASSED_OVER: "see that it runs and listens on the address of its ModelServer",
+    EngineFailure.REFUSED: "compare its model, adapters and version with the others'",
+    EngineFailure.ERROR: "read its log; it may be out of memory or overloaded",
+    EngineFailure.CUT: "read its log; it may crash or run out of memory",
+    EngineFailure.NO_USAGE: "read its log, and see that an engine of this version listens at this address",
+    EngineFailure.SILENT: "it may hang: read its log, and restart it",
 }
 
 
@@ -52,28 +53,56 @@ class EndpointHealth(msgspec.Struct):
     ``answers``, ``failed``: decayed counts. ``served_at_s``: end of its last good answer. ``reasons``: why it is a
     suspect, empty if it is none. ``avoided_since_s``: if it is one, or backs off. ``good_in_a_row``: of a suspect.
     ``probe_at_s``: when the first of the requests was sent that now try it one by one, 0 if none. ``refusals``: of
-    which requests, lately.
+    which requests, lately. ``refused``: by tenant, those that counted, decayed, and the answer's number. ``asked_by``:
+    the last two tenants, the latest first, each with the number of its last answer.
+    ``lacks_model``: its ModelServer's model, if the engine lists its models and not this one.
     """
 
     answers: float = 0.0
     failed: float = 0.0
     served_at_s: float = 0.0
-    reasons: set[Failure] = msgspec.field(default_factory=set)
+    reasons: set[EngineFailure] = msgspec.field(default_factory=set)
     avoided_since_s: float = 0.0
     good_in_a_row: int = 0
     probe_at_s: float = 0.0
     refusals: list[int] = []
+    number: int = 0
+    refused: dict[str, tuple[float, int]] = {}
+    asked_by: tuple[tuple[str, int], ...] = ()
+    lacks_model: str = ""
 
     @property
     def is_suspect(self) -> bool:
         """Its answers fail more than the others'."""
         return bool(self.reasons)
 
-    def count(self, *, has_failed: bool) -> None:
-        """Take one more answer."""
-        kept = 1 - 1 / _MEMORY_ANSWERS
-        self.answers = self.answers * kept + 1
-        self.failed = self.failed * kept + has_failed
+    def count(self, tenant: str, *, has_failed: bool) -> None:
+        """Take one more answer, to a request of ``tenant``."""
+        self.answers = self.answers * _KEPT + 1
+        self.failed = self.failed * _KEPT + has_failed
+        self.number += 1
+        self.asked_by = ((tenant, self.number), *[one for one in self.asked_by if one[0] != tenant][:1])
+
+    def believes_refusal(self, tenant: str, request: int) -> bool:
+        """Whether a refusal says something of the endpoint, and not of the request alone; it is remembered then.
+
+        A tenant has one voice: its refusals count no more than all failures that others met, and one. But where nobody
+        else asks, there is nobody else to hear. ``request``: a hash of its prompt.
+        """
+        if self.is_repeated(request):
+            return False
+        own = self._refused_to(tenant)
+        has_others = any(name != tenant and self.number - last < _MEMORY_ANSWERS for name, last in self.asked_by)
+        if has_others and own >= 1 + self.failed - own:
+            return False
+        self.refused[tenant] = own + 1, self.number + 1
+        if len(self.refused) > _REFUSED_TENANTS:
+            del self.refused[min(self.refused, key=self._refused_to)]
+        return True
+
+    def _refused_to(self, tenant: str) -> float:
+        count, number = self.refused.get(tenant, (0.0, self.number))
+        return float(count * _KEPT ** (self.number - number))
 
     def is_repeated(self, request: int) -> bool:
         """Whether the endpoint has refused this very request before. ``request``: a hash of its prompt."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The in-flight ledger: a request counts at its endpoint from the pick to its end.
 
-It counts from the pick, not from the answer, because other requests are picked in between. The backlog of prefill
-work is a leaky bucket: a pick adds the work that the engine will have to do, and the learned prefill rate drains it.
-What is known of the engine's queue (``prefill_queue.py``) corrects the backlog.
+It counts from the pick, not from the answer, because other requests are picked in between. The backlog of prefill work
+is a leaky bucket: a pick adds the work that the engine will have to do, and the learned prefill rate drains it. Bounds
+from the engine's queue length (``prefill_queue.py``) correct the backlog.
 """
 
 from __future__ import annotations

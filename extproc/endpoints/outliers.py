@@ -5,8 +5,8 @@ Back-off: an endpoint that failed is avoided for a while, twice as long after ea
 with one request at a time. An answer ends the back-off; that of an outlier ends with several in a row. A probe without
 an outcome lasts as long as the pause before it, and 5 s at least; then another one goes.
 
-Outliers: an engine that fails fast has no load, so by its load it looks like the best choice. What gives it away is
-that the other endpoints do not fail. A bad request fails everywhere, so failures alone say nothing: their share is
+Outliers: an engine that fails fast has no load, so by its load it looks like the best choice. It is detected because
+the other endpoints do not fail. A bad request fails everywhere, so failures alone are no evidence: their share is
 compared.
 
     outlier(e)  if  lower(failed(e), answers(e)) > upper(failed(others), answers(others))
@@ -16,8 +16,9 @@ bounds that do not overlap happen by chance less than once in ten thousand compa
 decayed by the endpoint's own answers, so they are of its last 50 or so, whatever the rate. Both sides need at least 8
 answers. At most half of the endpoints can be outliers: what most of them do is normal.
 
-A client that repeats one bad request must not make an outlier of the endpoint that has its prompt cached, so of equal
-refusals (a status from 400 to 499) only the first counts.
+Clients with bad requests must not make an outlier of the endpoint that has their prompt cached. So of equal refusals (a
+status from 400 to 499) only the first counts. And of several tenants, each has one voice: its refusals count no more
+than the failures of all others there, and one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from extproc.endpoints.health import Failure
+    from extproc.endpoints.health import EngineFailure
     from extproc.endpoints.table import EndpointTable
 
 _INITIAL_PAUSE_S: Final = 1.0
@@ -42,7 +43,7 @@ def record_failure(
 ) -> None:
     """The endpoint could not serve a request: avoid it for a while. ``sent_at_s``: when the request was sent, if known.
 
-    ``is_costly``: it answered nothing, so a probe would cost a client all of its patience; the first pause is longer.
+    ``is_costly``: it answered nothing, so that a probe costs a client its whole timeout; the first pause is longer.
 
     Without back-off, a dead engine would look like the best choice for every request, as it has no load. Failures
     during a pause do not extend it, as they are of requests that were already on their way, unless it was a probe.
@@ -97,12 +98,12 @@ _Z: Final = 3.0
 _ANSWERS_TO_CLEAR: Final = 3
 
 
-def record_good_answer(table: EndpointTable, row: int, *, now: float, sent_at_s: float) -> bool:
+def record_good_answer(table: EndpointTable, row: int, *, now: float, sent_at_s: float, tenant: str = "") -> bool:
     """Count a whole answer; whether the endpoint was a suspect and is none any more."""
     health = table.healths[row]
-    health.count(has_failed=False)
+    health.count(tenant, has_failed=False)
     health.served_at_s = now
-    # an answer to a request from before says nothing about now
+    # an answer to an earlier request is no evidence of the present state
     if not health.is_suspect or not health.probe_at_s or sent_at_s < health.probe_at_s:
         return False
     health.good_in_a_row += 1
@@ -112,10 +113,10 @@ def record_good_answer(table: EndpointTable, row: int, *, now: float, sent_at_s:
     return True
 
 
-def record_bad_answer(table: EndpointTable, row: int, failure: Failure, *, now: float) -> bool:
-    """Count a failure; whether that is news: the endpoint became a suspect, or fails in a way that is new."""
+def record_bad_answer(table: EndpointTable, row: int, failure: EngineFailure, *, now: float, tenant: str = "") -> bool:
+    """Count a failure; whether to report it: the endpoint became a suspect, or fails in a new way."""
     health = table.healths[row]
-    health.count(has_failed=True)
+    health.count(tenant, has_failed=True)
     health.good_in_a_row = 0
     if failure in health.reasons or not (health.is_suspect or _fails_more_than_others(table, row)):
         return False

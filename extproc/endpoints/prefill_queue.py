@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests sent to one engine that, as far as is known, have no first token.
+"""Requests sent to one engine of which no first token has been observed.
 
 Engines start requests in order of arrival. So if a request has its first token, all before it have theirs; and if an
-engine reports three waiting requests, these are the last three that were sent. This tells more than the number: of
-two queues with three requests, one may hold a hundred times as much work as the other.
+engine reports three waiting requests, these are the last three that were sent. The work of these requests is more
+precise than their number: of two queues with three requests, one may hold a hundred times as much work as the other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class QueuedPrefill(msgspec.Struct, frozen=True):
     sent_at_s: float
 
 
-class Bounds(msgspec.Struct, frozen=True):
+class PrefillBounds(msgspec.Struct, frozen=True):
     """Bounds on the remaining prefill work.
 
     ``least``, ``most``: in tokens. ``known``: how many of the waiting requests are in this queue.
@@ -85,7 +85,7 @@ class PrefillQueue:
             self._take()
             self._ahead += 1
 
-    def reconcile(self, waiting: int, now: float, first_tokens: float | None = None) -> Bounds:
+    def reconcile(self, waiting: int, now: float, first_tokens: float | None = None) -> PrefillBounds:
         """Reconcile with the engine's queue length; returns bounds on the remaining prefill work.
 
         ``waiting``: requests in its queue. ``first_tokens``: first tokens since the last call, None if unknown.
@@ -101,7 +101,7 @@ class PrefillQueue:
             self._take()
             self._ahead += 1
         least = sum(self._queue[-index].work for index in range(1, rest + 1))
-        return Bounds(least, self.work if computing else least, known)
+        return PrefillBounds(least, self.work if computing else least, known)
 
     def _newly_done(self, first_tokens: float) -> int:
         done = max(0.0, first_tokens - self._ahead)

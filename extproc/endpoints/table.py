@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The endpoints of one ModelServer as columns of numbers, with one row for each.
 
-A pick computes with whole columns. An endpoint keeps its row for as long as it is configured; then the row may be
-given to another endpoint. ``epochs`` counts the uses of a row, so that a request of an earlier one does not change a
-later one. Metrics of engines that a configuration asks for are columns, too.
+A pick computes with whole columns. An endpoint keeps its row for as long as it is configured; then the row may be given
+to another endpoint. ``epochs`` counts the uses of a row, so that a request of an earlier one does not change a later
+one. Metrics of engines that a configuration names are columns, too.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class EndpointTable:
     ``kv_capacity_tokens``            tokens      0         size of its KV cache, 0 if unknown
     ``ttft_s``, ``tpot_s``            s           0         recent means, of answers too; 0 if unknown
     ``loras``                                     none      its LoRA adapters
-    ``attributes``                                none      metrics of it that a configuration asks for
+    ``attributes``                                none      metrics of it that a configuration names
     ``in_flight_at_report``           requests    0         ``in_flight`` at ``reported_at_s``
     ``in_flight_tokens_at_report``    tokens      0         ``in_flight_tokens`` at ``reported_at_s``
     ================================  ==========  ========  =====================================================

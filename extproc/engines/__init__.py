@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM, SGLang, TensorRT-LLM and Triton call things: metrics, pages, adapter calls and answers; plain structs."""
+"""Names and formats of vLLM, SGLang, TensorRT-LLM and Triton: metrics, pages, adapter calls, answers; plain structs."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines and runtime agents answer, read into bounded types, and what they mean by it.
+"""Answers of engines and runtime agents, decoded into bounded types, and their meaning.
 
-They are trusted to be sincere, not to be well formed: whatever is wrong with an answer is an Unreadable, and nothing
-else.
+Their content is trusted, their form is not: every error of form in an answer is an Unreadable, and nothing else.
 
 vLLM (``entrypoints/openai/models/serving.py``) answers a load with 200 and a sentence, 400 for an adapter that it has
 already, 404 or 500 for weights that it cannot use, and FastAPI's own 404 where ``VLLM_ALLOW_RUNTIME_LORA_UPDATING`` is
@@ -39,10 +38,10 @@ _T = TypeVar("_T")
 
 
 class Unreadable(ValueError):
-    """What came from an engine is not what was asked for; the message says what it is, and what to do."""
+    """An engine's answer has another form than expected; the message has its form, and what to do."""
 
 
-def decoded(decoder: msgspec.json.Decoder[_T], body: bytes, what: str) -> _T:
+def parse_json(decoder: msgspec.json.Decoder[_T], body: bytes, what: str) -> _T:
     """``body`` as JSON, which is ``what``. Raises Unreadable."""
     if body.count(b"{") > _MOST_OBJECTS:
         raise Unreadable(f"{what} has more than {_MOST_OBJECTS} objects; see what answers at this address")
@@ -56,15 +55,24 @@ def decoded(decoder: msgspec.json.Decoder[_T], body: bytes, what: str) -> _T:
 
 class _Model(msgspec.Struct, gc=False):
     id: Annotated[str, msgspec.Meta(max_length=1024)]
+    parent: Any = None
 
 
 class _Models(msgspec.Struct):
     data: Annotated[list[_Model], msgspec.Meta(max_length=_MOST_MODELS)]
 
 
-def models_in(body: bytes) -> frozenset[str]:
+class ListedModels(msgspec.Struct, frozen=True):
+    """``names``: all of them. ``base``: those that are no adapters."""
+
+    names: frozenset[str]
+    base: frozenset[str]
+
+
+def models_in(body: bytes) -> ListedModels:
     """The names of ``GET /v1/models``. Raises Unreadable."""
-    return frozenset([model.id for model in decoded(_models, body, "the list of models").data])
+    listed = parse_json(_models, body, "the list of models").data
+    return ListedModels(frozenset([one.id for one in listed]), frozenset([one.id for one in listed if not one.parent]))
 
 
 class _Listed(msgspec.Struct, frozen=True):
@@ -84,7 +92,7 @@ class _InRepository(msgspec.Struct, frozen=True):
 
 def base_model(body: bytes) -> str:
     """The first model of ``GET /v1/models`` that is no adapter. Raises Unreadable if there is none."""
-    for one in decoded(_listed, body, "the list of models").data:
+    for one in parse_json(_listed, body, "the list of models").data:
         if not one.parent:
             return one.id
     raise Unreadable("the engine lists no model")
@@ -92,12 +100,12 @@ def base_model(body: bytes) -> str:
 
 def adapters_in(body: bytes) -> dict[str, str]:
     """Adapters of ``GET /v1/models``, and where the files of each are; empty if unknown. Raises Unreadable."""
-    return {one.id: one.root or "" for one in decoded(_listed, body, "the list of models").data if one.parent}
+    return {one.id: one.root or "" for one in parse_json(_listed, body, "the list of models").data if one.parent}
 
 
 def repository_models(body: bytes) -> dict[str, str]:
     """Models of a V2 repository's index that are loaded; their paths are unknown. Raises Unreadable."""
-    listed = decoded(_repository, body, "the index of a repository")
+    listed = parse_json(_repository, body, "the index of a repository")
     return {one.name: "" for one in listed if one.state == "READY"}
 
 
@@ -127,7 +135,7 @@ class LoadAnswer(msgspec.Struct, frozen=True):
 
 
 def answer_to_load(status: int, body: bytes) -> LoadAnswer:
-    """What became of a load."""
+    """The result of a load."""
     content, message = _content(body), message_of(body)
     if 200 <= status < 300:
         evicted = content.get("evicted") if isinstance(content, dict) else None
@@ -163,7 +171,7 @@ def message_of(body: bytes) -> str:
 
 def _content(body: bytes) -> Any:  # noqa: ANN401 - whatever a server of unknown kind answers
     try:
-        return decoded(_anything, body, "the answer")
+        return parse_json(_anything, body, "the answer")
     except Unreadable:
         return body.decode(errors="replace")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each kind of engine calls things: paths, APIs, metrics."""
+"""The names that each kind of engine uses: paths, APIs, metrics."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ if TYPE_CHECKING:
 
 Kind = Literal["gauge", "ratio", "counter", "histogram"]
 # How the model is asked for one token, and how adapters are loaded.
-Api = Literal["completions", "chat", "embeddings", "repository"]
 AdapterApi = Literal["lora", "repository", ""]
 
 
-class Family(msgspec.Struct, frozen=True):
+class EngineMetricFamily(msgspec.Struct, frozen=True):
     """A metric that each engine has under a name of its own. Series of one model, as of data-parallel ranks, are added
     up; those of a ``ratio`` are averaged.
     """
@@ -28,30 +27,30 @@ class Family(msgspec.Struct, frozen=True):
 
 
 FAMILIES: Final = (
-    Family("running_requests", "gauge", "Requests that the engine computes."),
-    Family("waiting_requests", "gauge", "Requests that wait in the engine."),
-    Family("kv_cache_usage_ratio", "ratio", "Share of the KV cache in use, 0 to 1."),
-    Family("prompt_tokens_total", "counter", "Prompt tokens."),
-    Family("cached_prompt_tokens_total", "counter", "Prompt tokens that were found in the prefix cache."),
-    Family("generation_tokens_total", "counter", "Generated tokens."),
-    Family("finished_requests_total", "counter", "Requests that ended well."),
-    Family("failed_requests_total", "counter", "Requests that failed in the engine."),
-    Family("preemptions_total", "counter", "Requests that lost their place in the batch to others."),
-    Family("time_to_first_token_seconds", "histogram", "From arrival at the engine to the first token."),
-    Family("inter_token_latency_seconds", "histogram", "Between two tokens of an answer."),
-    Family("request_duration_seconds", "histogram", "From arrival at the engine to the last token."),
-    Family("queue_duration_seconds", "histogram", "From arrival at the engine to the first computation."),
+    EngineMetricFamily("running_requests", "gauge", "Requests that the engine computes."),
+    EngineMetricFamily("waiting_requests", "gauge", "Requests that wait in the engine."),
+    EngineMetricFamily("kv_cache_usage_ratio", "ratio", "Share of the KV cache in use, 0 to 1."),
+    EngineMetricFamily("prompt_tokens_total", "counter", "Prompt tokens."),
+    EngineMetricFamily("cached_prompt_tokens_total", "counter", "Prompt tokens that were found in the prefix cache."),
+    EngineMetricFamily("generation_tokens_total", "counter", "Generated tokens."),
+    EngineMetricFamily("finished_requests_total", "counter", "Requests that ended well."),
+    EngineMetricFamily("failed_requests_total", "counter", "Requests that failed in the engine."),
+    EngineMetricFamily("preemptions_total", "counter", "Requests that lost their place in the batch to others."),
+    EngineMetricFamily("time_to_first_token_seconds", "histogram", "From arrival at the engine to the first token."),
+    EngineMetricFamily("inter_token_latency_seconds", "histogram", "Between two tokens of an answer."),
+    EngineMetricFamily("request_duration_seconds", "histogram", "From arrival at the engine to the last token."),
+    EngineMetricFamily("queue_duration_seconds", "histogram", "From arrival at the engine to the first computation."),
 )
 
 
-class Source(msgspec.Struct, frozen=True):
+class MetricName(msgspec.Struct, frozen=True):
     """An engine's metric. ``where``: only series with this value of a label. Histograms without their suffixes."""
 
     name: str
     where: tuple[str, str] | None = None
 
 
-Sources = MappingProxyType[str, tuple[Source, ...]]
+Sources = MappingProxyType[str, tuple[MetricName, ...]]
 
 
 class Dialect(msgspec.Struct, frozen=True):
@@ -61,10 +60,9 @@ class Dialect(msgspec.Struct, frozen=True):
     field                     meaning
     ========================  =======================================================================================
     ``health``                path of the cheap probe
-    ``asks``                  APIs by which a model is probed, tried in order
     ``sources``               its metrics by family, tried in order
     ``prefixes``              all names of its metrics begin with one of these
-    ``adapters``              how adapters are loaded, at ``load_path`` and ``unload_path``
+    ``adapters``              how adapters are loaded, at ``load_path`` and ``unload_path``; a repository's: a V2 server
     ``metrics_port``          0 if its own port has the metrics, at ``metrics_path``
     ``model_label``           label of its series that names the model
     ``lora_info``             metric whose labels list the adapters in use
@@ -76,7 +74,6 @@ class Dialect(msgspec.Struct, frozen=True):
 
     name: str
     health: str
-    asks: tuple[Api, ...]
     sources: Sources
     prefixes: tuple[str, ...] = ()
     adapters: AdapterApi = ""
@@ -94,26 +91,23 @@ class Dialect(msgspec.Struct, frozen=True):
     finishes_requests: bool = False
 
 
-def _sources(names: Mapping[str, str | Source | tuple[str | Source, ...]]) -> Sources:
-    def several(one: str | Source | tuple[str | Source, ...]) -> tuple[Source, ...]:
+def _sources(names: Mapping[str, str | MetricName | tuple[str | MetricName, ...]]) -> Sources:
+    def several(one: str | MetricName | tuple[str | MetricName, ...]) -> tuple[MetricName, ...]:
         listed = one if isinstance(one, tuple) else (one,)
-        return tuple(each if isinstance(each, Source) else Source(each) for each in listed)
+        return tuple(each if isinstance(each, MetricName) else MetricName(each) for each in listed)
 
     return MappingProxyType({family: several(one) for family, one in names.items()})
 
 
-_OPENAI: Final[tuple[Api, ...]] = ("completions", "chat", "embeddings")
-
 # Of Triton's backend of TensorRT-LLM.
 TRITON_BACKEND: Final = "nv_trt_llm_"
-_SCHEDULED: Final = Source("nv_trt_llm_request_metrics", ("request_type", "scheduled"))
-_WAITING: Final = Source("nv_trt_llm_request_metrics", ("request_type", "waiting"))
-_KV_FRACTION: Final = Source("nv_trt_llm_kv_cache_block_metrics", ("kv_cache_block_type", "fraction"))
+_SCHEDULED: Final = MetricName("nv_trt_llm_request_metrics", ("request_type", "scheduled"))
+_WAITING: Final = MetricName("nv_trt_llm_request_metrics", ("request_type", "waiting"))
+_KV_FRACTION: Final = MetricName("nv_trt_llm_kv_cache_block_metrics", ("kv_cache_block_type", "fraction"))
 
 _VLLM: Final = Dialect(
     name="vLLM",
     health="/health",
-    asks=_OPENAI,
     adapters="lora",
     load_path="/v1/load_lora_adapter",
     unload_path="/v1/unload_lora_adapter",
@@ -142,7 +136,6 @@ _VLLM: Final = Dialect(
 _SGLANG: Final = Dialect(
     name="SGLang",
     health="/health",
-    asks=_OPENAI,
     adapters="lora",
     load_path="/load_lora_adapter",
     unload_path="/unload_lora_adapter",
@@ -173,7 +166,6 @@ _SGLANG: Final = Dialect(
 _TRTLLM: Final = Dialect(
     name="TensorRT-LLM",
     health="/health",
-    asks=_OPENAI,
     # with return_perf_metrics; /metrics is a list of iterations in JSON
     metrics_path="/prometheus/metrics",
     block_size="trtllm_kv_cache_tokens_per_block",
@@ -201,7 +193,6 @@ _TRTLLM: Final = Dialect(
 _TRITON: Final = Dialect(
     name="Triton",
     health="/v2/health/live",
-    asks=("repository",),
     adapters="repository",
     metrics_port=8002,
     model_label="model",
@@ -223,24 +214,44 @@ _TRITON: Final = Dialect(
 _MLSERVER: Final = Dialect(
     name="MLServer",
     health="/v2/health/live",
-    asks=("repository",),
     adapters="repository",
     metrics_port=8082,
     model_label="model",
     sources=_sources(
         {
             # its probes are GET
-            "running_requests": Source("rest_server_requests_in_progress", ("method", "POST")),
+            "running_requests": MetricName("rest_server_requests_in_progress", ("method", "POST")),
             "finished_requests_total": "model_infer_request_success_total",
             "failed_requests_total": "model_infer_request_failure_total",
         }
     ),
 )
-_OTHER: Final = Dialect(name="OpenAI", health="/v1/models", asks=_OPENAI, sources=_sources({}))
+_OTHER: Final = Dialect(name="OpenAI", health="/v1/models", sources=_sources({}))
 
 DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
     {one.name: one for one in (_VLLM, _SGLANG, _TRTLLM, _TRITON, _MLSERVER, _OTHER)}
 )
+
+
+# Labels of pods that name their engine's type: llm-d's, and its name before llm-d 0.8.
+ENGINE_LABELS: Final = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
+# llm-d's types of engines. Triton's own page has the metrics of its backend of TensorRT-LLM.
+ENGINE_TYPES: Final[Mapping[str, Dialect]] = MappingProxyType(
+    {
+        "vllm": _VLLM,
+        "sglang": _SGLANG,
+        "trtllm-serve": _TRTLLM,
+        "triton-tensorrt-llm": msgspec.structs.replace(_TRTLLM, metrics_path="/metrics"),
+        "triton": _TRITON,
+    }
+)
+
+
+def metric_name(spec: str) -> MetricName:
+    """llm-d's ``name`` or ``name{label=value}``."""
+    name, _, labels = spec.partition("{")
+    label, _, value = labels.rstrip("} ").partition(",")[0].partition("=")
+    return MetricName(name.strip(), (label.strip(), value.strip(' "')) if value else None)
 
 
 def engine_of(metric: str) -> str | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.engines.dialects import Source
+from extproc.engines.dialects import MetricName
 from extproc.engines.pages import RARE_PAGES, PageRefused, Series, labels_of, value_of
 
 if TYPE_CHECKING:
@@ -33,13 +33,14 @@ class LoraState(msgspec.Struct, frozen=True):
     """The LoRA adapters that an engine reports.
 
     ``active``: in its batch. ``waiting``: of waiting requests. ``max_active``: how many fit a batch. ``served``: its
-    list of models, None if it was not asked.
+    list of models, None if it was not asked. ``base``: those of the list that are no adapters.
     """
 
     active: frozenset[str] = frozenset()
     waiting: frozenset[str] = frozenset()
     max_active: int = 0
     served: frozenset[str] | None = None
+    base: frozenset[str] = frozenset()
 
 
 class EngineReport(msgspec.Struct, frozen=True):
@@ -85,7 +86,7 @@ class EngineMetrics(msgspec.Struct, frozen=True):
 
     @property
     def is_report(self) -> bool:
-        """Whether the page says anything of the engine's load; one without a known name is another program's."""
+        """Whether the page has metrics of the engine's load; one without a known name is another program's."""
         report = self.report
         return not (report.waiting is None and report.running is None and report.kv_usage is None)
 
@@ -111,12 +112,16 @@ class MetricsReader:
     def __init__(self, dialect: Dialect, *, custom: Iterable[tuple[str, str]] = ()) -> None:
         """``custom``: attributes, each with its metric (``OneMetric``)."""
         self._custom = [(name, OneMetric(spec)) for name, spec in custom]
-        sources = dialect.sources
-        self._waiting = Series(sources["waiting_requests"])
-        self._running = Series(sources["running_requests"])
-        self._kv_usage = Series(sources["kv_cache_usage_ratio"])
-        self._ttft = _HistogramMean(sources["time_to_first_token_seconds"])
-        self._tpot = _HistogramMean(sources["inter_token_latency_seconds"])
+
+        def sources(family: str) -> tuple[MetricName, ...]:
+            """Some engines have none."""
+            return dialect.sources.get(family, ())
+
+        self._waiting = Series(sources("waiting_requests"))
+        self._running = Series(sources("running_requests"))
+        self._kv_usage = Series(sources("kv_cache_usage_ratio"))
+        self._ttft = _HistogramMean(sources("time_to_first_token_seconds"))
+        self._tpot = _HistogramMean(sources("inter_token_latency_seconds"))
         self._loras = Series(_named(dialect.lora_info), most_series=_MOST_LORA_SERIES)
         self._cache_info = Series(_named(dialect.cache_info))
         self._block_size, self._blocks = Series(_named(dialect.block_size)), Series(_named(dialect.blocks))
@@ -208,7 +213,7 @@ class _HistogramMean:
 
     __slots__ = ("_before", "_count", "_sum")
 
-    def __init__(self, sources: tuple[Source, ...]) -> None:
+    def __init__(self, sources: tuple[MetricName, ...]) -> None:
         self._sum, self._count = Series(sources, "_sum"), Series(sources, "_count")
         self._before: tuple[float, float] | None = None
 
@@ -231,8 +236,8 @@ class _HistogramMean:
         return _HistogramChange((total - before[1]) / added, added)
 
 
-def _named(name: str) -> tuple[Source, ...]:
-    return (Source(name),) if name else ()
+def _named(name: str) -> tuple[MetricName, ...]:
+    return (MetricName(name),) if name else ()
 
 
 def _check_labels(lines: list[bytes]) -> None:

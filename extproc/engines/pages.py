@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages in Prometheus' text format, as engines write them: series, values and labels.
 
-A page has hundreds of lines, of which a dozen matter: they are searched for, not read. An engine may write what it
-likes, so what is read of a page is bounded, and the time grows with its length alone.
+A page has hundreds of lines, of which a dozen matter: they are found by search, without parsing the rest. A page may
+have any content, so the number of lines that are read is bounded, and the time is linear in its length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from extproc.engines.dialects import Source
+    from extproc.engines.dialects import MetricName
 
 # Of one name. Data-parallel ranks have one each; each change of what adapters run leaves one behind.
 MOST_SERIES: Final = 1_024
@@ -29,7 +29,7 @@ _LABEL: Final = re.compile(r'(?<![a-zA-Z0-9_])([a-zA-Z_][a-zA-Z0-9_]*+)="([^"\\]
 
 
 class PageRefused(ValueError):
-    """A page has more of something than any engine's; the message says what, and what to do."""
+    """A page has more of something than any engine's; the message names it, and what to do."""
 
 
 class Series:
@@ -43,7 +43,7 @@ class Series:
     # ten for each engine, of which there may be 20,000
     __slots__ = ("_is_scattered", "_label", "_misses", "_most_series", "_needle", "_needles", "_offset")
 
-    def __init__(self, sources: tuple[Source, ...], suffix: str = "", *, most_series: int = MOST_SERIES) -> None:
+    def __init__(self, sources: tuple[MetricName, ...], suffix: str = "", *, most_series: int = MOST_SERIES) -> None:
         self._most_series = most_series
         self._is_scattered = bool(suffix)
         self._needles = _needles_of(sources, suffix)
@@ -113,7 +113,7 @@ class Series:
 
 
 @lru_cache
-def _needles_of(sources: tuple[Source, ...], suffix: str) -> tuple[tuple[bytes, bytes], ...]:
+def _needles_of(sources: tuple[MetricName, ...], suffix: str) -> tuple[tuple[bytes, bytes], ...]:
     """Each with the preceding line end and the following character, so that only whole names match; and the label."""
     return tuple(
         (f"\n{one.name}{suffix}{end}".encode(), b"" if one.where is None else '{}="{}"'.format(*one.where).encode())

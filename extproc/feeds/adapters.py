@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from extproc.api.model_server import ModelServerSpec
     from extproc.core.core import Core
     from extproc.core.effects import LoadAdapter
-    from extproc.feeds.engine_access import Answer, EngineAccess
+    from extproc.feeds.engine_access import EngineAccess, EngineResponse
 
 # Agents answer vLLM's calls, whatever their engine.
 _LOAD: Final = DIALECTS["vLLM"].load_path
@@ -72,8 +72,8 @@ class AdapterLoader:
         unloaded: list[str] = []
         try:
             async with asyncio.timeout(ask.timeout_s):
-                # at once: another process may soon load there what goes
-                answer = await self._make_room(ask, unloaded)
+                # at once: another process may soon load there an adapter that is being unloaded
+                answer = await self._unload_evicted(ask, unloaded)
                 if answer is None:
                     async with self._engines[ask.server, ask.address], self._at_once:
                         answer = await self._change(ask)
@@ -94,7 +94,7 @@ class AdapterLoader:
             )
         )
 
-    async def _make_room(self, ask: LoadAdapter, unloaded: list[str]) -> LoadAnswer | None:
+    async def _unload_evicted(self, ask: LoadAdapter, unloaded: list[str]) -> LoadAnswer | None:
         """None if there is room; ``unloaded`` gets what is gone even if the load then fails."""
         pool = self._core.pools.get(ask.server)
         if pool is None:
@@ -117,8 +117,8 @@ class AdapterLoader:
             return meant
         return msgspec.structs.replace(meant, message=f"{answer.status} {meant.message}")
 
-    async def _post(self, spec: ModelServerSpec, ask: LoadAdapter, path: str, body: dict[str, str]) -> Answer:
-        """Ask the agent beside the engine if it has a port, else the engine itself."""
+    async def _post(self, spec: ModelServerSpec, ask: LoadAdapter, path: str, body: dict[str, str]) -> EngineResponse:
+        """Call the agent beside the engine if it has a port, else the engine itself."""
         return await self._http.post(
             spec,
             ask.address,

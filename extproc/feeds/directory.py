@@ -7,6 +7,7 @@ New engines are used once Envoy's admin interface lists them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 from http import HTTPStatus
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 import msgspec
 
-from extproc.api.addresses import parse_address
+from extproc.api.addresses import join_host_port, parse_address
 from extproc.api.errors import ConfigInvalid
 from extproc.api.make_before_break import DrainingRoutedServers, WarmingEngines
 from extproc.api.status_pages import ConfigReport
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from extproc.core.core import Core
     from extproc.metrics.registry import Metrics
 
-# While Envoy reads a bundle of thousands of routes it answers nobody for seconds.
+# While Envoy reads a bundle of thousands of routes, its admin interface does not answer for seconds.
 _TIMEOUT_S: Final = 5.0
 # Ten thousand engines have some 10 MB.
 _MOST_BYTES: Final = 64 * 2**20
@@ -79,14 +80,13 @@ async def endpoints_in_envoy(admin: str, servers: Collection[str]) -> Mapping[st
     """
     host, port = parse_address(admin)
     host = _ANY.get(host, host)
-    place = f"[{host}]" if ":" in host else host
     names = "|".join(re.escape(one) for one in sorted(servers))
     query = {"resource": "dynamic_endpoint_configs", "include_eds": "", "name_regex": f"{_PREFIX}({names})"}
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as http,
-            http.get(f"http://{place}:{port}{_DUMP}", params=query, allow_redirects=False) as answer,
+            http.get(f"http://{join_host_port(host, port)}{_DUMP}", params=query, allow_redirects=False) as answer,
         ):
             if answer.status != HTTPStatus.OK:
                 return None
@@ -113,11 +113,11 @@ def _addresses(assignment: _Assignment) -> Iterator[tuple[str, int]]:
 log = logging.getLogger(__name__)
 # Polling works on every file system, mounted ConfigMaps and network shares included.
 _POLL_S: Final = 0.1
-# Of Envoy, which has new servers late: for so long at most, asked so often.
+# Of the wait for Envoy to have new servers: the longest wait, and the pause between two queries.
 _LONGEST_WAIT_S: Final = 15.0
 _ASK_S: Final = 0.5
-# For so long Envoy may still choose a server by an HTTPRoute that names it no more: longer than a bundle takes, and
-# shorter than Envoy's own side keeps what has left.
+# How long Envoy may still choose a server by an HTTPRoute that names it no more: longer than a bundle takes, and
+# shorter than the bundle's writer keeps removed servers.
 _LINGER_S: Final = 5.0
 
 
@@ -140,10 +140,14 @@ class DirectoryFeed:
         """``apply`` puts a snapshot into use; raises ConfigInvalid, with nothing changed.
 
         ``settle_s``: how long after its reading a configuration with a new ModelServer is applied, and a server's first
-        engine used. Another process tells Envoy of them, which until then has no route or no endpoint for the server.
-        ``known_to_envoy``: asks at its admin address which servers, and which first engines, it has by then.
+        engine used. Another process configures Envoy, which until then has no route or no endpoint for the server.
+        ``known_to_envoy``: queries Envoy's admin address for the servers and first engines that it has.
         """
         self._known_to_envoy = known_to_envoy
+        # whether it ever did: then it is busy while it does not
+        self._envoy_answers = False
+        # whether something was read that is not in use
+        self._is_behind = False
         self._apply = apply
         self._directory = directory
         self._settle_s = settle_s
@@ -165,9 +169,10 @@ class DirectoryFeed:
         self._metrics.config_applied()
 
     async def watch(self) -> None:
-        """Until cancelled, follow the directory."""
+        """Poll the directory until cancelled."""
         while True:
-            if self._directory.has_changed():
+            if self._is_behind or self._directory.has_changed():
+                self._is_behind = False
                 await self._reload()
             else:
                 await self._go_on()
@@ -183,13 +188,13 @@ class DirectoryFeed:
         if snapshot.version == self._version:
             self.report = ConfigReport(files=snapshot.digests)
             self._metrics.config_mended()
+            log.info("configuration %s, which is in use, is what the directory has again", snapshot.version)
             return
-        new = {server.metadata.key for server in snapshot.servers} - self._core.pools.keys()
-        if new:
-            # what changes meanwhile is read next; if the wait began anew, a directory that changes all the time would
+        if new := self._new_servers(snapshot):
+            # changes made meanwhile are read next; if the wait began anew, a directory that changes continuously would
             # never be used
             await asyncio.sleep(self._settle_s)
-            await self._until_known(snapshot.gateway.admin, new)
+            snapshot = await self._until_known(snapshot, new)
         await self._new_engines_are_usable()
         now = self._clock()
         if self._snapshot is not None:
@@ -207,17 +212,39 @@ class DirectoryFeed:
             len(snapshot.servers),
         )
 
-    async def _until_known(self, admin: str, servers: Collection[str]) -> None:
-        """Envoy reads a large bundle for seconds: if it answers and lacks a new server, it is waited for."""
+    def _new_servers(self, snapshot: Snapshot) -> frozenset[str]:
+        return _names(snapshot) - self._core.pools.keys()
+
+    async def _until_known(self, snapshot: Snapshot, new: frozenset[str]) -> Snapshot:
+        """Wait while Envoy lacks a new server: it takes seconds to read a large bundle.
+
+        Returns ``snapshot``, or the directory's next where that lacks one of them, too: the process that configures
+        Envoy may have skipped ``snapshot``, and removes what it replaced.
+        """
         ends_s = self._clock() + _LONGEST_WAIT_S
-        while self._clock() < ends_s:
-            known = await self._known_to_envoy(admin, servers)
-            if known is None or known.keys() >= set(servers):
-                return
+        while new and self._clock() < ends_s:
+            known = await self._query_envoy(snapshot.gateway.admin, new)
+            if known.keys() >= new if known is not None else not self._envoy_answers:
+                break
+            if self._directory.has_changed():
+                # read again in any case, unless it is taken here
+                self._is_behind = True
+                with contextlib.suppress(ConfigInvalid):
+                    later = await asyncio.to_thread(self._directory.read)
+                    if not new <= _names(later):
+                        snapshot, new, self._is_behind = later, self._new_servers(later), False
             await asyncio.sleep(_ASK_S)
+        return snapshot
+
+    async def _query_envoy(
+        self, admin: str, servers: Collection[str]
+    ) -> Mapping[str, Collection[tuple[str, int]]] | None:
+        known = await self._known_to_envoy(admin, servers)
+        self._envoy_answers = self._envoy_answers or known is not None
+        return known
 
     async def _go_on(self) -> None:
-        """Forget servers that have left, once Envoy names them no more, and use engines that it knows by now."""
+        """Remove drained servers that Envoy no longer names, and use warming engines that Envoy has by now."""
         has_engines = await self._new_engines_are_usable()
         if self._snapshot is None or (self._draining.is_empty and not has_engines):
             return
@@ -226,15 +253,17 @@ class DirectoryFeed:
             self._put_into_use(usable)
 
     async def _new_engines_are_usable(self) -> bool:
-        """Whether Envoy knows, or should know, another of the engines that were kept back."""
-        servers = self._warming.pending(self._clock())
+        """Whether Envoy has, or should have, another of the engines that are warming."""
+        servers = self._warming.overdue_servers(self._clock())
         if not servers:
             return False
-        known = await self._known_to_envoy(self._core.snapshot.gateway.admin, servers)
-        return self._warming.on_envoy_endpoints(known or {}, self._clock())
+        known = await self._query_envoy(self._core.snapshot.gateway.admin, servers)
+        if known is None:
+            known = dict.fromkeys(servers, ()) if self._envoy_answers else {}
+        return self._warming.on_envoy_endpoints(known, self._clock())
 
     def _usable(self, snapshot: Snapshot, now: float) -> Snapshot:
-        """With servers that linger, and without engines that Envoy may not know yet."""
+        """``snapshot`` with draining servers, and without engines that Envoy may not have yet."""
         return self._warming.without_warming(self._draining.with_draining(snapshot, now), self._has_engines, now)
 
     def _put_into_use(self, snapshot: Snapshot) -> bool:
@@ -247,19 +276,23 @@ class DirectoryFeed:
         except Exception:
             self._metrics.config_refused()
             log.exception("configuration %s could not be applied; please report this", snapshot.version)
-            self._say_refused("makes extproc fail, whose log says how; please report it")
+            self._report_refusal("makes extproc fail, whose log says how; please report it")
             return False
         return True
 
     def _has_engines(self, server: str) -> bool:
-        """Of a server that is new here, all engines have stood long enough with it."""
+        """Whether the server has engines in use; True for a new server, whose engines have warmed with it."""
         pool = self._core.pools.get(server)
         return pool is None or pool.readiness.can_serve
 
     def _refuse(self, error: Exception) -> None:
         self._metrics.config_refused()
         log.error("configuration refused, the last good one stays:\n%s", error)
-        self._say_refused(str(error))
+        self._report_refusal(str(error))
 
-    def _say_refused(self, why: str) -> None:
+    def _report_refusal(self, why: str) -> None:
         self.report = msgspec.structs.replace(self.report, refused=why)
+
+
+def _names(snapshot: Snapshot) -> frozenset[str]:
+    return frozenset(server.metadata.key for server in snapshot.servers)

@@ -2,7 +2,7 @@
 """Requests to engines and to the runtime agents beside them: TLS, keys and POSTs.
 
 What is sent are prompts and calls that change an engine, so it goes to the address in the configuration and nowhere
-else: redirects are not followed. What comes back is bounded in bytes and time, and is never unpacked.
+else: redirects are not followed. Answers are bounded in bytes and time, and are never decompressed.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
 import msgspec
 
+from extproc.api.addresses import parse_endpoint
 from extproc.engines.answers import Unreadable
+from extproc.reload import Reloadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,7 +32,7 @@ log = logging.getLogger(__name__)
 _FRESH_S: Final = 2.0
 
 
-class Access(msgspec.Struct, frozen=True):
+class ConnectionSettings(msgspec.Struct, frozen=True):
     """``tls``: None for plain HTTP. ``server_name``: what the certificate must be called. ``authorization``: the
     header.
     """
@@ -39,16 +42,17 @@ class Access(msgspec.Struct, frozen=True):
     authorization: str = ""
 
 
-class _Read(msgspec.Struct, frozen=True):
-    """``content``: of all files and variables. ``at_s``: when it was read."""
+class _Shown(msgspec.Struct, frozen=True):
+    """To engines: as in ``ConnectionSettings``."""
 
-    content: tuple[bytes | None, ...]
     tls: ssl.SSLContext | None
     authorization: str
-    at_s: float
 
 
-_PLAIN: Final = Access()
+_Content = tuple[bytes | None, ...]
+
+
+_PLAIN: Final = ConnectionSettings()
 
 
 class EngineAccess:
@@ -56,58 +60,73 @@ class EngineAccess:
 
     def __init__(self, environment: Mapping[str, str], clock: Callable[[], float], folder: Path = Path()) -> None:
         """``folder``: what names of files are relative to."""
-        self._folder = folder
+        self.folder = folder
         self._environment = environment
         self._clock = clock
-        self._read: dict[EngineConnection, _Read] = {}
-        self._said: dict[EngineConnection, str] = {}
+        self._files: dict[EngineConnection, Reloadable[_Content, _Shown]] = {}
+        self._read_at_s: dict[EngineConnection, float] = {}
 
-    async def of(self, spec: ModelServerSpec, address: str) -> Access:
-        """For the engine at ``address``. Raises OSError or ValueError if its files were never good."""
-        connection = spec.connection
+    async def of(
+        self, spec: ModelServerSpec, address: str, connection: EngineConnection | None = None
+    ) -> ConnectionSettings:
+        """For the engine at ``address``. ``connection``: of another port of it, in place of the server's.
+
+        Raises OSError or ValueError if its files were never good.
+        """
+        connection = spec.connection if connection is None else connection
         if connection.tls is None and not connection.has_key:
             return _PLAIN
-        known = self._read.get(connection)
-        if known is None or self._clock() - known.at_s >= _FRESH_S:
-            known = await self._refresh(connection, known)
+        shown = await self._shown(connection)
         own = next((one.server_name for one in spec.endpoints if one.address == address), None)
-        name = None if known.tls is None else connection.server_name_of(own) or ""
-        return Access(known.tls, name, known.authorization)
+        name = None if shown.tls is None else connection.server_name_of(own) or ""
+        if shown.tls is not None and shown.tls.check_hostname and not name:
+            # only an EndpointPickerConfig may leave the name out: certificates then have the address
+            name = parse_endpoint(address).host
+        return ConnectionSettings(shown.tls, name, shown.authorization)
 
-    async def _refresh(self, connection: EngineConnection, known: _Read | None) -> _Read:
-        try:
-            fresh = await asyncio.to_thread(self._load, connection, known)
-        except (OSError, ValueError) as error:
-            if known is None:
-                raise
-            if self._said.get(connection) != str(error):
-                log.warning("TLS files or the key of engines cannot be used, the last ones stay: %s", error)
-            self._said[connection] = str(error)
-            fresh = msgspec.structs.replace(known, at_s=self._clock())
-        else:
-            self._said.pop(connection, None)
-        self._read[connection] = fresh
-        return fresh
+    async def of_connection(self, connection: EngineConnection) -> ConnectionSettings:
+        """For a service that is no engine, whose certificate has its host's name.
 
-    def _load(self, connection: EngineConnection, known: _Read | None) -> _Read:
+        Raises OSError or ValueError if its files were never good.
+        """
+        if connection.tls is None and not connection.has_key:
+            return _PLAIN
+        shown = await self._shown(connection)
+        return ConnectionSettings(shown.tls, None, shown.authorization)
+
+    async def _shown(self, connection: EngineConnection) -> _Shown:
+        files, now = self._files.get(connection), self._clock()
+        if files is None:
+            self._files[connection] = files = await asyncio.to_thread(self._open, connection)
+            self._read_at_s[connection] = now
+        elif now - self._read_at_s[connection] >= _FRESH_S:
+            self._read_at_s[connection] = now
+            if await asyncio.to_thread(files.poll) == "refused":
+                log.warning("TLS files or the key of engines cannot be used, the last ones stay: %s", files.problem)
+        return files.value
+
+    def _open(self, connection: EngineConnection) -> Reloadable[_Content, _Shown]:
         """Raises OSError and ValueError."""
-        tls, key = connection.tls, ""
-        content: list[bytes | None] = []
-        if connection.has_key:
-            key = _key_in(self._key_of(connection))
-            content.append(key.encode())
-        if tls is not None:
-            shown = tls.client_certificate
-            names = [tls.ca_file, *(() if shown is None else (shown.cert_file, shown.key_file))]
-            content += [(self._folder / name).read_bytes() if name is not None else None for name in names]
-        if known is not None and known.content == tuple(content):
-            return msgspec.structs.replace(known, at_s=self._clock())
-        context = None if tls is None else _context(tls, self._folder)
-        return _Read(tuple(content), context, f"Bearer {key}" if key else "", self._clock())
+        return Reloadable(partial(self._read, connection), partial(self._made, connection))
+
+    def _read(self, connection: EngineConnection) -> _Content:
+        """The key, if there is one, and the files of TLS. Raises OSError and ValueError."""
+        content: list[bytes | None] = [_key_in(self._key_of(connection)).encode()] if connection.has_key else []
+        if connection.tls is not None:
+            shown = connection.tls.client_certificate
+            names = [connection.tls.ca_file, *(() if shown is None else (shown.cert_file, shown.key_file))]
+            content += [(self.folder / name).read_bytes() if name is not None else None for name in names]
+        return tuple(content)
+
+    def _made(self, connection: EngineConnection, content: _Content) -> _Shown:
+        """Raises OSError and ValueError."""
+        key = (content[0] or b"").decode() if connection.has_key else ""
+        context = None if connection.tls is None else _context(connection.tls, self.folder)
+        return _Shown(context, f"Bearer {key}" if key else "")
 
     def _key_of(self, connection: EngineConnection) -> str:
         if connection.api_key_file is not None:
-            return (self._folder / connection.api_key_file).read_text()
+            return (self.folder / connection.api_key_file).read_text()
         try:
             return self._environment[connection.api_key_env or ""]
         except KeyError:
@@ -128,6 +147,8 @@ def _context(tls: EngineTls, folder: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if tls.insecure_skip_verify:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if tls.ca_file is None and not tls.insecure_skip_verify:
+        context.load_default_certs()
     if tls.ca_file is not None:
         context.load_verify_locations(folder / tls.ca_file)
     if tls.client_certificate is not None:
@@ -140,7 +161,7 @@ _CONNECT_S: Final = 3.0
 _HEADERS: Final = {"content-type": "application/json", "accept-encoding": "identity"}
 
 
-class Answer(msgspec.Struct, frozen=True):
+class EngineResponse(msgspec.Struct, frozen=True):
     """Of any status but a redirect."""
 
     status: int
@@ -173,10 +194,10 @@ class EngineHttp:
         timeout_s: float,
         most_bytes: int,
         agent_port: int | None = None,
-    ) -> Answer:
+    ) -> EngineResponse:
         """``body`` is JSON. ``agent_port``: of the agent beside the engine, which speaks plain HTTP, in its place.
 
-        Raises OSError where nobody answers, TimeoutError among them, and Unreadable for what is no such answer.
+        Raises OSError without an answer, TimeoutError included, and Unreadable for an answer of another form.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -188,7 +209,7 @@ class EngineHttp:
 
     async def _post(
         self, spec: ModelServerSpec, address: str, path: str, body: bytes, most_bytes: int, agent_port: int | None
-    ) -> Answer:
+    ) -> EngineResponse:
         access = await self._access.of(spec, address)
         is_plain = agent_port is not None or access.tls is None
         host = address if agent_port is None else f"{address.rpartition(':')[0]}:{agent_port}"
@@ -207,4 +228,4 @@ class EngineHttp:
                 read += piece
                 if len(read) > most_bytes:
                     raise Unreadable(f"{host}{path} answers more than {most_bytes} bytes; see what runs there")
-            return Answer(answer.status, bytes(read))
+            return EngineResponse(answer.status, bytes(read))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scrapes the metrics of every engine a few times a second, for the pools.
 
-Each endpoint has its own timer and connection, so an engine that hangs does not delay others. After a failed scrape
-the last report stays in use and ages. Whatever fails for one engine, in its answers or in what is made of them, is that
-engine's failure: it is logged once, and asked for less and less often.
+Each endpoint has its own timer and connection, so an engine that hangs does not delay others. After a failed scrape the
+last report stays in use and ages. An error in one engine's answers, or in their processing, counts as that engine's
+failure: it is logged once, and the engine is read at growing intervals.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.api.addresses import parse_address
 from extproc.api.snapshot import scrape_stretch, stretched_intervals
-from extproc.core.peers import EngineSaid
+from extproc.core.peers import EngineReported
 from extproc.engines.answers import Unreadable, models_in
-from extproc.engines.dialects import DIALECTS
 from extproc.engines.metrics import EngineReport, MetricsReader
 from extproc.engines.pages import PageRefused
 from extproc.feeds.http_get import KeptConnection, get_request
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from extproc.api.snapshot import Snapshot
     from extproc.core.core import Core
+    from extproc.engines.dialects import Dialect
     from extproc.feeds.engine_access import EngineAccess
     from extproc.metrics.registry import Metrics
     from extproc.scheduling.pool import Pool
@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 
 _MODELS_PATH: Final = "/v1/models"
 _TIMEOUT_S: Final = 2.0
-_MAX_PAUSE_S: Final = 10.0
+# Between two tries of an engine that fails: so long at most an engine that is back goes unnoticed.
+_MAX_PAUSE_S: Final = 2.0
 # After a page of a MiB, which takes up to 15 ms to read. Ordinary pages, of 200 KB at most, are read at any interval.
 _PAUSE_S_PER_BYTE: Final = 1.0 / 2**20
 # Intervals of reading the list of models, which changes when adapters are loaded: of engines with adapters, and of
@@ -50,7 +51,7 @@ _READS_A_LIST: Final = 4
 # Scrapes are started in batches: waking up for each engine would cost several times as much as the scrape.
 _TICK_S: Final = 0.025
 # In a batch. Their answers come together, and at 60 us each they hold up requests for a few milliseconds. Four thousand
-# a second are more than the intervals ever ask for.
+# a second are more than the intervals ever require.
 _MOST_AT_ONCE: Final = 100
 # New endpoints that are prepared in a batch, at some 15 us each.
 _MOST_FOLLOWED: Final = 300
@@ -60,8 +61,8 @@ _LOG_PERIOD_S: Final = 10.0
 
 
 class _Followed:
-    """The endpoints of one pool, by address. ``basis``: all of the pool that they were made from. ``spec``: that it had
-    when its endpoints were last looked at.
+    """The endpoints of one pool, by address. ``basis``: the pool's inputs that they were made from. ``spec``: the
+    pool's when its endpoints were last updated.
     """
 
     def __init__(self, pool: Pool, basis: object) -> None:
@@ -73,13 +74,13 @@ class _Followed:
 
 def _basis(pool: Pool) -> object:
     spec = pool.spec
-    return spec.engine, spec.metrics_path, spec.scrape_interval, spec.connection, pool.metrics
+    return spec.engine, pool.scrape_config, spec.connection, pool.metrics
 
 
 class EngineScraper:
     """Scrapes each endpoint of each pool that has a scrape interval.
 
-    All intervals together ask for no more than ``scrape_stretch`` allows. Those that are due wait for each
+    All intervals together cause no more reads than ``scrape_stretch`` allows. Endpoints that are due wait for each
     other, the longest due first.
     """
 
@@ -91,7 +92,7 @@ class EngineScraper:
         access: EngineAccess,
         clock: Callable[[], float],
         rng: random.Random,
-        deliver: Callable[[EngineSaid], object],
+        deliver: Callable[[EngineReported], object],
         most_connections: float = math.inf,
     ) -> None:
         """``access``: TLS and keys of engines. ``deliver``: receives every report. ``most_connections``: that are kept
@@ -104,7 +105,7 @@ class EngineScraper:
         self._clock = clock
         self._rng = rng
         self._followed: dict[str, _Followed] = {}
-        # those whose endpoints have yet to be looked at
+        # pools whose endpoints have yet to be scheduled
         self._changed: dict[str, _Followed] = {}
         # by the time at which each is due; an entry whose engine has another time by now is void
         self._due: list[tuple[float, int, _Poll]] = []
@@ -162,7 +163,7 @@ class EngineScraper:
                 log.warning("%s", note)
 
     def _follow(self) -> None:
-        """Costs a look at each pool; the endpoints of those that have changed follow in ``_follow_some``."""
+        """Compare each pool with its last state; changed ones are updated in ``_follow_some``."""
         pools = self._core.pools
         for name in self._followed.keys() - pools.keys():
             self._stop(self._followed.pop(name).polls.values())
@@ -189,8 +190,11 @@ class EngineScraper:
 
     def _follow_endpoints(self, known: _Followed, group: asyncio.TaskGroup) -> None:
         pool, polls = known.pool, known.polls
-        wanted = pool.table.active_addresses if pool.report_interval_s > 0 else []
-        self._stop([polls.pop(address) for address in polls.keys() - set(wanted)])
+        wanted: dict[str, Dialect] = {}
+        if pool.report_interval_s > 0:
+            wanted = {address: pool.dialect_of(address) for address in pool.table.active_addresses}
+        left = [address for address, poll in polls.items() if wanted.get(address) is not poll.dialect]
+        self._stop([polls.pop(address) for address in left])
         for address in wanted:
             if address not in polls:
                 polls[address] = _Poll(
@@ -219,7 +223,7 @@ class _BoundedLog:
         self._ends_at_s = 0.0
 
     def note(self, level: int, line: str, others: str, error: Exception | None = None) -> None:
-        """``others``: said in place of further lines, after their number. ``error``: logged with its traceback."""
+        """``others``: logged in place of further lines, after their number. ``error``: logged with its traceback."""
         if not self._counts:
             self._ends_at_s = self._clock() + _LOG_PERIOD_S
         count = self._counts[level, others] = self._counts.get((level, others), 0) + 1
@@ -227,7 +231,7 @@ class _BoundedLog:
             log.log(level, "%s", line, exc_info=error)
 
     def tick(self) -> None:
-        """The period may be over."""
+        """Log the counted lines and begin a new period, if the period is over."""
         if self._counts and self._clock() >= self._ends_at_s:
             for (level, others), count in self._counts.items():
                 if count > _MOST_NAMED:
@@ -256,14 +260,19 @@ class _Poll:
         self._metrics, self._group, self._clock, self._rng = metrics, group, clock, rng
         self._host, self._port = parse_address(address)
         self._access = access
-        # with the key that engines asked for when the connection was made; who refuses it gets another connection
+        # with the key at the time of the connection; after a refusal, a new connection is made
         self._metrics_request = self._models_request = b""
-        dialect = DIALECTS[pool.spec.engine]
+        dialect = self.dialect = pool.dialect_of(address)
         self._reader = MetricsReader(dialect, custom=pool.metrics)
-        self._metrics_path = pool.spec.metrics_path or dialect.metrics_path
-        # whether it can have adapters, as far as it has said so
+        scrape = pool.scrape_config
+        self._metrics_path = scrape.path or dialect.metrics_path
+        self._metrics_port = scrape.port or dialect.metrics_port or self._port
+        # the list of models is on the endpoint's own port, over a connection for each list
+        self._is_apart = self._metrics_port != self._port or scrape.connection != pool.spec.connection
+        # whether it can have adapters, as far as it has reported
         self._has_loras = False
         self._connection: KeptConnection | None = None
+        self._models_connection: KeptConnection | None = None
         self._reads_models = False
         self._is_scraping = False
         self._asked_at_s = clock()
@@ -284,10 +293,11 @@ class _Poll:
         self._is_stopped, self.next_at_s = True, math.inf
         if self._connecting is not None:
             self._connecting.cancel()
-        if self._connection is not None:
-            self._connection.give_up()
+        for connection in (self._connection, self._models_connection):
+            if connection is not None:
+                connection.give_up()
         # they refer to this poll: with its buffers it would wait for the collector
-        self._connecting = self._connection = None
+        self._connecting = self._connection = self._models_connection = None
 
     def tick(self, now: float) -> None:
         """Start a scrape; one that is still running after its timeout has failed."""
@@ -308,27 +318,32 @@ class _Poll:
             self._scraper.wait_until(now + _TICK_S, self)
             return
         message = f"no answer within {_TIMEOUT_S:g} s"
-        if self._connection is not None and self._connection.is_busy:
-            self._connection.give_up(message)
+        connection = self._models_connection if self._is_apart and self._reads_models else self._connection
+        if connection is not None and connection.is_busy:
+            connection.give_up(message)
         else:
             self._failed(message)
 
     def _start(self, now: float) -> None:
         self._reads_models = now >= self._models_at_s
-        if self._connection is None or not self._connection.is_open:
+        is_other = self._is_apart and self._reads_models
+        if is_other or self._connection is None or not self._connection.is_open:
             self._connecting = self._group.create_task(self._connect())
             return
         self._connection.ask(self._models_request if self._reads_models else self._metrics_request)
 
     async def _connect(self) -> None:
         connection = KeptConnection(self._take, self._failed)
+        spec, is_other = self._pool.spec, self._is_apart and self._reads_models
+        port = self._port if is_other else self._metrics_port
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                access = await self._access.of(self._pool.spec, self._address)
+                towards = spec.connection if is_other else self._pool.scrape_config.connection
+                access = await self._access.of(spec, self._address, towards)
                 await self._loop.create_connection(
                     lambda: connection,
                     self._host,
-                    self._port,
+                    port,
                     ssl=access.tls,
                     server_hostname=access.server_name,
                 )
@@ -340,10 +355,15 @@ class _Poll:
             self._reads_models = False
             self._failed(_unforeseen(error), error)
             return
-        self._metrics_request = get_request(self._host, self._port, self._metrics_path, access.authorization)
-        self._models_request = get_request(self._host, self._port, _MODELS_PATH, access.authorization)
+        models_request = get_request(self._host, port, _MODELS_PATH, access.authorization)
+        if is_other:
+            self._models_connection = connection
+            connection.ask(models_request)
+            return
+        self._metrics_request = get_request(self._host, port, self._metrics_path, access.authorization)
+        self._models_request = models_request
         self._connection = connection
-        connection.ask(self._models_request if self._reads_models else self._metrics_request)
+        connection.ask(models_request if self._reads_models else self._metrics_request)
 
     def _failed(self, message: str, unforeseen: Exception | None = None) -> None:
         """``unforeseen``: an error of our own code, whose traceback is logged."""
@@ -355,8 +375,7 @@ class _Poll:
             self._engine_failed(message, unforeseen)
 
     def _engine_failed(self, message: str, unforeseen: Exception | None = None) -> None:
-        # never more often than those that answer
-        self._pause_s = max(self._pool.report_interval_s, min(_MAX_PAUSE_S, 2 * self._pause_s))
+        self._pause_s = back_off_s(self._pause_s, self._pool.report_interval_s)
         self._schedule_next()
         self._metrics.scrape_failed(self._pool.name)
         if message != self._said:
@@ -369,12 +388,12 @@ class _Poll:
             )
 
     def _models_failed(self, message: str, unforeseen: Exception | None) -> None:
-        """Metrics are read all the same: if the engine is gone, they say so."""
+        """The list of models failed. Metrics are read all the same: they fail, too, if the engine is gone."""
         self._schedule_next()
         self._models_at_s = self._clock() + self._models_pause_s(_MODELS_LONG_INTERVAL_S)
         if message != self._models_said:
             self._models_said = message
-            # without adapters, nobody misses the list
+            # without adapters the list is not needed
             self._scraper.log.note(
                 logging.WARNING if self._may_change_models or unforeseen else logging.INFO,
                 f"engine {self._address} shows no list of its models at {_MODELS_PATH}: {message}; "
@@ -418,10 +437,10 @@ class _Poll:
     def _take_metrics(self, page: bytes) -> None:
         reading = self._reader.read(page)
         if not reading.is_report:
-            engine = self._pool.spec.engine
             self._failed(
-                f"its page {self._metrics_path} has no metric of {engine}; set 'engine' of its ModelServer to what "
-                "runs there, and 'metricsPath' if its page is elsewhere, or let it show its metrics"
+                f"its page {self._metrics_path} has no metric of {self.dialect.name}; set 'engine' of its ModelServer "
+                "to what runs there, and 'metricsPath' or 'metricsPort' if its page is elsewhere, or let it show its "
+                "metrics"
             )
             return
         if reading.has_restarted:
@@ -432,19 +451,32 @@ class _Poll:
             )
         self._has_loras = self._has_loras or reading.report.loras is not None
         server = self._pool.name
-        self._deliver(EngineSaid(server, self._address, reading.report, reading.cache, reading.has_restarted))
-        self._metrics.scraped(server)
+        self._deliver(EngineReported(server, self._address, reading.report, reading.cache, reading.has_restarted))
+        self._metrics.observe_scrape(server)
         self._resume(len(page))
         if self._said:
             self._scraper.log.note(logging.INFO, f"engine {self._address} reports again", "more engines report again")
             self._said = ""
 
     def _take_models(self, body: bytes) -> None:
-        self._deliver(EngineSaid(self._pool.name, self._address, EngineReport(), models=models_in(body)))
+        listed, server = models_in(body), self._pool.name
+        self._deliver(
+            EngineReported(server, self._address, EngineReport(), models=listed.names, base_models=listed.base)
+        )
         interval_s = _MODELS_INTERVAL_S if self._may_change_models else _MODELS_LONG_INTERVAL_S
         self._models_at_s = self._clock() + self._models_pause_s(interval_s)
         self._models_said = ""
+        if self._models_connection is not None:
+            self._models_connection.give_up()
+            self._models_connection = None
         self._resume()
+
+
+def back_off_s(pause_s: float, interval_s: float) -> float:
+    """The pause after one more failure. ``pause_s``: the last one. ``interval_s``: of engines that answer, which are
+    read no less often.
+    """
+    return max(interval_s, min(_MAX_PAUSE_S, 2 * pause_s))
 
 
 def _unforeseen(error: Exception) -> str:

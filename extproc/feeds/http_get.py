@@ -13,6 +13,9 @@ import asyncio
 import re
 from typing import TYPE_CHECKING, Final, cast
 
+from extproc.api.addresses import join_host_port
+from extproc.api.errors import replace_unprintable
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
@@ -23,7 +26,7 @@ _MOST_LINE_BYTES: Final = 1024
 _MOST_CHUNKS: Final = 16_384
 _END_OF_HEAD: Final = b"\r\n\r\n"
 _OK: Final = re.compile(rb"HTTP/1\.[0-9] 200(?![^ \r])")
-# The fields that say how long an answer is: a length, or a transfer coding.
+# The fields that determine the length of an answer: a length, or a transfer coding.
 _LENGTHS: Final = re.compile(
     rb"\r\n(?:content-length:[ \t]*([^\r\n]*)|transfer-encoding:[ \t]*([^\r\n]*))", re.IGNORECASE
 )
@@ -33,21 +36,21 @@ _SHOWN_BYTES: Final = 80
 
 
 class BadAnswer(Exception):
-    """No page can be read from what came; the message says why."""
+    """The answer is no page; the message has the reason."""
 
 
 def get_request(host: str, port: int, path: str, authorization: str = "") -> bytes:
     """The bytes of a GET request for ``path``. ``authorization``: the header's value, if any."""
-    name = f"[{host}]" if ":" in host else host
+    place = join_host_port(host, port)
     more = f"authorization: {authorization}\r\n" if authorization else ""
-    return f"GET {path} HTTP/1.1\r\nhost: {name}:{port}\r\naccept: text/plain, application/json\r\n{more}\r\n".encode()
+    return f"GET {path} HTTP/1.1\r\nhost: {place}\r\naccept: text/plain, application/json\r\n{more}\r\n".encode()
 
 
 class AnswerParser:
     """Reads one answer: pieces in, the body of a 200 out. It does no I/O.
 
     The result is the same however the answer is cut, and no byte is searched twice. It never holds much more than
-    ``MOST_BYTES``: what announces more is refused before it comes.
+    ``MOST_BYTES``: an answer that announces more is refused before its body comes.
     """
 
     def __init__(self) -> None:
@@ -104,7 +107,7 @@ class AnswerParser:
         return taken
 
     def _until(self, mark: bytes, most: int) -> Generator[None, None, bytes]:
-        """What comes before ``mark``, which must end within ``most`` bytes."""
+        """The bytes before ``mark``, which must end within ``most`` bytes."""
         searched, ends_at = self._at, self._at + most
         while (found := self._data.find(mark, searched, ends_at)) < 0:
             if len(self._data) >= ends_at:
@@ -214,5 +217,4 @@ def _length_in(head: bytes) -> int | None:
 
 def _shown(text: bytes) -> str:
     """As a line of a log may have it: a server has chosen it."""
-    marks = text[:_SHOWN_BYTES].decode(errors="replace")
-    return "".join([mark if mark.isprintable() else "\N{REPLACEMENT CHARACTER}" for mark in marks])
+    return replace_unprintable(text[:_SHOWN_BYTES].decode(errors="replace"))

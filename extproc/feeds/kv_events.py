@@ -22,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from extproc.api.addresses import parse_address, parse_endpoint
 from extproc.prefix.kv_events import UnreadableEvents
-from extproc.prefix.kv_index import KvStream, Source
+from extproc.prefix.kv_index import EventSource, KvStream
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# How often to look for changes of the configuration.
+# Between two checks for changes of the configuration.
 _FOLLOW_S: Final = 0.2
 _REPLAY_TIMEOUT_S: Final = 5.0
 # After a failed replay, none is requested for this long.
@@ -193,17 +193,19 @@ class _Subscription:
                     await self._pause()
         finally:
             socket.disable_monitor()
+            # left to the garbage collector, it could be open while the context waits for the end of all sockets
+            monitor.close(linger=0)
             socket.close(linger=0)
             self._lose()
 
     def leave(self) -> None:
-        """It is not configured any more: the feed of its endpoint is that of the other ranks."""
+        """Remove the rank, which is no longer configured: the endpoint's feed is that of the other ranks."""
         self._states.pop(self.publisher.rank, None)
         self._show()
 
     def _socket(self, kind: int) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
-        # who sends more is disconnected
+        # ZeroMQ disconnects a sender of a longer message
         socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
         return socket
 
@@ -227,7 +229,7 @@ class _Subscription:
             return None
         if self._stream is None or row != self._row:
             self._row = row
-            self._stream = KvStream(index, Source(row, self.publisher.rank))
+            self._stream = KvStream(index, EventSource(row, self.publisher.rank))
         return self._stream
 
     async def _take_all(self, frames: Sequence[bytes] | None, socket: zmq.asyncio.Socket) -> None:
@@ -248,7 +250,7 @@ class _Subscription:
             else:
                 is_replayed = await self._replay(start)
                 if not is_replayed:
-                    await self._apply(stream, stream.missed(number, frames[-1]))
+                    await self._apply(stream, stream.restart_from(number, frames[-1]))
         except UnreadableEvents as error:
             self._reset(stream, error)
         if stream.is_truncated:
@@ -267,8 +269,8 @@ class _Subscription:
                 return
 
     async def _pause(self) -> None:
-        """Let requests be served, if they have not been for a while: a message that is there already is received
-        without a turn of the loop.
+        """Give requests a turn of the event loop, if they had none for a while: a message that is already there is
+        received without one.
         """
         loop = asyncio.get_running_loop()
         if loop.time() >= self._next_pause_at_s:
@@ -284,7 +286,7 @@ class _Subscription:
         try:
             async with asyncio.timeout(_REPLAY_TIMEOUT_S):
                 messages = await self._ask(self.publisher.replay, start)
-            await self._apply(stream, stream.replayed(start, messages))
+            await self._apply(stream, stream.apply_replay(start, messages))
         except TimeoutError:
             self._metrics.kv_events(self.publisher.server, "replay_failed")
             self._warn(f"no answer from the replay socket {self.publisher.replay}")
@@ -301,7 +303,7 @@ class _Subscription:
         """Reset the stream after unreadable events; it continues with the next message."""
         self._metrics.kv_events(self.publisher.server, "unreadable")
         self._warn(str(error))
-        stream.disconnected()
+        stream.on_disconnect()
 
     def _warn(self, message: str) -> None:
         """Now and then; metrics count the others."""
@@ -342,7 +344,7 @@ class _Subscription:
     def _lose(self) -> None:
         """The publisher is away: drop its blocks."""
         if self._stream is not None:
-            self._stream.disconnected()
+            self._stream.on_disconnect()
         self._set_state(is_whole=None)
 
     def _report(self) -> None:
@@ -372,5 +374,5 @@ def _is_old(stream: KvStream, frames: Sequence[bytes]) -> bool:
     try:
         return stream.is_old(_number(frames))
     except UnreadableEvents:
-        # whoever takes it finds the same
+        # the consumer of the message raises the same error
         return False

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rate limits that all machines share: buckets in Redis, one round trip a request.
+"""Rate limits and budgets that all machines share: buckets in Redis, one round trip a request.
 
 Scripts change the buckets atomically, with the arithmetic of ``admission/buckets.py``. They use Redis' time, so the
-machines' clocks need not agree. What is granted while Redis is away is charged to it afterwards, exactly once: every
-message carries what this process has yet to charge (``StoreMemory``).
+machines' clocks need not agree. Grants made while Redis does not answer are charged to it afterwards, exactly once:
+every message carries the amount that this process has yet to charge (``StoreMemory``).
 
 Two cases remain inexact, each by the requests in flight at that moment. What Redis granted to a connection that broke
 is not given back. And where one answer is late and others are still to come, the late request is granted from all that
@@ -19,8 +19,9 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from extproc.admission.buckets import Claim, StoreMemory
-from extproc.admission.limits import Charge, Grant, StoreAway, refusal
+from extproc.admission.buckets import BucketLevel, Reservation, StoreMemory
+from extproc.admission.limits import Charge, Grant, StoreAway
+from extproc.admission.refusals import refusal
 from extproc.replication.buses import redis_client
 
 if TYPE_CHECKING:
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
 
     from extproc.admission.buckets import Limit, Statement
     from extproc.admission.limits import Usage
-    from extproc.errors import RateLimited
+    from extproc.errors import Refusal
     from extproc.metrics.registry import Metrics
 
-# fill() reads a bucket, adds the inflow until now and takes what the process owes it. A bucket that is not here is
-# full, or Redis has lost it: it begins with what the process says is left at most. Its first epoch is the time, so that
-# no reservation of a lost bucket is worth anything in this one. "paid:PROCESS" is the running total that this bucket
-# was charged for (StoreMemory). A key expires some time after its bucket would be full.
+# fill() reads a bucket, adds the inflow until now and subtracts the process's debt. A bucket that does not exist is
+# full, or Redis has lost it: it begins with the most that the process states is left. Its first epoch is the time, so
+# that no reservation of a lost bucket is worth anything in this one. "paid:PROCESS" is the running total that this
+# bucket was charged for (StoreMemory). A key expires some time after its bucket would be full; that of a budget a day
+# after its window has ended. The bucket of a budget whose maximum changes keeps what was used.
 _FILL: Final = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
@@ -45,13 +47,31 @@ local function amount_of(text)
   if amount and amount > 0 and amount < math.huge then return amount end
   return 0
 end
-local function fill(key, rate, capacity, most, owed, told)
-  local held = redis.call('HMGET', key, 'level', 'at', 'claims', 'shrink', 'epoch', paid_field)
+-- a key that somebody else has written is a lost bucket
+local function held_in(key)
+  local held = redis.pcall('HMGET', key, 'level', 'at', 'claims', 'shrink', 'epoch', paid_field)
+  if held.err then
+    redis.call('DEL', key)
+    return {}
+  end
+  for i = 1, 5 do
+    local number = tonumber(held[i])
+    if not number or number ~= number or math.abs(number) == math.huge then return {} end
+    held[i] = number
+  end
+  return held
+end
+local function fill(key, rate, capacity, most, owed, told, ends_at)
+  local held = held_in(key)
   local b = {level = math.min(capacity, most), at = now, claims = 0, shrink = 1, paid = 0, debt = 0}
   b.epoch = math.floor(now * 1000000)
+  b.is_new = not held[1]
   if held[1] then
-    b.level, b.at, b.claims = tonumber(held[1]), tonumber(held[2]), tonumber(held[3])
-    b.shrink, b.epoch, b.paid = tonumber(held[4]), tonumber(held[5]), amount_of(held[6])
+    b.level, b.at, b.claims = held[1], held[2], held[3]
+    b.shrink, b.epoch, b.paid = held[4], held[5], amount_of(held[6])
+    if ends_at > 0 then
+      b.level = b.level + capacity - (tonumber(redis.call('HGET', key, 'capacity')) or capacity)
+    end
     b.level = math.min(capacity, b.level + rate * math.max(0, now - b.at))
     -- a clock that ran ahead, and was set back since, must not stop the inflow until then
     if b.at > now + 1 then redis.call('HSET', key, 'at', string.format('%.17g', now)) end
@@ -70,36 +90,43 @@ local function fill(key, rate, capacity, most, owed, told)
   b.paid = math.max(b.paid, owed)
   return b
 end
-local function store(key, b, rate, capacity)
+local function store(key, b, rate, capacity, ends_at)
   redis.call('HSET', key, 'level', string.format('%.17g', b.level), 'at', string.format('%.17g', b.at),
     'claims', string.format('%.17g', b.claims), 'shrink', string.format('%.17g', b.shrink),
     'epoch', string.format('%.0f', b.epoch))
   if b.debt > 0 then redis.call('HSET', key, paid_field, string.format('%.17g', b.paid)) end
+  if ends_at > 0 then
+    redis.call('HSET', key, 'capacity', string.format('%.17g', capacity))
+    redis.call('EXPIREAT', key, math.ceil(ends_at) + 86400)
+    return
+  end
   redis.call('EXPIRE', key, math.ceil(math.min(31536000, 3600 + 2 * (capacity - b.level) / rate)))
 end
 """
-# ARGV: the process; then for each key rate, capacity, what is left at most, owed, told, amount. What is owed is taken
-# in any case. Returns 1 if granted, else 0; the time; then level, shrink, epoch for each key.
+# ARGV: the process; then for each key rate, capacity, what is left at most, owed, told, when a budget's window ends,
+# amount. What is owed is taken in any case. Returns 1 if granted, else 0; the time; 1 if a budget's bucket is new, else
+# 0; then level, shrink, epoch for each key.
 RESERVE: Final = (
     _FILL
     + """
 local buckets, granted = {}, 1
 for i, key in ipairs(KEYS) do
-  local a = 6 * i - 4
+  local a = 7 * i - 5
   local rate, capacity, most = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), tonumber(ARGV[a + 2])
-  local b = fill(key, rate, capacity, most, amount_of(ARGV[a + 3]), amount_of(ARGV[a + 4]))
+  local b = fill(key, rate, capacity, most, amount_of(ARGV[a + 3]), amount_of(ARGV[a + 4]), amount_of(ARGV[a + 5]))
   buckets[i] = b
-  if amount_of(ARGV[a + 5]) > b.level + 1e-6 then granted = 0 end
+  if amount_of(ARGV[a + 6]) > b.level + 1e-6 then granted = 0 end
 end
-local answer = {granted, string.format('%.17g', now)}
+local answer = {granted, string.format('%.17g', now), 0}
 for i, key in ipairs(KEYS) do
-  local a, b = 6 * i - 4, buckets[i]
+  local a, b = 7 * i - 5, buckets[i]
+  if b.is_new and amount_of(ARGV[a + 5]) > 0 then answer[3] = 1 end
   if granted == 1 then
-    b.level = b.level - amount_of(ARGV[a + 5])
-    b.claims = b.claims + amount_of(ARGV[a + 5])
+    b.level = b.level - amount_of(ARGV[a + 6])
+    b.claims = b.claims + amount_of(ARGV[a + 6])
   end
   if granted == 1 or b.debt > 0 then
-    store(key, b, tonumber(ARGV[a]), tonumber(ARGV[a + 1]))
+    store(key, b, tonumber(ARGV[a]), tonumber(ARGV[a + 1]), amount_of(ARGV[a + 5]))
   end
   answer[#answer + 1] = string.format('%.17g', b.level)
   answer[#answer + 1] = string.format('%.17g', b.shrink)
@@ -108,21 +135,39 @@ end
 return answer
 """
 )
-# ARGV: the process; then for each key rate, capacity, what is left at most, owed, told, the claim's amount, shrink and
-# epoch, used. Returns the time; then the level for each key.
+# ARGV: the process; then for each key rate, capacity, what is left at most, owed, told, when a budget's window ends,
+# the claim's amount, shrink and epoch, used. Returns the time; then the level for each key.
 SETTLE: Final = (
     _FILL
     + """
 local answer = {string.format('%.17g', now)}
 for i, key in ipairs(KEYS) do
-  local a = 9 * i - 7
-  local rate, capacity, amount = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), amount_of(ARGV[a + 5])
-  local b = fill(key, rate, capacity, tonumber(ARGV[a + 2]), amount_of(ARGV[a + 3]), amount_of(ARGV[a + 4]))
+  local a = 10 * i - 8
+  local rate, capacity, amount = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), amount_of(ARGV[a + 6])
+  local ends_at = amount_of(ARGV[a + 5])
+  local b = fill(key, rate, capacity, tonumber(ARGV[a + 2]), amount_of(ARGV[a + 3]), amount_of(ARGV[a + 4]), ends_at)
   local held = 0
-  if tonumber(ARGV[a + 7]) == b.epoch then held = amount * b.shrink / tonumber(ARGV[a + 6]) end
+  if tonumber(ARGV[a + 8]) == b.epoch then held = amount * b.shrink / tonumber(ARGV[a + 7]) end
   b.claims = math.max(0, b.claims - held)
-  b.level = b.level + math.min(amount - amount_of(ARGV[a + 8]), held)
-  store(key, b, rate, capacity)
+  b.level = b.level + math.min(amount - amount_of(ARGV[a + 9]), held)
+  store(key, b, rate, capacity, ends_at)
+  answer[#answer + 1] = string.format('%.17g', b.level)
+end
+return answer
+"""
+)
+# Budgets have no more left than another source knows. ARGV: the process; then for each key rate, capacity, what is left
+# at most, owed, told, when its window ends, and the level. Returns the time; then the level for each key.
+LOWER: Final = (
+    _FILL
+    + """
+local answer = {string.format('%.17g', now)}
+for i, key in ipairs(KEYS) do
+  local a = 7 * i - 5
+  local rate, capacity, ends_at = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), amount_of(ARGV[a + 5])
+  local b = fill(key, rate, capacity, tonumber(ARGV[a + 2]), amount_of(ARGV[a + 3]), amount_of(ARGV[a + 4]), ends_at)
+  b.level = math.min(b.level, tonumber(ARGV[a + 6]))
+  store(key, b, rate, capacity, ends_at)
   answer[#answer + 1] = string.format('%.17g', b.level)
 end
 return answer
@@ -143,7 +188,7 @@ _BATCH_SIZE: Final = 200
 
 
 class OddAnswer(Exception):
-    """Redis has answered what its scripts do not."""
+    """Redis' answer has another form than its scripts' results."""
 
 
 class RedisLimits:
@@ -156,6 +201,7 @@ class RedisLimits:
         self._redis, _ = redis_client(url, timeout_s=2 * _TIMEOUT_S, connections=_CONNECTIONS)
         self._reserve: Any = self._redis.register_script(RESERVE)
         self._settle: Any = self._redis.register_script(SETTLE)
+        self._lower: Any = self._redis.register_script(LOWER)
         self._prefix = prefix
         self._process = process
         self._metrics = metrics
@@ -163,22 +209,26 @@ class RedisLimits:
         self._retry_at_s = 0.0
         self._settlements: deque[tuple[Grant, Usage | None]] = deque(maxlen=_MAX_SETTLEMENTS)
         self._memory = StoreMemory()
-        # settlements or debts
+        # of budgets, that Redis does not have yet
+        self._levels: dict[str, BucketLevel] = {}
+        # called when Redis had to begin with a budget's bucket: a new caller's, or it has lost what it had
+        self.on_new_bucket: Callable[[], None] = _nothing
+        # settlements, debts or levels
         self._has_news = asyncio.Event()
         # look-ups whose request is gone, until Redis answers or the client library gives up
         self._late: set[asyncio.Future[list[Any]]] = set()
 
-    async def reserve(self, charges: Sequence[Charge]) -> Grant | RateLimited | StoreAway:
+    async def reserve(self, charges: Sequence[Charge]) -> Grant | Refusal | StoreAway:
         """Reserve all charges or none; StoreAway if Redis does not answer in time."""
         now = self._clock()
         if now < self._retry_at_s:
-            self._metrics.admission.asked_redis("away", 0.0)
+            self._metrics.admission.observe_redis_call("away", 0.0)
             return self._away(charges)
         stated = self._state(charges, now)
         # a task of its own: Redis may grant what is not waited for any more, and that must be given back
         asked = asyncio.create_task(self._ask(charges, stated))
         try:
-            found, levels, store_at_s = _read_answer(charges, await _in_time(asked))
+            found, levels, store_at_s, is_new = _read_answer(charges, await _in_time(asked))
         except asyncio.CancelledError:
             self._give_back_later(charges, asked)
             raise
@@ -187,15 +237,29 @@ class RedisLimits:
             self._note_failure(error)
             return self._away(charges)
         self._note_levels(charges, stated, levels, store_at_s)
+        if is_new:
+            self.on_new_bucket()
         result = "granted" if isinstance(found, Grant) else "refused"
-        self._metrics.admission.asked_redis(result, self._clock() - now)
+        self._metrics.admission.observe_redis_call(result, self._clock() - now)
         return found
 
-    def owe(self, charge: Charge, amount: float) -> None:
+    def record_overdraft(self, charge: Charge, amount: float) -> None:
         """Charge Redis for what was used without it, as soon as it is back."""
-        self._memory.owe(charge.key, charge.limit, amount)
+        self._memory.record_overdraft(charge.key, charge.limit, amount)
         if self._memory.has_debts:
             self._has_news.set()
+
+    def lower(self, levels: Sequence[BucketLevel]) -> None:
+        """Budgets have no more left than this, in Redis and where it does not answer."""
+        for one in levels:
+            self._memory.lower(one.key, one.limit, one.level, self._clock())
+            self._levels[one.key] = one
+        if self._levels:
+            self._has_news.set()
+
+    def budget_levels(self) -> list[BucketLevel]:
+        """Of the budgets in Redis, as last known."""
+        return [BucketLevel(*one) for one in self._memory.budget_levels()]
 
     def settle(self, grant: Grant, used: Usage | None) -> None:
         """Settle a grant in the background, in a batch with others."""
@@ -211,8 +275,10 @@ class RedisLimits:
                 await self._has_news.wait()
                 await asyncio.sleep(max(0.0, self._retry_at_s - self._clock()))
                 # what was used without Redis first: until then other processes may be granted the same
+                if self._levels:
+                    await self._lower_batch()
                 await (self._pay_batch() if self._memory.has_debts else self._settle_batch())
-                if not self._settlements and not self._memory.has_debts:
+                if not self._settlements and not self._memory.has_debts and not self._levels:
                     self._has_news.clear()
         finally:
             for one in self._late:
@@ -221,15 +287,16 @@ class RedisLimits:
             await self._redis.aclose()
 
     async def _send_last(self) -> None:
-        """What is left at the end, if Redis is there: nobody else knows of it."""
+        """Send the last debts at the end, if Redis is reachable: no other process has them."""
         if self._memory.has_debts and self._clock() >= self._retry_at_s:
             await self._pay_batch()
         if self._settlements and self._clock() >= self._retry_at_s:
             await self._settle_batch()
 
     def _away(self, charges: Sequence[Charge]) -> StoreAway:
-        now = self._clock()
-        return StoreAway([self._memory.most_left(charge.key, charge.limit, now) for charge in charges])
+        now, memory = self._clock(), self._memory
+        keys = [(charge.key, charge.limit) for charge in charges]
+        return StoreAway([memory.most_left(*one, now) - memory.unpaid(*one) for one in keys])
 
     def _state(self, charges: Sequence[Charge], now: float) -> list[Statement]:
         return [self._memory.state(charge.key, charge.limit, now) for charge in charges]
@@ -239,7 +306,8 @@ class RedisLimits:
     ) -> None:
         now = self._clock()
         for charge, statement, level in zip(charges, stated, levels, strict=True):
-            self._memory.answered(charge.key, statement, level, store_at_s=store_at_s, now=now)
+            budget = charge.limit if charge.limit.ends_at_s else None
+            self._memory.on_store_answer(charge.key, statement, level, store_at_s=store_at_s, now=now, budget=budget)
 
     async def _ask(self, charges: Sequence[Charge], stated: Sequence[Statement], client: Any = None) -> list[Any]:  # noqa: ANN401 - the library has no types
         numbers = [
@@ -253,14 +321,14 @@ class RedisLimits:
         return answer
 
     def _give_back_later(self, charges: Sequence[Charge], asked: asyncio.Future[list[Any]]) -> None:
-        """Nobody waits for this answer any more; if it is a grant, it is settled with nothing used."""
+        """The answer's request is gone; if it is a grant, it is settled with nothing used."""
 
         def arrived(answer: asyncio.Future[list[Any]]) -> None:
             self._late.discard(answer)
             if answer.cancelled() or answer.exception() is not None:
                 return
-            with contextlib.suppress(OddAnswer):  # logged by who waits, and it grants nothing
-                found, _, _ = _read_answer(charges, answer.result())
+            with contextlib.suppress(OddAnswer):  # logged by the waiting call; it grants nothing
+                found, *_ = _read_answer(charges, answer.result())
                 if isinstance(found, Grant):
                     self.settle(found, None)
 
@@ -268,7 +336,7 @@ class RedisLimits:
         asked.add_done_callback(arrived)
 
     async def _pay_batch(self) -> None:
-        """Charge Redis for one batch of what was used without it: ask for nothing, and state what is owed."""
+        """Charge Redis for one batch of what was used without it: state what is owed, and reserve nothing."""
         batch = [[Charge(key, limit, "requests", 0.0)] for key, limit in self._memory.owing(_BATCH_SIZE)]
         stated = [self._state(charges, self._clock()) for charges in batch]
         try:
@@ -280,8 +348,30 @@ class RedisLimits:
         except Exception as error:  # noqa: BLE001 - as above
             self._note_failure(error)
             return
-        for charges, statements, (_, levels, store_at_s) in zip(batch, stated, found, strict=True):
+        for charges, statements, (_, levels, store_at_s, _) in zip(batch, stated, found, strict=True):
             self._note_levels(charges, statements, levels, store_at_s)
+
+    async def _lower_batch(self) -> None:
+        """Lower one batch of budgets; what fails is repeated."""
+        batch = [one for _, one in zip(range(_BATCH_SIZE), self._levels.values(), strict=False)]
+        now = self._clock()
+        stated = [self._memory.state(one.key, one.limit, now) for one in batch]
+        try:
+            async with asyncio.timeout(1.0), self._redis.pipeline(transaction=False) as pipe:
+                for one, statement in zip(batch, stated, strict=True):
+                    numbers = (*_numbers(one.limit, statement), one.level)
+                    await self._lower(keys=[self._key(one.key)], args=[self._process, *numbers], client=pipe)
+                found = [_numbers_in(answer, 2) for answer in await pipe.execute()]
+        except Exception as error:  # noqa: BLE001 - as above
+            self._note_failure(error)
+            return
+        for one, statement, (store_at_s, level) in zip(batch, stated, found, strict=True):
+            # it may have been lowered further meanwhile
+            if self._levels.get(one.key) is one:
+                del self._levels[one.key]
+            self._memory.on_store_answer(
+                one.key, statement, level, store_at_s=store_at_s, now=self._clock(), budget=one.limit
+            )
 
     async def _settle_batch(self) -> None:
         """Settle one batch. A failed batch is not repeated: applied twice, it would refund too much; what went beyond
@@ -303,18 +393,18 @@ class RedisLimits:
                 found = [_numbers_in(answer, 1 + len(grant.charges)) for (grant, _), answer in settled]
         except Exception as error:  # noqa: BLE001 - as above
             for grant, used in batch:
-                self._owe_overruns(grant, used)
+                self._record_overruns(grant, used)
             self._note_failure(error)
             return
         for (grant, _), statements, (store_at_s, *levels) in zip(batch, stated, found, strict=True):
             self._note_levels(grant.charges, statements, levels, store_at_s)
 
-    def _owe_overruns(self, grant: Grant, used: Usage | None) -> None:
-        """Owe by how much the usage went beyond the reservation."""
+    def _record_overruns(self, grant: Grant, used: Usage | None) -> None:
+        """Record as debt by how much the usage exceeded the reservation."""
         if used is None:
             return
         for charge in grant.charges:
-            self.owe(charge, max(0.0, used.of(charge.resource) - charge.amount))
+            self.record_overdraft(charge, max(0.0, used.of(charge.resource) - charge.amount))
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}:limit:{key}"
@@ -323,7 +413,7 @@ class RedisLimits:
         if self._clock() >= self._retry_at_s:
             log.warning("Redis does not answer, granting limits locally: %r", error)
         self._retry_at_s = self._clock() + _PAUSE_S
-        self._metrics.admission.asked_redis("failed", 0.0)
+        self._metrics.admission.observe_redis_call("failed", 0.0)
 
 
 async def _in_time(asked: asyncio.Future[list[Any]]) -> list[Any]:
@@ -336,19 +426,25 @@ async def _in_time(asked: asyncio.Future[list[Any]]) -> list[Any]:
             return await asyncio.shield(asked)
 
 
-def _read_answer(charges: Sequence[Charge], answer: object) -> tuple[Grant | RateLimited, list[float], float]:
-    """What was found, the levels that are left, and Redis' time. Raises OddAnswer."""
-    granted, store_at_s, *fields = _numbers_in(answer, 2 + 3 * len(charges))
+def _read_answer(charges: Sequence[Charge], answer: object) -> tuple[Grant | Refusal, list[float], float, bool]:
+    """A script's result, the levels that are left, Redis' time, and whether a budget's bucket is new. Raises
+    OddAnswer.
+    """
+    granted, store_at_s, is_new, *fields = _numbers_in(answer, 3 + 3 * len(charges))
     levels = fields[::3]
     if not granted:
-        return refusal(charges, levels), levels, store_at_s
+        return refusal(charges, levels), levels, store_at_s, bool(is_new)
     states = zip(charges, fields[1::3], fields[2::3], strict=True)
-    claims = [Claim(charge.amount, shrink, int(epoch)) for charge, shrink, epoch in states]
-    return Grant(charges, claims, levels, is_global=True), levels, store_at_s
+    claims = [Reservation(charge.amount, shrink, int(epoch)) for charge, shrink, epoch in states]
+    return Grant(charges, claims, levels, is_global=True), levels, store_at_s, bool(is_new)
+
+
+def _nothing() -> None:
+    """Nobody is to be called."""
 
 
 def _numbers_in(answer: object, count: int) -> list[float]:
-    """What a script answers. Raises OddAnswer."""
+    """The numbers in a script's answer. Raises OddAnswer."""
     if not isinstance(answer, list) or len(answer) != count:
         raise OddAnswer(f"the answer has not {count} numbers")
     try:
@@ -362,7 +458,7 @@ def _numbers_in(answer: object, count: int) -> list[float]:
 
 def _numbers(limit: Limit, stated: Statement) -> tuple[float, ...]:
     """With which a script's arguments for a bucket begin."""
-    return limit.rate, limit.capacity, stated.most_left, stated.owed, stated.told
+    return limit.rate, limit.capacity, stated.most_left, stated.owed, stated.told, limit.ends_at_s
 
 
 def _settled(grant: Grant, used: Usage | None, stated: Sequence[Statement]) -> list[float]:

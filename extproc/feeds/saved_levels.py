@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How full the buckets of local limits are, in a file: a process that starts goes on where the last one ended.
+"""Levels of the buckets of local limits, and derived prices, in a file: a process that starts continues with them.
 
-The file is replaced by rename, some ten times a second while limits grant, and once more at the end: who kills the
-process gains what was granted in the last tenth of a second. Every worker has a file of its own and begins with the
-lowest level of all files. The time between is inflow, by the wall clock.
+The file is replaced by rename, some ten times a second while limits grant, and once more at the end: a killed process
+loses the grants of the last tenth of a second. Every worker has a file of its own and begins with the lowest level of
+all files. The time between is inflow, by the wall clock.
 """
 
 from __future__ import annotations
@@ -12,46 +12,57 @@ import asyncio
 import errno
 import logging
 import os
-import stat
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.limits import BucketLevel
+from extproc.admission.buckets import BucketLevel
+from extproc.api.files import open_regular
+from extproc.endpoints.prices import SavedPrice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from extproc.admission.limits import LocalLimits
+    from extproc.admission.local_limits import LocalLimits
+    from extproc.scheduling.pool import Pool
 
 log = logging.getLogger(__name__)
 
 _PAUSE_S: Final = 0.1
 # Of the process's time, saving takes at most one part in as many.
 _MOST_SHARE: Final = 20
-# Some 100,000 buckets are remembered, of 200 bytes or so each.
+# Some 100,000 buckets are saved, of 200 bytes or so each.
 _MOST_BYTES: Final = 256 << 20
 
 
 class _Saved(msgspec.Struct, frozen=True):
+    """``prices``: by ModelServer. Until an engine has answered there is no other, and money budgets would be free."""
+
     saved_at_s: float
     levels: list[BucketLevel]
+    prices: Mapping[str, SavedPrice] = MappingProxyType({})
 
 
 class SavedLevels:
-    """The levels of ``limits`` in ``directory``. ``number``: of this worker. ``wall_clock``: seconds since 1970."""
+    """The levels of ``limits`` in ``directory``, and the prices of ``pools``. ``number``: of this worker.
+    ``wall_clock``: seconds since 1970.
+    """
 
     def __init__(
         self,
         limits: LocalLimits,
         directory: Path,
         *,
+        pools: Callable[[], Mapping[str, Pool]] = dict,
         number: int,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
         self._limits = limits
+        self._pools = pools
         self._directory = directory
         self._file = directory / f"limits-{number}.json"
         self._clock = clock
@@ -67,18 +78,27 @@ class SavedLevels:
         now, wall_now = self._clock(), self._wall_clock()
         for file in sorted(self._directory.glob("limits-*.json")):
             try:
-                saved = msgspec.json.decode(_content(file), type=_Saved)
+                saved = msgspec.json.decode(read_state(file), type=_Saved)
             except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 log.warning("%s cannot be read, its limits start full: %s", file, error)
                 continue
+            for name, price in saved.prices.items():
+                if (pool := self._pools().get(name)) is not None:
+                    pool.prices.saved = price
             passed_s = max(0.0, wall_now - saved.saved_at_s)
             self._limits.lower(
-                [BucketLevel(one.key, one.limit, one.level + one.limit.rate * passed_s) for one in saved.levels], now
+                [
+                    BucketLevel(one.key, one.limit, one.level + one.limit.rate * passed_s)
+                    for one in saved.levels
+                    # a budget's window that has ended is of no use
+                    if not 0 < one.limit.ends_at_s <= wall_now
+                ],
+                now,
             )
         self._saved_changes = self._limits.changes
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Save levels until cancelled."""
         while True:
             began_s = self._clock()
             self.save()
@@ -89,15 +109,10 @@ class SavedLevels:
         if self._limits.changes == self._saved_changes:
             return
         changes = self._limits.changes
-        saved = _Saved(self._wall_clock(), self._limits.levels(self._clock()))
-        fresh = self._file.with_suffix(".new")
+        prices = {name: last for name, pool in self._pools().items() if (last := pool.prices.last) is not None}
+        saved = _Saved(self._wall_clock(), self._limits.levels(self._clock()), prices)
         try:
-            # what lies there was left by a process that was killed; a pipe would be waited for
-            fresh.unlink(missing_ok=True)
-            # names of tenants are nobody else's business
-            with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(msgspec.json.encode(saved))
-            fresh.replace(self._file)
+            replace_state(self._file, msgspec.json.encode(saved))
         except OSError as error:
             if not self._has_failed:
                 log.warning("the levels of limits cannot be saved, a restart will find older ones: %s", error)
@@ -106,12 +121,20 @@ class SavedLevels:
         self._has_failed, self._saved_changes = False, changes
 
 
-def _content(file: Path) -> bytes:
+def replace_state(file: Path, content: bytes) -> None:
+    """Raises OSError, with the file as it was."""
+    fresh = file.with_suffix(".new")
+    # the file was left by a process that was killed; opening a pipe would block
+    fresh.unlink(missing_ok=True)
+    # names of tenants are private
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
+        opened.write(content)
+    fresh.replace(file)
+
+
+def read_state(file: Path) -> bytes:
     """Raises OSError."""
-    # a pipe would be waited for until somebody writes into it
-    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
-        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "is not a regular file")
+    with open_regular(file) as opened:
         content = opened.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
         raise OSError(errno.EFBIG, f"has more than {_MOST_BYTES} bytes")

@@ -10,13 +10,12 @@ import asyncio
 import json
 import logging
 from http import HTTPStatus
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 import msgspec
 import numpy as np
 
-from extproc.engines.answers import Unreadable, decoded
+from extproc.engines.answers import Unreadable, parse_json
 from extproc.feeds.engine_access import EngineHttp
 from extproc.request.anthropic import chat_in
 from extproc.request.model import TokenId
@@ -24,6 +23,7 @@ from extproc.request.tokens import tokens_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from extproc.core.record import Arrival
     from extproc.feeds.engine_access import EngineAccess
@@ -109,14 +109,19 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateInvalid(message)
 
 
-_KEPT_FIELDS: Final = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_KEPT_FIELDS: Final = (
+    *("messages", "tools", "chat_template", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+# These decide on a chat's tokens, too, and /tokenize does not take them.
+_NOT_TOKENIZED: Final = ("documents", "input_ids")
 _PATH: Final = "/tokenize"
-# Of an answer: a token with its comma and spaces, and what stands beside the list.
+# Of an answer: a token with its comma and spaces, and the members beside the list.
 _TOKEN_BYTES: Final = 16
 _OTHER_BYTES: Final = 64 * 1024
 
 
-# A template adds its own tokens to those of the prompt, of which no tokenizer makes more than one of a byte.
+# Most tokens that a template adds to those of the prompt, which has at most one a byte.
 _TEMPLATE_TOKENS: Final = 16_384
 _MOST_TOKENS: Final = 2**20
 
@@ -141,10 +146,10 @@ def tokens_in_answer(body: bytes, most: int) -> list[int]:
     # counted before they are made: each takes more memory than its digits
     if body.count(b",") > most + _OTHER_COMMAS:
         raise Unreadable(f"more than {most} tokens came for a prompt; see what answers at this address")
-    return decoded(_tokens, body, "the list of tokens").tokens
+    return parse_json(_tokens, body, "the list of tokens").tokens
 
 
-class Refused(ValueError):
+class TokenizeRefused(ValueError):
     """An engine does not tokenize a prompt; another one would not either."""
 
 
@@ -155,7 +160,7 @@ class EngineTokenizers:
         self._http = EngineHttp(access)
 
     def of(self, pool: Pool) -> EngineTokenizer:
-        """One that asks the engines of ``pool``."""
+        """A tokenizer that calls the engines of ``pool``."""
         return EngineTokenizer(pool, self._http)
 
     async def close(self) -> None:
@@ -164,27 +169,31 @@ class EngineTokenizers:
 
 
 class EngineTokenizer:
-    """Asks the engine with the fewest requests in flight (POST /tokenize), of those that do not fail; if it is not
-    there, or nobody can read its answer, the next.
+    """Tokenizes at the engine with the fewest requests in flight (POST /tokenize) of those that do not fail; at the
+    next one if that cannot be reached or its answer cannot be read.
 
-    An engine that is gone has the fewest of all: by its load alone it would be asked every time.
+    An engine that is gone has the fewest of all: by its load alone it would be tried every time. Chance decides between
+    equals: all requests of a burst come before the first of them is in flight.
     """
 
     def __init__(self, pool: Pool, http: EngineHttp) -> None:
         self._pool = pool
         self._http = http
+        self._chance = np.random.default_rng()
 
     async def tokens(self, arrival: Arrival) -> Sequence[int] | None:
         """Tokenize in the engine, which applies its own chat template. Raises OSError and ValueError."""
         body: dict[str, Any] = msgspec.json.decode(arrival.body)
         chat = chat_in(body, arrival.request)
+        if any(body.get(name) for name in _NOT_TOKENIZED):
+            return None
         if chat is not None:
-            asked: dict[str, Any] = {name: chat[name] for name in _KEPT_FIELDS if name in chat}
+            prompt: dict[str, Any] = {name: chat[name] for name in _KEPT_FIELDS if name in chat}
         elif isinstance(body.get("prompt"), str):
-            asked = {"prompt": body["prompt"]}
+            prompt = {"prompt": body["prompt"]}
         else:
             return None
-        payload = json.dumps({"model": arrival.destination.model, **asked}).encode()
+        payload = json.dumps({"model": arrival.destination.model, **prompt}).encode()
         engines = self._engines()
         for address in engines:
             try:
@@ -195,10 +204,10 @@ class EngineTokenizer:
         raise ConnectionError("there is no engine to ask")
 
     def _engines(self) -> list[str]:
-        """The two to ask, the better one first; one if there are no more."""
+        """The two engines to try, the better one first; one if there is a single engine."""
         table = self._pool.table
         load = np.where(table.is_active, table.in_flight, np.inf)
-        best_first = np.lexsort((load, table.failures > 0, ~table.is_active))
+        best_first = np.lexsort((self._chance.random(len(load)), load, table.failures > 0, ~table.is_active))
         return [table.addresses[row] for row in best_first[:2].tolist() if table.is_active[row]]
 
     async def _ask(self, address: str, payload: bytes) -> Sequence[int]:
@@ -212,7 +221,7 @@ class EngineTokenizer:
             most_bytes=_TOKEN_BYTES * most + _OTHER_BYTES,
         )
         if answer.status != HTTPStatus.OK:
-            raise Refused(f"{address}{_PATH} answers {answer.status}")
+            raise TokenizeRefused(f"{address}{_PATH} answers {answer.status}")
         return tokens_in_answer(answer.body, most)
 
 
@@ -237,7 +246,7 @@ class Tokenizers:
     """The tokenizers of all pools. A failure never stops a request: the approximate index decides instead."""
 
     def __init__(self, metrics: Metrics, access: EngineAccess) -> None:
-        """``access``: TLS and keys of engines."""
+        """``access``: TLS and keys of engines, and what names of files are relative to."""
         self._metrics = metrics
         self._access = access
         self._made: dict[str, tuple[str | None, Tokenizer]] = {}
@@ -250,12 +259,12 @@ class Tokenizers:
         request = arrival.request
         prompt = None if request.api is None else request.api.spec.prompt
         if prompt == "tokens":
-            # the client has sent them; the parser has refused those that no engine knows
+            # the client has sent them; the parser has refused tokens that no engine's vocabulary can have
             return tokens_in(arrival.body)
-        # of pictures in a chat an engine knows, but not in the chat that is made of another body
+        # an engine tokenizes pictures in a chat, but not in the chat that is made of another body
         has_pictures = prompt == "anthropic messages" and bool(request.media.tokens)
         if prompt is None or has_pictures:
-            self._metrics.tokenized(pool.name, "unsupported")
+            self._metrics.count_tokenization(pool.name, "unsupported")
             return None
         try:
             async with asyncio.timeout(pool.spec.tokenizer.timeout):
@@ -268,7 +277,7 @@ class Tokenizers:
         else:
             result = "unsupported" if found is None else "tokenized"
             self._failing.discard(pool.name)
-        self._metrics.tokenized(pool.name, result)
+        self._metrics.count_tokenization(pool.name, result)
         return found
 
     async def close(self) -> None:
@@ -277,7 +286,7 @@ class Tokenizers:
             await self._engines.close()
 
     def _warn_once(self, pool: Pool, error: Exception) -> None:
-        """Until it works again; with the traceback of an error that nobody has foreseen."""
+        """Log once until it works again; an unforeseen error with its traceback."""
         if pool.name in self._failing:
             return
         self._failing.add(pool.name)
@@ -295,7 +304,7 @@ class Tokenizers:
         if made is not None and made[0] == path:
             return made[1]
         if path is not None:
-            tokenizer: Tokenizer = LocalTokenizer(Path(path))
+            tokenizer: Tokenizer = LocalTokenizer(self._access.folder / path)
         else:
             if self._engines is None:
                 self._engines = EngineTokenizers(self._access)
@@ -323,6 +332,8 @@ class LocalTokenizer:
         """Tokenize as vLLM does: chats with the template, completions with the leading special tokens."""
         body = msgspec.json.decode(arrival.body)
         chat = chat_in(body, arrival.request)
+        if body.get("chat_template") or body.get("input_ids"):
+            return None
         if chat is not None:
             return await self._encode(self._template.render(chat), special=False)
         prompt = body.get("prompt")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of an EndpointPickerConfig has no effect here, or another one than in llm-d, in sentences."""
+"""Notes on the parts of an EndpointPickerConfig that have no effect here, or another one than in llm-d."""
 
 from __future__ import annotations
 
@@ -20,12 +20,8 @@ from extproc.api.picker_flow_control import (
 )
 from extproc.llmd.registry import ACCEPTED
 from extproc.scheduling.cache_estimator import tier_capacities
-from extproc.scheduling.plugins.attributes import (
-    EndpointAttributeFilter,
-    EndpointAttributeScorer,
-    EngineConfig,
-    MetricsExtractor,
-)
+from extproc.scheduling.metrics_source import EngineConfig
+from extproc.scheduling.plugins.attributes import EndpointAttributeFilter, EndpointAttributeScorer
 from extproc.scheduling.plugins.label_plugins import RANGE_LABEL, context_range
 
 if TYPE_CHECKING:
@@ -35,7 +31,7 @@ if TYPE_CHECKING:
     from extproc.api.picker_config import EndpointPickerConfig, FlowControlSection, PluginSpec
     from extproc.llmd.registry import PluginType
 
-# Sections of the file, and what does their work here.
+# Sections of the file, and what replaces them here.
 _SECTIONS: Final[Mapping[str, str]] = {
     "data_layer": "the scraper, KV events and the configuration directory",
     "data": "the scraper, KV events and the configuration directory",
@@ -73,9 +69,9 @@ def notes_of(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> I
             yield f"{spec.called}: names no decider, so prefill stays with decode; name one in deciders.prefill"
         yield from _parameter_notes(spec.called, spec.parameters or {}, plugin.cls)
         yield from _more_notes(spec, plugin.cls, config)
-        told = getattr(plugin.cls, "TOLD", "")
-        if told:
-            yield f"{spec.called}: {told}"
+        note = getattr(plugin.cls, "TOLD", "")
+        if note:
+            yield f"{spec.called}: {note}"
     yield from _profile_notes(config, known)
     for field in msgspec.structs.fields(config):
         if field.name in _SECTIONS and getattr(config, field.name):
@@ -85,7 +81,7 @@ def notes_of(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> I
 
 
 def server_notes(config: EndpointPickerConfig, spec: ModelServerSpec) -> Iterator[str]:
-    """What of the file has another effect because of the ModelServer that names it."""
+    """Notes on parts of the file that have another effect because of the ModelServer that names it."""
     for plugin in config.plugins:
         if plugin.type in _PRECISE and spec.kv_events is None:
             what = "it has no kvEvents, so cached prefixes are estimated by what was sent where"
@@ -107,14 +103,9 @@ def _parameter_notes(name: str, parameters: Mapping[str, Any], cls: type) -> Ite
 
 
 def _more_notes(spec: PluginSpec, cls: type, config: EndpointPickerConfig) -> Iterator[str]:
-    """What depends on values of the plugin's parameters, or on other parts of the file."""
+    """Notes that depend on values of the plugin's parameters, or on other parts of the file."""
     given = spec.parameters or {}
-    if cls is MetricsExtractor:
-        for engine in msgspec.convert(given.get("engineConfigs") or [], tuple[EngineConfig, ...]):
-            if engine.unread:
-                what = "no effect: the usual metrics are read under the names of the ModelServer's engine"
-                yield f"{spec.called}: engine '{engine.name}': {', '.join(engine.unread)}: {what}"
-    elif cls in {EndpointAttributeFilter, EndpointAttributeScorer}:
+    if cls in {EndpointAttributeFilter, EndpointAttributeScorer}:
         key = given.get("attribute") or given.get("attributeKey") or ""
         if given.get("source") == "metadata":
             yield f"{spec.called}: no endpoint has a value: a request's metadata is not read"

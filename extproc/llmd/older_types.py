@@ -70,7 +70,7 @@ def _first_part(values: Floats, candidates: Bools) -> Bools:
 class LoraSoftAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """``lora-affinity-filter`` of the Inference Extension up to 0.5: endpoints with the adapter, else with room for it.
 
-    If there are both, those with the adapter, but for a share ``1 - threshold`` of the requests.
+    If there are both, the filter keeps those with the adapter, except for a share ``1 - threshold`` of the requests.
     """
 
     threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.999
@@ -113,7 +113,7 @@ class DecisionTree(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
             elif not isinstance(step.get("pluginRef"), str):
                 raise ValueError("a step of a decision tree has either 'pluginRef' or 'decisionTree'")
 
-    def with_plugins(self, others: Mapping[str, Any]) -> TreeStep:
+    def with_plugins(self, others: Mapping[str, Any]) -> FilterTreeNode:
         """With the filters that it names."""
 
         def step(of: dict[str, Any] | None) -> Filter | None:
@@ -126,7 +126,7 @@ class DecisionTree(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
             return found if hasattr(found, "keep") else _Everything()
 
         either = self.next_on_success_or_failure
-        return TreeStep(
+        return FilterTreeNode(
             step(self.current) or _Everything(),
             step(self.next_on_success or either),
             step(self.next_on_failure or either),
@@ -139,7 +139,7 @@ class _Everything(msgspec.Struct, frozen=True):
         return candidates
 
 
-class TreeStep(msgspec.Struct, frozen=True):
+class FilterTreeNode(msgspec.Struct, frozen=True):
     """The filter: one step of the tree, and what follows it."""
 
     current: Filter

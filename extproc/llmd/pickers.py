@@ -13,7 +13,8 @@ from extproc.api.model_server import ModelServerSpec, PdGroup
 from extproc.api.picker_config import EndpointPickerConfig
 from extproc.llmd.notes import server_notes
 from extproc.llmd.profiles import BuiltPicker, build_picker, failures
-from extproc.llmd.registry import installed
+from extproc.llmd.registry import installed_plugins
+from extproc.scheduling.disaggregation import ExpectedSeconds, UncachedTokens
 from extproc.scheduling.external_plugins import try_out
 from extproc.scheduling.picker import Picker
 from extproc.scheduling.pickers import (
@@ -39,15 +40,16 @@ _MOST_TRIED: Final = 16
 
 
 class PickerBasis(msgspec.Struct, frozen=True):
-    """All that a picker is made from; an equal basis makes an equal picker."""
+    """The inputs from which a picker is made; an equal basis makes an equal picker."""
 
     name: str
     config: EndpointPickerConfig | None
     pd_group: PdGroup | None
+    engine: str = "vLLM"
 
 
 class MadePicker(msgspec.Struct, frozen=True):
-    """A picker, which may have learned something since it was made, and what it was made from."""
+    """A picker, which may have state, and the settings from which it was made."""
 
     basis: PickerBasis
     picker: Picker
@@ -62,7 +64,7 @@ def pickers_for(
     """
     made: dict[str, MadePicker] = {}
     mistakes: dict[Mistake, None] = {}
-    make = make or PickerMaker()
+    make = make or PickerFactory()
     for server in snapshot.servers:
         key, basis = server.metadata.key, _basis(server.spec, snapshot.picker_files)
         known = previous.get(key)
@@ -79,8 +81,8 @@ def pickers_for(
     return made
 
 
-class PickerMaker:
-    """Makes the picker that a ModelServer names, of the plugins that are installed, which are looked up once."""
+class PickerFactory:
+    """Makes the picker that a ModelServer names, of the installed plugins, which are loaded once."""
 
     def __init__(self) -> None:
         self._known: Mapping[str, PluginType] | None = None
@@ -89,7 +91,7 @@ class PickerMaker:
         """``files``: EndpointPickerConfigs by the names of their files. Raises ConfigInvalid."""
         if spec.picker_config is not None:
             if self._known is None:
-                self._known = installed()
+                self._known = installed_plugins()
             return build_picker(files[spec.picker_config], self._known).picker
         if spec.picker == "RoundRobin":
             return RoundRobin()
@@ -97,27 +99,29 @@ class PickerMaker:
         if spec.pd_group is None:
             return costs
         group = spec.pd_group
-        parameters = PairParameters(
-            group.group_key, group.prefill_labels, group.decode_labels, float(group.min_uncached_tokens)
-        )
-        return PrefillDecodePairs(parameters, costs)
+        # SGLang's decode engines cannot compute a prompt
+        alone = spec.engine != "SGLang"
+        parameters = PairParameters(group.group_key, group.prefill_labels, group.decode_labels, alone)
+        if not alone:
+            return PrefillDecodePairs(parameters, costs, UncachedTokens(0))
+        minimum, by_seconds = float(group.min_uncached_tokens), group.decide_by == "ExpectedSeconds"
+        rule = ExpectedSeconds(minimum, group.stall_weight) if by_seconds else UncachedTokens(minimum)
+        return PrefillDecodePairs(parameters, costs, rule)
 
 
 def make_picker(spec: ModelServerSpec, files: Mapping[str, PickerFile]) -> Picker:
     """One picker by itself. Raises ConfigInvalid."""
-    return PickerMaker()(spec, files)
+    return PickerFactory()(spec, files)
 
 
 class InstalledPlugins:
-    """Checks EndpointPickerConfigs (a ``PickerCheck``) with the plugins that are installed, which are looked up
-    once.
-    """
+    """Checks EndpointPickerConfigs (a ``PickerCheck``) with the installed plugins, which are loaded once."""
 
     def __init__(self) -> None:
         self._known: Mapping[str, PluginType] | None = None
 
     def __call__(self, file: PickerFile) -> Sequence[str]:
-        """What of it has no effect here, in sentences; raises ConfigInvalid with every mistake."""
+        """Notes on the parts without effect here; raises ConfigInvalid with every mistake."""
         return self._built(file).notes
 
     def try_out(self, file: PickerFile, labels: Sequence[Mapping[str, str]]) -> Sequence[str]:
@@ -130,12 +134,12 @@ class InstalledPlugins:
 
     def _built(self, file: PickerFile) -> BuiltPicker:
         if self._known is None:
-            self._known = installed()
+            self._known = installed_plugins()
         return build_picker(file, self._known)
 
 
 def picker_notes(snapshot: Snapshot, *, tries_plugins: bool = False) -> list[str]:
-    """What of the EndpointPickerConfigs has no effect here; raises ConfigInvalid with every mistake in any of them.
+    """Notes on parts of the EndpointPickerConfigs without effect here; raises ConfigInvalid with every mistake in them.
 
     ``tries_plugins``: a plugin that fails when it is tried is a mistake, too.
     """
@@ -151,8 +155,8 @@ def picker_notes(snapshot: Snapshot, *, tries_plugins: bool = False) -> list[str
             )
     for name, file in snapshot.picker_files.items():
         try:
-            told = plugins.try_out(file, _labels_met(snapshot, name)) if tries_plugins else plugins(file)
-            notes.extend(f"{name}: {note}" for note in told)
+            found = plugins.try_out(file, _labels_met(snapshot, name)) if tries_plugins else plugins(file)
+            notes.extend(f"{name}: {note}" for note in found)
         except ConfigInvalid as error:
             mistakes.extend(error.mistakes)
     if mistakes:
@@ -169,4 +173,4 @@ def _labels_met(snapshot: Snapshot, file: str) -> list[Mapping[str, str]]:
 
 def _basis(spec: ModelServerSpec, files: Mapping[str, PickerFile]) -> PickerBasis:
     config = None if spec.picker_config is None else files[spec.picker_config].config
-    return PickerBasis(spec.picker, config, spec.pd_group)
+    return PickerBasis(spec.picker, config, spec.pd_group, spec.engine)

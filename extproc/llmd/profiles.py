@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An EndpointPickerConfig to the picker that it describes, or to every mistake in it.
 
-Where the file says nothing, llm-d's defaults hold: weight 1, ``max-score-picker``, ``single-profile-handler``. Each
-name must refer to a plugin or profile that can do what is asked. Producers, parsers, sources and policies with their
-defaults need not be written down: their type names them.
-Source: llm-d-router ``pkg/epp/config``.
+Without settings in the file, llm-d's defaults hold: weight 1, ``max-score-picker``, ``single-profile-handler``. Each
+name must refer to a plugin or profile of the required kind. Producers, parsers, sources and policies with their
+defaults need not be written down: their type names them. Source: llm-d-router ``pkg/epp/config``.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from extproc.api.schema import check_shape, suggest
 from extproc.llmd.notes import notes_of, without_effect
 from extproc.llmd.registry import BUILT_IN, NOT_BUILT
 from extproc.scheduling.cache_estimator import tier_capacities
-from extproc.scheduling.external_plugins import Guard, failure, guarded
+from extproc.scheduling.external_plugins import Guard, failure, guard_plugin
 from extproc.scheduling.framework import (
     ConfiguredPicker,
     NamedFilter,
     NamedScorer,
     NeedsPlugins,
     Profile,
-    SessionKeeper,
+    SessionPlugin,
 )
+from extproc.scheduling.metrics_source import MetricsExtractor, MetricsSource, engine_names
 from extproc.scheduling.picker import PluginFailed
 from extproc.scheduling.pickers import PrefixAware, PrefixAwareParameters
-from extproc.scheduling.plugins.attributes import MetricsExtractor
 from extproc.scheduling.plugins.handlers import SingleProfile
 from extproc.scheduling.plugins.selectors import MaxScore
 
@@ -49,11 +48,11 @@ if TYPE_CHECKING:
     from extproc.scheduling.picker import Picker
     from extproc.scheduling.plugins.handlers import EndpointPin, Rollout
 
-# Plugins that were named, and never used, by these parameters: llm-d does not look them up either.
+# Plugins that were named, and never used, by these parameters: llm-d does not resolve them either.
 _NEVER_READ: Final = frozenset({"prefixPluginName"})
 # Steps of a decision tree.
 _STEPS: Final = frozenset({"current", "nextOnSuccess", "nextOnFailure", "nextOnSuccessOrFailure"})
-# Of one file that are told, and names of each.
+# Most notes of one file, and most names in each.
 _MOST_CIRCLES: Final = 10
 _MOST_SHOWN: Final = 10
 _PROFILE_NAMES: Final = frozenset({"profileName", "prefillProfileName"})
@@ -61,7 +60,7 @@ _SCHEDULING: Final = frozenset({"filter", "scorer", "filter and scorer", "picker
 
 
 class _Use(msgspec.Struct, frozen=True):
-    """What a reference asks of a plugin: ``serves`` says whether its type and kind do."""
+    """What a reference requires of a plugin: ``serves`` is true for the types and kinds that do it."""
 
     what: str
     serves: Callable[[str, str], bool]
@@ -184,9 +183,9 @@ def _plugin_parameters(parameters: Mapping[str, Any]) -> Iterator[tuple[tuple[st
 
 
 def _use_of(key: str, name: str) -> _Use | None:
-    """What the parameter ``key`` asks of the plugin called ``name``; None: it names no plugin."""
+    """The kind of plugin that the parameter ``key`` of the plugin called ``name`` takes; None: it names no plugin."""
     if key in {"deciderPluginName", "prefillDeciderPluginName"}:
-        # of ed-profile-handler, the former asks about the encode stage
+        # of ed-profile-handler, the former is the decider of the encode stage
         return _DECIDER if "encode" in name else _PREFILL_DECIDER
     if key == "encodeDeciderPluginName":
         return _DECIDER
@@ -243,7 +242,7 @@ def _circle(start: str, edges: Mapping[str, list[str]]) -> list[str]:
 
 
 class BuiltPicker(msgspec.Struct, frozen=True):
-    """What a file describes, and what of it has no effect here, in sentences."""
+    """The picker that a file describes, and notes on the parts without effect here."""
 
     picker: ConfiguredPicker
     notes: tuple[str, ...]
@@ -344,7 +343,7 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
     for spec in config.plugins:
         name, kind, plugin = spec.called, known[spec.type].kind, parameters[spec.called]
         if name in external:
-            plugin = guarded(name, kind, plugin, parameters)
+            plugin = guard_plugin(name, kind, plugin, parameters)
         elif isinstance(plugin, NeedsPlugins):
             plugin = plugin.with_plugins(others)
         plugins[name] = kind, plugin
@@ -355,13 +354,13 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
     for _, screener in screeners:
         handler = screener.paired(handler)
     usual = next((plugin for kind, plugin in plugins.values() if kind == "picker"), MaxScore())
-    keepers = [plugin.keeper() if isinstance(plugin, Guard) else plugin for _, plugin in plugins.values()]
+    keepers = [plugin.session_plugin() if isinstance(plugin, Guard) else plugin for _, plugin in plugins.values()]
     default = PrefixAware(PrefixAwareParameters()) if external else None
     return ConfiguredPicker(
         handler=handler,
         profiles={spec.name: _screened(_profile(spec, plugins, usual, default), screeners) for spec in specs},
         deciders={name: plugin for name, (kind, plugin) in plugins.items() if kind == "decider"},
-        sessions=tuple(one for one in keepers if isinstance(one, SessionKeeper)),
+        sessions=tuple(one for one in keepers if isinstance(one, SessionPlugin)),
         reporters=tuple(plugin.reporter() for kind, plugin in plugins.values() if kind == "reporter"),
         prefill_profile=getattr(handler, "prefill_name", ""),
         admitters=tuple(plugin for kind, plugin in plugins.values() if kind == "admitter"),
@@ -373,6 +372,8 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
         ),
         tiers=tier_capacities(config),
         default=default,
+        source=next((one for one in parameters.values() if isinstance(one, MetricsSource)), None),
+        names=engine_names(one for one in parameters.values() if isinstance(one, MetricsExtractor)),
     )
 
 
@@ -382,7 +383,7 @@ def _parameters(spec: PluginSpec, cls: type) -> Any:  # noqa: ANN401 - plugins h
 
 
 def _taken(spec: PluginSpec, cls: type) -> dict[str, Any]:
-    """The parameters without those that have no effect here, which notes tell."""
+    """The parameters without those that have no effect here, which become notes."""
     others = without_effect(cls)
     return {key: value for key, value in (spec.parameters or {}).items() if key not in others}
 

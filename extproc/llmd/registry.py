@@ -3,21 +3,22 @@
 
 ``ACCEPTED`` are types of llm-d without effect here: they name what is always on or configured elsewhere (data
 producers, parsers, metric sources and extractors, header handlers, flow control). ``NOT_BUILT`` are types that are
-refused: without them the file would do something else than it says. Most are of published drafts or of llm-d's own
-tests, and no release of llm-d takes them. ``reserve-endpoint`` answers a coordinator that only asks; without it, the
-question would be sent to an engine.
+refused: without them the file would have another effect than it describes. Most are of published drafts or of llm-d's
+own tests, and no release of llm-d takes them. ``reserve-endpoint`` answers a coordinator's queries; without it, the
+query would be sent to an engine.
 """
 
 from __future__ import annotations
 
 from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import msgspec
 
 from extproc.api.picker_flow_control import AGENT_IDENTITY, POLICIES, AgentIdentity
 from extproc.llmd import older_types
+from extproc.scheduling import metrics_source
 from extproc.scheduling.external_plugins import raised_at
 from extproc.scheduling.plugins import (
     affinity,
@@ -38,12 +39,20 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 
-class Accepted(msgspec.Struct, frozen=True):
+class AcceptedType(msgspec.Struct, frozen=True):
     """Accepts any parameters and ignores them."""
 
 
+def _accepted(name: str) -> type:
+    """Accepts the parameters of the type ``name`` with any value, and no others: a misspelt one is a mistake."""
+    if name in _DRAFTS:
+        return AcceptedType
+    fields = [(parameter, Any, None) for parameter in ACCEPTED_PARAMETERS.get(name, "").split()]
+    return msgspec.defstruct("AcceptedType", fields, frozen=True, forbid_unknown_fields=True)
+
+
 _NO_ENCODE_STAGE: Final = f"nothing: {NO_ENCODE_STAGE}"
-# What does the work of each type here.
+# The replacement of each type here.
 ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "approx-prefix-cache-producer": "the pool's own prefix index",
@@ -56,7 +65,6 @@ ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
         "p2p-source-producer": "nothing: pulling KV caches from peers is not done",
         "latency-predictor-producer": "learned prefill rates",
         "dp-rank-header-handler": "each rank is an endpoint of its own, with its own port",
-        "metrics-data-source": "the scraper",
         "models-data-source": "the scraper",
         "models-data-extractor": "the scraper",
         "models-responder": "extproc answers GET /v1/models itself",
@@ -74,15 +82,24 @@ ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
         "always-encode-decider": _NO_ENCODE_STAGE,
         "vllmgrpc-parser": "nothing: gRPC requests of --pool go by load, without a look at their prompts",
         "vertexai-parser": "nothing: gRPC requests of --pool go by load, without a look at their prompts",
-        "dcgm-data-source": "nothing: GPU metrics are not read; load is what engines say and what was sent to them",
+        "dcgm-data-source": "nothing: GPU metrics are not read; load comes from engines' reports and from requests "
+        "sent to them",
         "dcgm-extractor": "nothing: its GPUUtilization is an attribute without a value",
         "topology-stamp-handler": "nothing: prefill and decode of a request are picked here, one after the other",
         "k8s-notification-source": "the gateway role",
         "mm-embeddings-cache-producer": "the pool's own prefix index",
         "mm-embeddings-cache-scorer": "prefix-cache-scorer: media are part of the prompt whose prefixes it finds",
         "outlen-bucket": "the recent mean length of answers, and max_tokens",
-        "eviction-sheddable-filter": "nothing: what has gone to an engine is not taken back",
-        "eviction-priority-then-time-ordering": "nothing: what has gone to an engine is not taken back",
+        **dict.fromkeys(
+            (
+                "sheddable-eviction-filter",
+                "priority-then-time-eviction-order-policy",
+                # their names before llm-d 0.9
+                "eviction-sheddable-filter",
+                "eviction-priority-then-time-ordering",
+            ),
+            "nothing: what has gone to an engine is not taken back",
+        ),
         "round-robin-fairness-policy": "flow control: RoundRobin",
         "global-strict-fairness-policy": "flow control: GlobalStrict",
         "program-aware-fairness": "flow control: SlidingWindow, the least service within a minute, by every strategy",
@@ -92,16 +109,85 @@ ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
         "slo-deadline-ordering-policy": "flow control: Deadline",
         **dict.fromkeys(
             ("local-syncer", "redis-syncer", "redis-state-store"),
-            "each replica decides by what it sees; with --redis, extproc's replicas share limits and sessions",
+            "each replica decides by its own data; with --redis, extproc's replicas share limits and sessions",
         ),
         "session-manager": "nothing: session plugins read ids in their headers; KV events do not carry them",
         "slo-request-tracker": "latencies, learned of every answer",
         "latency-observer-producer-hub": "TTFT, measured on every answer",
         "multicluster-approx-prefix-cache-producer": "the pool's own prefix index",
         "multicluster-file-discovery": "the ModelServer's endpoints: write each cluster's gateway as one",
-        "multicluster-metrics-data-source": "what was sent to each cluster: their pickers are not asked for their load",
-        "multicluster-metrics-extractor": "what was sent to each cluster: their pickers are not asked for their load",
+        "multicluster-metrics-data-source": "requests sent to each cluster; their pickers are not asked for their load",
+        "multicluster-metrics-extractor": "requests sent to each cluster; their pickers are not asked for their load",
         "destination-endpoint-served-verifier": "nothing: answers are not marked for conformance tests",
+    }
+)
+
+# The parameters that each of them takes in llm-d; those that are not here take none.
+ACCEPTED_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "approx-prefix-cache-producer": (
+            "autoTune blockSizeTokens blockSize maxPrefixBlocksToMatch maxPrefixTokensToMatch"
+            " lruCapacityPerServer prefixHashSource"
+        ),
+        "precise-prefix-cache-producer": (
+            "sessionManager tokenProcessorConfig indexerConfig kvEventsConfig speculativeIndexing speculativeTTL"
+        ),
+        "inflight-load-producer": (
+            "addEstimatedOutputTokens outputRatio maxEstimatedOutputTokens prefixMatchInfoProducerName"
+            " syncCrossReplicaState"
+        ),
+        "predicted-latency-producer": (
+            "samplingMean maxDecodeTokenSamplesForPrediction sloBufferFactor contextTTL streamingMode"
+            " endpointRoleLabel predictInProduce prefixMatchInfoProducerName inFlightLoadProducerName"
+            " useEncoderCacheFeatures encoderCacheMatchInfoProducerName"
+        ),
+        "burst-prefix-cache-producer": (
+            "windowDurationMs maxPerReplica minColocateBlocks balanceBy maxBatchSize blockSizeTokens"
+            " maxPrefixTokensToMatch"
+        ),
+        "token-producer": "backend modelName vllm estimate",
+        "tokenizer": "modelName udsTokenizerConfig",
+        "p2p-source-producer": "prefixMatchInfoProducerName minCachedTokenDelta prefillProfileName",
+        "models-data-source": "scheme path insecureSkipVerify caCertPath clientCertPath clientKeyPath interval",
+        "file-discovery": "path watchFile",
+        "disagg-headers-handler": "prefillProfile encodeProfile",
+        "prefill-header-handler": "prefillProfile",
+        "encoder-header-handler": "encodeProfile",
+        "openai-parser": "propagatePriority",
+        "dcgm-data-source": "scheme path port insecureSkipVerify useNodeAddress interval",
+        "k8s-notification-source": "group version kind",
+        "mm-embeddings-cache-producer": "cacheSizeInMBPerServer cacheSizeInMB",
+        "program-aware-fairness": (
+            "strategy lasWeightService lasWeightHeadWait lasDecayFactor lasHalfLifeSeconds evictionTtlSeconds"
+            " evictionSweepSeconds"
+        ),
+        "program-aware-fairness-policy": (
+            "strategy lasWeightService lasWeightHeadWait lasDecayFactor lasHalfLifeSeconds evictionTtlSeconds"
+            " evictionSweepSeconds"
+        ),
+        "redis-syncer": "address passwordEnv passwordFile db stateTTL coordinationTTL",
+        "session-manager": "deploymentID hmacKeyFile tokenProducer eventCorrelationEnabled bindingTTL maxBindings",
+        "latency-observer-producer-hub": (
+            "intervalDuration windowSize maxObservationAge maxRequests minRequests lowPercentile"
+            " typicalPercentile bucketDuration bucketHistorySize"
+        ),
+        "multicluster-approx-prefix-cache-producer": (
+            "autoTune blockSizeTokens maxPrefixBlocksToMatch maxPrefixTokensToMatch lruCapacityPerServer"
+        ),
+        "multicluster-file-discovery": "path watchFile",
+        "multicluster-metrics-data-source": (
+            "scheme path insecureSkipVerify caCertPath clientCertPath clientKeyPath interval families"
+        ),
+    }
+)
+# Of drafts, so that nobody knows which parameters they take.
+_DRAFTS: Final = frozenset(
+    {
+        "dp-rank-header-handler",
+        "latency-predictor-producer",
+        "outlen-bucket",
+        "redis-state-store",
+        "topology-stamp-handler",
     }
 )
 
@@ -253,14 +339,15 @@ _SCREENERS: Final = {
 }
 _SOURCES: Final = {
     label_plugins.EXTRACTOR_TYPE: label_plugins.TopologyExtractor,
-    "core-metrics-extractor": attributes.MetricsExtractor,
-    "model-server-protocol-metrics": attributes.MetricsExtractor,  # its name in the Inference Extension up to 1.3
+    "core-metrics-extractor": metrics_source.MetricsExtractor,
+    "metrics-data-source": metrics_source.MetricsSource,
+    "model-server-protocol-metrics": metrics_source.MetricsExtractor,  # its name in the Inference Extension up to 1.3
     "label-producer": label_plugins.LabelProducer,
     "session-id-producer": affinity.SessionIdProducer,
 }
 BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
     {
-        **_all("accepted", dict.fromkeys(ACCEPTED, Accepted)),
+        **_all("accepted", {name: _accepted(name) for name in ACCEPTED}),
         **_all("filter", _FILTERS),
         **_all("scorer", _SCORERS),
         **_all("filter and scorer", {"context-length-aware": label_plugins.ContextLength}),
@@ -276,7 +363,7 @@ BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
 )
 
 
-def installed() -> Mapping[str, PluginType]:
+def installed_plugins() -> Mapping[str, PluginType]:
     """All that can be configured here. A package cannot take a name that is ours.
 
     One that cannot be loaded is a problem only for a file that names it.
@@ -298,4 +385,4 @@ def _loaded(entry: EntryPoint) -> PluginType:
             problem = f"has the kind '{found.kind}'; write one of {', '.join(get_args(Kind))}"
         else:
             return found
-    return PluginType("accepted", Accepted, f"{entry.value} {problem}")
+    return PluginType("accepted", AcceptedType, f"{entry.value} {problem}")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions, outcomes and state as Prometheus metrics and a log; knows the core."""
+"""Decisions, outcomes and state as Prometheus metrics and a log; depends on the core."""

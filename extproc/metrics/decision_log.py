@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sample of decisions and what came of them, as JSON lines: two lines a request, joined by its ticket."""
+"""A sample of decisions and their outcomes, as JSON lines: two lines a request, joined by its ticket."""
 
 from __future__ import annotations
 
@@ -12,42 +12,60 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-    from extproc.core.effects import Decision, Settled
+    from extproc.core.effects import Decision, RequestSettled
+    from extproc.core.shadow import ShadowPick
 
 log = logging.getLogger(__name__)
 
-# Sampled requests whose end has not been heard of.
+# Sampled requests whose end has not been reported.
 _MOST_OPEN: Final = 65_536
 
 
 class DecisionLog:
     """Writes to ``file``; ``share`` of all requests, 0 to 1. A disk that is full ends the log, not the requests."""
 
-    def __init__(self, file: TextIO, *, share: float, rng: random.Random, wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        file: TextIO,
+        *,
+        share: float,
+        rng: random.Random,
+        wall_clock: Callable[[], float],
+        explains_all: bool = False,
+    ) -> None:
+        """``explains_all``: every decision has an explanation, whether it is sampled or not."""
+        self._explains_all = explains_all
         self._file: TextIO | None = file
         self._share = share
         self._rng = rng
         self._wall_clock = wall_clock
-        self._open: dict[str, None] = {}
+        # who asked, by ticket
+        self._open: dict[str, dict[str, str]] = {}
 
     def samples(self) -> bool:
         """Whether the next request is to be written down."""
         return self._file is not None and (self._share >= 1 or self._rng.random() < self._share)
 
-    def decided(self, decision: Decision) -> None:
+    def log_decision(self, decision: Decision) -> None:
         """A decision with an explanation was sampled."""
-        if self._file is None or decision.explanation is None:
+        if self._file is None or decision.explanation is None or (self._explains_all and not self.samples()):
             return
         if len(self._open) >= _MOST_OPEN:
             self._open.pop(next(iter(self._open)))
-        self._open[decision.ticket] = None
-        assignment = decision.assignment
+        assignment, why = decision.assignment, decision.explanation
+        self._open[decision.ticket] = {
+            "tenant": why.tenant,
+            "user": why.user,
+            "api_key": why.api_key,
+            "request_id": why.request_id,
+            "trace_id": why.trace_id,
+        }
         line = {
             "kind": "decision",
             "at": self._wall_clock(),
             "ticket": decision.ticket,
             "is_precise": assignment.is_precise,
-            **msgspec.to_builtins(decision.explanation),
+            **msgspec.to_builtins(why),
         }
         if decision.adapter_wait_s:
             line["adapter_wait_s"] = decision.adapter_wait_s
@@ -55,10 +73,19 @@ class DecisionLog:
             line["engine_wait_s"] = decision.engine_wait_s
         self._write(line)
 
-    def settled(self, settled: Settled) -> None:
-        """What came of it."""
+    def log_shadow(self, pick: ShadowPick) -> None:
+        """A comparison with another picker was sampled."""
+        if self._file is None or not self.samples():
+            return
+        ours = None if pick.ours is None else msgspec.to_builtins(pick.ours)
+        line = {"kind": "shadow", "at": self._wall_clock(), "verdict": pick.verdict, "theirs": pick.theirs}
+        self._write({**line, "their_cost_s": pick.their_cost_s, "ours": ours, "server": pick.server})
+
+    def log_outcome(self, settled: RequestSettled) -> None:
+        """The outcome of a sampled request."""
         outcome = settled.outcome
-        if self._file is None or self._open.pop(outcome.ticket, self) is self:
+        caller = self._open.pop(outcome.ticket, None)
+        if self._file is None or caller is None:
             return
         assignment = settled.assignment
         line = {
@@ -66,6 +93,8 @@ class DecisionLog:
             "at": self._wall_clock(),
             "predicted_cached_tokens": assignment.cached_tokens,
             "is_precise": assignment.is_precise,
+            "server": settled.server,
+            **caller,
             **msgspec.to_builtins(outcome),
         }
         self._write(line)

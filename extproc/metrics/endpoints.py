@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from extproc.metrics.exposition import Family, PiecewiseCollector, escaped, number
+from extproc.metrics.exposition import MetricFamily, PiecewiseCollector, escape_label, number
+from extproc.scheduling.model_check import quoted_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,13 +26,18 @@ if TYPE_CHECKING:
 # It could not be reached or answered nothing, which needs no comparison with others.
 _BACKS_OFF: Final = "no_answer"
 _LABELS: Final = ("server", "endpoint")
-_AVOIDED: Final = Family(
+_AVOIDED: Final = MetricFamily(
     "attache_endpoint_avoided",
     "1 while it is avoided, by how it fails; no series otherwise.",
     (*_LABELS, "reason"),
 )
-_SINCE: Final = Family("attache_endpoint_avoided_since_timestamp_seconds", "Since when it is avoided.", _LABELS)
-_INTERVAL: Final = Family(
+_SINCE: Final = MetricFamily("attache_endpoint_avoided_since_timestamp_seconds", "Since when it is avoided.", _LABELS)
+_MISSING: Final = MetricFamily(
+    "attache_engine_model_missing",
+    "1 while it lists models (`lists`) and not the ModelServer's (`model`); no series otherwise.",
+    (*_LABELS, "model", "lists"),
+)
+_INTERVAL: Final = MetricFamily(
     "attache_engine_report_interval_seconds",
     "Between two reads of an engine's metrics; no series if never.",
     ("server",),
@@ -48,7 +54,7 @@ class EndpointSeries(PiecewiseCollector):
         self._pools = pools
         self._clock = clock
         self._wall_clock = wall_clock
-        self._columns: tuple[tuple[Family, _Column], ...] = (
+        self._columns: tuple[tuple[MetricFamily, _Column], ...] = (
             (_series("attache_in_flight", "Requests picked and not over."), _of(lambda table: table.in_flight)),
             (
                 _series("attache_prefill_tokens_per_second", "Learned speed of prefill."),
@@ -83,7 +89,7 @@ class EndpointSeries(PiecewiseCollector):
                 _failed,
             ),
         )
-        self.families = (*(family for family, _ in self._columns), _AVOIDED, _SINCE, _INTERVAL)
+        self.families = (*(family for family, _ in self._columns), _AVOIDED, _SINCE, _MISSING, _INTERVAL)
 
     def pieces(self) -> Iterator[str]:
         """One sample an endpoint and family. Values are those of the moment when their piece is written."""
@@ -92,6 +98,7 @@ class EndpointSeries(PiecewiseCollector):
             yield from family.pieces(line for pool in pools for line in _lines(family.series, pool, column))
         yield from _AVOIDED.pieces(line for pool in pools for line in _avoided_lines(pool))
         yield from _SINCE.pieces(line for pool in pools for line in _lines(_SINCE.series, pool, self._avoided_since))
+        yield from _MISSING.pieces(line for pool in pools if pool.may_lack_model for line in _missing_lines(pool))
         yield from _INTERVAL.pieces(
             _INTERVAL.line((pool.name,), pool.report_interval_s) for pool in pools if pool.report_interval_s
         )
@@ -108,13 +115,13 @@ class EndpointSeries(PiecewiseCollector):
         ]
 
 
-def _series(name: str, text: str, kind: str = "gauge") -> Family:
-    return Family(name, text, _LABELS, kind)
+def _series(name: str, text: str, kind: str = "gauge") -> MetricFamily:
+    return MetricFamily(name, text, _LABELS, kind)
 
 
 def _lines(series: str, pool: Pool, column: _Column) -> Iterator[str]:
     """Of one ModelServer. An address needs no escape; the rest of the labels is the same in every line."""
-    head, tail = f'{series}{{endpoint="', f'",server="{escaped(pool.name)}"}} '
+    head, tail = f'{series}{{endpoint="', f'",server="{escape_label(pool.name)}"}} '
     addresses, values = pool.table.active_addresses, column(pool, pool.table.active_rows)
     for address, value in zip(addresses, values, strict=True):
         yield "" if value is None else f"{head}{address}{tail}{number(value)}\n"
@@ -125,6 +132,13 @@ def _avoided_lines(pool: Pool) -> Iterator[str]:
     for address, row in zip(table.active_addresses, table.active_rows, strict=True):
         reasons = _reasons(table.healths[row], backs_off=bool(table.failures[row]))
         yield "".join([_AVOIDED.line((pool.name, address, reason), 1) for reason in reasons])
+
+
+def _missing_lines(pool: Pool) -> Iterator[str]:
+    table = pool.table
+    for address, row in zip(table.active_addresses, table.active_rows, strict=True):
+        if model := table.healths[row].lacks_model:
+            yield _MISSING.line((pool.name, address, model, quoted_names(table.loras[row].base)), 1)
 
 
 def _of(column: Callable[[EndpointTable], NDArray[Any]]) -> _Column:

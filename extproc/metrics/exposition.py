@@ -36,7 +36,7 @@ _LINES: Final = 1_000
 _PLAIN_BELOW: Final = 1e6
 
 
-class Family(msgspec.Struct, frozen=True):
+class MetricFamily(msgspec.Struct, frozen=True):
     """One metric family. ``name``: without the ``_total`` of counters. ``labels``: names."""
 
     name: str
@@ -57,11 +57,11 @@ class Family(msgspec.Struct, frozen=True):
 
     def line(self, values: Sequence[str], value: float) -> str:
         """A sample with these label values."""
-        return f"{self.series}{labelled(self.labels, values)} {number(value)}\n"
+        return f"{self.series}{format_labels(self.labels, values)} {number(value)}\n"
 
     def pieces(self, lines: Iterable[str]) -> Iterator[str]:
-        """Head and ``lines``. One may be several, or empty where there is no sample: looking for it took time, too, so
-        that a piece may be empty.
+        """Head and ``lines``. One may be several, or empty where there is no sample: the search for samples takes time,
+        too, so a piece may be empty.
         """
         yield self.head
         remaining = iter(lines)
@@ -72,7 +72,7 @@ class Family(msgspec.Struct, frozen=True):
 class PiecewiseCollector(Collector):
     """Series that are written in pieces. ``families``: all that it may write."""
 
-    families: tuple[Family, ...] = ()
+    families: tuple[MetricFamily, ...] = ()
 
     def pieces(self) -> Iterator[str]:
         """All families, each piece a number of whole lines."""
@@ -112,15 +112,15 @@ class Registry(CollectorRegistry):
                 yield generate_latest(collector).decode()
 
 
-def labelled(names: Sequence[str], values: Sequence[str]) -> str:
+def format_labels(names: Sequence[str], values: Sequence[str]) -> str:
     """Labels in braces, sorted by name; nothing if there are none."""
     if not names:
         return ""
     pairs = sorted(zip(names, values, strict=True))
-    return "{" + ",".join([f'{name}="{escaped(value)}"' for name, value in pairs]) + "}"
+    return "{" + ",".join([f'{name}="{escape_label(value)}"' for name, value in pairs]) + "}"
 
 
-def escaped(value: str) -> str:
+def escape_label(value: str) -> str:
     """A label's value, without the quotes."""
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
@@ -134,7 +134,8 @@ def number(value: float) -> str:
     return text
 
 
-_MOST_PENDING: Final = 4096
+# 16 KB of each series.
+_MOST_PENDING: Final = 512
 
 
 class Counters(PiecewiseCollector):
@@ -143,7 +144,7 @@ class Counters(PiecewiseCollector):
     """
 
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
-        self._family = Family(name, text, tuple(labels), "counter")
+        self._family = MetricFamily(name, text, tuple(labels), "counter")
         self.families = (self._family,)
         self._counts: defaultdict[tuple[str, ...], float] = defaultdict(int)
         registry.register(self)
@@ -155,6 +156,10 @@ class Counters(PiecewiseCollector):
     def add_amount(self, amount: float, *values: str) -> None:
         """So much more."""
         self._counts[values] += amount
+
+    def items(self) -> list[tuple[tuple[str, ...], float]]:
+        """All label values, and what is counted under them."""
+        return list(self._counts.items())
 
     def begin(self, *values: str) -> None:
         """A series that is there from the start, at 0."""
@@ -177,7 +182,7 @@ class DeferredHistograms(PiecewiseCollector):
     def __init__(
         self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str], registry: CollectorRegistry
     ) -> None:
-        self._family = Family(name, text, tuple(labels), "histogram")
+        self._family = MetricFamily(name, text, tuple(labels), "histogram")
         self.families = (self._family,)
         self._bounds = np.array(bounds)
         self._series: dict[tuple[str, ...], _Buckets] = {}
@@ -209,8 +214,8 @@ class DeferredHistograms(PiecewiseCollector):
         name, labels = self._family.name, self._family.labels
         counts, total = buckets.cumulated()
         for bound, count in counts:
-            yield f"{name}_bucket{labelled((*labels, 'le'), (*values, bound))} {number(count)}\n"
-        own = labelled(labels, values)
+            yield f"{name}_bucket{format_labels((*labels, 'le'), (*values, bound))} {number(count)}\n"
+        own = format_labels(labels, values)
         yield f"{name}_count{own} {number(counts[-1][1])}\n{name}_sum{own} {number(total)}\n"
 
 
@@ -241,7 +246,7 @@ class _Buckets:
             self._sort()
 
     def cumulated(self) -> tuple[list[tuple[str, float]], float]:
-        """As Prometheus wants them, and their sum."""
+        """Cumulative, as in Prometheus' format, and their sum."""
         self._sort()
         names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         return list(zip(names, np.cumsum(self._counts).tolist(), strict=True)), self._sum

@@ -1,31 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests wait for, as Prometheus metrics: a first engine, an adapter, a turn in a queue; and limits by tenant.
+"""What requests wait for, as Prometheus metrics: a first engine, an adapter, a turn; limits, budgets and costs.
 
 Tenants are named by those that a trusted hop has authenticated; beyond a number of them, the rest are one.
 """
 
 from __future__ import annotations
 
+from heapq import heappush, heappushpop
 from typing import TYPE_CHECKING, Final
 
-from extproc.metrics.exposition import Counters, DeferredHistogram, DeferredHistograms, Family, PiecewiseCollector
+from extproc.admission.budgets import BudgetKey
+from extproc.core.effects import ClientLeft, GuardAsked
+from extproc.errors import BudgetSpent
+from extproc.metrics.exposition import Counters, DeferredHistogram, DeferredHistograms, MetricFamily, PiecewiseCollector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from prometheus_client import CollectorRegistry
 
+    from extproc.admission.buckets import BucketLevel
     from extproc.admission.flows import QueuedRequest
     from extproc.admission.queue import Gate
     from extproc.core.activation import ZeroDemand
-    from extproc.core.effects import Decision, EngineStarted, Left, Refused, Settled
+    from extproc.core.effects import (
+        Decision,
+        EngineStarted,
+        RequestRefused,
+        RequestSettled,
+        SoftBudgetPassed,
+    )
     from extproc.core.record import LoadResult
     from extproc.scheduling.pool import Pool
 
 _START_BUCKETS: Final = (1, 2.5, 5, 10, 20, 30, 45, 60, 90, 120, 180, 300, 600, 1200, 1800, 3600)
-_WAITING_FOR_ENGINE: Final = Family(
+_WAITING_FOR_ENGINE: Final = MetricFamily(
     "attache_activation_waiting", "Requests that wait because no engine can take them.", ("server",)
 )
+
+_GUARD_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
 class ActivationMetrics:
@@ -48,17 +61,17 @@ class ActivationMetrics:
         )
         registry.register(_WaitingSeries(at_zero))
 
-    def waited(self, decision: Decision) -> None:
+    def observe_wait(self, decision: Decision) -> None:
         """A request goes to an engine after a wait for the first one."""
         self._waits.observe(decision.engine_wait_s, decision.server)
 
-    def started(self, effect: EngineStarted) -> None:
+    def observe_start(self, effect: EngineStarted) -> None:
         """A ModelServer has an engine again."""
         self._starts.observe(effect.after_s, effect.server)
 
 
 class _WaitingSeries(PiecewiseCollector):
-    """Read from the core when Prometheus asks."""
+    """Read from the core at each scrape."""
 
     families = (_WAITING_FOR_ENGINE,)
 
@@ -73,8 +86,8 @@ class _WaitingSeries(PiecewiseCollector):
 
 
 _LOAD_BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)
-_WAITING_FOR_ADAPTER: Final = Family("attache_adapter_waiting", "Requests that wait for an adapter.", ("server",))
-_ADAPTERS_HELD: Final = Family(
+_WAITING_FOR_ADAPTER: Final = MetricFamily("attache_adapter_waiting", "Requests that wait for an adapter.", ("server",))
+_ADAPTERS_HELD: Final = MetricFamily(
     "attache_adapters_held", "Adapters that take a slot of the engine.", ("server", "endpoint")
 )
 
@@ -108,7 +121,7 @@ class AdapterMetrics:
         )
         registry.register(_AdapterSeries(pools))
 
-    def ended(self, result: LoadResult) -> None:
+    def observe_load(self, result: LoadResult) -> None:
         """A load is over."""
         if result.problem is not None:
             self._loads.add(result.server, result.problem.value)
@@ -118,13 +131,13 @@ class AdapterMetrics:
         if result.unloaded:
             self._unloads.add_amount(len(result.unloaded), result.server)
 
-    def waited(self, decision: Decision) -> None:
+    def observe_wait(self, decision: Decision) -> None:
         """A request goes to an engine after a wait for its adapter."""
         self._waits.observe(decision.adapter_wait_s, decision.server)
 
 
 class _AdapterSeries(PiecewiseCollector):
-    """Read from the pools when Prometheus asks."""
+    """Read from the pools at each scrape."""
 
     families = (_WAITING_FOR_ADAPTER, _ADAPTERS_HELD)
 
@@ -138,7 +151,7 @@ class _AdapterSeries(PiecewiseCollector):
             _WAITING_FOR_ADAPTER.line((pool.name,), slots.waiting) for pool, slots in pools
         )
         yield from _ADAPTERS_HELD.pieces(
-            _ADAPTERS_HELD.line((pool.name, address), len(slots.held(row)))
+            _ADAPTERS_HELD.line((pool.name, address), len(slots.adapters_held(row)))
             for pool, slots in pools
             for address, row in zip(pool.table.active_addresses, pool.table.active_rows, strict=True)
         )
@@ -147,21 +160,28 @@ class _AdapterSeries(PiecewiseCollector):
 MOST_TENANTS: Final = 500
 OTHERS: Final = "(others)"
 _WAIT_BUCKETS: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TENANT_TOKENS: Final = {
+    "prompt": "Prompt tokens, cached ones included, as limits count them.",
+    "cached": "Prompt tokens that engines found in their caches.",
+    "output": "Tokens of answers, as limits count them.",
+}
 _REDIS_BUCKETS: Final = (1e-4, 2e-4, 3e-4, 5e-4, 7.5e-4, 1e-3, 1.5e-3, 2.5e-3, 5e-3, 1e-2, 0.05, 0.25)
 _BANDS: Final = ("server", "band")
-_QUEUED: Final = Family("attache_queue_waiting", "Requests that wait for an engine.", _BANDS)
-_QUEUED_BYTES: Final = Family("attache_queue_bytes", "Bytes of requests that wait.", _BANDS)
-_FLOWS: Final = Family("attache_queue_flows", "Flows that are remembered.", _BANDS)
-_FULL: Final = Family("attache_saturation", "How full the engines are, 0 to 1, when last looked at.", ("server",))
-_STALE: Final = Family("attache_stale_endpoints", "Engines judged by our own counts, for want of reports.", ("server",))
-_WANTED: Final = Family(
+_QUEUED: Final = MetricFamily("attache_queue_waiting", "Requests that wait for an engine.", _BANDS)
+_QUEUED_BYTES: Final = MetricFamily("attache_queue_bytes", "Bytes of requests that wait.", _BANDS)
+_FLOWS: Final = MetricFamily("attache_queue_flows", "Flows that are remembered.", _BANDS)
+_FULL: Final = MetricFamily("attache_saturation", "How full the engines are, 0 to 1.", ("server",))
+_STALE: Final = MetricFamily(
+    "attache_stale_endpoints", "Engines judged by our own counts, for want of reports.", ("server",)
+)
+_WANTED: Final = MetricFamily(
     "attache_wanted_engines", "Requests that wait while there is no engine: start one.", ("server",)
 )
 
 
 class AdmissionMetrics:
     """Series of one extproc process. ``gates``: by ModelServer. ``at_zero``: those that wait before them for
-    engines.
+    engines. ``clock``: that of endpoint tables.
     """
 
     def __init__(
@@ -169,6 +189,7 @@ class AdmissionMetrics:
         registry: CollectorRegistry,
         gates: Callable[[], Mapping[str, Gate]],
         at_zero: Callable[[], Mapping[str, ZeroDemand]],
+        clock: Callable[[], float],
     ) -> None:
         self._gates = gates
         self._tenants: set[str] = set()
@@ -181,6 +202,10 @@ class AdmissionMetrics:
         self._requests = Counters(
             "attache_tenant_requests", "Requests by tenant and what was decided.", ["tenant", "outcome"], registry
         )
+        self._tokens = {
+            name: Counters(f"attache_tenant_{name}_tokens", text, ["server", "tenant"], registry)
+            for name, text in _TENANT_TOKENS.items()
+        }
         self._service = Counters(
             "attache_tenant_service_tokens", "Weighted tokens that engines gave.", ["server", "tenant"], registry
         )
@@ -191,37 +216,108 @@ class AdmissionMetrics:
         self._redis_seconds = DeferredHistogram(
             "attache_limits_redis_seconds", "Round trips to Redis for limits.", _REDIS_BUCKETS, registry
         )
-        registry.register(_QueueSeries(gates, at_zero))
+        registry.register(_QueueSeries(gates, at_zero, clock))
+        self._cost = Counters(
+            "attache_cost_micros",
+            "What requests cost by the prices of ModelServers, in millionths of the currency.",
+            ["server", "tenant", "currency"],
+            registry,
+        )
+        self._unpriced = Counters(
+            "attache_unpriced_requests", "Answered requests of ModelServers without a price.", ["server"], registry
+        )
+        self._tiers = Counters(
+            "attache_tier_picks",
+            "Requests of rules with tiers, by why their ModelServer was chosen: holds, waits, up, down, misses.",
+            ["server", "reason"],
+            registry,
+        )
+        self._spent = Counters(
+            "attache_budget_refused_requests", "Requests for which a budget had no room.", ["budget"], registry
+        )
+        self._passed = Counters(
+            "attache_budget_soft_passed", "Callers that have passed the soft share of a budget.", ["budget"], registry
+        )
+        self._warned = Counters(
+            "attache_budget_warned_requests", "Requests beyond the soft share of a budget.", ["budget"], registry
+        )
+        self._guards = Counters(
+            "attache_guard_requests",
+            "Requests by what their guard answered (allowed, refused, changed), or why it did not, and whether they"
+            " went on.",
+            ["guard", "result", "goes_on"],
+            registry,
+        )
+        self._guard_calls = DeferredHistograms(
+            "attache_guard_seconds", "Calls of guards, answered or not.", _GUARD_BUCKETS, ["guard"], registry
+        )
 
-    def sent(self, decision: Decision, queued: QueuedRequest) -> None:
+    def count_dispatch(self, decision: Decision) -> None:
         """A request goes to an engine, at once or after a wait."""
-        tenant = self._tenant(queued.flow.tenant)
-        band = self._band(decision.server, queued)
+        tenant, queued = self._tenant(decision.tenant), decision.queued
+        for grant in decision.grants:
+            for charge, level in zip(grant.charges, grant.levels, strict=True):
+                if charge.budget is not None and level <= charge.budget.soft:
+                    self._warned.add(charge.budget.key)
         self._requests.add(tenant, "picked")
+        if decision.tier:
+            self._tiers.add(decision.server, decision.tier)
+        if decision.held_s:
+            self._tenant_wait.add_amount(decision.held_s, decision.server, tenant)
+        if queued is None:
+            return
+        band = self._band(decision.server, queued)
         self._waits.observe(decision.waited_s, decision.server, band)
-        if decision.waited_s:
-            self._tenant_wait.add_amount(decision.waited_s, decision.server, tenant)
         if decision.was_held:
             self._ends.add(decision.server, band, "sent")
 
-    def refused(self, refused: Refused) -> None:
+    def count_refusal(self, refused: RequestRefused) -> None:
         """Limits, the queue or the pool did not take a request."""
         arrival, outcome = refused.arrival, refused.refusal.outcome
+        if isinstance(refused.refusal, BudgetSpent):
+            self._spent.add(refused.refusal.budget)
         self._requests.add(self._tenant(arrival.tenant), outcome)
         if refused.was_held and refused.queued is not None:
             self._ends.add(arrival.pool.name, self._band(arrival.pool.name, refused.queued), outcome)
 
-    def left(self, left: Left) -> None:
-        """A client did not wait for the end."""
-        self._ends.add(left.server, self._band(left.server, left.queued), "left")
+    def count(self, effect: ClientLeft | SoftBudgetPassed | GuardAsked) -> None:
+        """A client did not wait for the end, a guard was asked, or a caller has passed the soft share of a budget."""
+        if isinstance(effect, ClientLeft):
+            self._ends.add(effect.server, self._band(effect.server, effect.queued), "left")
+        elif isinstance(effect, GuardAsked):
+            self._guards.add(effect.name, effect.result, "yes" if effect.goes_on else "no")
+            if effect.took_s:
+                self._guard_calls.observe(effect.took_s, effect.name)
+        elif effect.charge.budget is not None:
+            self._passed.add(effect.charge.budget.key)
 
-    def settled(self, settled: Settled) -> None:
-        """What a request cost is known."""
-        if settled.queued is not None and settled.service:
-            self._service.add_amount(settled.service, settled.server, self._tenant(settled.queued.flow.tenant))
+    def observe_settlement(self, settled: RequestSettled) -> None:
+        """Record a request's tokens and its cost."""
+        tenant, used = self._tenant(settled.tenant), settled.used
+        cached = min(settled.outcome.cached_tokens or 0, used.input_tokens)
+        for name, tokens in (("prompt", used.input_tokens), ("cached", cached), ("output", used.output_tokens)):
+            if tokens:
+                self._tokens[name].add_amount(tokens, settled.server, tenant)
+        if settled.currency:
+            if used.cost_micros:
+                self._cost.add_amount(used.cost_micros, settled.server, tenant, settled.currency)
+        elif used.input_tokens or used.output_tokens:
+            self._unpriced.add(settled.server)
+        if settled.service:
+            self._service.add_amount(settled.service, settled.server, tenant)
 
-    def asked_redis(self, result: str, seconds: float) -> None:
-        """Limits were to be granted by Redis."""
+    def tenant_counts(self) -> Iterator[tuple[str, str, float]]:
+        """Tenant, what is counted and how much, in no order: requests that were ``picked`` and ``refused``, tokens
+        (``prompt``, ``cached``, ``output``), and ``service``, the last two kinds for each ModelServer.
+        """
+        for (tenant, outcome), count in self._requests.items():
+            yield tenant, outcome if outcome == "picked" else "refused", count
+        for name, counters in (*self._tokens.items(), ("service", self._service)):
+            for (_, tenant), amount in counters.items():
+                yield tenant, name, amount
+
+    def observe_redis_call(self, result: str, seconds: float) -> None:
+        """Count a call of Redis for a grant."""
         self._redis.add(result)
         if seconds:
             self._redis_seconds.observe(seconds)
@@ -238,20 +334,65 @@ class AdmissionMetrics:
         return "" if gate is None else gate.queue.band_of(queued.priority).spec.name
 
 
+_USED: Final = MetricFamily(
+    "attache_budget_used_ratio",
+    "Used and reserved share of budgets, of the callers that have used the largest part.",
+    ("budget", "unit", "caller"),
+)
+# Callers of one budget that are shown.
+_MOST_CALLERS: Final = 20
+# Levels, between two turns of other work.
+_LEVELS_AT_ONCE: Final = 2_000
+
+
+class BudgetSeries(PiecewiseCollector):
+    """Read from the levels of budgets at each scrape."""
+
+    families = (_USED,)
+
+    def __init__(self, levels: Callable[[], Iterable[BucketLevel]], wall_clock: Callable[[], float]) -> None:
+        self._levels = levels
+        self._wall_clock = wall_clock
+
+    def pieces(self) -> Iterator[str]:
+        """By budget, of the windows that are open."""
+        wall_s, largest = self._wall_clock(), dict[tuple[str, str], list[tuple[float, str]]]()
+        for number, one in enumerate(self._levels()):
+            if number % _LEVELS_AT_ONCE == _LEVELS_AT_ONCE - 1:
+                yield ""
+            named = BudgetKey.parse(one.key) if one.limit.ends_at_s > wall_s else None
+            if named is None:
+                continue
+            found = largest.setdefault((named.budget, named.resource), [])
+            entry = (1.0 - one.level / one.limit.capacity, named.caller)
+            (heappush if len(found) < _MOST_CALLERS else heappushpop)(found, entry)
+        yield from _USED.pieces(
+            _USED.line((budget, resource, caller), used)
+            for (budget, resource), found in sorted(largest.items())
+            for used, caller in sorted(found, reverse=True)
+        )
+
+
 class _QueueSeries(PiecewiseCollector):
-    """Read from the queues when Prometheus asks."""
+    """Read from the queues at each scrape."""
 
     families = (_QUEUED, _QUEUED_BYTES, _FLOWS, _FULL, _STALE, _WANTED)
 
     def __init__(
-        self, gates: Callable[[], Mapping[str, Gate]], at_zero: Callable[[], Mapping[str, ZeroDemand]]
+        self,
+        gates: Callable[[], Mapping[str, Gate]],
+        at_zero: Callable[[], Mapping[str, ZeroDemand]],
+        clock: Callable[[], float],
     ) -> None:
         self._gates = gates
         self._at_zero = at_zero
+        self._clock = clock
 
     def pieces(self) -> Iterator[str]:
         """By server, and by band."""
-        gates = list(self._gates().items())
+        gates, now = list(self._gates().items()), self._clock()
+        for _, gate in gates:
+            gate.measure(now)
         bands = [(name, band) for name, gate in gates for band in gate.queue.bands]
         yield from _QUEUED.pieces(_QUEUED.line((name, band.spec.name), band.requests) for name, band in bands)
         yield from _QUEUED_BYTES.pieces(_QUEUED_BYTES.line((name, band.spec.name), band.bytes) for name, band in bands)

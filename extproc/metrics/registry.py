@@ -7,24 +7,42 @@ cannot add a series. Series of an endpoint end when it leaves the configuration.
 
 from __future__ import annotations
 
+from collections import Counter as Counter_
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import Counter, Gauge
 
-from extproc.core.effects import Decision, EngineStarted, Fault, Left, LoadEnded, Refused, Settled
+from extproc.core.effects import (
+    ClientLeft,
+    Decision,
+    EngineStarted,
+    Fault,
+    GuardAsked,
+    LoadEnded,
+    RequestJudged,
+    RequestRefused,
+    RequestSettled,
+    RequestUnmeetable,
+    SoftBudgetPassed,
+)
 from extproc.metrics.endpoints import EndpointSeries
 from extproc.metrics.exposition import Counters, DeferredHistogram, Registry
-from extproc.metrics.queues import ActivationMetrics, AdapterMetrics, AdmissionMetrics
+from extproc.metrics.llm_d import LlmdMetrics
+from extproc.metrics.objectives import AnswerTimes, ObjectiveSeries
+from extproc.metrics.queues import ActivationMetrics, AdapterMetrics, AdmissionMetrics, BudgetSeries
+from extproc.metrics.recent import RecentRequests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from prometheus_client import CollectorRegistry
 
+    from extproc.admission.buckets import BucketLevel
     from extproc.admission.queue import Gate
     from extproc.core.activation import ZeroDemand
     from extproc.core.effects import Effect
+    from extproc.core.shadow import ShadowPick
     from extproc.errors import Refusal
     from extproc.metrics.decision_log import DecisionLog
     from extproc.scheduling.pool import Pool
@@ -32,6 +50,30 @@ if TYPE_CHECKING:
 _PICK_BUCKETS: Final = (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3, 1.28e-2, 0.1, 1.0)
 _STREAM_BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _LAG_BUCKETS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60)
+
+
+class ShadowShare:
+    """How often the other picker's choice is ours, since the start and since it was reported last."""
+
+    def __init__(self) -> None:
+        self._counts = Counter_[str]()
+        self._reported = 0
+
+    def add(self, verdict: str) -> None:
+        """One more comparison."""
+        self._counts[verdict] += 1
+
+    def report(self) -> str:
+        """A line for the log; empty if nothing was compared since the last one."""
+        total = self._counts.total()
+        if total == self._reported:
+            return ""
+        self._reported = total
+        compared = self._counts["agreed"] + self._counts["differed"]
+        others = {name: count for name, count in sorted(self._counts.items()) if name not in {"agreed", "differed"}}
+        share = f"{self._counts['agreed'] / compared:.1%} of {compared}" if compared else "none"
+        rest = "".join(f"; {count} {name.replace('_', ' ')}" for name, count in others.items())
+        return f"shadow: {share} picks of the other picker are ours{rest}"
 
 
 class Metrics:
@@ -45,16 +87,23 @@ class Metrics:
         log: DecisionLog | None = None,
         gates: Callable[[], Mapping[str, Gate]] = dict,
         at_zero: Callable[[], Mapping[str, ZeroDemand]] = dict,
+        *,
+        budget_levels: Callable[[], Iterable[BucketLevel]] = tuple,
+        has_llm_d_names: bool = False,
     ) -> None:
-        """``clock``: the one that endpoint tables go by. ``gates``: by ModelServer, where there is flow control.
-        ``at_zero``: who waits for engines.
+        """``clock``: that of endpoint tables. ``gates``: by ModelServer, where there is flow control. ``at_zero``:
+        requests held at zero. ``budget_levels``: of budgets that are used. ``has_llm_d_names``: series under the names
+        of llm-d's picker, too.
         """
-        self.decision_log = log
+        self.decision_log, self.recent = log, RecentRequests()
         self.registry = Registry()
-        self.admission = AdmissionMetrics(self.registry, gates, at_zero)
+        self.admission = AdmissionMetrics(self.registry, gates, at_zero, clock)
+        self.registry.register(BudgetSeries(budget_levels, wall_clock))
+        self.objectives = ObjectiveSeries(self.registry, wall_clock)
+        self._answer_times = AnswerTimes(self.registry, gates)
         self._adapters = AdapterMetrics(self.registry, pools)
         self._activation = ActivationMetrics(self.registry, at_zero)
-        self._wall_clock = wall_clock
+        self._wall_clock, self._clock = wall_clock, clock
         self._requests = Counters("attache_requests", "Requests by what was decided.", ["outcome"], self.registry)
         self._requests.begin("picked")
         self._picks = Counters("attache_picks", "Requests sent to a ModelServer.", ["server"], self.registry)
@@ -70,6 +119,12 @@ class Metrics:
             ["server", "plugin"],
             self.registry,
         )
+        self._traces = Counters(
+            "attache_traces",
+            "Decisions of sampled requests, by what became of their spans: sent, failed, dropped.",
+            ["result"],
+            self.registry,
+        )
         self._pick_seconds = DeferredHistogram(
             "attache_pick_seconds",
             "Parse, route, pick: from a whole body to the decision.",
@@ -82,10 +137,8 @@ class Metrics:
             _STREAM_BUCKETS,
             self.registry,
         )
-        self._open = 0
-        # by the clock of endpoint tables, 0 if there was none
-        self.last_stream_at_s = self.last_check_at_s = 0.0
-        self._clock = clock
+        # instants by the clock of endpoint tables, 0 if there was none
+        self._open, self.last_stream_at_s, self.last_check_at_s = 0, 0.0, 0.0
         for name, text, instant in (
             ("attache_last_stream", "When the last ext_proc stream began", lambda: self.last_stream_at_s),
             ("attache_last_health_check", "When an Envoy last asked for health", lambda: self.last_check_at_s),
@@ -108,6 +161,19 @@ class Metrics:
             _LAG_BUCKETS,
             self.registry,
         )
+        self._shadow_picks = Counters(
+            "attache_shadow_picks",
+            "Picks of another picker beside ours: agreed, differed, or why they cannot be compared.",
+            ["server", "verdict"],
+            self.registry,
+        )
+        self._shadow_seconds = Counters(
+            "attache_shadow_cost_seconds",
+            "Expected cost of compared picks, by our estimate: the other picker's and ours.",
+            ["server", "picker"],
+            self.registry,
+        )
+        self.shadow = ShadowShare()
         self._config_reloads = Counters(
             "attache_config_reloads", "Readings of the configuration by result.", ["result"], self.registry
         )
@@ -150,6 +216,7 @@ class Metrics:
         # client_golang's idiom; prometheus_client keeps the value of a set gauge where no function computes it
         age.set_function(self._config_age)
         self._applied_at: float = wall_clock()
+        self._llm_d = LlmdMetrics(self.registry, pools, gates, clock) if has_llm_d_names else None
 
     def stream_opened(self) -> None:
         """A request's stream begins."""
@@ -165,53 +232,76 @@ class Metrics:
         """Envoy has asked for our health."""
         self.last_check_at_s = self._clock()
 
-    def meets_envoy(self, *, is_met: bool) -> None:
+    def set_listener_reachable(self, *, is_reachable: bool) -> None:
         """Whether Envoy is configured to call where we listen."""
-        self._misses_envoy.set(not is_met)
+        self._misses_envoy.set(not is_reachable)
 
-    def count(self, effect: Effect) -> None:
-        """What the core decided or learned; effects of other kinds count nothing."""
+    def count_effect(self, effect: Effect) -> None:
+        """Count the core's decisions and measurements; effects of other kinds are ignored."""
+        if self._llm_d is not None:
+            self._llm_d.count_effect(effect)
+        self._count(effect)
+
+    def _count(self, effect: Effect) -> None:
         match effect:
             case Decision():
                 self._count_decision(effect)
-            case Settled():
-                if effect.is_ours:
-                    self._count_answer(effect)
-            case Refused():
+            case RequestSettled() if effect.is_ours:
+                self._count_answer(effect)
+            case RequestJudged() | RequestUnmeetable():
+                self.objectives.count(effect)
+            case RequestRefused():
                 self._requests.add(effect.refusal.outcome)
-                self.admission.refused(effect)
-            case Left():
-                self.admission.left(effect)
+                self.admission.count_refusal(effect)
+            case ClientLeft() | SoftBudgetPassed() | GuardAsked():
+                self.admission.count(effect)
             case EngineStarted():
-                self._activation.started(effect)
+                self._activation.observe_start(effect)
             case LoadEnded():
-                self._adapters.ended(effect.result)
+                self._adapters.observe_load(effect.result)
             case Fault():
                 if effect.plugin:
                     self._plugin_failures.add(effect.server, effect.plugin)
 
     def _count_decision(self, decision: Decision) -> None:
         if self.decision_log is not None:
-            self.decision_log.decided(decision)
+            self.decision_log.log_decision(decision)
         self._requests.add("picked")
         self._picks.add(decision.server)
-        if decision.queued is not None:
-            self.admission.sent(decision, decision.queued)
+        self.admission.count_dispatch(decision)
         if decision.adapter_wait_s:
-            self._adapters.waited(decision)
+            self._adapters.observe_wait(decision)
         if decision.engine_wait_s:
-            self._activation.waited(decision)
+            self._activation.observe_wait(decision)
 
-    def picked_within(self, seconds: float) -> None:
-        """A decision was made at once, within this time of the whole body."""
+    def compared_pick(self, pick: ShadowPick) -> None:
+        """Another picker has decided a request, and ours would have decided so."""
+        self._shadow_picks.add(pick.server, pick.verdict)
+        self.shadow.add(pick.verdict)
+        if pick.ours is not None and pick.their_cost_s is not None:
+            self._shadow_seconds.add_amount(pick.their_cost_s, pick.server, "theirs")
+            self._shadow_seconds.add_amount(pick.ours.cost_s, pick.server, "ours")
+        if self.decision_log is not None:
+            self.decision_log.log_shadow(pick)
+
+    def count_traces(self, result: str, count: int) -> None:
+        """Spans of ``count`` decisions were sent to the collector, failed to be sent, or did not fit its queue."""
+        self._traces.add_amount(count, result)
+
+    def outcomes(self) -> dict[str, int]:
+        """Requests by what was decided."""
+        return {outcome: int(count) for (outcome,), count in self._requests.items()}
+
+    def observe_pick_seconds(self, seconds: float) -> None:
+        """Record a decision without a wait, and its time since the whole body."""
         self._pick_seconds.observe(seconds)
 
     def answered_models(self) -> None:
-        """The list of models was given."""
+        """Count an answer with the list of models."""
         self._requests.add("models_listed")
 
-    def refused(self, refusal: Refusal) -> None:
-        """A client was told why not, before its request came to the core."""
+    def count_refusal(self, refusal: Refusal) -> None:
+        """A request was refused before it came to the core."""
         self._requests.add(refusal.outcome)
 
     def matched_entry(self, ended_at_s: float) -> None:
@@ -219,10 +309,13 @@ class Metrics:
         self._log_entries.add("settled")
         self._log_lag.observe(max(0.0, self._wall_clock() - ended_at_s))
 
-    def _count_answer(self, settled: Settled) -> None:
+    def _count_answer(self, settled: RequestSettled) -> None:
         if self.decision_log is not None:
-            self.decision_log.settled(settled)
-        self.admission.settled(settled)
+            self.decision_log.log_outcome(settled)
+        if self.recent.is_open:
+            self.recent.on_outcome(settled)
+        self.admission.observe_settlement(settled)
+        self._answer_times.observe(settled)
         outcome = settled.outcome
         status_class = f"{outcome.status // 100}xx" if 100 <= outcome.status < 600 else "none"
         first = "yes" if outcome.served == settled.assignment.endpoint.address else "no"
@@ -236,24 +329,24 @@ class Metrics:
         """A feed has failed, and is started again."""
         self._feed_restarts.add(feed)
 
-    def tokenized(self, server: str, result: str) -> None:
-        """A prompt was to be turned into tokens."""
+    def count_tokenization(self, server: str, result: str) -> None:
+        """Count an attempt to tokenize a prompt."""
         self._tokenized.add(server, result)
 
-    def shared(self, result: str) -> None:
+    def count_peer_message(self, result: str) -> None:
         """A message to or from other processes."""
         self._shared.add(result)
 
     def peers(self, count: int) -> None:
-        """Other processes that are heard of."""
+        """Number of other processes whose reports arrive."""
         self._peers.set(count)
 
-    def scraped(self, server: str) -> None:
-        """An engine has said how it is."""
+    def observe_scrape(self, server: str) -> None:
+        """An engine's report was read."""
         self._scrapes.add(server, "read")
 
     def scrape_failed(self, server: str) -> None:
-        """An engine could not be asked."""
+        """Count a failed read of an engine."""
         self._scrapes.add(server, "failed")
 
     def scrapes_stretched(self, factor: float) -> None:
@@ -277,7 +370,7 @@ class Metrics:
         self._config_valid.set(0)
 
     def config_mended(self) -> None:
-        """The directory is again what is in use."""
+        """The directory is valid again and equals the configuration in use."""
         self._config_valid.set(1)
 
     def _timestamp(self, instant: Callable[[], float]) -> float:
@@ -306,11 +399,11 @@ class TlsMetrics:
         for result in ("used", "refused"):
             self._loads.labels(result)
 
-    def loaded(self, expires_at_s: float) -> None:
+    def on_certificate_loaded(self, expires_at_s: float) -> None:
         """A certificate is in use, until this Unix time."""
         self._loads.labels("used").inc()
         self._expires.set(expires_at_s)
 
-    def refused(self) -> None:
-        """One could not be used."""
+    def on_certificate_refused(self) -> None:
+        """Count a certificate that could not be used."""
         self._loads.labels("refused").inc()

@@ -11,8 +11,8 @@ the start or by the end of their last request. Two invariants make the index exa
   recently: chains are unpinned from tail to head, and the least recently used blocks are evicted first.
 * Hence the masks along a chain only lose bits, and a binary search finds where each endpoint's prefix ends.
 
-Engines evict in the same order (vLLM frees a request's blocks from the tail), so one reported miss tells much:
-everything used no later than the missing block is gone, too.
+Engines evict in the same order (vLLM frees a request's blocks from the tail), so one reported miss implies that every
+block used no later than the missing one is gone, too.
 
 Blocks grow with their position: 64 blocks of 128 bytes (about 32 tokens; the size can be fitted to the engines'
 blocks), then 64 of twice that size, and so on. So the end of a shared prefix is known to about 1/64 of its length,
@@ -79,7 +79,7 @@ def covered_units(count: int) -> int:
     return _BLOCKS_PER_CLASS * ((1 << size_class) - 1) + (rest << size_class)
 
 
-# The same by ``count``, for all chains that there can be: a pick looks several of them up.
+# The same by ``count``, for all possible chains: a pick reads several of them.
 COVERED_UNITS: Final = tuple(covered_units(count) for count in range(_BLOCKS_PER_CLASS * _CLASSES + 1))
 
 _WEIGHT: Final = 0.1
@@ -105,8 +105,8 @@ _NONE: Final[dict[int, Turn]] = {}
 class Turns:
     """Ended turns by the last whole block of their prompt and by the row that served them.
 
-    The next prompt of a conversation starts with the last one and its answer. Answers are not seen, only their length
-    is known. If a new prompt starts with a complete earlier one, down to its last bytes, the endpoint that served the
+    The next prompt of a conversation starts with the last one and its answer. extproc reads the length of answers, not
+    their text. If a new prompt starts with a complete earlier one, down to its last bytes, the endpoint that served the
     earlier one also has its answer cached. How much of it returns in the next prompt varies (reasoning is often left
     out, templates add words), so this fraction is learned from what engines report.
 
@@ -305,8 +305,8 @@ def _common(one: list[int], other: list[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-# Remembered of one endpoint at most, and of all together: some 120 bytes each, so 2 MiB and half a GiB; twice that
-# where each prompt has but two or three blocks.
+# Most blocks that are kept of one endpoint, and of all together: some 120 bytes each, so 2 MiB and half a GiB; twice
+# that where each prompt has but two or three blocks.
 MOST_BLOCKS: Final = 16_384
 MOST_BLOCKS_IN_ALL: Final = 4_194_304
 # A turn takes the memory of so many blocks.
@@ -339,7 +339,7 @@ class _Endpoint(msgspec.Struct):
 
 
 def blocks_of_each(endpoints: int) -> int:
-    """How many blocks a process with so many endpoints may remember of each."""
+    """How many blocks a process with so many endpoints may keep of each."""
     return min(MOST_BLOCKS, MOST_BLOCKS_IN_ALL // max(1, endpoints))
 
 
@@ -347,7 +347,7 @@ class PrefixIndex:
     """The index of one ModelServer, bounded for each endpoint in bytes of prompt text and in blocks.
 
     ``capacity_bytes``: the initial estimate of an endpoint's capacity. ``first_block_bytes``: see ``hash_blocks``.
-    ``most_blocks``: remembered of an endpoint; one that holds more loses the oldest at its next request.
+    ``most_blocks``: kept of an endpoint; one that has more loses the oldest at its next request.
     """
 
     def __init__(

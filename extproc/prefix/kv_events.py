@@ -37,7 +37,7 @@ _Name = Annotated[str, Meta(max_length=1024)]
 _ExtraKeys = Annotated[list[msgspec.Raw], Meta(max_length=256)]
 
 
-class Stored(msgspec.Struct, frozen=True):
+class BlocksStored(msgspec.Struct, frozen=True):
     """Blocks were added to a cache, each one the successor of the one before.
 
     ``hashes``: the engine's own, opaque to others. ``parent``: of the first block, None at the start of a prompt.
@@ -54,23 +54,23 @@ class Stored(msgspec.Struct, frozen=True):
     extra_keys: tuple[list[str] | None, ...] = ()
 
 
-class Removed(msgspec.Struct, frozen=True):
+class BlocksRemoved(msgspec.Struct, frozen=True):
     """Blocks were removed from a cache; ``medium`` None: from all media."""
 
     hashes: tuple[BlockHash, ...]
     medium: str | None = None
 
 
-class Cleared(msgspec.Struct, frozen=True):
+class AllBlocksCleared(msgspec.Struct, frozen=True):
     """All blocks were removed."""
 
 
-class Ignored(msgspec.Struct, frozen=True):
-    """Says nothing about whole prefixes, or nothing at all. Reading it has taken as long as reading others."""
+class IgnoredEvent(msgspec.Struct, frozen=True):
+    """An event about no whole prefix, or of unknown content. It costs as much to read as others."""
 
 
-Event = Stored | Removed | Cleared | Ignored
-_IGNORED: Final = Ignored()
+Event = BlocksStored | BlocksRemoved | AllBlocksCleared | IgnoredEvent
+_IGNORED: Final = IgnoredEvent()
 
 
 class UnreadableEvents(Exception):
@@ -136,7 +136,7 @@ _block_removed: Final = _Decoder(_BlockRemoved)
 def decode_batch(payload: bytes) -> Iterator[Event]:
     """The events in the last frame of a message, each with a few hundred blocks at most.
 
-    Each event of the message comes as one or several, so that whoever counts them counts what was read. Raises
+    Each event of the message comes as one or several, so that their number is proportional to what was read. Raises
     UnreadableEvents when it comes to what cannot be read.
     """
     try:
@@ -147,12 +147,12 @@ def decode_batch(payload: bytes) -> Iterator[Event]:
             elif tag == "BlockRemoved":
                 yield from _removed(_block_removed.decode(raw))
             else:
-                yield Cleared() if tag == "AllBlocksCleared" else _IGNORED
+                yield AllBlocksCleared() if tag == "AllBlocksCleared" else _IGNORED
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableEvents(f"cannot decode a batch of KV events: {error}") from None
 
 
-def _stored(event: _BlockStored) -> Iterator[Stored | Ignored]:
+def _stored(event: _BlockStored) -> Iterator[BlocksStored | IgnoredEvent]:
     """The blocks of ``event`` in pieces. Without tokens they are known ones, copied to another medium."""
     hashes, tokens, size, parent = event.block_hashes, event.token_ids, event.block_size, event.parent_block_hash
     whole = len(tokens) // size if tokens else len(hashes)
@@ -161,7 +161,7 @@ def _stored(event: _BlockStored) -> Iterator[Stored | Ignored]:
         return
     for start in range(0, min(len(hashes), whole), _PIECE):
         end = min(start + _PIECE, whole)
-        yield Stored(
+        yield BlocksStored(
             hashes=hashes[start:end],
             parent=parent,
             token_ids=tokens[start * size : end * size],
@@ -175,15 +175,15 @@ def _stored(event: _BlockStored) -> Iterator[Stored | Ignored]:
         parent = hashes[min(end, len(hashes)) - 1]
 
 
-def _removed(event: _BlockRemoved) -> Iterator[Removed | Ignored]:
+def _removed(event: _BlockRemoved) -> Iterator[BlocksRemoved | IgnoredEvent]:
     if not event.block_hashes:
         yield _IGNORED
     for start in range(0, len(event.block_hashes), _PIECE):
-        yield Removed(event.block_hashes[start : start + _PIECE], _in_capitals(event.medium))
+        yield BlocksRemoved(event.block_hashes[start : start + _PIECE], _in_capitals(event.medium))
 
 
 def _text(raw: msgspec.Raw) -> str:
-    """Of an extra key. What is no text is only compared, and need not be understood."""
+    """Of an extra key. A value that is no text is only compared, and not decoded."""
     encoded = bytes(raw)
     return _string.decode(encoded) if encoded[:1] in _STRINGS else encoded.hex()
 

@@ -5,11 +5,12 @@ Engines' block hashes are opaque. The key of a block is computed here from its t
 it, so hash seeds need not be aligned. An engine's hash is only used to find the key again, when a successor is stored
 or the block is removed.
 
-The prompt of a request that was just sent will be cached before an event says so. Its blocks count as held for
+The prompt of a request that was just sent will be cached before its event arrives. Its blocks count as held for
 ``SPECULATION_S``.
 
-Engines are not trusted: what one of them can have this process keep and compute is bounded. A cleared cache counts no
-more from that moment on. Its blocks are dropped a slice at a time (``sweep``), as a large cache takes half a second.
+Engines are not trusted: the memory and time that the events of each can cost this process are bounded. A cleared cache
+counts no more from that moment on. Its blocks are dropped a slice at a time (``sweep``), as a large cache takes half a
+second.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ import msgspec
 import numpy as np
 import xxhash
 
-from extproc.prefix.kv_events import BlockHash, Cleared, Event, Ignored, Removed, Stored, decode_batch
+from extproc.prefix.kv_events import (
+    AllBlocksCleared,
+    BlockHash,
+    BlocksRemoved,
+    BlocksStored,
+    Event,
+    IgnoredEvent,
+    decode_batch,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -40,18 +49,18 @@ _MOST_OWN_SIZES: Final = 2
 _MOST_SIZES: Final = 4
 # Blocks of cleared caches that are dropped with each change: more than it adds, so that they become fewer.
 _SLICE: Final = 2_000
-# Sets of caches whose rows are remembered.
+# Sets of caches whose rows are cached.
 _MOST_MASKS: Final = 4_096
 
 
-class Source(msgspec.Struct, frozen=True):
-    """Who published an event: the endpoint's row, and its data-parallel rank."""
+class EventSource(msgspec.Struct, frozen=True):
+    """The publisher of an event: the endpoint's row, and its data-parallel rank."""
 
     row: int
     rank: int = 0
 
 
-class Cached(msgspec.Struct, frozen=True):
+class CachedPrefix(msgspec.Struct, frozen=True):
     """The endpoints in the bit mask ``holders`` hold the first ``tokens`` tokens of a prompt.
 
     ``weighted``: the same tokens, weighted by medium.
@@ -117,7 +126,7 @@ class KvIndex:
 
     def __init__(self) -> None:
         self._on_gpu, self._off_gpu = _Holders(), _Holders()
-        self._caches: dict[Source, _Cache] = {}
+        self._caches: dict[EventSource, _Cache] = {}
         # those that were cleared, and whose blocks are still among the holders
         self._cleared: deque[_Cache] = deque()
         # each bit stands for caches of one row for ever, so that a cache that comes or goes changes nothing else
@@ -131,22 +140,22 @@ class KvIndex:
         self._expected: OrderedDict[int, tuple[int, float]] = OrderedDict()
         self.orphans = 0
 
-    def apply(self, source: Source, events: Iterable[Event]) -> None:
+    def apply(self, source: EventSource, events: Iterable[Event]) -> None:
         """Apply the events of ``source`` in order."""
         for event in events:
             match event:
-                case Stored():
+                case BlocksStored():
                     self._store(self._cache_of(source), event)
-                case Removed():
+                case BlocksRemoved():
                     self._remove(self._cache_of(source), event)
-                case Cleared():
+                case AllBlocksCleared():
                     self.clear(source)
-                case Ignored():
+                case IgnoredEvent():
                     pass
         self.sweep()
 
-    def clear(self, source: Source) -> None:
-        """Drop all blocks of ``source``: its cache is empty, or what we know of it is unreliable."""
+    def clear(self, source: EventSource) -> None:
+        """Drop all blocks of ``source``: its cache is empty, or the index of it is unreliable."""
         cache = self._caches.pop(source, None)
         if cache is None:
             return
@@ -178,7 +187,7 @@ class KvIndex:
                 self._cleared.popleft()
         return bool(self._cleared)
 
-    def is_complete(self, source: Source) -> bool:
+    def is_complete(self, source: EventSource) -> bool:
         """Whether no block of ``source`` was beyond a bound."""
         cache = self._caches.get(source)
         return cache is None or not cache.ignored
@@ -187,13 +196,13 @@ class KvIndex:
         """The keys of a prompt's whole blocks, for each block size in use."""
         return {size: chain_keys(tokens, size, adapter=adapter, salt=salt) for size in self._block_sizes}
 
-    def match(self, chains: dict[int, list[int]], now: float) -> list[Cached]:
+    def match(self, chains: dict[int, list[int]], now: float) -> list[CachedPrefix]:
         """How much of a prompt each endpoint holds, grouped by endpoints that hold the same.
 
         ``chains``: the result of ``keys``. Every block is looked up: unlike in the approximate index, an endpoint may
         hold a block without its predecessors.
         """
-        found: list[Cached] = []
+        found: list[CachedPrefix] = []
         for size, chain in chains.items():
             alive = -1
             for length, key in enumerate(chain):
@@ -249,20 +258,20 @@ class KvIndex:
         found[rows] = True
         return int.from_bytes(np.packbits(found, bitorder="little").tobytes(), "little")
 
-    def _weigh(self, rows: int, chain: Sequence[int], size: int) -> list[Cached]:
+    def _weigh(self, rows: int, chain: Sequence[int], size: int) -> list[CachedPrefix]:
         tokens = len(chain) * size
         if not self._off_gpu.masks:
-            return [Cached(rows, tokens, float(tokens))]
+            return [CachedPrefix(rows, tokens, float(tokens))]
         fast = self._on_gpu.masks
         found = []
         while rows:
             bit = rows & -rows
             rows &= ~bit
             on_gpu = sum(1 for key in chain if self._rows_of(fast.get(key, 0)) & bit)
-            found.append(Cached(bit, tokens, size * (on_gpu + _OFF_GPU_WEIGHT * (len(chain) - on_gpu))))
+            found.append(CachedPrefix(bit, tokens, size * (on_gpu + _OFF_GPU_WEIGHT * (len(chain) - on_gpu))))
         return found
 
-    def _cache_of(self, source: Source) -> _Cache:
+    def _cache_of(self, source: EventSource) -> _Cache:
         cache = self._caches.get(source)
         if cache is None:
             cache = self._caches[source] = _Cache(source.row, self._bit_of(source.row))
@@ -280,7 +289,7 @@ class KvIndex:
     def _holders_on(self, medium: str) -> _Holders:
         return self._on_gpu if medium == "GPU" else self._off_gpu
 
-    def _store(self, cache: _Cache, event: Stored) -> None:
+    def _store(self, cache: _Cache, event: BlocksStored) -> None:
         if not event.token_ids:
             self._copy(cache, event)
             return
@@ -299,7 +308,7 @@ class KvIndex:
             parent = xxhash.xxh3_64_intdigest(tokens[index * width : (index + 1) * width] + salt, parent)
             self._hold(cache, (event.medium, size), value, parent)
 
-    def _copy(self, cache: _Cache, event: Stored) -> None:
+    def _copy(self, cache: _Cache, event: BlocksStored) -> None:
         """Known blocks were copied to another medium; such events do not repeat their tokens."""
         for value in event.hashes:
             known = cache.find(value)
@@ -310,7 +319,7 @@ class KvIndex:
         """``place``: medium and block size."""
         blocks = cache.tiers.get(place)
         if blocks is None:
-            if not self._has_room(cache, *place):
+            if not self._is_within_bounds(cache, *place):
                 cache.ignored += 1
                 return
             blocks = cache.tiers[place] = {}
@@ -325,7 +334,7 @@ class KvIndex:
         self._holders_on(medium).add(cache.bit, key)
         self._count(size, 1)
 
-    def _has_room(self, cache: _Cache, medium: str, size: int) -> bool:
+    def _is_within_bounds(self, cache: _Cache, medium: str, size: int) -> bool:
         """Whether one more medium, or size of blocks, is within the bounds."""
         cache.tiers = {place: blocks for place, blocks in cache.tiers.items() if blocks}
         media, sizes = {one for one, _ in cache.tiers}, {one for _, one in cache.tiers}
@@ -335,7 +344,7 @@ class KvIndex:
             and len(self._block_sizes.keys() | {size}) <= _MOST_SIZES
         )
 
-    def _remove(self, cache: _Cache, event: Removed) -> None:
+    def _remove(self, cache: _Cache, event: BlocksRemoved) -> None:
         for (medium, size), blocks in cache.tiers.items():
             if event.medium in {None, medium}:
                 holders, before = self._holders_on(medium), len(blocks)
@@ -390,10 +399,10 @@ class KvStream:
 
     An engine numbers its messages from 0 after each start. Missed messages are requested again if the engine offers a
     replay. Otherwise its blocks are dropped from the index, which fills again with later events. Messages are applied
-    in slices: what applies them lets requests be served between two.
+    in slices: the caller serves requests between two.
     """
 
-    def __init__(self, index: KvIndex, source: Source) -> None:
+    def __init__(self, index: KvIndex, source: EventSource) -> None:
         self._index = index
         self._source = source
         self._expected: int | None = None
@@ -409,7 +418,7 @@ class KvStream:
         """Whether the engine has more blocks, media or block sizes than are followed."""
         return not self._index.is_complete(self._source)
 
-    def disconnected(self) -> None:
+    def on_disconnect(self) -> None:
         """The connection is lost: assume that the engine's cache is empty."""
         self._index.clear(self._source)
         self._expected, self._is_whole = None, None
@@ -421,7 +430,7 @@ class KvStream:
         """
         expected = self._expected
         if expected is not None and number < expected:
-            self.disconnected()
+            self.on_disconnect()
             expected = None
         if number == (expected or 0):
             return None
@@ -440,7 +449,7 @@ class KvStream:
             self._index.apply(self._source, events)
             yield
 
-    def replayed(self, start: int, messages: Iterable[tuple[int, bytes]]) -> Iterator[None]:
+    def apply_replay(self, start: int, messages: Iterable[tuple[int, bytes]]) -> Iterator[None]:
         """Apply the ``messages`` of a replay from number ``start``, a slice with each step. There are none if the
         engine has published nothing. Raises UnreadableEvents.
         """
@@ -456,7 +465,7 @@ class KvStream:
             yield from self.apply(number, payload)
         self._is_whole = is_whole
 
-    def missed(self, number: int, payload: bytes) -> Iterator[None]:
+    def restart_from(self, number: int, payload: bytes) -> Iterator[None]:
         """There is no replay: drop the engine's blocks and start with this message, a slice with each step. Raises
         UnreadableEvents.
         """
@@ -470,7 +479,7 @@ def _slices(events: Iterable[Event]) -> Iterator[list[Event]]:
     size = 0
     for event in events:
         together.append(event)
-        size += 1 + (len(event.hashes) if isinstance(event, (Stored, Removed)) else 0)
+        size += 1 + (len(event.hashes) if isinstance(event, (BlocksStored, BlocksRemoved)) else 0)
         if size >= _MOST_TOGETHER:
             yield together
             together, size = [], 0

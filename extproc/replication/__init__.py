@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What extproc processes tell each other; knows the core."""
+"""Messages between extproc processes; depends on the core."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buses between extproc processes: socket files between workers of a machine, a Redis channel between machines.
 
-While Redis is away, every process decides by the events of its own machine.
+While Redis does not answer, every process decides by the events of its own machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LocalBus:
         self._own: zmq.asyncio.Socket | None = None
 
     async def run(self, receive: Callable[[bytes], None]) -> None:
-        """Until cancelled."""
+        """Exchange batches until cancelled."""
         context = zmq.asyncio.Context()
         try:
             self._own = context.socket(zmq.PUB)
@@ -60,30 +60,34 @@ class LocalBus:
 log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S: Final = 10.0
 _TIMEOUT_S: Final = 1.0
-# Between two looks whether this has been cancelled.
+# Between two checks whether this has been cancelled.
 _LISTEN_S: Final = 0.5
 
 
-class RedisMissing(Exception):
-    """The client library is not installed."""
+class RedisUnusable(Exception):
+    """There can be no client; the message says what to do. It holds nothing of the URL, which may have a password."""
 
 
 def redis_client(url: str, *, timeout_s: float | None, connections: int = 4) -> tuple[Any, type[Exception]]:
-    """A client with that many connections at most, and the type of its errors; raises RedisMissing."""
+    """A client with that many connections at most, and the type of its errors; raises RedisUnusable."""
     try:
-        # an extra: only who runs on several machines needs it
+        # an extra: only deployments on several machines need it
         from redis.asyncio import BlockingConnectionPool, Redis  # noqa: PLC0415
         from redis.exceptions import RedisError  # noqa: PLC0415
     except ImportError:
-        raise RedisMissing("install the extra: pip install 'attache[redis]'") from None
-    pool = BlockingConnectionPool.from_url(
-        url,
-        max_connections=connections,
-        timeout=timeout_s or _TIMEOUT_S,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s or _TIMEOUT_S,
-        socket_keepalive=True,
-    )
+        raise RedisUnusable("install the extra: pip install 'attache[redis]'") from None
+    try:
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=connections,
+            timeout=timeout_s or _TIMEOUT_S,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s or _TIMEOUT_S,
+            socket_keepalive=True,
+        )
+    except ValueError:
+        advice = "with signs of the password that are no letters or digits as %40, %2F and so on"
+        raise RedisUnusable(f"this is no URL of a Redis; write redis://:PASSWORD@HOST:PORT, {advice}") from None
     return Redis.from_pool(pool), RedisError
 
 
@@ -92,13 +96,12 @@ class RedisBus:
 
     def __init__(self, url: str, channel: str) -> None:
         self._channel = channel
-        self._redis, self._error = redis_client(url, timeout_s=_TIMEOUT_S)
-        # a subscriber waits for as long as nobody says anything
+        self._redis, _ = redis_client(url, timeout_s=_TIMEOUT_S)
+        # a subscriber waits while there is no message
         self._listening, _ = redis_client(url, timeout_s=None)
-        self._is_away = False
 
     async def run(self, receive: Callable[[bytes], None]) -> None:
-        """Until cancelled."""
+        """Exchange batches until cancelled."""
         pause_s = 0.1
         task = asyncio.current_task()
         try:
@@ -114,7 +117,7 @@ class RedisBus:
                             message = await subscription.get_message(timeout=_LISTEN_S)
                             if message is not None:
                                 receive(message["data"])
-                except (self._error, OSError) as error:
+                except Exception as error:  # noqa: BLE001 - the client library raises all sorts at what is not Redis' protocol
                     log.warning("Redis is away, this process decides by what it sees itself: %s", error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
@@ -127,7 +130,7 @@ class RedisBus:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 await self._redis.publish(self._channel, payload)
-        except (self._error, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001 - as above
             raise OSError(str(error)) from None
         finally:
             # swallowed here, it would leave the caller running for ever

@@ -2,10 +2,10 @@
 """Bodies of Anthropic's Messages API: as an InferenceRequest, and as the chat that vLLM renders.
 
 Engines turn such a request into a chat and render that (vLLM's ``entrypoints/anthropic``). The prompt is written in the
-same order and with the same omissions: tools, system, messages, a user's tool results before the text beside them. What
-clients move from turn to turn without a change of the prompt is left out: ``cache_control``, and the line by which
-Claude Code marks each request. Text looks as in ``openai.py``, so that a conversation is found in the caches whichever
-API it comes by.
+same order: tools, system, messages, a user's tool results before the text beside them. Blocks that vLLM leaves out
+count as they are, as another engine may render them. What clients move from turn to turn without a change of the prompt
+is left out: ``cache_control``, and the line by which Claude Code marks each request. Text has the same form as in
+``openai.py``, so that a conversation is found in the caches whichever API it comes by.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from extproc.request.model import (
     ABSENT,
     LARGE_BYTES,
     MEDIA_TOKENS,
-    Common,
     InferenceRequest,
     Media,
     OutputTokens,
+    Templated,
     is_given,
     request_of,
+    template_texts,
 )
 from extproc.request.rewrite import span_of
 
@@ -38,6 +39,7 @@ BILLING: Final = "x-anthropic-billing-header"
 _QUOTE: Final = ord('"')
 _MEDIA: Final = frozenset({"image", "document"})
 _RESULT: Final = "tool_result"
+_KNOWN: Final = frozenset({"text", "thinking", "tool_use", _RESULT, *_MEDIA})
 
 
 class _Message(msgspec.Struct, gc=False):
@@ -45,7 +47,7 @@ class _Message(msgspec.Struct, gc=False):
     content: msgspec.Raw = ABSENT
 
 
-class _Messages(Common, kw_only=True, gc=False):
+class _Messages(Templated, kw_only=True, gc=False):
     messages: list[_Message]
     system: msgspec.Raw = ABSENT
     tools: msgspec.Raw = ABSENT
@@ -64,34 +66,41 @@ class _Block(msgspec.Struct, gc=False):
     input: msgspec.Raw = ABSENT
     tool_use_id: msgspec.Raw = ABSENT
     content: msgspec.Raw = ABSENT
+    # of documents
+    title: msgspec.Raw = ABSENT
+    context: msgspec.Raw = ABSENT
+
+
+class _Source(msgspec.Struct, gc=False):
+    type: str = ""
 
 
 def messages(body: bytes) -> InferenceRequest:
     """POST /v1/messages."""
-    asked = _decoder.decode(body)
-    prompt = _Prompt()
-    prompt.add_tools(asked.tools)
-    prompt.add_system(asked.system)
-    for message in asked.messages:
+    request = _decoder.decode(body)
+    prompt = _Prompt(template_texts(request))
+    prompt.add_tools(request.tools)
+    prompt.add_system(request.system)
+    for message in request.messages:
         prompt.add_message(message)
     contents = None
     if len(body) >= LARGE_BYTES:
-        found = [message.content for message in asked.messages if message.content]
+        found = [message.content for message in request.messages if message.content]
         contents = span_of(body, found[0], found[-1]) if found else None
-    return request_of(Api.MESSAGES, asked, prompt.text(), asked.max_tokens, contents, media=prompt.media())
+    return request_of(Api.MESSAGES, request, prompt.text(), request.max_tokens, contents, media=prompt.media())
 
 
 def count_tokens(body: bytes) -> InferenceRequest:
     """POST /v1/messages/count_tokens: the engine computes nothing, so there is no prompt to cache and no answer."""
-    asked = _decoder.decode(body)
-    return request_of(Api.COUNT_TOKENS, asked, b"", None, None, answers=0)
+    request = _decoder.decode(body)
+    return request_of(Api.COUNT_TOKENS, request, b"", None, None, answers=0)
 
 
 class _Prompt:
     """The prompt as it is written, part by part."""
 
-    def __init__(self) -> None:
-        self._parts: list[bytes | memoryview] = []
+    def __init__(self, parts: Iterable[msgspec.Raw]) -> None:
+        self._parts: list[bytes | memoryview] = [memoryview(part) for part in parts]
         self._media_tokens = self._media_bytes = 0
 
     def text(self) -> bytes:
@@ -103,9 +112,9 @@ class _Prompt:
     def add_tools(self, tools: msgspec.Raw) -> None:
         view = memoryview(tools)
         if _CACHE_CONTROL in bytes(view):
-            # what is no list of tools stays: the engine says what is wrong
+            # another value than a list of tools stays: the engine reports the mistake
             with contextlib.suppress(msgspec.DecodeError):
-                view = memoryview(msgspec.json.encode([_without_cache_control(one) for one in _tools.decode(view)]))
+                view = memoryview(msgspec.json.encode([_without_cache_control(one) for one in _objects.decode(view)]))
         self._parts.append(view)
 
     def add_system(self, system: msgspec.Raw) -> None:
@@ -158,34 +167,51 @@ class _Prompt:
         self._parts.append(b'"')
 
     def _add_media(self, block: _Block) -> None:
-        if block.type in _MEDIA and block.source:
-            view = memoryview(block.source)
-            self._parts.append(view)
+        if block.type not in _MEDIA or not block.source:
+            return
+        view = memoryview(block.source)
+        self._parts += (view, memoryview(block.title), memoryview(block.context))
+        if not (block.type == "document" and _is_text(block.source)):
             self._media_tokens += MEDIA_TOKENS["image"]
             self._media_bytes += view.nbytes
 
 
 def _blocks_of(content: msgspec.Raw) -> list[_Block] | None:
-    """None for text, and for what is no list of blocks: the engine says what is wrong."""
+    """None for text, and for a value that is no list of blocks, which the engine refuses. The text of a block of
+    another type is all of it.
+    """
     view = memoryview(content)
     if not view or view[0] != _LIST:
         return None
     try:
-        return _blocks.decode(view)
+        blocks = _blocks.decode(view)
+        if any(block.type not in _KNOWN for block in blocks):
+            for block, fields in zip(blocks, _objects.decode(view), strict=True):
+                if block.type not in _KNOWN:
+                    block.text = msgspec.Raw(msgspec.json.encode(_without_cache_control(fields)))
     except msgspec.DecodeError:
         return None
+    return blocks
+
+
+def _is_text(source: msgspec.Raw) -> bool:
+    """Whether a document is its own text, or blocks of it."""
+    try:
+        return _source.decode(source).type in {"text", "content"}
+    except msgspec.DecodeError:
+        return False
 
 
 def _is_billing(text: msgspec.Raw) -> bool:
     return bytes(memoryview(text)[1 : 1 + len(_BILLING)]) == _BILLING
 
 
-def _without_cache_control(tool: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-    return {name: value for name, value in tool.items() if name != "cache_control"}
+def _without_cache_control(one: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+    return {name: value for name, value in one.items() if name != "cache_control"}
 
 
 def chat_in(body: dict[str, Any], request: InferenceRequest) -> dict[str, Any] | None:
-    """The chat of OpenAI's form that ``body``, decoded, asks for or stands for; None if the prompt is no chat.
+    """The chat of OpenAI's form that ``body``, decoded, contains or is equivalent to; None if the prompt is no chat.
 
     Raises ValueError if the body is not of its API.
     """
@@ -275,4 +301,5 @@ _CACHE_CONTROL: Final = b'"cache_control"'
 _HEADINGS: Final = {role: f"\n{role}\n".encode() for role in ("user", "assistant", "system")}
 _decoder: Final = msgspec.json.Decoder(_Messages)
 _blocks: Final = msgspec.json.Decoder(list[_Block])
-_tools: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_source: Final = msgspec.json.Decoder(_Source)
+_objects: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])

@@ -12,14 +12,16 @@ import msgspec
 from extproc.errors import BadRequest
 from extproc.protocol import Api
 from extproc.request.model import (
+    ABSENT,
     INTERNAL_FIELDS,
     MOST_TOKENS,
     NUMBERS,
     Common,
     InferenceRequest,
     Media,
+    given,
     large_contents,
-    opened,
+    open_json_prefix,
     request_of,
     steering_in,
 )
@@ -34,15 +36,20 @@ _CHARACTERS_PER_S: Final = 15
 
 
 class _Speech(Common, kw_only=True, gc=False):
+    """``instructions``: how to speak. ``ref_text``: what the voice to be copied says."""
+
     input: msgspec.Raw
+    instructions: msgspec.Raw = ABSENT
+    ref_text: msgspec.Raw = ABSENT
 
 
 def speech(body: bytes) -> InferenceRequest:
     """POST /v1/audio/speech: its answer is as long as its text takes to be spoken."""
-    asked = _speech.decode(body)
-    seconds = memoryview(asked.input).nbytes / _CHARACTERS_PER_S
+    request = _speech.decode(body)
+    seconds = memoryview(request.input).nbytes / _CHARACTERS_PER_S
     most = min(MOST_TOKENS, ceil(seconds * TOKENS_PER_S))
-    return request_of(Api.SPEECH, asked, bytes(opened(asked.input)), most, large_contents(asked.input, body))
+    prompt = b"".join((*given(request.instructions, request.ref_text), open_json_prefix(request.input)))
+    return request_of(Api.SPEECH, request, prompt, most, large_contents(request.input, body))
 
 
 def transcription(form: Form) -> InferenceRequest:
@@ -54,14 +61,14 @@ def transcription(form: Form) -> InferenceRequest:
     assert model is not None  # noqa: S101 - see above
     assert audio is not None  # noqa: S101
     tokens = ceil(TOKENS_PER_S * _seconds(audio))
-    heard = bytes(audio[: _BYTES_PER_TOKEN * tokens])
+    sample = bytes(audio[: _BYTES_PER_TOKEN * tokens])
     request = request_of(
         Api.TRANSCRIPTIONS,
         Common(model=model, stream=form.text("stream") in _TRUE),
-        (form.text("prompt") or "").encode() + heard,
+        (form.text("prompt") or "").encode() + sample,
         _limit(form.text("max_completion_tokens")),
         None,
-        media=Media(tokens, len(heard)),
+        media=Media(tokens, len(sample)),
     )
     return msgspec.structs.replace(request, internal_fields=_internal_fields(form))
 
@@ -72,7 +79,7 @@ def _seconds(audio: memoryview) -> float:
     rate = _BYTES_PER_S
     if header[:4] == b"RIFF" and header[8:16] == b"WAVEfmt " and len(header) == _WAV.size:
         _, channels, samples_per_s, bits = _WAV.unpack(header)
-        # nobody's header makes seconds cost nothing
+        # a file's header cannot make seconds free of charge
         rate = min(_MOST_BYTES_PER_S, samples_per_s * channels * bits / 8) or rate
     return len(audio) / rate
 
@@ -87,7 +94,7 @@ def _limit(text: str | None) -> int | None:
 
 
 def _internal_fields(form: Form) -> tuple[str, ...]:
-    """Beside those of its name, what vLLM reads as JSON in one field."""
+    """In addition to those of its name, fields that vLLM reads as JSON in one form field."""
     found = tuple([name for name in INTERNAL_FIELDS if name in form.names])
     arguments = form.text("vllm_xargs")
     if arguments is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies that are forms (``multipart/form-data``, RFC 7578): their fields, and the same form with other ones.
 
-What is read here must be what an engine reads. Readers differ in what they make of odd forms, so a form is refused
-unless it is written as clients' libraries write it: no text around the parts, the boundary nowhere else, quoted names
-without escapes, no encodings, and each name once, but for names that end with ``[]``.
+Fields must be read as an engine reads them. Readers differ in what they make of odd forms, so a form is refused unless
+it is written as clients' libraries write it: no text around the parts, the boundary nowhere else, quoted names without
+escapes, no encodings, and each name once, but for names that end with ``[]``.
 """
 
 from __future__ import annotations

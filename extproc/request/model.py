@@ -61,6 +61,10 @@ class Media(msgspec.Struct, frozen=True):
     tokens: int = 0
     size_bytes: int = 0
 
+    def plus(self, other: Media) -> Media:
+        """Both together."""
+        return Media(self.tokens + other.tokens, self.size_bytes + other.size_bytes)
+
 
 NO_MEDIA: Final = Media()
 
@@ -97,19 +101,19 @@ _LIST: Final = ord("[")
 def media_in(contents: Sequence[msgspec.Raw], *, deepest: int = 1) -> Media:
     """The media among the parts of these contents.
 
-    ``deepest``: how many levels of ``content`` within parts count. The responses API has one; looking into each costs
-    as much as reading all that is below it, so a client must not choose how many there are.
+    ``deepest``: how many levels of ``content`` within parts count. The responses API has one; searching each costs as
+    much as reading all that is below it, so a client must not choose how many there are.
     """
     tokens = size_bytes = 0
     for content in contents:
-        # looked at without a copy: most contents are plain strings, and long
+        # read without a copy: most contents are plain strings, and long
         view = memoryview(content)
         if not view or view[0] != _LIST:
             continue
         try:
             parts = _parts_decoder.decode(view)
         except msgspec.DecodeError:
-            # not parts: the engine says what is wrong
+            # not parts: the engine reports the mistake
             continue
         for part in parts:
             inner = media_in([part.content], deepest=deepest - 1) if part.content and deepest else NO_MEDIA
@@ -139,7 +143,7 @@ ONE_PROMPT: Final = Prompts()
 def prompts_in(value: msgspec.Raw, field: str) -> Prompts:
     """The prompts in ``prompt`` or ``input``: one text, a list of texts, a list of tokens, or a list of such lists.
 
-    ``field``: its name. Raises BadRequest for a token that no engine knows.
+    ``field``: its name. Raises BadRequest for a token that no engine's vocabulary can have.
     """
     view = memoryview(value)
     if bytes(view[:1]) != b"[":
@@ -150,7 +154,7 @@ def prompts_in(value: msgspec.Raw, field: str) -> Prompts:
     first = b"" if found is None else found[0]
     if first == b'"':
         return Prompts(max(1, len(_list_decoder.decode(view))))
-    # objects are other engines' ways to say a prompt
+    # objects are other engines' forms of a prompt
     if first != b"{" and not _are_short_numbers(data):
         _check_tokens(data, field)
     if first == b"[":
@@ -166,7 +170,7 @@ def _are_short_numbers(data: bytes) -> bool:
     """
     if any(mark in data for mark in _MARKS_OF_OTHERS):
         return False
-    # brackets count as digits: what is taken for too long is only read, then
+    # brackets count as digits: a number that seems too long is then decoded
     runs = np.frombuffer(data, np.uint8) >= _ZERO
     for more in _DOUBLED:
         runs = runs[:-more] & runs[more:]
@@ -209,7 +213,8 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     ``cache_salt``: vLLM's field; only prompts with the same salt share cached blocks. ``contents``: the byte span of a
     large body that holds its messages, prompt or input, for ``rewrite.with_changes``. ``max_output_tokens``: of each
     answer. ``answers``: how many are written, over all prompts; 0 for embeddings. ``internal_fields``: the
-    INTERNAL_FIELDS that the body has.
+    INTERNAL_FIELDS that the body has. ``has_stored_prompt``: its prompt begins with one that the engine has stored, of
+    unknown length. ``runs_in_background``: the engine goes on with it whether or not its client stays.
     """
 
     api: Api | None
@@ -224,11 +229,14 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     prompts: Prompts = ONE_PROMPT
     media: Media = NO_MEDIA
     internal_fields: tuple[str, ...] = ()
+    has_stored_prompt: bool = False
+    runs_in_background: bool = False
 
     @property
     def is_text(self) -> bool:
-        """Whether the bytes of its prompt say how many tokens it has."""
-        return not self.prompts.token_ids and not self.prompts.repeated_bytes and not self.media.tokens
+        """Whether the number of its prompt's tokens follows from its bytes."""
+        prompts = self.prompts
+        return not (prompts.token_ids or prompts.repeated_bytes or self.media.tokens or self.has_stored_prompt)
 
     @property
     def text_bytes(self) -> int:
@@ -242,18 +250,19 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         """Whether a streamed answer will lack token usage because the client did not ask for it."""
         if not self.is_streamed or self.api is None or not self.api.spec.usage_if_asked:
             return False
-        asked = self.stream_options.get("include_usage")
-        return asked is None or bytes(asked) not in _TRUE
+        wanted = self.stream_options.get("include_usage")
+        return wanted is None or bytes(wanted) not in _TRUE
 
     @property
     def declines_usage(self) -> bool:
-        """Whether the client says that it wants no usage, or says so in a way that engines may understand as that."""
+        """Whether the client declines usage, or has a value there that engines may read so."""
         return "include_usage" in self.stream_options and self.leaves_usage_out
 
     @property
     def asks_for_usage(self) -> bool:
         """Whether its answer reports token usage without a change of the request."""
-        return self.api is not None and self.api.spec.reports_usage and not self.leaves_usage_out
+        reports = self.api is not None and self.api.spec.reports_usage and not self.runs_in_background
+        return reports and not self.leaves_usage_out
 
     @property
     def waits_in_queue(self) -> bool:
@@ -262,6 +271,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
 
 
 ABSENT: Final = msgspec.Raw(b"")
+_NULL: Final = msgspec.Raw(b"null")
 # Shorter bodies are rewritten as a whole: finding the span of the content would cost more than it saves.
 LARGE_BYTES: Final = 32 * 1024
 
@@ -269,13 +279,13 @@ LARGE_BYTES: Final = 32 * 1024
 class Common(msgspec.Struct, gc=False):
     """Fields of every API. Those between ``cache_salt`` and ``vllm_xargs`` are what INTERNAL_FIELDS of the model lists.
 
-    ``vllm_xargs``: vLLM passes it on as ``extra_args``, where its connectors look for ``kv_transfer_params``, too.
+    ``vllm_xargs``: vLLM passes it on as ``extra_args``, where its connectors read ``kv_transfer_params``, too.
     """
 
     model: str
     stream: bool | None = None
     stream_options: dict[str, msgspec.Raw] | None = None
-    # read to be checked; who goes first is not the client's to say
+    # decoded to be checked; clients do not choose their priority
     priority: Priority = None
     cache_salt: str | None = None
     kv_transfer_params: msgspec.Raw = ABSENT
@@ -294,6 +304,41 @@ class Common(msgspec.Struct, gc=False):
     rid: msgspec.Raw = ABSENT
     extra_key: msgspec.Raw = ABSENT
     vllm_xargs: msgspec.Raw = ABSENT
+
+
+class Templated(Common, kw_only=True, gc=False):
+    """Fields that engines hand to the chat template beside the messages."""
+
+    documents: msgspec.Raw = ABSENT
+    chat_template: msgspec.Raw = ABSENT
+    chat_template_kwargs: msgspec.Raw = ABSENT
+
+
+def template_texts(fields: Templated) -> list[msgspec.Raw]:
+    """What these fields may add to the prompt, at its beginning: a template may write them anywhere.
+
+    Arguments that are no text, list or object are switches such as ``enable_thinking``. They are left out: most change
+    the prompt's end.
+    """
+    texts = given(fields.chat_template, fields.documents)
+    if is_given(fields.chat_template_kwargs):
+        try:
+            arguments = _members_decoder.decode(fields.chat_template_kwargs)
+        except msgspec.ValidationError:
+            # the engine says what is wrong
+            return [*texts, fields.chat_template_kwargs]
+        texts += [value for value in arguments.values() if memoryview(value)[0] in _NO_SWITCH]
+    return texts
+
+
+def tokens_listed(value: msgspec.Raw) -> Media:
+    """A list of tokens that engines read in place of, or beside, the prompt's text."""
+    view = memoryview(value)
+    return Media(bytes(view).count(b",") + 1, view.nbytes) if is_given(value) else NO_MEDIA
+
+
+_members_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NO_SWITCH: Final = frozenset(b'"[{')
 
 
 def request_of(
@@ -333,12 +378,15 @@ def no_model() -> BadRequest:
 
 def is_given(value: msgspec.Raw) -> bool:
     """Whether a field is there and is not null."""
-    view = memoryview(value)
-    # its beginning alone is copied: it may be most of the body
-    return len(view) > 0 and bytes(view[:5]) != b"null"
+    return bool(value) and value != _NULL
 
 
-def opened(value: msgspec.Raw) -> memoryview:
+def given(*values: msgspec.Raw) -> list[msgspec.Raw]:
+    """Those of them that are there and are not null."""
+    return [value for value in values if value and value != _NULL]
+
+
+def open_json_prefix(value: msgspec.Raw) -> memoryview:
     """A JSON string or list without its closing mark, so that a longer one extends it."""
     return memoryview(value)[:-1]
 
@@ -351,7 +399,7 @@ def large_contents(value: msgspec.Raw, body: bytes) -> Span | None:
 def steering_in(arguments: msgspec.Raw) -> tuple[str, ...]:
     """The steering fields among the members of an object; none if it is no object, which engines refuse.
 
-    Raises DecodeError for what is no JSON. Other members are skipped, so nobody's millions of them take memory.
+    Raises DecodeError for what is no JSON. Other members are skipped, so millions of them take no memory.
     """
     if not arguments:
         return ()

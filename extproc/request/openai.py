@@ -6,6 +6,8 @@ Only the fields on which a decision depends are read and checked; the engine che
 
 from __future__ import annotations
 
+from math import ceil
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -17,13 +19,19 @@ from extproc.request.model import (
     Answers,
     Common,
     InferenceRequest,
+    Media,
     OutputTokens,
     OutputTokensOrNone,
+    Templated,
+    given,
+    is_given,
     large_contents,
     media_in,
-    opened,
+    open_json_prefix,
     prompts_in,
     request_of,
+    template_texts,
+    tokens_listed,
 )
 from extproc.request.rewrite import span_of
 
@@ -32,56 +40,88 @@ if TYPE_CHECKING:
 
 
 class _Message(msgspec.Struct, gc=False):
+    """All that templates write of a message. ``tools``: of a system message; Kimi's and GLM's templates have them."""
+
     role: str
     content: msgspec.Raw = ABSENT
     tool_calls: msgspec.Raw = ABSENT
-    tool_call_id: str | None = None
+    tool_call_id: msgspec.Raw = ABSENT
+    name: msgspec.Raw = ABSENT
+    tools: msgspec.Raw = ABSENT
+    reasoning: msgspec.Raw = ABSENT
+    reasoning_content: msgspec.Raw = ABSENT
+    function_call: msgspec.Raw = ABSENT
 
 
-class _Chat(Common, kw_only=True, gc=False):
+class _Chat(Templated, kw_only=True, gc=False):
+    """``input_ids``: SGLang's; it reads them in place of the messages."""
+
     messages: list[_Message]
     tools: msgspec.Raw = ABSENT
+    input_ids: msgspec.Raw = ABSENT
     max_tokens: OutputTokens = None
     max_completion_tokens: OutputTokens = None
     n: Answers = None
 
 
 class _Completion(Common, kw_only=True, gc=False):
+    """``suffix``: SGLang writes it behind each prompt. ``prompt_embeds``: vLLM's, in place of text or beside it."""
+
     prompt: msgspec.Raw
+    suffix: msgspec.Raw = ABSENT
+    prompt_embeds: msgspec.Raw = ABSENT
     max_tokens: OutputTokensOrNone = None
     n: Answers = None
     best_of: Answers = None
 
 
-class _Embeddings(Common, kw_only=True, gc=False):
+class _Embeddings(Templated, kw_only=True, gc=False):
+    """``messages``: vLLM reads them, too; a body that has both is a chat to it."""
+
     input: msgspec.Raw
+    messages: msgspec.Raw = ABSENT
 
 
-class _Responses(Common, kw_only=True, gc=False):
+class _Responses(Templated, kw_only=True, gc=False):
+    """``prompt``: a stored one, with the texts that it is filled with. ``previous_input_messages`` and
+    ``previous_response``: vLLM's; the conversation until now, sent by the client.
+    """
+
     input: msgspec.Raw
     instructions: msgspec.Raw = ABSENT
     tools: msgspec.Raw = ABSENT
     max_output_tokens: OutputTokens = None
+    background: msgspec.Raw = ABSENT
+    prompt: msgspec.Raw = ABSENT
+    previous_response_id: msgspec.Raw = ABSENT
+    conversation: msgspec.Raw = ABSENT
+    previous_input_messages: msgspec.Raw = ABSENT
+    previous_response: msgspec.Raw = ABSENT
 
 
 def chat(body: bytes) -> InferenceRequest:
     """POST /v1/chat/completions."""
-    asked = _chat_decoder.decode(body)
+    request = _chat_decoder.decode(body)
     # given both, vLLM and TensorRT-LLM take max_completion_tokens, SGLang max_tokens
-    limit = max(filter(None, (asked.max_tokens, asked.max_completion_tokens)), default=None)
-    contents = _chat_contents(asked, body) if len(body) >= LARGE_BYTES else None
-    media = media_in([message.content for message in asked.messages])
-    return request_of(Api.CHAT, asked, _chat_prompt(asked), limit, contents, answers=asked.n or 1, media=media)
+    limit = max(filter(None, (request.max_tokens, request.max_completion_tokens)), default=None)
+    contents = _chat_contents(request, body) if len(body) >= LARGE_BYTES else None
+    media = media_in([message.content for message in request.messages]).plus(tokens_listed(request.input_ids))
+    return request_of(Api.CHAT, request, _chat_prompt(request), limit, contents, answers=request.n or 1, media=media)
 
 
 def _chat_prompt(chat: _Chat) -> bytes:
-    parts: list[bytes | msgspec.Raw] = [chat.tools]
+    parts: list[bytes | msgspec.Raw] = [*template_texts(chat), *given(chat.input_ids, chat.tools)]
     for message in chat.messages:
-        parts += (_HEADINGS.get(message.role) or f"\n{message.role}\n".encode(), message.content)
-        if message.tool_calls:
-            parts.append(message.tool_calls)
-        if message.tool_call_id is not None:
-            parts.append(message.tool_call_id.encode())
+        heading = _HEADINGS.get(message.role) or f"\n{message.role}\n".encode()
+        others = _others(message)
+        if others == _NO_OTHERS:
+            parts += (heading, message.content)
+            continue
+        name, tools, *thoughts, tool_calls, function_call, tool_call_id = others
+        # engines read one of its two names
+        thought = max(given(*thoughts), key=_size, default=ABSENT)
+        parts += (_THINKING, thought, heading) if thought else (heading,)
+        parts += (*given(name, tools), message.content, *given(tool_calls, function_call, tool_call_id))
     return b"".join(parts)
 
 
@@ -93,37 +133,64 @@ def _chat_contents(chat: _Chat, body: bytes) -> Span | None:
 
 def completion(body: bytes) -> InferenceRequest:
     """POST /v1/completions."""
-    asked = _completion_decoder.decode(body)
-    prompt = bytes(opened(asked.prompt))
-    prompts = prompts_in(asked.prompt, "prompt")
+    request = _completion_decoder.decode(body)
+    prompts = prompts_in(request.prompt, "prompt")
+    suffix, embeds = b"".join(given(request.suffix)), b"".join(given(request.prompt_embeds))
+    if suffix:
+        prompts = msgspec.structs.replace(prompts, repeated_bytes=(prompts.count - 1) * len(suffix))
     return request_of(
         Api.COMPLETIONS,
-        asked,
-        prompt,
-        asked.max_tokens,
-        large_contents(asked.prompt, body),
-        answers=prompts.count * max(asked.n or 1, asked.best_of or 1),
+        request,
+        b"".join((embeds, open_json_prefix(request.prompt), suffix)),
+        request.max_tokens,
+        large_contents(request.prompt, body),
+        answers=prompts.count * max(request.n or 1, request.best_of or 1),
         prompts=prompts,
+        media=Media(ceil(len(embeds) / _EMBEDDING_BYTES), len(embeds)),
     )
 
 
 def embeddings(body: bytes) -> InferenceRequest:
     """POST /v1/embeddings."""
-    asked = _embeddings_decoder.decode(body)
-    prompts, contents = prompts_in(asked.input, "input"), large_contents(asked.input, body)
+    request = _embeddings_decoder.decode(body)
+    prompts, contents = prompts_in(request.input, "input"), large_contents(request.input, body)
+    prompt = b"".join((*template_texts(request), *given(request.messages), open_json_prefix(request.input)))
     # nothing is written
-    return request_of(Api.EMBEDDINGS, asked, bytes(opened(asked.input)), None, contents, answers=0, prompts=prompts)
+    return request_of(Api.EMBEDDINGS, request, prompt, None, contents, answers=0, prompts=prompts)
 
 
 def responses(body: bytes) -> InferenceRequest:
     """POST /v1/responses."""
-    asked = _responses_decoder.decode(body)
-    prompt = b"\n".join((asked.tools, asked.instructions, opened(asked.input)))
-    contents, media = large_contents(asked.input, body), media_in([asked.input])
-    return request_of(Api.RESPONSES, asked, prompt, asked.max_output_tokens, contents, media=media)
+    fields = _responses_decoder.decode(body)
+    before = given(fields.tools, fields.instructions, *_previous(fields))
+    parts: list[msgspec.Raw | memoryview] = [*template_texts(fields), *before, open_json_prefix(fields.input)]
+    contents, media = large_contents(fields.input, body), media_in([fields.input])
+    request = request_of(Api.RESPONSES, fields, b"\n".join(parts), fields.max_output_tokens, contents, media=media)
+    is_stored = bool(given(fields.previous_response_id, fields.conversation, fields.prompt))
+    in_background = is_given(fields.background) and bytes(fields.background) not in _FALSE
+    if not is_stored and not in_background:
+        return request
+    return msgspec.structs.replace(request, has_stored_prompt=is_stored, runs_in_background=in_background)
+
+
+def _size(value: msgspec.Raw) -> int:
+    return memoryview(value).nbytes
 
 
 _HEADINGS: Final = {role: f"\n{role}\n".encode() for role in ("user", "assistant", "system", "tool", "developer")}
+_THINKING: Final = b"\nthinking\n"
+_others: Final = attrgetter(
+    "name", "tools", "reasoning", "reasoning_content", "tool_calls", "function_call", "tool_call_id"
+)
+_NO_OTHERS: Final = _others(_Message(""))
+# What comes before the input, in this order.
+_previous: Final = attrgetter(
+    "prompt", "conversation", "previous_response_id", "previous_input_messages", "previous_response"
+)
+# What engines read as false: they are lenient.
+_FALSE: Final = frozenset({b"false", b"0", b"0.0", b'"false"', b'"0"', b'"no"', b'"off"', b'"n"', b'"f"'})
+# In base64, of a token of the smallest models.
+_EMBEDDING_BYTES: Final = 2_048
 _chat_decoder: Final = msgspec.json.Decoder(_Chat)
 _completion_decoder: Final = msgspec.json.Decoder(_Completion)
 _embeddings_decoder: Final = msgspec.json.Decoder(_Embeddings)

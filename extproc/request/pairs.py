@@ -19,19 +19,28 @@ from extproc.request.model import (
     InferenceRequest,
     Media,
     Prompts,
+    given,
     large_contents,
     media_in,
-    opened,
+    open_json_prefix,
     request_of,
 )
 
 
-class _Rerank(Common, kw_only=True, gc=False):
+class _Compared(Common, kw_only=True, gc=False):
+    """``instruct``, ``instruction``: written before each query (SGLang, vLLM)."""
+
+    instruct: msgspec.Raw = ABSENT
+    instruction: msgspec.Raw = ABSENT
+    chat_template_kwargs: msgspec.Raw = ABSENT
+
+
+class _Rerank(_Compared, kw_only=True, gc=False):
     query: msgspec.Raw
     documents: msgspec.Raw
 
 
-class _Score(Common, kw_only=True, gc=False):
+class _Score(_Compared, kw_only=True, gc=False):
     """``query`` and ``items``: SGLang's. vLLM has all others."""
 
     query: msgspec.Raw = ABSENT
@@ -46,28 +55,30 @@ class _Score(Common, kw_only=True, gc=False):
 
 def rerank(body: bytes) -> InferenceRequest:
     """POST /v1/rerank."""
-    asked = _rerank.decode(body)
-    return _compared(Api.RERANK, asked, body, asked.query, asked.documents)
+    request = _rerank.decode(body)
+    return _compared(Api.RERANK, request, body, request.query, request.documents)
 
 
 def score(body: bytes) -> InferenceRequest:
     """POST /v1/score: one text with each of the others, or as many with as many, pair by pair."""
-    asked = _score.decode(body)
-    first = asked.queries or asked.text_1 or asked.data_1 or asked.query
-    second = asked.documents or asked.items or asked.text_2 or asked.data_2
+    request = _score.decode(body)
+    first = request.queries or request.text_1 or request.data_1 or request.query
+    second = request.documents or request.items or request.text_2 or request.data_2
     if not first or not second:
         missing = "text_2" if first else "text_1"
         raise BadRequest(f"The field '{missing}' is missing; send two texts, or lists of them.", param=missing)
-    return _compared(Api.SCORE, asked, body, first, second)
+    return _compared(Api.SCORE, request, body, first, second)
 
 
-def _compared(api: Api, fields: Common, body: bytes, query: msgspec.Raw, documents: msgspec.Raw) -> InferenceRequest:
+def _compared(api: Api, fields: _Compared, body: bytes, query: msgspec.Raw, documents: msgspec.Raw) -> InferenceRequest:
     """The request to compare ``query`` with ``documents``: each a text, an object with parts, or a list of them."""
     count, queries = _count(documents), _count(query)
+    instructions = given(fields.instruct, fields.instruction, fields.chat_template_kwargs)
     # of several queries, each has a document of its own
     repeated = (count - 1) * memoryview(query).nbytes if queries == 1 else 0
+    repeated += (max(count, queries) - 1) * sum(memoryview(one).nbytes for one in instructions)
     prompts = Prompts(max(count, queries), repeated_bytes=repeated)
-    prompt = b"\n".join((opened(query), opened(documents)))
+    prompt = b"\n".join((*instructions, open_json_prefix(query), open_json_prefix(documents)))
     one, many = media_in([_listed(query)]), media_in([_listed(documents)])
     media = Media((count if queries == 1 else 1) * one.tokens + many.tokens, one.size_bytes + many.size_bytes)
     return request_of(

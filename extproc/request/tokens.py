@@ -18,7 +18,7 @@ from extproc.request.model import (
     TokenId,
     is_given,
     large_contents,
-    opened,
+    open_json_prefix,
     prompts_in,
     request_of,
     steering_in,
@@ -26,7 +26,7 @@ from extproc.request.model import (
 
 
 class _Sampling(msgspec.Struct, gc=False):
-    """``extra_args``: where vLLM's connectors look for ``kv_transfer_params``, too."""
+    """``extra_args``: where vLLM's connectors read ``kv_transfer_params``, too."""
 
     max_tokens: OutputTokens = None
     n: Answers = None
@@ -38,12 +38,12 @@ class _Generate(Common, kw_only=True, gc=False):
     sampling_params: _Sampling
     # engines serve one model, so they do not insist on its name; behind a single pool we do not either
     model: str = ""
-    # of media, whose places in ``token_ids`` all look alike
+    # of media, whose places in ``token_ids`` are all equal
     features: msgspec.Raw = ABSENT
 
 
 class _Unread(Common, kw_only=True, gc=False):
-    """What is to be tokenized, or has been, is for the engine to read."""
+    """Values are left to the engine to validate."""
 
     model: str = ""
 
@@ -55,19 +55,19 @@ class _Tokens(msgspec.Struct, gc=False):
 
 def generate(body: bytes) -> InferenceRequest:
     """Its prompt is the list of tokens as the client writes it."""
-    asked = _decoder.decode(body)
-    view = memoryview(asked.token_ids)
+    fields = _decoder.decode(body)
+    view = memoryview(fields.token_ids)
     if bytes(view[:1]) != b"[" or not bytes(view[1:-1]).strip():
         raise BadRequest("'token_ids' must be a list of at least one token; send the prompt's.", param="token_ids")
-    sampling = asked.sampling_params
+    sampling = fields.sampling_params
     request = request_of(
         Api.GENERATE,
-        asked,
-        b"".join((_media(asked.features), opened(asked.token_ids))),
+        fields,
+        b"".join((_media(fields.features), open_json_prefix(fields.token_ids))),
         sampling.max_tokens,
-        large_contents(asked.token_ids, body),
+        large_contents(fields.token_ids, body),
         answers=sampling.n or 1,
-        prompts=prompts_in(asked.token_ids, "token_ids"),
+        prompts=prompts_in(fields.token_ids, "token_ids"),
     )
     hidden = steering_in(sampling.extra_args)
     return msgspec.structs.replace(request, internal_fields=request.internal_fields + hidden) if hidden else request

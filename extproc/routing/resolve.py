@@ -12,6 +12,7 @@ import msgspec
 from extproc.api.matches import compile_expression
 from extproc.api.spec import is_attached
 from extproc.errors import UnknownModel
+from extproc.routing.tiers import CompiledTiers, compile_tiers
 
 if TYPE_CHECKING:
     import random
@@ -59,10 +60,10 @@ _SHOWN_CHARACTERS = 100
 
 
 class Destination(msgspec.Struct, frozen=True):
-    """Where a request goes: the ModelServer, and the model name that its engines know (base model or adapter).
+    """Where a request goes: the ModelServer, and the model's name at its engines (base model or adapter).
 
-    ``server`` and ``route``: ``namespace/name``; the route's limits hold. ``priority`` and ``ttft_s``: what the rule
-    says of its requests. ``base_model``: the route's ``modelName``, empty if it has none.
+    ``server`` and ``route``: ``namespace/name``; the route's limits hold. ``priority`` and ``ttft_s``: from the rule.
+    ``base_model``: the route's ``modelName``, empty if it has none. ``tiers``: of the rule, None if it goes by weight.
     """
 
     server: str
@@ -71,6 +72,7 @@ class Destination(msgspec.Struct, frozen=True):
     priority: int = 0
     ttft_s: float | None = None
     base_model: str = ""
+    tiers: CompiledTiers | None = None
 
 
 class ListedModel(msgspec.Struct, frozen=True):
@@ -93,7 +95,7 @@ class _Route(msgspec.Struct, frozen=True):
 
 
 class _Served(msgspec.Struct, frozen=True):
-    """What one listener serves: routes by the names that clients ask for, and these names."""
+    """The routes of one listener by the names that clients ask for, and these names."""
 
     routes: dict[str, _Route]
     models: list[ListedModel]
@@ -123,8 +125,13 @@ class RoutingTable:
                 found for route, found in compiled if is_attached(route.spec.parent_refs, one.name)
             )
         self._adapters: dict[str, frozenset[str]] = {}
+        # ModelServers that routes ask for their own model, not for adapters alone
+        self.asked_by_model: set[str] = set()
         for route in snapshot.routes:
-            for server in {route.server_key(target) for rule in route.spec.rules for target in rule.target_models}:
+            targets = {route.server_key(target) for rule in route.spec.rules for target in rule.target_models}
+            if route.spec.model_name is not None:
+                self.asked_by_model |= targets
+            for server in targets:
                 self._adapters[server] = self._adapters.get(server, frozenset()) | set(route.spec.lora_adapters)
 
     @property
@@ -140,7 +147,7 @@ class RoutingTable:
         """One of these."""
         return self._of(listener).by_name.get(name)
 
-    def knows(self, model: str) -> bool:
+    def serves_model(self, model: str) -> bool:
         """Whether a route serves that name."""
         return model in self._served[""].routes
 
@@ -179,7 +186,7 @@ class RoutingTable:
     ) -> Destination | None:
         """The same among the destinations that ``may`` lets the caller use; None if there are none of them.
 
-        A rule decides for everybody alike; only its weights are shared out anew.
+        The same rule applies to every caller; only its weights are redistributed.
         """
         rule = self._rule(model, headers, path, listener)
         are_open = [may(one) for one in rule.destinations]
@@ -196,6 +203,12 @@ class RoutingTable:
             return None
         left = tuple(accumulate(weight for _, weight in found))
         return _choose(_Rule(rule.holds, tuple(one for one, _ in found), left), rng)
+
+    def targets(
+        self, model: str, headers: Mapping[str, str], path: str, *, listener: str = ""
+    ) -> tuple[Destination, ...]:
+        """All destinations of the first matching rule, in its order; raises UnknownModel."""
+        return self._rule(model, headers, path, listener).destinations
 
     def _rule(self, model: str, headers: Mapping[str, str], path: str, listener: str) -> _Rule:
         route = self._of(listener).routes.get(model)
@@ -252,6 +265,7 @@ def _compile(route: ModelRoute, served: Mapping[str, str], *, adapter: str | Non
 def _compile_rule(route: ModelRoute, rule: RouteRule, served: Mapping[str, str], adapter: str | None) -> _Rule:
     targets = [target for target in rule.target_models if target.weight]
     ttft_s = None if rule.ttft_target is None else float(rule.ttft_target)
+    tiers = compile_tiers(rule)
     return _Rule(
         holds=compile_match(rule.model_match),
         destinations=tuple(
@@ -262,6 +276,7 @@ def _compile_rule(route: ModelRoute, rule: RouteRule, served: Mapping[str, str],
                 rule.priority,
                 ttft_s,
                 route.spec.model_name or "",
+                tiers,
             )
             for server in map(route.server_key, targets)
         ),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process or several: puts the parts together; knows all but the command line."""
+"""One process or several: joins the parts; depends on all but the command line."""

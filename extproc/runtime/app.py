@@ -4,72 +4,146 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
+import math
 import os
 import random
 import secrets
 import signal
+import socket
 import time
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 from prometheus_client import disable_created_metrics
 
 from extproc.api.gateway_config import unreachable_listener
+from extproc.api.load import Directory
 from extproc.api.snapshot import kept_connections, limits_without_redis, missing_descriptors
+from extproc.api.tracing import Tracing
 from extproc.core.core import Core
 from extproc.failures import Supervisor
 from extproc.feeds.directory import DirectoryFeed
 from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.engines import EngineScraper
+from extproc.feeds.guards import Guards
 from extproc.feeds.kv_events import KvEventFeed
+from extproc.feeds.payloads import PayloadExporter
 from extproc.feeds.redis_limits import RedisLimits
 from extproc.feeds.saved_levels import SavedLevels
+from extproc.feeds.saved_objectives import SavedObjectives
 from extproc.feeds.tokens import Tokenizers
+from extproc.feeds.traces import TraceExporter
+from extproc.feeds.usage_rollups import UsageRollups
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics, TlsMetrics
 from extproc.replication.buses import LocalBus, RedisBus
 from extproc.replication.peers import Bus, Peers
 from extproc.runtime.demand_watch import DemandWatch
-from extproc.runtime.performer import Performer
-from extproc.streams.context import StreamContext
+from extproc.runtime.performer import Performer, Services
+from extproc.scheduling.model_check import model_problems
+from extproc.streams.context import GatewayOptions, StreamContext
 from extproc.streams.duplex import Duplex
 from extproc.streams.exchange import Exchange
-from extproc.streams.server import GrpcServer, HealthPort
-from extproc.streams.tls import FollowedCertificate
+from extproc.streams.health import HealthPort
+from extproc.streams.server import GrpcServer
+from extproc.streams.tls import FollowedCertificate, TlsFiles, TlsLimits
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
     from aiohttp import web
 
+    from extproc.admission.buckets import BucketLevel
     from extproc.api.snapshot import Snapshot
+    from extproc.api.status_pages import ConfigReport
     from extproc.core.effects import LoadAdapter
     from extproc.feeds.adapters import AdapterLoader
-    from extproc.runtime.settings import Settings
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """One of several processes on this machine; ``directory`` holds the sockets between them."""
+
+    number: int
+    workers: int
+    directory: Path
+
+
+class Tls(msgspec.Struct, frozen=True):
+    """The gRPC port has TLS. ``files``: of the certificate; None: a self-signed one."""
+
+    files: TlsFiles | None = None
+    limits: TlsLimits = TlsLimits()
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """``listen``: ``ip:port`` or ``unix:path``. ``metrics``: host and port of /metrics and /readyz, or the path of a
+    socket, or None. ``files``: what names of files in documents are relative to; None: the directory.
+    ``grace_s``: how long requests are still taken after SIGTERM; ``drain_s``: how long they may then take to end.
+    """
+
+    config: Directory
+    listen: str
+    metrics: tuple[str, int] | Path | None
+    grace_s: float
+    drain_s: float
+    settle_s: float
+    gateway: GatewayOptions = GatewayOptions()
+    # where a share of decisions is written down, if anywhere
+    decision_log: Path | None = None
+    decision_share: float = 0.01
+    # serve /debug/explain; it reveals which prompts of others are cached: for operators only
+    shows_reasons: bool = False
+    worker: Worker | None = None
+    # where all processes of this machine listen; empty if their caller is not ours to configure
+    listens: tuple[str, ...] = ()
+    redis: str | None = None
+    redis_channel: str = "attache"
+    # where the levels of local limits outlive the process, if anywhere
+    state: Path | None = None
+    # where gRPC's health service listens beside the port of the streams, if anywhere
+    health: str | None = None
+    tls: Tls | None = None
+    # where the usage process answers, if there is one
+    usage_api: str | None = None
+    # where the manager's pages are, for the console
+    manager: str | None = None
+    # metrics under the names of llm-d's picker, too
+    has_llm_d_names: bool = False
+    files: Path | None = None
+    # where spans go; None: where the GatewayConfig says
+    otlp: Tracing | None = None
+    # how many file descriptors the process may have
+    descriptors: float = math.inf
+
 
 log = logging.getLogger(__name__)
-# How long a worker that starts waits for another one's word; they answer within some 0.1 s.
+# How long a worker that starts waits for another one's levels; they answer within some 0.1 s.
 _LONGEST_ASK_S: Final = 0.6
 _ASK_PAUSE_S: Final = 0.01
 PATIENCE_S: Final = 30.0
 _POLL_S: Final = 1.0
+_TRIM_EACH_S: Final = 60.0
+_SHADOW_REPORT_S: Final = 60.0
 
 
-async def serve(settings: Settings, snapshot: Snapshot) -> None:
-    """Run one process, beginning with ``snapshot``, until it is told to stop."""
-    await App(settings, snapshot).run()
+async def serve(settings: Settings, snapshot: Snapshot, on_ready: Callable[[], None]) -> None:
+    """Run one process, beginning with ``snapshot``, until a termination signal. ``on_ready``: requests may come."""
+    await App(settings, snapshot, on_ready).run()
 
 
 class App:
     """One extproc process, made inside the event loop. Clocks and random numbers are chosen here, nowhere else."""
 
-    def __init__(self, settings: Settings, snapshot: Snapshot) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, snapshot: Snapshot, on_ready: Callable[[], None]) -> None:
+        self._settings, self._on_ready = settings, on_ready
         clock = self._clock = time.monotonic  # noqa: TID251 - the edge
-        wall_clock = time.time  # noqa: TID251 - the edge
+        wall_clock = self._wall_clock = time.time  # noqa: TID251 - the edge
         self._is_ready = self._is_draining = False
         self._has_pool = asyncio.Event()
         origin, buses = secrets.token_hex(6), _buses(settings)
@@ -78,25 +152,26 @@ class App:
         core = self._core = Core(
             snapshot, rng=random.Random(), ticket_prefix=origin, machine=machine if buses else None
         )
+        core.on_wall_clock(wall_clock(), clock())
         self._log_file = None if settings.decision_log is None else settings.decision_log.open("a")
         decisions = None
         if self._log_file is not None:
             decisions = DecisionLog(
-                self._log_file, share=settings.decision_share, rng=random.Random(), wall_clock=wall_clock
+                self._log_file,
+                share=settings.decision_share,
+                rng=random.Random(),
+                wall_clock=wall_clock,
+                explains_all=settings.gateway.emits_scores,
             )
-        metrics = self._metrics = Metrics(
-            lambda: list(core.pools.values()), wall_clock, clock, decisions, lambda: core.admission.gates, core.at_zero
-        )
-        access = EngineAccess(os.environ, clock, settings.config.path)
-        self._tokenizers = Tokenizers(metrics, access)
+        metrics = self._metrics = self._make_metrics(decisions)
+        access = EngineAccess(os.environ, clock, settings.files or settings.config.path)
+        self._tokenizers, source = Tokenizers(metrics, access), f"urn:attache:{socket.gethostname()}"
+        self._guards = Guards(access, clock=clock, source=source)
         self._limits: RedisLimits | None = None
         if settings.redis is not None:
             self._limits = RedisLimits(settings.redis, settings.redis_channel, metrics, clock, process=origin)
-        self._saved: SavedLevels | None = None
-        if settings.state is not None:
-            number, limits = 0 if settings.worker is None else settings.worker.number, core.admission.limits
-            self._saved = SavedLevels(limits, settings.state, number=number, clock=clock, wall_clock=wall_clock)
-            self._saved.load()
+        self._saved = self._load_saved()
+        self._rollups = None if settings.usage_api is None else self._usage_rollups(settings.usage_api)
         demand = self._demand = DemandWatch(core, clock)
         self._supervisor = Supervisor(metrics.feed_failed)
         self._peers = Peers(buses, metrics, origin=origin)
@@ -104,11 +179,10 @@ class App:
             core,
             metrics,
             clock=clock,
-            tokenizers=self._tokenizers,
-            limits=self._limits,
-            tell=self._peers.tell,
+            services=Services(self._tokenizers, self._guards, self._limits),
+            publish=self._peers.publish,
             load=self._load,
-            done=demand.look,
+            done=demand.notify_followers,
         )
         self._loader: AdapterLoader | None = None
         self._access = access
@@ -118,11 +192,12 @@ class App:
         self._feed.started_with(snapshot)
         self._missed = ""
         self._warnings: list[str] = []
-        self._look_at(snapshot)
+        self._after_load(snapshot)
         self._certificate: FollowedCertificate | None = None
         if settings.tls is not None:
             tls_metrics = TlsMetrics(metrics.registry)
-            self._certificate = FollowedCertificate(settings.tls.files, tls_metrics, lambda: datetime.now(UTC))
+            tls, now = settings.tls, lambda: datetime.now(UTC)
+            self._certificate = FollowedCertificate(tls.files, tls_metrics, now, tls.limits)
         self._kv_events = KvEventFeed(core, metrics, self._supervisor)
         self._scraper = EngineScraper(
             core,
@@ -130,36 +205,106 @@ class App:
             access=access,
             clock=clock,
             rng=random.Random(),
-            deliver=performer.take_report,
+            deliver=performer.on_metrics,
             most_connections=kept_connections(settings.descriptors),
         )
-        streams = StreamContext(core, metrics, clock, performer.perform, int(wall_clock()), settings.gateway)
+        traces = self._traces = TraceExporter(
+            lambda: settings.otlp or core.snapshot.gateway.tracing,
+            metrics.count_traces,
+            clock=clock,
+            wall_clock=wall_clock,
+            process=origin,
+            files=settings.files or settings.config.path,
+        )
+        payloads = self._payloads = PayloadExporter(
+            lambda: core.snapshot.gateway.payload_log,
+            lambda: core.payload_logs,
+            metrics.registry,
+            clock=clock,
+            wall_clock=wall_clock,
+            source=source,
+        )
+        streams = StreamContext(
+            core,
+            metrics,
+            clock,
+            performer.perform,
+            int(wall_clock()),
+            settings.gateway,
+            traces=traces,
+            payloads=payloads,
+        )
         self._server = GrpcServer(
             streams,
-            new_exchange=lambda is_trusted, origin: Exchange(streams, Duplex, is_trusted=is_trusted, origin=origin),
+            new_exchange=lambda of_stream, is_trusted, origin: Exchange(
+                of_stream, Duplex, is_trusted=is_trusted, origin=origin
+            ),
             answer_to=performer.answer_to,
             before_each=demand.let_go_first,
         )
         self._health_port = HealthPort(self._server.health)
+
+    def _make_metrics(self, decisions: DecisionLog | None) -> Metrics:
+        core = self._core
+        made = Metrics(
+            lambda: list(core.pools.values()),
+            self._wall_clock,
+            self._clock,
+            decisions,
+            lambda: core.admission.gates,
+            core.at_zero,
+            budget_levels=self._budget_levels,
+            has_llm_d_names=self._settings.has_llm_d_names,
+        )
+        made.objectives.follow(core.objective_classes)
+        return made
+
+    def _load_saved(self) -> dict[str, SavedLevels | SavedObjectives]:
+        """What outlives the process and was saved, by the name of its feed; raises OSError if there can be no
+        directory.
+        """
+        directory, worker = self._settings.state, self._settings.worker
+        if directory is None:
+            return {}
+        number, limits = 0 if worker is None else worker.number, self._core.admission.limits
+        saved: dict[str, SavedLevels | SavedObjectives] = {
+            "saved_levels": SavedLevels(
+                limits,
+                directory,
+                pools=lambda: self._core.pools,
+                number=number,
+                clock=self._clock,
+                wall_clock=self._wall_clock,
+            ),
+            "saved_objectives": SavedObjectives(self._metrics.objectives, directory, number=number),
+        }
+        for one in saved.values():
+            one.load()
+        return saved
+
+    def _usage_rollups(self, url: str) -> UsageRollups:
+        return UsageRollups(url, self._core, self._limits, clock=self._clock, wall_clock=self._wall_clock)
 
     def _load(self, ask: LoadAdapter) -> None:
         """Have an engine load an adapter; the HTTP client comes with the first of them."""
         if self._loader is None:
             from extproc.feeds.adapters import AdapterLoader  # noqa: PLC0415 - as the pages' HTTP library
 
-            self._loader = AdapterLoader(self._core, self._access, clock=self._clock, deliver=self._performer.take_load)
+            self._loader = AdapterLoader(
+                self._core, self._access, clock=self._clock, deliver=self._performer.on_adapter_load
+            )
         self._loader.start(ask)
 
     def _apply(self, snapshot: Snapshot) -> None:
         self._performer.apply(snapshot)
-        self._look_at(snapshot)
+        self._after_load(snapshot)
 
-    def _look_at(self, snapshot: Snapshot) -> None:
-        """What follows from a configuration that is in use from now on."""
+    def _after_load(self, snapshot: Snapshot) -> None:
+        """Called when a configuration has been put into use."""
         pool = self._settings.gateway.pool
         if pool is None or any(server.metadata.key == pool for server in snapshot.servers):
             self._has_pool.set()
-        self._look_for_envoy(snapshot)
+        self._check_listener(snapshot)
         worker = self._settings.worker
         if worker is not None and worker.number:
             return
@@ -171,10 +316,12 @@ class App:
                 log.warning("%s", warning)
         self._warnings = warnings
 
-    def _look_for_envoy(self, snapshot: Snapshot) -> None:
-        """Say if Envoy will call elsewhere: once, by the first of several workers, and again when it changes."""
+    def _check_listener(self, snapshot: Snapshot) -> None:
+        """Log if Envoy is configured to call another address: once, by the first of several workers, and again when it
+        changes.
+        """
         missed = unreachable_listener(snapshot.gateway, self._settings.listens) if self._settings.listens else ""
-        self._metrics.meets_envoy(is_met=not missed)
+        self._metrics.set_listener_reachable(is_reachable=not missed)
         worker = self._settings.worker
         if missed and missed != self._missed and (worker is None or not worker.number):
             log.warning("%s", missed)
@@ -186,12 +333,14 @@ class App:
         sharing = asyncio.create_task(self._supervisor.run("peers", self._share))
         try:
             await self._ask_others()
+            if self._rollups is not None:
+                await self._rollups.load()
             await self._listen()
         except BaseException:
             sharing.cancel()
             raise
         pages = await self._serve_pages()
-        # a third of all series, and nobody asks for them
+        # a third of all series, and never scraped
         disable_created_metrics()  # type: ignore[no-untyped-call]  # the library leaves its annotation out
         _spare_the_collector()
         log.info("listening on %s", self._settings.listen)
@@ -205,9 +354,12 @@ class App:
                 for feed in feeds:
                     feed.cancel()
         finally:
-            if self._saved is not None:
-                self._saved.save()
+            for saved in self._saved.values():
+                saved.save()
+            await self._traces.close()
+            await self._payloads.close()
             await self._tokenizers.close()
+            await self._guards.close()
             if self._loader is not None:
                 await self._loader.close()
             if self._log_file is not None:
@@ -217,8 +369,8 @@ class App:
                 await pages.cleanup()
 
     async def _listen(self) -> None:
-        credentials = None if self._certificate is None else self._certificate.credentials
-        await self._server.start(self._settings.listen, credentials)
+        tls = None if self._certificate is None else self._certificate.context
+        await self._server.start(self._settings.listen, tls)
         if self._settings.health is not None:
             await self._health_port.start(self._settings.health)
         if self._has_pool.is_set():
@@ -231,14 +383,19 @@ class App:
             await self._has_pool.wait()
         if not self._is_draining and not self._is_ready:
             self._is_ready = True
-            await self._server.health.be_ready(is_ready=True)
+            self._server.health.set_ready(is_ready=True)
+            self._on_ready()
 
     def _feeds(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        """What runs beside the server, by name. Of several workers the first asks the engines, for all."""
+        """Tasks that run next to the server, by name. Of several workers the first scrapes engines, for all."""
         feeds: dict[str, Callable[[], Awaitable[None]]] = {
             "directory": self._feed.watch,
             "kv_events": self._kv_events.run,
             "readiness": self._be_ready,
+            "heap": _keep_heap_trimmed,
+            "wall_clock": self._follow_wall_clock,
+            "traces": self._traces.run,
+            "payloads": self._payloads.run,
         }
         if self._certificate is not None:
             feeds["certificate"] = self._certificate.follow
@@ -246,49 +403,103 @@ class App:
             feeds["contact"] = partial(watch_contact, self._settings.listen, self._metrics, self._clock)
         if self._limits is not None:
             feeds["redis_limits"] = self._limits.run
-        if self._saved is not None:
-            feeds["saved_levels"] = self._saved.run
+        feeds |= {name: one.run for name, one in self._saved.items()}
+        if self._rollups is not None:
+            feeds["usage_rollups"] = self._rollups.run
+        if self._settings.gateway.shadows:
+            feeds["shadow"] = self._report_shadow
         worker = self._settings.worker
         if worker is None or not worker.number:
             feeds["engines"] = self._scraper.run
         return feeds
 
+    async def _follow_wall_clock(self) -> None:
+        """Once a second, until cancelled: clocks may be set, and windows of budgets end."""
+        while True:
+            self._core.on_wall_clock(self._wall_clock(), self._clock())
+            await asyncio.sleep(_POLL_S)
+
+    def _budget_levels(self) -> Iterator[BucketLevel]:
+        """Of this machine's budgets, and of those that machines share as last known."""
+        yield from self._core.admission.limits.budget_levels()
+        if self._limits is not None:
+            yield from self._limits.budget_levels()
+
+    async def _report_shadow(self) -> None:
+        """Log once a minute how often the other picker's choice is ours, and once more at the end."""
+        try:
+            while True:
+                await asyncio.sleep(_SHADOW_REPORT_S)
+                self._log_shadow()
+        finally:
+            self._log_shadow()
+
+    def _log_shadow(self) -> None:
+        if line := self._metrics.shadow.report():
+            log.info("%s", line)
+
     async def _share(self) -> None:
-        await self._peers.run(hear=self._performer.hear, beat=self._performer.beat)
+        await self._peers.run(on_batch=self._performer.on_batch, heartbeat=self._performer.heartbeat)
 
     async def _ask_others(self) -> None:
-        """A worker among several does not serve before another has told it what limits have granted, if one can."""
+        """A worker among several does not serve before a peer has sent the levels of limits, if one can."""
         worker, waited_s = self._settings.worker, 0.0
         while worker is not None and worker.workers > 1 and not self._core.levels.is_told and waited_s < _LONGEST_ASK_S:
             await asyncio.sleep(_ASK_PAUSE_S)
             waited_s += _ASK_PAUSE_S
 
     async def _drain(self, stop: asyncio.Event) -> None:
-        log.info("draining: running streams may take up to %g s", self._settings.drain_s)
+        grace_s, drain_s = self._settings.grace_s, self._settings.drain_s
+        taken = f"requests are taken for {grace_s:g} s more, then " if grace_s else ""
+        log.info("draining: %srunning streams may take up to %g s", taken, drain_s)
         stop.clear()
-        await self._server.stop(self._settings.drain_s, hurry=stop)
+        await self._server.stop(grace_s=grace_s, drain_s=drain_s, hurry=stop)
         log.info("drained")
 
+    def _report(self) -> ConfigReport:
+        wrong_models = model_problems(self._core.pools.values())
+        return msgspec.structs.replace(self._feed.report, wrong_models=wrong_models)
+
     async def _serve_pages(self) -> web.AppRunner | None:
-        if self._settings.metrics is None:
+        settings, worker, address = self._settings, self._settings.worker, self._settings.metrics
+        if address is None:
             return None
         # the HTTP library takes as long to load as all else, and requests need not wait for it
-        from extproc.runtime.pages import ExplainPage, serve_pages  # noqa: PLC0415
+        from extproc.console.pages import ConsolePages, Place  # noqa: PLC0415
+        from extproc.runtime.pages import ExplainPage, objectives_page, serve_pages  # noqa: PLC0415
 
-        explain = ExplainPage(self._core, self._tokenizers.tokens_of, self._clock, self._settings.gateway)
+        explain = ExplainPage(
+            self._core, self._tokenizers.tokens_of, self._clock, settings.gateway, guard_says=self._guards.answer_to
+        )
+        console = ConsolePages(
+            self._core,
+            self._metrics,
+            clock=self._clock,
+            wall_clock=self._wall_clock,
+            is_ready=lambda: self._is_ready,
+            report=self._report,
+            place=Place(
+                address,
+                *((0, 1) if worker is None else (worker.number, worker.workers)),
+                has_explain=settings.shows_reasons,
+                usage_api=settings.usage_api,
+                manager=settings.manager,
+            ),
+        )
         return await serve_pages(
-            self._settings.metrics,
+            address,
             self._metrics.registry,
             is_ready=lambda: self._is_ready,
-            report=lambda: self._feed.report,
+            report=self._report,
             loads=self._core.loads_in_parts,
             demand=self._demand,
-            explain=explain if self._settings.shows_reasons else None,
+            explain=explain if settings.shows_reasons else None,
+            others=[*console.routes(), objectives_page(self._metrics.objectives.report)],
         )
 
 
 async def _until_done(task: asyncio.Task[None]) -> None:
-    """A task that was started earlier, as one of a group."""
+    """Await a task that was started earlier, as a member of a task group."""
     await task
 
 
@@ -302,10 +513,31 @@ def _buses(settings: Settings) -> list[Bus]:
 
 
 def _spare_the_collector() -> None:
-    """Freeze start-up objects: requests make no cycles, so the collector need not scan them."""
+    """Freeze start-up objects: requests make no cycles, so the collector need not scan them.
+
+    gRPC makes one for each call. Those that outlive a young collection go with the next one of the middle generation.
+    """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
+    gc.set_threshold(50_000, 4, 100)
+
+
+async def _keep_heap_trimmed() -> None:
+    """Trim the heap once a minute until cancelled, in a thread: it takes 1 to 2 ms."""
+    while True:
+        await asyncio.sleep(_TRIM_EACH_S)
+        await asyncio.to_thread(trim_heap)
+
+
+def trim_heap() -> None:
+    """Return pages of freed memory to the system, where the C library can (glibc).
+
+    Each change of a large configuration is decoded into new objects, and the pages between those that stay would be
+    kept: with 1,000 models and a change a second, some 10 MiB an hour.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _on_signals() -> asyncio.Event:
@@ -316,18 +548,17 @@ def _on_signals() -> asyncio.Event:
     return stop
 
 
-class Contact:
-    """Whether Envoy is missed: it has not come for a while, or stays away."""
+class EnvoyContact:
+    """Detects that neither streams nor health checks of Envoy arrive."""
 
     def __init__(self, *, started_at_s: float) -> None:
         self._started_at_s = started_at_s
         self._is_missed = False
 
-    def look(self, now: float, *, last_stream_at_s: float, last_check_at_s: float) -> bool | None:
+    def update(self, now: float, *, last_stream_at_s: float, last_check_at_s: float) -> bool | None:
         """Whether Envoy is missed, if that has changed. Instants are 0 if there was none.
 
-        A gateway that asks for health is missed when it asks no more. From another one, requests may stay away for
-        hours.
+        A gateway that sends health checks is missed when they stop. From another one, requests may stay away for hours.
         """
         last_at_s = max(last_stream_at_s, last_check_at_s)
         is_silent = now - max(self._started_at_s, last_at_s) >= PATIENCE_S
@@ -339,11 +570,11 @@ class Contact:
 
 
 async def watch_contact(listen: str, metrics: Metrics, clock: Callable[[], float]) -> None:
-    """Until cancelled. ``listen``: where Envoy should call."""
-    contact = Contact(started_at_s=clock())
+    """Log when Envoy's streams stay away, until cancelled. ``listen``: where Envoy should call."""
+    contact = EnvoyContact(started_at_s=clock())
     while True:
         await asyncio.sleep(_POLL_S)
-        is_missed = contact.look(
+        is_missed = contact.update(
             clock(), last_stream_at_s=metrics.last_stream_at_s, last_check_at_s=metrics.last_check_at_s
         )
         if is_missed:

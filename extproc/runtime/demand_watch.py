@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who follows the page /demand: a line a second, and one at once when engines are missed."""
+"""Streams of the page /demand: a line a second, and one at once when engines are missing."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from extproc.api.status_pages import Demand, ServerDemand
     from extproc.core.core import Core
 
-# Who follows: the manager, the one before it that has not hung up, and people.
+# Watchers: the manager, its predecessor that has not hung up, and people.
 MOST_WATCHERS: Final = 8
 _EVERY_S: Final = 1.0
-# Clients can make requests wait and leave as often as they like; a line of many servers takes milliseconds.
+# Clients can cause alarms at will; a line of many servers takes milliseconds.
 _SHORTEST_PAUSE_S: Final = 0.05
-# A server at which this process has nothing to do is looked at so often: until then, all that changes is the age of
-# what its engines reported.
+# Between two updates of a server without requests in this process: until then, only the age of its engines' reports
+# changes.
 _QUIET_S: Final = 5.0
 # Requests get their turn after so many servers: each takes some 20 µs.
 _AT_ONCE: Final = 16
-# Who follows is told of an alarm before further requests are read, if that takes no longer: turns of the event loop,
-# and seconds after which an alarm that a follower does not take is no concern of requests any more.
+# Watchers get an alarm before further requests are read, within these bounds: turns of the event loop for which
+# requests wait, and seconds after which they no longer wait for a watcher that has not taken it.
 _TURNS: Final = 8
 _URGENT_S: Final = 0.1
 
 
 class _Follower:
-    """Of the page. ``news``: its next line is due. ``knows``: of how many unfinished requests, by ModelServer; of none
-    where that is left out.
+    """A stream of the page. ``news``: its next line is due. ``knows``: unfinished requests in the last line that was
+    sent, by ModelServer; 0 where left out.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class _Follower:
 
 
 class DemandWatch:
-    """Tells what the core has counted. ``clock``: the core's."""
+    """Sends the core's counters to readers of /demand. ``clock``: the core's."""
 
     def __init__(self, core: Core, clock: Callable[[], float]) -> None:
         self._core = core
@@ -55,20 +55,21 @@ class DemandWatch:
         self._began_at_s = clock()
         self._alarms = 0
         self._followers: set[_Follower] = set()
-        # of servers that had nothing to do: by name, when they were looked at, by what that is known, and what was said
+        # of servers without requests: by name, when they were last updated, a value that changes with their state, and
+        # the report
         self._quiet: dict[str, tuple[float, object, ServerDemand]] = {}
-        # those that have yet to be told of the last alarm, and until when requests let them go first
+        # watchers that have not got the last alarm, and until when requests wait for them
         self._untold: set[_Follower] = set()
         self._urgent_until_s = 0.0
         self._is_closed = False
 
     @property
-    def has_room(self) -> bool:
+    def accepts_followers(self) -> bool:
         """Whether one more may follow."""
         return len(self._followers) < MOST_WATCHERS and not self._is_closed
 
     async def line(self) -> bytes:
-        """All that is known now, as JSON. Changes nothing of what followers are told, nor of when."""
+        """The present demand as JSON. Does not affect what streams get, nor when."""
         return _line(await self._page(lambda name: self._made(name, self._clock())))
 
     async def _page(self, server_of: Callable[[str], ServerDemand | None]) -> Demand:
@@ -83,26 +84,26 @@ class DemandWatch:
         return core.meter.page_of(servers, now - self._began_at_s)
 
     async def _next_of(self, follower: _Follower, *, spares: bool) -> Demand:
-        """``spares``: a server that has nothing to do may be as it was seconds ago, and is the same object then."""
+        """``spares``: a server without requests may be as it was seconds ago, and is the same object then."""
         now = self._clock()
 
-        def told(name: str) -> ServerDemand | None:
+        def noted(name: str) -> ServerDemand | None:
             self._note(follower, name)
             return self._spared(name, now) if spares else self._made(name, now)
 
-        page = await self._page(told)
+        page = await self._page(noted)
         for name in self._quiet.keys() - page.servers.keys():
             del self._quiet[name]
         return page
 
     def _note(self, follower: _Follower, name: str) -> None:
-        """The follower is told of a server now."""
+        """Record the server's unfinished requests in a stream's line."""
         unfinished = self._core.meter.unfinished(name)
         if unfinished:
             follower.knows[name] = unfinished
         else:
             follower.knows.pop(name, None)
-        self._core.meter.tell_at(name, is_news_at(unfinished))
+        self._core.meter.notify_at(name, is_news_at(unfinished))
 
     def _spared(self, name: str, now: float) -> ServerDemand | None:
         mark, known = self._core.meter.quiet_mark(self._core.pools, name), self._quiet.get(name)
@@ -118,9 +119,9 @@ class DemandWatch:
     def _made(self, name: str, now: float) -> ServerDemand | None:
         return self._core.meter.server(self._core.pools, name, now)
 
-    def look(self) -> None:
-        """Called after everything that the core does: those who follow hear at once of engines that are missed, and of
-        far more requests than they know of.
+    def notify_followers(self) -> None:
+        """Called after each step of the core: wakes all streams when an engine is missing, and those whose last line
+        had far fewer unfinished requests.
         """
         meter = self._core.meter
         if meter.alarms != self._alarms:
@@ -130,17 +131,17 @@ class DemandWatch:
             names = tuple(meter.crowded)
             meter.crowded.clear()
             for name in names:
-                self._tell_of(name)
+                self._notify_crowded(name)
 
-    def _tell_of(self, name: str) -> None:
-        """Many requests of a server are unfinished: who knows of far fewer is told; the others when there are as many
-        more.
+    def _notify_crowded(self, name: str) -> None:
+        """Wake the streams whose last line had far fewer unfinished requests of a server; the others wake when there
+        are as many more.
         """
         unfinished = self._core.meter.unfinished(name)
         ignorant = {one for one in self._followers if one.is_news(name, unfinished)}
         self._wake(ignorant)
         for one in self._followers - ignorant:
-            self._core.meter.tell_at(name, is_news_at(one.knows.get(name, 0)))
+            self._core.meter.notify_at(name, is_news_at(one.knows.get(name, 0)))
 
     def _wake(self, followers: Collection[_Follower]) -> None:
         """Their next line is due, before further requests are read."""
@@ -150,25 +151,27 @@ class DemandWatch:
         self._urgent_until_s = self._clock() + _URGENT_S
 
     async def let_go_first(self) -> None:
-        """Awaited before a request is read: a burst is told of when it begins, not when all of it has been read."""
+        """Awaited before a request is read, so that a burst is reported at its begin and not after all of it has been
+        read.
+        """
         turns = 0
         while self._untold and turns < _TURNS and self._clock() < self._urgent_until_s:
             turns += 1
             await asyncio.sleep(0)
 
     async def lines(self, *, changes: bool = False) -> AsyncGenerator[bytes]:
-        """The first one at once. ``changes``: those after it leave out servers of which nothing new is to be told."""
-        told: Demand | None = None
+        """The first one at once. ``changes``: later ones leave out unchanged servers."""
+        noted: Demand | None = None
         follower = _Follower()
         self._followers.add(follower)
         try:
             while not self._is_closed:
                 follower.news.clear()
                 page = await self._next_of(follower, spares=changes)
-                yield _line(changed_since(page, told) if changes and told is not None else page)
+                yield _line(changed_since(page, noted) if changes and noted is not None else page)
                 # it is written
                 self._untold.discard(follower)
-                told = page
+                noted = page
                 await asyncio.sleep(_SHORTEST_PAUSE_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_EVERY_S - _SHORTEST_PAUSE_S):
@@ -177,8 +180,8 @@ class DemandWatch:
             self._followers.discard(follower)
             self._untold.discard(follower)
 
-    def close(self) -> None:
-        """Nobody follows from now on."""
+    def close_streams(self) -> None:
+        """End all streams."""
         self._is_closed = True
         for one in self._followers:
             one.news.set()

@@ -11,16 +11,19 @@ import msgspec
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from extproc.api.status_pages import DEMAND_PATH, LOADS_PATH, REPORT_PATH
+from extproc.api.status_pages import CONSOLE_PATH, DEMAND_PATH, LOADS_PATH, REPORT_PATH, SLO_PATH
 from extproc.core.record import BUNDLE, Attachment, Head
 from extproc.core.running import add_part
 from extproc.errors import Refusal, to_openai_body
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
-    from extproc.api.status_pages import ConfigReport, EndpointLoad
+    from extproc.api.status_pages import ConfigReport, EndpointLoad, ObjectiveCounts
     from extproc.core.core import Core
+    from extproc.core.effects import AskGuard
+    from extproc.core.guards import GuardFailed, GuardReply
     from extproc.core.record import Arrival
     from extproc.metrics.exposition import Registry
     from extproc.runtime.demand_watch import DemandWatch
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ExplainPage:
-    """Reads what the running process knows, and changes nothing."""
+    """Explains decisions by the running process's state, and changes nothing."""
 
     def __init__(
         self,
@@ -36,34 +39,48 @@ class ExplainPage:
         tokens_of: Callable[[Arrival], Awaitable[Sequence[int] | None]],
         clock: Callable[[], float],
         gateway: GatewayOptions,
+        guard_says: Callable[[AskGuard], Awaitable[GuardReply | GuardFailed]] | None = None,
     ) -> None:
-        """``gateway``: the options of the process, which say how requests reach it."""
+        """``gateway``: options of the process with how requests reach it. ``guard_says``: asks a guard; None: no guard
+        is asked.
+        """
         self._core = core
         self._tokens_of = tokens_of
         self._clock = clock
         self._gateway = gateway
+        self._guard_says = guard_says
 
     async def show(self, http: web.Request) -> web.Response:
         """The explanation as JSON, or the refusal that the client would get."""
         headers = {name.lower(): value for name, value in http.headers.items()}
-        # for trusted networks only: whoever asks here is the operator
+        # for trusted networks only: every caller counts as the operator
         head = Head("POST", "/" + http.match_info["path"], headers, has_body=True, is_trusted=True)
         head = msgspec.structs.replace(head, listener=http.query.get("listener", ""))
         try:
             arrival, attachment = self._arrival(http, head, await http.read())
+            arrival, guarded = await self._after_guard(arrival)
             tokens = await self._tokens_of(arrival) if arrival.wants_tokens else None
-            explanation = self._core.explain(arrival, self._clock(), tokens=tokens, attachment=attachment)
+            explanation = self._core.explain(
+                arrival, self._clock(), tokens=tokens, attachment=attachment, guarded=guarded
+            )
         except Refusal as refusal:
             return web.Response(status=refusal.status, body=to_openai_body(refusal), content_type="application/json")
         return web.Response(body=msgspec.json.encode(explanation), content_type="application/json")
 
+    async def _after_guard(self, arrival: Arrival) -> tuple[Arrival, str]:
+        """The request as its guard lets it go on, and what that said; raises a Refusal."""
+        ask = None if self._guard_says is None else self._core.guard_to_ask(arrival)
+        if ask is None or self._guard_says is None:
+            return arrival, ""
+        return self._core.after_guard(ask, await self._guard_says(ask))
+
     def _arrival(self, http: web.Request, head: Head, body: bytes) -> tuple[Arrival, Attachment]:
         """The request as the process would get it: of our own bundle, or of a gateway with a pool; raises a Refusal."""
-        intake, server = self._core.intake, http.query.get("server", "")
+        builder, server = self._core.builder, http.query.get("server", "")
         pool = http.query.get("pool", "") or self._gateway.pool
         if server or not pool:
-            return intake.take(head, body, server), BUNDLE
-        return intake.receive_pooled(pool, head, body), Attachment(choices=self._gateway.duplex_choices)
+            return builder.build_any(head, body, server), BUNDLE
+        return builder.build_for_pool(pool, head, body), Attachment(choices=self._gateway.duplex_choices)
 
 
 _INDEX: Final = {
@@ -71,17 +88,19 @@ _INDEX: Final = {
     "/readyz": "200 if requests are served, 503 if not",
     REPORT_PATH: "digests of the configuration files in use, and what is wrong with newer ones",
     LOADS_PATH: "what each engine has to do",
+    SLO_PATH: "how well objectives are kept, by the hour; attache slo shows them",
     DEMAND_PATH: "what was asked for since the start; ?watch follows it",
+    CONSOLE_PATH: "for people: engines, queues, tenants, models and requests, live",
 }
 _EXPLAIN: Final = "/debug/explain/PATH"
 # Of /loads, between two turns of other work.
 _POOLS_AT_ONCE: Final = 20
-# Who has not read a line or a piece by then is let go.
+# A client that has not read a line or a piece by then is disconnected.
 _SLOWEST_S: Final = 5.0
 
 
 async def serve_pages(
-    address: tuple[str, int],
+    address: tuple[str, int] | Path,
     registry: Registry,
     *,
     is_ready: Callable[[], bool],
@@ -89,8 +108,11 @@ async def serve_pages(
     loads: Callable[[], Iterator[dict[str, EndpointLoad]]],
     demand: DemandWatch,
     explain: ExplainPage | None,
+    others: Iterable[web.RouteDef] = (),
 ) -> web.AppRunner:
-    """Listen on ``address`` (host and port) until the result's ``cleanup``; raises OSError if it is taken."""
+    """Listen on ``address`` (host and port, or a socket's path) until the result's ``cleanup``; raises OSError if it is
+    taken. ``others``: further pages.
+    """
 
     async def show_metrics(request: web.Request) -> web.StreamResponse:
         return await _in_pieces(request, registry.pieces(), CONTENT_TYPE_LATEST)
@@ -110,11 +132,13 @@ async def serve_pages(
         return await _stream(request, demand)
 
     async def end_streams(_: web.Application) -> None:
-        demand.close()
+        demand.close_streams()
 
-    async def show_index(_: web.Request) -> web.Response:
-        asked = "POST a request's body to know where it would go; attache explain --url does"
-        pages = {**_INDEX, _EXPLAIN: asked if explain is not None else "only with the option --debug of extproc"}
+    async def show_index(request: web.Request) -> web.Response:
+        message = "POST a request's body to know where it would go; attache explain --url does"
+        there = {one.canonical for one in request.app.router.resources()}
+        pages = {path: what for path, what in _INDEX.items() if path in there}
+        pages |= {_EXPLAIN: message if explain is not None else "only with the option --debug of extproc"}
         return web.Response(text="".join(f"{path:<20} {what}\n" for path, what in pages.items()))
 
     app = web.Application()
@@ -130,10 +154,22 @@ async def serve_pages(
     app.add_routes([web.get(DEMAND_PATH, show_demand)])
     if explain is not None:
         app.add_routes([web.post("/debug/explain/{path:.*}", explain.show)])
+    app.add_routes(others)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, *address).start()
+    site = web.TCPSite(runner, *address) if isinstance(address, tuple) else web.UnixSite(runner, address)
+    await site.start()
     return runner
+
+
+def objectives_page(report: Callable[[], Iterator[ObjectiveCounts]]) -> web.RouteDef:
+    """The page SLO_PATH: a line for each objective."""
+
+    async def show(request: web.Request) -> web.StreamResponse:
+        lines = (msgspec.json.encode(one).decode() + "\n" for one in report())
+        return await _in_pieces(request, lines, "application/x-ndjson")
+
+    return web.get(SLO_PATH, show)
 
 
 async def _together(parts: Iterator[dict[str, EndpointLoad]]) -> dict[str, EndpointLoad]:
@@ -161,7 +197,7 @@ async def _in_pieces(request: web.Request, pieces: Iterator[str], content_type: 
 
 
 async def _written(request: web.Request, answer: web.StreamResponse, content: bytes) -> bool:
-    """Whether the reader takes it in time; one that does not is let go."""
+    """Whether the reader takes it in time; one that does not is disconnected."""
     try:
         async with asyncio.timeout(_SLOWEST_S):
             await answer.write(content)
@@ -174,7 +210,7 @@ async def _written(request: web.Request, answer: web.StreamResponse, content: by
 
 async def _stream(request: web.Request, demand: DemandWatch) -> web.StreamResponse:
     """Lines until the client or the process goes."""
-    if not demand.has_room:
+    if not demand.accepts_followers:
         return web.Response(text="too many follow this page already\n", status=503)
     answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
     changes = request.query["watch"] == "changes"

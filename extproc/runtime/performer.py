@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Performs the core's effects: answers held streams, asks stores, tells peers, wakes it."""
+"""Performs the core's effects: answers held streams, queries stores, sends events to peers, schedules ticks."""
 
 from __future__ import annotations
 
@@ -8,28 +8,42 @@ import logging
 import math
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
+from extproc.admission.refusals import soft_line
+from extproc.api.errors import one_line
 from extproc.core.effects import (
+    AskGuard,
     AskLimits,
     AskTokens,
+    Broadcast,
     Decision,
+    EngineNeeded,
     EngineStarted,
     Fault,
+    GuardAsked,
     HealthChanged,
     Held,
     LoadAdapter,
     LoadEnded,
-    Owe,
-    Refused,
-    Settled,
+    ModelChecked,
+    Overdraft,
+    RequestJudged,
+    RequestRefused,
+    RequestSettled,
+    RequestUnmeetable,
     SettleGrant,
-    Tell,
-    WaitsForEngine,
+    SoftBudgetPassed,
     WakeAt,
 )
 from extproc.endpoints.health import ADVICE
 from extproc.engines.answers import LoadProblem
 from extproc.errors import InternalError
 from extproc.failures import FailureLog
+from extproc.feeds.guards import Guards
+from extproc.feeds.redis_limits import RedisLimits
+from extproc.feeds.tokens import Tokenizers
+from extproc.scheduling.model_check import quoted_names
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -37,14 +51,20 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
     from extproc.core.core import Core
     from extproc.core.effects import Effect, Pending, RequestEffect
-    from extproc.core.peers import EngineSaid, EventBatch, PeerEvent
+    from extproc.core.peers import EngineReported, EventBatch, PeerEvent
     from extproc.core.pipeline import Answer
     from extproc.core.record import LoadResult
-    from extproc.feeds.redis_limits import RedisLimits
-    from extproc.feeds.tokens import Tokenizers
     from extproc.metrics.registry import Metrics
 
 log = logging.getLogger(__name__)
+
+
+class Services(msgspec.Struct, frozen=True):
+    """What requests may ask before they are decided. ``limits``: the store of global limits, if there is one."""
+
+    tokenizers: Tokenizers
+    guards: Guards
+    limits: RedisLimits | None = None
 
 
 class Performer:
@@ -56,28 +76,26 @@ class Performer:
         metrics: Metrics,
         *,
         clock: Callable[[], float],
-        tokenizers: Tokenizers,
-        limits: RedisLimits | None,
-        tell: Callable[[PeerEvent], None],
+        services: Services,
+        publish: Callable[[PeerEvent], None],
         load: Callable[[LoadAdapter], None],
         done: Callable[[], None] = lambda: None,
     ) -> None:
-        """``limits``: the store of global limits, if there is one. ``tell``: takes events for the other processes.
-        ``load``: starts a load, of which ``take_load`` gets the result. ``done``: called when all effects of a verb are
+        """``services``: what requests wait for. ``publish``: takes events for the other processes.
+        ``load``: starts a load; ``on_adapter_load`` gets its result. ``done``: called when all effects of a verb are
         performed.
         """
         self._core = core
         self._metrics = metrics
         self._clock = clock
-        self._tokenizers = tokenizers
-        self._limits = limits
-        self._tell = tell
+        self._tokenizers, self._guards, self._limits = services.tokenizers, services.guards, services.limits
+        self._publish = publish
         self._load = load
         self._done = done
         self._failures = FailureLog(log)
         self._loop = asyncio.get_running_loop()
         # held requests by ticket
-        self._waits: dict[str, asyncio.Future[Decision | Refused]] = {}
+        self._waits: dict[str, asyncio.Future[Decision | RequestRefused]] = {}
         self._soon: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
         self._later_at_s = math.inf
@@ -87,28 +105,37 @@ class Performer:
         if own is not None:
             self._perform_own(own)
         for effect in effects:
-            self._metrics.count(effect)
+            self._metrics.count_effect(effect)
             match effect:
-                case Decision() | Refused():
+                case Decision() | RequestRefused():
                     self._deliver(effect)
-                case Settled():
+                case RequestSettled() | RequestJudged() | RequestUnmeetable():
                     # one of every request: counted, and nothing else is to be done
                     pass
                 case WakeAt():
                     self._wake_at(effect.at_s)
-                case HealthChanged() | LoadEnded() | WaitsForEngine() | EngineStarted() | Fault():
-                    self._say(effect)
+                case (
+                    HealthChanged()
+                    | ModelChecked()
+                    | LoadEnded()
+                    | EngineNeeded()
+                    | EngineStarted()
+                    | SoftBudgetPassed()
+                    | GuardAsked()
+                    | Fault()
+                ):
+                    self._log(effect)
                 case LoadAdapter():
                     self._load(effect)
-                case Tell():
-                    self._tell(effect.event)
-                case SettleGrant() | Owe() if self._limits is not None:
+                case Broadcast():
+                    self._publish(effect.event)
+                case SettleGrant() | Overdraft() if self._limits is not None:
                     _correct(self._limits, effect)
         self._done()
 
     async def answer_to(
         self, pending: Pending, tell_gateway: Callable[[], Awaitable[None]] | None = None
-    ) -> Answer | Decision | Refused:
+    ) -> Answer | Decision | RequestRefused:
         """Wait for what a request waits for. Cancelled if its client disconnects.
 
         ``tell_gateway``: awaited first if the request is held.
@@ -116,6 +143,8 @@ class Performer:
         match pending:
             case AskTokens():
                 return await self._tokenizers.tokens_of(pending.arrival)
+            case AskGuard():
+                return await self._guards.answer_to(pending)
             case AskLimits():
                 return None if self._limits is None else await self._limits.reserve(pending.charges)
             case _:
@@ -130,55 +159,71 @@ class Performer:
         """Another configuration; raises ConfigInvalid, with nothing changed."""
         self.perform(self._core.apply(snapshot, self._clock()))
 
-    def take_report(self, event: EngineSaid) -> None:
-        """An engine has told this process how it is."""
-        self.perform(self._core.take_report(event, self._clock()))
+    def on_metrics(self, event: EngineReported) -> None:
+        """An engine's report has arrived."""
+        self.perform(self._core.on_metrics(event, self._clock()))
 
-    def take_load(self, result: LoadResult) -> None:
+    def on_adapter_load(self, result: LoadResult) -> None:
         """An engine has loaded an adapter, or has not."""
-        self.perform(self._core.take_load(result, self._clock()))
+        self.perform(self._core.on_adapter_load(result, self._clock()))
 
-    def hear(self, batch: EventBatch) -> None:
-        """Another process has told what it did."""
-        self.perform(self._core.hear(batch, self._clock()))
+    def on_batch(self, batch: EventBatch) -> None:
+        """A batch of another process's events has arrived."""
+        self.perform(self._core.ingest(batch, self._clock()))
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Once a second."""
-        self.perform(self._core.beat(self._clock()))
-        self._metrics.peers(self._core.mirror.peers)
+        self.perform(self._core.heartbeat(self._clock()))
+        self._metrics.peers(self._core.peer_view.peers)
 
-    def _say(self, effect: HealthChanged | LoadEnded | WaitsForEngine | EngineStarted | Fault) -> None:
+    def _log(
+        self,
+        effect: HealthChanged
+        | ModelChecked
+        | LoadEnded
+        | EngineNeeded
+        | EngineStarted
+        | SoftBudgetPassed
+        | GuardAsked
+        | Fault,
+    ) -> None:
         match effect:
-            case WaitsForEngine():
+            case GuardAsked():
+                self._guards.log(effect)
+            case SoftBudgetPassed():
+                log.warning("%s", one_line(soft_line(effect.charge, effect.level)))
+            case EngineNeeded():
                 log.info("requests wait for an engine of %s, which has none", effect.server)
             case EngineStarted():
                 log.info("%s has an engine again, %.3g s after the first request for it", effect.server, effect.after_s)
             case HealthChanged():
                 _log_health(effect)
+            case ModelChecked():
+                _log_model(effect)
             case LoadEnded():
                 _log_load(effect.result)
             case Fault():
                 self._failures.note(effect.what, effect.error)
 
-    def _deliver(self, end: Decision | Refused) -> None:
+    def _deliver(self, end: Decision | RequestRefused) -> None:
         """A request that was held has its answer: to its stream, if that still waits."""
-        if isinstance(end, Refused):
+        if isinstance(end, RequestRefused):
             self._note(end)
         future = self._waits.get(end.ticket)
         if future is not None and not future.done():
             future.set_result(end)
         elif isinstance(end, Decision):
             # its client has just disconnected
-            self.perform(self._core.leave(end.ticket, self._clock()))
+            self.perform(self._core.on_disconnect(end.ticket, self._clock()))
 
     def _perform_own(self, own: RequestEffect) -> None:
-        self._metrics.count(own)
+        self._metrics.count_effect(own)
         if isinstance(own, Held):
             self._waits[own.ticket] = self._loop.create_future()
-        elif isinstance(own, Refused):
+        elif isinstance(own, RequestRefused):
             self._note(own)
 
-    def _note(self, refused: Refused) -> None:
+    def _note(self, refused: RequestRefused) -> None:
         refusal = refused.refusal
         if isinstance(refusal, InternalError):
             self._failures.note("a request could not be decided, and is refused", refusal.__cause__ or refusal)
@@ -191,7 +236,7 @@ class Performer:
             return
         if self._later is not None:
             if at_s >= self._later_at_s:
-                # a tick says anew when the next one is due
+                # a tick returns anew when the next one is due
                 return
             self._later.cancel()
         self._later, self._later_at_s = self._loop.call_later(delay_s, self._tick), at_s
@@ -204,9 +249,9 @@ class Performer:
         self.perform(self._core.tick(self._clock()))
 
 
-def _correct(limits: RedisLimits, effect: SettleGrant | Owe) -> None:
-    if isinstance(effect, Owe):
-        limits.owe(effect.charge, effect.amount)
+def _correct(limits: RedisLimits, effect: SettleGrant | Overdraft) -> None:
+    if isinstance(effect, Overdraft):
+        limits.record_overdraft(effect.charge, effect.amount)
     else:
         limits.settle(effect.grant, effect.used)
 
@@ -221,6 +266,21 @@ def _log_health(change: HealthChanged) -> None:
         change.server,
         change.failure.value,
         ADVICE[change.failure],
+    )
+
+
+def _log_model(checked: ModelChecked) -> None:
+    if not checked.model:
+        log.info("the engines of %s list its model", checked.server)
+        return
+    log.warning(
+        "engine %s of %s lists %s and not '%s', the model of its ModelServer: it may answer 404 to every request. "
+        "Advice: write one of the engine's names as 'model', or start the engine with --served-model-name %s",
+        checked.address,
+        checked.server,
+        quoted_names(checked.listed),
+        checked.model,
+        checked.model,
     )
 
 

@@ -51,7 +51,8 @@ _BLOCK_TOKENS: Final = 16
 def tier_capacities(config: EndpointPickerConfig) -> Mapping[str, float]:
     """Tokens that each tier holds at an endpoint, by the name of its producer.
 
-    A producer is a tier if a plugin names it and it says its capacity itself. All others are the pool's own index.
+    A producer is a tier if a plugin names it and its own parameters have a capacity. All others are the pool's own
+    index.
     """
     named = {str((spec.parameters or {}).get("prefixMatchInfoProducerName")) for spec in config.plugins}
     return MappingProxyType(
@@ -74,7 +75,7 @@ class CacheTiers:
     """An index of each tier. ``capacities``: in tokens, by name.
 
     llm-d's tiered prefix caches have one ``approx-prefix-cache-producer`` a tier, each with a capacity of its own, and
-    a scorer for each. A tier remembers what was sent to an endpoint, least recently sent first out.
+    a scorer for each. A tier records what was sent to an endpoint, and evicts the least recently sent first.
     """
 
     def __init__(self, capacities: Mapping[str, float], *, bytes_per_token: float, first_block_bytes: int) -> None:
@@ -84,11 +85,11 @@ class CacheTiers:
         }
 
     def limit_blocks(self, most_blocks: int) -> None:
-        """Remember no more of an endpoint, in each tier."""
+        """Remove an endpoint's records, in each tier."""
         for index in self._indexes.values():
             index.most_blocks = most_blocks
 
-    def held(self, chain: list[int], rows: int, tokens_in: Callable[[int], float]) -> Mapping[str, Floats]:
+    def held_tokens(self, chain: list[int], rows: int, tokens_in: Callable[[int], float]) -> Mapping[str, Floats]:
         """Tokens of ``chain`` that each endpoint holds, by tier. ``tokens_in``: so many bytes, in the engines'
         blocks.
         """
@@ -104,7 +105,7 @@ class CacheTiers:
         for index in self._indexes.values():
             index.record(row, chain, now)
 
-    def forget(self, row: int) -> None:
+    def forget_endpoint(self, row: int) -> None:
         """The endpoint of ``row`` was removed, or lost its caches."""
         for index in self._indexes.values():
             index.forget(row)
@@ -114,8 +115,9 @@ class CacheTiers:
 INITIAL_BYTES_PER_TOKEN: Final = 4.0
 # Roughly the KV cache of an 80 GB GPU with an 8B model, or of four with a 70B model; replaced by what engines report.
 _INITIAL_CACHE_TOKENS: Final = 400_000
-# After a change of the block size, look up this many requests in the index of the old size, too.
+# After a change of the block size, look up this many requests in the index of the old size, too, for so long at most.
 _PREVIOUS_USES: Final = 2000
+_PREVIOUS_S: Final = 600.0
 _BLOCK_BYTES_BOUNDS: Final = (32, 512)
 
 
@@ -135,7 +137,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Expectation(msgspec.Struct, frozen=True):
-    """What is known of a prompt before an endpoint is picked.
+    """Estimates of a prompt before an endpoint is picked.
 
     ``chain``: its block hashes in the approximate index. ``kv_chains``: its block keys in the precise index by block
     size, None if that was not consulted. ``matches``: which endpoints were sent which whole blocks. ``input_tokens``:
@@ -170,6 +172,7 @@ class CacheEstimator:
         self.index = self._new_index(FIRST_BLOCK_BYTES)
         self._previous: PrefixIndex | None = None
         self._previous_uses = 0
+        self._previous_ends_s = math.inf
         self.kv_index: KvIndex | None = None
         self._tiers: CacheTiers | None = None
         self.whole_feeds = 0
@@ -177,7 +180,7 @@ class CacheEstimator:
         self._caches: dict[int, CacheConfig] = {}
         self._block_tokens = 1
 
-    def forget(self, row: int) -> None:
+    def forget_endpoint(self, row: int) -> None:
         """The endpoint of ``row`` has been removed."""
         self._forget_prefixes(row)
         self._caches.pop(row, None)
@@ -186,8 +189,8 @@ class CacheEstimator:
             self.kv_index.forget(row)
 
     def tokens_held(self, row: int) -> int:
-        """Tokens of prompts that the endpoint of ``row`` has cached: by its events if they are complete, else as
-        remembered.
+        """Tokens of prompts that the endpoint of ``row`` has cached: by its events if they are complete, else by the
+        approximate index.
         """
         if self.kv_index is not None and self.whole_feeds >> row & 1:
             return self.kv_index.blocks_held(row) * self._block_tokens
@@ -202,7 +205,7 @@ class CacheEstimator:
             self._tiers = self._new_tiers(tiers) if tiers else None
 
     def limit_blocks(self, most_blocks: int) -> None:
-        """Remember no more of an endpoint, in each index."""
+        """Remove an endpoint's records, in each index."""
         self._most_blocks = self.index.most_blocks = most_blocks
         if self._tiers is not None:
             self._tiers.limit_blocks(most_blocks)
@@ -243,8 +246,10 @@ class CacheEstimator:
         size = min(high, max(low, 1 << round(math.log2(max(ideal, 1.0)))))
         current = self.index.first_block_bytes
         if size != current and not current / 1.6 < ideal < current * 1.6:
-            # what was sent so far is only in the index of the old size
-            self._previous, self._previous_uses = self.index, _PREVIOUS_USES
+            if self.index.blocks:
+                # what was sent so far is only in the index of the old size
+                self._previous, self._previous_uses = self.index, _PREVIOUS_USES
+                self._previous_ends_s = math.inf
             self.index = self._new_index(size)
             if self._tiers is not None:
                 self._tiers = self._new_tiers(self._tiers.capacities)
@@ -269,7 +274,7 @@ class CacheEstimator:
             if chain[match.blocks - 1] in self.index.turns.by_block:
                 self._add_turns(prompt, match, chain, covered, cached, input_tokens)
         if self._previous is not None:
-            self._add_previous(self._previous, prompt.text, seed, cached, input_tokens)
+            self._add_previous(self._previous, prompt.text, seed, cached, input_tokens, now)
         kv_chains = None
         if self.kv_index is not None:
             kv_chains = self._add_precise(self.kv_index, prompt, cached, input_tokens, now)
@@ -278,7 +283,7 @@ class CacheEstimator:
         tiers: Mapping[str, Floats] = {}
         if self._tiers is not None:
             ratio = self.bytes_per_token
-            tiers = self._tiers.held(chain, rows, lambda size: self._round_to_blocks(size / ratio, input_tokens))
+            tiers = self._tiers.held_tokens(chain, rows, lambda size: self._round_to_blocks(size / ratio, input_tokens))
         demand = Demand(cached, work, step_s, tiers)
         return Expectation(chain, kv_chains, matches, input_tokens, demand, COVERED_UNITS[len(chain)] * unit)
 
@@ -297,9 +302,10 @@ class CacheEstimator:
 
     def record_sent(self, row: int, expectation: Expectation, now: float) -> Pin:
         """The prompt is sent to the endpoint of ``row``, which will have it cached; returns what it holds there."""
+        pin = self.pin(row, expectation.chain, now)
         if self.kv_index is not None and expectation.kv_chains is not None:
             self.kv_index.speculate(row, expectation.kv_chains, now)
-        return self.pin(row, expectation.chain, now)
+        return pin
 
     def pin(self, row: int, chain: list[int], now: float) -> Pin:
         """A prompt with this chain is sent to ``row``; returns what it holds there until its end."""
@@ -320,7 +326,7 @@ class CacheEstimator:
     def _forget_prefixes(self, row: int) -> None:
         self.index.forget(row)
         if self._tiers is not None:
-            self._tiers.forget(row)
+            self._tiers.forget_endpoint(row)
         if self._previous is not None:
             self._previous.forget(row)
 
@@ -342,7 +348,9 @@ class CacheEstimator:
             if match.holders >> row & 1 and tokens > cached[row]:
                 cached[row] = tokens
 
-    def _add_previous(self, previous: PrefixIndex, text: bytes, seed: str, cached: Floats, input_tokens: float) -> None:
+    def _add_previous(
+        self, previous: PrefixIndex, text: bytes, seed: str, cached: Floats, input_tokens: float, now: float
+    ) -> None:
         """Add matches from the index of the old block size."""
         matches = previous.match(hash_blocks(text, seed, previous.first_block_bytes))
         for match in matches:
@@ -350,7 +358,8 @@ class CacheEstimator:
             held = self._round_to_blocks(previous.covered_bytes(match.blocks) / self.bytes_per_token, input_tokens)
             cached[holders] = np.maximum(cached[holders], held)
         self._previous_uses -= 1
-        if not self._previous_uses:
+        self._previous_ends_s = min(self._previous_ends_s, now + _PREVIOUS_S)
+        if not self._previous_uses or now >= self._previous_ends_s:
             self._previous = None
 
     def _add_precise(

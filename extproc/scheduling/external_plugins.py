@@ -20,7 +20,7 @@ import numpy as np
 from extproc.endpoints.costs import PromptCost
 from extproc.endpoints.table import EndpointConfig, EndpointTable
 from extproc.errors import Refusal
-from extproc.scheduling.framework import NeedsPlugins, SessionKeeper
+from extproc.scheduling.framework import NeedsPlugins, SessionPlugin
 from extproc.scheduling.picker import Demand, Pick, PluginFailed, RequestFacts, View
 from extproc.scheduling.sessions import SessionBindings, SessionNote, TenantSessions
 
@@ -144,11 +144,11 @@ class Guard:
         except (Exception, SystemExit) as error:
             raise failure(self.name, self._plugin, error) from error
 
-    def keeper(self) -> GuardedKeeper | None:
-        """The same plugin as a SessionKeeper, if it is one; while the file is read."""
+    def session_plugin(self) -> GuardedSessionPlugin | None:
+        """The same plugin as a SessionPlugin, if it is one; while the file is read."""
         try:
-            is_keeper = isinstance(self._plugin, SessionKeeper)
-            return GuardedKeeper(self, str(self._plugin.profile_name)) if is_keeper else None
+            is_keeper = isinstance(self._plugin, SessionPlugin)
+            return GuardedSessionPlugin(self, str(self._plugin.profile_name)) if is_keeper else None
         except (Exception, SystemExit) as error:
             raise failure(self.name, self._plugin, error) from error
 
@@ -186,7 +186,7 @@ class Guard:
         raise PluginFailed(self.name, cause, where)
 
 
-def guarded(name: str, kind: str, plugin: Any, others: Mapping[str, Any]) -> Guard:  # noqa: ANN401 - see Guard
+def guard_plugin(name: str, kind: str, plugin: Any, others: Mapping[str, Any]) -> Guard:  # noqa: ANN401 - see Guard
     """A plugin behind its guard, made from its parameters; raises PluginFailed if it cannot do what its kind must.
 
     ``others``: all plugins of the file by their names, as their parameters.
@@ -202,8 +202,8 @@ def guarded(name: str, kind: str, plugin: Any, others: Mapping[str, Any]) -> Gua
     return Guard(name, whole)
 
 
-class GuardedKeeper:
-    """A SessionKeeper. ``profile_name`` was read once, with the file."""
+class GuardedSessionPlugin:
+    """A SessionPlugin. ``profile_name`` was read once, with the file."""
 
     def __init__(self, guard: Guard, profile_name: str) -> None:
         self._guard = guard
@@ -274,7 +274,9 @@ def _read_only(column: NDArray[Any]) -> NDArray[Any]:
 
 
 def failure(plugin: str, made: object, error: BaseException) -> PluginFailed:
-    """What a plugin raised. ``made``: the plugin, or its class, whose file is named if the error came through it."""
+    """A PluginFailed for a plugin's exception. ``made``: the plugin, or its class, whose file is named if the error
+    came through it.
+    """
     cls = made if isinstance(made, type) else type(made)
     return PluginFailed(plugin, error, raised_at(error, getattr(sys.modules.get(cls.__module__), "__file__", None)))
 

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from extproc.errors import NoEndpoint
+from extproc.scheduling.metrics_source import USUAL_NAMES, EngineNames, MetricsSource
 from extproc.scheduling.picker import Pick, Picker, PluginFailed, Reasons, ScorerValues, View, rows_of
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Decider(Protocol):
 
 
 @runtime_checkable
-class SessionKeeper(Protocol):
+class SessionPlugin(Protocol):
     """Keeps the requests of a session on one endpoint."""
 
     @property
@@ -71,12 +72,12 @@ class SessionKeeper(Protocol):
         ...
 
     def note(self, view: View, row: int) -> SessionNote | None:
-        """What the request's session is to keep if ``row`` gets the request; None: nothing."""
+        """The note to keep for the request's session if ``row`` gets the request; None: nothing."""
         ...
 
 
 class UsageReporter(Protocol):
-    """Tells the gateway a number that follows from an answer's token usage."""
+    """Reports to the gateway a number derived from an answer's token usage."""
 
     @property
     def namespace(self) -> str:
@@ -89,7 +90,7 @@ class UsageReporter(Protocol):
         ...
 
     def value(self, usage: Mapping[str, object]) -> int:
-        """The number; 0 if there is nothing to tell. ``usage``: as in an answer of OpenAI's API."""
+        """The number; 0 for none. ``usage``: as in an answer of OpenAI's API."""
         ...
 
 
@@ -161,7 +162,7 @@ class Profile(msgspec.Struct, frozen=True):
             if self.default is None:
                 raise
             view.failed.append(failed)
-            return self.default.pick(view.narrowed(candidates), rng=rng)
+            return self.default.pick(view.with_candidates(candidates), rng=rng)
 
     def _best(
         self,
@@ -206,26 +207,28 @@ class ConfiguredPicker(msgspec.Struct, frozen=True):
     """The picker that an EndpointPickerConfig describes: profiles and their handler.
 
     ``sessions``: the plugins that keep sessions on their endpoints. ``prefill_profile``: its name, empty if there is
-    none.
-    ``reporters``: what the gateway is told of each answer. ``admitters``: asked before, by ``admit``, whether the
-    request is served at all. ``metrics``: attributes of endpoints, each with the metric of the engine that has its
-    value, such as ``queue{tier=gold}``. ``tiers``: prefix caches with a capacity of their own, in tokens by name.
-    ``default``: picks where the handler fails; set if a plugin is of another package.
+    none. ``reporters``: numbers for the gateway about each answer. ``admitters``: decide before a pick, in ``admit``,
+    whether the request is served at all. ``metrics``: attributes of endpoints, each with the metric of the engine that
+    has its value, such as ``queue{tier=gold}``. ``tiers``: prefix caches with a capacity of their own, in tokens by
+    name. ``default``: picks where the handler fails; set if a plugin is of another package.
+    ``source``: location of the engines' metrics pages, if the file has it; ``names``: of their metrics.
     """
 
     handler: ProfileHandler
     profiles: Mapping[str, Profile]
     deciders: Mapping[str, Decider] = {}
-    sessions: tuple[SessionKeeper, ...] = ()
+    sessions: tuple[SessionPlugin, ...] = ()
     prefill_profile: str = ""
     reporters: tuple[UsageReporter, ...] = ()
     admitters: tuple[Admitter, ...] = ()
     metrics: tuple[tuple[str, str], ...] = ()
     tiers: Mapping[str, float] = {}
     default: Picker | None = None
+    source: MetricsSource | None = None
+    names: EngineNames = USUAL_NAMES
 
     def admit(self, view: View, *, rng: random.Random) -> None:
-        """Ask the admitters; raises Shed. One that fails admits."""
+        """Run the admitters; raises Shed. One that fails admits."""
         for one in self.admitters:
             try:
                 one.admit(view, rng)
@@ -236,7 +239,7 @@ class ConfiguredPicker(msgspec.Struct, frozen=True):
         """Run the handler; endpoints in back-off only if no other may serve the request."""
         if view.table.has_failures:
             well = view.candidates() & (view.table.retry_at_s <= view.now_s)
-            view = view.narrowed(well) if well.any() else view
+            view = view.with_candidates(well) if well.any() else view
         try:
             return self.handler.run(view, self.profiles, self.deciders, rng)
         except PluginFailed as failed:
@@ -248,13 +251,13 @@ class ConfiguredPicker(msgspec.Struct, frozen=True):
         return (self.default if others else only).pick(view, rng=rng)
 
     def session_notes(self, view: View, pick: Pick) -> tuple[SessionNote, ...]:
-        """What the request's sessions are to keep of a pick."""
+        """The notes of a pick to keep for the request's sessions."""
         notes = []
-        for keeper in self.sessions:
-            is_prefill = keeper.profile_name and keeper.profile_name == self.prefill_profile
+        for session_plugin in self.sessions:
+            is_prefill = session_plugin.profile_name and session_plugin.profile_name == self.prefill_profile
             row = pick.prefill_row if is_prefill else pick.rows[0]
             try:
-                note = None if row is None else keeper.note(view, row)
+                note = None if row is None else session_plugin.note(view, row)
             except PluginFailed as failed:
                 view.failed.append(failed)
                 continue

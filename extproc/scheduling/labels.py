@@ -55,7 +55,7 @@ def serves_adapter(table: EndpointTable, adapter: str) -> Bools:
 
 
 def has_no_model_list(table: EndpointTable) -> Bools:
-    """The rows whose engine has not been asked for its list of models."""
+    """The rows whose engine's list of models has not been read."""
     return table.cached_column("unsaid", lambda: np.fromiter((one.served is None for one in table.loras), np.bool_))
 
 

@@ -50,7 +50,7 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class RequestFacts(msgspec.Struct, frozen=True):
-    """What a picker may know of a request.
+    """A request's facts that pickers may use.
 
     ``model``: its name in the engines; the adapter's name if one was requested. ``adapter``: the same name if it is a
     LoRA adapter's, else None. ``headers``: names in lower case. ``is_trusted``: a gateway wrote the headers that give
@@ -101,7 +101,7 @@ class View(msgspec.Struct, frozen=True):
             )
         return candidates
 
-    def narrowed(self, candidates: Bools, *, choices: int | None = None, peer_row: int | None = None) -> View:
+    def with_candidates(self, candidates: Bools, *, choices: int | None = None, peer_row: int | None = None) -> View:
         """The same view with only ``candidates`` to choose from, and other ``choices`` and ``peer_row`` if given."""
         eligible = candidates if self.eligible is None else self.eligible & candidates
         choices = self.choices if choices is None else choices

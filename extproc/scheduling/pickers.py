@@ -33,15 +33,11 @@ The terms follow Preble's E2 (ICLR 2025) and Mooncake's Conductor (FAST 2025), w
 token, and LMetric (arXiv 2603.15202), which multiplies it by the batch size. The externality of a job in a queue with
 a known backlog is from Hyytiä et al., "Size- and state-aware dispatching" (2012).
 
-Pairs: one endpoint prefills, another of its group decodes.
-
-    cost_s(d) = load(d) + min cost_s(p) over prefill endpoints p of d's group     if the prefill is remote
-    cost_s(d) = the default picker's cost                                         if d prefills itself
-
-A decode endpoint prefills by itself if it lacks fewer than ``min_uncached_tokens`` of the prompt: the transfer of the
-KV cache would cost more than the work (llm-d's ``prefix-based-pd-decider``). The decode endpoint is chosen first, so
-a group without a ready one is never picked; a group without a ready prefill endpoint serves its requests whole. The
-endpoints of a group share the fast network over which KV caches are transferred (Kthena's ``pdGroup``).
+Pairs: one endpoint prefills, another of its group decodes. For each decode endpoint, what costs less decides whether
+it prefills by itself (``disaggregation.py``); then the endpoint that costs least is picked. The decode endpoint is
+chosen first, so a group without a ready one is never picked; a group without a ready prefill endpoint serves its
+requests whole. The endpoints of a group share the fast network over which KV caches are transferred (Kthena's
+``pdGroup``).
 """
 
 from __future__ import annotations
@@ -55,6 +51,7 @@ import numpy as np
 from extproc.endpoints.engine_reports import estimated_foreign
 from extproc.endpoints.ledger import backlogs, requests_in_backlog
 from extproc.errors import NoEndpoint
+from extproc.scheduling.disaggregation import PrefillChoices, TransferTimes
 from extproc.scheduling.labels import has_labels, label_groups
 from extproc.scheduling.picker import Pick, Reasons, ScorerValues, rows_of
 
@@ -64,12 +61,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from extproc.endpoints.table import Bools, EndpointTable, Floats
+    from extproc.scheduling.disaggregation import Decider
     from extproc.scheduling.picker import Demand, View
 
 # Larger than any real cost: an endpoint in back-off comes after all others.
 _BACKOFF_COST_S: Final = 1e6
 # Up to this size a full sort is cheaper than a partition.
 _MAX_FULL_SORT: Final = 512
+_ZERO: Final = np.zeros(())
 
 
 class PrefixAwareParameters(msgspec.Struct, frozen=True):
@@ -121,16 +120,29 @@ class PrefixAware:
 
     def costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
         """The cost in seconds by row, infinite for rows without an endpoint."""
+        cost = self._prefill_costs(table, demand, now, self._interference * table.in_flight)
+        cost += self.load_costs(table, demand, now)
+        return cost
+
+    def prefill_costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
+        """The same of endpoints that only prefill: they have no answers to stop or to slow down."""
+        cost = self._prefill_costs(table, demand, now, _ZERO)
+        cost += table.absence_cost_s
+        if table.has_failures:
+            cost[table.retry_at_s > now] += _BACKOFF_COST_S
+        return cost
+
+    def _prefill_costs(self, table: EndpointTable, demand: Demand, now: float, stopped: Floats) -> Floats:
+        """``stopped``: by row, the weighted answers that wait as long as the own work takes."""
         backlog = backlogs(table, now)
         # few array operations: each call costs more than its arithmetic
         waiters = requests_in_backlog(table, backlog)
         waiters *= self._behind
-        waiters += self._interference * table.in_flight
+        waiters += stopped
         waiters += self._expected
         cost: Floats = demand.work * waiters
         cost += backlog
         cost /= table.prefill_rate
-        cost += self.load_costs(table, demand, now)
         return cost
 
     def load_costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
@@ -189,6 +201,7 @@ def explain_costs(profile: str, cost: Floats, view: View) -> Reasons:
 
 SENT_ON = "prefill sent on"
 CACHED = "cached where it is decoded"
+LOCAL = "cheaper where it is decoded"
 NO_PREFILL = "no prefill engine is ready in the group"
 
 
@@ -196,22 +209,26 @@ class PairParameters(msgspec.Struct, frozen=True):
     """How endpoints form pairs.
 
     ``group_key``: the label whose value names an endpoint's group; empty: all are one group. ``prefill_labels``,
-    ``decode_labels``: an endpoint that has all of them has the role. ``min_uncached_tokens``: see the module.
+    ``decode_labels``: an endpoint that has all of them has the role. ``decodes_alone``: decode endpoints can prefill.
     """
 
     group_key: str
     prefill_labels: Mapping[str, str]
     decode_labels: Mapping[str, str]
-    min_uncached_tokens: float
+    decodes_alone: bool = True
 
 
 class PrefillDecodePairs:
-    """The default picker for endpoints in two roles."""
+    """The default picker for endpoints in two roles. ``decide``: whether another endpoint prefills. ``transfers``:
+    learns how long KV caches take between them.
+    """
 
-    def __init__(self, parameters: PairParameters, costs: PrefixAware) -> None:
+    def __init__(self, parameters: PairParameters, costs: PrefixAware, decide: Decider) -> None:
         """``costs``: computes the costs of the module's formula."""
         self._parameters = parameters
         self._costs = costs
+        self.decide = decide
+        self.transfers = TransferTimes()
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """A decode endpoint, fallbacks in its group, and a prefill endpoint if the prefill is remote."""
@@ -226,25 +243,57 @@ class PrefillDecodePairs:
             raise NoEndpoint("No decode engine is ready for this model; start one, or mend its ModelServer's labels.")
         group = label_groups(table, self._parameters.group_key)
         local_cost = self._costs.costs(table, demand, view.now_s)
-        prefill_cost, has_prefill = self._least_by_group(local_cost, self._prefilling(view, ready), group)
+        prefill_cost = self._costs.prefill_costs(table, demand, view.now_s)
+        prefill_cost[~self._prefilling(view, ready)] = np.inf
+        best = _cheapest_by_group(prefill_cost, group)
+        if not self._parameters.decodes_alone:
+            decode &= np.isfinite(prefill_cost[best])
+            if not decode.any():
+                raise NoEndpoint("No prefill engine is ready for this model, and its decode engines cannot prefill.")
         uncached = view.request.input_tokens - demand.cached_tokens
-        is_short = uncached < self._parameters.min_uncached_tokens
-        is_remote = has_prefill[group] & ~is_short
-        load = self._costs.load_costs(table, demand, view.now_s)
-        cost = np.where(is_remote, load + prefill_cost[group], local_cost)
+        decided = self.decide(self._choices(view, decode, local_cost, prefill_cost, best))
+        cost = decided.cost_s
         cost[~decode] = np.inf
         order = self._costs.order(cost, demand.cached_tokens, int(np.count_nonzero(decode)), rng)
         first = order[0]
         rows = [row for row in order if group[row] == group[first]][: view.choices]
         reasons = (explain_costs("decode", cost, view),) if view.wants_reasons else ()
-        if not is_remote[first]:
-            return Pick(rows, float(cost[first]), stage=CACHED if is_short[first] else NO_PREFILL, reasons=reasons)
-        partners = local_cost.copy()
-        partners[~(self._prefilling(view, ready) & (group == group[first]))] = np.inf
-        (prefill,) = self._costs.order(partners, demand.cached_tokens, 1, rng)
+        if not decided.is_remote[first]:
+            stage = CACHED if decided.is_short[first] else LOCAL
+            if not np.isfinite(prefill_cost[best[first]]):
+                stage = NO_PREFILL
+            return Pick(rows, float(cost[first]), stage=stage, reasons=reasons)
+        prefill_cost[group != group[first]] = np.inf
+        if self.transfers.has_factors:
+            typical_s = self.transfers.typical_s(float(uncached[first]))
+            for row in np.flatnonzero(np.isfinite(prefill_cost)):
+                factor = self.transfers.factor(table.addresses[row], table.addresses[first])
+                prefill_cost[row] += (factor - 1) * typical_s
+        (prefill,) = self._costs.order(prefill_cost, demand.cached_tokens, 1, rng)
         if view.wants_reasons:
-            reasons = (*reasons, explain_costs("prefill", partners, view))
+            reasons = (*reasons, explain_costs("prefill", prefill_cost, view))
         return Pick(rows, float(cost[first]), prefill_row=prefill, stage=SENT_ON, reasons=reasons)
+
+    def _choices(
+        self, view: View, decode: Bools, local_cost: Floats, prefill_cost: Floats, best: NDArray[np.intp]
+    ) -> PrefillChoices:
+        """By row, ``decode``: whether it may decode; ``best``: the cheapest prefill endpoint of the row's group."""
+        table, demand = view.table, view.demand
+        uncached = view.request.input_tokens - demand.cached_tokens
+        uncached = np.maximum(uncached, _ZERO)
+        transfer_s = self.transfers.typical_s(uncached)
+        if self.transfers.has_factors:
+            for row in np.flatnonzero(decode):
+                transfer_s[row] *= self.transfers.factor(table.addresses[best[row]], table.addresses[row])
+        return PrefillChoices(
+            uncached_tokens=uncached,
+            local_s=local_cost,
+            stalled_s=demand.work * (table.in_flight + 1) / table.prefill_rate,
+            prefill_s=prefill_cost[best],
+            waiting=requests_in_backlog(table, backlogs(table, view.now_s))[best],
+            transfer_s=transfer_s,
+            load_s=self._costs.load_costs(table, demand, view.now_s),
+        )
 
     def _decoding(self, view: View, candidates: Bools) -> Bools:
         return candidates & has_labels(view.table, self._parameters.decode_labels)
@@ -252,10 +301,13 @@ class PrefillDecodePairs:
     def _prefilling(self, view: View, candidates: Bools) -> Bools:
         return candidates & has_labels(view.table, self._parameters.prefill_labels)
 
-    def _least_by_group(self, cost: Floats, prefill: Bools, group: NDArray[np.intp]) -> tuple[Floats, Bools]:
-        least = np.full(int(group.max(initial=0)) + 1, np.inf)
-        np.minimum.at(least, group[prefill], cost[prefill])
-        return least, np.isfinite(least)
+
+def _cheapest_by_group(cost: Floats, group: NDArray[np.intp]) -> NDArray[np.intp]:
+    """By row, the cheapest row of its group; the group's first where none has a finite cost."""
+    order = np.lexsort((cost, group))
+    first = np.searchsorted(group[order], group)
+    found: NDArray[np.intp] = order[first]
+    return found
 
 
 class RoundRobin:

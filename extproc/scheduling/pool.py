@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoints of one ModelServer, what is known of them, their picker, and its committed picks."""
+"""The endpoints of one ModelServer, their state, their picker, and its committed picks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from extproc.admission.estimates import InputEstimates, OutputEstimate
+from extproc.admission.estimates import InputEstimates, TokenQuantile
 from extproc.admission.flows import FlowKey
+from extproc.api.pricing import compile_prices
 from extproc.endpoints.adapter_slots import AdapterSlots, slots_for
-from extproc.endpoints.engine_reports import expect_reports
+from extproc.endpoints.engine_reports import set_report_interval
 from extproc.endpoints.ledger import backlog_of, begin_request, end_request
 from extproc.endpoints.outliers import begin_probe
+from extproc.endpoints.prices import Prices
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
 from extproc.prefix.index import Pin, Tail
 from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prompt
 from extproc.scheduling.framework import ConfiguredPicker
 from extproc.scheduling.labels import Readiness, readiness_of, serves_adapter, stages_of
+from extproc.scheduling.metrics_source import USUAL_NAMES, scrape_config_of
 from extproc.scheduling.picker import Pick, Picker, RequestFacts, View
 from extproc.scheduling.sessions import SessionBindings, SessionNote, TenantSessions
 
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from extproc.api.model_server import ModelServerSpec
+    from extproc.api.pricing import Price
+    from extproc.engines.dialects import Dialect
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -82,7 +87,7 @@ class Assignment(msgspec.Struct, frozen=True):
 
 
 class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
-    """What others need to count the request and to learn from its outcome.
+    """The data by which other modules count the request and learn from its outcome.
 
     The fields are those of ``Assignment`` and ``Run``. ``flow``: the flow charged, None without flow control.
     ``service``: the charge in weighted tokens.
@@ -111,15 +116,17 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     adapter: str | None = None
     # those with an id: key, address, and seconds for which they are kept
     sessions: tuple[tuple[str, str, float], ...] = ()
+    tenant: str = ""
+    expects_usage: bool = False
 
 
 class PickConstraints(msgspec.Struct, frozen=True):
-    """What limits the choice of endpoints for a request.
+    """Limits on the choice of endpoints for a request.
 
-    ``headers``: names in lower case. ``choices``: how many endpoints to name, fallbacks included. ``subset``:
-    addresses that the gateway allows, None for all. ``candidates``: rows that have room, None for all.
-    ``wants_reasons``: whether the pick must be explained. ``is_trusted``, ``priority``: see RequestFacts. ``tenant``:
-    whose sessions are looked up.
+    ``headers``: names in lower case. ``choices``: how many endpoints to name, fallbacks included. ``subset``: addresses
+    that the gateway allows, None for all. ``candidates``: rows that have room, None for all. ``wants_reasons``: whether
+    the pick must be explained. ``is_trusted``, ``priority``: see RequestFacts. ``tenant``: the caller's, in which
+    sessions are looked up.
     """
 
     headers: Mapping[str, str] = {}
@@ -133,7 +140,7 @@ class PickConstraints(msgspec.Struct, frozen=True):
 
 
 class Consideration(msgspec.Struct, frozen=True):
-    """A pick that has not been committed: no load is counted for it. ``notes``: what its sessions are to keep."""
+    """A pick that has not been committed: no load is counted for it. ``notes``: the notes to keep for its sessions."""
 
     expectation: Expectation
     view: View
@@ -147,10 +154,12 @@ class Pool:
     ``adapters``: LoRA adapters that routes request from it. ``slots``: those that are loaded on demand, None without
     ``adapterLoading``. ``typical_ttft_s``, ``typical_duration_s``: recent means, of first tokens and whole answers.
     ``reports_cached_tokens``: its engines report cached tokens, so an answer without them had none. ``reports_usage``:
-    its engines report usage. ``readiness``: whether it has engines, as configured. ``sessions``: where sessions with an
-    id are; ``keeps_sessions``: whether its picker asks. ``reporters``: what gateways are told of answers. ``admits``:
-    asks its picker's admitters, None without any. ``metrics``: see ConfiguredPicker. ``report_interval_s``: between two
-    reads of an engine's metrics; 0: they are never read.
+    its engines report usage. ``readiness``: whether it has engines, as configured. ``sessions``: the endpoints of
+    sessions with an id; ``keeps_sessions``: whether its picker uses them. ``reporters``: numbers for gateways about
+    answers. ``admits``: runs its picker's admitters, None without any. ``metrics``: see ConfiguredPicker.
+    ``scrape_config``: location and names of its engines' metrics. ``report_interval_s``: between two reads of them; 0:
+    they are never read. ``is_asked_by_model``: routes send it requests for ``spec.model``. ``prices``: what requests
+    cost. ``may_lack_model``: an engine of it lists other models. ``refuses_model_until_s``: see ``model_check``.
     """
 
     def __init__(self, name: str, spec: ModelServerSpec, picker: Picker) -> None:
@@ -162,40 +171,61 @@ class Pool:
         self.slots: AdapterSlots | None = None
         self.typical_ttft_s = self.typical_duration_s = 0.0
         self.input_estimates = InputEstimates()
-        self.output_estimate = OutputEstimate()
+        self.output_estimate = TokenQuantile()
+        # of streams: some engines put several tokens into each
+        self.tokens_per_event = 1.0
         self.reports_cached_tokens = self.reports_usage = False
         self.picker = picker
         self.readiness = Readiness()
-        self.report_interval_s = 0.0
+        self.is_asked_by_model = self.may_lack_model = False
+        self.refuses_model_until_s = self.report_interval_s = 0.0
         self.sessions = SessionBindings()
+        self.prices = Prices()
         self.update(spec, picker)
 
     def update(self, spec: ModelServerSpec, picker: Picker) -> None:
         """Apply a new configuration; endpoints that stay keep everything learned of them."""
         self.spec, self.picker = spec, picker
+        prices = compile_prices(spec.pricing)
+        if prices != self.prices.list:
+            self.prices = Prices(prices)
         configured = picker if isinstance(picker, ConfiguredPicker) else None
         self.keeps_sessions = configured is not None and bool(configured.sessions)
         self.reporters = configured.reporters if configured else ()
         self.metrics = configured.metrics if configured else ()
+        self.scrape_config = scrape_config_of(
+            spec, configured.source if configured else None, configured.names if configured else USUAL_NAMES
+        )
         self.admits = configured.admit if configured and configured.admitters else None
         tiers = configured.tiers if configured else {}
         self.caches.configure(has_events=spec.kv_events is not None, tiers=tiers)
         endpoints = {one.address: EndpointConfig(one.labels, one.price, one.draining) for one in spec.endpoints}
         for row in self.table.replace(endpoints):
-            self.caches.forget(row)
+            self.caches.forget_endpoint(row)
             if self.slots is not None:
                 self.slots.drop(row)
         self.slots = slots_for(spec, self.table, self.slots)
         self.readiness = readiness_of(self.table, spec.pd_group)
 
-    def expect_reports(self, stretch: float) -> None:
-        """Its engines are read at their interval, ``stretch`` times as long as configured."""
-        self.report_interval_s = float(self.spec.scrape_interval) * stretch
-        expect_reports(self.table, self.report_interval_s)
+    def price_at(self, wall_s: float) -> Price | None:
+        """What requests cost that arrive at ``wall_s``, seconds since 1970; None: there is no price."""
+        stages = self.stages()
+        return self.prices.at(wall_s, self.table, None if stages is None else stages[:2])
 
-    def name_adapters(self, adapters: frozenset[str]) -> None:
-        """Those that routes request from it."""
-        self.adapters = adapters
+    def dialect_of(self, address: str) -> Dialect:
+        """Names of the metrics of the engine at ``address``."""
+        row = self.table.row_of(address)
+        labels = {} if row is None else self.table.configs[row].labels
+        return self.scrape_config.names.dialect_of(labels, self.spec)
+
+    def set_report_interval(self, stretch: float) -> None:
+        """Its engines are read at their interval, ``stretch`` times as long as configured."""
+        self.report_interval_s = self.scrape_config.interval_s * stretch
+        set_report_interval(self.table, self.report_interval_s)
+
+    def name_models(self, adapters: frozenset[str], *, is_asked_by_model: bool) -> None:
+        """What routes request from it."""
+        self.adapters, self.is_asked_by_model = adapters, is_asked_by_model
         if self.slots is not None:
             self.slots.fixed = adapters - self.slots.sources.keys()
 
@@ -224,16 +254,16 @@ class Pool:
             expectation = self.expect(prompt, now)
         headers, trusted, priority = constraints.headers, constraints.is_trusted, constraints.priority
         facts = RequestFacts(prompt.model, expectation.input_tokens, prompt.adapter, headers, trusted, priority)
-        eligible, room = self.eligible(prompt.adapter, constraints.subset), constraints.candidates
+        eligible, eligible_rows = self.eligible(prompt.adapter, constraints.subset), constraints.candidates
         choices, wants = constraints.choices, constraints.wants_reasons
         sessions = TenantSessions(self.sessions, constraints.tenant) if self.keeps_sessions else None
-        if room is not None and self.admits is None:
-            # one view is enough: only admitters look at endpoints that are full
-            eligible, room = room if eligible is None else eligible & room, None
+        if eligible_rows is not None and self.admits is None:
+            # one view is enough: only admitters read endpoints that are full
+            eligible, eligible_rows = eligible_rows if eligible is None else eligible & eligible_rows, None
         view = View(self.table, expectation.demand, facts, now, eligible, choices, wants, sessions)
         if self.admits is not None:
             self.admits(view, rng=rng)
-        view = view if room is None else view.narrowed(room)
+        view = view if eligible_rows is None else view.with_candidates(eligible_rows)
         pick = self.picker.pick(view, rng=rng)
         notes: tuple[SessionNote, ...] = ()
         if self.keeps_sessions and isinstance(self.picker, ConfiguredPicker):
@@ -254,10 +284,10 @@ class Pool:
         cached, work = float(demand.cached_tokens[computing]), float(demand.work[computing])
         if not expectation.matches:
             table.cold_prompt_at_s[first] = now
-        indexed_tokens, last_used_at_s = self.caches.indexed_tokens(expectation, computing)
-        pins = {row: self.caches.record_sent(row, expectation, now) for row in dict.fromkeys((computing, first))}
         tokens = expectation.input_tokens + output_tokens
         endpoint, prefill = self._begin(first, pick.prefill_row, work=work, tokens=tokens, now=now)
+        indexed_tokens, last_used_at_s = self.caches.indexed_tokens(expectation, computing)
+        pins = {row: self.caches.record_sent(row, expectation, now) for row in dict.fromkeys((computing, first))}
         adapter = None if self.slots is None else self.slots.begin(first, considered.view.request.adapter, now)
         # the ledger has just counted the request as the last of them
         for note in considered.notes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which endpoint a session stays on: its token, and what is kept of sessions that have an id."""
+"""The endpoint of a session: in its token, or, for sessions with an id, in the table of bindings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SESSION_BYTES: Final = 16
 
 
 class SessionNote(msgspec.Struct, frozen=True):
-    """What a session is to keep of a pick: either ``header`` or ``key`` is set.
+    """A session's record of a pick: either ``header`` or ``key`` is set.
 
     ``header``: of the answer, which names ``address`` in a token. ``key``: of the session, which is bound to
     ``address`` and forgotten if it is not used for ``ttl_s``.
@@ -40,7 +40,7 @@ def session_token(address: str) -> str:
 
 
 def address_in(token: str) -> str | None:
-    """The address that a token names, whoever made it; None if it is no token."""
+    """The address that a token names; its origin is not verified. None if it is no token."""
     try:
         return base64.b64decode(token, validate=True).decode() or None
     except (binascii.Error, UnicodeDecodeError, ValueError):
@@ -50,8 +50,8 @@ def address_in(token: str) -> str | None:
 class SessionBindings:
     """The endpoints of sessions by their keys; the one that its tenant used longest ago is dropped first.
 
-    Where there are too many, the tenant that has more than its share loses them, so nobody's many ids cost others
-    their sessions.
+    Where there are too many, the tenant with more than its share loses them, so that one tenant's many ids cost others
+    no session.
     """
 
     def __init__(self, most: int = _MOST_SESSIONS) -> None:
@@ -106,8 +106,10 @@ class TenantSessions(msgspec.Struct, frozen=True):
     tenant: str = ""
 
     def key(self, profile: str, session: str) -> str:
-        """Of the session called ``session``. ``profile``: whose endpoint is kept, empty for the primary one."""
-        # of one size, however long the client's id is; processes that hear of it know the tenant by the beginning
+        """Of the session called ``session``. ``profile``: the profile whose endpoint is kept, empty for the primary
+        one.
+        """
+        # of one size, however long the client's id is; other processes read the tenant from the beginning
         return _digest(self.tenant, _TENANT_BYTES) + _digest(f"{profile}\0{session}", _SESSION_BYTES)
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gRPC: external processing, access logs and health; knows the core."""
+"""gRPC: external processing, access logs and health; imports the core."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from extproc.core.effects import Settled
+from extproc.api.used_tokens import CUTS, TIME_LIMITS
+from extproc.core.effects import RequestSettled
 from extproc.core.record import Outcome
 from extproc.protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
     CREATED_TOKENS,
+    EVENTS,
+    FIRST_CONTENT_US,
     NAMESPACE,
     PROMPT_TOKENS,
+    REASONING_TOKENS,
     SERVED_HOST,
     SERVED_NAMESPACE,
     TICKET,
@@ -39,7 +43,8 @@ _MOST_DIGITS: Final = 15
 
 
 def receive_entries(message: StreamAccessLogsMessage, context: StreamContext, now: float, failures: FailureLog) -> None:
-    """Settle every entry of a batch. Entries without a ticket (refusals, balanced without us) teach nothing.
+    """Settle every entry of a batch. Entries without a ticket (refusals, requests balanced without extproc) are
+    skipped.
 
     Envoy sends its log to one of several processes, whichever decided the request. An entry over which our code raises
     is noted in ``failures``; those behind it are settled all the same.
@@ -53,9 +58,9 @@ def receive_entries(message: StreamAccessLogsMessage, context: StreamContext, no
 
 def _receive(entry: HttpAccessLogEntry, context: StreamContext, now: float) -> None:
     outcome = read_outcome(entry)
-    effects = context.core.settle(outcome, now) if outcome.ticket else []
+    effects = context.core.on_outcome(outcome, now) if outcome.ticket else []
     context.perform(effects)
-    settled = next((one for one in effects if isinstance(one, Settled)), None)
+    settled = next((one for one in effects if isinstance(one, RequestSettled)), None)
     if settled is None:
         context.metrics.unmatched_entry(has_ticket=bool(outcome.ticket))
     elif settled.is_ours:
@@ -64,7 +69,7 @@ def _receive(entry: HttpAccessLogEntry, context: StreamContext, now: float) -> N
 
 
 def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
-    """What an entry says of a request; an empty ticket if extproc had no part in it."""
+    """A request's outcome in an entry; an empty ticket if extproc had no part in it."""
     common = entry.common_properties
     metadata, flags, response = common.metadata.filter_metadata, common.response_flags, entry.response
     ours, served, usage = metadata.get(NAMESPACE), metadata.get(SERVED_NAMESPACE), metadata.get(USAGE_NAMESPACE)
@@ -77,10 +82,16 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         prompt_tokens=_prompt_tokens(usage),
         completion_tokens=_whole(usage, COMPLETION_TOKENS),
         cached_tokens=_whole(usage, CACHED_TOKENS),
+        created_tokens=_whole(usage, CREATED_TOKENS),
+        reasoning_tokens=_whole(usage, REASONING_TOKENS),
+        first_content_s=_microseconds(usage, FIRST_CONTENT_US),
         has_left=flags.downstream_connection_termination,
-        was_cut=flags.upstream_connection_termination or flags.upstream_remote_reset,
+        # a chunked answer that ends without its last chunk is an error of the protocol
+        was_cut=flags.upstream_connection_termination or flags.upstream_remote_reset or flags.upstream_protocol_error,
         answer_bytes=response.response_body_bytes,
-        has_timed_out=flags.upstream_request_timeout or flags.stream_idle_timeout or flags.duration_timeout,
+        has_timed_out=any(getattr(flags, name) for name in TIME_LIMITS.values()),
+        events=_whole(usage, EVENTS),
+        is_cut=any(getattr(flags, name) for name in CUTS.values()),
     )
 
 
@@ -103,6 +114,14 @@ def _whole(namespace: Struct | None, key: str) -> int | None:
     number = value.number_value
     # NaN compares as False
     return int(number) if 0 <= number <= MOST_REPORTED else None
+
+
+def _microseconds(namespace: Struct | None, key: str) -> float | None:
+    value = None if namespace is None else namespace.fields.get(key)
+    if value is None or value.WhichOneof("kind") != "number_value":
+        return None
+    # clocks may be set during an answer; NaN compares as False
+    return value.number_value * 1e-6 if 0 <= value.number_value < 10**_MOST_DIGITS else None
 
 
 def _ttfb_s(common: AccessLogCommon) -> float | None:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every stream works with."""
+"""The objects that every stream uses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from extproc.core.core import Core
+from extproc.core.trace import Trace, TraceParent, parent_of
 from extproc.errors import MethodNotAllowed, UnknownModel
 from extproc.metrics.registry import Metrics
 from extproc.protocol import CONFORMANCE_HEADER, MODELS_PATH
@@ -17,41 +18,73 @@ from extproc.streams.responses import model_answer, models_answer
 
 if TYPE_CHECKING:
     from extproc.core.effects import Effect, RequestEffect
-    from extproc.core.record import Head
+    from extproc.core.payloads import Capture
+    from extproc.core.record import Arrival, Head
     from extproc.streams.headers import Origin
     from extproc.streams.messages import ProcessingRequest
 
 
 class GatewayOptions(msgspec.Struct, frozen=True):
-    """What differs between gateways, and cannot be seen in their messages.
+    """Properties of gateways that their messages do not reveal.
 
     ``buffered_choices`` and ``duplex_choices``: how many endpoints an answer may name, by how bodies are sent. Several
     for gateways that go down a list (our bundle, Istio), one for those that read one address (ORIGINAL_DST). ``pool``:
-    the ModelServer for all models that no ModelRoute knows. ``overrides_mode``: the gateway allows ``mode_override``,
-    so answers need not pass through here. ``conformance``: tests may choose the endpoint by header. ``trusts_headers``:
-    the gateway writes the headers that identify the caller, and removes its clients' own; our bundle does, and says so.
-    ``whole_bodies``: a gateway whose messages do not say how it sends bodies sends them whole.
+    the ModelServer for all models that no ModelRoute serves. ``conformance``: tests may choose the endpoint by header.
+    ``trusts_headers``: the gateway writes the headers that identify the caller, and removes its clients' own; our
+    bundle does, and sets metadata to that effect. ``whole_bodies``: a gateway whose messages do not indicate how it
+    sends bodies sends them whole. ``shadows``: copies of requests that another picker has decided are compared with
+    what ours would choose. ``emits_scores``: answers have the scores of all endpoints in their metadata, as llm-d's
+    can.
     """
 
     buffered_choices: int = 4
     duplex_choices: int = 1
     pool: str | None = None
-    overrides_mode: bool = False
     conformance: bool = False
     trusts_headers: bool = False
     whole_bodies: bool = False
+    shadows: bool = False
+    emits_scores: bool = False
 
 
 class Perform(Protocol):
-    """Carries the core's effects out."""
+    """Performs the core's effects."""
 
     def __call__(self, effects: list[Effect], own: RequestEffect | None = None, /) -> None:
         """``own``: what the request of the calling stream gets or waits for."""
         ...
 
 
+class TraceSink(Protocol):
+    """Takes the traces of decided requests. Never waits."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anybody wants them."""
+        ...
+
+    def add(self, trace: Trace, /) -> None:
+        """One whose request is decided."""
+        ...
+
+
+class PayloadRecorder(Protocol):
+    """Keeps requests and answers that routes log. Never waits."""
+
+    def open(self, arrival: Arrival, ticket: str, /) -> Capture | None:
+        """That of a request; None: it is not logged."""
+        ...
+
+    def add(self, capture: Capture, /) -> None:
+        """Its request has ended."""
+        ...
+
+
 class StreamContext(msgspec.Struct, frozen=True):
-    """``perform``: carries the core's effects out. ``started_s``: Unix time of our start, the age of listed models."""
+    """``perform``: performs the core's effects. ``started_s``: Unix time of our start, the age of listed models.
+    ``traces``: gets those of sampled requests. ``payloads``: keeps what routes log. ``trace_parent``: the
+    gateway's span of one stream, if it is sampled.
+    """
 
     core: Core
     metrics: Metrics
@@ -59,16 +92,38 @@ class StreamContext(msgspec.Struct, frozen=True):
     perform: Perform
     started_s: int
     options: GatewayOptions = GatewayOptions()
+    traces: TraceSink | None = None
+    payloads: PayloadRecorder | None = None
+    trace_parent: TraceParent | None = None
+
+    def of_stream(self, metadata: Iterable[tuple[str, str]]) -> StreamContext:
+        """That of a stream with this metadata: itself, if the stream is not sampled."""
+        if self.traces is None or not self.traces.is_on or (parent := parent_of(metadata)) is None:
+            return self
+        return msgspec.structs.replace(self, trace_parent=parent)
+
+    def open_payload(self, arrival: Arrival, ticket: str) -> Capture | None:
+        """What is kept of a request, if its route logs it."""
+        if not self.core.payload_logs or self.payloads is None:
+            return None
+        return self.payloads.open(arrival, ticket)
+
+    def trace_refusal(self, error: str, began_s: float) -> None:
+        """The request of a sampled stream is refused before it came to the core."""
+        if self.traces is not None and self.trace_parent is not None:
+            trace = Trace(self.trace_parent, began_s)
+            trace.refused(error, self.clock())
+            self.traces.add(trace)
 
     def read_head(self, message: ProcessingRequest, is_trusted: Callable[[], bool], origin: Origin = UNKNOWN) -> Head:
-        """A request's headers; ``is_trusted`` takes a while, so it is asked only where anything depends on it."""
+        """A request's headers; ``is_trusted`` takes a while, so it is called only where anything depends on it."""
         trusts = self.options.trusts_headers or (self.core.asks_who and is_trusted())
         head = read_head(message.request_headers, is_trusted=trusts, origin=origin)
         if not head.is_trusted or not self.core.claims:
             return head
         return msgspec.structs.replace(head, claims=read_claims(message, self.core.claims))
 
-    def allowed(self, head: Head, subset: Collection[str] | None) -> Collection[str] | None:
+    def allowed_addresses(self, head: Head, subset: Collection[str] | None) -> Collection[str] | None:
         """The addresses that a request may go to: those of the gateway's ``subset``, or of a conformance test's
         header.
         """
@@ -78,15 +133,16 @@ class StreamContext(msgspec.Struct, frozen=True):
         return [part.strip() for part in chosen.split(",") if part.strip()]
 
     def list_models(self, head: Head) -> bytes | None:
-        """The list of models that the caller may use, or one of them, if the request asks for that; raises a
+        """The list of models that the caller may use, or one of them, if that is what the request is for; raises a
         Refusal.
         """
         if head.path != MODELS_PATH and not head.path.startswith(MODELS_PATH + "/"):
             return None
-        if head.method != "GET":
+        # Envoy leaves the body of an answer to HEAD out
+        if head.method not in {"GET", "HEAD"}:
             raise MethodNotAllowed(f"{head.path[:100]} takes GET, not {head.method[:20]}.")
         name = head.path.removeprefix(MODELS_PATH).removeprefix("/")
-        model = self.core.intake.model_for(head, name) if name else None
+        model = self.core.builder.model_for(head, name) if name else None
         if name and model is None:
             raise UnknownModel(
                 f"The model '{name[:100]}' does not exist; GET {MODELS_PATH} lists those that do.", param="model"
@@ -95,4 +151,4 @@ class StreamContext(msgspec.Struct, frozen=True):
         form = error_form(head)
         if model is not None:
             return model_answer(model, self.started_s, form)
-        return models_answer(self.core.intake.models_for(head), self.started_s, form)
+        return models_answer(self.core.builder.models_for(head), self.started_s, form)

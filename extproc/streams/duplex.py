@@ -3,7 +3,7 @@
 
 GIE is the Gateway API Inference Extension. Request headers and body are collected. The end of the body brings the
 decision, which answers the headers; then the body is sent on in pieces. Answers pass through piece by piece, and their
-token counts are read. There is no access log here: the outcome is what was seen.
+token counts are read. There is no access log here: the outcome is taken from the stream.
 
 Gateways that buffer both ways (Envoy AI Gateway, where the pool's annotation asks for it) send the same messages with
 whole bodies, and wait for the answer to each before they send the next.
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.core.dispatch import plugin_faults
 from extproc.core.record import Attachment, Outcome
+from extproc.core.shadow import compare_picks, first_choice
 from extproc.streams.exchange import answers_to, no_body
-from extproc.streams.headers import read_served, read_status, read_subset
+from extproc.streams.headers import read_chosen, read_served, read_status, read_subset
 from extproc.streams.order import BodyMode
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
@@ -27,6 +28,7 @@ from extproc.streams.responses import (
     passing_answers,
     request_body_answers,
     response_headers_answer,
+    scores_metadata,
 )
 from extproc.streams.usage import UsageReader, reports_metadata
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from extproc.core.effects import Decision
-    from extproc.core.record import Arrival, Head
+    from extproc.core.record import Head
     from extproc.scheduling.framework import UsageReporter
     from extproc.scheduling.picker import PluginFailed
     from extproc.streams.context import StreamContext
@@ -48,9 +50,18 @@ class Duplex:
     """One request in pieces or whole, then its answer, however that comes."""
 
     def __init__(
-        self, context: StreamContext, is_trusted: Callable[[], bool], *, request: BodyMode, answer: BodyMode
+        self,
+        context: StreamContext,
+        is_trusted: Callable[[], bool],
+        *,
+        request: BodyMode,
+        answer: BodyMode,
+        is_copy: bool = False,
     ) -> None:
-        """``request`` and ``answer``: how their bodies come."""
+        """``request`` and ``answer``: how their bodies come. ``is_copy``: another picker has decided the request."""
+        self._is_copy = is_copy
+        # by another picker, as metadata say it
+        self._chosen = ""
         self._context = context
         self._is_whole = request is not BodyMode.FULL_DUPLEX_STREAMED
         self._answer_mode = answer
@@ -64,7 +75,7 @@ class Duplex:
         self._began_s = 0.0
         self._answer = _Answer()
         self._is_settled = False
-        # what the gateway is told when the answer ends
+        # their metadata goes to the gateway when the answer ends
         self._reporters: Sequence[UsageReporter] = ()
         self._server = ""
         self.request: StreamRequest | None = None
@@ -78,11 +89,11 @@ class Duplex:
         if kind == "request_trailers":
             return self._receive_trailers()
         self._pieces.append(message.request_body.body)
-        # a whole body that trailers follow does not say that it is the end
+        # a whole body before trailers is not marked as the end of the stream
         return self._decide() if self._is_whole or message.request_body.end_of_stream else []
 
     def receive_answer(self, message: ProcessingRequest, kind: str) -> list[bytes]:
-        """It passes, with what the client and the gateway are told in it."""
+        """The answer passes, with headers for the client and metadata for the gateway."""
         if message.HasField("metadata_context"):
             self._read_metadata(message)
         if kind == "response_headers":
@@ -96,14 +107,15 @@ class Duplex:
         self._answer.came(body.body, self._context.clock())
         return self._ended(passed, is_end=body.end_of_stream)
 
-    def decided(self, decision: Decision) -> list[bytes]:
+    def decision_answers(self, decision: Decision) -> list[bytes]:
         """The answer to the headers, and the body in pieces behind it."""
         # outcomes count from the arrival, as an access log does
         self._began_s = self._context.clock() - decision.held_s
         if self._is_whole:
             has_body, self._body = self._body is not None, None
-            return [decision_answer(decision, on_headers=not has_body, removes_forged=True)]
-        answers = [duplex_decision_answer(decision, overrides_mode=self._context.options.overrides_mode)]
+            answer = decision_answer(decision, on_headers=not has_body, removes_forged=True)
+            return [answer + scores_metadata(decision) if self._context.options.emits_scores else answer]
+        answers = [duplex_decision_answer(decision, scores=self._context.options.emits_scores)]
         if self._body is not None:
             body = decision.body if decision.body is not None else self._body
             answers.extend(request_body_answers(body, is_end=not self._has_trailers))
@@ -127,13 +139,15 @@ class Duplex:
         served = read_served(message)
         if served:
             self._answer.served = served
+        if self._is_copy:
+            self._chosen = read_chosen(message) or self._chosen
 
     def _tokens(self) -> dict[str, str]:
-        """Headers that tell the client where its session is."""
+        """Headers that bind the client's session to its endpoint."""
         sent = None if self.request is None else self.request.sent
         if sent is None or not sent.sessions:
             return {}
-        # who is not of our list has been chosen by the gateway alone
+        # an address that is not in our list was chosen by the gateway alone
         served = self._answer.served if self._answer.served in sent.addresses else ""
         first = sent.endpoint.address
         return {note.header: note.token(first=first, served=served) for note in sent.sessions if note.header}
@@ -153,14 +167,8 @@ class Duplex:
         return [CONTINUE_REQUEST_TRAILERS] if self.request.sent is not None else []
 
     def _decide_without_body(self, head: Head) -> list[bytes]:
-        pool, intake = self._context.options.pool, self._context.core.intake
-        if pool is not None:
-            return self._enter(intake.receive_unread(pool, head, b""))
-        models = self._context.list_models(head)
-        if models is not None:
-            return [models]
-        intake.admit(head)
-        return []
+        models = self._context.list_models(head) if self._context.options.pool is None else None
+        return self._enter(head, b"") if models is None else [models]
 
     def _decide(self) -> list[bytes]:
         if self.head is None:
@@ -169,13 +177,21 @@ class Duplex:
         # Envoy takes no body in the answer to a request that has none, not even an empty one
         self._body = body if self._pieces else None
         self._pieces.clear()
-        return self._enter(self._context.core.intake.receive_pooled(self._context.options.pool, self.head, body))
+        return self._enter(self.head, body)
 
-    def _enter(self, arrival: Arrival) -> list[bytes]:
-        subset = self._context.allowed(arrival.head, self._subset)
+    def _enter(self, head: Head, body: bytes) -> list[bytes]:
         options = self._context.options
+        arrival = self._context.core.builder.build_for_pool(options.pool, head, body)
+        subset = self._context.allowed_addresses(head, self._subset)
         choices = options.buffered_choices if self._is_whole else options.duplex_choices
         attachment = Attachment(choices, subset, passes_usage=True)
+        if self._is_copy:
+            core, theirs = self._context.core, first_choice(head, self._chosen)
+            found, went_to = compare_picks(core, arrival, attachment, theirs, self._context.clock())
+            self._context.metrics.compared_pick(found)
+            if not went_to:
+                return []
+            attachment = Attachment(choices, went_to, passes_usage=True)
         self.request = StreamRequest(self._context)
         self._reporters, self._server = arrival.pool.reporters, arrival.pool.name
         return answers_to(self, self.request.begin(arrival, attachment, self._context.clock()))
@@ -196,23 +212,23 @@ class Duplex:
         if self._is_settled or request is None or request.sent is None:
             return
         if self.head is not None and not self.head.path:
-            # a gateway that leaves out the path copies headers and shows no answer: nothing is known of it
+            # a gateway that leaves out the path copies headers and sends no answer: there is no outcome
             return
         self._is_settled = True
         now, first = self._context.clock(), request.sent.endpoint.address
         outcome = self._answer.outcome(request.ticket, first, began_s=self._began_s, now=now)
-        self._context.perform(self._context.core.settle(outcome, now))
+        self._context.perform(self._context.core.on_outcome(outcome, now))
 
 
 class _Answer:
-    """What is seen of an answer on its way."""
+    """Observes an answer as it passes."""
 
     def __init__(self) -> None:
         self.served = ""
         self._status = 0
         self._first_at_s: float | None = None
         self._usage = UsageReader()
-        # the gateway has said so; else nobody knows whether the engine or the client left
+        # as the gateway reports; otherwise either the engine or the client may have left
         self.is_whole = False
 
     def began(self, status: int) -> None:
@@ -224,22 +240,25 @@ class _Answer:
         self._usage.feed(piece)
 
     def usage(self) -> ReportedUsage:
-        """What it has reported so far."""
+        """The usage that it has reported so far."""
         return self._usage.finish()
 
     def outcome(self, ticket: str, first: str, *, began_s: float, now: float) -> Outcome:
-        """Where the gateway does not say who served: assume that the single address in the answer did."""
+        """Where the gateway does not report who served: assume that the single address in the answer did."""
         usage = self.usage()
+        ttfb_s = None if self._first_at_s is None else self._first_at_s - began_s
         return Outcome(
             ticket=ticket,
             status=self._status,
             served=self.served or (first if self._status else ""),
             duration_s=now - began_s,
-            ttfb_s=None if self._first_at_s is None else self._first_at_s - began_s,
+            ttfb_s=ttfb_s,
+            # events are not read as they pass
+            first_content_s=ttfb_s,
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
             has_left=not self.is_whole,
-            # engines do not answer so, but the gateway at a time limit of its own
+            # this status comes from the gateway at a time limit of its own, not from engines
             has_timed_out=self._status == _GATEWAY_TIMEOUT,
         )

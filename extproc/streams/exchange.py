@@ -1,49 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's conversation with a gateway, message by message, without I/O.
+"""One request's exchange of messages with a gateway, without I/O.
 
 Bodies come whole (BUFFERED), as our bundle and some gateways send them: headers are answered at once, the body with the
 decision. Or in pieces (FULL_DUPLEX_STREAMED), as the endpoint picker protocol of the Gateway API Inference Extension
-asks: see ``duplex.py``. Envoy says which in its first message. One server serves both. What may come when is in
-``order.py``.
+requires: see ``duplex.py``. Envoy's first message indicates which. One server serves both. ``order.py`` has the legal
+order of messages.
 
-An answer that somebody has made passes, whatever happens here: one that begins a stream, one that comes before the
+An answer that an engine or the gateway has made passes in any case: one that begins a stream, one that comes before the
 request is decided, and one at which our own code fails.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
-from extproc.core.effects import Decision, Held, Refused
+from extproc.core.effects import Decision, Held, RequestRefused
 from extproc.core.record import Attachment
 from extproc.errors import BadRequest, InternalError, Refusal
-from extproc.streams.headers import UNKNOWN, Origin, error_form, read_subset
+from extproc.streams.headers import UNKNOWN, Origin, error_form, read_header, read_status, read_subset
 from extproc.streams.order import ANSWER_KINDS, BodyMode, IllegalMessage, MessageOrder
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
     CONTINUE_FOREIGN_HEADERS,
     CONTINUE_HEADERS,
     CONTINUE_REQUEST_TRAILERS,
+    CONTINUE_RESPONSE_HEADERS,
+    SEND_ANSWER,
     chosen_decision_answer,
     decision_answer,
     longer_wait_answer,
     passing_answers,
     refusal_answer,
+    trace_metadata,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from extproc.core.effects import Pending
+    from extproc.core.payloads import Capture
     from extproc.core.pipeline import Answer
     from extproc.core.record import Arrival, Head
-    from extproc.protocol import Api
     from extproc.streams.context import StreamContext
     from extproc.streams.messages import HttpBody, ProcessingRequest
 
 
 class Conversation(Protocol):
-    """One way of talking."""
+    """The exchange in one mode of bodies."""
 
     @property
     def request(self) -> StreamRequest | None:
@@ -63,8 +67,8 @@ class Conversation(Protocol):
         """Serialized answers to ``message``, a part of the answer to the decided request."""
         ...
 
-    def decided(self, decision: Decision) -> list[bytes]:
-        """Answers to the message that asked for it."""
+    def decision_answers(self, decision: Decision) -> list[bytes]:
+        """Answers to the message that waited for the decision."""
         ...
 
     def close(self) -> None:
@@ -73,17 +77,28 @@ class Conversation(Protocol):
 
 
 class NewDuplex(Protocol):
-    """Makes a conversation whose answers come here, too. ``request`` and ``answer``: how their bodies come."""
+    """Makes an exchange that also receives the answer. ``request`` and ``answer``: how their bodies come.
+    ``is_copy``: of a request that another picker has decided.
+    """
 
     def __call__(
-        self, context: StreamContext, is_trusted: Callable[[], bool], /, *, request: BodyMode, answer: BodyMode
+        self,
+        context: StreamContext,
+        is_trusted: Callable[[], bool],
+        /,
+        *,
+        request: BodyMode,
+        answer: BodyMode,
+        is_copy: bool = False,
     ) -> Conversation:
         """A new one."""
         ...
 
 
 class Exchange:
-    """One stream, in the mode of its first message. ``is_trusted``: whether a gateway vouches for its headers."""
+    """One stream, in the mode of its first message. ``is_trusted``: whether a gateway wrote the headers that identify
+    the caller.
+    """
 
     def __init__(
         self,
@@ -102,8 +117,10 @@ class Exchange:
         self._conversation: Conversation | None = None
         self._order: MessageOrder | None = None
         self._answer_mode = BodyMode.NONE
-        # the request is answered, by us or by somebody else: what is left of it is dropped, and any answer passes
+        # the request is answered, by extproc or another filter: the rest of it is dropped, and any answer passes
         self._is_answered = False
+        # the gateway sends copies of what goes on without us, and reads no answer
+        self._is_copy = False
         context.metrics.stream_opened()
 
     @property
@@ -113,20 +130,29 @@ class Exchange:
         return request.pending if request is not None and not self._is_answered else None
 
     def longer_wait(self) -> bytes | None:
-        """What to tell the gateway before a request is held: to wait longer than for others. None: it cannot be told.
+        """The message that makes the gateway wait longer, sent before a request is held. None: the gateway takes no
+        such message.
 
-        Without such requests it waits for us as long as a message may take, so that it learns soon if we hang.
+        For other requests its time limit is that of one message, so that it soon detects an extproc that hangs.
         """
         pending = self.pending
-        if not isinstance(pending, Held) or not isinstance(self._conversation, Buffered) or not self._is_trusted():
+        if (
+            not isinstance(pending, Held)
+            or not isinstance(self._conversation, BufferedExchange)
+            or not self._is_trusted()
+        ):
             return None
         return longer_wait_answer(pending.longest_s + self._context.core.snapshot.gateway.message_timeout)
 
     def receive(self, message: ProcessingRequest) -> list[bytes]:
         """Serialized answers to ``message``; raises IllegalMessage."""
-        if message.observability_mode:
-            # a copy of what goes on without us: the gateway reads no answer
+        self._is_copy = message.observability_mode
+        if self._is_copy and not self._context.options.shadows:
             return []
+        answers = self._receive(message)
+        return [] if self._is_copy else answers
+
+    def _receive(self, message: ProcessingRequest) -> list[bytes]:
         kind = message.WhichOneof("request") or "nothing"
         if self._order is None or self._conversation is None:
             self._order, self._conversation = self._begin(message)
@@ -140,21 +166,35 @@ class Exchange:
             return conversation.receive(message, kind)
         except Refusal as refusal:
             self._is_answered = True
-            self._context.metrics.refused(refusal)
-            return [refusal_answer(refusal, error_form(conversation.head))]
+            self._context.metrics.count_refusal(refusal)
+            self._context.trace_refusal(refusal.outcome, self._opened_at_s)
+            if self._context.metrics.recent.is_open:
+                self._context.metrics.recent.on_early_refusal(conversation.head, refusal, self._context.clock())
+            return [self._refusal_answer(refusal, conversation.head)]
 
     def _begin(self, first: ProcessingRequest) -> tuple[MessageOrder, Conversation]:
+        conversation: Conversation
         request, answer = self._body_modes(first)
+        if self._is_copy:
+            # copies come in pieces or whole, and nothing waits for us
+            request = BodyMode.FULL_DUPLEX_STREAMED if request is BodyMode.STREAMED else request
+            conversation = self._new_duplex(
+                self._context, self._is_trusted, request=request, answer=answer, is_copy=True
+            )
+            self._answer_mode = answer
+            return MessageOrder(request, answer, _SHADOW_ADVICE), conversation
         has_body = first.HasField("request_headers") and not first.request_headers.end_of_stream
         if has_body and request in _UNREADABLE:
             raise IllegalMessage("request_headers", f"request_body_mode {request.name}", "the gateway", _ADVICE)
         self._answer_mode = answer
         in_pieces = request is BodyMode.FULL_DUPLEX_STREAMED
-        conversation: Conversation
         if in_pieces or (self._context.options.pool is not None and first.protocol_config.response_body_mode):
             conversation = self._new_duplex(self._context, self._is_trusted, request=request, answer=answer)
         else:
-            conversation = Buffered(self._context, self._is_trusted, self._origin, answer=answer)
+            conversation = BufferedExchange(self._context, self._is_trusted, self._origin, answer=answer)
+        if answer is BodyMode.NONE and self._context.core.payload_logs:
+            # extproc may ask for the answer
+            answer = BodyMode.STREAMED
         return MessageOrder(request, answer, _DUPLEX_ADVICE if in_pieces else _ADVICE), conversation
 
     def _body_modes(self, first: ProcessingRequest) -> tuple[BodyMode, BodyMode]:
@@ -162,7 +202,7 @@ class Exchange:
         if first.HasField("protocol_config"):
             config = first.protocol_config
             return BodyMode(config.request_body_mode), BodyMode(config.response_body_mode)
-        # older Envoys and gateways that are none do not say; those with a pool keep to the endpoint picker protocol
+        # older Envoys and other gateways do not indicate it; those with a pool use the endpoint picker protocol
         options = self._context.options
         if options.pool is not None and not options.whole_bodies:
             return BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED
@@ -176,19 +216,20 @@ class Exchange:
             return passing_answers(message, kind, self._answer_mode)
         return conversation.receive_answer(message, kind)
 
-    def resume(self, answer: Answer | Decision | Refused) -> list[bytes]:
+    def resume(self, answer: Answer | Decision | RequestRefused) -> list[bytes]:
         """Go on with what was pending."""
         conversation = self._conversation
         request = conversation.request if conversation is not None else None
         if conversation is None or request is None:
             return []
         own = request.resume(answer)
-        self._is_answered = isinstance(own, Refused)
-        return answers_to(conversation, own)
+        self._is_answered = isinstance(own, RequestRefused)
+        answers = answers_to(conversation, own)
+        return [] if self._is_copy else answers
 
     def answered_elsewhere(self) -> None:
-        """Somebody else answers the undecided request: a filter before the gateway's ext_proc, or the gateway at a time
-        limit.
+        """The undecided request is answered elsewhere: by a filter before the gateway's ext_proc, or by the gateway at
+        a time limit.
         """
         self._is_answered = True
         if self._conversation is not None:
@@ -197,7 +238,7 @@ class Exchange:
     def fail(self, message: ProcessingRequest) -> list[bytes]:
         """Answers to ``message`` where our own code has failed: a request ends here and does not pass undecided.
 
-        An answer passes all the same, and so does the rest of it: it is somebody's, and may be good.
+        An answer passes all the same, and so does the rest of it: an engine or the gateway made it, and it may be good.
         """
         self._is_answered = True
         kind = message.WhichOneof("request") or "nothing"
@@ -209,13 +250,19 @@ class Exchange:
         """End a request that cannot be decided."""
         self._is_answered = True
         refusal = InternalError()
-        self._context.metrics.refused(refusal)
+        self._context.metrics.count_refusal(refusal)
         head = None if self._conversation is None else self._conversation.head
-        return refusal_answer(refusal, error_form(head))
+        return self._refusal_answer(refusal, head)
+
+    def _refusal_answer(self, refusal: Refusal, head: Head | None) -> bytes:
+        """Of a request that has not arrived in the core."""
+        core = self._context.core
+        usage = None if head is None or not core.logs_usage else core.builder.usage_of(head, refusal)
+        return refusal_answer(refusal, error_form(head), usage)
 
     @property
     def has_answer(self) -> bool:
-        """Whether somebody's answer has begun, which no refusal of ours may replace."""
+        """Whether an answer of an engine or the gateway has begun, which no refusal of extproc may replace."""
         return self._order is not None and self._order.has_answer
 
     def close(self) -> None:
@@ -225,15 +272,20 @@ class Exchange:
         self._context.metrics.stream_closed(self._context.clock() - self._opened_at_s)
 
 
-def answers_to(conversation: Conversation, own: Decision | Refused | None) -> list[bytes]:
-    """What to tell the gateway of a request; nothing while something is pending."""
+def answers_to(conversation: Conversation, own: Decision | RequestRefused | None) -> list[bytes]:
+    """The messages to the gateway about a request; none while something is pending."""
     match own:
         case Decision():
-            return conversation.decided(own)
-        case Refused():
-            return [refusal_answer(own.refusal, error_form(conversation.head))]
+            return conversation.decision_answers(own)
+        case RequestRefused():
+            answer = refusal_answer(own.refusal, error_form(conversation.head), own.usage)
+            return [_with_trace(conversation.request, answer)]
         case None:
             return []
+
+
+def _with_trace(request: StreamRequest | None, answer: bytes) -> bytes:
+    return answer if request is None or request.trace is None else answer + trace_metadata(request.trace)
 
 
 def no_body() -> BadRequest:
@@ -241,13 +293,16 @@ def no_body() -> BadRequest:
     return BadRequest("The request has trailers and no body; send a JSON object with at least 'model'.")
 
 
+# Statuses before it are interim answers.
+_FINAL: Final = 200
 # With these, a request's body does not come, or comes when it is too late to choose an engine.
 _UNREADABLE: Final = frozenset({BodyMode.NONE, BodyMode.STREAMED})
 _ADVICE: Final = "set request_header_mode SEND, request_body_mode BUFFERED, all others SKIP or NONE"
+_SHADOW_ADVICE: Final = "set observability_mode, header modes SEND, both body modes STREAMED"
 _DUPLEX_ADVICE: Final = "set both body modes FULL_DUPLEX_STREAMED, header and trailer modes SEND"
 
 
-class Buffered:
+class BufferedExchange:
     """Headers, then the whole body."""
 
     def __init__(
@@ -263,16 +318,15 @@ class Buffered:
         self._answer = answer
         self._is_trusted = is_trusted
         self._origin = origin
-        self._admitted: tuple[Api, Head] | None = None
-        # the ModelServer that an HTTPRoute has chosen, with the request's head
-        self._chosen: tuple[str, Head] | None = None
-        # of a gateway with a pool
-        self._pooled: Head | None = None
-        self._decides_headers = False
+        # set by the headers: how the body becomes an arrival, and how the decision is sent
+        self._arrive: Callable[[bytes], Arrival] | None = None
+        self._answer_to: Callable[[Decision], bytes] = decision_answer
         self._attachment = self._attached(None)
         self._awaits_body = False
         self.request: StreamRequest | None = None
         self.head: Head | None = None
+        # what is kept of it for the payload log
+        self._capture: Capture | None = None
 
     def receive(self, message: ProcessingRequest, kind: str) -> list[bytes]:
         """Headers, a body or trailers."""
@@ -286,23 +340,33 @@ class Buffered:
         return [CONTINUE_REQUEST_TRAILERS] if is_decided else []
 
     def receive_answer(self, message: ProcessingRequest, kind: str) -> list[bytes]:
-        """It passes: the access log says what became of the request."""
+        """It passes: the outcome of the request comes with the access log. Only one that is logged comes here whole."""
+        capture = self._capture
+        if capture is not None and capture.wants_answer:
+            if kind == "response_headers":
+                headers = message.response_headers
+                status = read_status(headers)
+                if status >= _FINAL and not capture.status:
+                    capture.answer_began(status, read_header(headers, "content-type"), self._context.clock())
+                    return [CONTINUE_RESPONSE_HEADERS if headers.end_of_stream else SEND_ANSWER]
+            elif kind == "response_body":
+                capture.answer.add(message.response_body.body)
         return passing_answers(message, kind, self._answer)
 
-    def decided(self, decision: Decision) -> list[bytes]:
+    def decision_answers(self, decision: Decision) -> list[bytes]:
         """The answer to the body, or to the headers of a request without one."""
-        if self._chosen is None:
-            is_foreign = self._pooled is not None
-            return [decision_answer(decision, on_headers=self._decides_headers, removes_forged=is_foreign)]
-        return [chosen_decision_answer(decision, on_headers=self._decides_headers)]
+        return [_with_trace(self.request, self._answer_to(decision))]
 
     def close(self) -> None:
         """The end of the stream is the end of the request."""
+        capture, self._capture = self._capture, None
+        if capture is not None and self._context.payloads is not None:
+            self._context.payloads.add(capture)
         if self.request is not None:
             self.request.close()
 
     def _attached(self, subset: Collection[str] | None) -> Attachment:
-        # who is told to trust headers is behind another gateway: our own bundle says itself that it writes them
+        # the option is for other gateways: our own bundle marks its streams by metadata
         options = self._context.options
         return Attachment(options.buffered_choices, subset, passes_usage=options.trusts_headers)
 
@@ -311,46 +375,38 @@ class Buffered:
         origin = self._origin() if self._context.core.asks_origin else UNKNOWN
         head = self.head = self._context.read_head(message, self._is_trusted, origin)
         if message.HasField("metadata_context") or self._context.options.conformance:
-            self._attachment = self._attached(self._context.allowed(head, read_subset(message)))
+            self._attachment = self._attached(self._context.allowed_addresses(head, read_subset(message)))
+        core, pool, on_headers = self._context.core, self._context.options.pool, not head.has_body
         if origin.server:
-            self._chosen = origin.server, head
-            if not head.has_body:
-                self._decides_headers = True
-                return self._begin(self._context.core.intake.receive_chosen(origin.server, head, b""))
-            self._awaits_body = True
-            return [CONTINUE_HEADERS]
-        pool = self._context.options.pool
-        if pool is not None:
-            self._pooled = head
-            if not head.has_body:
-                self._decides_headers = True
-                return self._begin(self._context.core.intake.receive_unread(pool, head, b""))
-            self._awaits_body = True
-            return [CONTINUE_FOREIGN_HEADERS]
-        models = self._context.list_models(head)
-        if models is not None:
-            return [models]
-        self._admitted = self._context.core.intake.admit(head), head
+            # an HTTPRoute has chosen the ModelServer
+            self._arrive = lambda body: core.builder.build_for_server(origin.server, head, body)
+            self._answer_to = partial(chosen_decision_answer, on_headers=on_headers)
+            go_on = CONTINUE_HEADERS
+        elif pool is not None:
+            self._arrive = lambda body: core.builder.build_for_pool(pool, head, body)
+            self._answer_to = partial(decision_answer, on_headers=on_headers, removes_forged=True)
+            go_on = CONTINUE_FOREIGN_HEADERS
+        else:
+            models = self._context.list_models(head)
+            if models is not None:
+                return [models]
+            api = core.builder.admit(head)
+            self._arrive = lambda body: core.builder.build(api, head, body)
+            go_on = CONTINUE_HEADERS
+        if on_headers:
+            return self._begin(self._arrive(b""))
         self._awaits_body = True
-        return [CONTINUE_HEADERS]
+        return [go_on]
 
     def _receive_body(self, message: HttpBody) -> list[bytes]:
-        # a body that trailers follow is whole, too, and does not say that it ends the stream
+        # a body that trailers follow is whole, too, and is not marked as the end of the stream
         self._awaits_body = False
         began_s = self._context.clock()
-        intake = self._context.core.intake
-        if self._chosen is not None:
-            server, head = self._chosen
-            return self._begin(intake.receive_chosen(server, head, message.body), began_s)
-        if self._pooled is not None:
-            pooled = intake.receive_pooled(self._context.options.pool, self._pooled, message.body)
-            return self._begin(pooled, began_s)
-        if self._admitted is None:
-            return []
-        api, head = self._admitted
-        return self._begin(intake.receive(api, head, message.body), began_s)
+        return [] if self._arrive is None else self._begin(self._arrive(message.body), began_s)
 
     def _begin(self, arrival: Arrival, began_s: float | None = None) -> list[bytes]:
         self.request = StreamRequest(self._context)
         began_s = self._context.clock() if began_s is None else began_s
-        return answers_to(self, self.request.begin(arrival, self._attachment, began_s))
+        own = self.request.begin(arrival, self._attachment, began_s)
+        self._capture = self._context.open_payload(arrival, self.request.ticket)
+        return answers_to(self, own)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar, overload
 from urllib.parse import unquote
 
 import msgspec
@@ -15,9 +15,12 @@ from extproc.protocol import (
     ANTHROPIC_PATHS,
     ANTHROPIC_VERSION,
     BUNDLE_MARK,
+    DESTINATION,
     HTTP_ROUTE_KEY,
     LB_NAMESPACE,
     LISTENER_KEY,
+    PATH_KEY,
+    PATH_PREFIX_KEY,
     SERVED,
     SERVER_KEY,
     SUBSET,
@@ -32,25 +35,36 @@ if TYPE_CHECKING:
     from extproc.streams.messages import Struct as _Struct
     from extproc.streams.messages import Value as _Value
 
+T = TypeVar("T")
 # Claims whose text is a list of words.
 _WORDS: Final = frozenset({"scope", "scp"})
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """What is not known is empty. ``listener``: the name of the listener that the client asked. ``http_route`` and
+    """An unknown value is empty. ``listener``: the name of the listener that received the request. ``http_route`` and
     ``server``: the HTTPRoute that took the request, and the ModelServer that it has chosen, ``namespace/name``.
+    ``path``: what Envoy will write in place of the request's path, or of its beginning ``path_prefix``.
     """
 
     listener: str = ""
     http_route: str = ""
     server: str = ""
+    path: str = ""
+    path_prefix: str = ""
+
+    def path_of_engine(self, path: str) -> str:
+        """The path that the engine will read."""
+        return self.path + path[len(self.path_prefix) :] if self.path_prefix else self.path or path
 
 
 UNKNOWN = Origin()
+_ORIGIN_KEYS: Final = (LISTENER_KEY, HTTP_ROUTE_KEY, SERVER_KEY, PATH_KEY, PATH_PREFIX_KEY)
 
 
 def read_head(message: HttpHeaders, *, is_trusted: bool = False, origin: Origin = UNKNOWN) -> Head:
-    """A request's method, path and headers. ``is_trusted``: a gateway wrote what they say of the caller."""
+    """A request's method, path as its engine will read it, and headers. ``is_trusted``: a gateway wrote those that
+    identify the caller.
+    """
     method = path = ""
     for header in message.headers.headers:
         key = header.key
@@ -65,7 +79,7 @@ def read_head(message: HttpHeaders, *, is_trusted: bool = False, origin: Origin 
             break
     return Head(
         method,
-        path,
+        origin.path_of_engine(path),
         _Headers(message),
         not message.end_of_stream,
         is_trusted,
@@ -91,6 +105,11 @@ def read_status(message: HttpHeaders) -> int:
     return 0
 
 
+def read_header(message: HttpHeaders, name: str) -> str:
+    """The first value of a header; empty if there is none."""
+    return next((_value(one) for one in message.headers.headers if one.key == name), "")
+
+
 def read_subset(message: ProcessingRequest) -> list[str] | None:
     """The endpoints that the gateway allows, which it writes as a list or as one string; None: it does not restrict
     them.
@@ -106,6 +125,12 @@ def read_subset(message: ProcessingRequest) -> list[str] | None:
 def read_served(message: ProcessingRequest) -> str:
     """The endpoint that answered, or an empty string if the gateway does not report it."""
     value = metadata_value(message.metadata_context, LB_NAMESPACE, SERVED)
+    return value.string_value if value is not None else ""
+
+
+def read_chosen(message: ProcessingRequest) -> str:
+    """The endpoints that another picker has chosen, or an empty string if the gateway does not report it."""
+    value = metadata_value(message.metadata_context, LB_NAMESPACE, DESTINATION)
     return value.string_value if value is not None else ""
 
 
@@ -159,16 +184,21 @@ def _texts(name: str, value: _Value) -> Iterator[str]:
 
 
 class _Headers(Mapping[str, str]):
-    """Decoded on first use: most requests are decided without, and decoding all costs as much as parsing the body."""
+    """Names are read on first use, and values where they are asked for: most requests are decided without, and reading
+    all costs as much as parsing the body.
+    """
 
-    __slots__ = ("_decoded", "_message")
+    __slots__ = ("_by_name", "_message")
 
     def __init__(self, message: HttpHeaders) -> None:
         self._message = message
-        self._decoded: dict[str, str] | None = None
+        self._by_name: dict[str, HeaderValue] | None = None
 
     def __getitem__(self, name: str) -> str:
-        return self._all()[name]
+        return _value(self._all()[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._all()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._all())
@@ -176,21 +206,33 @@ class _Headers(Mapping[str, str]):
     def __len__(self) -> int:
         return len(self._all())
 
-    def _all(self) -> dict[str, str]:
-        if self._decoded is None:
+    @overload
+    def get(self, name: str, /) -> str | None: ...
+    @overload
+    def get(self, name: str, /, default: str) -> str: ...
+    @overload
+    def get(self, name: str, /, default: T) -> str | T: ...
+    def get(self, name: str, /, default: object = None) -> object:
+        """As of a dict. That of Mapping raises and catches an error for each name that is not there."""
+        header = self._all().get(name)
+        return default if header is None else _value(header)
+
+    def _all(self) -> dict[str, HeaderValue]:
+        if self._by_name is None:
             # Envoy writes names in lower case, other gateways as Go does: Content-Type
-            self._decoded = {header.key.lower(): _value(header) for header in self._message.headers.headers}
-        return self._decoded
+            self._by_name = {header.key.lower(): header for header in self._message.headers.headers}
+        return self._by_name
 
 
 def _value(header: HeaderValue) -> str:
     # Envoy does not check the encoding of header values; latin-1 reads any bytes, and ASCII as it is.
-    return header.raw_value.decode("latin-1") if header.raw_value else header.value
+    raw = header.raw_value
+    return raw.decode("latin-1") if raw else header.value
 
 
 def read_origin(metadata: Iterable[tuple[str, str | bytes]]) -> Origin:
-    """What the metadata of a stream say; of gateways other than our bundle, nothing is believed."""
-    said = {name: value for name, value in metadata if isinstance(value, str)}
-    if BUNDLE_MARK not in said:
+    """The origin in a stream's metadata; metadata of gateways other than our bundle are ignored."""
+    values = {name: value for name, value in metadata if isinstance(value, str)}
+    if BUNDLE_MARK not in values:
         return UNKNOWN
-    return Origin(*(unquote(said.get(key, "")) for key in (LISTENER_KEY, HTTP_ROUTE_KEY, SERVER_KEY)))
+    return Origin(*(unquote(values.get(key, "")) for key in _ORIGIN_KEYS))

@@ -5,8 +5,8 @@ Taken from Envoy's ext_proc filter (``ext_proc.cc``, ``processor_state.cc``). A 
 its answer, each with headers, a body and trailers. The gateway chooses how a body comes, for each side by itself.
 
 The answer may begin at any time. Before the request: a filter before the gateway's ext_proc has answered (401, 429), so
-the stream has no request at all. Before the request is whole: the gateway has answered by itself (408, 413, 504). What
-is left of such a request may still come, and matters to nobody.
+the stream has no request at all. Before the request is whole: the gateway has answered by itself (408, 413, 504). The
+rest of such a request may still come, and is dropped.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class BodyMode(enum.IntEnum):
 
 
 class Stage(enum.IntEnum):
-    """What has come of one side of a stream."""
+    """The messages of one side of a stream so far."""
 
     NOTHING = 0
     HEADERS = 1
     PIECES = 2
-    # a body in one message that does not say that it is the end
+    # a body in one message that is not marked as the end
     BODY = 3
     END = 4
 
 
-# (part, whether it says that it is the end)
+# (part, whether it is marked as the end)
 Part = tuple[str, bool]
 Table = dict[Stage, dict[Part, Stage]]
 
@@ -100,7 +100,7 @@ REQUEST: Final[Mapping[BodyMode, Table]] = MappingProxyType(
 )
 ANSWER: Final[Mapping[BodyMode, Table]] = MappingProxyType({mode: _answered(table) for mode, table in REQUEST.items()})
 
-# The same by position, of both sides: the request path looks here at every message.
+# The same by position, of both sides: the request path reads it at every message.
 _ROWS: Final = tuple(
     tuple(tuple(tables[mode][stage] for stage in Stage) for mode in BodyMode) for tables in (REQUEST, ANSWER)
 )
@@ -121,14 +121,14 @@ class MessageOrder:
     """Where one stream is. ``request`` and ``answer``: how the bodies of each side come."""
 
     def __init__(self, request: BodyMode, answer: BodyMode, advice: str) -> None:
-        """``advice``: how to set up the gateway, for whoever reads of an illegal message."""
+        """``advice``: how to set up the gateway, for the reader of an illegal message's report."""
         self._rows = _ROWS[_REQUEST_SIDE][request], _ROWS[_ANSWER_SIDE][answer]
         self._stages = [Stage.NOTHING, Stage.NOTHING]
         self._advice = advice
 
     @property
     def has_answer(self) -> bool:
-        """Whether somebody's answer has begun."""
+        """Whether an answer has begun."""
         return self._stages[_ANSWER_SIDE] is not Stage.NOTHING
 
     def take(self, kind: str, message: ProcessingRequest) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.limits import granted_headers
+from extproc.admission.refusals import granted_headers
 from extproc.errors import ErrorForm, anthropic_status, to_anthropic_body, to_openai_body
 from extproc.protocol import (
     DESTINATION,
@@ -29,11 +29,14 @@ from extproc.protocol import (
     NAMESPACE,
     POLICY_HEADER,
     PREFILLER,
+    SCORES,
     SERVER_CLUSTER,
     SERVER_HEADER,
     SIDECAR_HEADERS,
     SUBSET,
     TICKET,
+    TRACE_NAMESPACE,
+    USAGE_CONTEXT,
 )
 from extproc.streams.messages import (
     BodyMutation,
@@ -53,11 +56,13 @@ from extproc.streams.messages import (
 from extproc.streams.order import BodyMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
     from google.protobuf.message import Message
 
+    from extproc.api.usage import UsageContext
     from extproc.core.effects import Decision
+    from extproc.core.trace import Trace
     from extproc.errors import Refusal
     from extproc.routing.resolve import ListedModel
     from extproc.streams.messages import ProcessingRequest
@@ -72,7 +77,7 @@ _KEPT_SIZES: Final = 1024
 
 @lru_cache(maxsize=4096)
 def varint(number: int) -> bytes:
-    """A number in base 128, lowest digits first; the top bit of a byte says that more follow."""
+    """A number in base 128, lowest digits first; the top bit of a byte means that more follow."""
     digits = bytearray()
     while number >= 0x80:
         digits.append(number & 0x7F | 0x80)
@@ -82,7 +87,7 @@ def varint(number: int) -> bytes:
 
 
 def tag(message: type[Message], name: str) -> bytes:
-    """What stands before the length of the field ``name``, which holds a message, a string or bytes."""
+    """The tag of the field ``name``, which holds a message, a string or bytes."""
     return varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | _LENGTH_DELIMITED)
 
 
@@ -103,7 +108,7 @@ class Template:
         self._tail = b"".join(behind for _, behind in reversed(self._levels))
         self._heads: dict[int, bytes] = {}
 
-    def filled(self, value: bytes) -> tuple[bytes, bytes, bytes]:
+    def fill(self, value: bytes) -> tuple[bytes, bytes, bytes]:
         """The message with ``value``, in parts."""
         size = len(value)
         return self._heads.get(size) or self._head(size), value, self._tail
@@ -132,7 +137,7 @@ def _levels_around_mark(message: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def _field_with_mark(message: bytes) -> tuple[int, int, int]:
-    """Where the field's length begins, its value begins, and its value ends. Knows no fixed-width numbers."""
+    """Where the field's length begins, its value begins, and its value ends. Fixed-width numbers are not supported."""
     end = 0
     while True:
         key, length_at = _read_varint(message, end)
@@ -154,8 +159,6 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
 
 # HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 _OVERWRITE: Final = 2
-# ProcessingMode's header and trailer modes.
-_SEND, _SKIP = 1, 2
 # Envoy takes streamed bodies in messages of up to 64 KB.
 MOST_BODY_BYTES: Final = 62_000
 CONTINUE_HEADERS: Final = ProcessingResponse(request_headers=HeadersResponse()).SerializeToString()
@@ -163,6 +166,10 @@ CONTINUE_REQUEST_TRAILERS: Final = ProcessingResponse(request_trailers=TrailersR
 CONTINUE_RESPONSE_HEADERS: Final = ProcessingResponse(response_headers=HeadersResponse()).SerializeToString()
 CONTINUE_RESPONSE_BODY: Final = ProcessingResponse(response_body=BodyResponse()).SerializeToString()
 CONTINUE_RESPONSE_TRAILERS: Final = ProcessingResponse(response_trailers=TrailersResponse()).SerializeToString()
+# Let an answer's headers pass, and have its body sent, piece by piece.
+SEND_ANSWER: Final = ProcessingResponse(
+    response_headers=HeadersResponse(), mode_override=ProcessingMode(response_body_mode=BodyMode.STREAMED)
+).SerializeToString()
 _CONTINUE: Final = {
     "response_headers": CONTINUE_RESPONSE_HEADERS,
     "response_body": CONTINUE_RESPONSE_BODY,
@@ -197,22 +204,17 @@ _TICKET_METADATA: Final = {
     False: Template(_metadata_of(NAMESPACE, {TICKET: MARK})),
     True: Template(_metadata_of(NAMESPACE, {HIDES_USAGE: "1", TICKET: MARK})),
 }
+_HIDES_MEMBER: Final = {
+    False: b"",
+    True: Struct(fields={HIDES_USAGE: Value(string_value="1")}).SerializeToString(),
+}
+_encode_usage: Final = msgspec.json.Encoder().encode
 # by whether the body ends with the piece
 _REQUEST_PIECE: Final = {end: Template(ProcessingResponse(request_body=_streamed(is_end=end))) for end in (False, True)}
 _RESPONSE_PIECE: Final = {
     end: Template(ProcessingResponse(response_body=_streamed(is_end=end))) for end in (False, True)
 }
 _CLEAR_ROUTE_CACHE: Final = CommonResponse(clear_route_cache=True).SerializeToString()
-_MODE_OVERRIDE: Final = ProcessingResponse(
-    mode_override=ProcessingMode(
-        request_header_mode=_SEND,
-        request_trailer_mode=_SEND,
-        request_body_mode=BodyMode.FULL_DUPLEX_STREAMED,
-        response_header_mode=_SEND,
-        response_body_mode=BodyMode.NONE,
-        response_trailer_mode=_SKIP,
-    )
-).SerializeToString()
 # Control headers that a client may have forged: removed unless the answer sets them. By whether it names a prefiller.
 _REMOVE_FORGED: Final = {
     has_prefiller: HeaderMutation(
@@ -225,7 +227,7 @@ _REMOVE_FORGED: Final = {
     for has_prefiller in (False, True)
 }
 # For gateways that do not remove what clients forge: should trailers follow and no body, Envoy sends the request on and
-# may ask us no more.
+# may send no further message.
 CONTINUE_FOREIGN_HEADERS: Final = ProcessingResponse(
     request_headers=HeadersResponse(
         response=CommonResponse(
@@ -243,6 +245,11 @@ _HEADERS_RESPONSE_TAG: Final = tag(HeadersResponse, "response")
 _HEADER_MUTATION_TAG: Final = tag(CommonResponse, "header_mutation")
 _BODY_MUTATION_TAG: Final = tag(CommonResponse, "body_mutation")
 _BODY_TAG: Final = tag(BodyMutation, "body")
+_FIELDS_TAG: Final = tag(Struct, "fields")
+_STRUCT_TAG: Final = tag(Value, "struct_value")
+# of an entry of a map: its key, 1, with this one, and the tag of its value, 2
+_OWN_KEY: Final = field(varint(1 << 3 | _LENGTH_DELIMITED), NAMESPACE.encode())
+_ENTRY_VALUE_TAG: Final = varint(2 << 3 | _LENGTH_DELIMITED)
 
 
 def decision_answer(decision: Decision, *, on_headers: bool = False, removes_forged: bool = False) -> bytes:
@@ -273,9 +280,9 @@ def _decision_answer(
     """
     destination, body = ",".join(decision.assignment.addresses).encode(), decision.body
     server = (SERVER_CLUSTER + decision.server).encode()
-    headers = b"".join((*_SERVER.filled(server), *_routing_headers(decision, destination), forged))
+    headers = b"".join((*_SERVER.fill(server), *_routing_headers(decision, destination), forged))
     if decision.policy:
-        headers += b"".join(_POLICY.filled(decision.policy.encode()))
+        headers += b"".join(_POLICY.fill(decision.policy.encode()))
     common += field(_HEADER_MUTATION_TAG, headers)
     size = 0
     if body is not None:
@@ -286,15 +293,50 @@ def _decision_answer(
     return b"".join((_metadata(decision, destination), answer, body or b""))
 
 
-def duplex_decision_answer(decision: Decision, *, overrides_mode: bool) -> bytes:
+def scores_metadata(decision: Decision) -> bytes:
+    """What is appended to an answer: the total score of each endpoint of the profile that chose, as llm-d sends it.
+
+    Repeated metadata of one answer are one: of a namespace that both have, the later one counts.
+    """
+    explanation = decision.explanation
+    if explanation is None or not explanation.profiles:
+        return b""
+    chosen = decision.assignment.endpoint.address
+    profiles = [one for one in explanation.profiles if any(each.address == chosen for each in one.endpoints)]
+    scores = Struct()
+    for one in (profiles or explanation.profiles)[-1].endpoints:
+        scores.fields[one.address].number_value = one.total
+    of_namespace = Struct()
+    of_namespace.fields[DESTINATION].string_value = ",".join(decision.assignment.addresses)
+    of_namespace.fields[SCORES].struct_value.CopyFrom(scores)
+    metadata = Struct()
+    metadata.fields[LB_NAMESPACE].struct_value.CopyFrom(of_namespace)
+    return field(_METADATA_TAG, metadata.SerializeToString())
+
+
+def trace_metadata(trace: Trace) -> bytes:
+    """What is appended to an answer: what the gateway's own spans say of a sampled request."""
+    of_namespace = Struct()
+    for name, value in trace.tags.items():
+        if isinstance(value, str):
+            of_namespace.fields[name].string_value = value
+        else:
+            of_namespace.fields[name].number_value = value
+    metadata = Struct()
+    metadata.fields[TRACE_NAMESPACE].struct_value.CopyFrom(of_namespace)
+    return field(_METADATA_TAG, metadata.SerializeToString())
+
+
+def duplex_decision_answer(decision: Decision, *, scores: bool = False) -> bytes:
     """Answer headers whose body follows in pieces: endpoints as header and metadata; headers that a client forged
-    removed.
+    removed. ``scores``: of all endpoints, too.
     """
     destination = ",".join(decision.assignment.addresses).encode()
     forged = _REMOVE_FORGED[decision.assignment.prefill is not None]
     headers = b"".join((*_routing_headers(decision, destination), forged))
     answer = field(_REQUEST_HEADERS_TAG, field(_HEADERS_RESPONSE_TAG, field(_HEADER_MUTATION_TAG, headers)))
-    return answer + _metadata(decision, destination) + (_MODE_OVERRIDE if overrides_mode else b"")
+    more = scores_metadata(decision) if scores else b""
+    return answer + _metadata(decision, destination) + more
 
 
 def response_headers_answer(headers: Mapping[str, str]) -> bytes:
@@ -314,65 +356,78 @@ def passing_answers(message: ProcessingRequest, kind: str, mode: BodyMode) -> li
     if kind == "response_body" and mode is BodyMode.FULL_DUPLEX_STREAMED:
         # the gateway has kept no copy
         body = message.response_body
-        return list(response_body_answers(body.body, is_end=body.end_of_stream))
+        return response_body_answers(body.body, is_end=body.end_of_stream)
     return [_CONTINUE[kind]]
 
 
-def request_body_answers(body: bytes, *, is_end: bool) -> Iterator[bytes]:
+def request_body_answers(body: bytes, *, is_end: bool) -> list[bytes]:
     """A request's body in pieces that the gateway takes. ``is_end``: no trailers follow."""
-    for piece, is_last in _pieces(body):
-        yield b"".join(_REQUEST_PIECE[is_end and is_last].filled(piece))
+    return [b"".join(_REQUEST_PIECE[is_end and is_last].fill(piece)) for piece, is_last in _pieces(body)]
 
 
-def response_body_answers(body: bytes, *, is_end: bool) -> Iterator[bytes]:
+def response_body_answers(body: bytes, *, is_end: bool) -> list[bytes]:
     """One message's part of an answer, passed on unchanged in pieces that the gateway takes. ``is_end``: it is the
     last.
     """
-    for piece, is_last in _pieces(body):
-        yield b"".join(_RESPONSE_PIECE[is_end and is_last].filled(piece))
+    return [b"".join(_RESPONSE_PIECE[is_end and is_last].fill(piece)) for piece, is_last in _pieces(body)]
 
 
-def _pieces(body: bytes) -> Iterator[tuple[bytes, bool]]:
+def _pieces(body: bytes) -> list[tuple[bytes, bool]]:
     """At least one piece, each with whether it is the last."""
-    for start in range(0, max(len(body), 1), MOST_BODY_BYTES):
-        # slicing all of it copies nothing
-        yield body[start : start + MOST_BODY_BYTES], start + MOST_BODY_BYTES >= len(body)
+    if len(body) <= MOST_BODY_BYTES:
+        return [(body, True)]
+    starts = range(0, len(body), MOST_BODY_BYTES)
+    return [(body[start : start + MOST_BODY_BYTES], start + MOST_BODY_BYTES >= len(body)) for start in starts]
 
 
 def _routing_headers(decision: Decision, destination: bytes) -> list[bytes]:
     """Of a HeaderMutation: where the request goes, in parts."""
-    headers = [*_DESTINATION.filled(destination)]
+    headers = [*_DESTINATION.fill(destination)]
     if decision.assignment.prefill is not None:
-        headers += _PREFILLER.filled(decision.assignment.prefill.address.encode())
+        headers += _PREFILLER.fill(decision.assignment.prefill.address.encode())
     if decision.body is not None:
         # Envoy refuses a changed body whose length is not the header's
-        headers += _CONTENT_LENGTH.filled(str(len(decision.body)).encode())
+        headers += _CONTENT_LENGTH.fill(str(len(decision.body)).encode())
     return headers
 
 
 def _metadata(decision: Decision, destination: bytes) -> bytes:
     """Of a ProcessingResponse: where the request goes, its ticket, what its limits granted, and its session's token."""
-    own: Iterable[bytes] = _TICKET_METADATA[decision.adds_usage].filled(decision.ticket.encode())
     sessions = decision.assignment.sessions
-    if decision.grants or sessions:
-        # the bundle's routes write them into the answer's headers
-        values = {TICKET: decision.ticket, **granted_headers(decision.grants)}
-        values.update((note.header, note.token()) for note in sessions if note.header)
-        if decision.adds_usage:
-            values[HIDES_USAGE] = "1"
-        own = (_metadata_of(NAMESPACE, values).SerializeToString(),)
-    return field(_METADATA_TAG, b"".join((*_DESTINATION_METADATA.filled(destination), *own)))
+    if not (sessions or decision.grants or decision.usage):
+        own = b"".join(_TICKET_METADATA[decision.adds_usage].fill(decision.ticket.encode()))
+        return field(_METADATA_TAG, b"".join((*_DESTINATION_METADATA.fill(destination), own)))
+    members = [*_member(TICKET).fill(decision.ticket.encode()), _HIDES_MEMBER[decision.adds_usage]]
+    # the bundle's routes write them into the answer's headers
+    for name, text in granted_headers(decision.grants).items() if decision.grants else ():
+        members += _member(name).fill(text.encode())
+    for note in sessions:
+        members += _member(note.header).fill(note.token().encode()) if note.header else ()
+    if decision.usage is not None:
+        members += _member(USAGE_CONTEXT).fill(_encode_usage(decision.usage))
+    return field(_METADATA_TAG, b"".join((*_DESTINATION_METADATA.fill(destination), _own_metadata(members))))
+
+
+@lru_cache(maxsize=256)
+def _member(name: str) -> Template:
+    """Of a Struct: a field with a text. A message put together takes three times as long."""
+    return Template(Struct(fields={name: Value(string_value=MARK)}))
+
+
+def _own_metadata(members: Iterable[bytes]) -> bytes:
+    """Of a Struct of namespaces: ours, with these members."""
+    return field(_FIELDS_TAG, _OWN_KEY + field(_ENTRY_VALUE_TAG, field(_STRUCT_TAG, b"".join(members))))
 
 
 def longer_wait_answer(longest_s: float) -> bytes:
-    """Ask the gateway to wait so long for the answer to its last message, or as long as Envoy can."""
+    """Extend the gateway's time limit for the answer to its last message, at most to Envoy's maximum."""
     answer = ProcessingResponse()
     answer.override_message_timeout.seconds = min(math.ceil(longest_s), LONGEST_MESSAGE_TIMEOUT_S)
     return answer.SerializeToString()
 
 
-def refusal_answer(refusal: Refusal, form: ErrorForm = ErrorForm.OPENAI) -> bytes:
-    """Answer the client with an error object that it can read; no engine is asked."""
+def refusal_answer(refusal: Refusal, form: ErrorForm = ErrorForm.OPENAI, usage: UsageContext | None = None) -> bytes:
+    """Answer the client with an error object that it can read; no engine is asked. ``usage``: for the usage log."""
     headers = dict(refusal.headers)
     if refusal.retry_after_s is not None:
         headers["retry-after"] = str(refusal.retry_after_s)
@@ -382,11 +437,14 @@ def refusal_answer(refusal: Refusal, form: ErrorForm = ErrorForm.OPENAI) -> byte
         status, body = anthropic_status(refusal), to_anthropic_body(refusal)
     else:
         status, body = refusal.status, to_openai_body(refusal)
-    return immediate_answer(status, body, headers, details=DETAILS_PREFIX + refusal.outcome)
+    answer = immediate_answer(status, body, headers, details=DETAILS_PREFIX + refusal.outcome)
+    if usage is None:
+        return answer
+    return answer + field(_METADATA_TAG, _own_metadata(_member(USAGE_CONTEXT).fill(_encode_usage(usage))))
 
 
 def immediate_answer(status: int, body: bytes, headers: dict[str, str], *, details: str) -> bytes:
-    """Answer the client with ``body``; ``details``: what Envoy's log says of it."""
+    """Answer the client with ``body``; ``details``: its response code details in Envoy's log."""
     answer = ProcessingResponse()
     immediate = answer.immediate_response
     immediate.status.code = status

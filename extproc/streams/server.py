@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gRPC shell: external processing, access logs and health on one grpc.aio server.
+"""The services of extproc's gRPC port: external processing, access logs and health.
 
 For probes of a kubelet, health is served on a port of its own, too.
 """
@@ -7,123 +7,34 @@ For probes of a kubelet, health is served on a port of its own, too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
-import grpc
-from grpc_health.v1 import health_pb2
-from grpc_health.v1.health import aio as health_aio
-from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
-
 from extproc.core.effects import Held
 from extproc.failures import FailureLog
 from extproc.protocol import BUNDLE_MARK
+from extproc.rpc.server import RpcFailed, RpcServer, Status
 from extproc.streams.access_log import receive_entries
 from extproc.streams.headers import read_origin
+from extproc.streams.health import EXTERNAL_PROCESSOR, Health
 from extproc.streams.messages import ProcessingRequest, StreamAccessLogsMessage
 from extproc.streams.order import ANSWER_KINDS, IllegalMessage
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Awaitable, Callable, Coroutine
 
-    from extproc.core.effects import Decision, Pending, Refused
+    from extproc.core.effects import Decision, Pending, RequestRefused
     from extproc.core.pipeline import Answer
-    from extproc.metrics.registry import Metrics
+    from extproc.rpc.server import Call
     from extproc.streams.context import StreamContext
     from extproc.streams.exchange import Exchange
     from extproc.streams.headers import Origin
 
-EXTERNAL_PROCESSOR: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
-LIVENESS: Final = "liveness"
-READINESS: Final = "readiness"
-# What probes of the Inference Extension's own charts ask for.
-INFERENCE_EXTENSION: Final = "inference-extension"
-# In the user agent of Envoy's health checks.
-_ENVOY: Final = "Envoy"
-_SERVING: Final = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-class Health(health_aio.HealthServicer):
-    """Answers for health, and notes when Envoy asks; probes of others say nothing of Envoy."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        super().__init__()
-        self._metrics = metrics
-
-    async def be_alive(self) -> None:
-        """The process runs; it may not be ready."""
-        await self.set(LIVENESS, _SERVING)
-        await self.be_ready(is_ready=False)
-
-    async def be_ready(self, *, is_ready: bool) -> None:
-        """Whether requests may come."""
-        for service in ("", READINESS, EXTERNAL_PROCESSOR, INFERENCE_EXTENSION):
-            await self.set(service, _SERVING if is_ready else _NOT_SERVING)
-
-    async def Check(  # noqa: N802 - gRPC's name
-        self,
-        request: health_pb2.HealthCheckRequest,
-        context: grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse],
-    ) -> health_pb2.HealthCheckResponse:
-        """The health of one service."""
-        if any(name == "user-agent" and _ENVOY in str(value) for name, value in context.invocation_metadata() or ()):
-            self._metrics.health_checked()
-        return await super().Check(request, context)
-
-
-class HealthPort:
-    """``health`` on a port of its own, without TLS."""
-
-    def __init__(self, health: Health) -> None:
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
-        add_HealthServicer_to_server(health, self._server)
-
-    async def start(self, address: str) -> None:
-        """Listen on ``ip:port``; raises ListenFailed."""
-        listen(self._server, address)
-        await self._server.start()
-
-    async def stop(self) -> None:
-        """At once."""
-        await self._server.stop(None)
-
-
-def listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> None:
-    """Listen on ``ip:port`` or ``unix:path``; raises ListenFailed."""
-    try:
-        if credentials is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, credentials)
-    except RuntimeError:
-        port = 0
-    if not port:
-        raise ListenFailed(address)
-
-
-class ListenFailed(Exception):
-    """The address is taken or not ours."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(f"cannot listen on {address}; is it in use, or not an address of this machine?")
-
-
 log = logging.getLogger(__name__)
 ACCESS_LOG: Final = "envoy.service.accesslog.v3.AccessLogService"
-OPTIONS: Final = (
-    # the largest prompt is Envoy's to limit
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    # a second process on the same port would share its connections without a word
-    ("grpc.so_reuseport", 0),
-    # a request holds its stream for as long as its answer takes
-    ("grpc.max_concurrent_streams", 1_000_000),
-    # whole prompts at once instead of 64 KiB a round trip
-    ("grpc.http2.lookahead_bytes", 4 * 1024 * 1024),
-    ("grpc.http2.max_frame_size", 1024 * 1024),
-)
 
 
 async def _nothing() -> None:
@@ -131,24 +42,23 @@ async def _nothing() -> None:
 
 
 class _Messages:
-    """What a gateway sends on one stream."""
+    """The messages that a gateway sends on one stream; None: it has closed its side."""
 
-    def __init__(self, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> None:
-        self.context = context
-        self._ahead: asyncio.Task[ProcessingRequest] | None = None
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self._ahead: asyncio.Task[ProcessingRequest | None] | None = None
 
-    async def next(self) -> ProcessingRequest:
-        """The next message, or the end."""
+    async def next(self) -> ProcessingRequest | None:
+        """The next message."""
         if self._ahead is None:
-            # grpc.aio's read and write cost half of its async iterators
-            return await self.context.read()
+            return _parsed(await self.call.read())
         ahead, self._ahead = self._ahead, None
         return await ahead
 
-    def ahead(self) -> asyncio.Task[ProcessingRequest]:
-        """What ``next`` will return."""
+    def ahead(self) -> asyncio.Task[ProcessingRequest | None]:
+        """The message that ``next`` will return."""
         if self._ahead is None:
-            self._ahead = asyncio.create_task(self.context.read())
+            self._ahead = asyncio.create_task(self._read())
         return self._ahead
 
     def stop(self) -> None:
@@ -156,25 +66,33 @@ class _Messages:
         if self._ahead is not None:
             self._ahead.cancel()
 
+    async def _read(self) -> ProcessingRequest | None:
+        return _parsed(await self.call.read())
+
+
+def _parsed(message: bytes | None) -> ProcessingRequest | None:
+    return None if message is None else ProcessingRequest.FromString(message)
+
 
 class GrpcServer:
-    """Owns the listening socket and answers with what ``new_exchange`` decides."""
+    """Owns the listening socket and answers streams with the exchanges that ``new_exchange`` makes."""
 
     def __init__(
         self,
         context: StreamContext,
         *,
-        new_exchange: Callable[[Callable[[], bool], Callable[[], Origin]], Exchange],
+        new_exchange: Callable[[StreamContext, Callable[[], bool], Callable[[], Origin]], Exchange],
         answer_to: Callable[
-            [Pending, Callable[[], Awaitable[None]]], Coroutine[None, None, Answer | Decision | Refused]
+            [Pending, Callable[[], Awaitable[None]]], Coroutine[None, None, Answer | Decision | RequestRefused]
         ],
         before_each: Callable[[], Awaitable[None]] = _nothing,
     ) -> None:
-        """``new_exchange``: takes two functions, whether headers are trusted, and where the stream comes from.
+        """``new_exchange``: takes the stream's context and two functions, whether headers are trusted, and where the
+        stream comes from.
         ``answer_to``: awaits a Pending.
 
-        It first awaits its second argument if the request is held: the gateway must know. ``before_each``: awaited
-        before a message is read.
+        It first awaits its second argument if the request is held: the gateway must be notified. ``before_each``:
+        awaited before a message is read.
         """
         self._streams = context
         self._answer_to = answer_to
@@ -185,79 +103,68 @@ class GrpcServer:
         self._open = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._server = grpc.aio.server(options=OPTIONS)
         self.health = Health(context.metrics)
-        add_HealthServicer_to_server(self.health, self._server)
-        self._server.add_generic_rpc_handlers((self._external_processor(), self._access_log()))
+        handlers = {
+            f"/{EXTERNAL_PROCESSOR}/Process": self._process,
+            f"/{ACCESS_LOG}/StreamAccessLogs": self._stream_access_logs,
+        }
+        self._server = RpcServer({**handlers, **self.health.handlers})
 
-    async def start(self, address: str, credentials: grpc.ServerCredentials | None = None) -> None:
+    async def start(self, address: str, tls: ssl.SSLContext | None = None) -> None:
         """Listen on ``ip:port`` or ``unix:path``, alive and not yet ready; raises ListenFailed.
 
-        ``credentials``: for TLS; None: plain text.
+        ``tls``: None: plain text.
         """
-        listen(self._server, address, credentials)
-        await self._server.start()
-        await self.health.be_alive()
+        await self._server.start(address, tls)
+        self.health.set_live()
 
-    async def stop(self, drain_s: float, hurry: asyncio.Event) -> None:
-        """Report not ready, take no new streams, and wait up to ``drain_s``, or until ``hurry``, for running requests.
+    async def stop(self, *, grace_s: float, drain_s: float, hurry: asyncio.Event) -> None:
+        """Report not ready, and take new streams for ``grace_s`` more, until gateways have noticed. Then take none, and
+        wait up to ``drain_s`` for running requests. ``hurry`` ends both.
 
         Access log streams are not waited for: Envoy keeps them open for ever.
         """
-        await self.health.be_ready(is_ready=False)
-        draining = asyncio.create_task(self._server.stop(drain_s))
+        self.health.set_ready(is_ready=False)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(hurry.wait(), grace_s)
+        self._server.stop_listening()
         ends = [asyncio.create_task(event.wait()) for event in (self._is_idle, hurry)]
-        await asyncio.wait({draining, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
         for end in ends:
             end.cancel()
-        # None, not 0: two calls that both wait for a grace have been seen to crash the process in grpc
-        await self._server.stop(None)
-        await draining
+        await self._server.close()
 
-    def _external_processor(self) -> grpc.GenericRpcHandler:
-        handler: grpc.RpcMethodHandler[ProcessingRequest, bytes] = grpc.stream_stream_rpc_method_handler(
-            self._process, request_deserializer=ProcessingRequest.FromString, response_serializer=None
-        )
-        return grpc.method_handlers_generic_handler(EXTERNAL_PROCESSOR, {"Process": handler})
-
-    def _access_log(self) -> grpc.GenericRpcHandler:
-        handler: grpc.RpcMethodHandler[StreamAccessLogsMessage, bytes] = grpc.stream_unary_rpc_method_handler(
-            self._stream_access_logs, request_deserializer=StreamAccessLogsMessage.FromString, response_serializer=None
-        )
-        return grpc.method_handlers_generic_handler(ACCESS_LOG, {"StreamAccessLogs": handler})
-
-    async def _process(self, _: object, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> None:
+    async def _process(self, call: Call) -> None:
         exchange = self._new_exchange(
-            lambda: self._streams.options.trusts_headers or _is_bundle(context),
-            lambda: read_origin(context.invocation_metadata() or ()),
+            self._streams.of_stream(call.metadata),
+            lambda: self._streams.options.trusts_headers or _is_bundle(call),
+            lambda: read_origin(call.metadata),
         )
         self._open += 1
         self._is_idle.clear()
-        # Not at the end of this function: gRPC sends the status after it, and when all have ended the server stops. Nor
-        # by the context's own callbacks: they and the call refer to each other, so that gRPC's memory of a call with a
-        # large body would wait for the collector.
+        # not at the end of this function: the status is sent after it, and when all have ended the server stops
         cast("asyncio.Task[None]", asyncio.current_task()).add_done_callback(self._one_less)
-        messages = _Messages(context)
+        messages = _Messages(call)
         try:
-            while not is_end(message := await messages.next()):
+            while (message := await messages.next()) is not None:
                 answers = await self._answers(exchange, message, messages)
                 for answer in answers:
-                    await context.write(answer)
+                    await call.write(answer)
                 # bodies are not kept while the answer takes its time
                 answer = b""
                 del message, answers
         except IllegalMessage as error:
             self._failures.note("a gateway sends what it may not", error, is_ours=False)
             if exchange.has_answer:
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-            await context.write(exchange.refuse())
+                raise RpcFailed(Status.FAILED_PRECONDITION, str(error)) from None
+            await call.write(exchange.refuse())
         finally:
             messages.stop()
             exchange.close()
 
     async def _answers(self, exchange: Exchange, message: ProcessingRequest, messages: _Messages) -> list[bytes]:
-        """Whatever fails here, requests are refused rather than left to the gateway's failure mode: no request gets
-        round its decision by making us fail. Answers pass.
+        """Whatever fails here, requests are refused rather than left to the gateway's failure mode: no request avoids
+        its decision by causing a failure of extproc. Answers pass.
         """
         try:
             await self._before_each()
@@ -275,7 +182,7 @@ class GrpcServer:
         """Answers once ``pending`` is here; none if the gateway has answered a held request by itself, as at a time
         limit of its own.
         """
-        waiting = self._answer_to(pending, partial(_ask_to_wait, exchange, messages.context))
+        waiting = self._answer_to(pending, partial(_ask_to_wait, exchange, messages.call))
         if not isinstance(pending, Held):
             return exchange.resume(await waiting)
         ended, ahead = asyncio.create_task(waiting), messages.ahead()
@@ -294,31 +201,24 @@ class GrpcServer:
         if not self._open:
             self._is_idle.set()
 
-    async def _stream_access_logs(
-        self, _: object, context: grpc.aio.ServicerContext[StreamAccessLogsMessage, bytes]
-    ) -> bytes:
-        while not is_end(message := await context.read()):
+    async def _stream_access_logs(self, call: Call) -> None:
+        while (message := await call.read()) is not None:
+            entries = StreamAccessLogsMessage.FromString(message)
             # one odd entry must not cut off the log stream and with it all learning
-            receive_entries(message, self._streams, self._streams.clock(), self._failures)
-        return b""
+            receive_entries(entries, self._streams, self._streams.clock(), self._failures)
+        await call.write(b"")
 
 
-async def _ask_to_wait(exchange: Exchange, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> None:
+async def _ask_to_wait(exchange: Exchange, call: Call) -> None:
     longer = exchange.longer_wait()
     if longer is not None:
-        await context.write(longer)
+        await call.write(longer)
 
 
-def _is_bundle(context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> bool:
-    """Whether our own bundle asks: the gateway writes gRPC's metadata, and no client can."""
-    return any(name == BUNDLE_MARK for name, _ in context.invocation_metadata() or ())
+def _is_bundle(call: Call) -> bool:
+    """Whether the stream is our own bundle's: the gateway writes gRPC's metadata, and no client can."""
+    return any(name == BUNDLE_MARK for name, _ in call.metadata)
 
 
-def _is_answer(message: ProcessingRequest) -> bool:
-    return not is_end(message) and message.WhichOneof("request") in ANSWER_KINDS
-
-
-def is_end(message: object) -> bool:
-    """Whether the peer has closed its side of the stream."""
-    # of a type of its own, which grpc's annotations leave out
-    return message is grpc.aio.EOF
+def _is_answer(message: ProcessingRequest | None) -> bool:
+    return message is not None and message.WhichOneof("request") in ANSWER_KINDS

@@ -6,11 +6,15 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import logging
+import os
+import ssl
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import grpc
 import msgspec
+
+from extproc.reload import Reloadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,8 +32,8 @@ _OWN_VALID_FOR: Final = dt.timedelta(days=3650)
 _EARLIER: Final = dt.timedelta(hours=1)
 
 
-class CertificateInvalid(Exception):
-    """The certificate and key cannot be used; the message says why."""
+class CertificateInvalid(ValueError):
+    """The certificate and key cannot be used; the message has the reason."""
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -46,72 +50,100 @@ class TlsFiles(msgspec.Struct, frozen=True):
     key: Path
 
 
+class TlsLimits(msgspec.Struct, frozen=True):
+    """What clients must offer. ``min_version``: 1.2 or 1.3. ``ciphers``: suites of TLS 1.2 by OpenSSL's names, with
+    colons between them; empty: its own choice.
+    """
+
+    min_version: str = "1.2"
+    ciphers: str = ""
+
+    def context(self) -> ssl.SSLContext:
+        """Of a server of HTTP/2, without a certificate; raises ValueError if OpenSSL has none of the suites."""
+        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        made.minimum_version = ssl.TLSVersion.TLSv1_3 if self.min_version == "1.3" else ssl.TLSVersion.TLSv1_2
+        made.set_alpn_protocols(["h2"])
+        if self.ciphers:
+            try:
+                made.set_ciphers(self.ciphers)
+            except ssl.SSLError:
+                raise ValueError(
+                    f"OpenSSL has no cipher suite of '{self.ciphers}'; `openssl ciphers` lists them"
+                ) from None
+        return made
+
+
 class FollowedCertificate:
-    """What new connections are shown: the pair in ``files`` as it is now, or, if there are none, a self-signed one.
+    """The pair presented to new connections: that in ``files`` as it is now, or, if there are none, a self-signed one.
 
     Open connections keep the pair that they began with. A pair that cannot be used is refused, and the last good one
-    stays: two files that are replaced one after the other do not fit each other for a moment.
+    stays.
 
     Raises CertificateInvalid if the first one cannot be used, ImportError without the library cryptography.
     """
 
-    def __init__(self, files: TlsFiles | None, metrics: TlsMetrics, now: Callable[[], dt.datetime]) -> None:
+    def __init__(
+        self,
+        files: TlsFiles | None,
+        metrics: TlsMetrics,
+        now: Callable[[], dt.datetime],
+        limits: TlsLimits = TlsLimits(),  # noqa: B008 - a frozen struct
+    ) -> None:
         self._files = files
+        self._limits = limits
         self._metrics = metrics
-        self._seen: Pair | None = None
-        # what was said last, and is not said again
-        self._complaint = ""
-        pair = self_signed(now()) if files is None else _read(files)
-        self._current = self._checked(pair)
-        # what gRPC has been given
-        self._given = self._current
+        self._context = Reloadable(partial(_read, files) if files else partial(self_signed, now()), self._checked)
 
     @property
-    def credentials(self) -> grpc.ServerCredentials:
-        """For a port of a gRPC server."""
-        # types-grpcio leaves out that None is for "no change"
-        return grpc.dynamic_ssl_server_credentials(self._current, self._newer)  # type: ignore[arg-type]
+    def context(self) -> ssl.SSLContext:
+        """For a server. Each handshake goes on with the pair of that moment."""
+        made = self._limits.context()
+        made.sni_callback = self._use_current
+        return made
+
+    def _use_current(self, connection: ssl.SSLObject, *_: object) -> None:
+        # OpenSSL calls this at every handshake, whether the client names a server or not
+        connection.context = self._context.value
 
     async def follow(self) -> None:
         """Until cancelled, use what the files hold."""
         while self._files is not None:
             await asyncio.sleep(_POLL_S)
-            await asyncio.to_thread(self.look, self._files)
+            await asyncio.to_thread(self.reload)
 
-    def look(self, files: TlsFiles) -> None:
-        """Use what is in ``files`` now, if it is another pair and can be used."""
-        try:
-            pair = _read(files)
-            if pair == self._seen:
-                return
-            self._current = self._checked(pair)
-        except CertificateInvalid as error:
-            if str(error) != self._complaint:
-                self._complaint = str(error)
-                self._metrics.refused()
-                log.error("the certificate is refused, the last good one stays: %s", error)
-        else:
-            self._complaint = ""
-            log.info("new connections are shown the certificate of %s", files.certificate)
+    def reload(self) -> None:
+        """Use what is in the files now, if it is another pair and can be used."""
+        match self._context.poll():
+            case "refused":
+                self._metrics.on_certificate_refused()
+                log.error("the certificate is refused, the last good one stays: %s", self._context.problem)
+            case "new" if self._files is not None:
+                log.info("new connections are shown the certificate of %s", self._files.certificate)
 
-    def _newer(self) -> grpc.ServerCertificateConfiguration | None:
-        """For gRPC, which asks at every new connection, in a thread of its own; None: nothing has changed."""
-        current = self._current
-        if current is self._given:
-            return None
-        self._given = current
-        return current
-
-    def _checked(self, pair: Pair) -> grpc.ServerCertificateConfiguration:
-        """Raises CertificateInvalid; the same pair is then not looked at again."""
-        self._seen = pair
+    def _checked(self, pair: Pair) -> ssl.SSLContext:
+        """Raises CertificateInvalid."""
         first = _leaf(pair, self._files)
-        self._metrics.loaded(first.not_valid_after_utc.timestamp())
-        return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)])
+        made = self._limits.context()
+        _load(pair, made)
+        self._metrics.on_certificate_loaded(first.not_valid_after_utc.timestamp())
+        return made
+
+
+def _load(pair: Pair, context: ssl.SSLContext) -> None:
+    """Have ``context`` present ``pair``; raises CertificateInvalid. It reads files alone, and a key belongs on no
+    disk: this one is in memory.
+    """
+    with os.fdopen(os.memfd_create("pair"), "wb") as file:
+        file.write(pair.certificate + b"\n" + pair.key)
+        file.flush()
+        try:
+            context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+        except ssl.SSLError as error:
+            raise CertificateInvalid(f"OpenSSL cannot use the certificate: {error.reason}") from None
 
 
 def self_signed(now: dt.datetime) -> Pair:
-    """A pair that nobody vouches for: the connection is encrypted, and clients must not check who serves it."""
+    """A self-signed pair: the connection is encrypted, and clients must not verify the server's identity."""
     from cryptography import x509  # noqa: PLC0415 - only with TLS
     from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
     from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415

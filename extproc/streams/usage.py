@@ -35,7 +35,7 @@ _NAMES: Final = (
 
 
 class ReportedUsage(msgspec.Struct, frozen=True):
-    """Tokens as the engine counted them; None where it did not say."""
+    """Tokens as the engine counted them; None where it did not report them."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -46,7 +46,7 @@ class UsageReader:
     """Reads one answer, piece by piece."""
 
     def __init__(self) -> None:
-        # by the engines' names; a stream of the Messages API tells some at its beginning and the others at its end
+        # by the engines' names; a stream of the Messages API has some at its beginning and the others at its end
         self._counts: dict[str, int] = {}
         self._line = bytearray()
 
@@ -57,13 +57,14 @@ class UsageReader:
 
     def feed(self, piece: bytes) -> None:
         """Take the next bytes of the answer."""
-        start = 0
-        while (end := piece.find(b"\n", start)) >= 0:
-            self._keep(piece[start:end])
-            self._read()
-            self._line.clear()
-            start = end + 1
-        self._keep(piece[start:] if start else piece)
+        lines, found, rest = piece.rpartition(b"\n")
+        # most pieces of a stream are whole events without usage
+        if found and (self._line or _KEY in lines):
+            for line in lines.split(b"\n"):
+                self._keep(line)
+                self._read()
+                self._line.clear()
+        self._keep(rest)
 
     def finish(self) -> ReportedUsage:
         """The answer has ended: return what it reported."""
@@ -89,7 +90,7 @@ class UsageReader:
         if isinstance(value, dict):
             counts = _counts(value)
             if _START in self._line[:at]:
-                # nothing is written yet: whoever hangs up now must not pay for nothing
+                # nothing is written yet: a client that hangs up now must not be charged for output
                 counts.pop("output_tokens", None)
             self._counts.update(counts)
 
@@ -126,9 +127,9 @@ _decoder: Final = JSONDecoder()
 def reports_metadata(
     reporters: Iterable[UsageReporter], usage: ReportedUsage, failed: Callable[[PluginFailed], None]
 ) -> bytes:
-    """Of a serialized ProcessingResponse, to be appended to it; empty if there is nothing to tell.
+    """Of a serialized ProcessingResponse, to be appended to it; empty if there is nothing to report.
 
-    ``failed``: is told of plugins that fail, for which the gateway is told nothing.
+    ``failed``: called for each plugin that fails; the gateway gets no value of it.
     """
     if usage.prompt_tokens is None and usage.completion_tokens is None:
         return b""

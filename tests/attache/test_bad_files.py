@@ -28,20 +28,25 @@ CALLS: Final = (
     "explain --config FILE request.json",
     "bundle --config FILE --out out",
     "extproc --config FILE",
+    "serve --config FILE",
     "extproc --config config --metrics off --listen unix:socket --tls-cert FILE --tls-key FILE",
     "download https://127.0.0.1:1/weights.tar --cache cache --ca-file FILE",
     "agent --model llama --listen 127.0.0.1:1 --probe-request FILE",
     "explain-scaling default/llama --manager https://127.0.0.1:1 --token-file FILE",
     "explain-scaling default/llama --manager https://127.0.0.1:1 --ca FILE",
+    "keys serve --config config --listen 127.0.0.1:1 --token-file FILE",
     "run --trace FILE",
     "replay --trace FILE",
     "compare FILE FILE",
     "workload --trace FILE",
     "lab --traces FILE --out out",
 )
-# Nothing to read, or none of its files has to be there: a cluster, a download or simulated engines come first.
+# Nothing to read, or none of its files has to be there: a cluster, a download, simulated engines or a log come first.
 WITHOUT: Final = frozenset(
-    {"gateway", "epp", "manager", "envoy", "top", "engine", "up", "autoscale", "validate", "bench", "completion"}
+    {
+        *("gateway", "epp", "manager", "envoy", "top", "engine", "up", "autoscale", "validate", "bench", "completion"),
+        *("usage", "slo"),
+    }
 )
 # An empty file is no object, and a directory of them is a place to look in.
 EMPTY_IS_FINE: Final = frozenset({"render", "convert"})

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attache import __version__
-from attache.__main__ import main, usage
+from attache.__main__ import main, misspelt_option, usage
 from attache.commands import COMMANDS, Command
-from attache.misspelt import misspelt_option
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -55,7 +55,16 @@ def test_it_becomes_envoy_with_envoys_own_options(empty_home: Path) -> None:
     binary(fetched(empty_home))
     command = [sys.executable, "-m", "attache", "envoy", "-c", "bootstrap.json", "--log-level", "warn"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-    assert done.stdout == "-c bootstrap.json --log-level warn\n"
+    # several on one machine share no memory, and none ends with the shell that started it
+    assert done.stdout == "-c bootstrap.json --log-level warn --disable-hot-restart\n"
+
+
+@pytest.mark.parametrize("own", ["--base-id=3", "--restart-epoch 1", "--disable-hot-restart", "--use-dynamic-base-id"])
+def test_whoever_restarts_envoy_hot_decides_about_its_shared_memory(empty_home: Path, own: str) -> None:
+    binary(fetched(empty_home))
+    command = [sys.executable, "-m", "attache", "envoy", *own.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    assert done.stdout == f"{own}\n"
 
 
 def test_fetch_prints_the_path_of_what_is_there_already(empty_home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Refused, Settled
+from extproc.core.effects import Decision, RequestRefused, RequestSettled
 from extproc.core.states import State
 from extproc.protocol import Api
 from extproc.streams.context import GatewayOptions, StreamContext
@@ -44,7 +44,7 @@ spec:
 
 @pytest.fixture
 def snapshot() -> Snapshot:
-    return load({"all.yaml": CONFIG})
+    return load_snapshot({"all.yaml": CONFIG})
 
 
 @pytest.fixture
@@ -54,21 +54,21 @@ def core(snapshot: Snapshot) -> Core:
 
 def decide(core: Core, head: Head, body: bytes, now: float = 0.0, *, api: Api = Api.CHAT) -> Decision:
     """The decision on a request that goes at once; raises the Refusal that its client would get."""
-    own, _ = core.arrive(core.intake.receive(api, head, body), now)
-    if isinstance(own, Refused):
+    own, _ = core.arrive(core.builder.build(api, head, body), now)
+    if isinstance(own, RequestRefused):
         raise own.refusal
     assert isinstance(own, Decision)
     return own
 
 
-def settle(core: Core, outcome: Outcome, now: float) -> Settled | None:
+def settle(core: Core, outcome: Outcome, now: float) -> RequestSettled | None:
     """What the outcome was joined with; None if nothing."""
-    return next((one for one in core.settle(outcome, now) if isinstance(one, Settled)), None)
+    return next((one for one in core.on_outcome(outcome, now) if isinstance(one, RequestSettled)), None)
 
 
 def in_some_state(core: Core) -> int:
     """How many requests the core knows of."""
-    return core.count(*State)
+    return core.count_requests(*State)
 
 
 def shell(core: Core, metrics: Metrics, now: Callable[[], float] = lambda: 5.0, **options: object) -> StreamContext:
@@ -76,6 +76,6 @@ def shell(core: Core, metrics: Metrics, now: Callable[[], float] = lambda: 5.0, 
 
     def perform(effects: list[Effect], own: Effect | None = None) -> None:
         for effect in effects if own is None else (own, *effects):
-            metrics.count(effect)
+            metrics.count_effect(effect)
 
     return StreamContext(core, metrics, now, perform, 77, GatewayOptions(**options))  # type: ignore[arg-type]

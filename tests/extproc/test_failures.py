@@ -10,13 +10,23 @@ from collections import Counter
 
 import pytest
 
-from extproc.failures import FailureLog, Supervisor
+from extproc.failures import Backoff, FailureLog, Supervisor
 
 pytestmark = pytest.mark.looptime
 
 
 def now() -> float:
     return asyncio.get_running_loop().time()
+
+
+async def test_pauses_double_up_to_the_longest_and_begin_anew_after_a_success() -> None:
+    backoff = Backoff(1.0, 5.0)
+    assert backoff.pause_s == 0
+    assert [backoff.record_failure() for _ in range(5)] == [1, 2, 4, 5, 5]
+    assert backoff.pause_s == 5
+    backoff.reset()
+    assert backoff.pause_s == 0
+    assert backoff.record_failure() == 1
 
 
 async def test_a_feed_that_fails_is_started_again_after_pauses_that_grow(caplog: pytest.LogCaptureFixture) -> None:

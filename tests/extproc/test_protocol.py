@@ -9,8 +9,8 @@ from bench.fuzz.mutants import content_of
 from extproc.core.record import Head
 from extproc.errors import BadRequest, ErrorForm
 from extproc.protocol import ANTHROPIC_PATHS, APIS_BY_PATH, Api, api_of_path
+from extproc.request.body_parser import api_by_body, parse_body
 from extproc.request.model import STEERING_FIELDS, InferenceRequest
-from extproc.request.parsing import api_by_body, parse
 from extproc.streams.headers import error_form
 
 EVERY_API = pytest.mark.parametrize("api", Api, ids=lambda api: api.name)
@@ -18,7 +18,7 @@ EVERY_API = pytest.mark.parametrize("api", Api, ids=lambda api: api.name)
 
 def request_of(api: Api, **fields: object) -> InferenceRequest:
     content, content_type = content_of(api, {"model": "m", **api.spec.example, **fields})
-    return parse(api, content, {"content-type": content_type})
+    return parse_body(api, content, {"content-type": content_type})
 
 
 @EVERY_API
@@ -44,19 +44,19 @@ def test_a_model_that_is_no_name_is_refused(api: Api) -> None:
 def test_a_model_is_needed_where_engines_need_it(api: Api) -> None:
     content, content_type = content_of(api, api.spec.example)
     if not api.spec.needs_model:
-        assert parse(api, content).model == ""
+        assert parse_body(api, content).model == ""
         return
     empty, _ = content_of(api, {**api.spec.example, "model": ""})
     for one in (content, empty):
         with pytest.raises(BadRequest) as caught:
-            parse(api, one, {"content-type": content_type})
+            parse_body(api, one, {"content-type": content_type})
         assert caught.value.param == "model"
 
 
 @EVERY_API
 def test_a_request_without_a_body_is_refused(api: Api) -> None:
     with pytest.raises(BadRequest, match="has no body"):
-        parse(api, b"")
+        parse_body(api, b"")
 
 
 @EVERY_API

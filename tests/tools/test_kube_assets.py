@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.cluster.assets import AssetsMissing, built_in, find_assets, versions
-from tools.go_modules import go_version, required
+from tools.go_modules import go_mod_text, go_version
 from tools.kube_assets import linker_flags, module_file
 
 if TYPE_CHECKING:
@@ -66,6 +66,6 @@ def test_a_given_directory_comes_before_the_one_that_make_fills(tmp_path: Path) 
 
 
 def test_a_module_may_need_several_others() -> None:
-    assert required("made", {"a.test/b": "1.2.3", "c.test/d": "4.0.0"}) == (
+    assert go_mod_text("made", {"a.test/b": "1.2.3", "c.test/d": "4.0.0"}) == (
         "module made\n\ngo 1.26\n\nrequire (\n\ta.test/b v1.2.3\n\tc.test/d v4.0.0\n)\n"
     )

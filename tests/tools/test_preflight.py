@@ -50,6 +50,15 @@ def test_a_build_does_not_begin_without_its_toolchain(
     assert "found go version go1.21.3" in capsys.readouterr().err
 
 
+def test_an_image_needs_a_program_that_builds_it(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["image"]) == 2
+    assert "there is no docker and no podman" in capsys.readouterr().err
+    program = bare / "bin/podman"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    assert main(["image"]) == 0
+
+
 def test_what_is_made_is_told_with_its_time_and_size(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put_go(bare, "1.26.0")
     assert main(["up-kube"]) == 0
@@ -63,7 +72,7 @@ def test_what_is_there_is_neither_told_nor_asked_for(bare: Path, capsys: pytest.
     for one in preflight.steps(bare, os.environ).values():
         one.path.parent.mkdir(parents=True, exist_ok=True)
         one.path.touch()
-    for target in sorted(TARGETS.keys() - {"conformance", "test-conformance"}):
+    for target in sorted(TARGETS.keys() - {"conformance", "image", "test-conformance"}):
         assert main([target]) == 0
     assert capsys.readouterr() == ("", "")
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -11,8 +12,7 @@ from msgspec import inspect
 
 from controller.api.crds import field_docs
 from extproc.llmd.registry import BUILT_IN, NOT_BUILT
-from tools.reference.__main__ import FOLDER, pages
-from tools.reference.commands import page as commands_page
+from tools.reference.__main__ import FOLDER, commands_page, pages
 from tools.reference.kinds import KINDS, anchor, default_text, page, type_text
 from tools.reference.llm_d import LLM_D, parameter_verdicts, unknown_parameters
 from tools.reference.llm_d import verdicts as file_verdicts
@@ -46,6 +46,27 @@ def test_the_pages_are_up_to_date() -> None:
         assert (FOLDER / name).read_text() == text.rstrip("\n") + "\n", f"{name}: run make generate"
 
 
+@pytest.mark.parametrize("name", sorted(pages()))
+def test_no_meaning_is_cut_off(name: str) -> None:
+    meanings = [line for line in pages()[name].splitlines() if line.startswith("| `")]
+    assert [one for one in meanings if re.search(r"([,;:]| (No|and|or|of|the)) \|$", one)] == []
+
+
+def test_a_clause_about_a_field_begins_a_sentence_or_follows_another() -> None:
+    class Cut(msgspec.Struct):
+        """A cut, ``one``: the first, ``two``: the second; no ``three``: none. ``three``: the third."""
+
+        one: int
+        two: int
+        three: int
+
+    assert field_docs.read_field_docs(Cut).fields == {
+        "one": "The first",
+        "two": "The second; no `three`: none",
+        "three": "The third",
+    }
+
+
 def test_every_parameter_of_llm_ds_plugins_is_taken_or_told() -> None:
     assert unknown_parameters() == []
     assert {name for name, _, here in parameter_verdicts() if here.startswith("not built")} == {"reserve-endpoint"}
@@ -66,7 +87,7 @@ def test_published_files_load_but_for_the_types_that_the_page_names() -> None:
 
 
 def test_meanings_come_from_descriptions_comments_and_docstrings() -> None:
-    docs = field_docs.read(Part)
+    docs = field_docs.read_field_docs(Part)
     assert docs.text == "One part.\n\nA second paragraph about `bothEnds`."
     assert docs.fields == {
         "both_ends": "Where it begins. Their sum is `total`",

@@ -5,7 +5,6 @@ fail.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import openai
@@ -14,14 +13,12 @@ import pytest_asyncio
 
 from bench.stack import processes
 from bench.stack.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, envoy_binary, running_stack
-from tests.fork_server import ForkServer
+from tests.fork_server import REAL_SPAWN, forked_starts
 from tests.programs import not_tested
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import AsyncIterator, Iterator
 
-REAL_SPAWN = processes.spawn
 FLAGS = EngineFlags(count=3, speed=20.0, stream_headers="first-token", adapters=("sql",))
 
 
@@ -36,16 +33,8 @@ def envoy() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> Iterator[None]:
-    """Our programs start in a tenth of the time; but not where coverage is measured, which begins with a program."""
-    if any(name.startswith("COVERAGE_PROCESS") for name in os.environ):
-        yield
-        return
-    with ForkServer() as server, pytest.MonkeyPatch.context() as patch:
-
-        async def spawn(command: Sequence[str], log: Path) -> processes.Process:
-            return await (server.start if server.can_start(command) else REAL_SPAWN)(command, log)
-
-        patch.setattr(processes, "spawn", spawn)
+    """Our programs start in a tenth of the time."""
+    with forked_starts():
         yield
 
 

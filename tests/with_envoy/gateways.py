@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from bench.stack.processes import Processes, free_ports
+from bench.stack.processes import Processes, free_ports, ports_in_a_row
 from bench.stack.stack import envoy_command
 
 if TYPE_CHECKING:
@@ -123,6 +123,8 @@ IN_PIECES: Final = {
     "request_trailer_mode": "SEND",
     "response_trailer_mode": "SEND",
 }
+# Of requests that another picker has decided.
+COPIES: Final = {**IN_PIECES, "request_body_mode": "STREAMED", "response_body_mode": "STREAMED"}
 WHOLE_BODIES: Final = {
     "request_header_mode": "SEND",
     "response_header_mode": "SKIP",
@@ -139,7 +141,6 @@ def bootstrap(  # noqa: PLR0913 - what tests want to be different
     admin: int,
     extproc: int,
     cluster: dict[str, Any],
-    mode_override: bool = False,
     tls: dict[str, Any] | None = None,
     host: str = "127.0.0.1",
     mode: Mapping[str, str] = IN_PIECES,
@@ -149,8 +150,8 @@ def bootstrap(  # noqa: PLR0913 - what tests want to be different
     """An Envoy as the inference extension's gateways set it up. ``listeners``: a port and the subset hint given there.
 
     ``host`` and ``extproc``: where the picker is. ``tls``: the common TLS context towards it; None: plain text.
-    ``mode``: ext_proc's processing mode; WHOLE_BODIES: as kgateway 2.0 and 2.1. ``filters``: in front of ext_proc.
-    ``routes``: before the one to the pool.
+    ``mode``: ext_proc's processing mode; WHOLE_BODIES: as kgateway 2.0 and 2.1; COPIES: none of our answers is read.
+    ``filters``: in front of ext_proc. ``routes``: before the one to the pool.
     """
     http2: dict[str, Any] = {
         "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
@@ -174,8 +175,7 @@ def bootstrap(  # noqa: PLR0913 - what tests want to be different
         "admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": admin}}},
         "static_resources": {
             "listeners": [
-                _listener(port, hint, cluster, mode_override=mode_override, mode=mode, filters=filters, routes=routes)
-                for port, hint in listeners
+                _listener(port, hint, cluster, mode=mode, filters=filters, routes=routes) for port, hint in listeners
             ],
             "clusters": [picker, cluster],
         },
@@ -187,7 +187,6 @@ def _listener(
     hint: object,
     cluster: dict[str, Any],
     *,
-    mode_override: bool,
     mode: Mapping[str, str],
     filters: Sequence[dict[str, Any]],
     routes: Sequence[dict[str, Any]],
@@ -196,9 +195,9 @@ def _listener(
         "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
         "grpc_service": {"envoy_grpc": {"cluster_name": "extproc"}},
         "failure_mode_allow": False,
-        "allow_mode_override": mode_override,
         "message_timeout": "30s",
         "processing_mode": mode,
+        "observability_mode": mode is COPIES,
         "metadata_options": {
             "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
             "receiving_namespaces": {"untyped": ["envoy.lb"]},
@@ -255,6 +254,13 @@ def _access_log() -> dict[str, Any]:
     }
 
 
+def endpoints_file(addresses: Sequence[str]) -> str:
+    """As llm-d's file-discovery reads it."""
+    parts = [address.rsplit(":", 1) for address in addresses]
+    listed = [{"name": f"vllm-{n}", "address": host, "port": port} for n, (host, port) in enumerate(parts)]
+    return json.dumps({"endpoints": listed})
+
+
 def pool_config(addresses: Sequence[str], *, picker: bool = False) -> str:
     """One ModelServer called ``pool``, and no route: whatever comes goes there. ``picker``: as ``picker.yaml`` says."""
     endpoints = ", ".join(f'{{address: "{address}"}}' for address in addresses)
@@ -288,22 +294,26 @@ async def gateway(  # noqa: PLR0913 - what tests want to be different
     kind: str = "original_dst",
     flags: Sequence[str] = (),
     hints: Sequence[object] = (NO_HINT,),
-    mode_override: bool = False,
     tls: dict[str, Any] | None = None,
     picker: str = "",
     mode: Mapping[str, str] = IN_PIECES,
     filters: Sequence[dict[str, Any]] = (),
     routes: Sequence[dict[str, Any]] = (),
+    is_epp: bool = False,
 ) -> AsyncIterator[Gateway]:
     """extproc and an Envoy that listens once for each of ``hints``. ``tls``: see ``bootstrap``; ``flags`` say it to
     extproc.
 
-    ``picker``: an EndpointPickerConfig. ``mode``, ``filters``, ``routes``: see ``bootstrap``.
+    ``picker``: an EndpointPickerConfig. ``mode``, ``filters``, ``routes``: see ``bootstrap``. ``is_epp``: attache epp
+    without a cluster, whose endpoints ``endpoints.json`` beside the EndpointPickerConfig lists, in place of extproc.
     """
-    admin, extproc, metrics, *listen = free_ports(3 + len(hints))
+    (admin, extproc, health, *listen), metrics = free_ports(3 + len(hints)), ports_in_a_row(2)
     config = directory / "config"
     config.mkdir(parents=True)
-    (config / "pool.yaml").write_text(pool_config(addresses, picker=bool(picker)))
+    if is_epp:
+        (config / "endpoints.json").write_text(endpoints_file(addresses))
+    else:
+        (config / "pool.yaml").write_text(pool_config(addresses, picker=bool(picker)))
     if picker:
         (config / "picker.yaml").write_text(picker)
     bundle = directory / "envoy"
@@ -313,7 +323,6 @@ async def gateway(  # noqa: PLR0913 - what tests want to be different
         admin=admin,
         extproc=extproc,
         cluster=pool_cluster(kind, addresses),
-        mode_override=mode_override,
         tls=tls,
         mode=mode,
         filters=filters,
@@ -321,6 +330,13 @@ async def gateway(  # noqa: PLR0913 - what tests want to be different
     )
     (bundle / "bootstrap.json").write_text(json.dumps(configured))
     command = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", f"127.0.0.1:{extproc}"]
+    # nobody takes over
+    command += ["--metrics", f"127.0.0.1:{metrics}", "--pool", "pool", "--grace", "0s"]
+    if is_epp:
+        ports = {"grpc-port": extproc, "grpc-health-port": health, "metrics-port": metrics}
+        command = [sys.executable, "-m", "attache", "epp", "--bind-address=127.0.0.1", "--secure-serving=false"]
+        command += [f"--{name}={port}" for name, port in ports.items()]
+        command += ["--pool-name=slurm_job_42", f"--config-file={config / 'picker.yaml'}"]
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:
 
         async def answers(url: str) -> bool:
@@ -330,7 +346,7 @@ async def gateway(  # noqa: PLR0913 - what tests want to be different
             except aiohttp.ClientError:
                 return False
 
-        await processes.start("extproc", [*command, "--metrics", f"127.0.0.1:{metrics}", "--pool", "pool", *flags])
+        await processes.start("extproc", [*command, *flags])
         await processes.start("envoy", envoy_command(bundle))
         await processes.wait_ready("extproc", lambda: answers(f"http://127.0.0.1:{metrics}/readyz"))
         await processes.wait_ready("envoy", lambda: answers(f"http://127.0.0.1:{admin}/ready"))

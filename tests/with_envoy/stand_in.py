@@ -8,7 +8,7 @@ import json
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 import msgspec
@@ -33,6 +33,11 @@ class Engine:
         self.pieces: Sequence[bytes] = (b"{}",)
         self.headers: dict[str, str] = {}
         self.is_plain = False
+        self.status = 200
+        # before each piece but the first, or before a plain answer
+        self.pause_s = 0.002
+        # after the pieces of a stream: its end, nothing until the client has left, or a connection that is cut
+        self.then: Literal["end", "hang", "cut"] = "end"
         self.asked: dict[str, Any] = {}
         self.body = b""
         self.asked_headers: dict[str, str] = {}
@@ -42,23 +47,36 @@ class Engine:
         self.asked = json.loads(self.body)
         self.asked_headers = {name.lower(): value for name, value in request.headers.items()}
         if self.is_plain:
-            return web.Response(body=b"".join(self.pieces), content_type="application/json", headers=self.headers)
-        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8", **self.headers})
+            await asyncio.sleep(self.pause_s)
+            return web.Response(
+                body=b"".join(self.pieces), status=self.status, content_type="application/json", headers=self.headers
+            )
+        response = web.StreamResponse(
+            status=self.status, headers={"content-type": "text/event-stream; charset=utf-8", **self.headers}
+        )
         await response.prepare(request)
         for piece in self.pieces:
             await response.write(piece)
             # pieces written together may arrive as one
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(self.pause_s)
+        while self.then == "hang" and request.transport is not None:  # noqa: ASYNC110 - the client sets no event
+            await asyncio.sleep(0.01)
+        if self.then == "cut" and request.transport is not None:
+            request.transport.abort()
         return response
 
 
 class Gateway(msgspec.Struct, frozen=True):
-    """Envoy's URL, a client, the file of extproc's decisions and outcomes, and the engine behind both."""
+    """Envoy's URL, a client, the file of extproc's decisions and outcomes, extproc's process, the engine behind, and
+    where extproc's pages are.
+    """
 
     url: str
     http: httpx.AsyncClient
     decisions: Path
     engine: Engine
+    extproc: int
+    metrics: str
 
     def outcomes(self) -> list[dict[str, int | None]]:
         """Tokens by answer, in the order in which Envoy reported them."""
@@ -90,7 +108,7 @@ async def gateway_on(
     listen, admin, extproc, metrics = free_ports(4)
     engine = Engine()
     app = web.Application()
-    app.add_routes([web.post("/v1/{path:.*}", engine.answer)])
+    app.add_routes([web.post("/{path:.*}", engine.answer)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -111,7 +129,7 @@ async def gateway_on(
     command = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", f"127.0.0.1:{extproc}"]
     command += ["--decision-log", str(decisions), "--decision-sample", "1"]
     async with Processes(directory) as processes, httpx.AsyncClient(timeout=30, headers=headers) as http:
-        await processes.start("extproc", [*command, "--metrics", f"127.0.0.1:{metrics}"])
+        extproc_pid = await processes.start("extproc", [*command, "--metrics", f"127.0.0.1:{metrics}"])
         await processes.start("envoy", envoy_command(bundle))
 
         async def answers(url: str) -> bool:
@@ -122,5 +140,5 @@ async def gateway_on(
 
         await processes.wait_ready("extproc", lambda: answers(f"http://127.0.0.1:{metrics}/readyz"))
         await processes.wait_ready("envoy", lambda: answers(f"http://127.0.0.1:{listen}/v1/models/llama"))
-        yield Gateway(f"http://127.0.0.1:{listen}", http, decisions, engine)
+        yield Gateway(f"http://127.0.0.1:{listen}", http, decisions, engine, extproc_pid, f"http://127.0.0.1:{metrics}")
     await runner.cleanup()

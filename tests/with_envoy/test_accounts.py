@@ -113,6 +113,31 @@ async def test_images_count_before_the_engine_says_what_they_take(client: Client
     assert TOKENS - 200 <= await client.left() <= TOKENS
 
 
+LONG = "word " * TOKENS
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "hello", "name": LONG}]}),
+        (CHAT, {"messages": [{"role": "assistant", "content": "hello", "reasoning_content": LONG}]}),
+        (CHAT, {"documents": [{"text": LONG}]}),
+        (CHAT, {"chat_template": LONG}),
+        (CHAT, {"chat_template_kwargs": {"rules": LONG}}),
+        (CHAT, {"input_ids": [1] * TOKENS}),
+        (COMPLETIONS, {"prompt": "hello", "suffix": LONG}),
+        ("/v1/responses", {"input": "hello", "previous_response": {"output": [LONG]}}),
+        ("/v1/responses", {"input": "hello", "prompt": {"id": "1", "variables": {"rules": LONG}}}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "redacted_thinking", "data": LONG}]}]}),
+    ],
+)
+async def test_text_counts_before_the_request_goes_wherever_engines_read_it(
+    client: Client, path: str, fields: dict[str, object]
+) -> None:
+    answer = await client.ask(path, max_tokens=1, **fields)
+    assert answer.status_code == 429, answer.text
+
+
 async def test_several_answers_streamed_are_charged_as_asked_for_until_the_engine_says_what_they_took(
     client: Client,
 ) -> None:

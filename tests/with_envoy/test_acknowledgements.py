@@ -15,7 +15,8 @@ import pytest
 
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import documents, envoy_command
-from controller.bundle.acknowledgements import Acknowledgements, read_state
+from controller.bundle.acknowledgements import Acknowledgements
+from controller.bundle.admin import read_state
 from extproc.api.load import load_directory
 from tests.waiting import eventually
 

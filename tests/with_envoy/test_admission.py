@@ -91,7 +91,7 @@ async def change(stack: Stack, kind: str, **spec: object) -> None:
     await eventually(lambda: metric_is(stack, "attache_config_reloads_total", before + 1, result="applied"))
 
 
-class Scene:
+class OneEngine:
     """A stack whose only engine takes one request at a time, and clients of it."""
 
     def __init__(self, stack: Stack, http: httpx.AsyncClient) -> None:
@@ -136,7 +136,7 @@ async def queueing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[St
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def held(queueing: Stack) -> AsyncIterator[Scene]:
+async def held(queueing: Stack) -> AsyncIterator[OneEngine]:
     """The stack as it was started, whatever the test before has changed, with nothing in it."""
     if spec_of(queueing, "ModelServer")["flowControl"] != CONTROL:
         await change(queueing, "ModelServer", flowControl=CONTROL)
@@ -146,7 +146,7 @@ async def held(queueing: Stack) -> AsyncIterator[Scene]:
     await eventually(lambda: metric_is(queueing, "attache_queue_waiting", 0))
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=queueing.url, timeout=60, limits=limits) as http:
-        yield Scene(queueing, http)
+        yield OneEngine(queueing, http)
 
 
 async def metric_is(stack: Stack, name: str, value: float, **labels: str) -> bool:
@@ -154,7 +154,7 @@ async def metric_is(stack: Stack, name: str, value: float, **labels: str) -> boo
 
 
 @pytest.mark.real_time
-async def test_of_two_hundred_held_clients_fifty_leave_and_the_rest_are_served_in_order(held: Scene) -> None:
+async def test_of_two_hundred_held_clients_fifty_leave_and_the_rest_are_served_in_order(held: OneEngine) -> None:
     stack = held.stack
     engine = stack.engines[0].removeprefix("http://")
     sent_before = await envoy_stat(stack, "cluster.server/default/llama.upstream_rq_total")
@@ -223,7 +223,7 @@ async def listener_waits(stack: Stack, idle_timeout: str) -> bool:
     return f'"stream_idle_timeout": "{idle_timeout}"' in text
 
 
-async def test_a_held_request_outlives_the_time_that_envoy_waits_for_others(held: Scene) -> None:
+async def test_a_held_request_outlives_the_time_that_envoy_waits_for_others(held: OneEngine) -> None:
     async with held.busy():
         waiting = asyncio.create_task(held.ask({}))
         await eventually(lambda: metric_is(held.stack, "attache_queue_waiting", 1))
@@ -236,9 +236,9 @@ async def test_a_held_request_outlives_the_time_that_envoy_waits_for_others(held
     assert await envoy_stat(held.stack, "http.attache.ext_proc.override_message_timeout_ignored") == 0
 
 
-@pytest.mark.parametrize(("mode", "status"), [("Open", 200), ("Close", 503)])
+@pytest.mark.parametrize(("mode", "status", "asked"), [("Open", 200, 1), ("Close", 503, 2)])
 async def test_a_hung_extproc_costs_the_time_of_a_message_though_requests_may_be_held_for_long(
-    tmp_path: Path, mode: str, status: int
+    tmp_path: Path, mode: str, status: int, asked: int
 ) -> None:
     async with running_stack(
         tmp_path / "stack",
@@ -254,7 +254,7 @@ async def test_a_hung_extproc_costs_the_time_of_a_message_though_requests_may_be
         finally:
             os.kill(stack.pids["extproc"], signal.SIGCONT)
         assert answer.status_code == status
-        assert await envoy_stat(stack, "http.attache.ext_proc.message_timeouts") == 1
+        assert await envoy_stat(stack, "http.attache.ext_proc.message_timeouts") == asked
 
 
 FORGED = {
@@ -272,7 +272,8 @@ FORGED = {
 }
 LIMITED = {
     "rateLimits": [
-        {"per": "Tenant", "unit": "hour", "requests": 3},
+        {"others": True, "unit": "hour", "requests": 3},
+        {"tenants": ["dent"], "unit": "hour", "requests": 1},
         {"per": "Tenant", "unit": "hour", "totalTokens": 100_000},
     ]
 }
@@ -296,7 +297,7 @@ async def with_keys(directory: Path, limits: Mapping[str, object]) -> AsyncItera
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def keyed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    """Every tenant has three requests an hour; each test takes tenants of its own."""
+    """Every tenant has three requests an hour, and one has one; each test takes tenants of its own."""
     async with with_keys(tmp_path_factory.mktemp("keyed") / "stack", LIMITED) as stack:
         yield stack
 
@@ -354,6 +355,15 @@ async def test_limits_are_told_in_the_headers_and_errors_that_openais_clients_re
     assert 1150 <= int(error.response.headers["retry-after"]) <= 1200
 
 
+async def test_a_limit_that_names_a_tenant_is_its_own(keyed: Stack) -> None:
+    async with client_of(keyed, "sk-dent-secret") as dent:
+        headers = await ask_as(dent)
+        assert headers["x-ratelimit-limit-requests"] == "1"
+        assert headers["x-ratelimit-limit-tokens"] == "100000"
+        with pytest.raises(openai.RateLimitError):
+            await ask_as(dent)
+
+
 async def test_tokens_are_reserved_by_what_is_asked_for_and_settled_by_what_was_written(tmp_path: Path) -> None:
     limits = {"rateLimits": [{"per": "Tenant", "unit": "hour", "outputTokens": 1000}]}
     async with with_keys(tmp_path / "stack", limits) as stack, client_of(stack, "sk-acme-secret") as acme:
@@ -373,7 +383,7 @@ async def test_tokens_are_reserved_by_what_is_asked_for_and_settled_by_what_was_
         assert "no more than 1000 are granted at once" in caught.value.message
 
 
-async def test_who_waits_too_long_is_told_when_to_come_back(held: Scene) -> None:
+async def test_who_waits_too_long_is_told_when_to_come_back(held: OneEngine) -> None:
     await change(held.stack, "ModelServer", flowControl={"saturation": ONE_AT_A_TIME, "timeout": "300ms"})
     async with held.busy():
         answer = await held.ask({})
@@ -382,7 +392,7 @@ async def test_who_waits_too_long_is_told_when_to_come_back(held: Scene) -> None
     assert int(answer.headers["retry-after"]) >= 1
 
 
-async def test_top_shows_who_waits(held: Scene) -> None:
+async def test_top_shows_who_waits(held: OneEngine) -> None:
     async with held.busy({"x-attache-tenant": "acme"}):
         waiting = [asyncio.create_task(held.ask({"x-attache-tenant": "bell"})) for _ in range(3)]
         await eventually(lambda: metric_is(held.stack, "attache_queue_waiting", 3))
@@ -398,7 +408,7 @@ async def test_top_shows_who_waits(held: Scene) -> None:
     assert [one.status_code for one in await asyncio.gather(*waiting)] == [200] * 3
 
 
-async def test_a_full_queue_refuses_the_lowest_first(held: Scene) -> None:
+async def test_a_full_queue_refuses_the_lowest_first(held: OneEngine) -> None:
     await change(held.stack, "ModelServer", flowControl={"saturation": ONE_AT_A_TIME, "maxRequests": 2})
     async with held.busy():
         waiting = [asyncio.create_task(held.ask({})) for number in range(2)]
@@ -414,7 +424,7 @@ async def test_a_full_queue_refuses_the_lowest_first(held: Scene) -> None:
     assert place_at_engine(answers[-1]) < max(place_at_engine(one) for one in answers[:-1] if one.status_code == 200)
 
 
-async def test_changing_the_queue_keeps_those_who_wait_and_taking_it_away_lets_them_go(held: Scene) -> None:
+async def test_changing_the_queue_keeps_those_who_wait_and_taking_it_away_lets_them_go(held: OneEngine) -> None:
     stack = held.stack
     blocker = asyncio.create_task(held.ask({}, max_tokens=6000))
     await eventually(lambda: metric_is(stack, "attache_in_flight", 1))
@@ -429,7 +439,7 @@ async def test_changing_the_queue_keeps_those_who_wait_and_taking_it_away_lets_t
     assert (await blocker).status_code == 200
 
 
-async def test_a_model_without_engines_holds_its_requests_until_the_first_is_there(held: Scene) -> None:
+async def test_a_model_without_engines_holds_its_requests_until_the_first_is_there(held: OneEngine) -> None:
     stack = held.stack
     engine = stack.engines[0].removeprefix("http://")
     control = {"saturation": ONE_AT_A_TIME, "fairness": "RoundRobin", "noEndpointTimeout": "30s"}
@@ -450,7 +460,7 @@ async def test_a_model_without_engines_holds_its_requests_until_the_first_is_the
     assert await metric(stack, "attache_wanted_engines", server="default/llama") == 0
 
 
-async def test_a_model_that_gets_no_engine_in_time_says_so(held: Scene) -> None:
+async def test_a_model_that_gets_no_engine_in_time_says_so(held: OneEngine) -> None:
     stack = held.stack
     await without_engine(stack, noEndpointTimeout="200ms")
     answer = await held.ask({})
@@ -489,6 +499,16 @@ async def test_tokens_say_who_asks(tmp_path: Path) -> None:
         (200, {"authorization": f"Bearer {good}", **FORGED}, ""),
         (200, {"authorization": f"bearer {good}"}, ""),
         (200, {"authorization": f"bEARER {good}"}, ""),
+        *(
+            (401, {"authorization": wrong}, "")
+            for wrong in (
+                f"Basic {good}",
+                f"Digest {good}",
+                good,
+                f"Basic bearer {good}",
+                f"Basic x, Bearer {good}",
+            )
+        ),
         (401, {"authorization": f"Bearer {token(b'another', org='bell')}"}, ""),
         (401, {}, ""),
         (401, {}, f"?access_token={good}"),
@@ -509,7 +529,6 @@ async def test_tokens_say_who_asks(tmp_path: Path) -> None:
             tmp_path / "stack",
             EngineFlags(count=1, speed=20.0),
             gateway={"authentication": {"jwt": [issuer]}},
-            more={"flowControl": {}},
             headers={"authorization": f"Bearer {good}"},
             watch=True,
         ) as stack,
@@ -524,6 +543,11 @@ async def test_tokens_say_who_asks(tmp_path: Path) -> None:
         assert [await status(headers, query) for _, headers, query in cases] == [expected for expected, *_ in cases]
         assert await metric(stack, "attache_tenant_requests_total", tenant="acme", outcome="picked") == 3
         assert await metric(stack, "attache_tenant_requests_total") == 3
+
+        async def is_counted() -> bool:
+            return await metric(stack, "attache_tenant_service_tokens_total", tenant="acme") > 0
+
+        await eventually(is_counted)
 
         jwks.write_text("{}")
         replacement = jwks.with_suffix(".new")

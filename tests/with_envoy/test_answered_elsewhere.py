@@ -13,6 +13,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from controller.bundle.files import replace_file
 from tests.waiting import eventually
 from tests.with_envoy.gateways import IN_PIECES, Gateway, engines, gateway, pool_config
 
@@ -252,7 +253,8 @@ async def test_a_time_limit_of_the_gateway_ends_a_request_that_is_held(tmp_path:
         waits = pool_config([]).replace(
             "scrapeInterval: 0s", "scrapeInterval: 0s, flowControl: {noEndpointTimeout: 10m}"
         )
-        (made.config / "pool.yaml").write_text(waits)
+        # in place, it could be read while it is empty
+        replace_file(made.config / "pool.yaml", waits.encode(), 0o644)
 
         async def holds() -> bool:
             answer = await http.post(made.url + CHAT, content=BODY, timeout=60)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import anthropic
 import httpx
+import pydantic
 import pytest
 import pytest_asyncio
 
@@ -27,7 +28,10 @@ LONG: Final = "Tell me something that I do not know, please. " * 40
 WEATHER: Final[Any] = {
     "name": "weather",
     "description": "The weather of a town.",
-    "input_schema": {"type": "object", "properties": {"text": {"type": "string"}}},
+    "input_schema": {
+        "type": "object",
+        "properties": {"text": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 3}},
+    },
 }
 CACHED: Final[Any] = {"type": "ephemeral"}
 PICTURE: Final[Any] = {
@@ -91,16 +95,18 @@ async def test_messages_plain_and_streamed(claude: anthropic.AsyncAnthropic, mod
 async def test_tools_their_results_pictures_and_thoughts(claude: anthropic.AsyncAnthropic, model: str) -> None:
     asked: list[Any] = [user([{"type": "text", "text": LONG}, PICTURE])]
     choice: Any = {"type": "tool", "name": "weather"}
-    whole = await claude.messages.create(model=model, max_tokens=3, messages=asked, tools=[WEATHER], tool_choice=choice)
+    forced: Any = {"model": model, "messages": asked, "tools": [WEATHER], "tool_choice": choice}
+    whole = await claude.messages.create(**forced, max_tokens=50)
     (use,) = whole.content
     assert use.type == "tool_use"
     assert whole.stop_reason == "tool_use"
-    async with claude.messages.stream(
-        model=model, max_tokens=3, messages=asked, tools=[WEATHER], tool_choice=choice
-    ) as stream:
+    async with claude.messages.stream(**forced, max_tokens=50) as stream:
         final = await stream.get_final_message()
-    assert final.content[0].type == "tool_use"
-    assert len(final.content[0].input["text"].split()) == 3
+    for one in (use, final.content[0]):
+        assert one.type == "tool_use"
+        assert isinstance(one.input["text"], str)
+        assert 1 <= one.input["days"] <= 3
+    assert (await claude.messages.create(**forced, max_tokens=2)).stop_reason == "max_tokens"
 
     thought: Any = {"type": "thinking", "thinking": "Let me see.", "signature": "abc"}
     result: Any = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "rain"}, PICTURE]}
@@ -110,6 +116,20 @@ async def test_tools_their_results_pictures_and_thoughts(claude: anthropic.Async
     ]
     answer = await claude.messages.create(model=model, max_tokens=3, messages=asked, tools=[WEATHER])
     assert answer.content[0].type == "text"
+
+
+class Forecast(pydantic.BaseModel):
+    town: str
+    is_dry: bool
+
+
+async def test_json_of_a_schema_is_parsed(claude: anthropic.AsyncAnthropic, model: str) -> None:
+    asked: Any = {"model": model, "max_tokens": 100, "messages": [user(LONG)], "output_format": Forecast}
+    assert isinstance((await claude.messages.parse(**asked)).parsed_output, Forecast)
+    async with claude.messages.stream(**asked) as stream:
+        final = await stream.get_final_message()
+    assert isinstance(final.parsed_output, Forecast)
+    assert final.stop_reason == "end_turn"
 
 
 async def test_tokens_are_counted_by_an_engine_that_computes_nothing(

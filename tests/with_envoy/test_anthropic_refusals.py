@@ -102,7 +102,9 @@ async def test_full_engines_are_an_overload_and_no_limit_of_the_caller(stack: St
 
 
 async def test_what_openai_clients_are_told_stays_as_it_was(stack: Stack) -> None:
-    async with httpx.AsyncClient(base_url=stack.url, headers={"authorization": "Bearer sk-chat-0123"}) as http:
+    async with httpx.AsyncClient(
+        base_url=stack.url, headers={"authorization": "Bearer sk-chat-0123"}, timeout=60
+    ) as http:
         answer = await http.post("/v1/chat/completions", json={"model": "gpt-17", "messages": HELLO})
         assert answer.json()["error"]["code"] == "model_not_found"
         large = await http.post("/v1/chat/completions", content=b"x" * 300_000)

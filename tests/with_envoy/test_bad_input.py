@@ -74,6 +74,60 @@ async def test_bad_bodies_are_refused_with_the_reason(stack: Stack, content: byt
     assert (await post(stack, chat())).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/chat/completions", "write /v1 before it: /v1/chat/completions"),
+        ("/v1/chat/completions/", "leave the slash at its end out: /v1/chat/completions"),
+        ("/v1/v1/messages", "write /v1/messages"),
+        ("/openai/v1/embeddings", "write /v1/embeddings"),
+        ("/models", "write /v1 before it: /v1/models"),
+        ("/", "there are /v1/"),
+    ],
+)
+async def test_a_path_that_is_nearly_right_is_answered_with_the_right_one(stack: Stack, path: str, told: str) -> None:
+    answer = await post(stack, chat(), path)
+    assert answer.status_code == 404
+    assert told in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/llama", "/v1/models/none", "/", CHAT, "/healthz"])
+async def test_head_is_answered_as_get_without_the_body(stack: Stack, path: str) -> None:
+    async with httpx.AsyncClient() as http:
+        head, get = await http.head(stack.url + path), await http.get(stack.url + path)
+    assert head.status_code == get.status_code
+    assert head.content == b""
+    assert head.headers["content-type"].partition(";")[0] == get.headers["content-type"].partition(";")[0]
+
+
+async def test_load_balancers_see_health_at_the_clients_port(stack: Stack) -> None:
+    async with httpx.AsyncClient() as http:
+        answer = await http.get(f"{stack.url}/healthz")
+    assert (answer.status_code, answer.text) == (200, "ok\n")
+
+
+async def upgraded(stack: Stack, head: str, *headers: str, body: bytes = b"") -> tuple[int, str]:
+    """Status and body of the answer to a request that asks for an upgrade."""
+    host, port = stack.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    lines = [f"{head} HTTP/1.1", "host: a", "connection: upgrade", "upgrade: websocket", *headers]
+    lines += [f"content-length: {len(body)}"] if body else []
+    writer.write("".join(f"{line}\r\n" for line in [*lines, ""]).encode() + body)
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    writer.close()
+    status, _, rest = answer.decode().partition("\r\n")
+    return int(status.split()[1]), rest.partition("\r\n\r\n")[2]
+
+
+@pytest.mark.parametrize("head", ["GET /v1/realtime", f"POST {CHAT}", "GET /v1/models"])
+async def test_a_request_for_an_upgrade_is_answered_404_at_once(stack: Stack, head: str) -> None:
+    status, body = await upgraded(stack, head, body=chat() if head.startswith("POST") else b"")
+    assert status == 404
+    assert "without the header 'upgrade'" in body
+    assert json.loads(body)["error"]["code"] == "unknown_url"
+
+
 async def test_a_prompt_of_10_mb_is_routed(stack: Stack) -> None:
     # that it is too long for the model is for the engine to say, in its own words
     answer = await post(stack, chat("word " * 2_000_000))

@@ -32,7 +32,7 @@ def copy_of(name: str, directory: Path) -> Path:
     shutil.copytree(BUNDLES / name, directory)
     listen, admin = free_ports(2)
     for file in directory.rglob("*.json"):
-        text = file.read_text().replace(GOLDEN_PATH, str(directory))
+        text = file.read_text().replace(GOLDEN_PATH, str(directory)).replace("/var/lib/attache/", f"{directory}/")
         text = text.replace('"address": "0.0.0.0"', '"address": "127.0.0.1"')
         text = text.replace('"port_value": 8080', f'"port_value": {listen}')
         file.write_text(text.replace('"port_value": 9901', f'"port_value": {admin}'))

@@ -9,13 +9,15 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 import pytest_asyncio
 
 from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
 from tests.waiting import eventually
-from tests.with_envoy.test_admission import edit, spec_of
+from tests.with_envoy.test_admission import edit, metric, spec_of
+from tests.with_envoy.test_bad_input import upgraded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -42,10 +44,12 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def keys(file: Path) -> list[dict[str, Any]]:
+    # the configuration is in a folder of the stack's
+    relative = f"../../../{file.parent.name}/{file.name}"
     return [
         {"name": "plain", "key": PLAIN, "tenant": "acme"},
         {"name": "hashed", "keySHA256": digest(HASHED).upper(), "tenant": "acme"},
-        {"name": "filed", "keyFile": str(file), "tenant": "bell"},
+        {"name": "filed", "keyFile": relative, "tenant": "bell"},
         {"name": "dated", "key": DATED, "tenant": "bell", "expiresAt": "2001-01-01T00:00:00Z"},
         {"name": "lora-only", "key": LORA_ONLY, "tenant": "lora"},
         *({"name": f"long-{number}", "keySHA256": digest(key), "tenant": "long"} for number, key in enumerate(LONG)),
@@ -75,6 +79,21 @@ async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
     limits = httpx.Limits(max_connections=1)
     async with httpx.AsyncClient(base_url=stack.url, timeout=30, limits=limits) as one:
         yield one
+
+
+async def test_load_balancers_need_no_key_for_health_and_nobody_else_gets_by(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/healthz")).text == "ok\n"
+    for path in ("/healthz/", "/healthz/x", "/v1/models", "/HEALTHZ"):
+        assert (await http.get(path)).status_code == 401
+    # whatever the method
+    assert (await http.post("/healthz", content=b"{}")).status_code == 200
+
+
+async def test_a_request_for_an_upgrade_is_answered_where_extproc_must_decide(stack: Stack) -> None:
+    body = b'{"model": "llama", "messages": []}'
+    status, told = await upgraded(stack, "POST /v1/chat/completions", f"x-api-key: {PLAIN}", body=body)
+    assert status == 404
+    assert "without the header 'upgrade'" in told
 
 
 async def answer(http: httpx.AsyncClient, model: str = ALIAS, **headers: str) -> httpx.Response:
@@ -194,6 +213,50 @@ async def read_all(directory: Path) -> dict[Path, str]:
     return found
 
 
+class LoggedUsage(msgspec.Struct, frozen=True):
+    """A line of the decision log: who asked for what, and the tokens in it once it is over."""
+
+    kind: str
+    tenant: str
+    api_key: str
+    request_id: str
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+async def test_usage_is_counted_by_tenant_and_logged_by_request(
+    stack: Stack, http: httpx.AsyncClient, key_file: Path
+) -> None:
+    answered = await answer(http, authorization=f"Bearer {HASHED}")
+    usage = answered.json()["usage"]
+
+    def logged() -> list[LoggedUsage]:
+        whole, _, _ = key_file.with_name("decisions").read_bytes().rpartition(b"\n")
+        return [msgspec.json.decode(line, type=LoggedUsage) for line in whole.splitlines()]
+
+    def of_the_request() -> list[LoggedUsage]:
+        return [one for one in logged() if one.request_id == answered.headers["x-request-id"]]
+
+    async def is_over() -> bool:
+        return len(of_the_request()) == 2
+
+    await eventually(is_over)
+    decision, outcome = of_the_request()
+    assert (decision.kind, outcome.kind) == ("decision", "outcome")
+    assert (decision.tenant, decision.api_key) == (outcome.tenant, outcome.api_key) == ("acme", "hashed")
+    assert (outcome.prompt_tokens, outcome.completion_tokens) == (usage["prompt_tokens"], usage["completion_tokens"])
+
+    async def is_counted() -> bool:
+        ours = [one for one in logged() if one.tenant == "acme"]
+        prompt, output = sum(one.prompt_tokens or 0 for one in ours), sum(one.completion_tokens or 0 for one in ours)
+        return (
+            await metric(stack, "attache_tenant_prompt_tokens_total", tenant="acme") == prompt
+            and await metric(stack, "attache_tenant_output_tokens_total", tenant="acme") == output
+        )
+
+    await eventually(is_counted)
+
+
 async def test_keys_are_nowhere_to_be_read(stack: Stack, http: httpx.AsyncClient, key_file: Path) -> None:
     for key in (PLAIN, HASHED, FILED, DATED, LORA_ONLY):
         await status(http, key)
@@ -211,7 +274,7 @@ async def test_keys_are_nowhere_to_be_read(stack: Stack, http: httpx.AsyncClient
     shown += [*written.values(), *(file.read_text() for file in logs)]
     for key in (PLAIN, HASHED, FILED, DATED, LORA_ONLY, *LONG):
         assert not [text for text in shown if key in text]
-    assert await is_said(stack, "everybody on this machine can read the key in it")
+    assert await is_said(stack, "every user of this machine can read the key in it")
     by_name = {file.name: file for file in written}
     assert stat.S_IMODE(by_name["keys.json"].stat().st_mode) == 0o600
     assert stat.S_IMODE(by_name["lds.json"].stat().st_mode) == 0o644

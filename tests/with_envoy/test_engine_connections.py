@@ -202,10 +202,10 @@ def as_the_gateway_role_would(stack: Stack, engine: Engine, *secrets: Object) ->
     }
     compiler = Compiler()
     authorities = {"kind": "PointedConfigMap", "metadata": {}, "data": {"ca.crt": engine.ca.read_text()}}
-    compiler.put("PointedConfigMap", "default/ca", authorities)
+    compiler.update_object("PointedConfigMap", "default/ca", authorities)
     for one in secrets:
-        compiler.put("Secret", f"default/{one['metadata']['name']}", one)
-    compiler.put("ModelServer", "default/llama", resource("ModelServer", "llama", spec))
+        compiler.update_object("Secret", f"default/{one['metadata']['name']}", one)
+    compiler.update_object("ModelServer", "default/llama", resource("ModelServer", "llama", spec))
     files = compiler.compile().files
     DirectoryWriter(stack.config).write(
         {name: content for name, content in files.items() if name.startswith(("secret.", "configmap."))}

@@ -64,6 +64,17 @@ async def ask(stack: Stack, model: str = ALIAS, **headers: str) -> httpx.Respons
         return await http.post(f"{stack.url}/v1/chat/completions", json=body, headers=headers)
 
 
+async def health(stack: Stack) -> tuple[int, str]:
+    """What a load balancer gets in front of Envoy."""
+    async with httpx.AsyncClient(timeout=60) as http:
+        answer = await http.get(f"{stack.url}/healthz")
+    return answer.status_code, answer.text
+
+
+HEALTHY = (200, "ok\n")
+ILL = (503, "Envoy drains, or needs extproc, which is away\n")
+
+
 async def is_picking(stack: Stack) -> bool:
     """Whether extproc decides: it names its ticket in the access log, and counts the pick."""
     async with httpx.AsyncClient(timeout=60) as http:
@@ -131,6 +142,19 @@ async def test_without_extproc_the_right_engines_still_serve(mended: Stack) -> N
         listed = (await http.get(f"{mended.url}/v1/models")).json()
         assert [one["id"] for one in listed["data"]] == [ALIAS]
         assert (await http.get(f"{mended.url}/metrics")).status_code == 404
+    assert await health(mended) == HEALTHY
+
+
+async def test_load_balancers_see_that_envoy_drains(mended: Stack) -> None:
+    async with httpx.AsyncClient(timeout=60) as http:
+        try:
+            await http.post(f"{mended.admin}/healthcheck/fail")
+            assert await health(mended) == ILL
+            # who still comes is served
+            assert (await ask(mended)).status_code == 200
+        finally:
+            await http.post(f"{mended.admin}/healthcheck/ok")
+    assert await health(mended) == HEALTHY
 
 
 async def test_an_extproc_that_hangs_is_passed_over_after_a_while(mended: Stack) -> None:
@@ -145,12 +169,39 @@ async def test_an_extproc_that_hangs_is_passed_over_after_a_while(mended: Stack)
 
 async def test_closed_means_an_error_that_says_so(closed: Stack) -> None:
     assert (await ask(closed)).status_code == 200
+    assert await health(closed) == HEALTHY
     await closed.processes.end("extproc", signal.SIGKILL)
     refused = await ask(closed)
     assert refused.status_code == 503
     error = refused.json()["error"]
     assert (error["type"], error["code"]) == ("service_unavailable_error", "no_picker")
     assert refused.headers["retry-after"] == "5"
+
+    async def is_ill() -> bool:
+        return await health(closed) == ILL
+
+    await eventually(is_ill)
+    await closed.processes.start_again("extproc")
+
+    async def is_healthy() -> bool:
+        return await health(closed) == HEALTHY
+
+    await eventually(is_healthy)
+
+
+async def test_an_answer_that_runs_outlives_extproc_though_nothing_new_is_taken(closed: Stack) -> None:
+    body = {"model": ALIAS, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 300, "stream": True}
+    async with (
+        httpx.AsyncClient(timeout=60) as http,
+        http.stream("POST", f"{closed.url}/v1/chat/completions", json=body) as answer,
+    ):
+        pieces = answer.aiter_text()
+        text = await anext(pieces)
+        await closed.processes.end("extproc", signal.SIGKILL)
+        assert (await ask(closed)).status_code == 503
+        async for piece in pieces:
+            text += piece
+    assert text.endswith("data: [DONE]\n\n")
 
 
 KEYS = {"apiKeys": [{"name": "acme", "key": "acme-secret", "tenant": "acme"}]}

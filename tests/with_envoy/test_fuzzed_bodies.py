@@ -11,8 +11,8 @@ import httpx
 import msgspec
 import pytest
 
-from bench.fuzz.bodies import FLAGS, ROUTE, SERVER, Answer, FuzzSettings, fault_of, fuzz, send, told
-from bench.fuzz.mutants import Case, mutant
+from bench.fuzz.bodies import FLAGS, ROUTE, SERVER, FuzzResponse, FuzzSettings, fault_of, fuzz, report_text, send
+from bench.fuzz.mutants import FuzzCase, mutant
 from bench.stack.stack import running_stack
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ async def test_broken_requests_are_refused_as_openai_does_and_leave_nothing_behi
     async with running_stack(tmp_path / "stack", FLAGS, route=ROUTE, more=SERVER) as stack:
         report = await fuzz(stack, FuzzSettings(seconds=60, cases=1500, first_seed=20_000, clients=8))
         seen = msgspec.json.encode(report.offenders[:10]).decode()
-        assert report.is_clean, told(report) + seen
+        assert report.is_clean, report_text(report) + seen
         assert report.cases == 1500
         assert report.statuses["200"] > 100
         assert report.statuses["400"] > 100
@@ -48,25 +48,28 @@ def test_a_seed_is_always_the_same_request() -> None:
     assert len({case.body for case in cases}) > 200
 
 
-CASE = Case(seed=0, method="POST", path="/", headers=(), body=b"")
+CASE = FuzzCase(seed=0, method="POST", path="/", headers=(), body=b"")
 ERROR = b'{"error": {"message": "no", "type": "x"}}'
 
 
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (Answer(), "no answer"),
-        (Answer(500, "application/json", ERROR, is_whole=True), "has failed"),
-        (Answer(200, "application/json", b"{}"), "cut"),
-        (Answer(400, "text/plain", ERROR, is_whole=True), "content type"),
-        (Answer(400, "application/json", b"no", is_whole=True), "no error object"),
-        (Answer(400, "application/json", b'{"error": {"message": "", "type": "x"}}', is_whole=True), "no error object"),
-        (Answer(302, "", b"", is_whole=True), "neither"),
-        (Answer(400, "application/json; charset=utf-8", ERROR, is_whole=True), ""),
-        (Answer(200, "", b"", is_whole=True), ""),
+        (FuzzResponse(), "no answer"),
+        (FuzzResponse(500, "application/json", ERROR, is_whole=True), "has failed"),
+        (FuzzResponse(200, "application/json", b"{}"), "cut"),
+        (FuzzResponse(400, "text/plain", ERROR, is_whole=True), "content type"),
+        (FuzzResponse(400, "application/json", b"no", is_whole=True), "no error object"),
+        (
+            FuzzResponse(400, "application/json", b'{"error": {"message": "", "type": "x"}}', is_whole=True),
+            "no error object",
+        ),
+        (FuzzResponse(302, "", b"", is_whole=True), "neither"),
+        (FuzzResponse(400, "application/json; charset=utf-8", ERROR, is_whole=True), ""),
+        (FuzzResponse(200, "", b"", is_whole=True), ""),
     ],
 )
-def test_what_is_wrong_with_an_answer_is_said(answer: Answer, says: str) -> None:
+def test_what_is_wrong_with_an_answer_is_said(answer: FuzzResponse, says: str) -> None:
     fault = fault_of(CASE, answer)
     assert says in fault
     assert bool(fault) == bool(says)

@@ -37,6 +37,10 @@ def model_route(name: str, listener: str, **more: object) -> dict[str, object]:
     )
 
 
+def rewrite(kind: str, **path: str) -> dict[str, object]:
+    return {"type": "URLRewrite", "urlRewrite": {"path": {"type": kind, **path}}}
+
+
 def documents(addresses: Mapping[str, str], **limits: object) -> list[dict[str, Any]]:
     def server(name: str, *engines: str) -> dict[str, object]:
         endpoints = [{"address": addresses[one]} for one in engines]
@@ -54,6 +58,8 @@ def documents(addresses: Mapping[str, str], **limits: object) -> list[dict[str, 
             rule("/cors", ref("a"), filters=[{"type": "CORS", "cors": {"allowOrigins": ["https://app.test"]}}]),
             rule("/team", ref("left", "ModelServer"), filters=[CUT]),
             rule("/shared", ref("left", "ModelServer"), ref("a")),
+            rule("/ask", ref("left", "ModelServer"), filters=[rewrite("ReplaceFullPath", replaceFullPath=CHAT)]),
+            rule("/talk", ref("left", "ModelServer"), filters=[rewrite("ReplacePrefixMatch", replacePrefixMatch=CHAT)]),
             sections=["left"],
         ),
     ]
@@ -181,6 +187,7 @@ async def test_the_limits_of_a_model_hold_on_every_path(keyed: Stand) -> None:
         return answer.status_code
 
     assert [await status("/team" + CHAT), await status(CHAT)] == [200, 200]
-    assert [await status("/team" + CHAT), await status(CHAT)] == [429, 429]
+    paths = ("/team" + CHAT, CHAT, "/ask", "/ask/anything", "/talk")
+    assert [await status(path) for path in paths] == [429] * len(paths)
     assert await status(CHAT, port="right") == 200
     assert await status("/a" + CHAT) == 200

@@ -163,6 +163,7 @@ async def received(stack: Stack, more: int, than: float) -> None:
     async def has() -> bool:
         return await counted(stack, messages("received")) >= than + more
 
+    # an event loop that shares its processor takes these floods in its pauses
     await eventually(has)
 
 

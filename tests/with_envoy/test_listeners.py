@@ -16,7 +16,8 @@ import pytest_asyncio
 
 from bench.stack.processes import free_ports
 from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
-from controller.bundle.acknowledgements import Acknowledgements, read_state
+from controller.bundle.acknowledgements import Acknowledgements
+from controller.bundle.admin import read_state
 from controller.bundle.sync import wait_until_acknowledged
 from extproc.api.load import load_directory
 from tests.certificates import Authority, client_context

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from bench.stack.stack import MODEL
@@ -70,6 +71,97 @@ async def test_completions_embeddings_and_responses(client: openai.AsyncOpenAI, 
     assert len(response.output_text.split()) == 3
     events = await client.responses.create(model=model, input="hello", max_output_tokens=3, stream=True)
     assert [event.type async for event in events][-1] == "response.completed"
+
+
+class Visit(pydantic.BaseModel):
+    town: Literal["Berlin", "Paris"]
+    days: Annotated[int, pydantic.Field(ge=1, le=30)]
+    guests: list[str]
+
+
+VISIT: Final[Any] = {
+    "type": "function",
+    "function": {"name": "visit", "parameters": Visit.model_json_schema(), "strict": True},
+}
+OTHER: Final[Any] = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
+
+
+async def test_json_mode_and_json_of_a_schema(client: openai.AsyncOpenAI, model: str) -> None:
+    asked: Any = {"model": model, "messages": HELLO, "response_format": {"type": "json_object"}, "max_tokens": 20}
+    plain = await client.chat.completions.create(**asked)
+    assert isinstance(json.loads(plain.choices[0].message.content or ""), dict)
+    assert plain.choices[0].finish_reason == "stop"
+    stream = await client.chat.completions.create(**asked, stream=True)
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    assert isinstance(json.loads(text), dict)
+
+    parsed = await client.chat.completions.parse(model=model, messages=HELLO, response_format=Visit, n=2)  # type: ignore[arg-type]
+    assert [type(one.message.parsed) for one in parsed.choices] == [Visit, Visit]
+    async with client.chat.completions.stream(model=model, messages=HELLO, response_format=Visit) as events:  # type: ignore[arg-type]
+        final = await events.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Visit)
+    with pytest.raises(openai.LengthFinishReasonError):
+        await client.chat.completions.parse(model=model, messages=HELLO, response_format=Visit, max_tokens=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"), [("required", "tool_calls"), ({"type": "function", "function": {"name": "visit"}}, "stop")]
+)
+async def test_a_tool_that_is_forced_is_called(
+    client: openai.AsyncOpenAI,
+    model: str,
+    choice: Any,  # noqa: ANN401 - what the client takes
+    reason: str,
+) -> None:
+    asked: Any = {"model": model, "messages": HELLO, "tools": [VISIT, OTHER], "tool_choice": choice}
+    plain = await client.chat.completions.create(**asked)
+    (call,) = plain.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    assert call.function.name == "visit"
+    Visit.model_validate_json(call.function.arguments)
+    assert plain.choices[0].finish_reason == reason
+    async with client.chat.completions.stream(**asked) as events:
+        final = await events.get_final_completion()
+    (call,) = final.choices[0].message.tool_calls or ()
+    Visit.model_validate_json(call.function.arguments)
+    # what is not forced is text
+    free = await client.chat.completions.create(**{**asked, "tool_choice": "auto"}, max_tokens=2)
+    assert free.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="no tool 'nobody'"):
+        await client.chat.completions.create(
+            **{**asked, "tool_choice": {"type": "function", "function": {"name": "nobody"}}}
+        )
+
+
+async def test_responses_have_tools_and_json_too(client: openai.AsyncOpenAI, model: str) -> None:
+    parsed = await client.responses.parse(model=model, input="hello", text_format=Visit)
+    assert isinstance(parsed.output_parsed, Visit)
+    async with client.responses.stream(model=model, input="hello", text_format=Visit) as events:
+        final = await events.get_final_response()
+    assert isinstance(final.output_parsed, Visit)
+    tool: Any = {"type": "function", "name": "visit", "parameters": Visit.model_json_schema(), "strict": True}
+    asked: Any = {"model": model, "input": "hello", "tools": [tool], "tool_choice": "required"}
+    plain = await client.responses.create(**asked)
+    async with client.responses.stream(**asked) as events:
+        streamed = await events.get_final_response()
+    for one in (plain, streamed):
+        (call,) = one.output
+        assert call.type == "function_call"
+        Visit.model_validate_json(call.arguments)
+
+
+async def test_a_list_of_prompts_has_a_choice_for_each(client: openai.AsyncOpenAI, model: str) -> None:
+    prompts = ["once upon a time", "long ago", "tomorrow"]
+    plain = await client.completions.create(model=model, prompt=prompts, max_tokens=3)
+    assert [one.index for one in plain.choices] == [0, 1, 2]
+    assert plain.usage is not None
+    assert plain.usage.completion_tokens == 9
+    stream = await client.completions.create(model=model, prompt=prompts, max_tokens=3, stream=True)
+    texts = ["", "", ""]
+    async for chunk in stream:
+        for one in chunk.choices:
+            texts[one.index] += one.text
+    assert [len(one.split()) for one in texts] == [3, 3, 3]
 
 
 async def test_an_adapter_is_asked_for_by_its_own_name(client: openai.AsyncOpenAI) -> None:

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from bench.stack.stack import ALIAS, EngineFlags, running_stack
+from controller.bundle.files import replace_file
 from extproc.scheduling.sessions import session_token
 from tests.waiting import eventually
 from tests.with_envoy.gateways import engines, gateway, pool_config
@@ -71,7 +72,7 @@ async def test_a_gateways_answers_carry_a_token_that_brings_requests_back(tmp_pa
             served, token = await told(http, made.url, x_session_token=forged)
             assert tokens[served] == token
         # an endpoint that is gone: another serves, and says so
-        (made.config / "pool.yaml").write_text(pool_config(addresses[1:], picker=True))
+        replace_file(made.config / "pool.yaml", pool_config(addresses[1:], picker=True).encode(), 0o644)
 
         async def has_moved() -> bool:
             served, token = await told(http, made.url, x_session_token=tokens[addresses[0]])

@@ -13,10 +13,11 @@ import httpx
 import pytest
 from aiohttp import web
 
-from bench.sizes.configuration import Gateway, Sizes, configuration
+from bench.sizes.configuration import GatewayPorts, Sizes, configuration
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import envoy_command
-from controller.bundle.acknowledgements import Acknowledgements, read_state, why_not_ready
+from controller.bundle.acknowledgements import Acknowledgements
+from controller.bundle.admin import read_state, why_not_ready
 from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES
 from extproc.api.load import load_directory
 from extproc.protocol import CHAT_PATH, MODELS_PATH
@@ -44,7 +45,7 @@ class Large:
         self.config.mkdir()
         self.admin = f"127.0.0.1:{admin}"
         addresses = [f"127.0.0.1:{listen}", self.admin, f"127.0.0.1:{extproc}"]
-        self.write(configuration(sizes, Gateway(*addresses, engines=self.engines), "Open"))
+        self.write(configuration(sizes, GatewayPorts(*addresses, engines=self.engines), "Open"))
 
     def write(self, files: dict[str, bytes]) -> None:
         for name, content in files.items():
@@ -185,7 +186,7 @@ async def test_servers_that_become_few_are_served_on_and_by_an_envoy_that_starts
     """They have files of endpoints then, which must be there before clusters name them."""
     few = configuration(
         Sizes(models=20, routes=20, hosts=2, adapters=1, endpoints=40),
-        Gateway(PLACE, PLACE, PLACE, engines=large.engines),
+        GatewayPorts(PLACE, PLACE, PLACE, engines=large.engines),
         "Open",
     )
     for file in large.config.glob("*.json"):

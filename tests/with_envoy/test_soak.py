@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.soak.run import Settings, soak
-from bench.soak.verdict import Bounds, verdict
+from bench.soak.run import SoakSettings, soak
+from bench.soak.verdict import Limits, verdict
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @pytest.mark.asyncio
 async def test_a_short_soak_of_few_models_loses_nothing(tmp_path: Path) -> None:
-    settings = Settings(minutes=0.2, models=8, rate=10.0, sample_s=3.0, engines=2)
+    settings = SoakSettings(minutes=0.2, models=8, rate=10.0, fill_rate=10.0, sample_s=3.0, engines=2)
 
     record = await soak(settings, tmp_path / "soak", asyncio.Event())
 
     # how long changes take depends on the machine
-    failed = [one for one in verdict(record, Bounds()) if one.is_ok is False and one.name != "changes"]
+    failed = [one for one in verdict(record, Limits()) if one.is_ok is False and one.name != "changes"]
     assert failed == []
     assert record.totals["honest"]["ok"] > 50
     assert any(one.extproc_s is not None and one.envoy_s is not None for one in record.uptakes)
@@ -32,8 +32,15 @@ async def test_a_short_soak_of_few_models_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_a_hostile_engine_is_asked_and_harms_nobody_else(tmp_path: Path) -> None:
-    settings = Settings(
-        minutes=0.1, models=4, rate=5.0, hostile=("resets", "redirect-page"), hostile_rate=10.0, sample_s=2.0, engines=2
+    settings = SoakSettings(
+        minutes=0.1,
+        models=4,
+        rate=5.0,
+        fill_rate=5.0,
+        hostile=("resets", "redirect-page"),
+        hostile_rate=10.0,
+        sample_s=2.0,
+        engines=2,
     )
 
     record = await soak(settings, tmp_path / "soak", asyncio.Event())

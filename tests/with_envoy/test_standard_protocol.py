@@ -21,7 +21,7 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.waiting import eventually
-from tests.with_envoy.gateways import WHOLE_BODIES, Gateway, engines, gateway
+from tests.with_envoy.gateways import IN_PIECES, WHOLE_BODIES, Gateway, engines, gateway
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -200,7 +200,10 @@ async def test_a_dead_first_choice_costs_a_retry_where_the_gateway_goes_down_the
     async with engines(1) as addresses:
         both = [*addresses, "127.0.0.1:1"]
         flags = ["--duplex-choices", "2"]
-        async with gateway(tmp_path, both, kind="override_host", flags=flags) as made, httpx.AsyncClient() as http:
+        async with (
+            gateway(tmp_path, both, kind="override_host", flags=flags) as made,
+            httpx.AsyncClient(timeout=60) as http,
+        ):
             served = [(await http.post(made.url + CHAT, content=chat(10))).json()["served"] for _ in range(12)]
     assert set(served) == set(addresses)
 
@@ -217,21 +220,24 @@ async def test_conformance_tests_choose_by_header(tmp_path: Path) -> None:
             assert answer.json()["served"] == address
 
 
-async def test_answers_need_not_pass_where_the_mode_may_be_overridden(tmp_path: Path) -> None:
-    async with (
-        engines(2) as addresses,
-        gateway(tmp_path, addresses, flags=["--mode-override"], mode_override=True) as made,
-        httpx.AsyncClient() as http,
-    ):
-        headers = {"x-pieces": "300"}
-        answer = await http.post(made.url + CHAT, content=chat(10, stream=True), headers=headers)
-        assert answer.content.count(b"data: ") == 302
-        standard = Standard(addresses, made)
+async def test_a_gateway_may_keep_the_bodies_of_answers_to_itself(tmp_path: Path) -> None:
+    """By its own ``response_body_mode``: Envoy takes no ``mode_override`` where a body comes in pieces."""
+    headers = {"x-pieces": "300"}
+    for mode, is_seen in ((IN_PIECES, True), ({**IN_PIECES, "response_body_mode": "NONE"}, False)):
+        async with (
+            engines(2) as addresses,
+            gateway(tmp_path / mode["response_body_mode"], addresses, mode=mode) as made,
+            httpx.AsyncClient(timeout=60) as http,
+        ):
+            answer = await http.post(made.url + CHAT, content=chat(10, stream=True), headers=headers)
+            assert answer.content.count(b"data: ") == 302
+            standard = Standard(addresses, made)
 
-        async def is_idle() -> bool:
-            return await metric(standard, "attache_in_flight") == 0
+            async def is_idle(at: Standard = standard) -> bool:
+                return await metric(at, "attache_in_flight") == 0
 
-        await eventually(is_idle)
+            await eventually(is_idle)
+            assert (await metric(standard, "attache_prompt_tokens_total") > 0) is is_seen
 
 
 # with retries, Envoy 1.40 sends a body that ends with trailers twice, whatever the ext_proc server is

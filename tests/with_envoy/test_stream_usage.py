@@ -6,6 +6,7 @@ counted.
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING
 
 import openai
@@ -13,14 +14,21 @@ import pytest
 import pytest_asyncio
 
 from controller.bundle.envoy.usage import MOST_HELD_BYTES
+from controller.bundle.sync import write_once
+from extproc.protocol import USAGE_NAMESPACE
+from tests.waiting import eventually
+from tests.with_envoy import stand_in
 from tests.with_envoy.stand_in import Gateway, gateway_on
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
+    from extproc.api.snapshot import Snapshot
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+METADATA = "metadata.jsonl"
 TOKEN = b'data: {"id": "1", "choices": [{"index": 0, "delta": {"content": "hi"}}], "usage": null}\n\n'
 USAGE = (
     b'data: {"id": "1", "choices": [], "usage": {"prompt_tokens": 31, "completion_tokens": 7, '
@@ -33,8 +41,31 @@ UNKNOWN = dict.fromkeys(COUNTED)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
-    async with gateway_on(tmp_path_factory.mktemp("usage")) as running:
-        yield running
+    directory = tmp_path_factory.mktemp("usage")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stand_in, "write_once", partial(write_with_metadata, directory / METADATA))
+        async with gateway_on(directory) as running:
+            yield running
+
+
+def write_with_metadata(log: Path, snapshot: Snapshot, bundle: Path, *rest: str) -> None:
+    """As the bundle is, and ``log`` gets a line of JSON for each request: what the filters have read in its answer."""
+    write_once(snapshot, bundle, *rest)
+    file = bundle / "lds.json"
+    content = json.loads(file.read_text())
+    for listener in content["resources"]:
+        for chain in listener["filter_chains"]:
+            chain["filters"][0]["typed_config"]["access_log"].append(
+                {
+                    "name": "envoy.access_loggers.file",
+                    "typed_config": {
+                        "@type": "type.googleapis.com/envoy.extensions.access_loggers.file.v3.FileAccessLog",
+                        "path": str(log),
+                        "log_format": {"json_format": {"usage": f"%DYNAMIC_METADATA({USAGE_NAMESPACE})%"}},
+                    },
+                }
+            )
+    file.write_text(json.dumps(content))
 
 
 async def answer_to(
@@ -313,6 +344,58 @@ async def test_what_was_cached_changes_no_byte_of_an_answer_nor_their_number(
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize(
+    ("path", "kind", "told"),
+    [
+        *(
+            ("chat/completions", kind, told)
+            for kind in (SSE, JSON)
+            for told in (
+                (
+                    b', "sglext": {"cached_tokens_details": {"device": 1024, "host": 16, "storage_backend": "a"}}',
+                    b', "sglext":{"cached_tokens_details":{"device":2,"host":0}}',
+                    b"",
+                ),
+                (
+                    b', "sglext": {"routed_experts": "ab", "cached_tokens_details": {"device": 1024}}',
+                    b', "sglext": {"cached_tokens_details": {"device": 5, "host": 7}, "routed_experts": "ab"}',
+                    b', "sglext": {"cached_tokens_details": null, "routed_experts": "ab"}',
+                    b', "sglext": {"routed_experts": "ab"}',
+                ),
+                (b', "prompt_cache_hit_tokens": 7', b', "prompt_cache_hit_tokens": 1024'),
+                (b', "x": {"num_cached_tokens": 7}', b', "x": {"num_cached_tokens": 1024}'),
+            )
+        ),
+        (
+            "responses",
+            JSON,
+            (b', "x": {"cached_tokens_per_turn": [7, 1024]}', b', "x": {"cached_tokens_per_turn": [0, 1]}'),
+        ),
+    ],
+)
+async def test_what_was_cached_is_hidden_by_each_name_that_engines_have(
+    hiding: Gateway, path: str, kind: str, told: Sequence[bytes], size: int
+) -> None:
+    shown = set()
+    hiding.engine.headers = {"content-type": kind}
+    try:
+        for more in told:
+            answer = b'{"id": "1", "choices": [{"index": 0}]%b}' % more
+            whole = answer if kind == JSON else b"data: " + answer + b"\n\n" + DONE
+            pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+            shown.add(await answer_to(hiding, pieces, path, stream=kind == SSE, input="x"))
+    finally:
+        hiding.engine.headers = {}
+    assert len(shown) == 1
+    assert b"1024" not in shown.pop()
+
+
+async def test_an_event_that_comes_only_where_something_was_cached_is_dropped(hiding: Gateway) -> None:
+    event = b'data: {"id": "1", "choices": [], "sglext": {"cached_tokens_details": {"device": 5, "host": 7}}}\n\n'
+    assert await answer_to(hiding, [TOKEN + event, USAGE + DONE]) == TOKEN + DONE
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
 @pytest.mark.parametrize("kind", [SSE, JSON])
 async def test_what_was_cached_cannot_be_seen_in_the_messages_api_either(hiding: Gateway, kind: str, size: int) -> None:
     shown = set()
@@ -371,3 +454,38 @@ async def test_usage_of_the_messages_api_is_read_wherever_it_is_cut(
     finally:
         gateway.engine.headers = {}
     assert await gateway.outcomes_since(before, len(cuts)) == [counted] * len(cuts)
+
+
+async def test_without_a_usage_log_tokens_are_read_and_nothing_else(gateway: Gateway) -> None:
+    log = gateway.decisions.parent / METADATA
+    usage = {"prompt_tokens": 11, "completion_tokens": 7, "completion_tokens_details": {"reasoning_tokens": 5}}
+    chunk = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
+    last = TOKEN.replace(b"}}]", b'}, "finish_reason": "stop"}]')
+    assert await answer_to(gateway, [TOKEN, last, chunk, DONE]) == TOKEN + last + DONE
+    counts = {"input_tokens": 12, "output_tokens": 7, "output_tokens_details": {"reasoning_tokens": 5}}
+    done = json.dumps({"type": "response.completed", "response": {"status": "completed", "usage": counts}})
+    delta = b'event: response.output_text.delta\ndata: {"delta": "hi"}\n\n'
+    await answer_to(gateway, [delta, f"event: response.completed\ndata: {done}\n\n".encode()], "responses", input="x")
+    written = {"input_tokens": 4, "cache_creation_input_tokens": 9, "output_tokens": 7}
+    whole = json.dumps({"stop_reason": "end_turn", "usage": written}).encode()
+    gateway.engine.headers = {"content-type": "application/json"}
+    try:
+        await answer_to(gateway, [whole], "messages", stream=False)
+    finally:
+        gateway.engine.headers = {}
+    expected = [
+        {"prompt_tokens": 11, "completion_tokens": 7, "reasoning_tokens": 5},
+        {"prompt_tokens": 12, "completion_tokens": 7, "reasoning_tokens": 5},
+        {"prompt_tokens": 13, "completion_tokens": 7, "created_tokens": 9},
+    ]
+
+    def found() -> list[object]:
+        whole, _, _ = log.read_text().rpartition("\n")
+        return [json.loads(line)["usage"] for line in whole.splitlines()]
+
+    await eventually(lambda: all(one in found() for one in expected))
+    # no event, end or time of any request here
+    assert {name for one in found() for name in one or ()} <= {
+        *("prompt_tokens", "completion_tokens", "cached_tokens", "created_tokens", "reasoning_tokens"),
+        "uncached_tokens",
+    }

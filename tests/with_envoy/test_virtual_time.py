@@ -17,7 +17,7 @@ from bench.stack.stack import ALIAS, EngineFlags, documents, running_stack
 from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import Simulation
 from bench.workload.generators import Conversations, conversations
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +50,7 @@ async def real(directory: Path) -> Summary:
 
 def virtual() -> Summary:
     addresses = [f"10.0.0.{number + 1}:8000" for number in range(ENGINES)]
-    snapshot = load({"all.yaml": documents(addresses, gateway={}).encode()})
+    snapshot = load_snapshot({"all.yaml": documents(addresses, gateway={}).encode()})
     kind = roofline_engine(PRESETS[HARDWARE], EngineLimits(num_gpu_blocks=BLOCKS))
     simulation = Simulation(snapshot, dict.fromkeys(addresses, kind))
     return summarize(simulation.run(WORKLOAD))

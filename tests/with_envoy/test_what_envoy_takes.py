@@ -3,23 +3,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
+from asyncio.subprocess import PIPE, STDOUT
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+import yaml
 from aiohttp import web
 
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import ALIAS, documents, envoy_command
+from bench.stack.stack import ALIAS, ROOT, documents, envoy_command
 from controller.bundle.sync import write_once
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.api.matches import MAX_PROGRAM_SIZE
 from extproc.routing.resolve import compile_match
 from tests.waiting import until_served
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
 # Envoy's formats take what is between two of these as a command.
@@ -74,19 +78,22 @@ async def envoy_alone(tmp_path: Path) -> AsyncIterator[str]:
     }
     address = f"127.0.0.1:{runner.addresses[0][1]}"
     text = documents([address], gateway=gateway, server="s" * 253, more=more, route={"rules": _rules("s" * 253)})
-    write_once(load({"a.yaml": text.encode()}), tmp_path / "envoy", str(tmp_path / "envoy"))
-    async with Processes(tmp_path) as processes, httpx.AsyncClient() as http:
-        await processes.start("envoy", envoy_command(tmp_path / "envoy"))
+    write_once(load_snapshot({"a.yaml": text.encode()}), tmp_path / "envoy", str(tmp_path / "envoy"))
+    with socket.socket() as reserved:
+        # so that no other program listens there, which Envoy would wait for: for an hour
+        reserved.bind(("127.0.0.1", extproc))
+        async with Processes(tmp_path) as processes, httpx.AsyncClient(timeout=60) as http:
+            await processes.start("envoy", envoy_command(tmp_path / "envoy"))
 
-        # a refused listener, route or cluster would not
-        await until_served(http, f"http://127.0.0.1:{listen}")
-        yield f"http://127.0.0.1:{listen}"
+            # a refused listener, route or cluster would not
+            await until_served(http, f"http://127.0.0.1:{listen}")
+            yield f"http://127.0.0.1:{listen}"
     await runner.cleanup()
 
 
 async def test_envoy_matches_what_extproc_matches_and_writes_the_models_name_as_it_is(envoy_alone: str) -> None:
     text = documents(["127.0.0.1:1"], gateway={}, route={"rules": _rules("llama")})
-    (route,) = load({"a.yaml": text.encode()}).routes
+    (route,) = load_snapshot({"a.yaml": text.encode()}).routes
     extproc = [compile_match(rule.model_match) for rule in route.spec.rules]
     async with httpx.AsyncClient(timeout=10) as http:
         for name, (matching, others) in VALUES.items():
@@ -124,3 +131,28 @@ def _rules(server: str) -> list[dict[str, object]]:
         {"modelMatch": {"headers": {name: match}}, "targetModels": [{"modelServerName": server}]}
         for name, match in CONDITIONS.items()
     ]
+
+
+def _commands_of(document: object) -> Iterator[list[str]]:
+    """The arguments of each container of Envoy's image in a manifest or a compose file."""
+    if isinstance(document, dict):
+        if str(document.get("image", "")).startswith("envoyproxy/envoy:"):
+            yield [one for one in document.get("args") or document["command"] if one != "envoy"]
+        document = list(document.values())
+    if isinstance(document, list):
+        for one in document:
+            yield from _commands_of(one)
+
+
+@pytest.mark.parametrize("file", ["manifests/gateway/deployment.yaml", "deploy/compose.yaml"])
+async def test_the_options_of_shipped_containers_are_options_of_envoy(file: str, tmp_path: Path, envoy: str) -> None:
+    bootstrap = tmp_path / "bootstrap.json"
+    bootstrap.write_text("{}")
+    (command,) = (one for made in yaml.safe_load_all((ROOT / file).read_text()) for one in _commands_of(made))
+    at_bootstrap = [str(bootstrap) if one == "/bundle/bootstrap.json" else one for one in command]
+    assert at_bootstrap != command
+    made = await asyncio.create_subprocess_exec(
+        *(envoy, *at_bootstrap, "--mode", "validate"), stdout=PIPE, stderr=STDOUT
+    )
+    said, _ = await asyncio.wait_for(made.communicate(), 60)
+    assert made.returncode == 0, said.decode()

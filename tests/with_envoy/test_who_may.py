@@ -86,7 +86,7 @@ def policy_for(identity: str) -> dict[str, object]:
     }
 
 
-class Scene:
+class Callers:
     """A stack, its callers, each with a client of its own, and where its two servers are."""
 
     def __init__(self, stack: Stack, callers: Mapping[str, httpx.AsyncClient]) -> None:
@@ -174,7 +174,7 @@ def clients(url: str, headers: Mapping[str, dict[str, str]]) -> dict[str, httpx.
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["key", "token", "certificate"])
 async def scene(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, issuer: Issuer
-) -> AsyncIterator[Scene]:
+) -> AsyncIterator[Callers]:
     """Two engines, a server on each, and a policy for callers with keys, with tokens or with certificates."""
     identity: str = request.param
     folder = tmp_path_factory.mktemp(identity)
@@ -193,9 +193,9 @@ async def scene(
             certificates = Certificates(folder)
             more = {"listeners": [certificates.listener()], "authentication": authentication(identity, issuer)}
             edit(stack, "GatewayConfig", **more)
-            one = Scene(stack, {name: certificates.client(name) for name in KEYS})
+            one = Callers(stack, {name: certificates.client(name) for name in KEYS})
         else:
-            one = Scene(stack, clients(stack.url, sent))
+            one = Callers(stack, clients(stack.url, sent))
         # of the small server's two addresses nobody listens on the first: requests fall back to the second
         (dead,) = free_ports(1)
         edit(stack, "ModelServer", endpoints=[{"address": f"127.0.0.1:{dead}"}, {"address": one.small}])
@@ -222,7 +222,7 @@ def is_refused(answer: httpx.Response) -> bool:
 
 
 @pytest.mark.parametrize("model", [ALIAS, "sql", "tiered", "canary"])
-async def test_what_is_allowed_is_served_by_the_server_that_is_allowed(scene: Scene, model: str) -> None:
+async def test_what_is_allowed_is_served_by_the_server_that_is_allowed(scene: Callers, model: str) -> None:
     for _ in range(4):
         answer = await scene.ask("acme", model)
         assert (answer.status_code, answer.headers["x-served"]) == (200, scene.small)
@@ -241,7 +241,7 @@ async def test_what_is_allowed_is_served_by_the_server_that_is_allowed(scene: Sc
     ],
 )
 async def test_neither_name_header_nor_path_opens_another_model(
-    scene: Scene, model: str, path: str, headers: dict[str, str]
+    scene: Callers, model: str, path: str, headers: dict[str, str]
 ) -> None:
     assert is_refused(await scene.ask("acme", model, path, headers=headers))
     assert is_refused(await scene.ask("nobody", model, path, headers=headers))
@@ -262,7 +262,7 @@ async def test_neither_name_header_nor_path_opens_another_model(
         {"x-envoy-original-path": "/v1/completions"},
     ],
 )
-async def test_no_header_of_a_client_changes_the_decision(scene: Scene, headers: dict[str, str]) -> None:
+async def test_no_header_of_a_client_changes_the_decision(scene: Callers, headers: dict[str, str]) -> None:
     answer = await scene.ask("acme", "tiered", headers=headers)
     assert (answer.status_code, answer.headers["x-served"]) == (200, scene.small)
     assert is_refused(await scene.ask("acme", "secret", headers=headers))
@@ -282,25 +282,25 @@ BODY = '{"max_tokens": 1, "messages": [{"role": "user", "content": "x"}], %s}'
         '"model": "\\u0073\\u0065\\u0063\\u0072\\u0065\\u0074"',
     ],
 )
-async def test_no_second_or_escaped_name_in_the_body_opens_another_model(scene: Scene, members: str) -> None:
+async def test_no_second_or_escaped_name_in_the_body_opens_another_model(scene: Callers, members: str) -> None:
     assert is_refused(await scene.ask("acme", content=BODY % members))
     allowed = await scene.ask("root", content=BODY % members)
     assert (allowed.status_code, allowed.headers["x-served"]) == (200, scene.large)
 
 
-async def test_a_name_that_engines_would_read_otherwise_is_decided_as_they_read_it(scene: Scene) -> None:
+async def test_a_name_that_engines_would_read_otherwise_is_decided_as_they_read_it(scene: Callers) -> None:
     answer = await scene.ask("acme", content=BODY % '"model": "secret", "model": "llama"')
     assert (answer.status_code, answer.headers["x-served"]) == (200, scene.small)
 
 
 @pytest.mark.parametrize("query", ["?model=secret", "?model=llama&model=secret"])
-async def test_a_model_in_the_query_is_not_read(scene: Scene, query: str) -> None:
+async def test_a_model_in_the_query_is_not_read(scene: Callers, query: str) -> None:
     answer = await scene.ask("acme", path=CHAT + query)
     assert (answer.status_code, answer.headers["x-served"]) == (200, scene.small)
     assert is_refused(await scene.ask("acme", "secret", path=f"{CHAT}?model=llama"))
 
 
-async def test_the_list_is_what_the_caller_may_use(scene: Scene) -> None:
+async def test_the_list_is_what_the_caller_may_use(scene: Callers) -> None:
     async def listed(caller: str) -> list[str]:
         return sorted(one["id"] for one in (await scene.get(caller, "/v1/models")).json()["data"])
 
@@ -311,13 +311,13 @@ async def test_the_list_is_what_the_caller_may_use(scene: Scene) -> None:
         assert (await scene.get("acme", f"/v1/models/{name}")).status_code == 404
 
 
-async def test_what_is_hidden_and_what_is_not_there_are_answered_alike(scene: Scene) -> None:
+async def test_what_is_hidden_and_what_is_not_there_are_answered_alike(scene: Callers) -> None:
     hidden, unknown = await scene.ask("acme", "secret"), await scene.ask("acme", "sekret")
     assert hidden.text.replace("secret", "sekret") == unknown.text
     assert hidden.headers.keys() == unknown.headers.keys()
 
 
-async def test_requests_without_a_credential_get_nothing(scene: Scene) -> None:
+async def test_requests_without_a_credential_get_nothing(scene: Callers) -> None:
     if scene.callers["acme"].base_url.scheme == "https":
         with pytest.raises((httpx.TransportError, ssl.SSLError)):
             # the server is not looked at: it is the server who asks for a certificate
@@ -328,7 +328,7 @@ async def test_requests_without_a_credential_get_nothing(scene: Scene) -> None:
     assert (await scene.ask("acme", headers=bearer("sk-another-0123"))).status_code == 401
 
 
-async def test_a_changed_policy_holds_on_connections_that_are_open(scene: Scene) -> None:
+async def test_a_changed_policy_holds_on_connections_that_are_open(scene: Callers) -> None:
     file = scene.stack.config / "models.yaml"
     before = file.read_text()
     *others, policy = list(yaml.safe_load_all(before))
@@ -358,7 +358,7 @@ async def _are(count: Any, least: int) -> bool:  # noqa: ANN401 - a coroutine fu
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def tokens(tmp_path_factory: pytest.TempPathFactory, issuer: Issuer) -> AsyncIterator[Scene]:
+async def tokens(tmp_path_factory: pytest.TempPathFactory, issuer: Issuer) -> AsyncIterator[Callers]:
     """Any token of the issuer will do. Another issuer's keys come from one whose certificate is not good."""
     callers = credentials("token", issuer)
     other = Issuer(tmp_path_factory.mktemp("other"))
@@ -371,7 +371,7 @@ async def tokens(tmp_path_factory: pytest.TempPathFactory, issuer: Issuer) -> As
         gateway={"authentication": {"jwt": issuers}},
         headers=callers["acme"],
     ) as stack:
-        one = Scene(stack, clients(stack.url, callers))
+        one = Callers(stack, clients(stack.url, callers))
         yield one
         await one.close()
 
@@ -380,7 +380,7 @@ def bearer(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
 
-async def test_good_and_bad_tokens(tokens: Scene, issuer: Issuer) -> None:
+async def test_good_and_bad_tokens(tokens: Callers, issuer: Issuer) -> None:
     key, another = issuer.key, SigningKey("first")
     modulus = key.jwk()["n"].encode()
     cases = {
@@ -412,7 +412,7 @@ async def test_good_and_bad_tokens(tokens: Scene, issuer: Issuer) -> None:
     assert answered == {name: expected for name, (_, expected) in cases.items()}
 
 
-async def test_keys_are_followed_and_hold_while_the_issuer_is_away(tokens: Scene, issuer: Issuer) -> None:
+async def test_keys_are_followed_and_hold_while_the_issuer_is_away(tokens: Callers, issuer: Issuer) -> None:
     old = issuer.key
 
     async def status(key: SigningKey) -> int:

@@ -9,11 +9,12 @@ import signal
 import statistics
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import msgspec
 import pytest
+import pytest_asyncio
 
 from bench.live.client import LoadClient
 from bench.reporting.results import cached_token_ratio
@@ -24,7 +25,10 @@ from tests.waiting import eventually
 from tests.with_envoy.load import Load
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
     from bench.reporting.results import RequestResult
+    from bench.stack.stack import Stack
 
 PICKED = 'attache_requests_total{outcome="picked"}'
 SHAPE = Conversations(sessions=100, sessions_per_s=5.0, system_prompts=12, system_tokens=3000)
@@ -72,47 +76,183 @@ async def test_two_workers_find_as_much_in_caches_as_one(tmp_path: Path) -> None
     assert two.imbalance < one.imbalance + 0.35
 
 
-async def test_a_worker_that_is_killed_costs_nobody_anything_and_comes_back(tmp_path: Path) -> None:
-    flags = EngineFlags(count=3, speed=20.0, stream_headers="first-token")
-    async with running_stack(tmp_path / "stack", flags, workers=2) as stack, httpx.AsyncClient() as http:
+class Pair:
+    """A stack with two workers, and a client."""
+
+    def __init__(self, stack: Stack, http: httpx.AsyncClient) -> None:
+        self.stack = stack
+        self.http = http
         host, _, first = stack.metrics.removeprefix("http://").partition(":")
-        pages = [f"http://{host}:{int(first) + number}/metrics" for number in range(2)]
+        self._pages = [f"http://{host}:{int(first) + number}/metrics" for number in range(2)]
 
-        async def value(page: str, name: str) -> float | None:
-            try:
-                text = (await http.get(page)).text
-            except httpx.TransportError:
-                return None
-            found = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name)]
-            return sum(found) if found else None
+    @property
+    def supervisor(self) -> int:
+        return self.stack.processes.pid("extproc")
 
-        async with Load(stack.url, pause_s=0.05) as load:
+    async def values(self, name: str) -> list[float]:
+        """The sum of a metric's series at each worker; -1 at one that does not answer or has none."""
+        return [await self._value(page, name) for page in self._pages]
 
-            async def both_work() -> bool:
-                # Envoy asks for their health once a second, and the first to answer has all until then
-                return all([(await value(page, PICKED) or 0) > 20 for page in pages])
+    async def _value(self, page: str, name: str) -> float:
+        try:
+            text = (await self.http.get(page)).text
+        except httpx.TransportError:
+            return -1
+        found = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name)]
+        return sum(found) if found else -1
 
-            await eventually(both_work)
-            os.kill(workers_of(stack.pids["extproc"])[1], signal.SIGKILL)
-            await load.more(200)
+    async def both_pick(self) -> None:
+        """Until Envoy sends requests to both, as it does once it has checked their health."""
+        before = await self.values(PICKED)
 
-            async def is_back() -> bool:
-                return (await value(pages[1], PICKED) or 0) > 5
+        async def do() -> bool:
+            return all(now > max(old, 0) for now, old in zip(await self.values(PICKED), before, strict=True))
 
-            await eventually(is_back)
-        assert load.tally.lost == []
-        assert load.tally.cut == 0
+        await eventually(do)
 
-        async def all_idle() -> bool:
-            return [await value(page, "attache_in_flight") for page in pages] == [0, 0]
 
-        await eventually(all_idle)
+# Answers are long enough to run while a worker dies, and clients so few that no worker is too busy to answer
+def load_on(pair: Pair) -> Load:
+    return Load(pair.stack.url, clients=6, output_tokens=60, pause_s=0.05)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["Open", "Close"])
+async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    """In both failure modes. Each test leaves both workers picking."""
+    flags = EngineFlags(count=3, speed=5.0, stream_headers="first-token")
+    async with (
+        running_stack(
+            tmp_path_factory.mktemp("pair") / "stack",
+            flags,
+            workers=2,
+            gateway={"failureMode": request.param, "messageTimeout": "30s"},
+            extproc_flags=("--grace", "3s"),
+        ) as stack,
+        httpx.AsyncClient(timeout=60) as http,
+    ):
+        yield Pair(stack, http)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_worker_that_is_killed_costs_nobody_anything_and_comes_back(pair: Pair) -> None:
+    async with load_on(pair) as load:
+        await pair.both_pick()
+        os.kill(workers_of(pair.supervisor)[1], signal.SIGKILL)
+        await load.more(60)
+        await pair.both_pick()
+    assert load.tally.lost == []
+    assert load.tally.cut == 0
+
+    async def all_idle() -> bool:
+        return await pair.values("attache_in_flight") == [0, 0]
+
+    await eventually(all_idle)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_console_of_one_worker_shows_the_requests_of_each(pair: Pair) -> None:
+    async def answer(page: str, worker: int) -> dict[str, Any]:
+        found = await pair.http.get(f"{pair.stack.metrics}/console/{page}?worker={worker}&limit=200")
+        assert found.status_code == 200
+        return dict(found.json())
+
+    for worker in range(2):
+        await answer("requests", worker)
+    async with load_on(pair):
+        await pair.both_pick()
+    for worker, picked in enumerate(await pair.values(PICKED)):
+        state = await answer("state", worker)
+        assert (state["process"]["worker"], state["process"]["workers"]) == (worker, 2)
+        assert state["outcomes"]["picked"] == picked
+        assert state["total"]["engines"] == 3
+
+    async def are_settled() -> bool:
+        kept = [(await answer("requests", worker))["requests"] for worker in range(2)]
+        return all(any(one["status"] == 200 for one in rows) for rows in kept)
+
+    await eventually(are_settled)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_a_worker_that_hangs_does_not_answer_is_asked_of_the_other(pair: Pair) -> None:
+    async with load_on(pair) as load:
+        await pair.both_pick()
+        hung = workers_of(pair.supervisor)[1]
+        os.kill(hung, signal.SIGSTOP)
+        try:
+            # every client has met it by then
+            await load.more(60)
+        finally:
+            os.kill(hung, signal.SIGCONT)
+        await pair.both_pick()
+    assert load.tally.lost == []
+    assert load.tally.cut == 0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_workers_that_are_restarted_one_by_one_cost_nobody_anything(pair: Pair) -> None:
+    async with load_on(pair) as load:
+        await pair.both_pick()
+        before = set(workers_of(pair.supervisor))
+        os.kill(pair.supervisor, signal.SIGUSR1)
+        await eventually(lambda: len(set(workers_of(pair.supervisor)) - before) == 2)
+        await pair.both_pick()
+    assert load.tally.lost == []
+    assert load.tally.cut == 0
 
 
 def workers_of(supervisor: int) -> list[int]:
     """The processes that it started, in their order."""
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text()
     return sorted(map(int, children.split()))
+
+
+async def test_the_other_worker_is_asked_about_requests_that_a_killed_one_held(tmp_path: Path) -> None:
+    one_at_a_time = {"queueDepth": None, "kvUsage": None, "maxWait": None, "maxRequests": 1}
+    body = {"model": ALIAS, "messages": [{"role": "user", "content": "hello"}]}
+    async with (
+        running_stack(
+            tmp_path / "stack",
+            EngineFlags(count=1, speed=20.0),
+            workers=2,
+            gateway={"failureMode": "Close", "messageTimeout": "30s"},
+            more={"flowControl": {"saturation": one_at_a_time}},
+        ) as stack,
+        httpx.AsyncClient(timeout=60) as http,
+    ):
+        pair = Pair(stack, http)
+
+        async def ask(tokens: int) -> httpx.Response:
+            return await http.post(f"{stack.url}/v1/chat/completions", json={**body, "max_tokens": tokens})
+
+        async def waiting() -> float:
+            return sum(await pair.values("attache_queue_waiting"))
+
+        async def both_hold() -> bool:
+            return min(await pair.values("attache_queue_waiting")) > 0
+
+        blocker = asyncio.create_task(ask(100_000))
+        await eventually(lambda: engine_runs(http, stack.engines[0]))
+        held = []
+        # until each of the two holds one at least
+        while not await both_hold():
+            held.append(asyncio.create_task(ask(1)))
+            await eventually(lambda: is_value(waiting, len(held)))
+        os.kill(workers_of(pair.supervisor)[1], signal.SIGKILL)
+        blocker.cancel()
+        assert [answer.status_code for answer in await asyncio.gather(*held)] == [200] * len(held)
+
+
+async def is_value(value: Callable[[], Awaitable[float]], wanted: float) -> bool:
+    return await value() == wanted
+
+
+async def engine_runs(http: httpx.AsyncClient, engine: str) -> bool:
+    """Whether the engine has a request."""
+    text = (await http.get(f"{engine}/metrics")).text
+    return any(
+        line.startswith("vllm:num_requests_running") and float(line.rsplit(" ", 1)[1]) for line in text.splitlines()
+    )
 
 
 async def test_a_worker_that_is_killed_again_and_again_is_no_way_round_a_limit(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import yaml
 from bench.stack.stack import MODEL, EngineFlags, Stack, running_stack
 from extproc.api.spec import API_VERSION
 from extproc.api.status_pages import content_digest
+from tests.examples import IS_SLOW
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-CYCLES = int(os.environ.get("ATTACHE_ZERO_CYCLES", "60"))
+CYCLES = int(os.environ.get("ATTACHE_ZERO_CYCLES", "60" if IS_SLOW else "30"))
 # Side by side: each has two engines of its own, of which one is there at a time.
 MODELS = 10
 FLAGS = EngineFlags(count=2 * MODELS + 1, speed=20.0, stream_headers="first-token")
@@ -134,7 +135,7 @@ async def test_a_first_engine_is_not_used_before_envoy_knows_it_however_long_tha
         try:
             await in_use(zero, "unknown", put(zero, "unknown", [engine_of(zero, -1)]))
             # longer than extproc waits in any case
-            await asyncio.sleep(5.0)
+            await asyncio.sleep(3.0)
             assert await waits()
         finally:
             os.kill(bundle, signal.SIGCONT)

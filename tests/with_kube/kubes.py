@@ -10,7 +10,7 @@ import pytest
 
 from bench.cluster.control_plane import ControlPlane
 from bench.cluster.fake.server import FakeServer
-from controller.kube.access import Access
+from controller.kube.access import ClusterAccess
 
 FAKE: Final = pytest.mark.parametrize("kube", ["fake"], indirect=True)
 """For faults that a real server does not have on demand."""
@@ -22,7 +22,7 @@ REAL: Final = pytest.mark.parametrize("kube", ["real"], indirect=True)
 class Kube(msgspec.Struct, frozen=True):
     """An API server: the fake one or a real one. ``nobody`` is authenticated and may do nothing."""
 
-    admin: Access
-    nobody: Access
+    admin: ClusterAccess
+    nobody: ClusterAccess
     fake: FakeServer | None = None
     plane: ControlPlane | None = None

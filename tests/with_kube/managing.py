@@ -6,27 +6,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from bench.cluster.control_plane import apply_crds
+from controller.api.crds.kinds import GROUP, KINDS, VERSION, definition_of
 from controller.kube.client import Client, connect
+from controller.kube.errors import NotFound
 from controller.kube.informer import InformerTiming
 from controller.kube.lease import LeaderElection, LeaseTiming
 from controller.kube.metrics import ManagerMetrics
 from controller.kube.queue import QueueTiming
-from controller.kube.resources import EVENTS, MODEL_INFERS, PODS
+from controller.kube.resources import CRDS, EVENTS, MODEL_INFERS, PODS, Resource
 from controller.manager.role import CONTROLLER, Leader, ManagerRole, kopf_source
-from controller.models.controller import Decisions, ModelControllerSettings
+from controller.models.controller import DecisionFunctions, ModelControllerSettings
 from controller.models.model.reconcile import reconcile
+from tests.waiting import eventually
 from tests.with_kube.stand_in import stand_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
-    from controller.kube.access import Access
+    from controller.kube.access import ClusterAccess
     from controller.kube.resources import Object
     from controller.models.adapter import Loads
     from controller.models.controller import Source
@@ -67,7 +70,7 @@ def settings(namespace: str | None, **more: Any) -> ModelControllerSettings:  # 
 
 @contextlib.asynccontextmanager
 async def managing(
-    access: Access,
+    access: ClusterAccess,
     namespace: str,
     *,
     decide: Decide = stand_in,
@@ -95,7 +98,7 @@ async def managing(
             work or settings(namespace),
             metrics,
             election,
-            decisions=Decisions(decide, reconcile),
+            decisions=DecisionFunctions(decide, reconcile),
             source=source,
             loads=loads,
         )
@@ -106,9 +109,35 @@ async def managing(
             await managed.stop()
 
 
-async def define_kinds(client: Client, crds: Path) -> None:
-    """Serve our kinds."""
-    await apply_crds(client, [crds])
+OUR_KINDS: Final[Mapping[str, Resource]] = {
+    kind.name: Resource(GROUP, VERSION, kind.plural, kind.name, namespaced=kind.scope == "Namespaced") for kind in KINDS
+}
+_DEFINED: Final[set[tuple[str, Path | None]]] = set()
+
+
+async def define_kinds(client: Client) -> None:
+    """Serve our kinds. A server takes them once: applied again, they would cost as much as the first time."""
+    if (client.access.server, None) in _DEFINED and await _serves_ours(client):
+        return
+    await asyncio.gather(*(client.apply(CRDS, definition_of(kind), force=True) for kind in KINDS))
+    await eventually(lambda: _serves_ours(client))
+    _DEFINED.add((client.access.server, None))
+
+
+async def _serves_ours(client: Client) -> bool:
+    # a fake server may have the port of one that has ended
+    try:
+        served = await client.served_resources(f"{GROUP}/{VERSION}")
+    except NotFound:
+        return False
+    return {one.plural for one in OUR_KINDS.values()} <= {one["name"] for one in served}
+
+
+async def define_others(client: Client, folder: Path) -> None:
+    """Serve the kinds of the folder's definitions, on a server that nobody takes them from."""
+    if (client.access.server, folder) not in _DEFINED:
+        await apply_crds(client, [folder])
+        _DEFINED.add((client.access.server, folder))
 
 
 def role(name: str = "main", *, replicas: int = 1, workers: int = 0, **template: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON

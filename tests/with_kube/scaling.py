@@ -11,14 +11,14 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from controller.autoscaler.decision.decision import Decision, StageDecision, TargetDecision
-from controller.autoscaler.decision.situation import EngineReport, Freshness, Waiting
+from controller.autoscaler.decision.situation import Backlog, EngineReport, Freshness
+from controller.autoscaler.reconciler.controller import DECIDER, ScalingController, ScalingSettings
 from controller.autoscaler.reconciler.demand import DemandView
 from controller.autoscaler.reconciler.metric_sources import SourceSettings
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
 from controller.autoscaler.reconciler.reconcile import Decider
 from controller.autoscaler.reconciler.records import Records
 from controller.autoscaler.reconciler.scalables import STATEFUL_SETS
-from controller.autoscaler.reconciler.scaling import DECIDER, Scaling, ScalingSettings
 from controller.kube.client import Client, connect
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
     from controller.api.autoscaling_binding import AutoscalingPolicyBinding
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
+    from controller.audit import Audit
     from controller.autoscaler.decision.situation import Situation
     from controller.autoscaler.reconciler.demand import Urgent
-    from controller.kube.access import Access
+    from controller.kube.access import ClusterAccess
 
 
 class Wanted:
@@ -62,7 +63,7 @@ class Wanted:
         free: Mapping[str, int] | None = None,
     ) -> tuple[Decision, int]:
         self.situations, self.decisions, self.free = situations, self.decisions + 1, free
-        self.rooms |= {one.name: one.room for each in situations for one in each.targets}
+        self.rooms |= {one.name: one.headroom for each in situations for one in each.targets}
         targets = [
             TargetDecision(one.name, one.current, self.replicas.get(one.name), reason=f"look {memory}")
             for each in situations
@@ -88,7 +89,7 @@ class Demand:
 
     def __init__(self) -> None:
         self.reports: dict[str, EngineReport] = {}
-        self.waiting = Waiting()
+        self.waiting = Backlog()
         self.urgent: Urgent | None = None
 
     async def run(self, urgent: Urgent) -> None:
@@ -122,21 +123,22 @@ class Scales(msgspec.Struct, frozen=True):
 
 @contextlib.asynccontextmanager
 async def scaling(
-    access: Access,
+    access: ClusterAccess,
     namespace: str,
     wanted: Wanted,
     demand: Demand | None = None,
     *,
     sources: SourceSettings = SourceSettings(),  # noqa: B008 - frozen
     is_real: bool = False,
+    audit: Audit | None = None,
 ) -> AsyncIterator[Scales]:
     """The scaling of a namespace. ``is_real``: with the real decision."""
     registry, records = CollectorRegistry(), Records()
-    async with connect(access, manager="attache-manager") as client:
+    async with connect(access, manager="attache-manager", audit=audit) as client:
         settings = ScalingSettings(
             namespace=namespace, informers=IMPATIENT, queue=QUICK_QUEUE, together_s=0.02, sources=sources
         )
-        one = Scaling(
+        one = ScalingController(
             client,
             settings,
             ScalingMetrics(registry),

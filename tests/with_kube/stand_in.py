@@ -12,10 +12,10 @@ from controller.models.model_infer import names
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from controller.models.model_infer.observed import Observed
+    from controller.models.model_infer.model_infer_state import ModelInferState
 
 
-def stand_in(observed: Observed, now_s: float) -> Plan:  # noqa: ARG001 - time changes nothing here
+def stand_in(observed: ModelInferState, now_s: float) -> Plan:  # noqa: ARG001 - time changes nothing here
     """Pods as the template says, with their labels; status: how many there are."""
     thing = observed.thing
     wanted = {key_of(one): one for one in _pods(thing)}

@@ -16,7 +16,7 @@ from controller.kube.client import connect
 from controller.kube.resources import GATEWAY_CONFIGS, MODEL_ACCESS_POLICIES, SECRETS
 from tests.kube_objects import resource, route, secret, server
 from tests.waiting import eventually
-from tests.with_kube.test_crds import install
+from tests.with_kube.managing import define_kinds
 from tests.with_kube.test_gateway_role import conditions, create, read, serving
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ KEY, NEXT = "sk-0123456789", "sk-of-the-next-month"
 async def client(kube: Kube) -> AsyncIterator[Client]:
     """A client of a server that has our kinds."""
     async with connect(kube.admin, manager="test") as one:
-        await install(one)
+        await define_kinds(one)
         yield one
 
 

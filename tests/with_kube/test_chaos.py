@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import pytest
 
-from bench.cluster.virtual.looks import OWNED
-from bench.cluster.virtual.manager import Look
+from bench.cluster.virtual.manager import OWNED, ReconcileRecord
 from controller.kube.errors import NotFound
 from controller.kube.resources import MODEL_INFERS, PODS, SERVICES, Object, Resource
 from controller.models.model_infer import names
@@ -26,7 +25,7 @@ from tests.with_kube.managing import managing
 if TYPE_CHECKING:
     from controller.kube.client import Client
     from controller.kube.plan import Plan
-    from controller.models.model_infer.observed import Observed
+    from controller.models.model_infer.model_infer_state import ModelInferState
     from tests.controller.models.model_infer.chaos.specs import Spec
     from tests.with_kube.kubes import Kube
     from tests.with_kube.test_manager_end_to_end import Place
@@ -63,16 +62,16 @@ class Watching:
         self.oracle = Oracle()
         self.broken: list[Broken] = []
 
-    def __call__(self, observed: Observed, now_s: float) -> Plan:
+    def __call__(self, observed: ModelInferState, now_s: float) -> Plan:
         plan = reconcile(observed, now_s)
         fat = msgspec.structs.replace(observed, pods=[*map(_fat, observed.pods)])
-        look = Look(now_s, fat, plan)
+        record = ReconcileRecord(now_s, fat, plan)
         self.oracle.cluster = Seen(list(fat.pods))
         self.oracle.forgive()
         try:
-            self.oracle.looked(look)
+            self.oracle.record_reconcile(record)
             for action in plan.actions:
-                self.oracle.acting(look, action)
+                self.oracle.before_action(record, action)
         except Broken as broken:
             broken.add_note("\n".join(self.oracle.log))
             self.broken.append(broken)

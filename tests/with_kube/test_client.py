@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from bench.stack.processes import free_ports
-from controller.kube.access import Access
+from controller.kube.access import ClusterAccess
 from controller.kube.client import Client, connect, events_in
 from controller.kube.errors import (
     AlreadyExists,
@@ -64,7 +64,7 @@ async def test_refusals_are_types(client: Client, kube: Kube, namespace: str) ->
 
 async def test_a_server_that_is_away_is_unreachable() -> None:
     (port,) = free_ports(1)
-    async with connect(Access(f"http://127.0.0.1:{port}"), manager="test") as client:
+    async with connect(ClusterAccess(f"http://127.0.0.1:{port}"), manager="test") as client:
         with pytest.raises(Unreachable):
             await client.list(CONFIG_MAPS)
         assert not await client.is_ready()

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bench.cluster.assets import ROOT, versions
-from bench.cluster.control_plane import ControlPlaneOptions, apply_crds, running_control_plane
+from bench.cluster.control_plane import SCHEDULER, ControlPlaneOptions, apply_crds, running_control_plane
 from bench.cluster.node.node import gpu_node, running_nodes
 from bench.cluster.node.pod_machine import NodeTiming
+from bench.stack.processes import StartFailed
 from controller.kube.client import Client, connect
 from controller.kube.errors import Invalid, NotFound, Unreachable
 from controller.kube.resources import PODS, Resource
@@ -27,7 +28,7 @@ from tests.with_kube.kubes import REAL
 from tests.with_kube.test_node import is_ready, place
 
 if TYPE_CHECKING:
-    from bench.cluster.assets import Assets
+    from bench.cluster.assets import ClusterBinaries
     from bench.cluster.control_plane import ControlPlane
     from tests.with_kube.test_node import Place
 
@@ -37,13 +38,13 @@ NO_BINARY = "the directory of KUBEBUILDER_ASSETS lacks it; unset that, and make 
 INFERENCE_POOLS = Resource("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
 
 
-async def kubectl(assets: Assets, plane: ControlPlane, *words: str, user: str = "kubeconfig") -> str:
+async def kubectl(assets: ClusterBinaries, plane: ControlPlane, *words: str, user: str = "kubeconfig") -> str:
     command = [assets.binary("kubectl"), "--kubeconfig", plane.directory / user, *words]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or done.stderr
 
 
-async def test_kubectl_finds_the_version_that_was_built(assets: Assets, plane: ControlPlane) -> None:
+async def test_kubectl_finds_the_version_that_was_built(assets: ClusterBinaries, plane: ControlPlane) -> None:
     if not assets.has("kubectl"):
         not_tested("KUBECTL", NO_BINARY)
     said = await kubectl(assets, plane, "version")
@@ -52,7 +53,7 @@ async def test_kubectl_finds_the_version_that_was_built(assets: Assets, plane: C
         assert said.count(f"v{versions().kubernetes}") == 2
 
 
-async def test_one_user_may_do_everything_and_one_nothing(assets: Assets, plane: ControlPlane) -> None:
+async def test_one_user_may_do_everything_and_one_nothing(assets: ClusterBinaries, plane: ControlPlane) -> None:
     if not assets.has("kubectl"):
         not_tested("KUBECTL", NO_BINARY)
     assert (await kubectl(assets, plane, "auth", "can-i", "delete", "nodes")).splitlines()[-1] == "yes"
@@ -60,8 +61,23 @@ async def test_one_user_may_do_everything_and_one_nothing(assets: Assets, plane:
     assert refused.splitlines()[-1] == "no"
 
 
+async def test_a_scheduler_that_ends_is_started_again(plane: ControlPlane) -> None:
+    before = plane.processes.pid(SCHEDULER)
+    os.kill(before, signal.SIGKILL)
+    await eventually(lambda: plane.processes.is_running(SCHEDULER) and plane.processes.pid(SCHEDULER) != before)
+
+
 @REAL
-async def test_crds_of_others_are_served(assets: Assets, namespace: str, client: Client) -> None:
+async def test_a_server_that_is_too_slow_for_a_definition_is_a_failed_start_and_no_traceback(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.cluster.control_plane._SERVED_S", 0.0)
+    with pytest.raises(StartFailed, match=r"does not serve .* after 0 s; the machine may be too busy"):
+        await apply_crds(client, [ROOT / "manifests" / "crds"])
+
+
+@REAL
+async def test_crds_of_others_are_served(assets: ClusterBinaries, namespace: str, client: Client) -> None:
     if not assets.crds.is_dir():
         not_tested("CRDS", NO_BINARY)
     assert await apply_crds(client, [assets.crds]) > 10
@@ -115,7 +131,7 @@ async def test_a_frozen_api_holds_no_process_up(place: Place, plane: ControlPlan
     await place.until(lambda one: one["containerStatuses"][0]["restartCount"] == 1 and is_ready(one))
 
 
-async def test_a_control_plane_without_controllers_takes_pods(assets: Assets, tmp_path: Path) -> None:
+async def test_a_control_plane_without_controllers_takes_pods(assets: ClusterBinaries, tmp_path: Path) -> None:
     options = ControlPlaneOptions(controllers=False, scheduler=False)
     async with (
         running_control_plane(tmp_path, assets, options) as plane,
@@ -149,7 +165,7 @@ async def _created(client: Client, pod: dict[str, Any]) -> bool:
     return True
 
 
-async def test_a_silent_node_is_found_out_and_its_pods_are_evicted(assets: Assets, tmp_path: Path) -> None:
+async def test_a_silent_node_is_found_out_and_its_pods_are_evicted(assets: ClusterBinaries, tmp_path: Path) -> None:
     if not assets.has("kube-controller-manager"):
         not_tested("CONTROLLER_MANAGER", NO_BINARY)
     options = ControlPlaneOptions(scheduler=False, node_lifecycle=True, node_grace_s=5)
@@ -202,7 +218,7 @@ async def test_a_silent_node_is_found_out_and_its_pods_are_evicted(assets: Asset
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-async def test_nothing_is_left_of_make_up_kube(assets: Assets, tmp_path: Path, number: signal.Signals) -> None:
+async def test_nothing_is_left_of_make_up_kube(assets: ClusterBinaries, tmp_path: Path, number: signal.Signals) -> None:
     environment = {**os.environ, "KUBEBUILDER_ASSETS": str(assets.directory), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "bench.cluster", "--bare", "--nodes", "1"]
     up = await asyncio.create_subprocess_exec(*command, env=environment, stdout=asyncio.subprocess.PIPE, cwd=ROOT)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,13 +11,13 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from controller.api.crds.definition import GROUP, VERSION, definition_of
-from controller.api.crds.kinds import KINDS, Kind
+from controller.api.crds.kinds import GROUP, KINDS, Kind, definition_of
 from controller.kube.client import connect
 from controller.kube.errors import Invalid
-from controller.kube.resources import CRDS, MODEL_ROUTES, MODEL_SERVERS, Resource
+from controller.kube.resources import CRDS, MODEL_ROUTES, MODEL_SERVERS
 from tests.kube_objects import resource
 from tests.rule_cases import CASES, Case
+from tests.with_kube.managing import OUR_KINDS, define_kinds
 
 if TYPE_CHECKING:
     from controller.kube.client import Client
@@ -25,26 +25,13 @@ if TYPE_CHECKING:
 
 GOLDEN = Path(__file__).parents[1] / "controller" / "convert" / "golden"
 CONVERTED = {file.stem: file.read_text() for file in sorted(GOLDEN.glob("*.converted"))}
-RESOURCES = {
-    kind.name: Resource(GROUP, VERSION, kind.plural, kind.name, namespaced=kind.scope == "Namespaced") for kind in KINDS
-}
-
-
-async def install(client: Client) -> None:
-    """All of them, until objects can be made."""
-    for kind in KINDS:
-        await client.apply(CRDS, definition_of(kind), force=True)
-    for kind in KINDS:
-        async with asyncio.timeout(20):
-            while not await client.serves(RESOURCES[kind.name]):  # noqa: ASYNC110 - the server has no event for it
-                await asyncio.sleep(0.05)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def client(kube: Kube) -> Client:  # type: ignore[misc]  # a generator
     """A client of a server that has our kinds."""
     async with connect(kube.admin, manager="test") as one:
-        await install(one)
+        await define_kinds(one)
         yield one
 
 
@@ -61,7 +48,7 @@ async def test_a_real_server_takes_every_definition_as_it_is(client: Client, kin
 @pytest.mark.parametrize("kube", ["real"], indirect=True)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}: {case.rule}")
 async def test_a_real_server_takes_and_refuses_what_the_rules_say(client: Client, namespace: str, case: Case) -> None:
-    target = RESOURCES[case.kind]
+    target = OUR_KINDS[case.kind]
     for number, document in enumerate((case.accepted(), case.refused())):
         document["metadata"] = metadata(case, f"example-{number}", namespace)
         if number == 0:
@@ -77,11 +64,11 @@ async def test_a_real_server_takes_what_was_converted(client: Client, namespace:
     for document in yaml.safe_load_all(CONVERTED[file]):
         if document is not None:
             document["metadata"]["namespace"] = namespace
-            await client.create(RESOURCES[document["kind"]], document, dry_run=True)
+            await client.create(OUR_KINDS[document["kind"]], document, dry_run=True)
 
 
 def metadata(case: Case, name: str, namespace: str) -> dict[str, str]:
-    return {"name": name, "namespace": namespace} if RESOURCES[case.kind].namespaced else {"name": name}
+    return {"name": name, "namespace": namespace} if OUR_KINDS[case.kind].namespaced else {"name": name}
 
 
 @pytest.mark.parametrize("kube", ["real"], indirect=True)
@@ -92,7 +79,7 @@ async def test_every_rule_has_a_case_that_breaks_it(client: Client, namespace: s
         document = case.refused()
         document["metadata"] = metadata(case, "example", namespace)
         try:
-            await client.create(RESOURCES[case.kind], document, dry_run=True)
+            await client.create(OUR_KINDS[case.kind], document, dry_run=True)
         except Invalid as error:
             said += str(error)
     rules = [rule for kind in KINDS for rule in rules_in(definition_of(kind))]
@@ -105,8 +92,17 @@ def rules_in(node: object) -> list[str]:
         return [found for one in node for found in rules_in(one)]
     if not isinstance(node, dict):
         return []
-    own = [one["message"] for one in node.get("x-kubernetes-validations", ())]
+    own = [one["message"] for one in node.get("x-kubernetes-validations", ()) if "message" in one]
     return own + [found for one in node.values() for found in rules_in(one)]
+
+
+@pytest.mark.parametrize("kube", ["real"], indirect=True)
+@pytest.mark.parametrize("wrong", ["10", "10 seconds", "5min", ""])
+async def test_a_duration_that_is_wrong_is_told_how_to_write_it(client: Client, namespace: str, wrong: str) -> None:
+    spec = {"model": "m", "endpoints": [], "scrapeInterval": wrong}
+    said = f"'{wrong}' is not a duration; write a number with a unit, such as 250ms, 30s, 5m or 1h30m"
+    with pytest.raises(Invalid, match=re.escape(said)):
+        await client.create(MODEL_SERVERS, resource("ModelServer", "a", spec, namespace=namespace), dry_run=True)
 
 
 async def test_defaults_are_filled_in_and_unknown_fields_refused(client: Client, namespace: str) -> None:

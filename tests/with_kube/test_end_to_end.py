@@ -16,7 +16,6 @@ import openai
 import pytest_asyncio
 import yaml
 
-from bench.cluster.control_plane import apply_crds
 from bench.cluster.node.node import gpu_node, running_nodes
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import envoy_command
@@ -42,8 +41,8 @@ from tests.gateway_objects import gateway_class
 from tests.kube_objects import Object, picker_config, resource, route, server
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL, Kube
+from tests.with_kube.managing import define_kinds, define_others
 from tests.with_kube.pods import remove_pods
-from tests.with_kube.test_crds import install
 from tests.with_kube.test_gateway_api import create as create_plainly
 from tests.with_kube.test_gateway_api import said, status
 from tests.with_kube.test_gateway_role import IMPATIENT, addresses, conditions, create
@@ -51,7 +50,7 @@ from tests.with_kube.test_gateway_role import IMPATIENT, addresses, conditions, 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
-    from bench.cluster.assets import Assets
+    from bench.cluster.assets import ClusterBinaries
 
 
 pytestmark = REAL
@@ -144,18 +143,18 @@ def engines(namespace: str) -> Object:
 @pytest_asyncio.fixture(loop_scope="session")
 async def site(client: Client, kube: Kube, namespace: str, tmp_path: Path) -> AsyncIterator[Site]:
     """A node with two engines, and the gateway's parts as processes of this machine, serving them."""
-    await install(client)
+    await define_kinds(client)
     async with serving(client, kube, namespace, tmp_path, (f"127.0.0.1:{port}" for port in free_ports(5))) as found:
         yield found
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def gateway_site(
-    client: Client, kube: Kube, namespace: str, tmp_path: Path, assets: Assets
+    client: Client, kube: Kube, namespace: str, tmp_path: Path, assets: ClusterBinaries
 ) -> AsyncIterator[Site]:
     """The same behind the Gateway and the HTTPRoute of manifests/samples-gateway-api."""
-    await install(client)
-    await apply_crds(client, [assets.crds])
+    await define_kinds(client)
+    await define_others(client, assets.crds)
     with contextlib.suppress(AlreadyExists):
         await create_plainly(client, "", gateway_class())
     for file in ("gateway.yaml", "inference-pool.yaml", "http-route.yaml"):
@@ -300,8 +299,9 @@ async def test_a_gateway_and_a_route_to_a_pool_answer_while_engines_come_and_go(
     async with load(site.url) as by_model, load(site.url, POOL_HOST) as by_pool:
         await site.scale(4)
         await site.scale(1)
+        # on a busy machine the engines have come and gone before that many answers
+        await eventually(lambda: min(by_model.answers, by_pool.answers) > 20)
     assert by_model.failures == by_pool.failures == []
-    assert min(by_model.answers, by_pool.answers) > 20
 
 
 async def test_a_pool_that_is_deleted_is_told_by_its_route(gateway_site: Site) -> None:
@@ -388,6 +388,6 @@ async def test_programmed_is_what_extproc_and_envoy_use(site: Site, tmp_path: Pa
     # an address that Envoy cannot listen on
     taken = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
     address = "{}:{}".format(*taken.sockets[0].getsockname())
-    await site.client.merge_patch(GATEWAY_CONFIGS, "main", site.namespace, {"spec": {"listen": address}})
-    await says(GATEWAY_CONFIGS, "main", "Programmed", ("False", "Refused"), "Envoy refused lds.json")
-    taken.close()
+    async with taken:
+        await site.client.merge_patch(GATEWAY_CONFIGS, "main", site.namespace, {"spec": {"listen": address}})
+        await says(GATEWAY_CONFIGS, "main", "Programmed", ("False", "Refused"), "Envoy refused lds.json")

@@ -13,8 +13,8 @@ from controller.kube.resources import CONFIG_MAPS, MODEL_SERVERS, SECRETS
 from tests.certificates import Authority
 from tests.kube_objects import Object, secret, server
 from tests.waiting import eventually
+from tests.with_kube.managing import define_kinds
 from tests.with_kube.pods import make_pod
-from tests.with_kube.test_crds import install
 from tests.with_kube.test_gateway_role import addresses, read, serving
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ CONNECTION: dict[str, Any] = {
 async def client(kube: Kube) -> AsyncIterator[Client]:
     """A client of a server that has our kinds."""
     async with connect(kube.admin, manager="test") as one:
-        await install(one)
+        await define_kinds(one)
         yield one
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from bench.cluster.assets import ROOT
-from controller.kube.executor import Executor, Expectations, Refused
+from controller.kube.executor import Executor, Expectations, NameNotFree, ObjectRefused
 from controller.kube.plan import Action, Annotate, Apply, Create, Delete, SetStatus
 from controller.kube.resources import CONFIG_MAPS, MODEL_INFERS
 from tests.with_kube.managing import define_kinds, model_infer
@@ -38,7 +37,7 @@ class Doing:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def do(client: Client) -> Doing:
-    await define_kinds(client, ROOT / "manifests" / "crds")
+    await define_kinds(client)
     return Doing(client)
 
 
@@ -64,11 +63,26 @@ async def test_what_is_there_already_is_taken_if_it_is_ours(client: Client, do: 
     await do(Create(CONFIG_MAPS, owned(me, a="2")))
     assert (await client.get(CONFIG_MAPS, "one", namespace))["data"] == {"a": "1"}
     for action in (Create, Apply):
-        with pytest.raises(Refused, match="does not own") as caught:
+        with pytest.raises(ObjectRefused, match="does not own") as caught:
             await do(action(CONFIG_MAPS, owned(other, a="3")))
         assert caught.value.reason == "NameTaken"
     assert (await client.get(CONFIG_MAPS, "one", namespace))["data"] == {"a": "1"}
     assert do.written == [("ConfigMap", "create")] * 2
+
+
+async def test_what_has_the_name_and_is_being_deleted_is_waited_for_and_nobody_is_told_to_delete_it(
+    client: Client, do: Doing, namespace: str
+) -> None:
+    me = await client.create(CONFIG_MAPS, config_map(namespace, name="me"))
+    theirs = config_map(namespace)
+    theirs["metadata"]["finalizers"] = ["attache.dev/test"]
+    await client.create(CONFIG_MAPS, theirs)
+    await client.delete(CONFIG_MAPS, "one", namespace)
+    for action in (Create, Apply):
+        with pytest.raises(NameNotFree, match=f"waits for the ConfigMap {namespace}/one of an earlier owner"):
+            await do(action(CONFIG_MAPS, owned(me, a="1")))
+    await client.merge_patch(CONFIG_MAPS, "one", namespace, {"metadata": {"finalizers": None}})
+    await do(Create(CONFIG_MAPS, owned(me, a="1")))
 
 
 async def test_what_is_yielded_is_left_to_others_and_all_else_is_taken(
@@ -120,7 +134,7 @@ async def test_the_first_failure_ends_a_plan(client: Client, do: Doing, namespac
     wrong: dict[str, Any] = config_map(namespace, "wrong")
     wrong["metadata"]["nonsense"] = "x"
     wrong["kind"] = "Secret"
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(ObjectRefused) as caught:
         await do(Create(CONFIG_MAPS, wrong), Create(CONFIG_MAPS, config_map(namespace, "later")))
     assert caught.value.reason == "InvalidObject"
     assert await client.find(CONFIG_MAPS, "later", namespace) is None

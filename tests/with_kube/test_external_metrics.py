@@ -19,7 +19,6 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.cluster.assets import ROOT
 from bench.cluster.certificates import write_private
 from bench.cluster.control_plane import write_kubeconfig
 from bench.stack.processes import Processes, free_ports
@@ -40,9 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from bench.cluster.assets import Assets
+    from bench.cluster.assets import ClusterBinaries
     from bench.cluster.control_plane import ControlPlane
-    from controller.kube.access import Access
+    from controller.kube.access import ClusterAccess
     from controller.kube.client import Client
     from controller.kube.resources import Object
     from tests.with_kube.kubes import Kube
@@ -82,12 +81,12 @@ class Manager:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def manager(
-    client: Client, account: Access, plane: ControlPlane, assets: Assets, namespace: str, tmp_path: Path
+    client: Client, account: ClusterAccess, plane: ControlPlane, assets: ClusterBinaries, namespace: str, tmp_path: Path
 ) -> AsyncIterator[Manager]:
     """With the external metrics API behind the API server, the manager's own account and the rights of our
     manifests.
     """
-    await define_kinds(client, ROOT / "manifests" / "crds")
+    await define_kinds(client)
     ports = dict(zip(("listen", "metrics", "external-metrics", "keda"), free_ports(4), strict=True))
     for one in ("external-metrics", "metrics-auth"):
         rights = MANIFESTS / "manager-components" / one / "rbac.yaml"
@@ -191,7 +190,13 @@ async def test_the_hpa_controller_scales_a_model_infer_by_our_metric(
 
 @pytest.mark.parametrize("kind", ["PodMonitor", "ServiceMonitor"])
 async def test_prometheus_gets_metrics_by_what_our_monitors_say(
-    kind: str, client: Client, manager: Manager, plane: ControlPlane, assets: Assets, namespace: str, tmp_path: Path
+    kind: str,
+    client: Client,
+    manager: Manager,
+    plane: ControlPlane,
+    assets: ClusterBinaries,
+    namespace: str,
+    tmp_path: Path,
 ) -> None:
     folder = "pod-monitor-with-auth" if kind == "PodMonitor" else "service-monitor-with-auth"
     words = [str(assets.binary("kubectl")), "kustomize", str(MANIFESTS / "monitoring" / folder)]
@@ -309,12 +314,7 @@ async def test_the_external_metrics_api_answers_those_who_may_ask(
 
 async def test_pages_need_a_token_with_the_right(client: Client, namespace: str, manager: Manager) -> None:
     accounts = {name: await token_of(client, namespace, name) for name in ("scraper", "stranger")}
-    role = {"apiVersion": ROLES.api_version, "kind": "ClusterRole", "metadata": {"name": f"metrics-{namespace}"}}
-    await client.create(ROLES, {**role, "rules": [{"nonResourceURLs": ["/metrics"], "verbs": ["get"]}]})
-    subject = {"kind": "ServiceAccount", "name": "scraper", "namespace": namespace}
-    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": f"metrics-{namespace}"}
-    made = {"apiVersion": BINDINGS.api_version, "kind": "ClusterRoleBinding", "metadata": role["metadata"]}
-    await client.create(BINDINGS, {**made, "roleRef": reference, "subjects": [subject]})
+    await let_scrape(client, namespace, "scraper")
 
     async def is_allowed() -> bool:
         return (await manager.page("/metrics", accounts["scraper"]))[0] == 200
@@ -339,6 +339,16 @@ async def test_pages_need_a_token_with_the_right(client: Client, namespace: str,
     with pytest.raises(aiohttp.ClientError):
         async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{manager.ports['metrics']}/metrics"):
             pass
+
+
+async def let_scrape(client: Client, namespace: str, name: str) -> None:
+    """The ServiceAccount may get /metrics."""
+    role = {"apiVersion": ROLES.api_version, "kind": "ClusterRole", "metadata": {"name": f"metrics-{namespace}"}}
+    await client.create(ROLES, {**role, "rules": [{"nonResourceURLs": ["/metrics"], "verbs": ["get"]}]})
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
+    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": f"metrics-{namespace}"}
+    made = {"apiVersion": BINDINGS.api_version, "kind": "ClusterRoleBinding", "metadata": role["metadata"]}
+    await client.create(BINDINGS, {**made, "roleRef": reference, "subjects": [subject]})
 
 
 async def token_of(client: Client, namespace: str, name: str) -> str:

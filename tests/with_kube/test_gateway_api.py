@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest_asyncio
 
-from bench.cluster.control_plane import apply_crds
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
@@ -47,8 +46,8 @@ from tests.gateway_objects import (
 from tests.kube_objects import server
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
+from tests.with_kube.managing import define_kinds, define_others
 from tests.with_kube.pods import make_pod
-from tests.with_kube.test_crds import install
 from tests.with_kube.test_gateway_role import IMPATIENT, addresses, read
 
 if TYPE_CHECKING:
@@ -90,9 +89,9 @@ def loose(resource: Resource) -> Object:
 async def client(kube: Kube, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
     """A client of a server that has our kinds, and those of the Gateway API with a GatewayClass of ours."""
     async with connect(kube.admin, manager="test") as one:
-        await install(one)
+        await define_kinds(one)
         if kube.fake is None:
-            await apply_crds(one, [request.getfixturevalue("assets").crds])
+            await define_others(one, request.getfixturevalue("assets").crds)
         else:
             for resource in OPTIONAL:
                 await one.create(CRDS, loose(resource))

@@ -14,8 +14,8 @@ from bench.stack.processes import free_ports
 from controller.kube.resources import MODEL_ROUTES
 from tests.kube_objects import route, server
 from tests.waiting import eventually
+from tests.with_kube.managing import define_kinds
 from tests.with_kube.pods import make_pod
-from tests.with_kube.test_crds import install
 from tests.with_kube.test_gateway_role import addresses, conditions, create
 from tests.with_kube.test_picker_end_to_end import fetch
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 async def test_objects_become_a_directory_and_a_signal_ends_it(
     kube: Kube, client: Client, namespace: str, tmp_path: Path
 ) -> None:
-    await install(client)
+    await define_kinds(client)
     await create(client, server(namespace=namespace), route(namespace=namespace))
     await make_pod(client, namespace, "a", "127.0.1.1")
     access = write_kubeconfig(tmp_path / "kubeconfig", kube.admin) if kube.plane is None else kube.plane.kubeconfig

@@ -39,15 +39,15 @@ from extproc.api.load import load_directory
 from extproc.api.status_pages import REPORT_PATH, ConfigReport
 from tests.kube_objects import Object, picker_config, route, server
 from tests.waiting import eventually
+from tests.with_kube.managing import define_kinds
 from tests.with_kube.pods import make_pod, set_ready
-from tests.with_kube.test_crds import install
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
     from pathlib import Path
 
     from bench.cluster.fake.server import FakeServer
-    from controller.gateway.directory import Written
+    from controller.gateway.directory import WrittenFiles
     from controller.kube.client import Client
     from extproc.api.model_server import ModelServer
     from extproc.api.snapshot import Snapshot
@@ -60,7 +60,7 @@ IMPATIENT = InformerTiming(backoff_s=0.05, backoff_max_s=0.2, silence_s=1.0)
 async def client(kube: Kube) -> AsyncIterator[Client]:
     """A client of a server that has our kinds."""
     async with connect(kube.admin, manager="test") as one:
-        await install(one)
+        await define_kinds(one)
         yield one
 
 
@@ -84,6 +84,7 @@ async def serving(
             namespace=namespace,
             gateway_config=config,
             consumers={} if extproc is None else {"extproc": extproc},
+            grace_s=0.3,
         )
         role = GatewayRole(own, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
         task = asyncio.create_task(role.run())
@@ -249,7 +250,7 @@ async def test_a_file_that_cannot_be_written_holds_others_up_no_longer_than_its_
 ) -> None:
     write, bad, failures = DirectoryWriter.write, f"modelserver.{namespace}.bad.json", list[str]()
 
-    def write_unless_bad(self: DirectoryWriter, files: Mapping[str, bytes]) -> Written:
+    def write_unless_bad(self: DirectoryWriter, files: Mapping[str, bytes]) -> WrittenFiles:
         if bad in files:
             failures.append(bad)
             raise OSError(errno.ENAMETOOLONG, "File name too long", bad)
@@ -356,7 +357,7 @@ async def test_churn_with_faults_ends_as_a_fresh_compilation_does(
     compiler = Compiler()
     for kind in (MODEL_SERVERS, MODEL_ROUTES, PODS, CONFIG_MAPS):
         for thing in (await client.list(kind, namespace)).items:
-            compiler.put(kind.kind, f"{namespace}/{thing['metadata']['name']}", thing)
+            compiler.update_object(kind.kind, f"{namespace}/{thing['metadata']['name']}", thing)
     assert contents(tmp_path) == compiler.compile().files
 
 

@@ -8,8 +8,12 @@ import contextlib
 from random import Random
 from typing import TYPE_CHECKING
 
+import pytest
+
+from controller.kube.cache import InformerSet
+from controller.kube.errors import NotFound, ServerError
 from controller.kube.informer import Informer, InformerTiming, Selection
-from controller.kube.resources import CONFIG_MAPS
+from controller.kube.resources import CONFIG_MAPS, Resource
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL
 from tests.with_kube.objects import config_map
@@ -95,6 +99,26 @@ async def test_a_deletion_without_a_watch_is_found_by_the_next_list(
         await eventually(lambda: names(informer) == {"stays"})
         assert changed == [f"{namespace}/ghost"], "what did not change is not told"
         assert informer.lists == 2
+
+
+@FAKE
+async def test_what_is_listed_once_is_not_watched_and_only_optional_kinds_may_be_missing(
+    client: Client, fake: FakeServer, namespace: str
+) -> None:
+    await client.create(CONFIG_MAPS, config_map(namespace, "one"))
+    unknown = Resource("nobody.dev", "v1", "widgets", "Widget")
+    cache = InformerSet(client, namespace)
+    informer, missing = cache.add(CONFIG_MAPS), cache.add(unknown, optional=True)
+    fake.faults.refuse(1, 500, of=is_watch)
+    await cache.list_once()
+    assert "one" in names(informer)
+    assert not cache.serves(missing)
+    # the first watch of all
+    with pytest.raises(ServerError):
+        await anext(client.watch(CONFIG_MAPS, namespace, since="1"))
+    cache.add(unknown)
+    with pytest.raises(NotFound):
+        await cache.list_once()
 
 
 @FAKE
@@ -208,11 +232,11 @@ async def test_it_survives_an_outage_of_the_server(client: Client, plane: Contro
 @REAL
 async def test_it_survives_a_frozen_server(client: Client, plane: ControlPlane, namespace: str) -> None:
     async with following(client, namespace) as informer:
-        heard = informer.unheard_for_s()
+        heard = informer.silent_for_s()
         assert heard is not None
         plane.freeze_api()
         try:
-            await eventually(lambda: (informer.unheard_for_s() or 0.0) > heard + QUICK.silence_s + 0.5)
+            await eventually(lambda: (informer.silent_for_s() or 0.0) > heard + QUICK.silence_s + 0.5)
         finally:
             plane.thaw_api()
         await client.create(CONFIG_MAPS, config_map(namespace, "after"))

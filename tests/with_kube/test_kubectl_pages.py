@@ -6,23 +6,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.with_kube.kubes import REAL, Kube
-from tests.with_kube.test_crds import install
+from tests.with_kube.managing import define_kinds
 from tools.kubectl_pages import PAGES, collect, commands, with_output
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.cluster.assets import Assets
+    from bench.cluster.assets import ClusterBinaries
     from controller.kube.client import Client
 
 pytestmark = REAL
 
 
 async def test_what_pages_show_of_kubectl_is_what_it_prints(
-    client: Client, kube: Kube, assets: Assets, tmp_path: Path
+    client: Client, kube: Kube, assets: ClusterBinaries, tmp_path: Path
 ) -> None:
     assert kube.plane is not None
-    await install(client)
+    await define_kinds(client)
     outputs = await collect(kube.plane, assets, client, tmp_path)
     for page in PAGES:
         text = page.read_text()

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from bench.cluster.assets import ROOT
 from bench.cluster.node.node import Node, gpu_node, running_nodes
 from bench.cluster.node.pod_machine import NodeTiming
 from controller.kube.client import Client
@@ -91,7 +90,7 @@ class Place(msgspec.Struct, frozen=True):
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def place(client: Client, kube: Kube, namespace: str, tmp_path: Path) -> AsyncIterator[Place]:
-    await define_kinds(client, ROOT / "manifests" / "crds")
+    await define_kinds(client)
     spec = gpu_node(f"node-{namespace}", labels={"test": namespace})
     async with running_nodes(client, [spec], tmp_path, timing=QUICK, schedules=kube.fake is not None) as nodes:
         yield Place(client, namespace, nodes[spec.name])

@@ -17,19 +17,18 @@ from controller.models.model_infer import names
 from controller.models.model_infer.reconcile import reconcile
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
-from tests.with_kube.managing import condition, managing, model_infer, pod_names, role, settings
+from tests.with_kube.managing import condition, define_kinds, managing, model_infer, pod_names, role, settings
 from tests.with_kube.permissions import Permission, allowed_by, asked_for, missing, unused
 from tests.with_kube.pods import remove_pods
-from tests.with_kube.test_crds import install
 from tests.with_kube.test_manifests import MANIFESTS, SYSTEM, kubectl
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from bench.cluster.assets import Assets
+    from bench.cluster.assets import ClusterBinaries
     from bench.cluster.control_plane import ControlPlane
-    from controller.kube.access import Access
+    from controller.kube.access import ClusterAccess
     from controller.kube.client import Client
     from controller.kube.resources import Object
 
@@ -52,9 +51,9 @@ ELSEWHERE |= {"autoscalingpolicies", "autoscalingpolicybindings", "configmaps", 
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def account(client: Client, plane: ControlPlane, assets: Assets, tmp_path: Path) -> Access:
+async def account(client: Client, plane: ControlPlane, assets: ClusterBinaries, tmp_path: Path) -> ClusterAccess:
     """With the token of the manager's ServiceAccount."""
-    await install(client)
+    await define_kinds(client)
     for name in ("namespace.yaml", "rbac.yaml"):
         (tmp_path / name).write_text((MANIFESTS / "manager" / name).read_text())
     kept = {"namespace": SYSTEM, "resources": ["namespace.yaml", "rbac.yaml"]}
@@ -81,7 +80,7 @@ async def node(client: Client, namespace: str, tmp_path: Path) -> AsyncIterator[
 
 async def test_the_account_may_do_what_the_work_needs_and_little_more(
     client: Client,
-    account: Access,
+    account: ClusterAccess,
     namespace: str,
     node: None,  # noqa: ARG001 - runs the pods
 ) -> None:

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from bench.cluster.assets import ROOT
 from controller.commands.manager import _innermost
 from controller.kube.errors import Forbidden
 from controller.kube.kopf_thread import HandlersEnded
@@ -24,7 +23,7 @@ from controller.kube.resources import (
     PODS,
 )
 from controller.models.model_infer import names
-from controller.models.model_infer.observed import Load
+from controller.models.model_infer.model_infer_state import PodLoad
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL
 from tests.with_kube.managing import (
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from controller.kube.plan import Plan
     from controller.kube.resources import Object
-    from controller.models.model_infer.observed import Observed
+    from controller.models.model_infer.model_infer_state import ModelInferState
     from tests.with_kube.kubes import Kube
 
 SOON_S = 40.0
@@ -69,7 +68,7 @@ OF_BOTH = OF_ONE_GROUP | {name.replace("llama-0", "llama-1") for name in OF_ONE_
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
 async def kinds(client: Client) -> None:
     """Our kinds are served."""
-    await define_kinds(client, ROOT / "manifests" / "crds")
+    await define_kinds(client)
 
 
 async def until_pods(client: Client, namespace: str, names: set[str], within_s: float = SOON_S) -> None:
@@ -168,6 +167,7 @@ async def test_a_pod_that_the_server_refuses_is_told(client: Client, kube: Kube,
             one["message"] for one in (await status(client, namespace))["conditions"] if one["type"] == "Degraded"
         ]
         assert "image" in said
+        assert (await status(client, namespace))["summary"].startswith("InvalidObject: "), "kubectl get mi shows it"
         right = model_infer(namespace)["spec"]["template"]
         await client.merge_patch(MODEL_INFERS, "llama", namespace, {"spec": {"template": right}})
         await until_pods(client, namespace, {"llama-0-main-0-0"})
@@ -177,7 +177,7 @@ async def test_a_pod_that_the_server_refuses_is_told(client: Client, kube: Kube,
 async def test_a_mistake_of_ours_is_told_of_its_object_and_stops_no_other(
     client: Client, kube: Kube, namespace: str
 ) -> None:
-    def decide(observed: Observed, now_s: float) -> Plan:
+    def decide(observed: ModelInferState, now_s: float) -> Plan:
         if observed.thing["metadata"]["name"] == "odd":
             raise TypeError("nobody thought of this")
         return stand_in(observed, now_s)
@@ -201,7 +201,7 @@ async def test_a_pod_of_another_namespace_that_names_the_owner_is_none_of_its(
     """Uids are no secrets: whoever forges one would stand in for an engine of somebody else."""
     seen: list[list[str]] = []
 
-    def decide(observed: Observed, now_s: float) -> Plan:
+    def decide(observed: ModelInferState, now_s: float) -> Plan:
         seen.append([one["metadata"]["namespace"] for one in observed.pods])
         return stand_in(observed, now_s)
 
@@ -226,7 +226,7 @@ async def test_much_work_on_one_object_is_done_in_turns(client: Client, kube: Ku
     """Somebody else's object does not wait until a thousand pods of the first are made."""
     most: list[int] = []
 
-    def decide(observed: Observed, now_s: float) -> Plan:
+    def decide(observed: ModelInferState, now_s: float) -> Plan:
         most.append(len(observed.pods))
         return stand_in(observed, now_s)
 
@@ -260,7 +260,7 @@ async def test_our_own_writes_are_waited_for_and_then_listed(
 ) -> None:
     seen: list[int] = []
 
-    def decide(observed: Observed, now_s: float) -> Plan:
+    def decide(observed: ModelInferState, now_s: float) -> Plan:
         if not seen:
             # what is written from now on, no watch tells
             fake.faults.freeze()
@@ -287,17 +287,17 @@ class StubLoads:
     def __init__(self) -> None:
         self.asked: list[set[str]] = []
 
-    async def ask(self, pods: Collection[str]) -> Mapping[str, Load]:
+    async def ask(self, pods: Collection[str]) -> Mapping[str, PodLoad]:
         self.asked.append(set(pods))
-        return {one: Load(3, 100) for one in pods if one.endswith("0-0")}
+        return {one: PodLoad(3, 100) for one in pods if one.endswith("0-0")}
 
 
 @FAKE
 async def test_loads_are_asked_for_the_next_look_and_only_then(client: Client, kube: Kube, namespace: str) -> None:
-    looks: list[tuple[frozenset[str], Mapping[str, Load]]] = []
+    looks: list[tuple[frozenset[str], Mapping[str, PodLoad]]] = []
     pods_asked = frozenset({f"{namespace}/llama-0-main-0-0", f"{namespace}/llama-1-main-0-0"})
 
-    def decide(observed: Observed, now_s: float) -> Plan:
+    def decide(observed: ModelInferState, now_s: float) -> Plan:
         looks.append((observed.loads_asked_of, observed.loads))
         asks = pods_asked if len(observed.pods) == 2 and len(looks) < 6 else frozenset()
         return msgspec.structs.replace(stand_in(observed, now_s), asks_loads_of=asks)
@@ -308,7 +308,7 @@ async def test_loads_are_asked_for_the_next_look_and_only_then(client: Client, k
         await eventually(lambda: any(asked for asked, _ in looks))
         asked = next(one for one in looks if one[0])
         assert asked[0] == pods_asked
-        assert set(asked[1].values()) == {Load(3, 100)}
+        assert set(asked[1].values()) == {PodLoad(3, 100)}
         # a resync later nobody asks any more
         await eventually(lambda: len(looks) > 7)
         assert len(loads.asked) < len(looks)

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from bench.cluster.control_plane import apply_crds
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings, parse_addresses
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.role import CONTROLLER, GatewayRole, GatewaySettings
@@ -35,6 +34,8 @@ from controller.kube.resources import (
 from tests.gateway_objects import backend_ref, gateway, gateway_class, http_route, https, pool, tls_secret
 from tests.kube_objects import Object, resource, route, server
 from tests.waiting import eventually
+from tests.with_kube.kubes import REAL
+from tests.with_kube.managing import define_others
 from tests.with_kube.permissions import allowed_by, asked_for, missing, unused
 from tests.with_kube.pods import make_pod, remove_pods
 from tests.with_kube.test_gateway_api import POOL
@@ -44,7 +45,7 @@ from tests.with_kube.test_gateway_role import IMPATIENT, addresses, conditions, 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bench.cluster.assets import Assets
+    from bench.cluster.assets import ClusterBinaries
     from bench.cluster.control_plane import ControlPlane
     from controller.kube.client import Client
 
@@ -53,14 +54,11 @@ SYSTEM = "attache-system"
 ADDRESSES = GatewayApiSettings(bind=parse_addresses("127.0.9.0/25"))
 
 
-@pytest.fixture(params=["real"])
-def kube(real_kube: object) -> object:
-    """Only a real one checks what manifests say."""
-    return real_kube
+pytestmark = REAL
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def applied(client: Client, plane: ControlPlane, assets: Assets) -> AsyncIterator[None]:
+async def applied(client: Client, plane: ControlPlane, assets: ClusterBinaries) -> AsyncIterator[None]:
     """The gateway's manifests, as a user applies them."""
     assert await kubectl(plane, assets, "apply", "-k", str(MANIFESTS / "crds")) == 0
     wait = ["wait", "--for", "condition=established", "crd", "gatewayconfigs.attache.dev"]
@@ -70,7 +68,7 @@ async def applied(client: Client, plane: ControlPlane, assets: Assets) -> AsyncI
     await remove_pods(client, SYSTEM)
 
 
-async def kubectl(plane: ControlPlane, assets: Assets, *words: str) -> int:
+async def kubectl(plane: ControlPlane, assets: ClusterBinaries, *words: str) -> int:
     command = [str(assets.binary("kubectl")), "--kubeconfig", str(plane.kubeconfig), *words]
     process = await asyncio.create_subprocess_exec(*command)
     return await process.wait()
@@ -88,15 +86,16 @@ async def account(client: Client, applied: None) -> AsyncIterator[Client]:  # no
 
 
 @pytest.mark.usefixtures("applied")
-async def test_the_server_takes_them_as_they_are(client: Client, plane: ControlPlane, assets: Assets) -> None:
+async def test_the_server_takes_them_as_they_are(client: Client, plane: ControlPlane, assets: ClusterBinaries) -> None:
     found = await client.get(DEPLOYMENTS, "attache-gateway", SYSTEM)
     assert found["spec"]["replicas"] == 2
     assert (await client.get(GATEWAY_CONFIGS, "gateway", SYSTEM))["spec"]["messageTimeout"] == "5s"
     words = ["apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-k"]
-    await apply_crds(client, [assets.crds])
+    await define_others(client, assets.crds)
     for folder in (
         "gateway",
         "gateway-api",
+        "gateway-ha",
         "runtimes",
         "samples",
         "samples-gateway-api",
@@ -112,12 +111,12 @@ async def test_the_server_takes_them_as_they_are(client: Client, plane: ControlP
 async def test_the_role_works_with_its_own_account(
     client: Client,
     account: Client,
-    assets: Assets,
+    assets: ClusterBinaries,
     namespace: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    await apply_crds(client, [assets.crds])
+    await define_others(client, assets.crds)
     # without a status, which an earlier role may have written
     with contextlib.suppress(NotFound):
         await client.delete(GATEWAY_CLASSES, gateway_class()["metadata"]["name"])

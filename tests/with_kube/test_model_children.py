@@ -12,10 +12,10 @@ import yaml
 
 from controller.kube.client import connect
 from controller.kube.resources import PODS
-from controller.models.model.observed import CHILDREN
+from controller.models.model.model_state import CHILDREN
 from controller.models.runtimes.presets import objects
 from tests.with_kube.kubes import REAL
-from tests.with_kube.test_crds import RESOURCES, install
+from tests.with_kube.managing import OUR_KINDS, define_kinds
 from tools.golden_models import FOLDER, golden
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ MADE = {path.name.removesuffix(".children.yaml"): text for path, text in golden(
 @pytest_asyncio.fixture(loop_scope="session")
 async def client(kube: Kube) -> Client:  # type: ignore[misc]  # a generator
     async with connect(kube.admin, manager="test") as one:
-        await install(one)
+        await define_kinds(one)
         yield one
 
 
@@ -58,9 +58,9 @@ async def test_a_real_server_takes_models_and_all_that_is_made_of_them(
     client: Client, namespace: str, name: str
 ) -> None:
     for thing in copy.deepcopy(SOURCES[name]):
-        if RESOURCES[thing["kind"]].namespaced:
+        if OUR_KINDS[thing["kind"]].namespaced:
             thing["metadata"]["namespace"] = namespace
-        await client.create(RESOURCES[thing["kind"]], thing, dry_run=True)
+        await client.create(OUR_KINDS[thing["kind"]], thing, dry_run=True)
     for child in (one for one in yaml.safe_load_all(MADE[name]) if one):
         # there is no Model of this uid: the server's collector would not let it live
         made = {**child, "metadata": {**child["metadata"], "namespace": namespace, "ownerReferences": []}}
@@ -73,4 +73,4 @@ async def test_a_real_server_takes_models_and_all_that_is_made_of_them(
 
 @pytest.mark.parametrize("thing", objects(), ids=lambda one: one["metadata"]["name"])
 async def test_a_real_server_takes_the_runtimes(client: Client, thing: dict[str, Any]) -> None:
-    await client.create(RESOURCES[thing["kind"]], thing, dry_run=True)
+    await client.create(OUR_KINDS[thing["kind"]], thing, dry_run=True)

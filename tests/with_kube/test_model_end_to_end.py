@@ -17,7 +17,6 @@ import pytest_asyncio
 import yaml
 from aiohttp import web
 
-from bench.cluster.assets import ROOT
 from bench.cluster.node.node import gpu_node, running_nodes
 from bench.cluster.node.pod_machine import NodeTiming
 from bench.stack.processes import Processes, free_ports
@@ -190,7 +189,7 @@ async def gateway(client: Client, kube: Kube, namespace: str, folder: Path) -> A
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def site(client: Client, kube: Kube, namespace: str, tmp_path: Path) -> AsyncIterator[Site]:
-    await define_kinds(client, ROOT / "manifests" / "crds")
+    await define_kinds(client)
     # a Model of five lines chooses no node: those of other tests are away
     for node in (await client.list(NODES)).items:
         await client.delete(NODES, node["metadata"]["name"])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
-    from bench.cluster.assets import Assets
+    from bench.cluster.assets import ClusterBinaries
     from bench.cluster.control_plane import ControlPlane
     from controller.kube.resources import Object
     from tests.with_kube.kubes import Kube
@@ -459,7 +459,7 @@ async def gone(place: Place, name: str) -> bool:
 
 
 @REAL
-async def test_kubectl_prints_what_a_container_says(place: Place, plane: ControlPlane, assets: Assets) -> None:
+async def test_kubectl_prints_what_a_container_says(place: Place, plane: ControlPlane, assets: ClusterBinaries) -> None:
     await place.create(place.pod(containers=[shell("for i in 1 2 3; do echo line $i; done; sleep 60")]))
     await place.until(is_ready)
     command = [

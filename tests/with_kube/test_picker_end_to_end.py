@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from bench.cluster.assets import Assets
+    from bench.cluster.assets import ClusterBinaries
 
 pytestmark = REAL
 SECRET = "attache-picker-tls"  # noqa: S105 - a name
@@ -173,7 +173,7 @@ async def apply_epp(client: Client, namespace: str) -> None:
 
 @pytest_asyncio.fixture(loop_scope="session", params=["manifests", "llm-d"])
 async def site(
-    request: pytest.FixtureRequest, client: Client, kube: Kube, namespace: str, assets: Assets, tmp_path: Path
+    request: pytest.FixtureRequest, client: Client, kube: Kube, namespace: str, assets: ClusterBinaries, tmp_path: Path
 ) -> AsyncIterator[Site]:
     """Two engines, the picker, and an Envoy that connects to it with TLS and takes the address from the header."""
     assert kube.plane is not None

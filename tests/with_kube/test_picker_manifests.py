@@ -14,7 +14,6 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.cluster.control_plane import apply_crds
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.picker_role import CONTROLLER, PickerRole, PickerSettings
 from controller.kube.client import connect
@@ -30,6 +29,8 @@ from controller.kube.resources import (
     Object,
 )
 from tests.waiting import eventually
+from tests.with_kube.kubes import REAL
+from tests.with_kube.managing import define_others
 from tests.with_kube.permissions import allowed_by, asked_for, missing, unused
 from tests.with_kube.pods import make_pod, remove_pods
 from tests.with_kube.test_gateway_role import IMPATIENT, addresses
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from bench.cluster.assets import Assets
+    from bench.cluster.assets import ClusterBinaries
     from bench.cluster.control_plane import ControlPlane
     from controller.kube.client import Client
 
@@ -63,6 +64,7 @@ FOREIGN = (
     ("monitoring.coreos.com", "v1", "servicemonitors", "ServiceMonitor"),
     ("monitoring.coreos.com", "v1", "prometheusrules", "PrometheusRule"),
     ("llm-d.ai", "v1alpha2", "inferenceobjectives", "InferenceObjective"),
+    ("llm-d.ai", "v1alpha2", "inferencemodelrewrites", "InferenceModelRewrite"),
 )
 
 
@@ -76,17 +78,14 @@ def definition(group: str, version: str, plural: str, kind: str) -> Object:
     return {"apiVersion": CRDS.api_version, "kind": CRDS.kind, "metadata": metadata, "spec": spec}
 
 
-@pytest.fixture(params=["real"])
-def kube(real_kube: object) -> object:
-    """Only a real one checks what manifests say."""
-    return real_kube
+pytestmark = REAL
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def kinds(client: Client, assets: Assets, plane: ControlPlane) -> None:
+async def kinds(client: Client, assets: ClusterBinaries, plane: ControlPlane) -> None:
     """All kinds that the manifests have, and the namespace of some."""
     assert await kubectl(plane, assets, "apply", "-f", str(MANIFESTS / "gateway" / "namespace.yaml")) == 0
-    await apply_crds(client, [assets.crds])
+    await define_others(client, assets.crds)
     for one in FOREIGN:
         await client.apply(CRDS, definition(*one), force=True)
     names = [f"{plural}.{group}" for group, _, plural, _ in FOREIGN]
@@ -95,7 +94,7 @@ async def kinds(client: Client, assets: Assets, plane: ControlPlane) -> None:
 
 @pytest.mark.usefixtures("kinds")
 @pytest.mark.parametrize("folder", OVERLAYS)
-async def test_the_server_takes_every_overlay(folder: str, plane: ControlPlane, assets: Assets) -> None:
+async def test_the_server_takes_every_overlay(folder: str, plane: ControlPlane, assets: ClusterBinaries) -> None:
     words = ["apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-k"]
     assert await kubectl(plane, assets, *words, str(MANIFESTS / folder)) == 0
 
@@ -119,7 +118,7 @@ async def test_pods_fit_the_restricted_standard(file: str, client: Client) -> No
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def account(client: Client, kinds: None, plane: ControlPlane, assets: Assets) -> AsyncIterator[Client]:  # noqa: ARG001
+async def account(client: Client, kinds: None, plane: ControlPlane, assets: ClusterBinaries) -> AsyncIterator[Client]:  # noqa: ARG001
     """A client with the token of the picker's ServiceAccount."""
     assert await kubectl(plane, assets, "apply", "-k", str(PICKER / "base")) == 0
     asked: Object = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "metadata": {}, "spec": {}}

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from typing import TYPE_CHECKING
 
 import pytest_asyncio
+from prometheus_client import CollectorRegistry
 
-from bench.cluster.assets import ROOT
+from controller.audit import opened_audit
 from controller.autoscaler.reconciler import accelerators as rooms
 from controller.autoscaler.reconciler.scalables import SCALED_BY
 from controller.kube.resources import (
@@ -42,6 +44,7 @@ from tests.with_kube.scaling import (
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
+    from pathlib import Path
 
     import pytest
 
@@ -59,7 +62,7 @@ HPAS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodA
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
 async def kinds(client: Client, namespace: str) -> AsyncIterator[None]:
     """Our kinds are served. Deployments go at the end: the cluster's controllers would keep making their pods."""
-    await define_kinds(client, ROOT / "manifests" / "crds")
+    await define_kinds(client)
     yield
     await delete_workloads(client, namespace)
 
@@ -115,12 +118,37 @@ async def test_the_replicas_of_a_deployment_are_written_and_told(client: Client,
         }
         assert running.metric("wva_desired_replicas", **its) == 5
         assert running.metric("wva_replica_scaling_total", **its) == 1
-        assert [one.decision.binding for one in running.records.latest().values()] == [f"{namespace}/one"]
+        assert [one.decision.binding for one in running.records.records_by_binding().values()] == [f"{namespace}/one"]
         await client.delete(AUTOSCALING_POLICY_BINDINGS, "one", namespace)
         await eventually(lambda: labels_of(running, "wva_desired_replicas") == [])
 
 
 @FAKE
+async def test_the_audit_log_has_the_decision_that_wrote_replicas(
+    client: Client, kube: Kube, namespace: str, tmp_path: Path
+) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    await bind(client, namespace, target())
+    file = tmp_path / "audit.log"
+    with opened_audit(str(file), CollectorRegistry()) as audit:
+        async with scaling(kube.admin, namespace, Wanted(main=5), audit=audit):
+            await until_replicas(client, namespace, 5)
+            await until_says(client, namespace, "ScalingActive", ("True", "Scaling"))
+    entries = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {one["cause"]["of"] for one in entries if one["objectRef"]["resource"] == "deployments"} == {
+        f"AutoscalingPolicyBinding {namespace}/one"
+    }
+    (scaled,) = [one for one in entries if one["objectRef"].get("subresource") == "scale" and one["outcome"] == "ok"]
+    assert scaled["actor"] == "attache-autoscaler"
+    assert (scaled["cause"]["old"], scaled["cause"]["new"]) == ({"replicas": 2}, {"replicas": 5})
+    assert scaled["cause"]["reason"]
+    assert scaled["change"]["spec"] == {"replicas": 5}
+    # statuses are writes, too
+    assert "autoscalingpolicybindings" in {one["objectRef"]["resource"] for one in entries}
+
+
 async def test_two_kinds_of_one_name_have_series_of_their_own(client: Client, kube: Kube, namespace: str) -> None:
     await make_policy(client, namespace)
     await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
@@ -157,7 +185,7 @@ async def test_room_on_nodes_counts_where_targets_have_accelerators(client: Clie
     wanted = Wanted(main=1, second=1)
 
     def rooms() -> list[int | None]:
-        return [one.room for each in wanted.situations for one in each.targets]
+        return [one.headroom for each in wanted.situations for one in each.targets]
 
     try:
         async with scaling(kube.admin, namespace, wanted):
@@ -452,7 +480,7 @@ async def test_a_manager_that_starts_anew_finds_what_it_had_learned(client: Clie
     again = Wanted(main=None)
     async with scaling(kube.admin, namespace, again) as running:
         await until_looked(again)
-        first = running.records.latest()[f"{namespace}/one"].decision.targets[0].reason
+        first = running.records.records_by_binding()[f"{namespace}/one"].decision.targets[0].reason
         assert int(first.removeprefix("look ")) >= 7
         assert await replicas_of(client, namespace) == 4
         # what we wrote ourselves is no change by hand

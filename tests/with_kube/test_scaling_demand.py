@@ -14,12 +14,10 @@ import pytest_asyncio
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from bench.cluster.assets import ROOT
 from bench.stack.processes import free_ports
+from controller.autoscaler.reconciler.controller import ScalingSettings, scaling_of
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
-from controller.autoscaler.reconciler.pages import routes
-from controller.autoscaler.reconciler.records import Records
-from controller.autoscaler.reconciler.scaling import ScalingSettings, scaling_of
+from controller.autoscaler.reconciler.records import Records, routes
 from controller.commands import explain_scaling as explain_scaling_command
 from controller.kube.client import connect
 from controller.kube.pages import pages
@@ -34,17 +32,15 @@ from tests.with_kube.scaling import bind, deployment, make_policy, make_server, 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from controller.kube.access import Access
+    from controller.kube.access import ClusterAccess
     from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
-
-SOON_S = 120.0
 
 
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
 async def kinds(client: Client) -> None:
     """Our kinds are served."""
-    await define_kinds(client, ROOT / "manifests" / "crds")
+    await define_kinds(client)
 
 
 class Gateway:
@@ -97,7 +93,7 @@ async def gateway(client: Client, namespace: str) -> AsyncIterator[Gateway]:
 
 
 @contextlib.asynccontextmanager
-async def scaled(access: Access, namespace: str) -> AsyncIterator[Records]:
+async def scaled(access: ClusterAccess, namespace: str) -> AsyncIterator[Records]:
     """The real scaling of a namespace."""
     records = Records()
     settings = ScalingSettings(namespace=namespace, informers=IMPATIENT, queue=QUICK_QUEUE)
@@ -131,7 +127,7 @@ async def test_a_request_at_zero_starts_an_engine_long_before_the_period_ends(
     await client.create(DEPLOYMENTS, deployment(namespace, replicas=0))
     await bind(client, namespace, target())
     async with gateway(client, namespace) as told, scaled(kube.admin, namespace) as records:
-        await eventually(lambda: bool(records.latest()), timeout_s=SOON_S)
+        await eventually(lambda: bool(records.records_by_binding()))
         # a second look, for the first one found that the ModelServer is to be followed
         await asyncio.sleep(1.5)
         assert await replicas_of(client, namespace) == 0
@@ -150,12 +146,12 @@ async def test_a_restart_and_silent_gateways_scale_nothing_in(client: Client, ku
         for _ in range(2):
             # nothing is asked for, but whoever comes anew has not seen that for long enough
             async with scaled(kube.admin, namespace) as records:
-                await eventually(lambda: bool(records.latest()), timeout_s=SOON_S)
+                await eventually(lambda: bool(records.records_by_binding()))
                 await asyncio.sleep(1.0)
                 assert await replicas_of(client, namespace) == 3
         told.is_silent = True
         async with scaled(kube.admin, namespace) as records:
-            await eventually(lambda: bool(records.latest()), timeout_s=SOON_S)
+            await eventually(lambda: bool(records.records_by_binding()))
             await asyncio.sleep(1.0)
             assert await replicas_of(client, namespace) == 3
             assert (await says(client, namespace, "ScalingActive")) == ("True", "Scaling")
@@ -175,7 +171,7 @@ async def test_the_pages_and_the_command_say_why(client: Client, kube: Kube, nam
             f"127.0.0.1:{port}", CollectorRegistry(), lambda: True, more=routes(records, lambda: leads[0])
         )
         async with listening, aiohttp.ClientSession() as http:
-            await eventually(lambda: bool(records.latest()), timeout_s=SOON_S)
+            await eventually(lambda: bool(records.records_by_binding()))
             async with http.get(f"{url}/decisions") as answer:
                 listed = await answer.json()
             assert [one["binding"] for one in listed["bindings"]] == [f"{namespace}/one"]

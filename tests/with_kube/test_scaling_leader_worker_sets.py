@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest_asyncio
 import yaml
 
-from bench.cluster.assets import ROOT
 from bench.cluster.control_plane import apply_crds
 from controller.autoscaler.reconciler.scalables import LEADER_WORKER_SETS
 from controller.kube.resources import PODS, Object
@@ -59,7 +58,7 @@ DEFINITION: Final[dict[str, Any]] = {
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
 async def kinds(client: Client, tmp_path: Path) -> None:
     """Our kinds are served, and that of LeaderWorkerSets."""
-    await define_kinds(client, ROOT / "manifests" / "crds")
+    await define_kinds(client)
     (tmp_path / "definition.yaml").write_text(yaml.safe_dump(DEFINITION))
     await apply_crds(client, [tmp_path])
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest_asyncio
 import yaml
 
-from bench.cluster.assets import ROOT
 from bench.cluster.control_plane import apply_crds
 from controller.autoscaler.reconciler.scalables import SCALED_BY
 from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, PODS, Object, Resource
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from bench.cluster.assets import Assets
+    from bench.cluster.assets import ClusterBinaries
     from bench.cluster.control_plane import ControlPlane
-    from controller.kube.access import Access
+    from controller.kube.access import ClusterAccess
     from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
@@ -64,7 +63,7 @@ SCALE: Final = {
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
 async def kinds(client: Client, namespace: str, tmp_path: Path) -> AsyncIterator[None]:
     """Our kinds are served, one of somebody else's with a scale, and one without."""
-    await define_kinds(client, ROOT / "manifests" / "crds")
+    await define_kinds(client)
     crds = tmp_path / "crds"
     crds.mkdir()
     (crds / "fleets.yaml").write_text(yaml.safe_dump(definition("Fleet", "fleets", scale=SCALE)))
@@ -202,7 +201,7 @@ async def test_what_cannot_be_read_is_told_and_read_again(client: Client, kube: 
 
 @REAL
 async def test_the_owner_of_a_kind_has_to_allow_it(
-    client: Client, account: Access, plane: ControlPlane, assets: Assets, namespace: str
+    client: Client, account: ClusterAccess, plane: ControlPlane, assets: ClusterBinaries, namespace: str
 ) -> None:
     assert await kubectl(plane, assets, "apply", "-f", str(MANIFESTS / "manager" / "scaled-kinds.yaml")) == 0
     await make_policy(client, namespace)

@@ -27,7 +27,7 @@ from tests.with_kube.test_manager_permissions import account
 from tests.with_kube.test_manifests import MANIFESTS
 
 if TYPE_CHECKING:
-    from controller.kube.access import Access
+    from controller.kube.access import ClusterAccess
     from controller.kube.client import Client
     from controller.kube.resources import Object
 
@@ -49,7 +49,7 @@ OURS = {
 
 async def test_scaling_may_do_what_it_needs(
     client: Client,
-    account: Access,
+    account: ClusterAccess,
     namespace: str,
 ) -> None:
     await make_policy(client, namespace, metrics=[{"name": "cpu", "value": 0.7, "source": "Resource"}])

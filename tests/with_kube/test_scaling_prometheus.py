@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest_asyncio
 
-from bench.cluster.assets import ROOT
 from controller.autoscaler.reconciler.metric_sources import SourceSettings
 from controller.kube.resources import DEPLOYMENTS, SECRETS
 from tests.waiting import eventually
@@ -32,7 +31,7 @@ pytestmark = FAKE
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
 async def kinds(client: Client) -> None:
     """Our kinds are served."""
-    await define_kinds(client, ROOT / "manifests" / "crds")
+    await define_kinds(client)
 
 
 def secret(namespace: str, **texts: str) -> dict[str, Any]:
@@ -120,7 +119,7 @@ async def test_while_prometheus_is_away_the_real_decision_scales_nothing_in(
             prometheus.exporter.value = 0.0
 
             def is_unknown() -> bool:
-                found = [one.decision for one in running.records.latest().values()]
+                found = [one.decision for one in running.records.records_by_binding().values()]
                 return any("cannot be asked" in str(one.stages) for one in found)
 
             await eventually(is_unknown)

@@ -11,10 +11,9 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from bench.cluster.assets import ROOT
 from bench.stack.processes import free_ports
 from controller.autoscaler.reconciler.metric_sources import SourceSettings
-from controller.autoscaler.reconciler.source_http import Failed, page_of
+from controller.autoscaler.reconciler.source_http import FetchFailed, fetch_page
 from controller.kube.resources import DEPLOYMENTS
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 @pytest_asyncio.fixture(loop_scope="session")
 async def kinds(client: Client) -> None:
     """Our kinds are served."""
-    await define_kinds(client, ROOT / "manifests" / "crds")
+    await define_kinds(client)
 
 
 @contextlib.asynccontextmanager
@@ -146,10 +145,10 @@ async def test_redirects_are_not_followed_and_pages_are_bounded() -> None:
     await web.TCPSite(runner, "127.0.0.1", port).start()
     url = f"http://127.0.0.1:{port}"
     async with aiohttp.ClientSession() as http:
-        with pytest.raises(Failed, match="answers 302"):
-            await page_of(http, f"{url}/moved", most_bytes=100_000, timeout_s=5.0)
-        with pytest.raises(Failed, match="longer than 1999 bytes"):
-            await page_of(http, f"{url}/long", most_bytes=1999, timeout_s=5.0)
-        assert len(await page_of(http, f"{url}/long", most_bytes=2000, timeout_s=5.0)) == 2000
+        with pytest.raises(FetchFailed, match="answers 302"):
+            await fetch_page(http, f"{url}/moved", most_bytes=100_000, timeout_s=5.0)
+        with pytest.raises(FetchFailed, match="longer than 1999 bytes"):
+            await fetch_page(http, f"{url}/long", most_bytes=1999, timeout_s=5.0)
+        assert len(await fetch_page(http, f"{url}/long", most_bytes=2000, timeout_s=5.0)) == 2000
     await runner.cleanup()
     assert "/secret" not in asked

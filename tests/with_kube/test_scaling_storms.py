@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import pytest_asyncio
 
-from bench.cluster.assets import ROOT
 from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, DEPLOYMENTS
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
@@ -42,7 +41,7 @@ pytestmark = FAKE
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
 async def kinds(client: Client, namespace: str) -> AsyncIterator[None]:
     """Our kinds are served."""
-    await define_kinds(client, ROOT / "manifests" / "crds")
+    await define_kinds(client)
     yield
     await delete_workloads(client, namespace)
 

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 import pytest_asyncio
 
-from bench.cluster.assets import ROOT
 from bench.cluster.node.node import gpu_node, running_nodes
 from controller.kube.client import connect
-from controller.kube.resources import NAMESPACES, NODES
+from controller.kube.resources import MODEL_SERVERS, NAMESPACES, NODES
 from controller.models.model_infer import names
 from controller.models.model_infer.reconcile import reconcile
 from extproc.scheduling.pickers import NO_PREFILL
 from tests.waiting import eventually
 from tests.with_kube.conftest import has_account
 from tests.with_kube.kubes import Kube
-from tests.with_kube.managing import define_kinds, managing
+from tests.with_kube.managing import define_kinds, managing, model_infer
 from tests.with_kube.under_load import QUICK, Site, Streams, gateway
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ async def site(plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) ->
     async with connect(kube.admin, manager="test") as client:
         await client.create(NAMESPACES, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
         await eventually(lambda: has_account(client, namespace))
-        await define_kinds(client, ROOT / "manifests" / "crds")
+        await define_kinds(client)
         specs = [gpu_node(f"node-{number}-{namespace}", labels={"test": namespace}) for number in range(2)]
         async with (
             running_nodes(client, specs, folder / "pods", timing=QUICK) as nodes,
@@ -93,7 +92,7 @@ async def test_a_rollout_of_four_groups_cuts_no_stream(site: Site, unavailable: 
 
 
 @pytest.mark.parametrize(
-    ("broken", "said", "on_failure"), [(CRASHES, "no GPU found", "Stop"), (NOWHERE, "attache/nowhere", "RollBack")]
+    ("broken", "said", "on_failure"), [(CRASHES, "no GPU found", "Stop"), (NOWHERE, "did not become ready", "RollBack")]
 )
 async def test_a_revision_that_never_becomes_ready_harms_nobody(
     site: Site, broken: dict[str, Any], said: str, on_failure: str
@@ -222,9 +221,53 @@ async def test_a_killed_engine_and_a_lost_node_fail_no_request_without_a_first_b
     assert asking.failures == []
 
 
+async def test_what_is_deleted_and_made_again_loses_no_request(site: Site) -> None:
+    name = "returns"
+    # as long as a gateway takes to notice; a Model's engines ask their agent
+    drains = site.role(lifecycle={"preStop": {"exec": {"command": ["sleep", "5"]}}})
+    async with (
+        site.serving(name, drains, replicas=2) as watch,
+        Streams(site.gateway.url, name, streams=2, plain=4, seconds=1) as asking,
+    ):
+        await eventually(lambda: asking.answers >= 8)
+        for _ in range(2):
+            await site.delete(name)
+            await eventually(lambda: not watch.groups())
+            await site.make(name, model_infer(site.namespace, name, drains, replicas=2), {})
+        await watch.until(ready=2)
+        before = asking.answers
+        await eventually(lambda: asking.answers >= before + 8)
+    log.info("%s", asking)
+    assert asking.failures == []
+
+
+async def test_a_selector_that_is_wrong_for_some_seconds_loses_no_request(site: Site) -> None:
+    name = "mistyped"
+    async with (
+        site.serving(name, replicas=2) as _,
+        Streams(site.gateway.url, name, streams=0, plain=4) as asking,
+    ):
+        await eventually(lambda: asking.answers >= 8)
+        await site.select(name, "mistypde")
+
+        async def is_said() -> bool:
+            thing = await site.client.get(MODEL_SERVERS, name, site.namespace)
+            found = {one["type"]: one for one in thing["status"]["conditions"]}["Available"]
+            return found["reason"] == "NoPods" and "before its last change it selected 2 pods" in found["message"]
+
+        await eventually(is_said)
+        before = asking.answers
+        await eventually(lambda: asking.answers >= before + 8)
+        await site.select(name, name)
+        before = asking.answers
+        await eventually(lambda: asking.answers >= before + 8)
+    assert asking.failures == []
+
+
 async def test_pairs_are_of_one_group_while_groups_are_replaced(site: Site) -> None:
     name = "pairs"
     group = {
+        "decideBy": "UncachedTokens",
         "prefillLabels": {names.ROLE: "prefill"},
         "decodeLabels": {names.ROLE: "decode"},
         "groupKey": names.GROUP,

@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import msgspec
 import pytest
 import pytest_asyncio
@@ -29,19 +30,20 @@ from controller.kube.resources import (
     Resource,
 )
 from controller.manager.role import CONTROLLER
-from controller.webhooks.certificates import WEBHOOK_CONFIGURATIONS, Lifetimes, RotationSettings
+from controller.webhooks.certificates import WEBHOOK_CONFIGURATIONS, Lifetimes, RotationSettings, utc_now
 from controller.webhooks.role import WebhookRole, WebhookSettings
 from extproc.llmd.pickers import InstalledPlugins
 from tests.kube_objects import Object, picker_config, route, server
 from tests.waiting import eventually
-from tests.with_kube.test_crds import install
+from tests.with_kube.kubes import REAL
+from tests.with_kube.managing import define_kinds
 from tests.with_kube.test_gateway_role import IMPATIENT
 from tests.with_kube.test_manifests import SYSTEM, kubectl
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
-    from bench.cluster.assets import Assets
+    from bench.cluster.assets import ClusterBinaries
     from bench.cluster.control_plane import ControlPlane
     from controller.kube.client import Client
 
@@ -50,18 +52,17 @@ SECRET = "attache-webhook-certificates"  # noqa: S105 - a name
 WRONG_PICKER = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{type: queue-scorr}]\n"
 
 
-@pytest.fixture(params=["real"])
-def kube(real_kube: object) -> object:
-    """Only a real one asks webhooks."""
-    return real_kube
+pytestmark = REAL
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def account(client: Client, plane: ControlPlane, assets: Assets, tmp_path: Path) -> AsyncIterator[Client]:
+async def account(
+    client: Client, plane: ControlPlane, assets: ClusterBinaries, tmp_path: Path
+) -> AsyncIterator[Client]:
     """A client with the token of the manager's ServiceAccount, whose manifests are there but for Deployment and
     webhooks.
     """
-    await install(client)
+    await define_kinds(client)
     kept = ["namespace.yaml", "rbac.yaml", "certificates.yaml"]
     for name in kept:
         (tmp_path / name).write_text((MANIFESTS / name).read_text())
@@ -78,7 +79,9 @@ async def account(client: Client, plane: ControlPlane, assets: Assets, tmp_path:
 
 
 @contextlib.asynccontextmanager
-async def managing(account: Client, port: int, lifetimes: Lifetimes | None = None) -> AsyncIterator[WebhookRole]:
+async def managing(
+    account: Client, port: int, lifetimes: Lifetimes | None = None, clock: Callable[[], datetime] = utc_now
+) -> AsyncIterator[WebhookRole]:
     """A replica that can be asked."""
     rotation = RotationSettings(
         namespace=SYSTEM,
@@ -89,7 +92,9 @@ async def managing(account: Client, port: int, lifetimes: Lifetimes | None = Non
         every_s=0.2,
     )
     settings = WebhookSettings(listen=f"127.0.0.1:{port}", rotation=rotation)
-    role = WebhookRole(account, settings, ManagerMetrics(), check_picker=InstalledPlugins(), timing=IMPATIENT)
+    role = WebhookRole(
+        account, settings, ManagerMetrics(), check_picker=InstalledPlugins(), timing=IMPATIENT, clock=clock
+    )
     task = asyncio.create_task(role.run())
     try:
         async with asyncio.timeout(120):
@@ -106,7 +111,7 @@ async def configured(client: Client, port: int, namespace: str) -> AsyncIterator
     """The manifest's webhooks, asked at an address instead of a Service, and for this test's namespace alone."""
     made = yaml.safe_load((MANIFESTS / "webhooks.yaml").read_text())
     for webhook in made["webhooks"]:
-        webhook["clientConfig"] = {"url": f"https://127.0.0.1:{port}/validate"}
+        webhook["clientConfig"] = {"url": f"https://127.0.0.1:{port}"}
         webhook["namespaceSelector"] = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
     await client.create(WEBHOOK_CONFIGURATIONS, made)
     try:
@@ -176,6 +181,20 @@ async def test_objects_are_taken_refused_and_warned_of(client: Client, account: 
         assert await sent(client, CONFIG_MAPS, plain) == []
 
 
+async def test_nobody_but_api_servers_is_told_anything(client: Client, account: Client, namespace: str) -> None:
+    (port,) = free_ports(1)
+    invented = {"uid": "1", "kind": {"kind": "ModelRoute"}, "operation": "CREATE", "object": route(namespace=namespace)}
+    review = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": invented}
+    async with configured(client, port, namespace), managing(account, port), aiohttp.ClientSession() as http:
+        await until_asked(client, namespace)
+        for path in ("/", "/validate", "/validate/", "/validate/x"):
+            async with http.post(f"https://127.0.0.1:{port}{path}", json=review, ssl=False) as answer:
+                assert (answer.status, await answer.text()) == (404, "404: Not Found")
+        found = await client.get(WEBHOOK_CONFIGURATIONS, "attache")
+        async with http.post(found["webhooks"][0]["clientConfig"]["url"], json=review, ssl=False) as answer:
+            assert answer.status == 200
+
+
 async def test_without_the_server_objects_are_taken(client: Client, account: Client, namespace: str) -> None:
     (port,) = free_ports(1)
     async with configured(client, port, namespace):
@@ -186,29 +205,52 @@ async def test_without_the_server_objects_are_taken(client: Client, account: Cli
             await until_asked(client, namespace)
 
 
+class FastClock:
+    """``looks``: how often the time was asked for."""
+
+    def __init__(self) -> None:
+        self.ahead = timedelta()
+        self.looks = 0
+
+    def __call__(self) -> datetime:
+        self.looks += 1
+        return utc_now() + self.ahead
+
+
+@pytest.mark.real_time
 async def test_certificates_change_while_requests_flow(client: Client, account: Client, namespace: str) -> None:
     """Two replicas share the Secret. A gap would show as an object that is taken although it has a mistake."""
     first_port, second_port = free_ports(2)
-    # an authority gets a successor after 10 s, a certificate after 4
+    clocks = FastClock(), FastClock()
+    # an authority gets a successor after 100 s, a certificate after 40; certificates are good 10 minutes earlier, too
     lifetimes = Lifetimes(
-        authority=timedelta(seconds=15), certificate=timedelta(seconds=6), settled=timedelta(seconds=2)
+        authority=timedelta(seconds=150), certificate=timedelta(seconds=60), settled=timedelta(seconds=20)
     )
     async with (
         configured(client, first_port, namespace),
-        managing(account, first_port, lifetimes) as first,
-        managing(account, second_port, lifetimes) as second,
+        managing(account, first_port, lifetimes, clocks[0]) as first,
+        managing(account, second_port, lifetimes, clocks[1]) as second,
     ):
         await until_asked(client, namespace)
         servers, signers, taken = set(), set(), 0
         wrong = wrong_route(namespace)
+
+        async def have_looked(before: list[int]) -> bool:
+            nonlocal taken
+            taken += not await refusal(client, MODEL_ROUTES, wrong)
+            # with the second look the first has been acted on
+            return all(clock.looks > 1 + looks for clock, looks in zip(clocks, before, strict=True))
+
         async with asyncio.timeout(300):
             while len(signers) < 3:
-                taken += not await refusal(client, MODEL_ROUTES, wrong)
+                before = [clock.looks for clock in clocks]
+                for clock in clocks:
+                    clock.ahead += timedelta(seconds=4)
+                await eventually(lambda before=before: have_looked(before))
                 material = first._rotation.material
                 assert material is not None
                 servers.add(material.server)
                 signers.add(material.authorities[0])
-                await asyncio.sleep(0.02)
         assert taken == 0
         assert len(servers) >= 3
 
@@ -240,7 +282,9 @@ async def test_the_account_may_do_nothing_more(account: Client, namespace: str) 
         )
 
 
-async def test_the_server_takes_the_manifests_as_they_are(plane: ControlPlane, assets: Assets, account: Client) -> None:
+async def test_the_server_takes_the_manifests_as_they_are(
+    plane: ControlPlane, assets: ClusterBinaries, account: Client
+) -> None:
     assert account.manager == CONTROLLER
     words = ["apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-k"]
     assert await kubectl(plane, assets, *words, str(MANIFESTS)) == 0

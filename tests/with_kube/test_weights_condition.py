@@ -3,8 +3,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from controller.agents.downloader.progress import Progress
-from controller.agents.downloader.reports import CONDITION, PodCondition
+from controller.agents.downloader.progress import CONDITION, PodCondition, Progress
 from controller.kube.client import Client, connect
 from controller.kube.resources import PODS
 from tests.with_kube.kubes import REAL

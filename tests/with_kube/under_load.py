@@ -71,6 +71,8 @@ async def gateway(client: Client, kube: Kube, namespace: str, folder: Path) -> A
         namespace=namespace,
         gateway_config=f"{namespace}/main",
         consumers={"extproc": metrics, "Envoy": reports},
+        # a busy machine takes longer than users do to bring back what was deleted
+        grace_s=60.0,
     )
     async with connect(kube.admin, manager=CONTROLLER) as own, Processes(folder) as processes:
         election = LeaderElection(own, namespace=namespace, name="gateway", identity="a")
@@ -134,14 +136,7 @@ class Site(msgspec.Struct, frozen=True):
         made = model_infer(self.namespace, name, *(roles or [self.role()]), replicas=replicas)
         made["spec"]["template"]["drainTimeout"] = f"{drain_s}s"
         made["spec"].update(spec)
-        selecting = {
-            "workloadSelector": {"matchLabels": {names.MODEL_INFER: name, names.ENTRY: "true"}},
-            "workloadPort": {"port": 8000},
-        }
-        about = {"model": "org/llama", **selecting, **(server or {})}
-        await self.client.create(MODEL_INFERS, made)
-        await create(self.client, resource("ModelServer", name, about, namespace=self.namespace))
-        await create(self.client, route(name, namespace=self.namespace))
+        await self.make(name, made, server or {})
         size = sum(one["replicas"] for one in made["spec"]["template"]["roles"])
         async with watching(self.client, self.namespace, name, size) as watch:
             try:
@@ -153,9 +148,22 @@ class Site(msgspec.Struct, frozen=True):
                 watch.end()
                 await self._clean(name)
 
-    async def _clean(self, name: str) -> None:
+    async def make(self, name: str, made: Object, server: Mapping[str, Any]) -> None:
+        """A ModelInfer with its ModelServer and ModelRoute. ``server``: more of the ModelServer."""
+        labels = {names.MODEL_INFER: name, names.ENTRY: "true"}
+        selecting = {"workloadSelector": {"matchLabels": labels}, "workloadPort": {"port": 8000}}
+        about = {"model": "org/llama", **selecting, **server}
+        await self.client.create(MODEL_INFERS, made)
+        await create(self.client, resource("ModelServer", name, about, namespace=self.namespace))
+        await create(self.client, route(name, namespace=self.namespace))
+
+    async def delete(self, name: str) -> None:
+        """The same three. Their pods go afterwards."""
         for kind in (MODEL_ROUTES, MODEL_SERVERS, MODEL_INFERS):
             await self.client.delete(kind, name, self.namespace)
+
+    async def _clean(self, name: str) -> None:
+        await self.delete(name)
         for pod in await self.pods(name):
             with contextlib.suppress(Exception):  # it has gone by itself
                 await self.client.delete(PODS, pod["metadata"]["name"], self.namespace, grace_s=0)
@@ -182,6 +190,11 @@ class Site(msgspec.Struct, frozen=True):
         """Another template. ``rollout``: settings that change with it."""
         patch = {"spec": {"template": {"roles": list(roles)}, "rollout": rollout}}
         await self.client.merge_patch(MODEL_INFERS, name, self.namespace, patch)
+
+    async def select(self, name: str, infer: str) -> None:
+        """From now on the ModelServer selects the pods of this ModelInfer."""
+        patch = {"spec": {"workloadSelector": {"matchLabels": {names.MODEL_INFER: infer}}}}
+        await self.client.merge_patch(MODEL_SERVERS, name, self.namespace, patch)
 
     async def scale(self, name: str, replicas: int) -> None:
         """As an autoscaler does."""

@@ -171,8 +171,8 @@ async def test_a_redis_that_begins_anew_is_told_how_full_its_buckets_were(
     assert isinstance(await limits[0].reserve([charge(1)]), StoreAway)
     assert CLOCK() - began_s < 0.1
     # what is granted meanwhile is charged afterwards
-    limits[0].owe(charge(0), 20.0)
-    limits[0].owe(charge(0), -5.0)
+    limits[0].record_overdraft(charge(0), 20.0)
+    limits[0].record_overdraft(charge(0), -5.0)
     redis.start()
 
     assert await level(limits[0], charge(0)) == pytest.approx(15, abs=0.01)
@@ -183,12 +183,12 @@ async def test_a_redis_that_begins_anew_is_told_how_full_its_buckets_were(
 @pytest.mark.real_time
 async def test_debts_are_paid_though_nobody_asks(redis: Redis, limits: list[RedisLimits]) -> None:
     await reserve(limits[0], charge(10))
-    limits[0].owe(charge(0), 30.0)
+    limits[0].record_overdraft(charge(0), 30.0)
     await until(limits[1], charge(0), 60)
     redis.stop()
     assert isinstance(await limits[0].reserve([charge(1)]), StoreAway)
-    limits[0].owe(charge(0), 100.0)
-    limits[0].owe(charge(0, key="other"), 40.0)
+    limits[0].record_overdraft(charge(0), 100.0)
+    limits[0].record_overdraft(charge(0, key="other"), 40.0)
     redis.start()
 
     async def is_charged() -> bool:
@@ -213,7 +213,7 @@ async def test_a_redis_that_hangs_is_charged_once_it_goes_on(redis: Redis, limit
     await reserve(limits[0], charge(10))
     redis.hang()
     assert isinstance(await limits[0].reserve([charge(20)]), StoreAway)
-    limits[0].owe(charge(0), 50.0)
+    limits[0].record_overdraft(charge(0), 50.0)
     redis.go_on()
 
     # what it granted too late is given back, and the debt is taken once, whether its first answer came or not
@@ -267,7 +267,7 @@ async def test_a_process_that_ends_charges_what_it_owes(redis: Redis, limits: li
     ending = client(redis, "ending")
     task = asyncio.create_task(ending.run())
     ending.settle(await reserve(ending, charge(50)), Usage(0, 20))
-    ending.owe(charge(0), 30.0)
+    ending.record_overdraft(charge(0), 30.0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert await level(limits[0], charge(0)) == pytest.approx(50, abs=0.01)
@@ -295,7 +295,7 @@ def delayed(limits: RedisLimits) -> asyncio.Event:
 async def test_a_question_that_overtakes_the_payment_of_a_debt_pays_it(redis: Redis) -> None:
     one = client(redis, "one")
     await reserve(one, charge(10))
-    one.owe(charge(0), 40.0)
+    one.record_overdraft(charge(0), 40.0)
     # as if it had begun anew
     await one._redis.flushall()
     may_go = delayed(one)
@@ -344,7 +344,7 @@ async def test_the_scripts_and_their_model_agree(limits: list[RedisLimits]) -> N
             assert float(answer[1]) == pytest.approx(expected, abs=0.01)
             continue
         asked = Charge("k", limit, "output_tokens", rng.choice([0.0, 5.0, 20.0]), is_global=True)
-        found, (left,), _ = _read_answer([asked], await one._ask([asked], [stated]))
+        found, (left,), *_ = _read_answer([asked], await one._ask([asked], [stated]))
         also_found, expected = store.reserve("0", asked, stated, now)
         assert isinstance(found, Grant) == isinstance(also_found, Grant)
         assert left == pytest.approx(expected, abs=0.01)
@@ -353,3 +353,31 @@ async def test_the_scripts_and_their_model_agree(limits: list[RedisLimits]) -> N
             granted.append((found, also_found))
     assert grants > 50
     assert settled > 50
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("HSET", "level", "nan"),
+        ("HSET", "claims", "inf"),
+        ("HSET", "at", "x"),
+        ("HSET", "shrink", b"\xff"),
+        ("HDEL", "epoch"),
+        ("SET", "text"),
+        ("RPUSH", "a", "b"),
+    ],
+)
+async def test_a_key_that_somebody_else_has_written_is_a_lost_bucket(
+    words: tuple[str | bytes, ...], limits: list[RedisLimits]
+) -> None:
+    one = charge(60.0)
+    granted = await reserve(limits[0], one)
+    command, *rest = words
+    if command in {"SET", "RPUSH"}:
+        await limits[0]._redis.delete("test:limit:k")
+    await limits[0]._redis.execute_command(command, "test:limit:k", *rest)
+    # the process states what was left
+    assert await level(limits[0], one) == pytest.approx(40.0)
+    limits[0].settle(granted, None)
+    await until(limits[0], one, 40.0)
+    assert isinstance(await ask(limits[1], charge(41.0)), RateLimited)

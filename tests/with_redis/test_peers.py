@@ -9,9 +9,9 @@ import random
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Effect, Tell
+from extproc.core.effects import Broadcast, Decision, Effect
 from extproc.core.record import Head
 from extproc.metrics.registry import Metrics
 from extproc.protocol import Api
@@ -33,22 +33,22 @@ class Process:
     """A core that tells others and hears them."""
 
     def __init__(self, name: str, bus: Bus) -> None:
-        self.core = Core(load({"a.yaml": CONFIG}), rng=random.Random(0), ticket_prefix=name, machine=name)
+        self.core = Core(load_snapshot({"a.yaml": CONFIG}), rng=random.Random(0), ticket_prefix=name, machine=name)
         clock = asyncio.get_running_loop().time
         metrics = Metrics(self.core.pools.values, lambda: 0.0, clock)
         self.clock = clock
         self.peers = Peers([bus], metrics, origin=name)
         self.task = asyncio.create_task(
             self.peers.run(
-                hear=lambda batch: self.perform(self.core.hear(batch, clock())),
-                beat=lambda: self.perform(self.core.beat(clock())),
+                on_batch=lambda batch: self.perform(self.core.ingest(batch, clock())),
+                heartbeat=lambda: self.perform(self.core.heartbeat(clock())),
             )
         )
 
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Tell):
-                self.peers.tell(effect.event)
+            if isinstance(effect, Broadcast):
+                self.peers.publish(effect.event)
 
     @property
     def in_flight(self) -> int:
@@ -56,13 +56,13 @@ class Process:
 
     def send(self, text: str) -> Decision:
         body = json.dumps({"model": "chat", "messages": [{"role": "user", "content": text}]}).encode()
-        decision, effects = self.core.arrive(self.core.intake.receive(Api.CHAT, HEAD, body), self.clock())
+        decision, effects = self.core.arrive(self.core.builder.build(Api.CHAT, HEAD, body), self.clock())
         assert isinstance(decision, Decision)
         self.perform(effects)
         return decision
 
     def end(self, decision: Decision) -> None:
-        self.perform(self.core.finish(decision.ticket, self.clock()))
+        self.perform(self.core.on_stream_closed(decision.ticket, self.clock()))
 
 
 @asynccontextmanager

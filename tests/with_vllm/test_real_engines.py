@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.core.record import Head
 from extproc.feeds.tokens import LocalTokenizer
@@ -176,5 +176,5 @@ kind: ModelRoute
 metadata: {{name: tiny}}
 spec: {{modelName: {NAME}, rules: [{{targetModels: [{{modelServerName: tiny}}]}}]}}
 """
-    core = Core(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
-    return core.intake.receive(Api.CHAT, Head("POST", "/v1/chat/completions", {}, has_body=True), body)
+    core = Core(load_snapshot({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
+    return core.builder.build(Api.CHAT, Head("POST", "/v1/chat/completions", {}, has_body=True), body)

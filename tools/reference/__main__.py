@@ -3,13 +3,209 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tools.reference import apis, commands, kinds, llm_d, plugins
+from msgspec import inspect
+
+from attache.commands import GROUPS
+from controller.api.crds import field_docs
+from controller.api.crds.field_docs import wrap_paragraphs
+from extproc.llmd.notes import without_effect
+from extproc.llmd.registry import ACCEPTED, BUILT_IN, NOT_BUILT
+from extproc.protocol import MODELS_PATH, Api, ApiSpec
+from tools.reference import kinds, llm_d
+from tools.reference.kinds import MARK, field_table, structs_in
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+
+    from attache.commands import Command
+
+_APIS_HEAD: Final = f"""\
+# Inference APIs
+
+The calls that the gateway passes to engines, each under its path and its aliases; nothing else of the engines can be
+reached through it. Clients send them with POST; `{MODELS_PATH}` is answered by the gateway itself.
+[Operations](../operations.md#what-clients-see) says what clients see.
+
+| API of | paths | engines | queue | usage |
+|---|---|---|---|---|
+"""
+_COUNTED: Final = """\
+
+**queue**: whether a request waits for its turn under `flowControl`. **usage**: what limits are settled by; without it
+they keep what they reserved.
+
+## What counts
+
+Limits reserve the input and the output of a request before an engine gets it.
+
+| path | input | output |
+|---|---|---|
+"""
+
+
+def apis_page() -> str:
+    """The Markdown page."""
+    rows = [_row(api.spec) for api in Api]
+    counted = [f"| `{api.spec.paths[0]}` | {api.spec.input} | {api.spec.output} |" for api in Api]
+    return f"{MARK}\n\n{_APIS_HEAD}" + "\n".join(rows) + "\n" + _COUNTED + "\n".join(counted) + "\n"
+
+
+def _row(spec: ApiSpec) -> str:
+    paths = ", ".join(f"`{path}`" for path in spec.paths)
+    waits = "waits" if spec.waits_in_queue else "passes by"
+    return f"| {spec.owner} | {paths} | {spec.engines} | {waits} | {_usage(spec)} |"
+
+
+def _usage(spec: ApiSpec) -> str:
+    if not spec.reports_usage:
+        return "none"
+    return "in plain answers; in streams, as the gateway asks for it" if spec.usage_if_asked else "in every answer"
+
+
+_COMMANDS_HEAD: Final = """\
+# Commands
+
+`attache COMMAND --help` prints the same. Every command exits with 0 if it succeeded and with 2 for a mistake in its
+options or its configuration; where another status has a meaning, its section explains it.
+"""
+
+
+def commands_page() -> str:
+    """The Markdown page."""
+    lines = [MARK, "", _COMMANDS_HEAD]
+    for title, commands in GROUPS.items():
+        lines += [f"## {title}", ""]
+        for command in commands:
+            lines += _section(command)
+    return "\n".join(lines)
+
+
+def _section(command: Command) -> Iterator[str]:
+    parser = command.load().parser(f"attache {command.name}")
+    yield from (f"### attache {command.name}", "", wrap_paragraphs(_text(parser.description or "")), "")
+    if command.extra:
+        yield from (f"It needs `pip install 'attache[{command.extra}]'`.", "")
+    yield from ("| argument | meaning |", "|---|---|")
+    for action in parser._actions:  # noqa: SLF001 - argparse has no public way to list arguments
+        if action.help is not argparse.SUPPRESS and action.dest != "help":
+            yield f"| {_name(action)} | {_text(_expanded(action, parser.prog))} |"
+    yield ""
+    if (parser.epilog or "").startswith("Exit status"):
+        yield from (wrap_paragraphs(_text(parser.epilog or "")), "")
+
+
+def _name(action: argparse.Action) -> str:
+    """``--listen ADDRESS``, or the choices in place of the metavar."""
+    metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+    if not action.option_strings:
+        return f"`{metavar}`"
+    option = action.option_strings[-1]
+    return f"`{option}`" if action.nargs == 0 else f"`{option} {metavar}`"
+
+
+def _expanded(action: argparse.Action, prog: str) -> str:
+    """The help with its defaults; choices are added, because the table has no usage line."""
+    said = (action.help or "") % {**vars(action), "prog": prog}
+    choices = f"; one of {', '.join(map(str, action.choices))}" if action.choices else ""
+    return said + choices
+
+
+def _text(text: str) -> str:
+    """Words that Markdown or HTML would read as markup are escaped."""
+    return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;").replace("{}", "`{}`")
+
+
+_TITLES: Final = {
+    "filter": "Filters",
+    "filter and scorer": "Filters that also score",
+    "scorer": "Scorers",
+    "picker": "Pickers",
+    "profile handler": "Profile handlers",
+    "decider": "Deciders",
+    "reporter": "Reporters",
+    "admitter": "Admitters",
+    "screener": "Screeners",
+    "flow control": "Flow control",
+    "data source": "Sources of data",
+}
+_PLUGINS_HEAD: Final = """\
+# Plugins
+
+The types that an EndpointPickerConfig may name, by kind, with their parameters. Types on one line are names of the same
+plugin. [The plugins page](../picking.md#plugins) explains how they work together and how to write one.
+"""
+_ACCEPTED: Final = """\
+## Accepted without effect
+
+These types of llm-d configure what is built in here, or what is configured elsewhere. Files that name them are read
+unchanged.
+
+| type | what does its work here |
+|---|---|
+"""
+_REFUSED: Final = """\
+## Refused
+
+A file that names one of these types would mean something else without it. Most are of published drafts, or of llm-d's
+own tests.
+
+| type | what to write in its place |
+|---|---|
+"""
+
+
+def plugins_page() -> str:
+    """The Markdown page."""
+    lines = [MARK, "", _PLUGINS_HEAD]
+    for kind, title in _TITLES.items():
+        lines += [f"## {title}", ""]
+        classes: dict[type, list[str]] = {}
+        for name, plugin in BUILT_IN.items():
+            if plugin.kind == kind:
+                classes.setdefault(plugin.cls, []).append(name)
+        for cls, names in classes.items():
+            lines += _plugin(cls, names)
+    rows = [f"| `{name}` | {place} |" for name, place in sorted(ACCEPTED.items())]
+    refused = [f"| `{name}` | {message} |" for name, message in sorted(NOT_BUILT.items())]
+    return "\n".join((*lines, _ACCEPTED + "\n".join(rows), "", _REFUSED + "\n".join(refused), ""))
+
+
+def _plugin(cls: type, names: list[str]) -> list[str]:
+    docs = field_docs.read_field_docs(cls)
+    head = ", ".join(f"`{name}`" for name in names)
+    lines = [f"### {head}", "", docs.text, ""]
+    struct = inspect.type_info(cls)
+    assert isinstance(struct, inspect.StructType)  # noqa: S101 - a plugin is a struct
+    if not struct.fields:
+        return lines + _without_effect(cls)
+    inner = list(_inner(struct, names[0]))
+    lines += field_table(struct, docs, {one.cls: path for path, one in inner})
+    lines += _without_effect(cls)
+    for path, one in inner:
+        said = field_docs.read_field_docs(one.cls)
+        lines += [f"#### `{path}`", "", said.text, ""]
+        lines += field_table(one, said, {other.cls: place for place, other in inner})
+    return lines
+
+
+def _without_effect(cls: type) -> list[str]:
+    reasons = without_effect(cls)
+    if not reasons:
+        return []
+    rows = [f"| `{name}` | {reason} |" for name, reason in reasons.items()]
+    return ["| accepted, without effect | because |", "|---|---|", *rows, ""]
+
+
+def _inner(struct: inspect.StructType, path: str) -> Iterator[tuple[str, inspect.StructType]]:
+    for field in struct.fields:
+        for rest, found in structs_in(field.type):
+            yield f"{path}.{field.encode_name}{rest}", found
+            yield from _inner(found, f"{path}.{field.encode_name}{rest}")
+
 
 FOLDER: Final = Path(__file__).parents[2] / "docs" / "reference"
 
@@ -18,9 +214,9 @@ def pages() -> Mapping[str, str]:
     """Every page by the name of its file."""
     found = {f"{name}.md": kinds.page(cls) for name, cls in kinds.KINDS.items()}
     others = {
-        "apis.md": apis.page(),
-        "plugins.md": plugins.page(),
-        "commands.md": commands.page(),
+        "apis.md": apis_page(),
+        "plugins.md": plugins_page(),
+        "commands.md": commands_page(),
         "llm-d-flags.md": llm_d.flags_page(),
     }
     files = {"llm-d-plugins.md": llm_d.parameters_page(), "llm-d-files.md": llm_d.files_page()}

@@ -14,8 +14,8 @@ from controller.api.crds import field_docs
 from controller.api.crds import kinds as crds
 from extproc.api.admission import InferenceObjective
 from extproc.api.http_route import Backend, HTTPRoute
-from extproc.api.patterns import NAME, NAMESPACE
-from extproc.api.spec import API_VERSION
+from extproc.api.key_store import KeyStore
+from extproc.api.spec import API_VERSION, NAME, NAMESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -143,6 +143,7 @@ KINDS: Final[Mapping[str, type]] = {
     "inference-objective": InferenceObjective,
     "http-route": HTTPRoute,
     "backend": Backend,
+    "key-store": KeyStore,
 }
 # Kubernetes' own; and the foreign kind has the apiVersions of those who define it.
 _METADATA: Final = "metadata"
@@ -165,10 +166,10 @@ def page(cls: type) -> str:
     """The Markdown page of one kind."""
     sections = list(_sections(cls))
     places = {one.struct.cls: one.path for one in sections}
-    lines = [MARK, "", f"# {cls.__name__}", "", field_docs.read(cls).text, ""]
+    lines = [MARK, "", f"# {cls.__name__}", "", field_docs.read_field_docs(cls).text, ""]
     version = _FOREIGN.get(cls, f"`{API_VERSION}`")
     named = f"`kind` is `{cls.__name__}`, `apiVersion` is {version}, and `metadata.name` is required."
-    lines += [field_docs.wrapped(named), ""]
+    lines += [field_docs.wrap_paragraphs(named), ""]
     for section in sections:
         lines += _section_lines(section, places)
     return "\n".join(lines)
@@ -203,7 +204,7 @@ def _struct(kind: type | inspect.Type) -> inspect.StructType:
 
 
 def _section_lines(section: _Section, places: Mapping[type, str]) -> list[str]:
-    docs = field_docs.read(section.struct.cls)
+    docs = field_docs.read_field_docs(section.struct.cls)
     lines = [f"## `{section.path}`", ""]
     if docs.text:
         lines += [docs.text, ""]

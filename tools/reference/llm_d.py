@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import inspect
 
-from controller.commands.epp import FLAGS
+from controller.commands.epp_flags import FLAGS
 from extproc.llmd.notes import without_effect
-from extproc.llmd.registry import ACCEPTED, BUILT_IN, NOT_BUILT
+from extproc.llmd.registry import ACCEPTED, ACCEPTED_PARAMETERS, BUILT_IN, NOT_BUILT, AcceptedType
 from tools.reference.kinds import MARK
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ This page is written by `make generate`.
 """
 _TITLES: Final = (
     ("obeyed", "## Obeyed", "what it does"),
-    ("accepted", "## Accepted, without effect: a line in the log says so", "why"),
+    ("accepted", "## Accepted, without effect: a line in the log reports it", "why"),
     ("refused", "## Refused, unless the value asks for nothing", "why"),
 )
 
@@ -112,6 +112,7 @@ def _row(cells: list[str]) -> str:
 _NONE: Final = ""
 LLM_D: Final[Mapping[str, str]] = MappingProxyType(
     {
+        **{name: ACCEPTED_PARAMETERS.get(name, "") for name in ACCEPTED},
         # filters
         "decision-tree-filter": "current nextOnSuccess nextOnFailure nextOnSuccessOrFailure",
         "header-based-testing-filter": _NONE,
@@ -162,7 +163,6 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         "lmetric-scorer": "prefixMatchInfoProducerName inFlightLoadProducerName",
         "load-aware-scorer": "threshold",
         "lora-affinity-scorer": _NONE,
-        "mm-embeddings-cache-scorer": _NONE,
         "no-hit-lru-scorer": "lruSize prefixPluginType prefixPluginName prefixMatchInfoProducerName",
         "precise-prefix-cache-scorer": (
             "tokenProcessorConfig indexerConfig kvEventsConfig speculativeIndexing speculativeTTL"
@@ -185,13 +185,10 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         "random-picker": "maxNumOfEndpoints",
         "weighted-random-picker": "maxNumOfEndpoints",
         # profile handlers and deciders
-        "always-disagg-multimodal-decider": _NONE,
         "always-disagg-pd-decider": _NONE,
-        "always-encode-decider": _NONE,
         "data-parallel-profile-handler": "primaryPort targetPort",
         "ed-profile-handler": "decodeProfile encodeProfile deciderPluginName",
         "slo-aware-profile-handler": _NONE,
-        "disagg-headers-handler": "prefillProfile encodeProfile",
         "disagg-profile-handler": (
             "profiles deciders stageOrder decodeProfile prefillProfile encodeProfile"
             " deciderPluginName prefillDeciderPluginName encodeDeciderPluginName primaryPort prefixPluginType"
@@ -199,20 +196,11 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         ),
         "header-profile-handler": "headerName defaultProfile",
         "prefix-based-pd-decider": "nonCachedTokens promptTokens prefixMatchInfoProducerName",
-        "single-profile-handler": _NONE,
+        "single-profile-handler": "scorer picker",
         # flow control
         "agent-identity": "additionalSessionHeaders",
         "concurrency-detector": "concurrencyMode maxConcurrency maxTokenConcurrency headroom inFlightLoadProducerName",
-        "edf-ordering-policy": _NONE,
-        "fcfs-ordering-policy": _NONE,
-        "global-strict-fairness-policy": _NONE,
         "priority-holdback-policy": "shape domain minCeiling maxCeiling ceilings",
-        "program-aware-fairness": (
-            "strategy lasWeightService lasWeightHeadWait lasDecayFactor lasHalfLifeSeconds"
-            " evictionTtlSeconds evictionSweepSeconds"
-        ),
-        "round-robin-fairness-policy": _NONE,
-        "slo-deadline-ordering-policy": _NONE,
         "soft-reflective-ceiling-policy": _NONE,
         "thunder-agent": (
             "capacityTokens utilThreshold idleLeaseSeconds headWaitStarvationMs evictionTtlSeconds"
@@ -228,64 +216,16 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         "latency-slo-admitter": "latencyPredictionInfoProducerName",
         "probabilistic-admitter": "queueDepthThreshold kvCacheUtilThreshold power k",
         # producers
-        "approx-prefix-cache-producer": (
-            "autoTune blockSizeTokens blockSize maxPrefixBlocksToMatch"
-            " maxPrefixTokensToMatch lruCapacityPerServer prefixHashSource"
-        ),
-        "burst-prefix-cache-producer": "windowDurationMs maxPerReplica minColocateBlocks",
-        "inflight-load-producer": "addEstimatedOutputTokens maxEstimatedOutputTokens prefixMatchInfoProducerName",
-        "mm-embeddings-cache-producer": "cacheSizeInMBPerServer",
-        "p2p-source-producer": "prefixMatchInfoProducerName minCachedTokenDelta prefillProfileName",
-        "precise-prefix-cache-producer": (
-            "sessionManager tokenProcessorConfig indexerConfig kvEventsConfig speculativeIndexing speculativeTTL"
-        ),
-        "predicted-latency-producer": (
-            "samplingMean maxDecodeTokenSamplesForPrediction sloBufferFactor contextTTL"
-            " streamingMode endpointRoleLabel predictInProduce prefixMatchInfoProducerName inFlightLoadProducerName"
-        ),
-        "session-manager": ("deploymentID hmacKeyFile tokenProducer eventCorrelationEnabled bindingTTL maxBindings"),
         "session-id-producer": "headerName cookieName lruSize ttl",
-        "token-producer": "backend modelName vllm estimate",
-        "tokenizer": "modelName udsTokenizerConfig",
         # sources, extractors, discovery
         "core-metrics-extractor": "defaultEngine engineConfigs engineLabelKey",
-        "dcgm-data-source": "scheme path port insecureSkipVerify useNodeAddress interval",
-        "dcgm-extractor": _NONE,
-        "endpoint-notification-source": _NONE,
-        "label-producer": "labels label attributeKey valueType",
-        "local-syncer": _NONE,
-        "redis-syncer": "address passwordEnv passwordFile db stateTTL coordinationTTL",
-        "file-discovery": "path watchFile",
         "metrics-data-source": (
-            "scheme path insecureSkipVerify caCertPath clientCertPath clientKeyPath interval families"
+            "scheme path port insecureSkipVerify caCertPath clientCertPath clientKeyPath interval families"
         ),
-        "models-data-extractor": _NONE,
-        "models-data-source": "scheme path insecureSkipVerify caCertPath clientCertPath clientKeyPath",
-        "models-responder": _NONE,
-        "destination-endpoint-served-verifier": _NONE,
-        "latency-observer-producer-hub": (
-            "intervalDuration windowSize maxObservationAge maxRequests minRequests lowPercentile typicalPercentile"
-            " bucketDuration bucketHistorySize"
-        ),
-        "multicluster-approx-prefix-cache-producer": (
-            "autoTune blockSizeTokens maxPrefixBlocksToMatch maxPrefixTokensToMatch lruCapacityPerServer"
-        ),
-        "multicluster-file-discovery": "path watchFile",
-        "multicluster-metrics-data-source": (
-            "scheme path insecureSkipVerify caCertPath clientCertPath clientKeyPath interval families"
-        ),
-        "multicluster-metrics-extractor": _NONE,
-        "slo-request-tracker": _NONE,
+        "label-producer": "labels label attributeKey valueType",
         "topology-extractor": "host rack zone region",
         # parsers and reports
-        "anthropic-parser": _NONE,
-        "openai-parser": "propagatePriority",
-        "passthrough-parser": _NONE,
         "request-attribute-reporter": "attributes",
-        "sglanghttp-parser": _NONE,
-        "vertexai-parser": _NONE,
-        "vllmgrpc-parser": _NONE,
-        "vllmhttp-parser": _NONE,
     }
 )
 _TIER: Final = (
@@ -299,7 +239,7 @@ _HEAD: Final = """\
 
 Every plugin type of llm-d, with each of its parameters: taken, without effect because something else does its work, or
 not built. A file that names a type that is not built is refused with a message, and so is a parameter that is not in
-this table. `attache check` reports what of a file has no effect. [Plugins](../picking.md#plugins) says how they work
+this table. `attache check` reports fields without effect. [Plugins](../picking.md#plugins) explains how they work
 together.
 
 | type | parameter | here |
@@ -336,7 +276,7 @@ def _verdict(name: str, parameter: str) -> str:
     plugin = BUILT_IN.get(name)
     if plugin is None:
         return f"not built; in its place, {NOT_BUILT[name]}"
-    if plugin.kind == "accepted":
+    if plugin.kind == "accepted" and is_taken(name, parameter):
         return f"without effect; in its place, {ACCEPTED[name]}"
     reasons = without_effect(plugin.cls)
     if parameter in reasons:
@@ -347,7 +287,7 @@ def _verdict(name: str, parameter: str) -> str:
 def is_taken(name: str, parameter: str) -> bool:
     """Whether a plugin of this type, which is built, can have the parameter, with or without effect."""
     plugin = BUILT_IN[name]
-    if not parameter or plugin.kind == "accepted" or parameter in without_effect(plugin.cls):
+    if not parameter or plugin.cls is AcceptedType or parameter in without_effect(plugin.cls):
         return True
     kind = inspect.type_info(plugin.cls)
     assert isinstance(kind, inspect.StructType)  # noqa: S101 - a plugin is a struct

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from bench.autoscale.peers.peer import HpaMemory, began, bounded, current_of, ready_reports, waiting_each
+from bench.autoscale.peers.peer import HpaMemory, began, clamp_to_bounds, current_of, ready_reports, waiting_each
 from controller.api.autoscaling import Behavior, ScalingRules
-from controller.autoscaler.decision.behavior import Past, Recommended, remembered, stabilized
-from controller.autoscaler.decision.strategies.reading import kv_usage_of, running_of
+from controller.autoscaler.decision.behavior import PastRecommendation, ScalingHistory, stabilize, with_recommendation
+from controller.autoscaler.decision.strategies.engine_units import kv_usage_of, running_of
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import EngineReport, Situation
@@ -32,20 +32,22 @@ class AibrixApa(msgspec.Struct, frozen=True):
     down_cooldown_s: int = 300
     period_s: float = 10.0
 
-    def desired(self, situation: Situation, memory: HpaMemory | None) -> tuple[int, HpaMemory | None]:
+    def desired_replicas(self, situation: Situation, memory: HpaMemory | None) -> tuple[int, HpaMemory | None]:
         """The algorithm, then the cooldown."""
         past = memory.past if memory is not None else began(situation)
         reports = [one for one in ready_reports(situation) if one is not None]
         current = current_of(situation)
         if not reports:
-            return bounded(current, situation), HpaMemory(past)
+            return clamp_to_bounds(current, situation), HpaMemory(past)
         held = waiting_each(situation) if self.metric == "in_flight" else 0.0
         mean = sum(self._value(one) for one in reports) / len(reports) + held
-        asked = bounded(self.formula(mean, current), situation)
+        asked = clamp_to_bounds(self.formula(mean, current), situation)
         behavior = Behavior(ScalingRules(0), ScalingRules(self.down_cooldown_s))
-        found = stabilized(behavior, past.recommendations, recommended=asked, current=current, now_s=situation.now_s)
-        past = remembered(behavior, Past(past.recommendations), Recommended(situation.now_s, asked))
-        return bounded(found, situation), HpaMemory(past)
+        found = stabilize(behavior, past.recommendations, recommended=asked, current=current, now_s=situation.now_s)
+        past = with_recommendation(
+            behavior, ScalingHistory(past.recommendations), PastRecommendation(situation.now_s, asked)
+        )
+        return clamp_to_bounds(found, situation), HpaMemory(past)
 
     def formula(self, mean: float, current: int) -> int:
         """Replicas by the mean of the metric."""

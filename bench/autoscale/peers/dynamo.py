@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.autoscale.peers.peer import bounded, current_of, ready_reports, waiting_each
+from bench.autoscale.peers.peer import clamp_to_bounds, current_of, ready_reports, waiting_each
 from controller.api.autoscaling import LatencyObjective
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import EngineReport, Situation, Speed
 
 
-class Request(msgspec.Struct, frozen=True):
+class MeanRequest(msgspec.Struct, frozen=True):
     """Means of the interval: requests a second, tokens of a prompt (``uncached`` of them without a hit) and an
     answer.
     """
@@ -44,7 +44,7 @@ class DynamoMemory(msgspec.Struct, frozen=True):
 
     floor: int
     floor_at_s: float
-    request: Request | None = None
+    request: MeanRequest | None = None
 
 
 class DynamoPlanner(msgspec.Struct, frozen=True):
@@ -55,13 +55,13 @@ class DynamoPlanner(msgspec.Struct, frozen=True):
     interval_s: float = 180.0
     period_s: float = 5.0
 
-    def desired(self, situation: Situation, memory: DynamoMemory | None) -> tuple[int, DynamoMemory | None]:
+    def desired_replicas(self, situation: Situation, memory: DynamoMemory | None) -> tuple[int, DynamoMemory | None]:
         """The larger of the floor and the load's answer."""
         now_s, speed, current = situation.now_s, situation.targets[0].speed, current_of(situation)
         before = memory if memory is not None else DynamoMemory(0, now_s)
         request = request_of(situation, self.interval_s) or before.request
         if speed is None or request is None:
-            return bounded(current, situation), before
+            return clamp_to_bounds(current, situation), before
         floor, floor_at_s = before.floor, before.floor_at_s
         if now_s - floor_at_s >= self.interval_s:
             carried = self.engine_per_s(speed, request)
@@ -69,9 +69,9 @@ class DynamoPlanner(msgspec.Struct, frozen=True):
         reports = [one for one in ready_reports(situation) if one is not None]
         is_steady = len(reports) == current and current > 0
         wanted = self._by_load(situation, reports, speed, request) if is_steady else current
-        return bounded(max(wanted, floor), situation), DynamoMemory(floor, floor_at_s, request)
+        return clamp_to_bounds(max(wanted, floor), situation), DynamoMemory(floor, floor_at_s, request)
 
-    def engine_per_s(self, speed: Speed, request: Request) -> float:
+    def engine_per_s(self, speed: Speed, request: MeanRequest) -> float:
         """Requests a second that an engine carries with its steps within the objective; at least one at a time."""
         context = request.prompt + request.answer / 2
         tokens = (self.itl_s - speed.step_s) / speed.step_s_per_token if speed.step_s_per_token > 0 else math.inf
@@ -81,7 +81,7 @@ class DynamoPlanner(msgspec.Struct, frozen=True):
         each_s = request.uncached / speed.prefill_tokens_per_s + request.answer * step_s / at_once
         return 1 / each_s if each_s > 0 else math.inf
 
-    def _by_load(self, situation: Situation, reports: list[EngineReport], speed: Speed, request: Request) -> int:
+    def _by_load(self, situation: Situation, reports: list[EngineReport], speed: Speed, request: MeanRequest) -> int:
         count, held = len(reports), waiting_each(situation)
         more = count / (count - 1) if count > 1 else math.inf
         own_s = request.uncached / speed.prefill_tokens_per_s
@@ -116,13 +116,13 @@ class DynamoPlanner(msgspec.Struct, frozen=True):
         return float(given) if given else 0.05
 
 
-def request_of(situation: Situation, window_s: float) -> Request | None:
+def request_of(situation: Situation, window_s: float) -> MeanRequest | None:
     """Means of the window; None if nothing was answered in it."""
     rates = situation.traffic.rates(window_s, situation.now_s)
     if rates is None or rates.finished <= 0:
         return None
     uncached = max(rates.prompt_tokens - rates.cached_tokens, 0.0)
-    return Request(
+    return MeanRequest(
         rates.arrivals,
         rates.prompt_tokens / rates.finished,
         uncached / rates.finished,

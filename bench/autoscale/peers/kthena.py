@@ -2,14 +2,14 @@
 """Kthena's autoscaler: HPA's ratio, a stable policy of one replica or doubling in 15 s, and panic.
 
 Source: volcano-sh/kthena, ``pkg/autoscaler/algorithm/{recommendation,revision}.go``, ``autoscaler/{scaler,status}.go``,
-``datastructure/sliding_window.go``. Every 15 s. In panic (asked for at least twice what there is, and 60 s after that)
-replicas grow up to elevenfold in a period and never shrink. As in its code, the limit of scaling in counts from the
-*smallest* corrected number of the period, although its name says the largest.
+``datastructure/sliding_window.go``. Every 15 s. In panic (at least twice the current replicas are recommended, and 60 s
+after that) replicas grow up to elevenfold in a period and never shrink. As in its code, the limit of scaling in counts
+from the *smallest* corrected number of the period, although its name says the largest.
 
 Several kinds of engine (``heterogeneousTarget``, ``autoscaler/optimizer.go``) count as one fleet: replicas of all kinds
-are counted alike, whatever each of them carries. The number that comes of it is filled in from the lower bounds in
-batches that grow by ``cost_expansion_rate_percent``, the cheapest batch first. That order is our allocation mode
-Expansion, which is used here.
+are counted alike, whatever each of them carries. The resulting number is filled in from the lower bounds in batches
+that grow by ``cost_expansion_rate_percent``, the cheapest batch first. That order is our allocation mode Expansion,
+which is used here.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.autoscale.peers.peer import bounded, current_of, merged, ready_reports, waiting_each
-from controller.autoscaler.decision.allocation.filling import expansion_sequence
-from controller.autoscaler.decision.allocation.variants import variant_of
+from bench.autoscale.peers.peer import clamp_to_bounds, current_of, merge_targets, ready_reports, waiting_each
+from controller.autoscaler.decision.allocation.variants import expansion_sequence, variant_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import Situation
 
 
-class Sample(msgspec.Struct, frozen=True):
-    """``recommended``: by the metric. ``corrected``: what came of it."""
+class RecommendationSample(msgspec.Struct, frozen=True):
+    """``recommended``: by the metric. ``corrected``: after all rules."""
 
     at_s: float
     recommended: int
@@ -42,7 +41,7 @@ class Sample(msgspec.Struct, frozen=True):
 class KthenaMemory(msgspec.Struct, frozen=True):
     """``samples``: of the longest window, by time. ``panic_until_s``: None before any panic."""
 
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[RecommendationSample, ...] = ()
     panic_until_s: float | None = None
 
 
@@ -65,7 +64,7 @@ class Kthena(msgspec.Struct, frozen=True):
     cost_expansion_rate_percent: int = 200
     period_s: float = 15.0
 
-    def desired(self, situation: Situation, memory: KthenaMemory | None) -> tuple[int, KthenaMemory | None]:
+    def desired_replicas(self, situation: Situation, memory: KthenaMemory | None) -> tuple[int, KthenaMemory | None]:
         """The metric's recommendation, corrected."""
         before, current, now_s = memory or KthenaMemory(), current_of(situation), situation.now_s
         recommended = self.recommended(situation)
@@ -80,16 +79,16 @@ class Kthena(msgspec.Struct, frozen=True):
             if is_panic
             else self._stable(recommended, current, before.samples, now_s)
         )
-        corrected = bounded(corrected, situation)
+        corrected = clamp_to_bounds(corrected, situation)
         longest = 2 * max(self.stable_s, self.panic_period_s, self.up_window_s, self.down_window_s)
         kept = tuple(one for one in before.samples if one.at_s >= now_s - longest)
-        return corrected, KthenaMemory((*kept, Sample(now_s, recommended, corrected)), until_s)
+        return corrected, KthenaMemory((*kept, RecommendationSample(now_s, recommended, corrected)), until_s)
 
     def desired_kinds(
         self, situation: Situation, memory: KthenaMemory | None
     ) -> tuple[Mapping[str, int], KthenaMemory | None]:
         """The number for all kinds together, filled in batch by batch."""
-        total, after = self.desired(merged(situation), memory)
+        total, after = self.desired_replicas(merge_targets(situation), memory)
         variants = [variant_of(one) for one in situation.targets]
         least = {one.name: one.least for one in variants}
         order = expansion_sequence(variants, self.cost_expansion_rate_percent)
@@ -99,7 +98,7 @@ class Kthena(msgspec.Struct, frozen=True):
     def recommended(self, situation: Situation) -> int | None:
         """By the metric; None if no engine has a value."""
         current, reports = current_of(situation), ready_reports(situation)
-        inside = bounded(current, situation)
+        inside = clamp_to_bounds(current, situation)
         if inside != current:
             return inside
         held = waiting_each(situation)
@@ -112,15 +111,15 @@ class Kthena(msgspec.Struct, frozen=True):
             missing=len(reports) - len(values),
             tolerance=self.tolerance_percent / 100,
         )
-        return None if found is None else bounded(found, situation)
+        return None if found is None else clamp_to_bounds(found, situation)
 
-    def _in_panic(self, recommended: int, current: int, samples: Sequence[Sample], now_s: float) -> int:
+    def _in_panic(self, recommended: int, current: int, samples: Sequence[RecommendationSample], now_s: float) -> int:
         past = smallest_corrected(samples, current, self.panic_period_s, now_s)
         if past > 0:
             recommended = min(recommended, past + int(past * self.panic_percent / 100))
         return max(recommended, current)
 
-    def _stable(self, recommended: int, current: int, samples: Sequence[Sample], now_s: float) -> int:
+    def _stable(self, recommended: int, current: int, samples: Sequence[RecommendationSample], now_s: float) -> int:
         past = smallest_corrected(samples, current, self.stable_s, now_s)
         if recommended < current:
             window = [
@@ -159,7 +158,7 @@ def recommended_instances(
     return current if turned else asked
 
 
-def smallest_corrected(samples: Sequence[Sample], current: int, period_s: float, now_s: float) -> int:
+def smallest_corrected(samples: Sequence[RecommendationSample], current: int, period_s: float, now_s: float) -> int:
     """The smallest of ``current`` and the corrected numbers that were valid within the period.
 
     A number is valid until the next one; the last one for two periods.

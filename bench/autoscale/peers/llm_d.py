@@ -6,8 +6,8 @@ Source: llm-d, ``guides/workload-autoscaling/keda-epp`` and ``slo-aware``, ``doc
 Queue: the picker's flow-control queue with a target of 1 a replica, its running requests with 16; out by 100 % in 15 s,
 in by 100 % in 15 s after 300 s. (Its variant against overshoot also waits 300 s before it scales out: ``up_window_s``.)
 
-Latency: the strategy of ``controller.autoscaler.decision.strategies.slo`` as it is there: what is not known is 0,
-the credit may make less than there is of an excess, and the answer goes through an HPA with AverageValue 1: out by
+Latency: the strategy of ``controller.autoscaler.decision.strategies.slo`` as in the original: unknown values are 0, the
+credit may turn an excess into fewer replicas than now, and the answer goes through an HPA with AverageValue 1: out by
 100 % or 4 pods in 60 s after 30 s, in by 1 pod in 120 s after 180 s.
 """
 
@@ -20,7 +20,7 @@ import msgspec
 
 from bench.autoscale.peers.peer import HpaMemory, StrategyPeer, began, current_of, ready_reports, through_hpa
 from controller.api.autoscaling import Behavior, LatencyObjective, MetricTarget, ScalingRule, ScalingRules
-from controller.autoscaler.decision.behavior import Past
+from controller.autoscaler.decision.behavior import ScalingHistory
 from controller.autoscaler.decision.situation import Metric, Situation
 from controller.autoscaler.decision.strategies.target import TargetStrategy
 
@@ -40,7 +40,7 @@ class KedaQueue(msgspec.Struct, frozen=True):
     up_window_s: int = 0
     period_s: float = 15.0
 
-    def desired(self, situation: Situation, memory: HpaMemory | None) -> tuple[int, HpaMemory | None]:
+    def desired_replicas(self, situation: Situation, memory: HpaMemory | None) -> tuple[int, HpaMemory | None]:
         """The larger answer of both triggers."""
         doubling = (ScalingRule("Percent", 100, 15),)
         behavior = Behavior(ScalingRules(self.up_window_s, "Max", doubling), ScalingRules(300, "Max", doubling))
@@ -57,13 +57,13 @@ class KedaQueue(msgspec.Struct, frozen=True):
             careful=False,
         )
         seen = msgspec.structs.replace(situation, metrics=known)
-        return StrategyPeer(strategy, behavior, self.period_s).desired(seen, memory)
+        return StrategyPeer(strategy, behavior, self.period_s).desired_replicas(seen, memory)
 
 
 class SloPast(msgspec.Struct, frozen=True):
     """``shares``: (when, share of the objective), of the smoothing window."""
 
-    past: Past
+    past: ScalingHistory
     shares: tuple[tuple[float, float], ...] = ()
 
 
@@ -76,7 +76,7 @@ class KedaSlo(msgspec.Struct, frozen=True):
     smoothing_s: float = 45.0
     period_s: float = 15.0
 
-    def desired(self, situation: Situation, memory: SloPast | None) -> tuple[int, SloPast | None]:
+    def desired_replicas(self, situation: Situation, memory: SloPast | None) -> tuple[int, SloPast | None]:
         """The formula, and the HPA behind it."""
         now_s = situation.now_s
         before = memory if memory is not None else SloPast(began(situation))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of another project's autoscaler, the HPA that stands behind most of them, and Knative's KPA.
 
-A peer answers in replicas of the situation's first target, within that target's bounds; one that knows several kinds of
-engine answers for each. What a peer's own collector does not know is what its program would take for it: mostly 0.
+A peer returns replicas of the situation's first target, within that target's bounds; one that supports several kinds of
+engine returns them for each. A value that a peer's own collector lacks is replaced as in its program: mostly by 0.
 """
 
 from __future__ import annotations
@@ -13,78 +13,88 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from controller.api.autoscaling import Behavior, MetricTarget
-from controller.autoscaler.decision.behavior import Past, Recommended, Scaled, behaved, remembered
+from controller.autoscaler.decision.behavior import (
+    PastRecommendation,
+    ReplicaChange,
+    ScalingHistory,
+    apply_behavior,
+    with_recommendation,
+)
 from controller.autoscaler.decision.decision import Strategy
 from controller.autoscaler.decision.situation import EngineReport, EngineState, Situation
 from controller.autoscaler.decision.strategies.concurrency import ConcurrencyParameters, ConcurrencyStrategy
-from controller.autoscaler.decision.strategies.target import Pool, TargetStrategy, Tolerance, of_total
+from controller.autoscaler.decision.strategies.target import EnginePool, TargetStrategy, Tolerance, of_total
 
 Memory = TypeVar("Memory")
 
 
 class Peer(Protocol[Memory]):
-    """Pure: what it remembers, it returns."""
+    """A pure function: its state is part of its result."""
 
     @property
     def period_s(self) -> float:
         """Between two decisions."""
         ...
 
-    def desired(self, situation: Situation, memory: Memory | None) -> tuple[int, Memory | None]:
+    def desired_replicas(self, situation: Situation, memory: Memory | None) -> tuple[int, Memory | None]:
         """Replicas, and what to pass in the next time; ``memory`` is None at first."""
         ...
 
 
 class HpaMemory(msgspec.Struct, frozen=True):
-    """``past``: of the HPA. ``inner``: of what it asks."""
+    """``past``: of the HPA. ``inner``: memory of the peer behind it."""
 
-    past: Past = Past()
+    past: ScalingHistory = ScalingHistory()
     inner: Any = None
 
 
 class StrategyPeer(msgspec.Struct, frozen=True):
     """A strategy of ours that is a peer's own, with an HPA's behaviour block behind it; None: without one.
 
-    A strategy that does not know changes nothing.
+    An unknown recommendation changes nothing.
     """
 
     strategy: Strategy[Any]
     behavior: Behavior | None
     period_s: float
 
-    def desired(self, situation: Situation, memory: HpaMemory | None) -> tuple[int, HpaMemory | None]:
+    def desired_replicas(self, situation: Situation, memory: HpaMemory | None) -> tuple[int, HpaMemory | None]:
         """The strategy's answer, as fast as the behaviour allows it."""
         found, inner = self.strategy.recommend(situation, memory.inner if memory is not None else None)
         past = memory.past if memory is not None else began(situation)
         if found.replicas is None:
-            return bounded(current_of(situation), situation), HpaMemory(past, inner)
+            return clamp_to_bounds(current_of(situation), situation), HpaMemory(past, inner)
         if self.behavior is None:
-            return bounded(found.replicas, situation), HpaMemory(past, inner)
-        replicas, past = slowed(self.behavior, past, found.replicas, situation)
+            return clamp_to_bounds(found.replicas, situation), HpaMemory(past, inner)
+        replicas, past = apply_hpa_behavior(self.behavior, past, found.replicas, situation)
         return replicas, HpaMemory(past, inner)
 
 
-def began(situation: Situation) -> Past:
-    """What an HPA remembers when it first sees its target: as many replicas as there are."""
-    return Past((Recommended(situation.now_s, current_of(situation)),))
+def began(situation: Situation) -> ScalingHistory:
+    """An HPA's history when it first observes its target: the current replicas."""
+    return ScalingHistory((PastRecommendation(situation.now_s, current_of(situation)),))
 
 
-def slowed(behavior: Behavior, past: Past, recommended: float, situation: Situation) -> tuple[int, Past]:
+def apply_hpa_behavior(
+    behavior: Behavior, past: ScalingHistory, recommended: float, situation: Situation
+) -> tuple[int, ScalingHistory]:
     """What an HPA makes of a recommendation, and its memory after it."""
     current, now_s = current_of(situation), situation.now_s
-    found, _ = behaved(behavior, past, recommended=recommended, current=current, now_s=now_s)
-    desired = bounded(found, situation)
-    past = remembered(behavior, past, Recommended(now_s, recommended))
+    found, _ = apply_behavior(behavior, past, recommended=recommended, current=current, now_s=now_s)
+    desired = clamp_to_bounds(found, situation)
+    past = with_recommendation(behavior, past, PastRecommendation(now_s, recommended))
     if desired != current:
-        past = Past(past.recommendations, (*past.changes, Scaled(now_s, desired - current)))
+        past = ScalingHistory(past.recommendations, (*past.changes, ReplicaChange(now_s, desired - current)))
     return desired, past
 
 
-def through_hpa(behavior: Behavior, past: Past, wanted: float, situation: Situation) -> tuple[int, Past]:
+def through_hpa(
+    behavior: Behavior, past: ScalingHistory, wanted: float, situation: Situation
+) -> tuple[int, ScalingHistory]:
     """A number of replicas that is exported as a metric, with AverageValue 1, and its tolerance of 10 %."""
-    pool = Pool(current=current_of(situation), ready={}, unready={})
+    pool = EnginePool(current=current_of(situation), ready={}, unready={})
     found = of_total(math.ceil(wanted * 1000), 1000, pool, Tolerance(), for_all=False)
-    return slowed(behavior, past, found.replicas or 0.0, situation)
+    return apply_hpa_behavior(behavior, past, found.replicas or 0.0, situation)
 
 
 def views(situation: Situation) -> list[Situation]:
@@ -92,7 +102,7 @@ def views(situation: Situation) -> list[Situation]:
     return [msgspec.structs.replace(situation, targets=(one,)) for one in situation.targets]
 
 
-def merged(situation: Situation) -> Situation:
+def merge_targets(situation: Situation) -> Situation:
     """All targets as if they were one: bounds, replicas and engines of all together."""
     first, targets = situation.targets[0], situation.targets
     spec = msgspec.structs.replace(
@@ -107,7 +117,7 @@ def merged(situation: Situation) -> Situation:
 
 
 def current_of(situation: Situation) -> int:
-    """Replicas that the first target was last asked for."""
+    """Replicas in the spec of the first target."""
     return situation.targets[0].current or 0
 
 
@@ -121,7 +131,7 @@ def waiting_each(situation: Situation) -> float:
     return situation.waiting.requests / max(len(ready_reports(situation)), 1)
 
 
-def bounded(replicas: float, situation: Situation) -> int:
+def clamp_to_bounds(replicas: float, situation: Situation) -> int:
     """Within the bounds of the first target."""
     spec = situation.targets[0].spec
     return min(max(math.ceil(replicas), spec.min_replicas), spec.max_replicas)

@@ -5,13 +5,13 @@ Source: llm-d-workload-variant-autoscaler, ``internal/saturation/analyzer.go``. 
 and nothing while anything is in transition. Its number goes through an HPA with AverageValue 1, 10 pods in 150 s; the
 window is 0 in its sample and 240 s in its advice for production.
 
-Several kinds of engine are judged together. One more is of the cheapest kind that reports, by the cost of a replica;
+Several kinds of engine are evaluated together. One more is of the cheapest kind that reports, by the cost of a replica;
 one fewer is of the most expensive kind that has more than one. So it never takes up a kind that has no replica yet.
 
 Source: llm-d-workload-variant-autoscaler, ``internal/engines/analyzers/saturation_v2/analyzer.go`` and
-``internal/engines/pipeline/cost_aware_optimizer.go``. What differs from our strategy ``tokens``: the gateways' queue
-is guessed from bytes and means, engines that do not tell their cache are left out altogether, waiting requests without
-a known length count nothing. Every 30 s.
+``internal/engines/pipeline/cost_aware_optimizer.go``. Differences from our strategy ``tokens``: the gateways' queue is
+guessed from bytes and means, engines that do not report their cache are left out altogether, waiting requests of
+unknown length count nothing. Every 30 s.
 
 Of several kinds of engine, the one with the least cost for its capacity gets all that is missing, up to its upper
 bound, as in later releases (the first had no bound). What is spare goes from the kind with the most expensive replicas
@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.autoscale.peers.peer import began, current_of, merged, ready_reports, through_hpa, views, waiting_each
+from bench.autoscale.peers.peer import began, current_of, merge_targets, ready_reports, through_hpa, views, waiting_each
 from controller.api.autoscaling import Behavior, ScalingRule, ScalingRules
-from controller.autoscaler.decision.behavior import Past
-from controller.autoscaler.decision.strategies.reading import kv_usage_of
+from controller.autoscaler.decision.behavior import ScalingHistory
+from controller.autoscaler.decision.strategies.engine_units import kv_usage_of
 from controller.autoscaler.decision.strategies.spare_capacity import SpareCapacityParameters
 from controller.autoscaler.decision.strategies.tokens import TokensParameters
 
@@ -51,7 +51,7 @@ class Analysis(msgspec.Struct, frozen=True):
 
 
 def as_wva_v1(loads: Sequence[tuple[float, float]], given: SpareCapacityParameters) -> Analysis:
-    """What the original says of engines, each with its cache usage and its queue."""
+    """The engines as in the original, each with its cache usage and its queue."""
     if not loads:
         return Analysis(0, 0.0, 0.0, scale_up=False, scale_down_safe=False)
     kv_limit, queue_limit = given.kv_cache_threshold, given.queue_length_threshold
@@ -69,10 +69,10 @@ def as_wva_v1(loads: Sequence[tuple[float, float]], given: SpareCapacityParamete
     return Analysis(count, kv_spare, queue_spare, short, safe)
 
 
-class V1Memory(msgspec.Struct, frozen=True):
+class V1State(msgspec.Struct, frozen=True):
     """``desired``: the last number that was exported."""
 
-    past: Past
+    past: ScalingHistory
     desired: int
 
 
@@ -83,24 +83,24 @@ class WvaV1(msgspec.Struct, frozen=True):
     window_s: int = 0
     period_s: float = 30.0
 
-    def desired(self, situation: Situation, memory: V1Memory | None) -> tuple[int, V1Memory | None]:
+    def desired_replicas(self, situation: Situation, memory: V1State | None) -> tuple[int, V1State | None]:
         """One more, one fewer, or what there is; all through the HPA."""
-        before = memory if memory is not None else V1Memory(began(situation), current_of(situation))
+        before = memory if memory is not None else V1State(began(situation), current_of(situation))
         wanted = self._wanted(situation, before.desired)
         desired, past = through_hpa(hpa_of(self.window_s), before.past, wanted, situation)
-        return desired, V1Memory(past, wanted)
+        return desired, V1State(past, wanted)
 
     def desired_kinds(
-        self, situation: Situation, memory: Mapping[str, V1Memory] | None
-    ) -> tuple[Mapping[str, int], Mapping[str, V1Memory] | None]:
+        self, situation: Situation, memory: Mapping[str, V1State] | None
+    ) -> tuple[Mapping[str, int], Mapping[str, V1State] | None]:
         """One more or one fewer of one kind, each kind through an HPA of its own."""
         each = {one.targets[0].name: one for one in views(situation)}
-        before = {name: (memory or {}).get(name) or V1Memory(began(one), current_of(one)) for name, one in each.items()}
+        before = {name: (memory or {}).get(name) or V1State(began(one), current_of(one)) for name, one in each.items()}
         wanted = self._wanted_kinds(situation, {name: one.desired for name, one in before.items()})
         desired, after = {}, {}
         for name, one in each.items():
             desired[name], past = through_hpa(hpa_of(self.window_s), before[name].past, wanted[name], one)
-            after[name] = V1Memory(past, wanted[name])
+            after[name] = V1State(past, wanted[name])
         return desired, after
 
     def _wanted_kinds(self, situation: Situation, exported: Mapping[str, int]) -> Mapping[str, int]:
@@ -110,7 +110,7 @@ class WvaV1(msgspec.Struct, frozen=True):
         if kept != current or any(len(ready_reports(one)) != current[name] for name, one in each.items()):
             return kept
         costs = {name: one.targets[0].spec.cost for name, one in each.items()}
-        found = self.analysis(merged(situation))
+        found = self.analysis(merge_targets(situation))
         if found.scale_up and (reporting := [name for name in each if current[name]]):
             cheapest = min(reporting, key=lambda name: (costs[name], name))
             return {**current, cheapest: current[cheapest] + 1}
@@ -161,15 +161,15 @@ class Means(msgspec.Struct, frozen=True):
     hit_rate: float = 0.0
 
 
-class V2Memory(msgspec.Struct, frozen=True):
-    """``history``: observed compute bounds by length class. ``capacity``: of a replica, when engines last told."""
+class V2State(msgspec.Struct, frozen=True):
+    """``history``: observed compute bounds by length class. ``capacity``: of a replica, at the engines' last report."""
 
-    past: Past
+    past: ScalingHistory
     history: Mapping[str, tuple[float, ...]] = {}
     capacity: int = 0
 
 
-class Kind(msgspec.Struct, frozen=True):
+class EngineKind(msgspec.Struct, frozen=True):
     """One kind of engine. ``cost`` and ``capacity`` (tokens): of a replica. ``most``: its upper bound."""
 
     name: str
@@ -187,35 +187,35 @@ class WvaV2(msgspec.Struct, frozen=True):
     window_s: int = 0
     period_s: float = 30.0
 
-    def desired(self, situation: Situation, memory: V2Memory | None) -> tuple[int, V2Memory | None]:
+    def desired_replicas(self, situation: Situation, memory: V2State | None) -> tuple[int, V2State | None]:
         """All that is missing at once, or all that is spare, through the HPA."""
-        before = memory if memory is not None else V2Memory(began(situation))
+        before = memory if memory is not None else V2State(began(situation))
         means, history = means_of(situation), dict(before.history)
-        demand, capacities = self.told(ready_reports(situation), means, history)
+        demand, capacities = self.load_and_capacities(ready_reports(situation), means, history)
         capacity = median(capacities) if capacities else before.capacity
         demand += queued_demand(situation, means)
         wanted = self.wanted(demand, capacity, current_of(situation), len(ready_reports(situation)))
         desired, past = through_hpa(hpa_of(self.window_s), before.past, wanted, situation)
-        return desired, V2Memory(past, history, capacity)
+        return desired, V2State(past, history, capacity)
 
     def desired_kinds(
-        self, situation: Situation, memory: Mapping[str, V2Memory] | None
-    ) -> tuple[Mapping[str, int], Mapping[str, V2Memory] | None]:
+        self, situation: Situation, memory: Mapping[str, V2State] | None
+    ) -> tuple[Mapping[str, int], Mapping[str, V2State] | None]:
         """Kinds in the order of cost for capacity, each through an HPA of its own."""
         means = means_of(situation)
         demand, kinds, pasts = queued_demand(situation, means), [], {}
         for view in views(situation):
             (target,) = view.targets
-            before = (memory or {}).get(target.name) or V2Memory(began(view))
+            before = (memory or {}).get(target.name) or V2State(began(view))
             history = dict(before.history)
-            load, capacities = self.told(ready_reports(view), means, history)
+            load, capacities = self.load_and_capacities(ready_reports(view), means, history)
             capacity = median(capacities) if capacities else before.capacity or self._derived(means)
             demand += load
             ready = min(len(ready_reports(view)), current_of(view))
             kinds.append(
-                Kind(target.name, target.spec.cost, capacity, current_of(view), ready, target.spec.max_replicas)
+                EngineKind(target.name, target.spec.cost, capacity, current_of(view), ready, target.spec.max_replicas)
             )
-            pasts[target.name] = V2Memory(before.past, history, capacity if capacities else before.capacity)
+            pasts[target.name] = V2State(before.past, history, capacity if capacities else before.capacity)
         wanted = self.wanted_kinds(demand, kinds)
         desired, after = {}, {}
         for view in views(situation):
@@ -224,7 +224,7 @@ class WvaV2(msgspec.Struct, frozen=True):
             after[name] = msgspec.structs.replace(pasts[name], past=past)
         return desired, after
 
-    def told(
+    def load_and_capacities(
         self, reports: Iterable[EngineReport | None], means: Means, history: dict[str, tuple[float, ...]]
     ) -> tuple[float, list[int]]:
         """Tokens that engines have and will get from their own queues, and what each of them can hold."""
@@ -237,7 +237,7 @@ class WvaV2(msgspec.Struct, frozen=True):
             capacities.append(self.capacity_of(report, used, waiting, means, history))
         return demand, capacities
 
-    def wanted_kinds(self, demand: float, kinds: Sequence[Kind]) -> Mapping[str, int]:
+    def wanted_kinds(self, demand: float, kinds: Sequence[EngineKind]) -> Mapping[str, int]:
         """The optimiser, for several variants."""
         known = [one for one in kinds if one.capacity > 0]
         required = demand / self.parameters.scale_up_utilization - sum(one.current * one.capacity for one in known)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 
-class Refused(Exception):
+class ApiError(Exception):
     """An answer that is an error."""
 
     def __init__(self, code: int, reason: str, message: str, details: Mapping[str, Any] | None = None) -> None:
@@ -31,41 +31,41 @@ class Refused(Exception):
         }
 
 
-def not_found(plural: str, name: str) -> Refused:
+def not_found(plural: str, name: str) -> ApiError:
     """404 for an object."""
-    return Refused(404, "NotFound", f'{plural} "{name}" not found', {"name": name, "kind": plural})
+    return ApiError(404, "NotFound", f'{plural} "{name}" not found', {"name": name, "kind": plural})
 
 
-def exists(plural: str, name: str) -> Refused:
+def exists(plural: str, name: str) -> ApiError:
     """409 for a name that is taken."""
-    return Refused(409, "AlreadyExists", f'{plural} "{name}" already exists', {"name": name, "kind": plural})
+    return ApiError(409, "AlreadyExists", f'{plural} "{name}" already exists', {"name": name, "kind": plural})
 
 
 def conflict(
     plural: str, name: str, why: str = "the object has been modified; please apply your changes to it"
-) -> Refused:
+) -> ApiError:
     """409 for a write that is based on an old version or meets another's field."""
     message = f'Operation cannot be fulfilled on {plural} "{name}": {why}'
-    return Refused(409, "Conflict", message, {"name": name, "kind": plural})
+    return ApiError(409, "Conflict", message, {"name": name, "kind": plural})
 
 
-def expired(asked: int, floor: int) -> Refused:
-    """410 for a version that is forgotten."""
-    return Refused(410, "Expired", f"too old resource version: {asked} ({floor})")
+def version_expired(asked: int, floor: int) -> ApiError:
+    """410 for a version that was compacted."""
+    return ApiError(410, "Expired", f"too old resource version: {asked} ({floor})")
 
 
-def invalid(kind: str, name: str, causes: list[str]) -> Refused:
+def invalid(kind: str, name: str, causes: list[str]) -> ApiError:
     """422 for an object that breaks its schema."""
     listed = [{"reason": "FieldValueInvalid", "message": cause, "field": cause.partition(":")[0]} for cause in causes]
-    said = ", ".join(causes)
-    return Refused(
-        422, "Invalid", f'{kind} "{name}" is invalid: {said}', {"name": name, "kind": kind, "causes": listed}
+    message = ", ".join(causes)
+    return ApiError(
+        422, "Invalid", f'{kind} "{name}" is invalid: {message}', {"name": name, "kind": kind, "causes": listed}
     )
 
 
-def bad_request(message: str) -> Refused:
+def bad_request(message: str) -> ApiError:
     """400."""
-    return Refused(400, "BadRequest", message)
+    return ApiError(400, "BadRequest", message)
 
 
 Matches = Callable[[Mapping[str, Any]], bool]

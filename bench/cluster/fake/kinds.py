@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from bench.cluster.fake.applying import BUILT_IN_KEYS, keys_in
+from bench.cluster.fake.patches import BUILT_IN_KEYS, keys_in
 from controller.kube import resources as known
 from controller.kube.resources import Resource
 
@@ -49,7 +49,7 @@ def with_defaults(value: Any, schema: Schema) -> Any:  # noqa: ANN401 - JSON
 
 
 def unknown_fields(value: object, schema: Schema, path: str = "") -> list[str]:
-    """The fields that the schema does not have, which a server prunes, or refuses if asked to be strict."""
+    """The fields that the schema lacks, which a server prunes, or refuses with strict field validation."""
     if schema.get("x-kubernetes-preserve-unknown-fields") or schema.get("x-kubernetes-embedded-resource"):
         return []
     if isinstance(value, list):
@@ -72,7 +72,7 @@ def unknown_fields(value: object, schema: Schema, path: str = "") -> list[str]:
     return found
 
 
-def pruned(value: dict[str, Any], unknown: list[str]) -> dict[str, Any]:
+def without_fields(value: dict[str, Any], unknown: list[str]) -> dict[str, Any]:
     """``value`` without these fields."""
     result = copy.deepcopy(value)
     for place in unknown:
@@ -200,7 +200,7 @@ def scale_of(thing: Mapping[str, Any], paths: ScalePaths) -> dict[str, Any]:
 
 
 def scaling(patch: Mapping[str, Any], paths: ScalePaths) -> dict[str, Any]:
-    """A merge patch of the object that does what a merge patch of its scale asks for."""
+    """A merge patch of the object that is equivalent to a merge patch of its scale."""
     value: Any = (patch.get("spec") or {}).get("replicas")
     for name in reversed(paths.replicas.strip(".").split(".")):
         value = {name: value}
@@ -217,7 +217,7 @@ _RBAC: Final = "rbac.authorization.k8s.io"
 _VERBS: Final = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
 
 
-class Kind(msgspec.Struct, frozen=True):
+class ServedKind(msgspec.Struct, frozen=True):
     """A kind and how its objects are treated. ``schema``: OpenAPI of a custom resource, empty for built-in kinds.
     ``scale``: of a custom resource that has one; the scales of built-in kinds are the objects themselves.
     """
@@ -232,37 +232,39 @@ class Kind(msgspec.Struct, frozen=True):
 
 
 _BUILT_IN: Final = (
-    Kind(known.NAMESPACES, has_status=True, counts_generations=False, short_names=("ns",)),
-    Kind(known.PODS, has_status=True, counts_generations=True, short_names=("po",)),
-    Kind(known.NODES, has_status=True, counts_generations=False, short_names=("no",)),
-    Kind(known.SERVICES, has_status=True, counts_generations=False, short_names=("svc",)),
-    Kind(known.CONFIG_MAPS, counts_generations=False, short_names=("cm",)),
-    Kind(known.SECRETS, counts_generations=False),
-    Kind(known.SERVICE_ACCOUNTS, counts_generations=False, short_names=("sa",)),
-    Kind(known.EVENTS, counts_generations=False, short_names=("ev",)),
-    Kind(known.CONTROLLER_REVISIONS, counts_generations=False),
-    Kind(known.DEPLOYMENTS, has_status=True, short_names=("deploy",)),
-    Kind(known.ENDPOINT_SLICES),
-    Kind(known.LEASES, counts_generations=False),
-    Kind(known.CRDS, has_status=True, short_names=("crd", "crds")),
-    Kind(Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim"), has_status=True, short_names=("pvc",)),
-    Kind(Resource("apps", "v1", "replicasets", "ReplicaSet"), has_status=True, short_names=("rs",)),
-    Kind(Resource("apps", "v1", "statefulsets", "StatefulSet"), has_status=True, short_names=("sts",)),
-    Kind(Resource("apps", "v1", "daemonsets", "DaemonSet"), has_status=True, short_names=("ds",)),
-    Kind(
+    ServedKind(known.NAMESPACES, has_status=True, counts_generations=False, short_names=("ns",)),
+    ServedKind(known.PODS, has_status=True, counts_generations=True, short_names=("po",)),
+    ServedKind(known.NODES, has_status=True, counts_generations=False, short_names=("no",)),
+    ServedKind(known.SERVICES, has_status=True, counts_generations=False, short_names=("svc",)),
+    ServedKind(known.CONFIG_MAPS, counts_generations=False, short_names=("cm",)),
+    ServedKind(known.SECRETS, counts_generations=False),
+    ServedKind(known.SERVICE_ACCOUNTS, counts_generations=False, short_names=("sa",)),
+    ServedKind(known.EVENTS, counts_generations=False, short_names=("ev",)),
+    ServedKind(known.CONTROLLER_REVISIONS, counts_generations=False),
+    ServedKind(known.DEPLOYMENTS, has_status=True, short_names=("deploy",)),
+    ServedKind(known.ENDPOINT_SLICES),
+    ServedKind(known.LEASES, counts_generations=False),
+    ServedKind(known.CRDS, has_status=True, short_names=("crd", "crds")),
+    ServedKind(
+        Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim"), has_status=True, short_names=("pvc",)
+    ),
+    ServedKind(Resource("apps", "v1", "replicasets", "ReplicaSet"), has_status=True, short_names=("rs",)),
+    ServedKind(Resource("apps", "v1", "statefulsets", "StatefulSet"), has_status=True, short_names=("sts",)),
+    ServedKind(Resource("apps", "v1", "daemonsets", "DaemonSet"), has_status=True, short_names=("ds",)),
+    ServedKind(
         Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler"),
         has_status=True,
         short_names=("hpa",),
     ),
-    Kind(Resource("batch", "v1", "jobs", "Job"), has_status=True),
-    Kind(
+    ServedKind(Resource("batch", "v1", "jobs", "Job"), has_status=True),
+    ServedKind(
         Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"), has_status=True, short_names=("pdb",)
     ),
-    Kind(Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"), short_names=("netpol",)),
-    Kind(Resource(_RBAC, "v1", "roles", "Role"), counts_generations=False),
-    Kind(Resource(_RBAC, "v1", "rolebindings", "RoleBinding"), counts_generations=False),
-    Kind(Resource(_RBAC, "v1", "clusterroles", "ClusterRole", namespaced=False), counts_generations=False),
-    Kind(
+    ServedKind(Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"), short_names=("netpol",)),
+    ServedKind(Resource(_RBAC, "v1", "roles", "Role"), counts_generations=False),
+    ServedKind(Resource(_RBAC, "v1", "rolebindings", "RoleBinding"), counts_generations=False),
+    ServedKind(Resource(_RBAC, "v1", "clusterroles", "ClusterRole", namespaced=False), counts_generations=False),
+    ServedKind(
         Resource(_RBAC, "v1", "clusterrolebindings", "ClusterRoleBinding", namespaced=False), counts_generations=False
     ),
 )
@@ -274,15 +276,15 @@ class Kinds:
     def __init__(self) -> None:
         self._kinds = {_place(one.resource): one for one in _BUILT_IN}
 
-    def find(self, group: str, version: str, plural: str) -> Kind | None:
+    def find(self, group: str, version: str, plural: str) -> ServedKind | None:
         """The kind served there."""
         return self._kinds.get((group, version, plural))
 
-    def all(self) -> Iterable[Kind]:
+    def all(self) -> Iterable[ServedKind]:
         """Every kind."""
         return self._kinds.values()
 
-    def define(self, crd: Mapping[str, Any]) -> list[Kind]:
+    def define(self, crd: Mapping[str, Any]) -> list[ServedKind]:
         """Serve what a CustomResourceDefinition describes; the kinds of its served versions."""
         made = list(kinds_of(crd))
         self._kinds.update({_place(one.resource): one for one in made})
@@ -335,7 +337,7 @@ class Kinds:
         return (_group(name, sorted(versions)) for name, versions in sorted(groups.items()))
 
 
-def kinds_of(crd: Mapping[str, Any]) -> Iterable[Kind]:
+def kinds_of(crd: Mapping[str, Any]) -> Iterable[ServedKind]:
     """The kinds that a CustomResourceDefinition makes, one for each served version."""
     spec = crd["spec"]
     names = spec["names"]
@@ -346,7 +348,7 @@ def kinds_of(crd: Mapping[str, Any]) -> Iterable[Kind]:
             spec["group"], version["name"], names["plural"], names["kind"], namespaced=spec["scope"] == "Namespaced"
         )
         schema = (version.get("schema") or {}).get("openAPIV3Schema") or {}
-        yield Kind(
+        yield ServedKind(
             resource,
             has_status="status" in (version.get("subresources") or {}),
             schema=schema,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from bench.cluster.fake.answers import Refused, bad_request, conflict, invalid, not_found
-from bench.cluster.fake.applying import Applying, Owners, merged, patched
-from bench.cluster.fake.kinds import Kind, faults_in, pruned, unknown_fields, with_defaults
+from bench.cluster.fake.answers import ApiError, bad_request, conflict, invalid, not_found
+from bench.cluster.fake.kinds import ServedKind, faults_in, unknown_fields, with_defaults, without_fields
+from bench.cluster.fake.patches import FieldOwnership, Owners, apply_json_patch, apply_merge_patch
 from controller.kube.resources import CRDS, SECRETS, Object
 
 if TYPE_CHECKING:
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from bench.cluster.fake.storage import Storage
 
 
-class Target(msgspec.Struct, frozen=True):
+class ResourcePath(msgspec.Struct, frozen=True):
     """A collection without ``name``; of all namespaces without ``namespace``, if its kind has any."""
 
-    kind: Kind
+    kind: ServedKind
     namespace: str | None = None
     name: str = ""
     subresource: str = ""
 
 
-def target_of(path: str, kinds: Kinds) -> Target | None:
+def target_of(path: str, kinds: Kinds) -> ResourcePath | None:
     """What ``path`` names; None if the server has nothing there."""
     parts = [part for part in path.split("/") if part]
     if parts[:1] == ["api"] and len(parts) > 2:
@@ -46,13 +46,13 @@ def target_of(path: str, kinds: Kinds) -> Target | None:
     if kind is None or len(rest) > 3 or (namespace is not None) > kind.resource.namespaced:
         return None
     plural, name, subresource = [*rest, "", ""][:3]
-    return Target(kind, namespace, name, subresource) if plural else None
+    return ResourcePath(kind, namespace, name, subresource) if plural else None
 
 
 _NOTHING: Final[Mapping[str, Any]] = {}
 
 
-class How(msgspec.Struct, frozen=True):
+class WriteOptions(msgspec.Struct, frozen=True):
     """The options of a write."""
 
     manager: str = "unknown"
@@ -67,14 +67,14 @@ class Objects:
     def __init__(self, storage: Storage, kinds: Kinds) -> None:
         self._storage = storage
         self._kinds = kinds
-        # who owns which field, by an object's uid
+        # field owners, by an object's uid
         self._owners: dict[str, Owners] = {}
 
     def owners(self, uid: str) -> Owners:
         """The leaves of the object with this uid, by the manager that owns them."""
         return self._owners.get(uid, {})
 
-    def create(self, target: Target, thing: Object, how: How) -> Object:
+    def create(self, target: ResourcePath, thing: Object, how: WriteOptions) -> Object:
         """A new object; raises Refused."""
         if target.subresource == "binding":
             return self._bind(target, thing)
@@ -84,32 +84,34 @@ class Objects:
         if how.dry_run:
             return new
         made = self._storage.create(target.kind, new)
-        self._owners[made["metadata"]["uid"]] = Applying(target.kind.list_keys).written(_NOTHING, made, {}, how.manager)
+        self._owners[made["metadata"]["uid"]] = FieldOwnership(target.kind.list_keys).written(
+            _NOTHING, made, {}, how.manager
+        )
         if target.kind.resource == CRDS:
             made = self._establish(target, made)
         return made
 
-    def update(self, target: Target, thing: Object, how: How) -> Object:
+    def update(self, target: ResourcePath, thing: Object, how: WriteOptions) -> Object:
         """An object replaced; raises Refused."""
         old = self._storage.get(target.kind, target.namespace, target.name)
         return self._write(target, old, self._named(target, thing), how)
 
-    def patch(self, target: Target, body: Any, content_type: str, how: How) -> Object:  # noqa: ANN401 - JSON
+    def patch(self, target: ResourcePath, body: Any, content_type: str, how: WriteOptions) -> Object:  # noqa: ANN401 - JSON
         """An object changed by a patch of any of the three kinds; raises Refused."""
         if "apply-patch" in content_type:
             return self._apply(target, body, how)
         old = self._storage.get(target.kind, target.namespace, target.name)
         if "json-patch" in content_type:
-            new = patched(old, body)
+            new = apply_json_patch(old, body)
         elif "merge-patch" in content_type:
-            new = merged(old, body)
+            new = apply_merge_patch(old, body)
         else:
-            raise Refused(
+            raise ApiError(
                 415, "UnsupportedMediaType", f"the body of the request was in an unknown format: {content_type}"
             )
         return self._write(target, old, new, how)
 
-    def delete(self, target: Target, options: Mapping[str, Any]) -> Object:
+    def delete(self, target: ResourcePath, options: Mapping[str, Any]) -> Object:
         """The object, marked or removed; raises Refused."""
         old = self._storage.get(target.kind, target.namespace, target.name)
         gone = self._storage.delete(
@@ -125,7 +127,7 @@ class Objects:
                 self._kinds.forget(old)
         return gone
 
-    def _apply(self, target: Target, body: Object, how: How) -> Object:
+    def _apply(self, target: ResourcePath, body: Object, how: WriteOptions) -> Object:
         thing = self._named(target, body)
         old = self._storage.find(target.kind, target.namespace, target.name)
         if old is None:
@@ -133,18 +135,18 @@ class Objects:
                 raise not_found(target.kind.resource.plural, target.name)
             return self.create(target, thing, how)
         owners = self._owners.get(old["metadata"]["uid"], {})
-        applying = Applying(target.kind.list_keys)
+        applying = FieldOwnership(target.kind.list_keys)
         met = {} if how.force else applying.conflicts(old, thing, owners, how.manager)
         if met:
-            said = ", ".join(f'conflict with "{other}": .{".".join(path)}' for path, other in sorted(met.items()))
+            message = ", ".join(f'conflict with "{other}": .{".".join(path)}' for path, other in sorted(met.items()))
             refused = conflict(
-                target.kind.resource.plural, target.name, f"Apply failed with {len(met)} conflicts: {said}"
+                target.kind.resource.plural, target.name, f"Apply failed with {len(met)} conflicts: {message}"
             )
             causes = [
                 {"reason": "FieldManagerConflict", "message": f'conflict with "{other}"', "field": "." + ".".join(path)}
                 for path, other in sorted(met.items())
             ]
-            raise Refused(refused.code, refused.reason, str(refused), {**refused.details, "causes": causes})
+            raise ApiError(refused.code, refused.reason, str(refused), {**refused.details, "causes": causes})
         new, owners = applying.apply(old, thing, owners, how.manager)
         if not thing["metadata"].get("resourceVersion"):
             new["metadata"].pop("resourceVersion", None)
@@ -153,19 +155,19 @@ class Objects:
             self._owners[old["metadata"]["uid"]] = owners
         return result
 
-    def _write(self, target: Target, old: Object, new: Object, how: How) -> Object:
+    def _write(self, target: ResourcePath, old: Object, new: Object, how: WriteOptions) -> Object:
         new = _admitted(target.kind, new, how)
         if how.dry_run:
             return new
         result = self._storage.update(target.kind, old, new, target.subresource)
         uid = old["metadata"]["uid"]
-        applying = Applying(target.kind.list_keys)
+        applying = FieldOwnership(target.kind.list_keys)
         self._owners[uid] = applying.written(old, result, self._owners.get(uid, {}), how.manager)
         if target.kind.resource == CRDS and not target.subresource:
             self._kinds.define(result)
         return result
 
-    def _named(self, target: Target, thing: object) -> Object:
+    def _named(self, target: ResourcePath, thing: object) -> Object:
         """The object with its kind and the path's namespace and name, which must not disagree with its own."""
         if not isinstance(thing, dict) or not isinstance(thing.get("metadata"), dict):
             raise bad_request("the object has no metadata")
@@ -184,14 +186,14 @@ class Objects:
             raise bad_request("the name of the object does not match the name on the URL")
         return new
 
-    def _establish(self, target: Target, crd: Object) -> Object:
+    def _establish(self, target: ResourcePath, crd: Object) -> Object:
         self._kinds.define(crd)
         names = crd["spec"]["names"]
         conditions = [{"type": kind, "status": "True", "reason": "Fake"} for kind in ("NamesAccepted", "Established")]
         new = {**crd, "status": {"conditions": conditions, "acceptedNames": names}}
         return self._storage.update(target.kind, crd, new, "status")
 
-    def _bind(self, target: Target, binding: Object) -> Object:
+    def _bind(self, target: ResourcePath, binding: Object) -> Object:
         pod = self._storage.get(target.kind, target.namespace, target.name)
         if pod["spec"].get("nodeName"):
             raise conflict("pods/binding", target.name, f"pod is already assigned to node {pod['spec']['nodeName']!r}")
@@ -212,14 +214,14 @@ def _encode_strings(secret: Object) -> None:
         secret["data"] = {**(secret.get("data") or {}), **encoded}
 
 
-def _admitted(kind: Kind, thing: Object, how: How) -> Object:
+def _admitted(kind: ServedKind, thing: Object, how: WriteOptions) -> Object:
     """A custom resource with defaults and without unknown fields; raises Refused if it breaks its schema."""
     if not kind.schema:
         return thing
     unknown = unknown_fields(thing, kind.schema)
     if unknown and how.strict:
         raise bad_request("strict decoding error: " + ", ".join(f'unknown field "{one}"' for one in unknown))
-    new: Object = with_defaults(pruned(thing, unknown), kind.schema)
+    new: Object = with_defaults(without_fields(thing, unknown), kind.schema)
     faults = faults_in(new, kind.schema)
     if faults:
         raise invalid(kind.resource.kind, thing["metadata"].get("name", ""), faults)

@@ -14,21 +14,21 @@ import msgspec
 import yaml
 from aiohttp import web
 
-from bench.cluster.fake.answers import Matches, Refused, bad_request, conflict, expired, selector
+from bench.cluster.fake.answers import ApiError, Matches, bad_request, conflict, selector, version_expired
 from bench.cluster.fake.kinds import Kinds, scale_of, scaling
-from bench.cluster.fake.objects import How, Objects, Target, target_of
-from bench.cluster.fake.storage import Change, Storage, place_of
-from controller.kube.access import Access
+from bench.cluster.fake.objects import Objects, ResourcePath, WriteOptions, target_of
+from bench.cluster.fake.storage import ObjectChange, Storage, place_of
+from controller.kube.access import ClusterAccess
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
 
 class Call(msgspec.Struct, frozen=True):
-    """What a client asks for: ``verb`` as RBAC names it (get, list, watch, create, update, patch, delete)."""
+    """A client's request. ``verb``: as RBAC names it (get, list, watch, create, update, patch, delete)."""
 
     verb: str
-    target: Target
+    target: ResourcePath
 
 
 Chosen = Callable[[Call], bool]
@@ -50,7 +50,7 @@ class Faults:
         self._refusals.append(_Refusal(count, code, reason, retry_after_s, of or _any))
 
     def conflicts(self, count: int, of: Chosen | None = None) -> None:
-        """Refuse the next ``count`` updates, as if somebody else had always been faster."""
+        """Refuse the next ``count`` updates, as if another client had written first."""
         chosen = of or _any
         self.refuse(count, 409, reason="Conflict", of=lambda call: call.verb in ("update", "patch") and chosen(call))
 
@@ -68,7 +68,7 @@ class Faults:
         self._slow.clear()
         self._frozen.set()
 
-    async def meet(self, call: Call) -> None:
+    async def apply(self, call: Call) -> None:
         """Wait, or raise what this call meets."""
         for chosen, for_s in self._slow:
             if chosen(call):
@@ -78,7 +78,7 @@ class Faults:
                 refusal.left -= 1
                 raise refusal.error(call)
 
-    async def thawed(self) -> None:
+    async def wait_until_thawed(self) -> None:
         """Wait while watches are frozen."""
         await self._frozen.wait()
 
@@ -91,11 +91,11 @@ class _Refusal:
         self._reason = reason
         self._retry_after_s = retry_after_s
 
-    def error(self, call: Call) -> Refused:
+    def error(self, call: Call) -> ApiError:
         if self._code == 409:
             return conflict(call.target.kind.resource.plural, call.target.name)
         details = {} if self._retry_after_s is None else {"retryAfterSeconds": self._retry_after_s}
-        return Refused(self._code, self._reason, "a fault that was asked for", details)
+        return ApiError(self._code, self._reason, "a fault that was asked for", details)
 
 
 def _any(_: Call) -> bool:
@@ -109,26 +109,26 @@ class Watches:
         self._storage = storage
         self._faults = faults
         self._bookmark_s = bookmark_s
-        self.open: set[asyncio.Queue[Change | Refused | None]] = set()
+        self.open: set[asyncio.Queue[ObjectChange | ApiError | None]] = set()
 
     def __len__(self) -> int:
         return len(self.open)
 
     def drop(self) -> None:
-        """End all, as a server does that stops: nothing says that more would have come."""
+        """Close all, as a server does that stops: the streams end without an error."""
         for queue in self.open:
             queue.put_nowait(None)
 
     def expire(self) -> None:
-        """Tell all, by an event, that they fell too far behind."""
+        """Send all an error event: their version has expired."""
         for queue in self.open:
-            queue.put_nowait(expired(0, self._storage.floor))
+            queue.put_nowait(version_expired(0, self._storage.floor))
 
-    async def serve(self, request: web.Request, target: Target) -> web.StreamResponse:
+    async def serve(self, request: web.Request, target: ResourcePath) -> web.StreamResponse:
         """Stream the changes until the watch's time is over, or it is dropped, or the client goes."""
         query = request.query
         chosen = _Chosen(target, selector(query.get("labelSelector", ""), query.get("fieldSelector", "")))
-        queue: asyncio.Queue[Change | Refused | None] = asyncio.Queue()
+        queue: asyncio.Queue[ObjectChange | ApiError | None] = asyncio.Queue()
         since, begins = query.get("resourceVersion", ""), query.get("sendInitialEvents") == "true"
         # nothing is awaited between looking back and listening: no change is lost or seen twice
         before, refused = self._before(target, since, begins=begins)
@@ -156,7 +156,7 @@ class Watches:
     async def _follow(
         self,
         answer: web.StreamResponse,
-        queue: asyncio.Queue[Change | Refused | None],
+        queue: asyncio.Queue[ObjectChange | ApiError | None],
         chosen: _Chosen,
         *,
         bookmarks: bool,
@@ -171,30 +171,30 @@ class Watches:
                 continue
             if change is None:
                 return
-            if isinstance(change, Refused):
+            if isinstance(change, ApiError):
                 await self._send(answer, {"type": "ERROR", "object": change.status()})
                 return
             await self._send(answer, chosen.event(change))
 
     async def _send(self, answer: web.StreamResponse, event: dict[str, Any] | None) -> None:
         if event is not None:
-            await self._faults.thawed()
+            await self._faults.wait_until_thawed()
             await answer.write(msgspec.json.encode(event) + b"\n")
 
-    def _before(self, target: Target, since: str, *, begins: bool) -> tuple[list[Change], Refused | None]:
+    def _before(self, target: ResourcePath, since: str, *, begins: bool) -> tuple[list[ObjectChange], ApiError | None]:
         """What a watch from ``since`` begins with, or why it cannot."""
         if begins or since in ("", "0"):
             return self._current(target), None
         try:
             return self._storage.since(int(since)), None
-        except Refused as refused:
+        except ApiError as refused:
             return [], refused
 
-    def _current(self, target: Target) -> list[Change]:
+    def _current(self, target: ResourcePath) -> list[ObjectChange]:
         """What is there now, as additions."""
         place = place_of(target.kind)
         found = self._storage.all(target.kind, target.namespace)
-        return [Change(int(one["metadata"]["resourceVersion"]), place, None, one) for one in found]
+        return [ObjectChange(int(one["metadata"]["resourceVersion"]), place, None, one) for one in found]
 
 
 class _Chosen:
@@ -202,12 +202,12 @@ class _Chosen:
     added.
     """
 
-    def __init__(self, target: Target, matches: Matches) -> None:
+    def __init__(self, target: ResourcePath, matches: Matches) -> None:
         self._target = target
         self._place = place_of(target.kind)
         self._matches = matches
 
-    def event(self, change: Change) -> dict[str, Any] | None:
+    def event(self, change: ObjectChange) -> dict[str, Any] | None:
         if change.place != self._place:
             return None
         before, after = self._mine(change.before), self._mine(change.after)
@@ -269,10 +269,10 @@ class FakeServer:
             for one in self.kinds.all()
             if (one.resource.group, one.resource.version, one.resource.kind) == (group, version, thing["kind"])
         )
-        return self._objects.create(Target(kind, thing["metadata"].get("namespace")), thing, How())
+        return self._objects.create(ResourcePath(kind, thing["metadata"].get("namespace")), thing, WriteOptions())
 
     def expire(self) -> None:
-        """Forget all changes and lists that are being read: versions of before answer 410."""
+        """Drop all changes and lists that are being read: earlier versions answer 410."""
         self.storage.compact()
         self._pages.clear()
 
@@ -281,7 +281,7 @@ class FakeServer:
         self.requests += 1
         try:
             return await self._answer(request)
-        except Refused as refused:
+        except ApiError as refused:
             wait = refused.details.get("retryAfterSeconds")
             headers = {} if wait is None else {"retry-after": str(wait)}
             return _json(refused.status(), refused.code, headers)
@@ -293,7 +293,7 @@ class FakeServer:
             return _json(found)
         target = target_of(request.path, self.kinds)
         if target is None:
-            raise Refused(404, "NotFound", "the server could not find the requested resource")
+            raise ApiError(404, "NotFound", "the server could not find the requested resource")
         query = request.query
         watches = query.get("watch") in ("true", "1")
         verb = _VERBS.get(request.method) or ("watch" if watches else "get" if target.name else "list")
@@ -303,8 +303,8 @@ class FakeServer:
                 f'{resource.plural} is forbidden: User "nobody" cannot {verb} resource "{resource.plural}" in API group'
                 f' "{resource.group}"'
             )
-            raise Refused(403, "Forbidden", message, {"kind": resource.plural})
-        await self.faults.meet(Call(verb, target))
+            raise ApiError(403, "Forbidden", message, {"kind": resource.plural})
+        await self.faults.apply(Call(verb, target))
         if verb == "watch":
             return await self.watches.serve(request, target)
         if verb == "get":
@@ -313,9 +313,9 @@ class FakeServer:
             return _json(self._list(target, query))
         return await self._write(verb, target, request)
 
-    async def _write(self, verb: str, target: Target, request: web.Request) -> web.Response:
+    async def _write(self, verb: str, target: ResourcePath, request: web.Request) -> web.Response:
         body, query = await _body(request), request.query
-        how = How(
+        how = WriteOptions(
             manager=query.get("fieldManager", "unknown"),
             force=query.get("force") == "true",
             strict=query.get("fieldValidation") == "Strict",
@@ -337,14 +337,14 @@ class FakeServer:
         for one in self.storage.all(target.kind, target.namespace):
             if chosen(one):
                 metadata = one["metadata"]
-                self._objects.delete(Target(target.kind, metadata.get("namespace"), metadata["name"]), body or {})
+                self._objects.delete(ResourcePath(target.kind, metadata.get("namespace"), metadata["name"]), body or {})
         return _json({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 200})
 
-    def _list(self, target: Target, query: Mapping[str, str]) -> dict[str, Any]:
+    def _list(self, target: ResourcePath, query: Mapping[str, str]) -> dict[str, Any]:
         token, limit = query.get("continue", ""), int(query.get("limit", "0") or 0)
         if token:
             if token not in self._pages:
-                raise expired(0, self.storage.floor)
+                raise version_expired(0, self.storage.floor)
             version, items = self._pages.pop(token)
         else:
             chosen = selector(query.get("labelSelector", ""), query.get("fieldSelector", ""))
@@ -369,16 +369,16 @@ class FakeServer:
         }
 
 
-class Fake(msgspec.Struct, frozen=True):
+class FakeApiServer(msgspec.Struct, frozen=True):
     """A running fake server and how to reach it."""
 
     server: FakeServer
-    admin: Access
-    nobody: Access
+    admin: ClusterAccess
+    nobody: ClusterAccess
 
 
 @contextlib.asynccontextmanager
-async def running_fake(*, bookmark_s: float = 30.0) -> AsyncIterator[Fake]:
+async def running_fake_api_server(*, bookmark_s: float = 30.0) -> AsyncIterator[FakeApiServer]:
     """A server on a loopback port of its own, in this event loop."""
     server = FakeServer(bookmark_s=bookmark_s)
     app = web.Application(client_max_size=10_000_000)
@@ -391,13 +391,13 @@ async def running_fake(*, bookmark_s: float = 30.0) -> AsyncIterator[Fake]:
     host, port = runner.addresses[0][:2]
     url = f"http://{host}:{port}"
     try:
-        yield Fake(server, Access(url, token=_ADMIN), Access(url, token=_NOBODY))
+        yield FakeApiServer(server, ClusterAccess(url, token=_ADMIN), ClusterAccess(url, token=_NOBODY))
     finally:
         server.watches.drop()
         await runner.cleanup()
 
 
-def _part(target: Target, thing: dict[str, Any]) -> dict[str, Any]:
+def _part(target: ResourcePath, thing: dict[str, Any]) -> dict[str, Any]:
     if target.subresource == "scale" and target.kind.scale is not None:
         return scale_of(thing, target.kind.scale)
     return thing
@@ -406,7 +406,7 @@ def _part(target: Target, thing: dict[str, Any]) -> dict[str, Any]:
 def _user(request: web.Request) -> str:
     token = request.headers.get("authorization", "").removeprefix("Bearer ")
     if token not in (_ADMIN, _NOBODY):
-        raise Refused(401, "Unauthorized", "Unauthorized")
+        raise ApiError(401, "Unauthorized", "Unauthorized")
     return token
 
 

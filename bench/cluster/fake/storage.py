@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from bench.cluster.fake.answers import Refused, conflict, exists, expired, not_found
+from bench.cluster.fake.answers import ApiError, conflict, exists, not_found, version_expired
 from controller.kube.resources import NAMESPACES, PODS, Object
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bench.cluster.fake.kinds import Kind
+    from bench.cluster.fake.kinds import ServedKind
 
 _REMEMBERED: Final = 10_000
 # no write changes these
@@ -37,7 +37,7 @@ Place = tuple[str, str]
 """Group and plural: the versions of a kind share their objects."""
 
 
-class Change(msgspec.Struct, frozen=True):
+class ObjectChange(msgspec.Struct, frozen=True):
     """A change of one object. ``before``: None for a new one; ``after``: None for one that is gone."""
 
     version: int
@@ -54,53 +54,53 @@ class Storage:
     ) -> None:
         self.version = 1
         self.floor = 1
-        self.changes: deque[Change] = deque(maxlen=remembered)
+        self.changes: deque[ObjectChange] = deque(maxlen=remembered)
         self._wall = wall
         self._new_uid = new_uid or (lambda: str(uuid.uuid4()))
         self._objects: dict[Place, dict[str, Object]] = {}
-        self._kinds: dict[Place, Kind] = {}
-        self._listeners: list[Callable[[Change], None]] = []
+        self._kinds: dict[Place, ServedKind] = {}
+        self._listeners: list[Callable[[ObjectChange], None]] = []
 
-    def subscribe(self, listener: Callable[[Change], None]) -> Callable[[], None]:
+    def subscribe(self, listener: Callable[[ObjectChange], None]) -> Callable[[], None]:
         """Call ``listener`` with each change; what comes back ends that."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
-    def since(self, version: int) -> list[Change]:
-        """The changes after ``version``; raises Refused (410) if it is forgotten."""
+    def since(self, version: int) -> list[ObjectChange]:
+        """The changes after ``version``; raises Refused (410) if it was compacted."""
         if version < self.floor:
-            raise expired(version, self.floor)
+            raise version_expired(version, self.floor)
         return [change for change in self.changes if change.version > version]
 
     def compact(self) -> None:
-        """Forget all changes."""
+        """Drop all changes."""
         self.changes.clear()
         self.version += 1
         self.floor = self.version
 
-    def all(self, kind: Kind, namespace: str | None = None) -> list[Object]:
+    def all(self, kind: ServedKind, namespace: str | None = None) -> list[Object]:
         """All objects of a kind, by name."""
         found = self._of(kind)
         return [found[key] for key in sorted(found) if namespace is None or key.startswith(f"{namespace}/")]
 
-    def find(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
+    def find(self, kind: ServedKind, namespace: str | None, name: str) -> Object | None:
         """One object."""
         return self._of(kind).get(_key(namespace, name))
 
-    def get(self, kind: Kind, namespace: str | None, name: str) -> Object:
+    def get(self, kind: ServedKind, namespace: str | None, name: str) -> Object:
         """One object; raises Refused (404)."""
         found = self.find(kind, namespace, name)
         if found is None:
             raise not_found(kind.resource.plural, name)
         return found
 
-    def create(self, kind: Kind, thing: Object) -> Object:
+    def create(self, kind: ServedKind, thing: Object) -> Object:
         """Store a new object; raises Refused."""
         new = copy.deepcopy(thing)
         metadata = new["metadata"]
         if not metadata.get("name"):
             if not metadata.get("generateName"):
-                raise Refused(422, "Invalid", "metadata.name: Required value: name or generateName is required")
+                raise ApiError(422, "Invalid", "metadata.name: Required value: name or generateName is required")
             metadata["name"] = metadata["generateName"] + uuid.uuid4().hex[:5]
         namespace = metadata.get("namespace")
         if namespace and namespace not in self._objects.get((NAMESPACES.group, NAMESPACES.plural), {}):
@@ -121,7 +121,7 @@ class Storage:
             new["status"] = {"phase": "Active"}
         return self._store(kind, None, new)
 
-    def update(self, kind: Kind, old: Object, new: Object, subresource: str = "") -> Object:
+    def update(self, kind: ServedKind, old: Object, new: Object, subresource: str = "") -> Object:
         """Store ``new`` in place of ``old``, as far as this (sub)resource may; raises Refused (409) for an old version.
 
         The main resource cannot write the status, and ``status`` nothing else.
@@ -140,9 +140,11 @@ class Storage:
         return self._store_or_remove(kind, old, result)
 
     def delete(
-        self, kind: Kind, thing: Object, *, grace_s: int | None = None, uid: str = "", orphan: bool = False
+        self, kind: ServedKind, thing: Object, *, grace_s: int | None = None, uid: str = "", orphan: bool = False
     ) -> Object:
-        """Delete as the API server does: at once, or by a mark if finalizers or a grace period ask for it."""
+        """Delete as the API server does: at once, or with finalizers or a grace period by setting
+        ``deletionTimestamp``.
+        """
         metadata = thing["metadata"]
         if uid and uid != metadata["uid"]:
             raise conflict(kind.resource.plural, metadata["name"], "the UID in the precondition does not match")
@@ -161,7 +163,7 @@ class Storage:
             marked["metadata"]["generation"] = int(metadata.get("generation", 1)) + 1
         return self._store_or_remove(kind, thing, marked)
 
-    def _grace(self, kind: Kind, thing: Object, grace_s: int | None) -> int:
+    def _grace(self, kind: ServedKind, thing: Object, grace_s: int | None) -> int:
         """Only pods that are bound to a node end gracefully."""
         if kind.resource != PODS or not thing["spec"].get("nodeName"):
             return 0
@@ -169,12 +171,12 @@ class Storage:
             return 0
         return int(thing["spec"]["terminationGracePeriodSeconds"]) if grace_s is None else grace_s
 
-    def _store_or_remove(self, kind: Kind, old: Object, new: Object) -> Object:
+    def _store_or_remove(self, kind: ServedKind, old: Object, new: Object) -> Object:
         metadata = new["metadata"]
         ends = "deletionTimestamp" in metadata and not metadata.get("deletionGracePeriodSeconds")
         return self._remove(kind, old) if ends and not metadata.get("finalizers") else self._store(kind, old, new)
 
-    def _store(self, kind: Kind, old: Object | None, new: Object) -> Object:
+    def _store(self, kind: ServedKind, old: Object | None, new: Object) -> Object:
         self.version += 1
         new["metadata"]["resourceVersion"] = str(self.version)
         new["apiVersion"], new["kind"] = kind.resource.api_version, kind.resource.kind
@@ -183,7 +185,7 @@ class Storage:
         self._changed(kind, old, new)
         return new
 
-    def _remove(self, kind: Kind, thing: Object) -> Object:
+    def _remove(self, kind: ServedKind, thing: Object) -> Object:
         metadata = thing["metadata"]
         gone = self._of(kind).pop(_key(metadata.get("namespace"), metadata["name"]), None)
         if gone is None:
@@ -195,15 +197,15 @@ class Storage:
         self._collect(kind, gone)
         return last
 
-    def _changed(self, kind: Kind, before: Object | None, after: Object | None) -> None:
-        change = Change(self.version, place_of(kind), before, after)
+    def _changed(self, kind: ServedKind, before: Object | None, after: Object | None) -> None:
+        change = ObjectChange(self.version, place_of(kind), before, after)
         if len(self.changes) == self.changes.maxlen:
             self.floor = self.changes[0].version
         self.changes.append(change)
         for listener in tuple(self._listeners):
             listener(change)
 
-    def _collect(self, kind: Kind, owner: Object) -> None:
+    def _collect(self, kind: ServedKind, owner: Object) -> None:
         """Delete what had no other owner left, and all that was in a namespace."""
         uid = owner["metadata"]["uid"]
         for place, thing in self._everything():
@@ -228,13 +230,13 @@ class Storage:
     def _lives(self, uid: object) -> bool:
         return any(thing["metadata"]["uid"] == uid for _, thing in self._everything())
 
-    def _of(self, kind: Kind) -> dict[str, Object]:
+    def _of(self, kind: ServedKind) -> dict[str, Object]:
         place = place_of(kind)
         self._kinds[place] = kind
         return self._objects.setdefault(place, {})
 
 
-def place_of(kind: Kind) -> Place:
+def place_of(kind: ServedKind) -> Place:
     """Where objects of a kind are kept: all versions of it together."""
     return kind.resource.group, kind.resource.plural
 
@@ -256,7 +258,7 @@ def _status_written(old: Object, new: Object) -> Object:
     return result
 
 
-def _main_written(kind: Kind, old: Object, new: Object) -> Object:
+def _main_written(kind: ServedKind, old: Object, new: Object) -> Object:
     result = copy.deepcopy(new)
     for name in _FIXED:
         result["metadata"].pop(name, None)

@@ -17,11 +17,14 @@ import grpc.aio
 import msgspec
 from grpc_health.v1 import health_pb2
 
+from bench.stack import processes
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bench.cluster.node.pod_spec import ContainerSpec, Handler
     from bench.stack.guard import Guard
+    from bench.stack.processes import Process
 
 _TAIL_BYTES: Final = 2_000
 
@@ -38,7 +41,7 @@ class Launch(msgspec.Struct, frozen=True):
 class ContainerProcess:
     """A process in a group of its own. When it ends, what it has left in its group ends too, as in a container."""
 
-    def __init__(self, process: asyncio.subprocess.Process, launch: Launch, guard: Guard) -> None:
+    def __init__(self, process: Process, launch: Launch, guard: Guard) -> None:
         self._process = process
         self._launch = launch
         self._guard = guard
@@ -46,16 +49,9 @@ class ContainerProcess:
     @classmethod
     async def start(cls, launch: Launch, guard: Guard) -> ContainerProcess:
         """Start it; raises OSError if there is no such program."""
-        with launch.log.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *launch.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=asyncio.subprocess.STDOUT,
-                env=dict(launch.environment),
-                cwd=launch.directory,
-                start_new_session=True,
-            )
+        process = await processes.spawn(
+            launch.command, launch.log, environment=launch.environment, directory=launch.directory
+        )
         guard.add(process.pid)
         return cls(process, launch, guard)
 
@@ -91,11 +87,11 @@ class ContainerProcess:
             return ""
 
     def _signal_group(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):  # nobody is left in it
+        with contextlib.suppress(ProcessLookupError):  # the group is empty
             os.killpg(self._process.pid, number)
 
 
-class Surroundings:
+class ContainerEnvironment:
     """Where a container's handlers run: its address, its environment, and how its words become those of this
     machine.
     """
@@ -117,9 +113,13 @@ class Surroundings:
 
 
 async def run_handler(
-    handler: Handler, container: ContainerSpec, where: Surroundings, http: aiohttp.ClientSession, timeout_s: float
+    handler: Handler,
+    container: ContainerSpec,
+    where: ContainerEnvironment,
+    http: aiohttp.ClientSession,
+    timeout_s: float,
 ) -> tuple[bool, str]:
-    """Whether it succeeded within ``timeout_s``, and what to say if it did not."""
+    """Whether it succeeded within ``timeout_s``, and a message if it did not."""
     try:
         async with asyncio.timeout(timeout_s):
             return await _run(handler, container, where, http)
@@ -130,7 +130,7 @@ async def run_handler(
 
 
 async def _run(
-    handler: Handler, container: ContainerSpec, where: Surroundings, http: aiohttp.ClientSession
+    handler: Handler, container: ContainerSpec, where: ContainerEnvironment, http: aiohttp.ClientSession
 ) -> tuple[bool, str]:
     if handler.kind == "sleep":
         await asyncio.sleep(handler.sleep_s)
@@ -151,7 +151,7 @@ async def _run(
         return ok, "" if ok else f"HTTP probe failed with statuscode: {answer.status}"
 
 
-async def _exec(command: Sequence[str], where: Surroundings) -> tuple[bool, str]:
+async def _exec(command: Sequence[str], where: ContainerEnvironment) -> tuple[bool, str]:
     process = await asyncio.create_subprocess_exec(
         *where.enter,
         *command,

@@ -19,12 +19,12 @@ import msgspec
 from aiohttp import web
 
 from bench.cluster.certificates import Authority, write_private
-from bench.cluster.node.pod_files import Kept, PodFiles
+from bench.cluster.node.pod_files import PersistentPaths, PodFiles
 from bench.cluster.node.pod_machine import NodeTiming
 from bench.cluster.node.pod_network import BridgedNetwork, LoopbackNetwork
-from bench.cluster.node.pod_spec import IMAGES, ImageMissing, Missing, pod_spec, repository
+from bench.cluster.node.pod_spec import IMAGES, ImageMissing, ReferenceMissing, pod_spec, repository
 from bench.cluster.node.pod_worker import PodWorker, Tools
-from bench.cluster.node.scheduler import Scheduler
+from bench.cluster.node.scheduler import PodScheduler
 from bench.stack.guard import Guard
 from controller.kube.errors import AlreadyExists, ClusterError, NotFound
 from controller.kube.informer import Informer, InformerTiming, Selection
@@ -33,7 +33,7 @@ from controller.kube.resources import LEASES, NODES, PODS
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from bench.cluster.node.pod_network import PodNetwork, PodPlace
+    from bench.cluster.node.pod_network import PodNetwork, PodSandbox
     from controller.kube.client import Client
     from controller.kube.resources import Object
 
@@ -44,7 +44,6 @@ class NodeFaults:
     def __init__(self) -> None:
         self._missing_images: set[str] = set()
         self._crashing: set[str] = set()
-        self._slow_s: dict[str, float] = {}
 
     def image_never_pulls(self, image: str) -> None:
         """Containers with this image (without tag) wait with ErrImagePull, then ImagePullBackOff."""
@@ -54,15 +53,10 @@ class NodeFaults:
         """The containers of the pod ``namespace/name`` end with status 1 as soon as they start: CrashLoopBackOff."""
         self._crashing.add(key)
 
-    def slow_start(self, image: str, for_s: float) -> None:
-        """Containers with this image start so much later, as if they were pulled or loaded weights."""
-        self._slow_s[repository(image)] = for_s
-
     def heal(self) -> None:
         """Nothing goes wrong with starts any more."""
         self._missing_images.clear()
         self._crashing.clear()
-        self._slow_s.clear()
 
     def check_image(self, image: str) -> None:
         """Raises ImageMissing."""
@@ -73,10 +67,6 @@ class NodeFaults:
         """Whether this pod's containers crash at once."""
         return key in self._crashing
 
-    def start_delay_s(self, image: str) -> float:
-        """How much later containers with this image start."""
-        return self._slow_s.get(repository(image), 0.0)
-
 
 _PAUSE_S: Final = 0.2
 _CHUNK_BYTES: Final = 65_536
@@ -86,7 +76,7 @@ _CHUNK_BYTES: Final = 65_536
 async def serving_logs(address: str, find: Callable[[str, str], Path | None]) -> AsyncIterator[int]:
     """Serve logs at a free port of ``address``, which is given.
 
-    ``find(pod, container)``: the file with what a container of the pod ``namespace/name`` has said, if it is known.
+    ``find(pod, container)``: the log file of a container of the pod ``namespace/name``, if there is one.
     """
     app = web.Application()
     app.add_routes([web.get("/containerLogs/{namespace}/{pod}/{container}", _Logs(find).get)])
@@ -103,8 +93,8 @@ async def serving_logs(address: str, find: Callable[[str, str], Path | None]) ->
 class _Logs:
     """Answers with a log as it stands, its last lines (``tailLines``), and what comes after (``follow``).
 
-    Lines have no times in our logs, so ``sinceTime`` and ``sinceSeconds`` are ignored: more is shown than was asked
-    for.
+    Lines have no times in our logs, so ``sinceTime`` and ``sinceSeconds`` are ignored: the response has more lines than
+    requested.
     """
 
     def __init__(self, find: Callable[[str, str], Path | None]) -> None:
@@ -140,7 +130,7 @@ def _tail_start(content: bytes, lines: int) -> int:
 
 
 def _context(address: str) -> ssl.SSLContext:
-    """A certificate that nobody has reason to trust: the API server does not ask for more unless it is told to."""
+    """A certificate of a throwaway authority: the API server accepts it unless it is configured to verify kubelets."""
     certificate, key = Authority(datetime.now(UTC)).issue("kubelet", [address])
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     with tempfile.TemporaryDirectory() as directory:
@@ -152,10 +142,10 @@ def _context(address: str) -> ssl.SSLContext:
 _log = logging.getLogger(__name__)
 _LEASES: Final = "kube-node-lease"
 _MANAGER: Final = "node"
-# the scheduler does not look at conditions
+# the scheduler ignores conditions
 _UNREACHABLE: Final = {"key": "node.kubernetes.io/unreachable", "effect": "NoSchedule"}
 _STATES: Final = ("node.kubernetes.io/not-", _UNREACHABLE["key"])
-# the API wants all of them
+# the API requires all of them
 _INFO: Final = {
     "machineID": "",
     "systemUUID": "",
@@ -194,7 +184,7 @@ def node_object(spec: NodeSpec) -> Object:
 def node_status(
     spec: NodeSpec, wall: datetime, *, ready: str = "True", host_ip: str = "127.0.0.1", port: int = 0
 ) -> dict[str, Any]:
-    """Its status. ``ready``: True, False or Unknown; ``port``: where its logs are asked for."""
+    """Its status. ``ready``: True, False or Unknown; ``port``: where its logs are served."""
     now = wall.strftime("%Y-%m-%dT%H:%M:%SZ")
     reason = "KubeletReady" if ready == "True" else "NodeStatusUnknown"
     message = "processes are run" if ready == "True" else "Kubelet stopped posting node status."
@@ -210,7 +200,7 @@ def node_status(
 
 
 class Heartbeat:
-    """Registers a node and says every ``period_s`` that it lives, unless it is ``silent``."""
+    """Registers a node and renews its Lease every ``period_s``, unless it is ``silent``."""
 
     def __init__(self, client: Client, spec: NodeSpec, period_s: float, host_ip: str) -> None:
         self.silent = False
@@ -222,7 +212,7 @@ class Heartbeat:
         self._host_ip = host_ip
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run the node until cancelled."""
         while True:
             try:
                 if not self.silent:
@@ -240,7 +230,7 @@ class Heartbeat:
         self.registered.set()
 
     async def declare_lost(self, pods: Sequence[Object]) -> None:
-        """What the node lifecycle controller says of a silent node: it is Unknown, gets no pods, and its pods are not
+        """Do what the node lifecycle controller does for a silent node: set it to Unknown, taint it, set its pods not
         ready.
         """
         await self._write("Unknown")
@@ -276,8 +266,8 @@ class Heartbeat:
         await self._client.apply(NODES, thing, subresource="status", manager=_MANAGER, force=True)
 
     async def _untaint(self) -> None:
-        """The API server taints new nodes as not ready; without the node lifecycle controller nobody else removes
-        that.
+        """The API server taints new nodes as not ready; without the node lifecycle controller this must remove the
+        taint.
         """
         node = await self._client.get(NODES, self._spec.name)
         taints = [one for one in node["spec"].get("taints") or () if not one["key"].startswith(_STATES)]
@@ -346,7 +336,6 @@ class Node:
                 guard=self._guard,
                 wall=lambda: datetime.now(UTC).timestamp(),
                 timing=self._timing,
-                start_delay_s=self.faults.start_delay_s,
             )
             async with (
                 self._all_ended(),
@@ -359,15 +348,17 @@ class Node:
                 while True:
                     self._sync(await self._changed.get(), tools)
 
-    async def registered(self) -> None:
+    async def wait_until_registered(self) -> None:
         """Wait until the node is in the cluster and follows its pods."""
         await self._heartbeat.registered.wait()
         await self.pods.synced.wait()
 
     async def lose(self, *, declared: bool = True) -> None:
-        """The machine is gone: its processes are dead, and nobody writes its node or its pods any more.
+        """The machine is lost: its processes are killed, and the statuses of its node and its pods are no longer
+        written.
 
-        ``declared``: say at once what the node lifecycle controller, if there is one, finds out after a while.
+        ``declared``: write at once the status that the node lifecycle controller, if there is one, writes after a
+        while.
         """
         self._is_lost = True
         self._heartbeat.silent = True
@@ -382,7 +373,7 @@ class Node:
             await self._heartbeat.declare_lost(list(self.pods.objects.values()))
 
     async def recover(self) -> None:
-        """The machine is back, without the processes of before: its pods are started anew."""
+        """The machine is back, without its former processes: its pods are restarted."""
         self._is_lost = False
         self._heartbeat.silent = False
         await self._heartbeat.beat()
@@ -394,7 +385,7 @@ class Node:
         self.workers[key].kill(container)
 
     def log_of(self, key: str, container: str) -> Path | None:
-        """The file with what a container of the pod ``namespace/name`` says, if the pod is here."""
+        """The log file of a container of the pod ``namespace/name``, if the pod is here."""
         worker = self.workers.get(key)
         return None if worker is None else worker.log_of(container)
 
@@ -404,7 +395,7 @@ class Node:
         pod, worker = self.pods.get(key), self.workers.get(key)
         if worker is not None and (pod is None or pod["metadata"]["uid"] != worker.pod["metadata"]["uid"]):
             # its successor of the same name is started when it has ended
-            worker.gone()
+            worker.on_deleted()
         elif worker is not None and pod is not None:
             worker.update(pod)
         elif (pod is not None and (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed")) or (
@@ -422,7 +413,7 @@ class Node:
             self._client,
             place=place,
             host_ip=self._network.host_ip,
-            kept=Kept(host=self.directory / "host", claims=self.directory.parent / "claims"),
+            kept=PersistentPaths(host=self.directory / "host", claims=self.directory.parent / "claims"),
             images=self._images,
             check_image=self.faults.check_image,
             crashes=lambda: self.faults.crashes(key),
@@ -433,7 +424,7 @@ class Node:
         task = asyncio.create_task(self._run(key, worker, place), name=f"pod {key}")
         self._tasks[key] = task
 
-    async def _run(self, key: str, worker: PodWorker, place: PodPlace) -> None:
+    async def _run(self, key: str, worker: PodWorker, place: PodSandbox) -> None:
         try:
             await worker.run()
         except Exception:
@@ -453,7 +444,7 @@ class Node:
             for worker in list(self.workers.values()):
                 try:
                     await worker.refresh()
-                except (ClusterError, Missing) as error:
+                except (ClusterError, ReferenceMissing) as error:
                     log.warning("the files of %s: %s", worker.machine.spec.key, error)
 
     @contextlib.asynccontextmanager
@@ -499,7 +490,7 @@ async def running_nodes(
         }
         running = [asyncio.create_task(node.run(), name=f"node {name}") for name, node in nodes.items()]
         if schedules:
-            running.append(asyncio.create_task(Scheduler(client).run(), name="scheduler"))
+            running.append(asyncio.create_task(PodScheduler(client).run(), name="scheduler"))
         try:
             await _all_registered(nodes, running)
             yield nodes
@@ -517,7 +508,7 @@ async def running_nodes(
 async def _all_registered(nodes: Mapping[str, Node], running: Sequence[asyncio.Task[None]]) -> None:
     """Until all nodes are in the cluster, or one of the tasks has ended, whose error is then raised on the way out."""
     for node in nodes.values():
-        registered = asyncio.create_task(node.registered())
+        registered = asyncio.create_task(node.wait_until_registered())
         await asyncio.wait([registered, *running], return_when=asyncio.FIRST_COMPLETED)
         if not registered.done():
             registered.cancel()

@@ -16,16 +16,25 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bench.cluster.assets import ROOT
 from bench.cluster.control_plane import write_kubeconfig
-from bench.cluster.node.containers import Launch, Surroundings
-from bench.cluster.node.pod_spec import Missing, Sources, command, environment, expanded, field, plain_data, references
-from controller.kube.access import Access
+from bench.cluster.node.containers import ContainerEnvironment, Launch
+from bench.cluster.node.pod_spec import (
+    ReferenceMissing,
+    Sources,
+    command,
+    environment,
+    expand_variables,
+    field,
+    plain_data,
+    references,
+)
+from controller.kube.access import ClusterAccess
 from controller.kube.resources import CONFIG_MAPS, SECRETS, SERVICE_ACCOUNTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from bench.cluster.node.pod_network import PodPlace
+    from bench.cluster.node.pod_network import PodSandbox
     from bench.cluster.node.pod_spec import ContainerSpec
     from controller.kube.client import Client
     from controller.kube.resources import Object
@@ -45,7 +54,7 @@ def volume_files(pod: Mapping[str, Any], sources: Sources) -> dict[str, dict[str
     }
 
 
-class Kept(NamedTuple):
+class PersistentPaths(NamedTuple):
     """Where volumes are that outlive pods. ``host``: stands for the node's root directory. ``claims``: holds a
     directory for each claim that any pod of the cluster has used.
     """
@@ -54,7 +63,7 @@ class Kept(NamedTuple):
     claims: Path
 
 
-def kept_volumes(pod: Mapping[str, Any], kept: Kept) -> dict[str, Path]:
+def kept_volumes(pod: Mapping[str, Any], kept: PersistentPaths) -> dict[str, Path]:
     """The directories of the pod's host paths and claims, by the name of the volume."""
     found: dict[str, Path] = {}
     for volume in pod["spec"].get("volumes") or ():
@@ -178,7 +187,7 @@ def _chosen(
     if thing is None:
         if source.get("optional"):
             return {}
-        raise Missing(f'{what} "{name}" not found')
+        raise ReferenceMissing(f'{what} "{name}" not found')
     data = plain_data(thing)
     if not source.get("items"):
         return data
@@ -208,9 +217,9 @@ class PodFiles:
         directory: Path,
         client: Client,
         *,
-        place: PodPlace,
+        place: PodSandbox,
         host_ip: str,
-        kept: Kept,
+        kept: PersistentPaths,
         images: Mapping[str, Sequence[str]],
         check_image: Callable[[str], None],
         crashes: Callable[[], bool],
@@ -242,7 +251,7 @@ class PodFiles:
         self._check_image(container.image)
         self._entered = await self._place.enter()
         own_words, words = (_CRASH, []) if self._crashes() else command(container.raw, self._images)
-        # a restart does not wait for the API server: what was known some seconds ago will do
+        # a restart does not wait for the API server: objects read some seconds ago are used
         sources = self._known or await self._sources(pod)
         # unless something is missing in it
         self._known = None
@@ -263,7 +272,7 @@ class PodFiles:
                 *self._entered,
                 # they listen on the pod's address like others
                 *(rewritten(word, {}, self._listen_ip) for word in own_words),
-                *(rewritten(expanded(word, given), places, self._listen_ip, ports) for word in words),
+                *(rewritten(expand_variables(word, given), places, self._listen_ip, ports) for word in words),
             ],
             environment=self._environments[container.name],
             directory=self.directory,
@@ -271,7 +280,7 @@ class PodFiles:
         )
 
     def log_of(self, container: str) -> Path:
-        """The file with what a container says."""
+        """The log file of a container."""
         return self.directory / f"{container}.log"
 
     async def refresh(self, pod: Object) -> None:
@@ -280,11 +289,11 @@ class PodFiles:
         self._write_volumes(pod, sources)
         self._known = sources
 
-    def surroundings(self, container: str) -> Surroundings:
+    def surroundings(self, container: str) -> ContainerEnvironment:
         """Where the container's probes and hooks run."""
         variables = self._environments.get(container, {})
         places = self._places.get(container, {})
-        return Surroundings(
+        return ContainerEnvironment(
             pod_ip=self.pod_ip,
             enter=self._entered,
             environment=variables,
@@ -299,20 +308,20 @@ class PodFiles:
     def _cluster_access(self, pod: Object) -> dict[str, str]:
         """Variables by which a process finds the API server with its pod's service account.
 
-        Programs look for a token at a fixed place, where a process of this machine has none: ``KUBECONFIG`` is that
-        place.
+        In a pod, programs read the token from a fixed path, which a process of this machine lacks: ``KUBECONFIG``
+        replaces it.
         """
         file = token_file(pod, self.directory / "volumes")
         if file is None:
             return {}
         server = self._client.access.server
-        account = Access(server, self._client.access.ca, pod["metadata"]["namespace"], token_file=str(file))
+        account = ClusterAccess(server, self._client.access.ca, pod["metadata"]["namespace"], token_file=str(file))
         path = write_kubeconfig(self.directory / "kubeconfig", account)
         host, _, port = server.rpartition("//")[2].partition(":")
         return {"KUBECONFIG": str(path), "KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
 
     async def _account_token(self, pod: Object) -> bytes:
-        """The token of the pod's service account if a volume wants it, asked for once."""
+        """The token of the pod's service account if a volume projects it, requested once."""
         if not self._token and token_file(pod, self.directory) is not None:
             asked = {
                 "apiVersion": "authentication.k8s.io/v1",

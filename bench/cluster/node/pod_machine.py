@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a pod and its containers as state machines: probes, restarts, status. No network, no clock, no processes.
 
-Tell it what happened (``started``, ``exited``, ``probed``, ``delete``), then ask ``step`` what to do and ``wake_at_s``
-when to ask again. No network, no clock, no processes.
+Callers report events (``started``, ``exited``, ``probed``, ``delete``); ``step`` returns what to do, and ``wake_at_s``
+when to call it again. No network, no clock, no processes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class NodeTiming(msgspec.Struct, frozen=True):
     heartbeat_s: float = 10.0
 
 
-class Ended(msgspec.Struct, frozen=True):
+class ContainerExit(msgspec.Struct, frozen=True):
     """One run that is over. ``code`` as a shell has it: 128 + N for one that was ended by signal N."""
 
     started_at_s: float
@@ -80,8 +80,8 @@ class Ended(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-class ContainerMachine:
-    """What is known of a container."""
+class ContainerStateMachine:
+    """The state of a container."""
 
     def __init__(self, spec: ContainerSpec, timing: NodeTiming) -> None:
         self.spec = spec
@@ -90,8 +90,8 @@ class ContainerMachine:
         self.message = ""
         self.restarts = 0
         self.started_at_s = 0.0
-        self.ended: Ended | None = None
-        self.last: Ended | None = None
+        self.ended: ContainerExit | None = None
+        self.last: ContainerExit | None = None
         self.not_before_s = 0.0
         self.probes: dict[ProbeKind, ProbeState] = {}
         self._timing = timing
@@ -104,24 +104,24 @@ class ContainerMachine:
         return self.state in ("starting", "running", "stopping")
 
     @property
-    def started(self) -> bool:
-        """Whether it is up as far as a startup probe says."""
+    def is_started(self) -> bool:
+        """Whether it has started, by its startup probe if it has one."""
         startup = self.probes.get("startup")
         return self.state in ("running", "stopping") and (startup is None or startup.passed is True)
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether its readiness probe, if it has one, has passed; an init container is ready once it has succeeded."""
         if self.spec.is_init and not self.spec.stays:
             return self.state == "terminated" and self.ended is not None and self.ended.code == 0
         readiness = self.probes.get("readiness")
-        return self.started and self.state == "running" and (readiness is None or readiness.passed is True)
+        return self.is_started and self.state == "running" and (readiness is None or readiness.passed is True)
 
     def starting(self) -> None:
-        """It is told to start."""
+        """Its start was requested."""
         self.state = "starting"
 
-    def started_at(self, now_s: float) -> None:
+    def on_started(self, now_s: float) -> None:
         """Its process runs."""
         self.state, self.reason, self.message = "running", "", ""
         self.started_at_s = now_s
@@ -129,7 +129,7 @@ class ContainerMachine:
         self.probes = {kind: ProbeState(spec, now_s) for kind, spec in self.spec.probes.items()}
 
     def cannot_start(self, reason: str, message: str, now_s: float) -> None:
-        """There is no process: its image or what it refers to is missing. Images are asked for less and less often."""
+        """No process: the image or a referenced object is missing. Images are pulled with a growing back-off."""
         self.state, self.reason, self.message = "waiting", reason, message
         if reason == "ErrImagePull":
             if self._pull_wait_s:
@@ -140,13 +140,13 @@ class ContainerMachine:
             self.not_before_s = now_s + 1.0
 
     def stopping(self) -> None:
-        """It is told to stop."""
+        """Its stop was requested."""
         self.state = "stopping"
 
-    def exited(self, code: int, signal: int, message: str, now_s: float) -> None:
+    def on_exit(self, code: int, signal: int, message: str, now_s: float) -> None:
         """Its process has ended."""
         reason = "Completed" if code == 0 else "Error"
-        self.ended = Ended(self.started_at_s, now_s, code, signal, reason, message)
+        self.ended = ContainerExit(self.started_at_s, now_s, code, signal, reason, message)
         self.state, self.reason, self.message = "terminated", reason, message
         self.probes = {}
 
@@ -169,21 +169,21 @@ class ContainerMachine:
 Phase = Literal["Pending", "Running", "Succeeded", "Failed"]
 
 
-class Start(msgspec.Struct, frozen=True):
-    """Start a container's process and say ``started`` or ``cannot_start``, later ``exited``."""
+class StartProcess(msgspec.Struct, frozen=True):
+    """Start a container's process and report ``started`` or ``cannot_start``, later ``exited``."""
 
     container: str
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """Run a container's preStop hook and send SIGTERM, SIGKILL after ``grace_s`` in all; say ``exited`` then."""
+    """Run a container's preStop hook and send SIGTERM, SIGKILL after ``grace_s`` in all; report ``exited`` then."""
 
     container: str
     grace_s: float
 
 
 class RunProbe(msgspec.Struct, frozen=True):
-    """Run a probe and say ``probed``."""
+    """Run a probe and report ``probed``."""
 
     container: str
     kind: ProbeKind
@@ -193,10 +193,10 @@ class Remove(msgspec.Struct, frozen=True):
     """All processes of a deleted pod have ended: delete the object without grace."""
 
 
-Action = Start | Stop | RunProbe | Remove
+Action = StartProcess | Stop | RunProbe | Remove
 
 
-class PodMachine:
+class PodStateMachine:
     """One pod on a node, from its arrival at ``now_s`` on."""
 
     def __init__(self, spec: PodSpec, timing: NodeTiming, now_s: float) -> None:
@@ -204,17 +204,17 @@ class PodMachine:
         self.started_at_s = now_s
         self.reason = ""
         self.message = ""
-        self.containers = {one.name: ContainerMachine(one, timing) for one in spec.containers}
+        self.containers = {one.name: ContainerStateMachine(one, timing) for one in spec.containers}
         self._grace_s: float | None = None
         self._removed = False
 
     @property
-    def init(self) -> list[ContainerMachine]:
+    def init(self) -> list[ContainerStateMachine]:
         """The init containers, sidecars included, in their order."""
         return [one for one in self.containers.values() if one.spec.is_init]
 
     @property
-    def main(self) -> list[ContainerMachine]:
+    def main(self) -> list[ContainerStateMachine]:
         """The containers that are not for initialisation."""
         return [one for one in self.containers.values() if not one.spec.is_init]
 
@@ -257,18 +257,18 @@ class PodMachine:
         """A container has no process."""
         self.containers[container].cannot_start(reason, message, now_s)
 
-    def started(self, container: str, now_s: float) -> None:
+    def on_started(self, container: str, now_s: float) -> None:
         """A container's process runs."""
-        self.containers[container].started_at(now_s)
+        self.containers[container].on_started(now_s)
 
-    def exited(self, container: str, code: int, signal: int, message: str, now_s: float) -> None:
+    def on_exit(self, container: str, code: int, signal: int, message: str, now_s: float) -> None:
         """A container's process has ended."""
         machine = self.containers[container]
-        machine.exited(code, signal, message, now_s)
+        machine.on_exit(code, signal, message, now_s)
         if self._restarts(machine):
             machine.restart_later()
 
-    def probed(self, container: str, kind: ProbeKind, *, ok: bool, message: str = "") -> None:
+    def on_probe_result(self, container: str, kind: ProbeKind, *, ok: bool, message: str = "") -> None:
         """A probe has a result; that of a run which is over counts no more."""
         state = self.containers[container].probes.get(kind)
         if state is not None:
@@ -315,9 +315,9 @@ class PodMachine:
         for one in self.containers.values():
             if one.state == "waiting" and now_s >= one.not_before_s and self._may_start(one):
                 one.starting()
-                yield Start(one.spec.name)
+                yield StartProcess(one.spec.name)
 
-    def _may_start(self, machine: ContainerMachine) -> bool:
+    def _may_start(self, machine: ContainerStateMachine) -> bool:
         """Init containers one after the other, the rest together after them."""
         for one in self.init:
             if one is machine:
@@ -351,16 +351,16 @@ class PodMachine:
                 if one.probes[kind].due(now_s):
                     yield RunProbe(one.spec.name, kind)
 
-    def _probed_kinds(self, machine: ContainerMachine) -> list[ProbeKind]:
-        """Startup alone until it has passed, then the others; a pod that ends is asked for its readiness only."""
+    def _probed_kinds(self, machine: ContainerStateMachine) -> list[ProbeKind]:
+        """Startup alone until it has passed, then the others; a terminating pod gets readiness probes only."""
         if machine.state != "running" or not machine.probes:
             return []
-        if not machine.started:
+        if not machine.is_started:
             return [] if self.is_deleted else ["startup"]
         kinds: tuple[ProbeKind, ...] = ("readiness",) if self.is_deleted else ("liveness", "readiness")
         return [kind for kind in kinds if kind in machine.probes]
 
-    def _restarts(self, machine: ContainerMachine) -> bool:
+    def _restarts(self, machine: ContainerStateMachine) -> bool:
         if self.is_deleted or self.reason or machine.ended is None:
             return False
         if machine.spec.stays:
@@ -372,24 +372,24 @@ class PodMachine:
         )
 
 
-def _is_done(machine: ContainerMachine) -> bool:
+def _is_done(machine: ContainerStateMachine) -> bool:
     """Whether the next init container may start."""
-    return machine.started if machine.spec.stays else machine.ready
+    return machine.is_started if machine.spec.stays else machine.is_ready
 
 
-def _failed(machine: ContainerMachine) -> bool:
+def _failed(machine: ContainerStateMachine) -> bool:
     return machine.state == "terminated" and machine.ended is not None and machine.ended.code != 0
 
 
 class StatusWriter:
-    """Builds one pod's status again and again; remembers since when each condition is as it is."""
+    """Builds one pod's status at each call; keeps the last transition time of each condition."""
 
     def __init__(self, *, host_ip: str, pod_ip: str) -> None:
         self._host_ip = host_ip
         self._pod_ip = pod_ip
         self._conditions: dict[str, tuple[str, str]] = {}
 
-    def status(self, pod: Mapping[str, Any], machine: PodMachine, now_s: float) -> dict[str, Any]:
+    def status(self, pod: Mapping[str, Any], machine: PodStateMachine, now_s: float) -> dict[str, Any]:
         """The status now. ``pod``: the object, whose readiness gates and generation count."""
         over = machine.is_over
         ip = {} if over else {"podIP": self._pod_ip, "podIPs": [{"ip": self._pod_ip}]}
@@ -408,19 +408,19 @@ class StatusWriter:
             status.update(reason=machine.reason, message=machine.message)
         return status
 
-    def _all_conditions(self, pod: Mapping[str, Any], machine: PodMachine, now_s: float) -> list[dict[str, Any]]:
+    def _all_conditions(self, pod: Mapping[str, Any], machine: PodStateMachine, now_s: float) -> list[dict[str, Any]]:
         unready = [
             one.spec.name
             for one in (*machine.main, *machine.init)
-            if not one.ready and (one.spec.stays or not one.spec.is_init)
+            if not one.is_ready and (one.spec.stays or not one.spec.is_init)
         ]
-        said = "" if not unready else f"containers with unready status: [{' '.join(unready)}]"
+        message = "" if not unready else f"containers with unready status: [{' '.join(unready)}]"
         completed = "PodCompleted" if machine.phase == "Succeeded" else "ContainersNotReady"
         gates = _missing_gates(pod, machine.spec.readiness_gates)
         ready = (
             not unready and not gates,
             "ReadinessGatesNotReady" if not unready else completed,
-            said or ", ".join(gates),
+            message or ", ".join(gates),
         )
         begun = any(one.started_at_s for one in machine.containers.values())
         initialized = machine.is_initialized or machine.phase in ("Running", "Succeeded")
@@ -428,7 +428,7 @@ class StatusWriter:
             "PodReadyToStartContainers": (begun and not machine.is_over, "", ""),
             "Initialized": (initialized, "ContainersNotInitialized", "containers with incomplete status"),
             "Ready": ready,
-            "ContainersReady": (not unready, completed, said),
+            "ContainersReady": (not unready, completed, message),
             "PodScheduled": (True, "", ""),
         }
         return [self._condition(kind, *value, now_s) for kind, value in values.items()]
@@ -451,14 +451,14 @@ def _missing_gates(pod: Mapping[str, Any], gates: Sequence[str]) -> list[str]:
     ]
 
 
-def _container(machine: ContainerMachine) -> dict[str, Any]:
+def _container(machine: ContainerStateMachine) -> dict[str, Any]:
     image = machine.spec.image
     status: dict[str, Any] = {
         "name": machine.spec.name,
         "image": image,
         "imageID": f"process://{image}" if machine.started_at_s else "",
-        "ready": machine.ready,
-        "started": machine.started,
+        "ready": machine.is_ready,
+        "started": machine.is_started,
         "restartCount": machine.restarts,
         "state": _state(machine),
         "lastState": {} if machine.last is None else {"terminated": _ended(machine.last)},
@@ -468,7 +468,7 @@ def _container(machine: ContainerMachine) -> dict[str, Any]:
     return status
 
 
-def _state(machine: ContainerMachine) -> dict[str, Any]:
+def _state(machine: ContainerStateMachine) -> dict[str, Any]:
     if machine.state in ("running", "stopping"):
         return {"running": {"startedAt": _time(machine.started_at_s)}}
     if machine.state == "terminated" and machine.ended is not None:
@@ -478,7 +478,7 @@ def _state(machine: ContainerMachine) -> dict[str, Any]:
     return {"waiting": {**waiting, "message": machine.message} if machine.message else waiting}
 
 
-def _ended(run: Ended) -> dict[str, Any]:
+def _ended(run: ContainerExit) -> dict[str, Any]:
     ended: dict[str, Any] = {
         "exitCode": run.code,
         "reason": run.reason,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _NETWORKS: Final = range(1, 255)
 _PER_NETWORK: Final = 254 * 255
-# who has this port of a network's last address has the network
+# the process that binds this port of a network's last address owns the network
 _CLAIM_PORT: Final = 61_127
 
 
@@ -43,7 +43,7 @@ class Addresses:
     def take(self) -> str:
         """A free address; raises NoAddressLeft."""
         for _ in range(_PER_NETWORK):
-            # addresses that end in 0 or 255 look like mistakes in logs
+            # addresses that end in 0 or 255 could be taken for mistakes in logs
             third, fourth = divmod(self._next, 254)
             self._next = (self._next + 1) % _PER_NETWORK
             address = f"127.{self._network}.{third}.{fourth + 1}"
@@ -79,11 +79,11 @@ def _claimed(networks: Iterable[int]) -> tuple[socket.socket, int]:
     raise NoAddressLeft("other clusters use all networks of 127/8")
 
 
-# says when it is in its namespace, and stays until it is killed
+# reports when it is in its namespace, and runs until it is killed
 _HOLDER: Final = ("unshare", "--net", "sh", "-c", "ip link set lo up && echo ready && exec sleep infinity")
 
 
-class PodPlace(Protocol):
+class PodSandbox(Protocol):
     """One pod's place. ``shares_ports``: with other pods, so its servers must listen on ``address`` alone."""
 
     address: str
@@ -101,14 +101,14 @@ class PodNetwork(Protocol):
 
     host_ip: str
 
-    def place(self, *, host_network: bool) -> PodPlace:
+    def place(self, *, host_network: bool) -> PodSandbox:
         """A place for a new pod; raises NoAddressLeft."""
 
     def close(self) -> None:
         """The network may be another's."""
 
 
-class LoopbackPlace:
+class LoopbackSandbox:
     """An address of 127/8. Ports are free or taken for each address apart, if servers listen on one address only."""
 
     shares_ports = True
@@ -127,25 +127,23 @@ class LoopbackPlace:
 
 
 class LoopbackNetwork:
-    """Pods have addresses of 127/8, on any Linux without any right. A pod that asks for the host's network gets one
-    too.
-    """
+    """Pods have addresses of 127/8, on any Linux without any right. A pod with ``hostNetwork`` gets one too."""
 
     host_ip = "127.0.0.1"
 
     def __init__(self) -> None:
         self._addresses = Addresses()
 
-    def place(self, *, host_network: bool) -> PodPlace:  # noqa: ARG002 - see the class
+    def place(self, *, host_network: bool) -> PodSandbox:  # noqa: ARG002 - see the class
         """A new address."""
-        return LoopbackPlace(self._addresses)
+        return LoopbackSandbox(self._addresses)
 
     def close(self) -> None:
         """Give the network back."""
         self._addresses.close()
 
 
-class HostPlace:
+class HostNetworkSandbox:
     """The network of the nodes themselves (``hostNetwork: true``)."""
 
     shares_ports = False
@@ -161,7 +159,7 @@ class HostPlace:
         """Nothing was taken."""
 
 
-class BridgedPlace:
+class BridgedNetworkNamespace:
     """A network namespace of the pod's own, which a process holds open (as Kubernetes' pause container does)."""
 
     shares_ports = False
@@ -213,9 +211,9 @@ class BridgedNetwork:
         self._next = 2
         self._taken: set[str] = set()
 
-    def place(self, *, host_network: bool) -> PodPlace:
+    def place(self, *, host_network: bool) -> PodSandbox:
         """A new namespace, or the nodes' own."""
-        return HostPlace(self.host_ip) if host_network else BridgedPlace(self, self._guard)
+        return HostNetworkSandbox(self.host_ip) if host_network else BridgedNetworkNamespace(self, self._guard)
 
     def take(self) -> str:
         """A free address, each once before any a second time; raises NoAddressLeft."""
@@ -258,7 +256,7 @@ def _inside(pid: int) -> tuple[str, ...]:
 
 
 async def _ip(enter: Sequence[str], commands: Sequence[str]) -> None:
-    """Run commands of ``ip``; raises OSError with what it says."""
+    """Run commands of ``ip``; raises OSError with its output."""
     process = await asyncio.create_subprocess_exec(
         *enter, "ip", "-batch", "-", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

@@ -11,30 +11,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
+from controller.api.pod_shapes import quantity
 from controller.kube.resources import key_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-_FORM: Final = re.compile(r"^([+-]?[0-9.]+)([eE][+-]?[0-9]+|[numkKMGTPE]i?)?$")
-_UNITS: Final = {
-    "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18,
-    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60,
-}  # fmt: skip
-
-
-def quantity(text: str | float) -> float:
-    """The number; raises ValueError."""
-    found = _FORM.match(str(text))
-    if found is None:
-        raise ValueError(f"{text!r} is no quantity")
-    number, unit = found.groups()
-    if not unit:
-        return float(number)
-    if unit in _UNITS:
-        return float(number) * _UNITS[unit]
-    return float(number + unit)
-
 
 _PYTHON: Final = (sys.executable, "-m")
 IMAGES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -210,7 +191,7 @@ _VARIABLE: Final = re.compile(r"\$(\$|\(([^)]*)\))")
 _FIELD_KEY: Final = re.compile(r"^metadata\.(labels|annotations)\['(.+)'\]$")
 
 
-class Missing(Exception):
+class ReferenceMissing(Exception):
     """Something that the pod refers to is not there: the container cannot be made, and is tried again."""
 
 
@@ -261,11 +242,11 @@ def environment(pod: Mapping[str, Any], container: Mapping[str, Any], sources: S
             if value is not None:
                 result[one["name"]] = value
         else:
-            result[one["name"]] = expanded(str(one.get("value") or ""), result)
+            result[one["name"]] = expand_variables(str(one.get("value") or ""), result)
     return result
 
 
-def expanded(text: str, variables: Mapping[str, str]) -> str:
+def expand_variables(text: str, variables: Mapping[str, str]) -> str:
     """``$(NAME)`` replaced; ``$$`` is a dollar sign, and what is unknown stays."""
     return _VARIABLE.sub(lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]), text)
 
@@ -298,7 +279,7 @@ def field(path: str, pod: Mapping[str, Any], sources: Sources) -> str:
         return str(known[path])
     if path in ("metadata.labels", "metadata.annotations"):
         return "\n".join(f'{name}="{value}"' for name, value in (metadata.get(path[9:]) or {}).items())
-    raise Missing(f"fieldRef {path} is not supported")
+    raise ReferenceMissing(f"fieldRef {path} is not supported")
 
 
 def _name(reference: Mapping[str, Any] | None) -> Iterable[str]:
@@ -310,7 +291,7 @@ def _data(reference: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]], 
     if thing is None:
         if reference.get("optional"):
             return {}
-        raise Missing(f'{"configmap" if "onfig" in what else "secret"} "{reference["name"]}" not found')
+        raise ReferenceMissing(f'{"configmap" if "onfig" in what else "secret"} "{reference["name"]}" not found')
     return {name: value.decode(errors="replace") for name, value in plain_data(thing).items()}
 
 
@@ -326,9 +307,9 @@ def _value(
             one = given[reference]
             data = _data(one, known, reference)
             if one["key"] not in data and not one.get("optional"):
-                raise Missing(f"couldn't find key {one['key']} in {one['name']}")
+                raise ReferenceMissing(f"couldn't find key {one['key']} in {one['name']}")
             return data.get(one["key"])
-    raise Missing(f"valueFrom {', '.join(given)} is not supported")
+    raise ReferenceMissing(f"valueFrom {', '.join(given)} is not supported")
 
 
 def _resource(reference: Mapping[str, Any], container: Mapping[str, Any]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one pod: does what its machine decides, tells it what happened, and writes its status."""
+"""Runs one pod: carries out the actions of its state machine, reports events to it, and writes its status."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ import aiohttp
 import msgspec
 
 from bench.cluster.node.containers import ContainerProcess, run_handler
-from bench.cluster.node.pod_machine import NodeTiming, PodMachine, Remove, RunProbe, Start, StatusWriter, Stop
-from bench.cluster.node.pod_spec import ImageMissing, Missing
+from bench.cluster.node.pod_machine import (
+    NodeTiming,
+    PodStateMachine,
+    Remove,
+    RunProbe,
+    StartProcess,
+    StatusWriter,
+    Stop,
+)
+from bench.cluster.node.pod_spec import ImageMissing, ReferenceMissing
 from bench.stack.guard import Guard
 from controller.kube.client import Client
 from controller.kube.errors import ClusterError, Conflict, NotFound
@@ -43,16 +51,17 @@ class Tools(msgspec.Struct, frozen=True):
     guard: Guard
     wall: Callable[[], float]
     timing: NodeTiming
-    start_delay_s: Callable[[str], float]
 
 
 class PodWorker:
-    """One pod, from its arrival on the node to its removal. ``run`` does it all; the other methods tell it things."""
+    """One pod, from its arrival on the node to its removal. ``run`` does the work; the other methods report events to
+    it.
+    """
 
     def __init__(self, pod: Object, spec: PodSpec, files: PodFiles, tools: Tools, *, host_ip: str) -> None:
         self.pod = pod
         self.pod_ip = files.pod_ip
-        self.machine = PodMachine(spec, tools.timing, tools.wall())
+        self.machine = PodStateMachine(spec, tools.timing, tools.wall())
         self._files = files
         self._tools = tools
         self._writer = StatusWriter(host_ip=host_ip, pod_ip=files.pod_ip)
@@ -88,7 +97,7 @@ class PodWorker:
             self.machine.delete(float(metadata.get("deletionGracePeriodSeconds") or 0))
         self._wake.set()
 
-    def gone(self) -> None:
+    def on_deleted(self) -> None:
         """The object is no more: end at once and write nothing."""
         self._lost = True
         self.machine.delete(0.0)
@@ -111,7 +120,7 @@ class PodWorker:
         return self._processes[container].pid
 
     def log_of(self, container: str) -> Path:
-        """The file with what a container says."""
+        """The log file of a container."""
         return self._files.log_of(container)
 
     async def refresh(self) -> None:
@@ -136,7 +145,7 @@ class PodWorker:
                 await self._wake.wait()
 
     async def _perform(self, action: Action) -> None:
-        if isinstance(action, Start):
+        if isinstance(action, StartProcess):
             await self._start(action.container)
         elif isinstance(action, Stop):
             await self._stop(action.container, action.grace_s)
@@ -151,18 +160,17 @@ class PodWorker:
         try:
             # the object may refer to what has come since the last attempt
             launch = await self._files.launch(self.pod, spec)
-            await asyncio.sleep(self._tools.start_delay_s(spec.image))
             process = await ContainerProcess.start(launch, self._tools.guard)
         except ImageMissing as missing:
             reason = "ErrImageNeverPull" if spec.pull_policy == "Never" else "ErrImagePull"
             return machine.cannot_start(container, reason, str(missing), wall())
-        except (Missing, ClusterError) as missing:
+        except (ReferenceMissing, ClusterError) as missing:
             return machine.cannot_start(container, "CreateContainerConfigError", str(missing), wall())
         except OSError as error:
-            machine.started(container, wall())
-            return machine.exited(container, 128, 0, f"failed to start: {error}", wall())
+            machine.on_started(container, wall())
+            return machine.on_exit(container, 128, 0, f"failed to start: {error}", wall())
         self._processes[container] = process
-        machine.started(container, wall())
+        machine.on_started(container, wall())
         self._wake.set()
         try:
             code, number = await process.wait()
@@ -172,7 +180,7 @@ class PodWorker:
             raise
         message = process.tail() if code and spec.raw.get("terminationMessagePolicy") == "FallbackToLogsOnError" else ""
         del self._processes[container]
-        return machine.exited(container, code, number, message, wall())
+        return machine.on_exit(container, code, number, message, wall())
 
     async def _stop(self, container: str, grace_s: float) -> None:
         """preStop, SIGTERM, SIGKILL. The end itself is noticed by ``_start``. A shorter grace that comes later
@@ -207,14 +215,14 @@ class PodWorker:
         spec = self.machine.containers[container].spec
         where = self._files.surroundings(container)
         ok, why = await run_handler(state.spec.handler, spec, where, self._tools.http, state.spec.timeout_s)
-        self.machine.probed(container, kind, ok=ok, message=why)
+        self.machine.on_probe_result(container, kind, ok=ok, message=why)
 
     async def _keep_written(self) -> None:
         """Write the status after steps. Apart from them: an API server that does not answer holds no process up."""
         while True:
             await self._stepped.wait()
             self._stepped.clear()
-            while not await self._write():  # noqa: ASYNC110  the API server says by an answer alone that it is back
+            while not await self._write():  # noqa: ASYNC110  only an answer shows that the API server is back
                 await asyncio.sleep(1.0)
 
     async def _write(self) -> bool:
@@ -229,7 +237,7 @@ class PodWorker:
             try:
                 await self._tools.client.apply(PODS, thing, subresource="status", manager=MANAGER, force=True)
             except (NotFound, Conflict):
-                return True  # it is gone, or another of its name is there: the informer will say so
+                return True  # it was deleted, or replaced by another of its name: an informer event follows
             except ClusterError as error:
                 log.warning("cannot write the status of %s: %s", self.machine.spec.key, error)
                 return False

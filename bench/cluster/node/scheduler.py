@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from bench.cluster.node.pod_spec import quantity
+from controller.api import pod_shapes
 from controller.kube.errors import ClusterError, Conflict, NotFound
 from controller.kube.informer import Informer
 from controller.kube.resources import NODES, PODS
@@ -28,7 +28,7 @@ class NowhereToGo(Exception):
     """No node takes the pod; the message is kube-scheduler's: how many nodes, and why not."""
 
 
-class Room(msgspec.Struct, frozen=True):
+class NodeCapacity(msgspec.Struct, frozen=True):
     """A node and what its pods leave of it."""
 
     name: str
@@ -39,19 +39,11 @@ class Room(msgspec.Struct, frozen=True):
 
 
 def requests_of(pod: Mapping[str, Any]) -> dict[str, float]:
-    """What a pod asks for: the sum of its containers, or its largest init container if that is more."""
-    spec = pod["spec"]
-    total: dict[str, float] = {}
-    for container in spec["containers"]:
-        for name, amount in _requests(container).items():
-            total[name] = total.get(name, 0.0) + amount
-    for container in spec.get("initContainers") or ():
-        for name, amount in _requests(container).items():
-            total[name] = max(total.get(name, 0.0), amount)
-    return {**total, "pods": 1.0}
+    """What a pod takes of a node, itself included."""
+    return {**pod_shapes.requests_of(pod["spec"]), "pods": 1.0}
 
 
-def rooms(nodes: Iterable[Object], pods: Iterable[Object]) -> list[Room]:
+def node_capacities(nodes: Iterable[Object], pods: Iterable[Object]) -> list[NodeCapacity]:
     """The ready nodes that may be scheduled to."""
     used: dict[str, dict[str, float]] = {}
     counts: Counter[str] = Counter()
@@ -63,7 +55,7 @@ def rooms(nodes: Iterable[Object], pods: Iterable[Object]) -> list[Room]:
         total = used.setdefault(node, {})
         for name, amount in requests_of(pod).items():
             total[name] = total.get(name, 0.0) + amount
-    found: list[Room] = []
+    found: list[NodeCapacity] = []
     for node in nodes:
         name, status = node["metadata"]["name"], node.get("status") or {}
         ready = any(one["type"] == "Ready" and one["status"] == "True" for one in status.get("conditions") or ())
@@ -71,40 +63,42 @@ def rooms(nodes: Iterable[Object], pods: Iterable[Object]) -> list[Room]:
             continue
         taken = used.get(name, {})
         capacity = status.get("allocatable") or status.get("capacity") or {}
-        free = {resource: quantity(amount) - taken.get(resource, 0.0) for resource, amount in capacity.items()}
+        free = {
+            resource: pod_shapes.quantity(amount) - taken.get(resource, 0.0) for resource, amount in capacity.items()
+        }
         labels = node["metadata"].get("labels") or {}
-        found.append(Room(name, labels, node["spec"].get("taints") or (), free, counts[name]))
+        found.append(NodeCapacity(name, labels, node["spec"].get("taints") or (), free, counts[name]))
     return found
 
 
-def choose(pod: Mapping[str, Any], among: Sequence[Room], total: int) -> str:
+def choose(pod: Mapping[str, Any], among: Sequence[NodeCapacity], total: int) -> str:
     """The node with the fewest pods of those that take it; raises NowhereToGo. ``total``: how many nodes there are."""
     reasons: Counter[str] = Counter()
-    fit: list[Room] = []
-    for room in among:
-        why = _why_not(pod, room)
+    fit: list[NodeCapacity] = []
+    for node in among:
+        why = _why_not(pod, node)
         if why:
             reasons[why] += 1
         else:
-            fit.append(room)
+            fit.append(node)
     if total > len(among):
         reasons["node(s) were not ready"] = total - len(among)
     if not fit:
-        said = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
-        raise NowhereToGo(f"0/{total} nodes are available: {said or 'no nodes'}.")
-    return min(fit, key=lambda room: (room.pods, room.name)).name
+        message = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+        raise NowhereToGo(f"0/{total} nodes are available: {message or 'no nodes'}.")
+    return min(fit, key=lambda node: (node.pods, node.name)).name
 
 
-def _why_not(pod: Mapping[str, Any], room: Room) -> str:
+def _why_not(pod: Mapping[str, Any], node: NodeCapacity) -> str:
     wanted = pod["spec"].get("nodeSelector") or {}
-    if any(room.labels.get(name) != value for name, value in wanted.items()):
+    if any(node.labels.get(name) != value for name, value in wanted.items()):
         return "node(s) didn't match Pod's node affinity/selector"
     tolerations = pod["spec"].get("tolerations") or ()
-    for taint in room.taints:
+    for taint in node.taints:
         if taint.get("effect") != "PreferNoSchedule" and not any(_tolerates(one, taint) for one in tolerations):
             return "node(s) had untolerated taint(s)"
     for name, amount in requests_of(pod).items():
-        if amount > room.free.get(name, 0.0):
+        if amount > node.free.get(name, 0.0):
             return "Too many pods" if name == "pods" else f"Insufficient {name}"
     return ""
 
@@ -117,19 +111,12 @@ def _tolerates(toleration: Mapping[str, str], taint: Mapping[str, str]) -> bool:
     return toleration.get("key") == taint["key"] and toleration.get("value", "") == taint.get("value", "")
 
 
-def _requests(container: Mapping[str, Any]) -> dict[str, float]:
-    """Limits count as requests where only they are given, as the API server has it."""
-    given = container.get("resources") or {}
-    both = {**(given.get("limits") or {}), **(given.get("requests") or {})}
-    return {name: quantity(amount) for name, amount in both.items()}
-
-
 log = logging.getLogger(__name__)
 _NAMES: Final = ("default-scheduler", None)
 _RETRY_S: Final = 0.5
 
 
-class Scheduler:
+class PodScheduler:
     """``run`` schedules until cancelled."""
 
     def __init__(self, client: Client) -> None:
@@ -142,7 +129,7 @@ class Scheduler:
         self._said: dict[str, str] = {}
 
     async def run(self) -> None:
-        """Look at all pending pods whenever a pod or a node changes."""
+        """Schedule all pending pods whenever a pod or a node changes."""
         for informer in (self._pods, self._nodes):
             informer.subscribe(lambda _: self._changed.set())
         async with asyncio.TaskGroup() as tasks:
@@ -180,9 +167,9 @@ class Scheduler:
         """The node that the pod was bound to."""
         metadata = pod["metadata"]
         try:
-            node = choose(pod, rooms(nodes, pods.values()), len(nodes))
+            node = choose(pod, node_capacities(nodes, pods.values()), len(nodes))
         except NowhereToGo as error:
-            await self._say(pod, str(error))
+            await self._report_unschedulable(pod, str(error))
             return None
         target = {"apiVersion": "v1", "kind": "Node", "name": node}
         binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": metadata["name"]}, "target": target}
@@ -193,7 +180,7 @@ class Scheduler:
         self._bound[key] = node
         return node
 
-    async def _say(self, pod: Object, why: str) -> None:
+    async def _report_unschedulable(self, pod: Object, why: str) -> None:
         metadata = pod["metadata"]
         if self._said.get(metadata["uid"]) == why:
             return

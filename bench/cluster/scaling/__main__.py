@@ -16,8 +16,8 @@ from rich.console import Console
 
 from bench.cluster.assets import AssetsMissing, find_assets
 from bench.cluster.control_plane import ControlPlaneOptions, running_control_plane
-from bench.cluster.scaling.site import running_site
-from bench.cluster.scaling.trials import cycled, overloads, scaled_in, survived, wakings
+from bench.cluster.scaling.testbed import running_testbed
+from bench.cluster.scaling.trials import overloads, run_cycles, run_faults, scaled_in, wakings
 from bench.reporting.results import distribution
 from bench.stack.processes import StartFailed
 from bench.stack.stack import EnvoyMissing
@@ -26,55 +26,55 @@ from controller.kube.errors import ClusterError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from bench.cluster.scaling.site import Site
+    from bench.cluster.scaling.testbed import Testbed
     from bench.cluster.scaling.trials import Reaction
 
 
-async def _overload(site: Site, options: argparse.Namespace, console: Console) -> None:
-    found = await overloads(site, options.trials, tell=console.print)
+async def _overload(testbed: Testbed, options: argparse.Namespace, console: Console) -> None:
+    found = await overloads(testbed, options.trials, tell=console.print)
     console.print(_times("overload to write", found))
 
 
-async def _overload_without_queue(site: Site, options: argparse.Namespace, console: Console) -> None:
-    found = await overloads(site, options.trials, has_queue=False, tell=console.print)
+async def _overload_without_queue(testbed: Testbed, options: argparse.Namespace, console: Console) -> None:
+    found = await overloads(testbed, options.trials, has_queue=False, tell=console.print)
     console.print(_times("overload to write, without flowControl", found))
 
 
-async def _waking(site: Site, options: argparse.Namespace, console: Console) -> None:
-    found = await wakings(site, options.trials, tell=console.print)
+async def _waking(testbed: Testbed, options: argparse.Namespace, console: Console) -> None:
+    found = await wakings(testbed, options.trials, tell=console.print)
     console.print(_times("request at zero to write", found))
 
 
-async def _cycles(site: Site, options: argparse.Namespace, console: Console) -> None:
+async def _cycles(testbed: Testbed, options: argparse.Namespace, console: Console) -> None:
     kinds = ("Deployment", "ModelInfer") * options.side_by_side
     each = math.ceil(options.cycles / len(kinds))
     cycling = (
-        cycled(site, kind, each, longest_s=options.longest, number=number, tell=console.print)
+        run_cycles(testbed, kind, each, longest_s=options.longest, number=number, tell=console.print)
         for number, kind in enumerate(kinds)
     )
     for kind, one in zip(kinds, await asyncio.gather(*cycling), strict=True):
         waits = distribution(one.waits_s)
-        said = f"0, 1, 0 of a {kind}: {one.cycles} cycles, {one.asked} requests, {len(one.lost)} lost"
-        console.print(f"{said}; first byte after p50 {waits.p50:.1f} s, p99 {waits.p99:.1f} s")
+        message = f"0, 1, 0 of a {kind}: {one.cycles} cycles, {one.asked} requests, {len(one.lost)} lost"
+        console.print(f"{message}; first byte after p50 {waits.p50:.1f} s, p99 {waits.p99:.1f} s")
         for lost in one.lost:
             console.print(f"  {lost}", markup=False)
 
 
-async def _leaving(site: Site, _: argparse.Namespace, console: Console) -> None:
+async def _leaving(testbed: Testbed, _: argparse.Namespace, console: Console) -> None:
     for kind in ("Deployment", "ModelInfer"):
-        one = await scaled_in(site, kind)
-        said = f"scale-in of a {kind}: replicas {one.replicas} in {one.took_s:.0f} s, {one.whole} whole streams"
-        console.print(f"{said}, {len(one.cut)} cut; under way at each write: {one.open}")
+        one = await scaled_in(testbed, kind)
+        message = f"scale-in of a {kind}: replicas {one.replicas} in {one.took_s:.0f} s, {one.whole} whole streams"
+        console.print(f"{message}, {len(one.cut)} cut; under way at each write: {one.open}")
         for cut in one.cut:
             console.print(f"  {cut}", markup=False)
 
 
-async def _faults(site: Site, _: argparse.Namespace, console: Console) -> None:
-    found = await survived(site, tell=console.print)
+async def _faults(testbed: Testbed, _: argparse.Namespace, console: Console) -> None:
+    found = await run_faults(testbed, tell=console.print)
     console.print(f"replicas fell in {sum(one.falls > 0 for one in found)} of {len(found)} faults")
 
 
-_PARTS: Final[Mapping[str, Callable[[Site, argparse.Namespace, Console], Awaitable[None]]]] = {
+_PARTS: Final[Mapping[str, Callable[[Testbed, argparse.Namespace, Console], Awaitable[None]]]] = {
     "overload": _overload,
     "overload-plain": _overload_without_queue,
     "waking": _waking,
@@ -98,10 +98,10 @@ async def _run(options: argparse.Namespace, console: Console) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         async with (
             running_control_plane(folder, find_assets(), ControlPlaneOptions()) as plane,
-            running_site(plane, folder, namespace="scaling", gateways=2) as site,
+            running_testbed(plane, folder, namespace="scaling", gateways=2) as testbed,
         ):
             for part in options.parts or _PARTS:
-                await _PARTS[part](site, options, console)
+                await _PARTS[part](testbed, options, console)
 
 
 def main() -> int:

@@ -16,16 +16,16 @@ import aiohttp
 import msgspec
 import yaml
 
-from bench.cluster.scaling.site import PATIENCE_S, Asking, Model, now_s, until
+from bench.cluster.scaling.testbed import PATIENCE_S, LoadClient, ScaledModel, now_s, until
 from bench.stack.processes import StartFailed
-from controller.autoscaler.reconciler.scaling import wall_s
+from controller.autoscaler.reconciler.controller import wall_s
 from controller.kube.gateway_reports import messages
 from extproc.api.status_pages import ServerDemand
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
-    from bench.cluster.scaling.site import Replicas, Site
+    from bench.cluster.scaling.testbed import Replicas, Testbed
 
 # An engine that computes some 2,000 tokens of prompts a second; a burst is minutes of work for it.
 _ENGINE: Final = ("--speed", "0.05")
@@ -34,7 +34,7 @@ _WORDS: Final = 2000
 _CALM_PER_S: Final = 0.5
 _OBJECTIVE: Final = {"ttft": "4s", "tpot": "500ms"}
 _LATEST_S: Final = 40.0
-# Replicas that somebody else has set are honoured for so long, and the load forgotten.
+# A short manual hold and a short stabilisation window, so that trials follow each other quickly.
 _POLICY: Final = {
     "manualHold": "1s",
     "drain": "0s",
@@ -52,8 +52,8 @@ _TURNS: Final = 6
 
 class Reaction(msgspec.Struct, frozen=True):
     """Seconds from the first request. ``write_s``: to the event of the written replicas. ``replicas``: written.
-    ``told_s``: until the gateway told of many more requests; ``decided_s``: until the decision that asked for more
-    replicas began.
+    ``told_s``: until the gateway reported many more requests; ``decided_s``: until the start of the decision with more
+    replicas.
     """
 
     write_s: float
@@ -68,64 +68,66 @@ class Reaction(msgspec.Struct, frozen=True):
 
 
 async def overloads(
-    site: Site, trials: int, *, has_queue: bool = True, tell: Callable[[str], None] = lambda _: None
+    testbed: Testbed, trials: int, *, has_queue: bool = True, tell: Callable[[str], None] = lambda _: None
 ) -> list[Reaction]:
-    """Calm, then a burst that is minutes of work for an engine, which leaves once replicas are written; then one
-    replica again. Several models take turns, so that each has time to calm down. ``has_queue``: whether extproc holds
-    what engines have no room for. Raises TimeoutError.
+    """Little load, then a burst that is minutes of work for an engine; its clients leave once replicas are written;
+    then one replica again. Several models take turns, so that each has time to return to one replica. ``has_queue``:
+    whether extproc queues requests beyond the engines' capacity. Raises TimeoutError.
     """
     server: Mapping[str, Any] = {"flowControl": {}} if has_queue else {}
     name = "overload" if has_queue else "overload-plain"
     models = [
-        Model(name=f"{name}-{number}", most=2, engine=_ENGINE, policy=_POLICY, server=server, target={"minReplicas": 1})
+        ScaledModel(
+            name=f"{name}-{number}", most=2, engine=_ENGINE, policy=_POLICY, server=server, target={"minReplicas": 1}
+        )
         for number in range(min(_TURNS, trials))
     ]
     rng, found = random.Random(1), list[Reaction]()
     async with contextlib.AsyncExitStack() as stack:
-        followed = await asyncio.gather(*(_calm(site, one, stack) for one in models))
+        followed = await asyncio.gather(*(_serve_lightly(testbed, one, stack) for one in models))
         for number, (model, replicas) in zip(range(trials), itertools.cycle(zip(models, followed, strict=True))):
             # at any moment of the manager's period, and nothing is written of its own accord meanwhile
             while True:
-                await _calmed(site, model, replicas)
+                await _calmed(testbed, model, replicas)
                 await asyncio.sleep(rng.uniform(0, 5))
                 if replicas.now == 1:
                     break
-            found.append(await _burst(site, model, replicas))
-            await site.set_replicas(model, 1)
+            found.append(await _burst(testbed, model, replicas))
+            await testbed.set_replicas(model, 1)
             tell(f"{name} {number}: {found[-1].write_s:.2f} s to {found[-1].replicas} replicas; {found[-1].split}")
     return found
 
 
-async def _calm(site: Site, model: Model, stack: contextlib.AsyncExitStack) -> Replicas:
+async def _serve_lightly(testbed: Testbed, model: ScaledModel, stack: contextlib.AsyncExitStack) -> Replicas:
     """A model with a little load."""
-    replicas = await stack.enter_async_context(site.serving(model))
-    calm = await stack.enter_async_context(Asking(site.gateways[0].url, model.name))
+    replicas = await stack.enter_async_context(testbed.serving(model))
+    calm = await stack.enter_async_context(LoadClient(testbed.gateways[0].url, model.name))
     steady = asyncio.create_task(calm.steadily(_CALM_PER_S, tokens=8, words=300))
     stack.callback(steady.cancel)
     return replicas
 
 
-async def _burst(site: Site, model: Model, replicas: Replicas) -> Reaction:
-    async with Asking(site.gateways[0].url, model.name) as asking, _told(site, model) as told:
+async def _burst(testbed: Testbed, model: ScaledModel, replicas: Replicas) -> Reaction:
+    async with LoadClient(testbed.gateways[0].url, model.name) as asking, _reported_jumps(testbed, model) as told:
         began_s, began_at_s = now_s(), wall_s()
         for _ in range(_BURST):
             _ = asking.ask(tokens=8, words=_WORDS)
         try:
             change = await replicas.until(lambda one: one > 1, timeout_s=_LATEST_S)
         except TimeoutError:
-            raise TimeoutError(f"nothing is written: {await site.decision(model.name)}") from None
-        decided_s = await _decided_s(site, model, began_at_s)
+            raise TimeoutError(f"nothing is written: {await testbed.decision(model.name)}") from None
+        decided_s = await _decided_s(testbed, model, began_at_s)
         told_s = min((at_s - began_s for at_s in told if at_s > began_s), default=math.nan)
         return Reaction(change.at_s - began_s, change.replicas, told_s, decided_s)
 
 
-async def _decided_s(site: Site, model: Model, began_at_s: float) -> float:
+async def _decided_s(testbed: Testbed, model: ScaledModel, began_at_s: float) -> float:
     """After how long the first decision for more replicas began. Its record is there some time after the write."""
     for _ in range(_RECORDED_TRIES):
         await asyncio.sleep(_RECORDED_S)
         asked = [
             one["at_s"] - began_at_s
-            for one in await site.decisions(model.name, _DECISIONS)
+            for one in await testbed.decisions(model.name, _DECISIONS)
             if one["at_s"] > began_at_s and any((each["desired"] or 0) > 1 for each in one["targets"])
         ]
         if asked:
@@ -134,17 +136,17 @@ async def _decided_s(site: Site, model: Model, began_at_s: float) -> float:
 
 
 @contextlib.asynccontextmanager
-async def _told(site: Site, model: Model) -> AsyncIterator[Sequence[float]]:
-    """When the gateway's lines told of many more requests than the first line did."""
+async def _reported_jumps(testbed: Testbed, model: ScaledModel) -> AsyncIterator[Sequence[float]]:
+    """The times at which the gateway's lines reported many more requests than the first line."""
     instants: list[float] = []
-    server = f"{site.namespace}/{model.name}"
+    server = f"{testbed.namespace}/{model.name}"
     is_heard = asyncio.Event()
 
     async def follow() -> None:
         fewest: int | None = None
         async with (
             aiohttp.ClientSession() as http,
-            contextlib.aclosing(messages(http, site.gateways[0].pages)) as lines,
+            contextlib.aclosing(messages(http, testbed.gateways[0].pages)) as lines,
         ):
             async for message in lines:
                 one = message.servers.get(server, ServerDemand())
@@ -163,43 +165,43 @@ async def _told(site: Site, model: Model) -> AsyncIterator[Sequence[float]]:
         await asyncio.wait([task])
 
 
-async def _calmed(site: Site, model: Model, replicas: Replicas) -> None:
-    """Until one replica is asked for, is there, and is what decisions say several times."""
+async def _calmed(testbed: Testbed, model: ScaledModel, replicas: Replicas) -> None:
+    """Until one replica is in the spec and ready, and several decisions in a row have desired one."""
     if replicas.now > 1:
-        await site.set_replicas(model, 1)
+        await testbed.set_replicas(model, 1)
         await replicas.until(lambda one: one == 1, timeout_s=PATIENCE_S)
     alike, last = 0, 0.0
     began_s = now_s()
 
-    async def is_calm() -> bool:
+    async def is_steady() -> bool:
         nonlocal alike, last
         if replicas.now > 1:
             alike = 0
-            await site.set_replicas(model, 1)
-        decision = await site.decision(model.name)
+            await testbed.set_replicas(model, 1)
+        decision = await testbed.decision(model.name)
         if decision and decision["at_s"] != last:
             last = decision["at_s"]
             alike = alike + 1 if all(one["desired"] == 1 for one in decision["targets"]) else 0
         return alike >= _ALIKE
 
-    await until(is_calm, f"{model.name} does not calm down since {began_s:.0f}")
-    await site.until_ready(model, 1)
+    await until(is_steady, f"{model.name} does not calm down since {began_s:.0f}")
+    await testbed.until_ready(model, 1)
 
 
-async def wakings(site: Site, trials: int, *, tell: Callable[[str], None] = lambda _: None) -> list[Reaction]:
+async def wakings(testbed: Testbed, trials: int, *, tell: Callable[[str], None] = lambda _: None) -> list[Reaction]:
     """A request for a model without engines, whose client leaves once replicas are written; then none again. The engine
     never starts, so trials are short.
     """
     name = "waking"
     policy = {**_POLICY, "scaleToZero": {"idle": "1s"}}
     server: Mapping[str, Any] = {"activation": {}}
-    model = Model(name=name, replicas=0, start_s=3600, policy=policy, server=server)
+    model = ScaledModel(name=name, replicas=0, start_s=3600, policy=policy, server=server)
     rng, found = random.Random(2), list[Reaction]()
-    async with site.serving(model) as replicas:
+    async with testbed.serving(model) as replicas:
         for number in range(trials):
-            await _emptied(site, model, replicas)
+            await _emptied(testbed, model, replicas)
             await asyncio.sleep(rng.uniform(0, 6))
-            async with Asking(site.gateways[0].url, name) as asking:
+            async with LoadClient(testbed.gateways[0].url, name) as asking:
                 began_s = now_s()
                 _ = asking.ask()
                 change = await replicas.until(lambda one: one > 0, timeout_s=PATIENCE_S)
@@ -208,24 +210,24 @@ async def wakings(site: Site, trials: int, *, tell: Callable[[str], None] = lamb
     return found
 
 
-async def _emptied(site: Site, model: Model, replicas: Replicas) -> None:
+async def _emptied(testbed: Testbed, model: ScaledModel, replicas: Replicas) -> None:
     async def is_empty() -> bool:
         if replicas.now:
-            await site.set_replicas(model, 0)
+            await testbed.set_replicas(model, 0)
             await asyncio.sleep(0.5)
             return False
-        decision = await site.decision(model.name)
+        decision = await testbed.decision(model.name)
         return bool(decision) and all(one["desired"] == 0 for one in decision["targets"])
 
     await until(is_empty, f"{model.name} has replicas still")
-    await site.until_ready(model, 0)
+    await testbed.until_ready(model, 0)
 
 
 _IDLE_S: Final = 2.0
 
 
 class Cycles(msgspec.Struct, frozen=True, kw_only=True):
-    """``cycles``: writes of 0. ``asked``: requests. ``lost``: what became of those without a whole answer."""
+    """``cycles``: writes of 0. ``asked``: requests. ``lost``: outcomes of those without a whole answer."""
 
     cycles: int
     asked: int
@@ -233,8 +235,8 @@ class Cycles(msgspec.Struct, frozen=True, kw_only=True):
     waits_s: tuple[float, ...]
 
 
-async def cycled(
-    site: Site,
+async def run_cycles(
+    testbed: Testbed,
     kind: str,
     cycles: int,
     *,
@@ -253,9 +255,11 @@ async def cycled(
         "drain": "20s",
         "behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}},
     }
-    model = Model(name=name, kind=kind, replicas=0, most=1, policy=policy, server={"activation": {"holdTimeout": "4m"}})
+    model = ScaledModel(
+        name=name, kind=kind, replicas=0, most=1, policy=policy, server={"activation": {"holdTimeout": "4m"}}
+    )
     rng, until_s = random.Random(name), now_s() + longest_s
-    async with site.serving(model) as replicas, Asking(site.gateways[0].url, name) as asking:
+    async with testbed.serving(model) as replicas, LoadClient(testbed.gateways[0].url, name) as asking:
         while _zeros(replicas) < cycles and now_s() < until_s:
             before = _zeros(replicas)
             await asking.ask(tokens=rng.choice((1, 20)))
@@ -286,8 +290,8 @@ _TOKENS_PER_S: Final = 14
 _REPLICAS: Final = 3
 
 
-class Left(msgspec.Struct, frozen=True, kw_only=True):
-    """``replicas``: asked for, one after the other. ``whole``: streams; ``cut``: what became of the others. ``open``:
+class DrainOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """``replicas``: in the spec, one after the other. ``whole``: streams; ``cut``: what became of the others. ``open``:
     streams that were under way when each change was written. ``took_s``: from the first stream until one replica is
     left.
     """
@@ -299,18 +303,18 @@ class Left(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float
 
 
-async def scaled_in(site: Site, kind: str, *, streams: int = 18) -> Left:
+async def scaled_in(testbed: Testbed, kind: str, *, streams: int = 18) -> DrainOutcome:
     """Three replicas with streams of 10 to 30 s, and then only a little load until one replica is left."""
     name = f"leaves-{kind.lower()}"
     policy = {
-        # nobody is obeyed until all streams have begun
+        # no decision is applied until all streams have begun
         "mode": "Recommend",
         "period": "1s",
         "drain": "90s",
         "strategies": [{"name": "Concurrency", "concurrency": {"target": 8, "stableWindow": "6s"}}],
         "behavior": {"scaleDown": {"stabilizationWindowSeconds": 2}},
     }
-    model = Model(
+    model = ScaledModel(
         name=name,
         kind=kind,
         replicas=_REPLICAS,
@@ -321,12 +325,12 @@ async def scaled_in(site: Site, kind: str, *, streams: int = 18) -> Left:
         target={"minReplicas": 1},
     )
     rng, under_way = random.Random(4), list[int]()
-    async with site.serving(model) as replicas, Asking(site.gateways[0].url, name) as asking:
+    async with testbed.serving(model) as replicas, LoadClient(testbed.gateways[0].url, name) as asking:
         began_s = now_s()
         for _ in range(streams):
             _ = asking.ask(tokens=round(rng.uniform(10, 30) * _TOKENS_PER_S))
             await asyncio.sleep(0.05)
-        await site.obey(model)
+        await testbed.obey(model)
         little = asyncio.create_task(asking.steadily(1.0, tokens=_TOKENS_PER_S))
         last = replicas.now
         async with asyncio.timeout(PATIENCE_S):
@@ -337,8 +341,8 @@ async def scaled_in(site: Site, kind: str, *, streams: int = 18) -> Left:
         took_s = now_s() - began_s
         little.cancel()
         await asking.all_ended()
-        await site.until_ready(model, 1)
-        return Left(
+        await testbed.until_ready(model, 1)
+        return DrainOutcome(
             replicas=tuple(replicas.since(began_s)),
             whole=len(asking.asked) - len(asking.failures),
             cut=tuple(asking.failures),
@@ -356,37 +360,37 @@ def in_flight(namespace: str, server: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def running_prometheus(site: Site) -> AsyncIterator[None]:
-    """At ``site.prometheus``. Raises StartFailed where there is no such program."""
+async def running_prometheus(testbed: Testbed) -> AsyncIterator[None]:
+    """At ``testbed.prometheus``. Raises StartFailed where there is no such program."""
     binary = shutil.which(PROMETHEUS)
     if binary is None:
         raise StartFailed("there is no prometheus; apt-get install --no-install-recommends prometheus")
-    targets = [{"targets": [one.pages for one in site.gateways]}]
+    targets = [{"targets": [one.pages for one in testbed.gateways]}]
     scraped = {"job_name": "extproc", "static_configs": targets}
-    config = site.folder / "prometheus.yaml"
+    config = testbed.folder / "prometheus.yaml"
     config.write_text(
         yaml.safe_dump({"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": [scraped]})
     )
     command = [
         binary,
         f"--config.file={config}",
-        f"--web.listen-address={site.prometheus}",
-        f"--storage.tsdb.path={site.folder / 'prometheus'}",
+        f"--web.listen-address={testbed.prometheus}",
+        f"--storage.tsdb.path={testbed.folder / 'prometheus'}",
     ]
-    await site.processes.start(PROMETHEUS, command)
+    await testbed.processes.start(PROMETHEUS, command)
     try:
 
         async def answers() -> bool:
             with contextlib.suppress(aiohttp.ClientError):
-                async with aiohttp.ClientSession() as http, http.get(f"http://{site.prometheus}/-/ready") as answer:
+                async with aiohttp.ClientSession() as http, http.get(f"http://{testbed.prometheus}/-/ready") as answer:
                     return answer.status == 200
             return False
 
-        await site.processes.wait_ready(PROMETHEUS, answers)
+        await testbed.processes.wait_ready(PROMETHEUS, answers)
         yield
     finally:
-        if site.processes.is_running(PROMETHEUS):
-            await site.processes.end(PROMETHEUS)
+        if testbed.processes.is_running(PROMETHEUS):
+            await testbed.processes.end(PROMETHEUS)
 
 
 _MOST: Final = 6
@@ -403,17 +407,17 @@ _LAWS: Final = (
 )
 
 
-def _model(site: Site) -> Model:
+def _model(testbed: Testbed) -> ScaledModel:
     """Below its maximum and above its minimum: replicas could grow and fall."""
-    query = in_flight(site.namespace, _NAME)
-    source = {"address": f"http://{site.prometheus}", "query": query}
-    return Model(
+    query = in_flight(testbed.namespace, _NAME)
+    source = {"address": f"http://{testbed.prometheus}", "query": query}
+    return ScaledModel(
         name=_NAME,
         replicas=_REPLICAS,
         most=_MOST,
         engine=("--speed", f"{_SPEED:g}"),
         policy={
-            # nobody is obeyed until there is load
+            # no decision is applied until there is load
             "mode": "Recommend",
             "period": "1s",
             "drain": "0s",
@@ -426,9 +430,9 @@ def _model(site: Site) -> Model:
     )
 
 
-class Survived(msgspec.Struct, frozen=True, kw_only=True):
-    """``fault``: which. ``replicas``: asked for while it lasted, one after the other. ``falls``: how often there were
-    fewer than before. ``decision``: the last one, in words.
+class FaultOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """``fault``: its name. ``replicas``: in the spec while it lasted, one after the other. ``falls``: number of
+    scale-ins. ``decision``: the last one, in words.
     """
 
     fault: str
@@ -437,11 +441,13 @@ class Survived(msgspec.Struct, frozen=True, kw_only=True):
     decision: str
 
 
-async def survived(site: Site, *, for_s: float = 30.0, tell: Callable[[str], None] = lambda _: None) -> list[Survived]:
+async def run_faults(
+    testbed: Testbed, *, for_s: float = 30.0, tell: Callable[[str], None] = lambda _: None
+) -> list[FaultOutcome]:
     """Each fault lasts ``for_s``. When all are over and the load ends, replicas do go: the policy is one that scales
     in. Raises TimeoutError if they do not.
     """
-    faults: dict[str, Callable[[Site], contextlib.AbstractAsyncContextManager[None]]] = {
+    faults: dict[str, Callable[[Testbed], contextlib.AbstractAsyncContextManager[None]]] = {
         "half of the gateways silent": _silent_gateway,
         "Prometheus killed": _killed_prometheus,
         "the manager killed": _killed_manager,
@@ -449,23 +455,23 @@ async def survived(site: Site, *, for_s: float = 30.0, tell: Callable[[str], Non
         "engines' pages hang": _pages("silence"),
         "engines' pages empty": _pages("empty"),
     }
-    found = list[Survived]()
+    found = list[FaultOutcome]()
     async with contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(running_prometheus(site))
-        model = _model(site)
-        replicas = await stack.enter_async_context(site.serving(model))
-        clients = [await stack.enter_async_context(Asking(one.url, _NAME)) for one in site.gateways]
+        await stack.enter_async_context(running_prometheus(testbed))
+        model = _model(testbed)
+        replicas = await stack.enter_async_context(testbed.serving(model))
+        clients = [await stack.enter_async_context(LoadClient(one.url, _NAME)) for one in testbed.gateways]
         tasks = [asyncio.create_task(_again_and_again(one)) for one in clients for _ in range(_STREAMS)]
         await asyncio.sleep(15)
-        await site.obey(model)
+        await testbed.obey(model)
         for name, fault in faults.items():
             began_s = now_s()
-            async with fault(site):
+            async with fault(testbed):
                 await asyncio.sleep(for_s)
-                reasons = [one["reason"] for one in (await site.decision(_NAME)).get("targets", ())]
+                reasons = [one["reason"] for one in (await testbed.decision(_NAME)).get("targets", ())]
             # what was learned during the fault must not be acted upon afterwards either
             await asyncio.sleep(for_s / 3)
-            done = Survived(
+            done = FaultOutcome(
                 fault=name,
                 replicas=tuple(replicas.since(began_s)),
                 falls=replicas.falls(began_s),
@@ -481,53 +487,53 @@ async def survived(site: Site, *, for_s: float = 30.0, tell: Callable[[str], Non
     return found
 
 
-async def _again_and_again(asking: Asking) -> None:
+async def _again_and_again(asking: LoadClient) -> None:
     while True:
         await asking.ask(tokens=_TOKENS, words=200)
         await asyncio.sleep(0.05)
 
 
 @contextlib.asynccontextmanager
-async def _silent_gateway(site: Site) -> AsyncIterator[None]:
-    name = site.gateways[-1].extproc
-    site.freeze(name)
+async def _silent_gateway(testbed: Testbed) -> AsyncIterator[None]:
+    name = testbed.gateways[-1].extproc
+    testbed.freeze(name)
     try:
         yield
     finally:
-        site.thaw(name)
+        testbed.thaw(name)
 
 
 @contextlib.asynccontextmanager
-async def _killed_prometheus(site: Site) -> AsyncIterator[None]:
-    await site.processes.end(PROMETHEUS, signal.SIGKILL)
+async def _killed_prometheus(testbed: Testbed) -> AsyncIterator[None]:
+    await testbed.processes.end(PROMETHEUS, signal.SIGKILL)
     try:
         yield
     finally:
-        await site.processes.start_again(PROMETHEUS)
+        await testbed.processes.start_again(PROMETHEUS)
 
 
 @contextlib.asynccontextmanager
-async def _killed_manager(site: Site) -> AsyncIterator[None]:
-    await site.kill_manager()
+async def _killed_manager(testbed: Testbed) -> AsyncIterator[None]:
+    await testbed.kill_manager()
     yield
 
 
-def _pages(kind: str) -> Callable[[Site], contextlib.AbstractAsyncContextManager[None]]:
+def _pages(kind: str) -> Callable[[Testbed], contextlib.AbstractAsyncContextManager[None]]:
     @contextlib.asynccontextmanager
-    async def broken(site: Site) -> AsyncIterator[None]:
-        await _set(site, kind, _FOREVER)
+    async def broken(testbed: Testbed) -> AsyncIterator[None]:
+        await _set(testbed, kind, _FOREVER)
         try:
             yield
         finally:
-            await _set(site, kind, 0)
+            await _set(testbed, kind, 0)
 
     return broken
 
 
-async def _set(site: Site, kind: str, times: int) -> None:
+async def _set(testbed: Testbed, kind: str, times: int) -> None:
     fault = {"fault": "ill-page", "kind": kind, "times": times}
     async with aiohttp.ClientSession() as http:
-        pods = [one for one in await site.pods(_model(site)) if "deletionTimestamp" not in one["metadata"]]
+        pods = [one for one in await testbed.pods(_model(testbed)) if "deletionTimestamp" not in one["metadata"]]
         await asyncio.gather(*(_post(http, f"http://{one['status']['podIP']}:8000/faults", fault) for one in pods))
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from bench.cluster.fake.answers import Refused
-from bench.cluster.node.pod_machine import NodeTiming, PodMachine, Remove, Start, StatusWriter, Stop
+from bench.cluster.fake.answers import ApiError
+from bench.cluster.node.pod_machine import NodeTiming, PodStateMachine, Remove, StartProcess, StatusWriter, Stop
 from bench.cluster.node.pod_spec import pod_spec
 from controller.kube.resources import PODS, Object, key_of
 
 if TYPE_CHECKING:
-    from bench.cluster.node.pod_machine import ContainerMachine
+    from bench.cluster.node.pod_machine import ContainerStateMachine
     from bench.cluster.virtual.clock import Clock
-    from bench.cluster.virtual.server import Server
+    from bench.cluster.virtual.server import VirtualApiServer
 
 GOOD: Final = "engine:good"
 CRASHES: Final = "engine:crashes"
@@ -27,8 +27,8 @@ _POLL_S: Final = 1.0
 Why = Literal["crashed", "stopped", "killed", "node lost"]
 
 
-class Surroundings(Protocol):
-    """What a pod asks of its node and of the engines beside it."""
+class PodEnvironment(Protocol):
+    """The interface of a pod to its node and to other engines."""
 
     def is_up(self, node: str) -> bool:
         """Whether the node runs and reaches the API server."""
@@ -62,7 +62,7 @@ class Surroundings(Protocol):
 class EnginePod:
     """``pod``: the object as it was bound. ``hangs``: it runs and does not answer."""
 
-    def __init__(self, pod: Object, server: Server, clock: Clock, around: Surroundings) -> None:
+    def __init__(self, pod: Object, server: VirtualApiServer, clock: Clock, around: PodEnvironment) -> None:
         self.pod = pod
         self.key = key_of(pod)
         self.uid: str = pod["metadata"]["uid"]
@@ -70,7 +70,7 @@ class EnginePod:
         self.hangs = False
         self.is_gone = False
         self._server, self._clock, self._around = server, clock, around
-        self.machine = PodMachine(pod_spec(pod), _TIMING, clock.now_s)
+        self.machine = PodStateMachine(pod_spec(pod), _TIMING, clock.now_s)
         self._writer = StatusWriter(
             host_ip="10.0.0.1", pod_ip=f"10.1.{int(self.uid[-6:]) // 250}.{int(self.uid[-6:]) % 250}"
         )
@@ -84,14 +84,14 @@ class EnginePod:
     @property
     def is_ready(self) -> bool:
         """Whether it takes requests."""
-        return self.runs and all(one.ready for one in self.machine.main)
+        return self.runs and all(one.is_ready for one in self.machine.main)
 
     def go_on(self) -> None:
-        """Do what is due and say how it stands."""
+        """Perform due actions and write the status."""
         if self.is_gone or not self._around.is_up(self.node):
             return
         for action in self.machine.step(self._clock.now_s):
-            if isinstance(action, Start):
+            if isinstance(action, StartProcess):
                 self._start(self.machine.containers[action.container])
             elif isinstance(action, Stop):
                 self._stop(self.machine.containers[action.container], action.grace_s)
@@ -99,14 +99,14 @@ class EnginePod:
                 self.is_gone = True
                 self._remove()
                 return
-        self._tell()
+        self._write_status()
         waiting = [one.not_before_s for one in self.machine.containers.values() if one.state == "waiting"]
         at_s = min(waiting, default=0.0)
         if at_s > self._clock.now_s and at_s != self._wakes_at_s:
             self._wakes_at_s = at_s
             self._clock.after(at_s - self._clock.now_s, self.go_on)
 
-    def changed(self, pod: Object) -> None:
+    def on_update(self, pod: Object) -> None:
         """The object has changed; a deleted one ends."""
         self.pod = pod
         grace_s = pod["metadata"].get("deletionGracePeriodSeconds")
@@ -128,7 +128,7 @@ class EnginePod:
         self.go_on()
 
     def hang(self) -> None:
-        """It is not ready any more, until it is started anew."""
+        """It is not ready until it is restarted."""
         self.hangs = True
         self._set_ready(ready=False)
 
@@ -145,20 +145,20 @@ class EnginePod:
             self._around.ended(self.pod, "crashed")
             for one in self.machine.main:
                 if one.state == "running":
-                    one.exited(137, 9, "", self._clock.now_s)
+                    one.on_exit(137, 9, "", self._clock.now_s)
             self.go_on()
 
-    def _start(self, container: ContainerMachine) -> None:
+    def _start(self, container: ContainerStateMachine) -> None:
         self._clock.after(self._around.start_s(), lambda: self._started(container))
 
-    def _started(self, container: ContainerMachine) -> None:
+    def _started(self, container: ContainerStateMachine) -> None:
         if self.is_gone or container.state != "starting":
             return
         image, now_s = container.spec.image, self._clock.now_s
         if image.startswith(MISSING):
             self.machine.cannot_start(container.spec.name, "ErrImagePull", f'image "{image}" not found', now_s)
         else:
-            self.machine.started(container.spec.name, now_s)
+            self.machine.on_started(container.spec.name, now_s)
             self.hangs = False
             run = container.restarts
             if container.spec.is_init:
@@ -169,13 +169,13 @@ class EnginePod:
                 self._later(self._around.load_s(), container, run, lambda: self._loaded(container, run))
         self.go_on()
 
-    def _loaded(self, container: ContainerMachine, run: int) -> None:
+    def _loaded(self, container: ContainerStateMachine, run: int) -> None:
         if not self._around.partners_run(self.pod):
             self._later(5 * _POLL_S, container, run, lambda: self._loaded(container, run))
         elif not self.hangs:
             self._set_ready(ready=True)
 
-    def _later(self, delay_s: float, container: ContainerMachine, run: int, act: object) -> None:
+    def _later(self, delay_s: float, container: ContainerStateMachine, run: int, act: object) -> None:
         """Do it then if the container is still in the same run."""
         assert callable(act)
 
@@ -186,7 +186,7 @@ class EnginePod:
 
         self._clock.after(delay_s, check)
 
-    def _stop(self, container: ContainerMachine, grace_s: float) -> None:
+    def _stop(self, container: ContainerStateMachine, grace_s: float) -> None:
         """Its preStop hook waits until nothing runs, or the grace ends."""
         deadline_s = self._clock.now_s + grace_s
         run = container.restarts
@@ -205,8 +205,8 @@ class EnginePod:
 
         self._clock.after(0.2, poll)
 
-    def _exit(self, container: ContainerMachine, code: int, why: Why, *, tell: bool = True) -> None:
-        self.machine.exited(container.spec.name, code, 0, "" if code == 0 else "CUDA error", self._clock.now_s)
+    def _exit(self, container: ContainerStateMachine, code: int, why: Why, *, tell: bool = True) -> None:
+        self.machine.on_exit(container.spec.name, code, 0, "" if code == 0 else "CUDA error", self._clock.now_s)
         if tell:
             self._around.ended(self.pod, why)
 
@@ -218,7 +218,7 @@ class EnginePod:
                     probe.result(ok=ready, message="")
         self.go_on()
 
-    def _tell(self) -> None:
+    def _write_status(self) -> None:
         status = self._writer.status(self.pod, self.machine, self._clock.now_s)
         if any(one.state == "stopping" for one in self.machine.main):
             # probes go on while a preStop hook runs
@@ -229,5 +229,5 @@ class EnginePod:
     def _remove(self) -> None:
         try:
             self._server.delete(PODS, self.key, uid=self.uid, grace_s=0)
-        except Refused:
-            return  # somebody was faster
+        except ApiError:
+            return  # another writer was first

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.cluster.fake.answers import Refused
+from bench.cluster.fake.answers import ApiError
 from bench.cluster.virtual.clock import rfc3339
 from bench.cluster.virtual.engine_pod import EnginePod
 from controller.kube.resources import NODES, PODS, Object, key_of
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Mapping
 
-    from bench.cluster.fake.storage import Change
+    from bench.cluster.fake.storage import ObjectChange
     from bench.cluster.virtual.clock import Clock
     from bench.cluster.virtual.engine_pod import Why
     from bench.cluster.virtual.requests import Requests
-    from bench.cluster.virtual.server import Server
+    from bench.cluster.virtual.server import VirtualApiServer
 
 _NOTICED_S: Final = 40.0
 _EVICTED_S: Final = 300.0
@@ -42,7 +42,7 @@ class Nodes:
     """The kubelets of all nodes, and the controllers of the cluster that watch over nodes."""
 
     def __init__(
-        self, server: Server, clock: Clock, rng: random.Random, requests: Requests, timing: EngineTiming
+        self, server: VirtualApiServer, clock: Clock, rng: random.Random, requests: Requests, timing: EngineTiming
     ) -> None:
         self._server, self._clock, self._rng = server, clock, rng
         self._requests = requests
@@ -63,7 +63,7 @@ class Nodes:
             lambda one: {**one, "status": {"capacity": dict(capacity), "allocatable": dict(capacity)}},
             "status",
         )
-        self._say_ready(name, "True")
+        self._set_ready(name, "True")
 
     def living(self) -> list[EnginePod]:
         """Pods with a node, by key."""
@@ -88,7 +88,7 @@ class Nodes:
         else:
             self._clock.after(back_after_s, lambda: self._return(name, rebooted=rebooted))
 
-    # what pods ask
+    # the interface for pods
 
     def is_up(self, node: str) -> bool:
         """Whether the node has not been lost."""
@@ -130,13 +130,13 @@ class Nodes:
         """The node lifecycle controller: the node is unknown, and its pods are not ready."""
         if self._down.get(name) != loss or self._server.find(NODES, name) is None:
             return
-        self._say_ready(name, "Unknown")
+        self._set_ready(name, "Unknown")
         for pod in self._server.pods():
             if pod["spec"].get("nodeName") == name:
                 self._server.set_status(PODS, pod, _not_ready(pod, rfc3339(self._clock.now_s)))
 
     def _evict(self, name: str, loss: int) -> None:
-        """Pods without a toleration of their own are deleted; they stay until their kubelet or somebody else removes
+        """Pods without a toleration of their own are deleted; they remain until their kubelet or another client removes
         them.
         """
         if self._down.get(name) == loss:
@@ -161,13 +161,13 @@ class Nodes:
         self._down.pop(name, None)
         if self._server.find(NODES, name) is None:
             return
-        self._say_ready(name, "True")
+        self._set_ready(name, "True")
         for one in self._on(name):
             now = self._server.find(PODS, one.key)
             if now is None or now["metadata"]["uid"] != one.uid:
                 one.vanish("node lost")
                 continue
-            one.changed(now)
+            one.on_update(now)
             if rebooted:
                 one.crash("node lost", 137)
             one.go_on()
@@ -178,17 +178,17 @@ class Nodes:
     def _delete(self, pod: Object, grace_s: int | None) -> None:
         try:
             self._server.delete(PODS, key_of(pod), uid=pod["metadata"]["uid"], grace_s=grace_s)
-        except Refused:
+        except ApiError:
             return  # it is gone
 
-    def _say_ready(self, name: str, value: str) -> None:
+    def _set_ready(self, name: str, value: str) -> None:
         condition = {"type": "Ready", "status": value, "lastTransitionTime": rfc3339(self._clock.now_s)}
         condition["reason"] = "KubeletReady" if value == "True" else "NodeStatusUnknown"
         self._server.change(
             NODES, name, lambda one: {**one, "status": {**one["status"], "conditions": [condition]}}, "status"
         )
 
-    def _saw(self, change: Change) -> None:
+    def _saw(self, change: ObjectChange) -> None:
         """Pods that were bound, changed or removed."""
         if change.place != ("", PODS.plural):
             return
@@ -201,13 +201,13 @@ class Nodes:
             return
         life = self._pods.get(pod["metadata"]["uid"])
         if life is not None:
-            life.changed(pod)
+            life.on_update(pod)
         elif pod["spec"].get("nodeName") and self.is_up(pod["spec"]["nodeName"]):
             self._run(pod)
 
     def _run(self, pod: Object) -> None:
         life = self._pods[pod["metadata"]["uid"]] = EnginePod(pod, self._server, self._clock, self)
-        life.changed(pod)
+        life.on_update(pod)
         self._clock.after(0.05, life.go_on)
 
     def _on(self, name: str) -> list[EnginePod]:
@@ -231,7 +231,7 @@ def _group_size(pod: Object) -> int:
 
 
 def _not_ready(pod: Object, at: str) -> Object:
-    """The status of a pod whose node does not tell any more."""
+    """The status of a pod after its node stopped reporting."""
     status = pod.get("status") or {}
     conditions = [
         {**one, "status": "False", "reason": "NodeNotReady", "lastTransitionTime": at}

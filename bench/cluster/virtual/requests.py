@@ -11,13 +11,13 @@ import msgspec
 from bench.cluster.virtual.engine_pod import Why
 from controller.kube.resources import PODS, Object
 from controller.models.model_infer import names
-from controller.models.model_infer.observed import Load
+from controller.models.model_infer.model_infer_state import PodLoad
 
 if TYPE_CHECKING:
     import random
 
     from bench.cluster.virtual.clock import Clock
-    from bench.cluster.virtual.server import Server
+    from bench.cluster.virtual.server import VirtualApiServer
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -30,11 +30,10 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 class Requests:
-    """A gateway: sends requests to ready entry pods that are not draining. ``answers``: whether it tells loads."""
+    """A gateway: sends requests to ready entry pods that are not draining. ``answers``: whether it reports loads."""
 
-    def __init__(self, server: Server, clock: Clock, rng: random.Random) -> None:
+    def __init__(self, server: VirtualApiServer, clock: Clock, rng: random.Random) -> None:
         self.cuts: list[Cut] = []
-        self.unserved = 0
         self.ended = 0
         self.answers = True
         self._server, self._clock, self._rng = server, clock, rng
@@ -52,15 +51,15 @@ class Requests:
         """Running requests of the pod with this uid."""
         return self._running[uid]
 
-    def loads(self, keys: frozenset[str]) -> dict[str, Load]:
-        """What a gateway says of these pods; it knows entry pods only."""
+    def loads(self, keys: frozenset[str]) -> dict[str, PodLoad]:
+        """A gateway's report of the loads of these pods; only entry pods have one."""
         if not self.answers:
             return {}
-        found: dict[str, Load] = {}
+        found: dict[str, PodLoad] = {}
         for key in sorted(keys):
             pod = self._server.find(PODS, key)
             if pod is not None and is_entry(pod):
-                found[key] = Load(self._running[pod["metadata"]["uid"]], cached_tokens=hash_of(key))
+                found[key] = PodLoad(self._running[pod["metadata"]["uid"]], cached_tokens=hash_of(key))
         return found
 
     def lose(self, uid: str, why: Why) -> None:
@@ -81,8 +80,6 @@ class Requests:
             run = self._restarts[uid]
             long_s = self._rng.choice((2.0, 10.0, 40.0, 150.0))
             self._clock.after(self._rng.uniform(0.5, long_s), lambda: self._end(uid, run))
-        else:
-            self.unserved += 1
         self._clock.after(self._rng.uniform(0, 2 * self._each_s), self._arrive)
 
     def _end(self, uid: str, run: int) -> None:
@@ -97,7 +94,7 @@ def is_entry(pod: Object) -> bool:
 
 
 def is_ready(pod: Object) -> bool:
-    """What the pod's status says."""
+    """Whether the pod's status has the condition Ready."""
     conditions = (pod.get("status") or {}).get("conditions") or ()
     return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 

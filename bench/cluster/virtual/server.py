@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
-from bench.cluster.fake.kinds import Kind, Kinds
-from bench.cluster.fake.objects import How, Objects, Target
-from bench.cluster.fake.storage import Change, Storage
-from controller.api.crds.definition import definition_of
-from controller.api.crds.kinds import KINDS
+from bench.cluster.fake.kinds import Kinds, ServedKind
+from bench.cluster.fake.objects import Objects, ResourcePath, WriteOptions
+from bench.cluster.fake.storage import ObjectChange, Storage
+from controller.api.crds.kinds import KINDS, definition_of
 from controller.kube.resources import NODES, PODS, Object, Resource, key_of, split_key
 
 if TYPE_CHECKING:
@@ -19,35 +19,40 @@ if TYPE_CHECKING:
     from bench.cluster.virtual.clock import Clock
 
 NAMESPACE: Final = "default"
-_DEFINITIONS: Final = tuple(definition_of(one) for one in KINDS)
 
 
-class Server:
+@cache
+def _definitions() -> tuple[Object, ...]:
+    """All kinds as CustomResourceDefinitions."""
+    return tuple(definition_of(one) for one in KINDS)
+
+
+class VirtualApiServer:
     """Objects of all kinds. What it hands out must not be changed. Refusals are ``Refused``, as the fake server has
     them.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.kinds = Kinds()
-        for one in _DEFINITIONS:
+        for one in _definitions():
             self.kinds.define(one)
-        self._others: dict[Resource, Kind] = {}
+        self._others: dict[Resource, ServedKind] = {}
         numbers = itertools.count(1)
         self.storage = Storage(clock.wall, new_uid=lambda: f"00000000-0000-4000-8000-{next(numbers):012}")
         self._objects = Objects(self.storage, self.kinds)
         namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
         self.storage.create(self._find("", "v1", "namespaces"), namespace)
 
-    def subscribe(self, listener: Callable[[Change], None]) -> Callable[[], None]:
+    def subscribe(self, listener: Callable[[ObjectChange], None]) -> Callable[[], None]:
         """Call ``listener`` with each change, while it is made; what comes back ends that."""
         return self.storage.subscribe(listener)
 
-    def kind(self, resource: Resource) -> Kind:
-        """How a resource is stored; those that nobody defined have a status and no schema."""
+    def kind(self, resource: Resource) -> ServedKind:
+        """How a resource is stored; an undefined one has a status and no schema."""
         known = self.kinds.find(resource.group, resource.version, resource.plural)
-        return known or self._others.setdefault(resource, Kind(resource, has_status=True))
+        return known or self._others.setdefault(resource, ServedKind(resource, has_status=True))
 
-    def stored(self) -> list[Kind]:
+    def stored(self) -> list[ServedKind]:
         """All kinds that there may be objects of."""
         return [*self.kinds.all(), *self._others.values()]
 
@@ -61,22 +66,24 @@ class Server:
 
     def create(self, resource: Resource, thing: Object, manager: str = "user") -> Object:
         """A new object, with the defaults of its schema."""
-        target = Target(self.kind(resource), thing["metadata"].get("namespace"))
+        target = ResourcePath(self.kind(resource), thing["metadata"].get("namespace"))
         body = {"apiVersion": resource.api_version, "kind": resource.kind, **thing}
-        return self._objects.create(target, body, How(manager=manager))
+        return self._objects.create(target, body, WriteOptions(manager=manager))
 
     def dry_run(self, resource: Resource, thing: Object) -> Object:
         """What ``create`` would make, which has no uid yet."""
-        target = Target(self.kind(resource), thing["metadata"].get("namespace"))
+        target = ResourcePath(self.kind(resource), thing["metadata"].get("namespace"))
         body = {"apiVersion": resource.api_version, "kind": resource.kind, **thing}
-        return self._objects.create(target, body, How(dry_run=True))
+        return self._objects.create(target, body, WriteOptions(dry_run=True))
 
     def apply(self, resource: Resource, thing: Object, manager: str) -> Object:
         """Server-side apply, which takes fields from others."""
         metadata = thing["metadata"]
-        target = Target(self.kind(resource), metadata.get("namespace"), metadata["name"])
+        target = ResourcePath(self.kind(resource), metadata.get("namespace"), metadata["name"])
         body = {"apiVersion": resource.api_version, "kind": resource.kind, **thing}
-        return self._objects.patch(target, body, "application/apply-patch+yaml", How(manager=manager, force=True))
+        return self._objects.patch(
+            target, body, "application/apply-patch+yaml", WriteOptions(manager=manager, force=True)
+        )
 
     def is_owned_by_another(self, resource: Resource, key: str, path: tuple[str, ...], manager: str) -> bool:
         """Whether another manager owns this field of an object."""
@@ -93,8 +100,8 @@ class Server:
     def patch(self, resource: Resource, key: str, patch: Mapping[str, object], manager: str) -> Object:
         """A merge patch; ``metadata.uid`` in it must be the object's."""
         namespace, name = split_key(key)
-        target = Target(self.kind(resource), namespace, name)
-        return self._objects.patch(target, patch, "application/merge-patch+json", How(manager=manager))
+        target = ResourcePath(self.kind(resource), namespace, name)
+        return self._objects.patch(target, patch, "application/merge-patch+json", WriteOptions(manager=manager))
 
     def delete(self, resource: Resource, key: str, *, uid: str = "", grace_s: int | None = None) -> Object:
         """An object marked, or removed."""
@@ -115,7 +122,7 @@ class Server:
         """All nodes."""
         return self.all(NODES)
 
-    def _find(self, group: str, version: str, plural: str) -> Kind:
+    def _find(self, group: str, version: str, plural: str) -> ServedKind:
         found = self.kinds.find(group, version, plural)
         assert found is not None
         return found

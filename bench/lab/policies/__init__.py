@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The field's picking policies, and policies from files; knows engine and the observers of virtual."""
+"""The field's picking policies, and policies from files; depends on engine and the observers of virtual."""

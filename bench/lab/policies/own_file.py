@@ -66,7 +66,7 @@ def _loaded(file: Path) -> ModuleType:
     sys.path[:] = [beside, *(one for one in sys.path if one != beside)]
     module = ModuleType(f"attache_policy_{xxhash.xxh3_64_hexdigest(str(file.resolve()).encode())}")
     module.__file__ = str(file)
-    # dataclasses look their module up
+    # dataclasses read their module from sys.modules
     sys.modules[module.__name__] = module
     before = set(sys.modules)
     # Bytecode of a neighbour that was edited within a second would be taken for current. A pick may import one, too, so
@@ -92,9 +92,9 @@ def _target(module: ModuleType, file: Path, name: str) -> Callable[..., Any]:
         (name,) = policies
     target: Callable[..., Any] | None = getattr(module, name, None) if name else None
     if not callable(target):
-        said = f"has no class or function '{name}'" if name else "does not say which policy it means"
+        message = f"has no class or function '{name}'" if name else "does not say which policy it means"
         first = f"{file}:{policies[0]}" if policies else f"{file}:Mine with a class Mine that has {_SIGNATURE}"
-        msg = f"{file}: {said}; it has {', '.join(own) or 'none'}; write {first}"
+        msg = f"{file}: {message}; it has {', '.join(own) or 'none'}; write {first}"
         raise PolicyFailed(msg)
     return target
 
@@ -140,7 +140,7 @@ def _check_signature(name: str, picker: Picker) -> None:
 
 
 class _CheckedPicks:
-    """A Picker: the user's. What it raises or returns wrongly is told as it happened in the user's file."""
+    """A Picker: the user's. Its exceptions and wrong results are reported with their place in the user's file."""
 
     def __init__(self, name: str, file: Path, setup: PolicySetup) -> None:
         self._name, self._file, self._picker = name, file, setup.picker

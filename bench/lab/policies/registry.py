@@ -24,15 +24,23 @@ from bench.lab.policies.routers import (
     PrefixCache,
     RandomPick,
 )
-from bench.lab.policies.trackers import EngineCalibration, InFlightTracker, MemoryRule, PolicySetup, WithPrefixMemory
+from bench.lab.policies.trackers import EngineCalibration, InFlightTracker, MemoryRule, PolicySetup, PrefixMemoryPolicy
 from extproc.api.errors import ConfigInvalid, Mistake
 from extproc.llmd.profiles import picker_from_text
-from extproc.llmd.registry import installed
-from extproc.scheduling.pickers import PrefixAware, PrefixAwareParameters, RoundRobin
+from extproc.llmd.registry import installed_plugins
+from extproc.scheduling.disaggregation import ExpectedSeconds, UncachedTokens
+from extproc.scheduling.pickers import (
+    PairParameters,
+    PrefillDecodePairs,
+    PrefixAware,
+    PrefixAwareParameters,
+    RoundRobin,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from extproc.scheduling.disaggregation import Decider
     from extproc.scheduling.picker import Picker
 
 _CONFIGS: Final = Path(__file__).parent / "configs"
@@ -48,16 +56,16 @@ def _plain(make: Callable[[], Picker]) -> Callable[[EngineCalibration], PolicySe
     return build
 
 
-def _watching(
+def _tracking_in_flight(
     make: Callable[[InFlightTracker, EngineCalibration], Picker], memory: MemoryRule | None = None
 ) -> Callable[[EngineCalibration], PolicySetup]:
-    """A policy whose router sees answers pass. ``memory``: of the prompts that it sent; None: Attaché's index."""
+    """A policy whose router observes answers. ``memory``: of the prompts that it sent; None: Attaché's index."""
 
     def build(known: EngineCalibration) -> PolicySetup:
         tracker = InFlightTracker()
         picker = make(tracker, known)
         if memory is not None:
-            picker = WithPrefixMemory(picker, tracker, memory, known.block_size)
+            picker = PrefixMemoryPolicy(picker, tracker, memory, known.block_size)
         return PolicySetup(picker, tracker)
 
     return build
@@ -65,7 +73,7 @@ def _watching(
 
 def _llm_d(file: str) -> Callable[[InFlightTracker, EngineCalibration], Picker]:
     path = _CONFIGS / file
-    return lambda _tracker, _known: picker_from_text(str(path), path.read_text(), installed()).picker
+    return lambda _tracker, _known: picker_from_text(str(path), path.read_text(), installed_plugins()).picker
 
 
 def _configured(
@@ -73,7 +81,7 @@ def _configured(
 ) -> Callable[[EngineCalibration], PolicySetup]:
     def build(_: EngineCalibration) -> PolicySetup:
         try:
-            picker = picker_from_text(str(file), file.read_text(), installed()).picker
+            picker = picker_from_text(str(file), file.read_text(), installed_plugins()).picker
         except OSError as error:
             msg = (
                 f"cannot be read: {error.strerror}; name a Python file as in my.py:Mine, another "
@@ -98,7 +106,22 @@ def _preble(tracker: InFlightTracker, known: EngineCalibration) -> Picker:
     )
 
 
-# What each router remembers; see its module.
+def _pairs(decide: Decider) -> Callable[[EngineCalibration], PolicySetup]:
+    """Prefill and decode engines under ``decide``; what picks them, and what it knows, is ours."""
+
+    def build(_: EngineCalibration) -> PolicySetup:
+        roles = PairParameters("", {"role": "prefill"}, {"role": "decode"})
+        picker = PrefillDecodePairs(roles, PrefixAware(PrefixAwareParameters()), decide)
+
+        def learn(prefill: str, decode: str, tokens: int, seconds: float) -> None:
+            picker.transfers.learn(prefill, decode, tokens=tokens, seconds=seconds)
+
+        return PolicySetup(picker, has_pairs=True, on_transfer=learn)
+
+    return build
+
+
+# The memory of each router; see its module.
 _SENT: Final = MemoryRule()
 _UNBOUNDED: Final = MemoryRule(is_bounded=False)
 _ENDED: Final = MemoryRule(by="ended", is_bounded=False)
@@ -111,25 +134,35 @@ POLICIES: Final[Mapping[str, Callable[[EngineCalibration], PolicySetup]]] = Mapp
         "random": _plain(RandomPick),
         "least-request": _plain(LeastRequest),
         "power-of-two": _plain(PowerOfTwo),
-        "llm-d-blend": _watching(_llm_d("llm-d-default.yaml"), _SENT),
-        "llm-d-token-load": _watching(
+        "llm-d-blend": _tracking_in_flight(_llm_d("llm-d-default.yaml"), _SENT),
+        "llm-d-token-load": _tracking_in_flight(
             lambda tracker, known: AffinityWithTokenLoad(tracker, known.prefill_tokens_per_s), _SENT
         ),
         "llm-d-precise": _configured(_CONFIGS / "llm-d-precise.yaml", _KV_EVENTS),
-        "kthena": _watching(lambda _tracker, _known: KthenaDefault(), _ENDED),
+        "kthena": _tracking_in_flight(lambda _tracker, _known: KthenaDefault(), _ENDED),
         "kthena-2025-least-request": _plain(KthenaMeasured),
-        "kthena-2025-prefix": _watching(lambda _tracker, _known: KthenaMeasured(prefix="seen"), _ENDED),
-        "kthena-2025-kvcache": _watching(
+        "kthena-2025-prefix": _tracking_in_flight(lambda _tracker, _known: KthenaMeasured(prefix="seen"), _ENDED),
+        "kthena-2025-kvcache": _tracking_in_flight(
             lambda _tracker, _known: KthenaMeasured(prefix="whole"), MemoryRule(by="events")
         ),
-        "sglang": _watching(lambda _tracker, _known: CacheAware(), _UNBOUNDED),
-        "dynamo": _watching(lambda tracker, known: KvRouter(tracker, known.block_size), MemoryRule(by="events")),
-        "preble": _watching(_preble, _SENT),
-        "aibrix-prefix-cache": _watching(lambda _tracker, _known: PrefixCache(), _UNBOUNDED),
+        "sglang": _tracking_in_flight(lambda _tracker, _known: CacheAware(), _UNBOUNDED),
+        "dynamo": _tracking_in_flight(
+            lambda tracker, known: KvRouter(tracker, known.block_size), MemoryRule(by="events")
+        ),
+        "preble": _tracking_in_flight(_preble, _SENT),
+        "aibrix-prefix-cache": _tracking_in_flight(lambda _tracker, _known: PrefixCache(), _UNBOUNDED),
         "aibrix-least-kv-cache": _plain(LeastKvCache),
-        "ray": _watching(lambda _tracker, _known: PrefixAffinity(), _UNBOUNDED),
-        "lmetric": _watching(lambda tracker, _: LMetric(tracker), _SENT),
-        "oracle": _watching(lambda tracker, _: Oracle(tracker)),
+        "ray": _tracking_in_flight(lambda _tracker, _known: PrefixAffinity(), _UNBOUNDED),
+        "lmetric": _tracking_in_flight(lambda tracker, _: LMetric(tracker), _SENT),
+        "pd-attache": _pairs(ExpectedSeconds(512)),
+        # for strict times per output token
+        "pd-attache-strict": _pairs(ExpectedSeconds(512, stall=0.6)),
+        # of prefix-based-pd-decider, nonCachedTokens as minUncachedTokens is by default
+        "pd-llm-d": _pairs(UncachedTokens(512)),
+        # max_local_prefill_length and max_prefill_queue_size as in Dynamo's conditional disaggregation
+        "pd-dynamo": _pairs(UncachedTokens(1000, max_waiting=2)),
+        "pd-always": _pairs(UncachedTokens(0)),
+        "oracle": _tracking_in_flight(lambda tracker, _: Oracle(tracker)),
     }
 )
 

@@ -13,7 +13,7 @@ for precise prefixes ``configs/llm-d-precise.yaml``.
 Kthena's defaults: ``least-request`` as a filter, then three scores of equal weight.
 
 The scores are least-request, least-latency and prefix-cache, whole numbers from 0 to 100. The prefix score covers the
-first 8 KiB of a prompt (128 blocks of 64 bytes) and the best five pods, and knows a prompt when its answer has ended.
+first 8 KiB of a prompt (128 blocks of 64 bytes) and the best five pods, and records a prompt when its answer has ended.
 Where the filter (fewer than 10 waiting) leaves no pod, Kthena answers with an error; here all stay, because a refused
 request has no latency to compare. Source: volcano-sh/kthena, ``scheduler/plugins``.
 
@@ -56,7 +56,7 @@ LMetric (arXiv 2603.15202): the least product of prefill tokens and batch size.
 
 Prefill tokens: uncached tokens of queued requests and of this one. There are no parameters.
 
-An oracle: the least TTFT by the engines' real state, which no router knows.
+An oracle: the least TTFT by the engines' real state, which no router has.
 
 For each engine: the time to prefill everything that waits there, by the engine's own step times with its present
 decodes, and then this request's uncached tokens. Greedy: the cost to later requests counts once, as this request's
@@ -419,7 +419,9 @@ class LMetric:
 
 
 class Oracle:
-    """Looks into the engines. ``others``: weight of this request's prefill as a delay of the requests behind it."""
+    """Reads the engines' state directly. ``others``: weight of this request's prefill as a delay of the requests behind
+    it.
+    """
 
     def __init__(self, tracker: InFlightTracker, others: float = 1.0) -> None:
         self._tracker = tracker

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other routers know: requests in flight, their own memory of prompts, the engines' calibration.
+"""The data of other routers: requests in flight, their own memory of prompts, the engines' calibration.
 
 Such a router sees first tokens and ends without delay. Attaché's picker does not: it sees no answers.
 
-Blocks are the engines'. Routers differ in when a prompt enters (at the pick, or with the end of its answer) and in
-what makes room: nothing, or LRU eviction at the capacity that the engine reports. A router that follows KV events
-knows what engines really hold; what it sent in the last seconds counts as held, too.
+Blocks are the engines'. Routers differ in when a prompt enters (at the pick, or with the end of its answer) and in what
+makes room: nothing, or LRU eviction at the capacity that the engine reports. A router with KV events has the engines'
+real blocks; prompts that it sent in the last seconds count as held, too.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
@@ -43,7 +43,7 @@ class InFlightTracker:
     """A RequestObserver that follows requests from the pick to the end, by row of the endpoint table.
 
     ``prefill_tokens``: uncached tokens of requests without a first token, by row. ``engines``: by address; only the
-    oracle and policies with KV events look at them.
+    oracle and policies with KV events read them.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class InFlightTracker:
         self._last: View | None = None
 
     def observe(self, view: View) -> Request:
-        """Remember the view of a pick, and return the request that it is for. Every policy calls this first."""
+        """Store the view of a pick, and return the request that it is for. Every policy calls this first."""
         self._last = view
         more = len(view.table.addresses) - self.prefill_tokens.size
         if more > 0:
@@ -122,7 +122,7 @@ class InFlightTracker:
             self.prefill_tokens[entry.row] -= entry.uncached_tokens
 
 
-# How long a prompt counts as held after its pick, while KV events have not said so.
+# How long a prompt counts as held after its pick, until KV events confirm it.
 PREDICTED_S: Final = 5.0
 
 
@@ -136,7 +136,7 @@ class MemoryRule(msgspec.Struct, frozen=True):
     is_bounded: bool = True
 
 
-class WithPrefixMemory:
+class PrefixMemoryPolicy:
     """A policy that sees cached tokens by its router's own memory. ``block_size``: the engines', in tokens."""
 
     def __init__(self, picker: Picker, tracker: InFlightTracker, rule: MemoryRule, block_size: int) -> None:
@@ -147,12 +147,12 @@ class WithPrefixMemory:
         self._predicted: deque[tuple[float, int, Request]] = deque()
         self._cost = PromptCost()
 
-    def held(self, row: int) -> Collection[int]:
-        """The hashes of the blocks that it remembers of an endpoint."""
+    def held_blocks(self, row: int) -> Collection[int]:
+        """The hashes of the blocks that it has recorded for an endpoint."""
         return self._held[row].keys()
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """The pick of the policy, from what its router would know."""
+        """The pick of the policy, from the data that its router would have."""
         request = self._tracker.observe(view)
         self._held += [OrderedDict() for _ in range(len(view.table.addresses) - len(self._held))]
         self._remember_ended()
@@ -225,9 +225,12 @@ class EngineCalibration(msgspec.Struct, frozen=True):
 class PolicySetup(msgspec.Struct, frozen=True):
     """A policy for one trial.
 
-    ``observer``: follows the simulation for it. ``server``: further fields of its ModelServer.
+    ``observer``: follows the simulation for it. ``server``: further fields of its ModelServer. ``has_pairs``: engines
+    have the roles prefill and decode. ``on_transfer``: see ``Simulation``.
     """
 
     picker: Picker
     observer: RequestObserver | None = None
     server: Mapping[str, Any] = {}
+    has_pairs: bool = False
+    on_transfer: Callable[[str, str, int, float], None] | None = None

@@ -19,20 +19,20 @@ from typing import IO, TYPE_CHECKING, Final, Literal, Self, cast
 import msgspec
 
 from controller.agents.downloader.core.errors import ContentRefused
-from controller.agents.downloader.core.listing import safe_path
+from controller.agents.downloader.core.fetch_plan import safe_path
 from controller.agents.downloader.environment import library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from controller.agents.downloader.core.listing import Archive
+    from controller.agents.downloader.core.fetch_plan import Archive
 
 _GIB: Final = 1024**3
 
 
 class ArchiveLimits(msgspec.Struct, frozen=True):
-    """``ratio``: unpacked bytes for each packed one, looked at once ``ratio_from`` bytes are unpacked."""
+    """``ratio``: most unpacked bytes for each packed one, checked once ``ratio_from`` bytes are unpacked."""
 
     members: int = 100_000
     size: int = 4096 * _GIB
@@ -44,7 +44,7 @@ Kind = Literal["file", "directory", "symlink", "hardlink", "other"]
 
 
 class Member(msgspec.Struct, frozen=True):
-    """What an archive says of a member. ``target``: of a link. ``other``: a device, a FIFO, whatever else there is."""
+    """A member of an archive. ``target``: of a link. ``other``: a device, a FIFO, or any other kind."""
 
     name: str
     kind: Kind
@@ -97,7 +97,7 @@ class Members:
                 raise ContentRefused(f"{path!r} would be written through {parent!r}, which is no directory")
 
     def _add(self, path: str, kind: str) -> None:
-        """Directories that an archive only implies count as members, too: all that is remembered is bounded."""
+        """Directories that an archive only implies count as members, too: all state is bounded."""
         if path not in self._kinds:
             self._count += 1
             if self._count > self._limits.members:
@@ -126,7 +126,7 @@ def hard_link_target(target: str) -> str:
 
 
 def is_bomb(limits: ArchiveLimits, packed: int, unpacked: int) -> bool:
-    """Whether so many bytes came out of so few that the archive is no honest one."""
+    """Whether the ratio of unpacked to packed bytes marks an archive bomb."""
     return unpacked > limits.ratio_from and unpacked > limits.ratio * max(packed, 1)
 
 
@@ -165,15 +165,15 @@ _WHITEOUT: Final = ".wh."
 _OPAQUE: Final = ".wh..wh..opq"
 
 
-class Stopped(Exception):
-    """Somebody else has ended the download."""
+class UnpackingStopped(Exception):
+    """The download was ended from outside."""
 
 
 class Unpacker:
     """Writes archives into ``directory``. Layers of an image go into the same one, in their order.
 
-    ``wants``: whether a file is wanted, by its path. ``is_stopped`` is asked between blocks, because a thread cannot be
-    cancelled.
+    ``wants``: whether a file is wanted, by its path. ``is_stopped`` is called between blocks, because a thread cannot
+    be cancelled.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Unpacker:
                 fileobj=cast("IO[bytes]", counted), mode="r|", tarinfo=_BoundedInfo, bufsize=_BLOCK // 4
             ) as tar:
                 for info in tar:
-                    # a stream is never gone back in: what was read need not be remembered
+                    # a stream is read once, so tarfile's list of members is not needed
                     tar.members = []  # type: ignore[attr-defined]
                     self._one(tar, info)
 
@@ -252,13 +252,13 @@ class Unpacker:
                 self._make_directory(path)
             case "symlink":
                 check_symlink(path, member.target)  # where it is kept, it has fewer directories above it
-                self._make_room(target)
+                self._clear_target(target)
                 target.symlink_to(member.target)
             case "hardlink":
                 original = self._kept(hard_link_target(member.target))
                 if not original:
                     raise ContentRefused(f"{path!r} is a hard link to a file outside of {self._only!r}")
-                self._make_room(target)
+                self._clear_target(target)
                 os.link(self._directory / original, target, follow_symlinks=False)
             case _:
                 content = tar.extractfile(info)
@@ -268,13 +268,13 @@ class Unpacker:
     def _admit(self, member: Member) -> str | None:
         """Where to write the member; None: nowhere."""
         if self._is_stopped():
-            raise Stopped
+            raise UnpackingStopped
         path = self._members.admit(member)
         kept = self._kept(path) if path else ""
         return kept if kept and (member.kind == "directory" or self._wants(kept)) else None
 
     def _kept(self, path: str) -> str:
-        """The path without the folder that is wanted; empty: it lies elsewhere."""
+        """The path relative to the selected folder; empty: outside of it."""
         if not self._only:
             return path
         return path.removeprefix(f"{self._only}/") if path.startswith(f"{self._only}/") else ""
@@ -299,19 +299,19 @@ class Unpacker:
     def _make_directory(self, path: str) -> None:
         (self._directory / path).mkdir(parents=True, exist_ok=True)
 
-    def _make_room(self, target: Path) -> None:
+    def _clear_target(self, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
 
     def _write(self, path: str, content: IO[bytes], size: int, *, executable: bool) -> None:
         target = self._directory / path
-        self._make_room(target)
+        self._clear_target(target)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         left = size
         with os.fdopen(os.open(target, flags, 0o755 if executable else 0o644), "wb", buffering=0) as out:
             while left:
                 if self._is_stopped():
-                    raise Stopped
+                    raise UnpackingStopped
                 block = content.read(min(_BLOCK, left))
                 if not block:
                     raise ContentRefused(f"{path!r} in the archive is cut short")
@@ -321,7 +321,7 @@ class Unpacker:
 
 
 class _BoundedReads(FileIO):
-    """Refuses a zip's table of contents that would fill the memory: it is read at once, and kept as objects."""
+    """Refuses a zip with a huge table of contents: zipfile reads it at once, and keeps it as objects."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         """At most ``size`` bytes."""
@@ -331,7 +331,7 @@ class _BoundedReads(FileIO):
 
 
 class _BoundedInfo(tarfile.TarInfo):
-    """Refuses extended headers that would fill the memory."""
+    """Refuses huge extended headers, which tarfile would read into memory."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:

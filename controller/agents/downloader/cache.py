@@ -57,12 +57,12 @@ class CacheEntry:
         self.journal.unlink(missing_ok=True)
 
     def touch(self) -> None:
-        """Remember this use, for eviction. A cache that is mounted read-only is no reason to fail."""
+        """Record this use, for eviction. A cache that is mounted read-only causes no failure."""
         with contextlib.suppress(OSError):
             self._used.touch()
 
     def clear(self) -> None:
-        """Forget what was fetched so far."""
+        """Delete all files fetched so far, and the journal."""
         self.journal.unlink(missing_ok=True)
         for directory in (self.incoming, self.content):
             if directory.exists():
@@ -70,16 +70,16 @@ class CacheEntry:
         self.make()
 
     def describe(self, *, is_held: bool) -> Entry:
-        """What eviction decides by; raises OSError if the entry disappears meanwhile."""
+        """The inputs of eviction; raises OSError if the entry disappears meanwhile."""
         marker = self.marker()
         seen = [
             path.stat().st_mtime for path in (self._used, self.journal, self._marker, self.directory) if path.exists()
         ]
-        size = marker.size if marker else occupied(self.directory)
+        size = marker.size if marker else disk_usage(self.directory)
         return Entry(self.directory.name, size, max(seen, default=0.0), is_held=is_held, is_ready=marker is not None)
 
 
-class Cache:
+class WeightCache:
     """A directory that all pods of a node share."""
 
     def __init__(self, root: Path) -> None:
@@ -106,7 +106,7 @@ class Cache:
         shutil.rmtree(directory, ignore_errors=True)
 
     def lock(self, key: str) -> Lock:
-        """Held by whoever writes the entry."""
+        """The lock that the writer of an entry holds."""
         return Lock(self._locks / key)
 
     def use(self, key: str) -> Lock:
@@ -114,11 +114,11 @@ class Cache:
         return Lock(self._locks / f"{key}.use")
 
     def remember(self, question: str, key: str) -> None:
-        """What a question was answered with, for when its source is away."""
+        """Store the key of a listing, for use while its source is unavailable."""
         write_whole(self._answers / question, key.encode())
 
-    def remembered(self, question: str) -> str:
-        """The key of the last answer; empty if there is none."""
+    def last_key(self, question: str) -> str:
+        """The stored key of the last listing; empty if there is none."""
         try:
             return (self._answers / question).read_text().strip()
         except OSError:
@@ -129,7 +129,7 @@ class Cache:
         return [path.name for path in self.root.iterdir() if len(path.name) == _KEY_LENGTH and path.is_dir()]
 
     def free_bytes(self) -> int:
-        """What a process without privileges may still write."""
+        """Free bytes for an unprivileged process."""
         found = os.statvfs(self.root)
         return found.f_bavail * found.f_frsize
 
@@ -190,7 +190,7 @@ def write_whole(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
-def occupied(directory: Path) -> int:
+def disk_usage(directory: Path) -> int:
     """Bytes on the disk below ``directory``."""
     total = 0
     for folder, _, files in os.walk(directory):
@@ -212,7 +212,7 @@ def disk_errors(what: str) -> Iterator[None]:
 
 
 class KeptFile(msgspec.Struct, frozen=True):
-    """A file of a complete entry; ``checksum``: as the source said it, ``algorithm:digits``."""
+    """A file of a complete entry; ``checksum``: from the source, as ``algorithm:digits``."""
 
     path: str
     size: int
@@ -229,7 +229,7 @@ class Marker(msgspec.Struct, frozen=True):
     completed_at: str
 
 
-class Found(msgspec.Struct, frozen=True):
+class EntryState(msgspec.Struct, frozen=True):
     """An entry and its lock, as a process sees them."""
 
     is_ready: bool
@@ -239,11 +239,11 @@ class Found(msgspec.Struct, frozen=True):
 Step = Literal["use", "fetch", "follow"]
 
 
-def next_step(found: Found) -> Step:
-    """Use what is complete; fetch only with the lock; else follow whoever has it.
+def next_step(found: EntryState) -> Step:
+    """Use a complete entry; fetch only with the lock; else follow the process that holds it.
 
-    A lock that its holder lost by dying is free at once (it is the kernel's), so the follower that gets it next finds
-    an entry that is not ready and fetches what is missing.
+    If the holder dies, the kernel frees its lock at once. The follower that gets it next finds an incomplete entry and
+    fetches the missing ranges.
     """
     if found.is_ready:
         return "use"
@@ -271,8 +271,8 @@ class Entry(msgspec.Struct, frozen=True):
 def to_evict(entries: Sequence[Entry], *, limit: int, needed: int, keep: str) -> list[str]:
     """Keys to remove, least recently used first, until all entries and ``needed`` more bytes fit ``limit``.
 
-    Entries that somebody holds stay, and so does ``keep``, the one that is about to be made. Unfinished ones go first:
-    nobody reads them.
+    Entries in use stay, and so does ``keep``, the one about to be made. Incomplete ones go first, as they have no
+    readers.
     """
     excess = sum(one.size for one in entries if one.key != keep) + needed - limit
     removed: list[str] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A download from beginning to end: resolve, check the cache, fetch or wait for whoever fetches, unpack, mark, link."""
+"""A download from beginning to end: resolve, check the cache, fetch or wait for another fetch, unpack, mark, link."""
 
 from __future__ import annotations
 
@@ -15,8 +15,17 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.agents.downloader.archives import ArchiveLimits, Stopped, Unpacker, files_in
-from controller.agents.downloader.cache import Cache, Found, KeptFile, Lock, Marker, disk_errors, next_step, to_evict
+from controller.agents.downloader.archives import ArchiveLimits, Unpacker, UnpackingStopped, files_in
+from controller.agents.downloader.cache import (
+    EntryState,
+    KeptFile,
+    Lock,
+    Marker,
+    WeightCache,
+    disk_errors,
+    next_step,
+    to_evict,
+)
 from controller.agents.downloader.core.errors import (
     ContentRefused,
     DiskFull,
@@ -25,17 +34,18 @@ from controller.agents.downloader.core.errors import (
     TimeIsUp,
     Unavailable,
 )
-from controller.agents.downloader.core.fetch_plan import RetryPolicy, wait_s
-from controller.agents.downloader.core.listing import (
-    Wanted,
+from controller.agents.downloader.core.fetch_plan import (
+    FileSelection,
+    RetryPolicy,
     asked_revision,
-    chosen,
+    choose_files,
     content_key,
     is_wanted,
     question_key,
     single_archive,
+    wait_s,
 )
-from controller.agents.downloader.core.uri import ClaimPlace, FilePlace, HubPlace
+from controller.agents.downloader.core.uri import ClaimLocation, FileLocation, HubLocation
 from controller.agents.downloader.fetch import Fetch, Sizes
 from controller.agents.downloader.files import check_local, in_thread, link, locate
 from controller.agents.downloader.sources.source import source_for
@@ -45,16 +55,16 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from controller.agents.downloader.cache import CacheEntry
-    from controller.agents.downloader.core.listing import Listing
+    from controller.agents.downloader.core.fetch_plan import Listing
     from controller.agents.downloader.environment import Environment
     from controller.agents.downloader.progress import Tracker
-    from controller.agents.downloader.sources.source import Source
+    from controller.agents.downloader.sources.source import RemoteSource
     from controller.agents.downloader.transfer import Transfer
 
 _FOLLOW_S: Final = 0.5
 
 
-class Rules(msgspec.Struct, frozen=True):
+class CacheRules(msgspec.Struct, frozen=True):
     """How entries are filled. ``keep_free``: bytes of the disk that are left alone. ``cache_limit``: of all entries
     together; None: nothing is ever evicted.
     """
@@ -69,14 +79,16 @@ class Rules(msgspec.Struct, frozen=True):
 class CacheFiller:
     """Completes entries of a cache, each under its lock, which the caller holds: room, files, archives, marker."""
 
-    def __init__(self, cache: Cache, source: Source, transfer: Transfer, tracker: Tracker, rules: Rules) -> None:
+    def __init__(
+        self, cache: WeightCache, source: RemoteSource, transfer: Transfer, tracker: Tracker, rules: CacheRules
+    ) -> None:
         self._cache = cache
         self._source = source
         self._transfer = transfer
         self._tracker = tracker
         self._rules = rules
 
-    async def fill(self, key: str, listing: Listing, wanted: Wanted, uri: str) -> None:
+    async def fill(self, key: str, listing: Listing, wanted: FileSelection, uri: str) -> None:
         """Complete when it returns. ``uri``: for the marker, without credentials. Raises a DownloadError."""
         entry = self._cache.entry(key)
         with disk_errors(f"to the cache {self._cache.root}"):
@@ -87,7 +99,7 @@ class CacheFiller:
                 await in_thread(self._cache.remove, key)
                 raise
 
-    async def _fill(self, entry: CacheEntry, key: str, listing: Listing, wanted: Wanted, uri: str) -> None:
+    async def _fill(self, entry: CacheEntry, key: str, listing: Listing, wanted: FileSelection, uri: str) -> None:
         entry.make()
         fetch = Fetch(
             self._source,
@@ -97,10 +109,10 @@ class CacheFiller:
             listing=listing,
             sizes=self._rules.sizes,
             retry=self._rules.retry,
-            check_room=self._check_room,
+            check_space=self._check_space,
         )
         needed = fetch.missing_bytes() + sum(file.size or 0 for file in listing.files if file.archive)
-        await in_thread(self._make_room, key, needed)
+        await in_thread(self._free_space, key, needed)
         await fetch.run()
         if any(file.archive for file in listing.files):
             self._tracker.phase("Unpacking")
@@ -108,7 +120,7 @@ class CacheFiller:
             await in_thread(self._unpack, entry, listing, wanted, stopped, on_cancel=stopped.set)
         await in_thread(self._complete, entry, listing, uri)
 
-    def _make_room(self, key: str, needed: int) -> None:
+    def _free_space(self, key: str, needed: int) -> None:
         """Evict what the limit or the disk has no room for, if that is allowed; raises DiskFull if it is not enough."""
         limit, keep_free = self._rules.cache_limit, self._rules.keep_free
         if limit is not None:
@@ -120,8 +132,8 @@ class CacheFiller:
             kept = f", of which {keep_free} stay free" if keep_free else ""
             raise DiskFull(f"{needed} bytes are needed in {self._cache.root}, and {free} are free{kept}")
 
-    def _check_room(self) -> None:
-        """Of what nobody has said how large it is, the disk takes as much as leaves ``keep_free``."""
+    def _check_space(self) -> None:
+        """Raise DiskFull if the disk lacks space; a file of unknown size may fill it down to ``keep_free``."""
         free = self._cache.free_bytes()
         if free < self._rules.keep_free:
             raise DiskFull(f"{free} bytes are free in {self._cache.root}, and {self._rules.keep_free} stay free")
@@ -129,7 +141,7 @@ class CacheFiller:
     def _evict(self, key: str, needed: int, limit: int) -> None:
         entries = []
         for other in self._cache.entries():
-            with contextlib.suppress(OSError):  # somebody else evicts, too
+            with contextlib.suppress(OSError):  # another process evicts, too
                 use = self._cache.use(other)
                 is_free = use.acquire()
                 use.release()
@@ -144,11 +156,11 @@ class CacheFiller:
                 lock.release()
                 use.release()
 
-    def _unpack(self, entry: CacheEntry, listing: Listing, wanted: Wanted, stopped: threading.Event) -> None:
-        """Write ``content/`` anew: a crash half way leaves what nobody takes for complete."""
+    def _unpack(self, entry: CacheEntry, listing: Listing, wanted: FileSelection, stopped: threading.Event) -> None:
+        """Write ``content/`` again: a crash half way leaves no marker, so it does not count as complete."""
 
         def is_stopped() -> bool:
-            self._check_room()
+            self._check_space()
             return stopped.is_set()
 
         shutil.rmtree(entry.content)
@@ -171,7 +183,7 @@ class CacheFiller:
                     os.link(source, target)
             if next(files_in(entry.content), None) is None:
                 raise ContentRefused("the archive has no file that is wanted")
-        except Stopped:
+        except UnpackingStopped:
             return
         except ContentRefused:
             entry.clear()
@@ -181,28 +193,29 @@ class CacheFiller:
             raise
 
     def _complete(self, entry: CacheEntry, listing: Listing, uri: str) -> None:
-        said = {one.path: f"{one.checksum.algorithm}:{one.checksum.value}" for one in listing.files if one.checksum}
+        checksums = {
+            one.path: f"{one.checksum.algorithm}:{one.checksum.value}" for one in listing.files if one.checksum
+        }
         files = []
         for path in files_in(entry.content):
             name = str(path.relative_to(entry.content))
-            files.append(KeptFile(name, path.lstat().st_size, said.get(name, "")))
+            files.append(KeptFile(name, path.lstat().st_size, checksums.get(name, "")))
         size = sum(one.size for one in files)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         entry.complete(Marker(uri=uri, revision=listing.revision, size=size, files=tuple(files), completed_at=now))
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What to do. ``shown_uri``: without credentials. ``timeout_s``: for all of it. ``allow_stale``: if the source does
-    not answer, take what the cache has for the same question. ``claims``, ``files``: roots of ``pvc://`` and
-    ``file://``.
-    ``ca_files``: authorities beside the machine's.
+    """One download. ``shown_uri``: without credentials. ``timeout_s``: of the whole download. ``allow_stale``: if the
+    source does not answer, use the cached entry of the same selection. ``claims``, ``files``: roots of ``pvc://`` and
+    ``file://``. ``ca_files``: authorities in addition to the machine's.
     """
 
-    wanted: Wanted
+    wanted: FileSelection
     shown_uri: str
     cache: Path
     link: Path | None = None
-    rules: Rules = Rules()
+    rules: CacheRules = CacheRules()
     timeouts: Timeouts = Timeouts()
     timeout_s: float | None = None
     allow_stale: bool = True
@@ -211,14 +224,14 @@ class Job(msgspec.Struct, frozen=True):
     ca_files: tuple[str, ...] = ()
 
 
-class Ready(msgspec.Struct, frozen=True):
-    """``path``: of the weights. ``use``: held as long as nobody may evict them; None if they are not in the cache."""
+class ReadyWeights(msgspec.Struct, frozen=True):
+    """``path``: of the weights. ``use``: a lock that keeps them from eviction; None if they are not in the cache."""
 
     path: Path
     use: Lock | None
 
 
-async def download(job: Job, environment: Environment, tracker: Tracker) -> Ready:
+async def download(job: Job, environment: Environment, tracker: Tracker) -> ReadyWeights:
     """Have the weights on this node, and linked; raises a DownloadError."""
     tracker.start()
     try:
@@ -235,17 +248,17 @@ async def download(job: Job, environment: Environment, tracker: Tracker) -> Read
         raise
 
 
-async def _download(job: Job, environment: Environment, tracker: Tracker) -> Ready:
+async def _download(job: Job, environment: Environment, tracker: Tracker) -> ReadyWeights:
     place = job.wanted.place
-    if isinstance(place, ClaimPlace | FilePlace):
+    if isinstance(place, ClaimLocation | FileLocation):
         path = await in_thread(locate, place, job.claims, job.files)
         await in_thread(check_local, job.wanted, path)
-        return _linked(job, tracker, Ready(path, None))
-    cache = Cache(job.cache)
+        return _linked(job, tracker, ReadyWeights(path, None))
+    cache = WeightCache(job.cache)
     cache.make()
     async with transfers(job.timeouts, job.rules.sizes.parallel + 1, job.ca_files) as transfer:
         source = source_for(place, transfer, environment)
-        # others may use the cache: what somebody got by their credentials is no answer to who has none
+        # the cache is shared: an answer got with credentials is none for a caller without them
         question = question_key(job.wanted, environment.fingerprint())
         try:
             listing = await _resolved(job, source, tracker)
@@ -255,26 +268,26 @@ async def _download(job: Job, environment: Environment, tracker: Tracker) -> Rea
                 raise
             return _linked(job, tracker, stale)
         key = content_key(job.wanted, listing)
-        tracker.resolved(revision=listing.revision, key=key, files=len(listing.files), size=listing.size)
+        tracker.on_resolved(revision=listing.revision, key=key, files=len(listing.files), size=listing.size)
         filler = CacheFiller(cache, source, transfer, tracker, job.rules)
         use = await _completed(cache, key, tracker, lambda: filler.fill(key, listing, job.wanted, job.shown_uri))
         entry = cache.entry(key)
         entry.touch()
-        tracker.there(files=len(listing.files), size=listing.size)
+        tracker.add_present(files=len(listing.files), size=listing.size)
         with disk_errors(f"to the cache {cache.root}"):
             cache.remember(question, key)
-        return _linked(job, tracker, Ready(entry.content, use))
+        return _linked(job, tracker, ReadyWeights(entry.content, use))
 
 
-async def _resolved(job: Job, source: Source, tracker: Tracker) -> Listing:
+async def _resolved(job: Job, source: RemoteSource, tracker: Tracker) -> Listing:
     """The wanted files at a pinned revision."""
     found = await _asked(job, source, tracker)
-    if job.wanted.unpack and not isinstance(job.wanted.place, HubPlace):
+    if job.wanted.unpack and not isinstance(job.wanted.place, HubLocation):
         found = single_archive(found)
-    return chosen(found, job.wanted.allow, job.wanted.ignore, dict(job.wanted.sha256))
+    return choose_files(found, job.wanted.allow, job.wanted.ignore, dict(job.wanted.sha256))
 
 
-async def _asked(job: Job, source: Source, tracker: Tracker) -> Listing:
+async def _asked(job: Job, source: RemoteSource, tracker: Tracker) -> Listing:
     """What the source has, however many attempts that takes."""
     failures = 0
     while True:
@@ -287,13 +300,13 @@ async def _asked(job: Job, source: Source, tracker: Tracker) -> Listing:
             )
             if pause_s is None:
                 raise
-            tracker.retried(error, pause_s)
+            tracker.count_retry(error, pause_s)
             await asyncio.sleep(pause_s)
 
 
-def _stale(job: Job, cache: Cache, tracker: Tracker, question: str, error: Unavailable) -> Ready | None:
-    """What the cache has for the same question, if that is allowed and anything is there."""
-    key = cache.remembered(question) if job.allow_stale else ""
+def _stale(job: Job, cache: WeightCache, tracker: Tracker, question: str, error: Unavailable) -> ReadyWeights | None:
+    """The cached entry of the same selection, if that is allowed and one exists."""
+    key = cache.last_key(question) if job.allow_stale else ""
     if not key:
         return None
     use, entry = cache.use(key), cache.entry(key)
@@ -302,20 +315,20 @@ def _stale(job: Job, cache: Cache, tracker: Tracker, question: str, error: Unava
         use.release()
         return None
     entry.touch()
-    tracker.resolved(revision=marker.revision, key=key, files=len(marker.files), size=marker.size)
-    tracker.there(files=len(marker.files), size=marker.size)
-    tracker.retried(error, 0.0)
-    return Ready(entry.content, use)
+    tracker.on_resolved(revision=marker.revision, key=key, files=len(marker.files), size=marker.size)
+    tracker.add_present(files=len(marker.files), size=marker.size)
+    tracker.count_retry(error, 0.0)
+    return ReadyWeights(entry.content, use)
 
 
-def _linked(job: Job, tracker: Tracker, ready: Ready) -> Ready:
+def _linked(job: Job, tracker: Tracker, ready: ReadyWeights) -> ReadyWeights:
     if job.link is not None:
         link(job.link, ready.path.absolute(), job.cache.absolute())
     tracker.phase("Ready", message=f"{job.shown_uri} is at {job.link or ready.path}")
     return ready
 
 
-async def _completed(cache: Cache, key: str, tracker: Tracker, fill: Callable[[], Awaitable[None]]) -> Lock:
+async def _completed(cache: WeightCache, key: str, tracker: Tracker, fill: Callable[[], Awaitable[None]]) -> Lock:
     """Return once the entry is complete, with a share of its use. Of many processes one fetches, the others follow."""
     use, lock, entry = cache.use(key), cache.lock(key), cache.entry(key)
     is_told = False
@@ -323,11 +336,11 @@ async def _completed(cache: Cache, key: str, tracker: Tracker, fill: Callable[[]
         while True:
             is_ours = use.acquire(shared=True)  # else it is being evicted
             is_ready = is_ours and entry.marker() is not None
-            match next_step(Found(is_ready, holds_lock=not is_ready and is_ours and lock.acquire())):
+            match next_step(EntryState(is_ready, holds_lock=not is_ready and is_ours and lock.acquire())):
                 case "use":
                     return use
                 case "fetch":
-                    # somebody may have completed it between our look and the lock
+                    # another process may have completed it between our check and the lock
                     if entry.marker() is None:
                         await fill()
                 case "follow":

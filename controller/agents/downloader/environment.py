@@ -63,7 +63,7 @@ class Environment:
 
 
 def library(module: str, extra: str) -> Any:  # noqa: ANN401 - modules have no common type
-    """The module; raises LibraryMissing, which says what to install."""
+    """The module; raises LibraryMissing with the package to install."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

@@ -21,11 +21,11 @@ from controller.agents.downloader.core.fetch_plan import (
     forgetting_line,
     journal_head,
     journal_line,
+    listing_digest,
     parts_of,
     read_journal,
     wait_s,
 )
-from controller.agents.downloader.core.listing import listing_digest
 from controller.agents.downloader.files import digest_of, in_thread
 from controller.agents.downloader.transfer import Range
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from controller.agents.downloader.cache import CacheEntry
-    from controller.agents.downloader.core.listing import Listing, RemoteFile
+    from controller.agents.downloader.core.fetch_plan import Listing, RemoteFile
     from controller.agents.downloader.progress import Tracker
-    from controller.agents.downloader.sources.source import Source
+    from controller.agents.downloader.sources.source import RemoteSource
     from controller.agents.downloader.transfer import Transfer
 
 _MIB: Final = 1024**2
@@ -72,13 +72,13 @@ class _Target(NamedTuple):
 
 
 class Fetch:
-    """One run over one entry, whose lock the caller holds. ``check_room``: raises DiskFull; asked while a file comes
-    of unknown size, which may have no end.
+    """One run over one entry, whose lock the caller holds. ``check_space``: raises DiskFull; called during the download
+    of a file of unknown size, which may be endless.
     """
 
     def __init__(
         self,
-        source: Source,
+        source: RemoteSource,
         transfer: Transfer,
         entry: CacheEntry,
         tracker: Tracker,
@@ -86,10 +86,10 @@ class Fetch:
         listing: Listing,
         sizes: Sizes,
         retry: RetryPolicy,
-        check_room: Callable[[], None] = lambda: None,
+        check_space: Callable[[], None] = lambda: None,
     ) -> None:
         self._source = source
-        self._check_room = check_room
+        self._check_space = check_space
         self._transfer = transfer
         self._entry = entry
         self._tracker = tracker
@@ -118,7 +118,7 @@ class Fetch:
             self._stopped.set()
 
     def missing_bytes(self) -> int:
-        """Bytes still to be written, of files whose size is known."""
+        """Bytes still to be written, of files of known size."""
         there = self._there()
         return sum(
             (file.size or 0) - sum(span.end - span.start for span in there.get(index, ()))
@@ -145,7 +145,7 @@ class Fetch:
             wanted = list(parts_of(index, file, spans, self._sizes.part)) or [Part(index, file.size or 0, file.size)]
             self._left[index] = len(wanted)
             parts.extend(wanted)
-        self._tracker.there(files=done, size=size)
+        self._tracker.add_present(files=done, size=size)
         return parts
 
     def _there(self) -> dict[int, list[Span]]:
@@ -182,14 +182,14 @@ class Fetch:
             except Unavailable as error:
                 failures = 1 if position.at > before else failures + 1
                 if not file.ranges or part.end is None:
-                    self._tracker.lost(position.at - part.start)
+                    self._tracker.subtract_lost(position.at - part.start)
                     position = _Position(part.start)
                 pause_s = (
                     wait_s(self._retry, failures, error.retry_after_s, self._chance) if error.is_temporary else None
                 )
                 if pause_s is None:
                     raise
-                self._tracker.retried(error, pause_s)
+                self._tracker.count_retry(error, pause_s)
                 await asyncio.sleep(pause_s)
 
     async def _attempt(self, part: Part, position: _Position, file: RemoteFile, path: Path) -> None:
@@ -203,7 +203,7 @@ class Fetch:
             async with self._transfer.open(request, wanted) as chunks:
                 await self._write(descriptor, _Target(part, file.path, position), chunks)
         finally:
-            # what came before a failure counts, too; a full disk says so where it is written to
+            # bytes received before a failure count, too; a full disk is reported by the write
             if file.ranges and position.at > position.noted:
                 with contextlib.suppress(OSError):
                     self._note(descriptor, part.file, position)
@@ -216,17 +216,17 @@ class Fetch:
                 if part.end is not None and position.at + len(block) > part.end:
                     raise SourceChanged(f"{target.name} is longer than it was said to be")
                 if part.end is None:
-                    self._check_room()
+                    self._check_space()
                 await in_thread(_write_at, descriptor, block, position.at)
                 position.at += len(block)
-                self._tracker.fetched(len(block))
+                self._tracker.add_fetched(len(block))
                 if position.at - position.noted >= self._sizes.record and part.end is not None:
                     await in_thread(self._note, descriptor, part.file, position)
         if part.end is not None and position.at < part.end:
             raise Unavailable(f"{target.name} was cut short: {part.end - position.at} bytes are missing")
 
     def _note(self, descriptor: int, index: int, position: _Position) -> None:
-        """The bytes first, then the line that says that they are there."""
+        """Write the bytes to the disk first, then the journal line that records them."""
         span = Span(position.noted, position.at)
         os.fdatasync(descriptor)
         with self._entry.journal.open("a") as journal:
@@ -243,7 +243,7 @@ class Fetch:
         self._tracker.file_done()
 
     def _verify(self, file: RemoteFile, path: Path) -> None:
-        """Compare the file with what its source says, and move it to where engines look. A wrong one is removed."""
+        """Compare the file with the source's checksum, and move it to where engines read it. A wrong one is removed."""
         size = path.stat().st_size
         if file.size is not None and size != file.size:
             path.unlink()
@@ -273,7 +273,7 @@ def first_of(failures: BaseExceptionGroup[Exception]) -> Exception:
 
 
 async def _blocks(chunks: AsyncGenerator[bytes], size: int) -> AsyncGenerator[bytes]:
-    """Chunks gathered to about ``size`` bytes, so that threads are asked less often."""
+    """Chunks gathered to about ``size`` bytes, to reduce calls of threads."""
     gathered = bytearray()
     async for chunk in chunks:
         gathered += chunk

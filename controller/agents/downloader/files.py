@@ -17,8 +17,8 @@ from controller.agents.downloader.core.errors import (
     NotThere,
     UriInvalid,
 )
-from controller.agents.downloader.core.listing import Checksum, safe_path
-from controller.agents.downloader.core.uri import ClaimPlace
+from controller.agents.downloader.core.fetch_plan import Checksum, safe_path
+from controller.agents.downloader.core.uri import ClaimLocation
 from controller.agents.downloader.environment import library
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from io import FileIO
     from pathlib import Path
 
-    from controller.agents.downloader.core.listing import Wanted
-    from controller.agents.downloader.core.uri import FilePlace
+    from controller.agents.downloader.core.fetch_plan import FileSelection
+    from controller.agents.downloader.core.uri import FileLocation
 
 _BLOCK: Final = 1024**2
 
@@ -148,7 +148,7 @@ def _link_each(directory: Path, target: Path, cache: Path) -> None:
 
 
 def _replace(path: Path, target: Path) -> None:
-    """At once: nobody finds no link, or half of one."""
+    """Replace a link atomically: a reader never finds none, or half of one."""
     if path.exists() and not path.is_symlink():
         raise CacheUnusable(f"{path} is there and is no link of ours; it is not replaced")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -165,7 +165,7 @@ async def in_thread(
 ) -> _T:
     """Run ``function`` in a thread. If we are cancelled, it is waited for: nothing writes to a file that we close.
 
-    ``on_cancel`` asks the thread to end early.
+    ``on_cancel`` makes the thread end early.
     """
     running = asyncio.get_running_loop().run_in_executor(None, lambda: function(*arguments))
     try:
@@ -176,33 +176,33 @@ async def in_thread(
         raise
 
 
-def locate(place: ClaimPlace | FilePlace, claims: Path, files: Path) -> Path:
+def locate(place: ClaimLocation | FileLocation, claims: Path, files: Path) -> Path:
     """The directory or file, with links resolved.
 
     ``claims``: below which claims are mounted by name. ``files``: below which ``file://`` must be. Raises NotThere,
     AccessRefused, and ContentRefused if a link leads out of them.
     """
-    root = claims / place.claim if isinstance(place, ClaimPlace) else files
-    asked = root / place.path if isinstance(place, ClaimPlace) else files.__class__(place.path)
+    root = claims / place.claim if isinstance(place, ClaimLocation) else files
+    wanted = root / place.path if isinstance(place, ClaimLocation) else files.__class__(place.path)
     try:
-        found = asked.resolve(strict=True)
+        found = wanted.resolve(strict=True)
         top = root.resolve(strict=True)
         if not found.is_relative_to(top):
-            raise ContentRefused(f"{asked} leads out of {root}")
+            raise ContentRefused(f"{wanted} leads out of {root}")
         if found.is_dir():
             next(found.iterdir(), None)
         else:
             found.open("rb").close()
     except FileNotFoundError as error:
-        raise NotThere(f"{asked} does not exist; is the volume mounted?") from error
+        raise NotThere(f"{wanted} does not exist; is the volume mounted?") from error
     except PermissionError as error:
-        raise AccessRefused(f"{asked} may not be read by this user") from error
+        raise AccessRefused(f"{wanted} may not be read by this user") from error
     except OSError as error:
-        raise NotThere(f"{asked} cannot be read: {error.strerror}") from error
+        raise NotThere(f"{wanted} cannot be read: {error.strerror}") from error
     return found
 
 
-def check_local(wanted: Wanted, found: Path) -> None:
+def check_local(wanted: FileSelection, found: Path) -> None:
     """Raises UriInvalid for what needs a copy, and ChecksumMismatch."""
     if wanted.revision or wanted.allow or wanted.ignore:
         raise UriInvalid("--revision, --allow and --ignore need a copy; pvc:// and file:// make none")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranges of files over HTTP: redirects, time-outs, and what each answer means.
 
-Every remote scheme goes through here.
+All remote schemes use this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from yarl import URL
 
 from controller.agents.downloader.core.errors import AccessRefused, NotThere, SourceChanged, Unavailable
 from controller.agents.downloader.core.fetch_plan import Pace
-from controller.agents.downloader.core.uri import shown
+from controller.agents.downloader.core.uri import redact_uri
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -42,10 +42,10 @@ class Timeouts(msgspec.Struct, frozen=True):
     redirects: int = 5
 
 
-class Request(msgspec.Struct, frozen=True):
-    """Where to ask and with which headers; both may hold credentials, so it is never printed.
+class HttpRequest(msgspec.Struct, frozen=True):
+    """URL and headers; both may hold credentials, so it is never printed.
 
-    ``has_range``: the URL itself says which range is wanted, and the answer is a plain 200.
+    ``has_range``: the URL itself has the range, and the answer is a plain 200.
     """
 
     url: str
@@ -53,7 +53,7 @@ class Request(msgspec.Struct, frozen=True):
     has_range: bool = False
 
     def __repr__(self) -> str:
-        return f"Request({shown(self.url)!r})"
+        return f"Request({redact_uri(self.url)!r})"
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -85,20 +85,20 @@ class Transfer:
         self._tls = tls
 
     async def document(
-        self, request: Request, *, method: str = "GET", body: bytes | None = None, allow: Sequence[int] = ()
+        self, request: HttpRequest, *, method: str = "GET", body: bytes | None = None, allow: Sequence[int] = ()
     ) -> Document:
-        """A small answer; raises what ``failure`` says of its status, unless ``allow`` has it."""
+        """A small answer; raises the ``failure`` of its status, unless ``allow`` has it."""
         async with self._answer(request, method=method, body=body, allow=allow) as answer:
             content = bytearray()
             async with contextlib.aclosing(self._chunks(answer)) as chunks:
                 async for chunk in chunks:
                     content += chunk
                     if len(content) > _LARGEST_DOCUMENT:
-                        raise Unavailable(f"{shown(request.url)} answers with too much", is_temporary=False)
+                        raise Unavailable(f"{redact_uri(request.url)} answers with too much", is_temporary=False)
             headers = {name.lower(): value for name, value in answer.headers.items()}
             return Document(answer.status, headers, bytes(content))
 
-    async def head(self, request: Request) -> Document:
+    async def head(self, request: HttpRequest) -> Document:
         """Status and headers of a file without its bytes: of its first byte, because not every server answers HEAD."""
         ranged = msgspec.structs.replace(request, headers={**request.headers, "Range": "bytes=0-0"})
         async with self._answer(ranged, allow=(416,)) as answer:
@@ -107,7 +107,7 @@ class Transfer:
             return Document(answer.status, headers, b"")
 
     @contextlib.asynccontextmanager
-    async def open(self, request: Request, wanted: Range) -> AsyncIterator[AsyncGenerator[bytes]]:
+    async def open(self, request: HttpRequest, wanted: Range) -> AsyncIterator[AsyncGenerator[bytes]]:
         """The range's bytes in chunks of at most 256 KiB.
 
         Raises SourceChanged if the answer is of another version or size, and Unavailable if it is of another range.
@@ -116,7 +116,7 @@ class Transfer:
         if wanted.ranged and wanted.end is not None and wanted.end > wanted.start and not request.has_range:
             headers["Range"] = f"bytes={wanted.start}-{wanted.end - 1}"
         async with self._answer(msgspec.structs.replace(request, headers=headers)) as answer:
-            _check(answer, wanted, shown(request.url), has_range=request.has_range)
+            _check(answer, wanted, redact_uri(request.url), has_range=request.has_range)
             async with contextlib.aclosing(self._chunks(answer)) as chunks:
                 yield chunks
 
@@ -126,11 +126,13 @@ class Transfer:
         async for chunk in answer.content.iter_chunked(_CHUNK):
             yield chunk
             if pace.is_too_slow(len(chunk), _now_s()):
-                raise Unavailable(f"{shown(str(answer.url))} sends less than {timeouts.least_rate:.0f} bytes a second")
+                raise Unavailable(
+                    f"{redact_uri(str(answer.url))} sends less than {timeouts.least_rate:.0f} bytes a second"
+                )
 
     @contextlib.asynccontextmanager
     async def _answer(
-        self, request: Request, *, method: str = "GET", body: bytes | None = None, allow: Sequence[int] = ()
+        self, request: HttpRequest, *, method: str = "GET", body: bytes | None = None, allow: Sequence[int] = ()
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         timeouts = self._timeouts
         # pool: a connection that waits for another's end is not a server that stalls
@@ -150,15 +152,17 @@ class Transfer:
                 ) as answer:
                     if answer.status not in _REDIRECTS or "location" not in answer.headers:
                         if answer.status >= 300 and answer.status not in allow:
-                            raise failure(answer.status, shown(url), answer.headers.get("retry-after"))
+                            raise failure(answer.status, redact_uri(url), answer.headers.get("retry-after"))
                         yield answer
                         return
                     target = urljoin(url, answer.headers["location"])
                     headers = _redirected(url, target, headers)
                     url = target
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-            raise Unavailable(f"{shown(url)}: {_reason(error)}") from error
-        raise Unavailable(f"{shown(request.url)} redirects more than {timeouts.redirects} times", is_temporary=False)
+            raise Unavailable(f"{redact_uri(url)}: {_reason(error)}") from error
+        raise Unavailable(
+            f"{redact_uri(request.url)} redirects more than {timeouts.redirects} times", is_temporary=False
+        )
 
 
 def failure(status: int, where: str, retry_after: str | None = None) -> Exception:
@@ -227,9 +231,9 @@ def _redirected(url: str, target: str, headers: Mapping[str, str]) -> dict[str, 
     """
     before, after = urlsplit(url), urlsplit(target)
     if after.scheme not in ("http", "https"):
-        raise Unavailable(f"{shown(url)} redirects to {after.scheme}:", is_temporary=False)
+        raise Unavailable(f"{redact_uri(url)} redirects to {after.scheme}:", is_temporary=False)
     if before.scheme == "https" and after.scheme == "http":
-        raise Unavailable(f"{shown(url)} redirects from TLS to plain HTTP", is_temporary=False)
+        raise Unavailable(f"{redact_uri(url)} redirects from TLS to plain HTTP", is_temporary=False)
     if (before.scheme, before.netloc) == (after.scheme, after.netloc):
         return dict(headers)
     return {
@@ -238,7 +242,7 @@ def _redirected(url: str, target: str, headers: Mapping[str, str]) -> dict[str, 
 
 
 def _encoded(url: str) -> URL:
-    """As it is: a signed URL may not be encoded anew."""
+    """The URL unchanged: a signed URL must not be encoded again."""
     return URL(url, encoded=True)
 
 

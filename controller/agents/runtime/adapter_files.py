@@ -25,7 +25,7 @@ from controller.agents.runtime.adapter_names import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from controller.agents.runtime.adapter_names import Declared
+    from controller.agents.runtime.adapter_names import DeclaredAdapter
     from controller.agents.runtime.settings import AdapterSettings
 
 _DOWNLOADER: Final = (sys.executable, "-m", "attache", "download")
@@ -77,16 +77,16 @@ class DownloaderProcess:
             )
         except OSError as error:
             raise DownloadFailed(f"the downloader cannot be started: {error}") from error
-        said = b""
+        output = b""
         try:
             if process.stderr is not None:
                 while chunk := await process.stderr.read(_KEPT_BYTES):
-                    said = (said + chunk)[-_KEPT_BYTES:]
+                    output = (output + chunk)[-_KEPT_BYTES:]
             status = await process.wait()
         finally:
             await _end(process)
         if status:
-            lines = said.decode(errors="replace").strip().splitlines()
+            lines = output.decode(errors="replace").strip().splitlines()
             raise DownloadFailed(lines[-1] if lines else f"the downloader ended with status {status}")
         if not link.exists():  # noqa: ASYNC240 - one stat of a local file
             raise DownloadFailed(f"the downloader made no {link}")
@@ -94,7 +94,7 @@ class DownloaderProcess:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """SIGTERM, so that it lets go of its lock, then SIGKILL."""
+    """SIGTERM, so that it releases its lock, then SIGKILL."""
     if process.returncode is not None:
         return
     process.terminate()
@@ -114,7 +114,7 @@ class AdapterFiles:
         self._downloads = downloads
         self._is_repository = is_repository
 
-    def place(self, name: str, source: str, declared: Declared | None) -> tuple[str, str]:
+    def place(self, name: str, source: str, declared: DeclaredAdapter | None) -> tuple[str, str]:
         """The source, and the path of its files; raises NameInvalid or NotDeclared for what is not allowed.
 
         ``source``: empty for that of ``declared``. Both are empty for a model that is in the repository already.

@@ -1,37 +1,247 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads and unloads adapters, one change of the engine at a time, as callers and the file ask."""
+"""Loads and unloads adapters as callers and the file request, one change of the engine at a time.
+
+``AdapterUsage`` keeps when each was last in use, and which files it has, where the engine does not report that. It
+determines which adapter is evicted when the engine is full.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from controller.agents.runtime.adapter_choice import AdapterUses, Failure, Shelf, Wishes, changes, next_step
 from controller.agents.runtime.adapter_files import DownloadFailed
-from controller.agents.runtime.adapter_names import NotDeclared
+from controller.agents.runtime.adapter_names import DeclaredAdapter, NotDeclared
 from controller.agents.runtime.engine_client import EngineFailed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from controller.agents.runtime.adapter_files import AdapterFiles
-    from controller.agents.runtime.adapter_names import Declared, DeclaredFile
+    from controller.agents.runtime.adapter_names import DeclaredFile
     from controller.agents.runtime.engine_client import EngineClient
     from controller.agents.runtime.metrics import Counters, EnginePage
     from controller.agents.runtime.settings import AdapterSettings
     from extproc.engines.dialects import Dialect
 
+_FIRST_RETRY_S: Final = 2.0
+_LONGEST_RETRY_S: Final = 120.0
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """A loaded adapter. ``path``: from the engine, empty if it lists none. ``used_at_s``: last in use, or loaded."""
+
+    name: str
+    path: str = ""
+    used_at_s: float = 0.0
+    is_in_use: bool = False
+
+
+class EngineAdapters(msgspec.Struct, frozen=True):
+    """The engine's adapters. ``limit``: most adapters, 0 if unknown. ``pinned``: never evicted.
+
+    ``tells_use``: False while it is unknown which adapters are in use, although the engine reports it.
+    """
+
+    loaded: Mapping[str, Adapter]
+    pinned: frozenset[str] = frozenset()
+    limit: int = 0
+    tells_use: bool = True
+
+    @property
+    def is_full(self) -> bool:
+        """Whether an adapter must be evicted before another can be loaded."""
+        return bool(self.limit) and len(self.loaded) >= self.limit
+
+
+class AdapterAction(msgspec.Struct, frozen=True):
+    """What to do next to have an adapter: nothing, load it, or unload another (or an older version of it) first."""
+
+    kind: Literal["loaded", "load", "unload", "busy"]
+    name: str = ""
+    why: str = ""
+
+
+def next_step(shelf: EngineAdapters, name: str, path: str, *, keep_s: float, now_s: float) -> AdapterAction:
+    """How to have ``name`` with the files at ``path``. ``keep_s``: see ``victim``."""
+    held = shelf.loaded.get(name)
+    if held is not None and (not path or not held.path or held.path == path):
+        return AdapterAction("loaded", name)
+    if held is not None:
+        if _may_go(held, shelf, keep_s, now_s, ignores_pin=True):
+            return AdapterAction("unload", name, "replaced")
+        return AdapterAction("busy", name, f"{name} is in use with other files")
+    if not shelf.is_full:
+        return AdapterAction("load", name)
+    chosen = victim(shelf, keep_s=keep_s, now_s=now_s)
+    if chosen:
+        return AdapterAction("unload", chosen, "evicted")
+    return AdapterAction(
+        "busy", name, f"the engine holds {len(shelf.loaded)} adapters, and all of them are pinned or in use"
+    )
+
+
+def victim(shelf: EngineAdapters, *, keep_s: float, now_s: float) -> str:
+    """The least recently used adapter that may go; empty if none may.
+
+    One that was in use, or loaded, less than ``keep_s`` ago stays: requests for it may be on their way to the engine.
+    """
+    candidates = [one for one in shelf.loaded.values() if _may_go(one, shelf, keep_s, now_s)]
+    return min(candidates, key=lambda one: (one.used_at_s, one.name)).name if candidates else ""
+
+
+def _may_go(one: Adapter, shelf: EngineAdapters, keep_s: float, now_s: float, *, ignores_pin: bool = False) -> bool:
+    if one.is_in_use or not shelf.tells_use or now_s - one.used_at_s < keep_s:
+        return False
+    return ignores_pin or one.name not in shelf.pinned
+
+
+class LoadFailures(msgspec.Struct, frozen=True):
+    """Loads of an adapter that failed in a row."""
+
+    times: int
+    at_s: float
+    message: str
+
+
+def retry_at_s(failure: LoadFailures) -> float:
+    """When a declared adapter is tried again."""
+    return failure.at_s + min(_FIRST_RETRY_S * 2.0 ** min(failure.times - 1, 10), _LONGEST_RETRY_S)
+
+
+class AdapterChanges(msgspec.Struct, frozen=True):
+    """The changes that the file of declared adapters requires."""
+
+    load: tuple[str, ...] = ()
+    unload: tuple[str, ...] = ()
+
+
+class WantedAdapters(msgspec.Struct, frozen=True):
+    """``declared``: by the file. ``paths``: where the files of each belong. ``removed``: from the file lately.
+
+    ``unwanted``: declared, but unloaded by a call. ``coming``: being loaded.
+    """
+
+    declared: Mapping[str, DeclaredAdapter]
+    paths: Mapping[str, str]
+    removed: frozenset[str] = frozenset()
+    unwanted: frozenset[str] = frozenset()
+    coming: frozenset[str] = frozenset()
+    failures: Mapping[str, LoadFailures] = {}
+
+
+def changes(shelf: EngineAdapters, wishes: WantedAdapters, *, keep_s: float, now_s: float) -> AdapterChanges:
+    """Pinned adapters are loaded whatever has to go for them, others of the file while there is room.
+
+    Level-triggered: an engine that has started again holds none of them, so all are loaded again.
+    """
+    wanted = [name for name in wishes.declared if _is_due(name, shelf, wishes, now_s)]
+    pinned = [name for name in wanted if wishes.declared[name].pinned]
+    room = shelf.limit - len(shelf.loaded) - len(wishes.coming) - len(pinned) if shelf.limit else len(wanted)
+    others = [name for name in wanted if not wishes.declared[name].pinned]
+    # one with other files than declared takes its own place
+    replaced = [name for name in others if name in shelf.loaded]
+    fresh = [name for name in others if name not in shelf.loaded]
+    unload = (
+        name
+        for name in sorted(wishes.removed)
+        if name not in wishes.declared and name in shelf.loaded and _may_go(shelf.loaded[name], shelf, keep_s, now_s)
+    )
+    return AdapterChanges((*pinned, *replaced, *fresh[: max(room, 0)]), tuple(unload))
+
+
+def _is_due(name: str, shelf: EngineAdapters, wishes: WantedAdapters, now_s: float) -> bool:
+    if name in wishes.unwanted or name in wishes.coming:
+        return False
+    failure = wishes.failures.get(name)
+    if failure is not None and now_s < retry_at_s(failure):
+        return False
+    held, path = shelf.loaded.get(name), wishes.paths.get(name, "")
+    return held is None or bool(path and held.path and held.path != path)
+
+
+_FINISHED = "finished_requests_total"
+_WAITING = "waiting_requests"
+
+
+class AdapterUsage:
+    """Only of adapters that are loaded, so it does not grow."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._tells_loras = bool(dialect.lora_info)
+        self._tells_models = dialect.adapters == "repository"
+        self._used_at_s: dict[str, float] = {}
+        self._finished: dict[str, float] = {}
+        self._paths: dict[str, str] = {}
+
+    def record_use(self, name: str, now_s: float) -> None:
+        """A load was requested: requests for the adapter are about to arrive."""
+        self._used_at_s[name] = now_s
+
+    def on_loaded(self, name: str, path: str, now_s: float) -> None:
+        """The engine has loaded it from ``path``."""
+        self._paths[name] = path
+        self.record_use(name, now_s)
+
+    def forget(self, name: str) -> None:
+        """It was unloaded."""
+        self._used_at_s.pop(name, None)
+        self._finished.pop(name, None)
+        self._paths.pop(name, None)
+
+    def are_known(self, page: EnginePage | None) -> bool:
+        """False if the engine reports which adapters are in use, but its page could not be read."""
+        return page is not None or not self._tells_loras
+
+    def adapters(self, listed: Mapping[str, str], page: EnginePage | None, now_s: float) -> dict[str, Adapter]:
+        """The loaded adapters with their last use. ``listed``: paths by name, empty where the engine lists none.
+
+        One that is seen for the first time counts as used now: the agent may have started after it was loaded.
+        """
+        for name in [name for name in self._used_at_s if name not in listed]:
+            self.forget(name)
+        for name in listed:
+            self._used_at_s.setdefault(name, now_s)
+        in_use: frozenset[str] = frozenset()
+        if page is not None:
+            in_use = self._models(page, now_s) if self._tells_models else self._loras(page, now_s)
+        return {
+            name: Adapter(name, path or self._paths.get(name, ""), self._used_at_s[name], name in in_use)
+            for name, path in listed.items()
+        }
+
+    def _loras(self, page: EnginePage, now_s: float) -> frozenset[str]:
+        use = page.adapters
+        if use is None:
+            return frozenset()
+        is_idle = page.total("running_requests") == 0 and page.total(_WAITING) == 0
+        for name, idle_s in use.idle_s.items():
+            if name in self._used_at_s:
+                self._used_at_s[name] = max(self._used_at_s[name], now_s - idle_s)
+        # an idle engine may leave its last series as it was
+        return frozenset() if is_idle else use.in_use
+
+    def _models(self, page: EnginePage, now_s: float) -> frozenset[str]:
+        """A V2 server counts, by model, finished and waiting requests."""
+        for name, finished in page.values.get(_FINISHED, {}).items():
+            if name in self._used_at_s and finished > self._finished.get(name, 0.0):
+                if name in self._finished:
+                    self._used_at_s[name] = now_s
+                self._finished[name] = finished
+        return frozenset(name for name, waiting in page.values.get(_WAITING, {}).items() if waiting)
+
+
 # Adapters that are loaded at the same time, downloads included.
 _MOST_COMING: Final = 32
-# Failures remembered: names come from callers.
+# Most failures kept: names come from callers.
 _MOST_FAILURES: Final = 256
 # Evictions and the load itself.
 _MOST_STEPS: Final = 8
 _LIST_TIMEOUT_S: Final = 10.0
-
 log = logging.getLogger(__name__)
 
 
@@ -71,10 +281,10 @@ class AdapterLoader:
         self._counters = counters
         self._page = page
         self._clock = clock
-        self._uses = AdapterUses(dialect)
+        self._uses = AdapterUsage(dialect)
         self.limit = settings.limit
         self._coming: dict[str, _Coming] = {}
-        self.failures: dict[str, Failure] = {}
+        self.failures: dict[str, LoadFailures] = {}
         self._unwanted: set[str] = set()
         # what is loaded may change only under this lock
         self._changing = asyncio.Lock()
@@ -85,9 +295,10 @@ class AdapterLoader:
         return frozenset(self._coming)
 
     async def load(self, name: str, source: str) -> tuple[str, ...]:
-        """Returns when the engine holds it: the adapters that went for it. ``source``: empty for that of the file.
+        """Load an adapter; returns the adapters evicted for it once the engine holds it. ``source``: empty for that of
+        the file.
 
-        Callers that ask for the same one meanwhile wait with the first; one that leaves does not end the load. Raises
+        Concurrent callers for the same adapter wait for one load; a caller that disconnects does not end it. Raises
         LoadRefused.
         """
         task = self._start(name, source)
@@ -117,8 +328,10 @@ class AdapterLoader:
         except ValueError as error:
             raise LoadRefused(400, str(error)) from error
 
-    async def shelf(self, *, with_use: bool = True) -> Shelf:
-        """What the engine holds now; raises LoadRefused if it does not tell. ``with_use``: and which is in use."""
+    async def shelf(self, *, with_use: bool = True) -> EngineAdapters:
+        """The engine's adapters now; raises LoadRefused if it does not list them. ``with_use``: also which are in
+        use.
+        """
         try:
             listed = await self._engine.loaded(timeout_s=_LIST_TIMEOUT_S)
         except EngineFailed as error:
@@ -128,10 +341,10 @@ class AdapterLoader:
         adapters = self._uses.adapters(listed, page, self._clock())
         slots = page.adapters.slots if page is not None and page.adapters is not None else 0
         self._counters.adapters = len(adapters)
-        return Shelf(adapters, pinned, self.limit or slots, self._uses.are_known(page))
+        return EngineAdapters(adapters, pinned, self.limit or slots, self._uses.are_known(page))
 
     async def follow_file(self) -> bool:
-        """Do what the file of adapters asks for, as far as the engine lets us now. To be called again and again.
+        """Apply the file of adapters, as far as the engine allows now. Called periodically.
 
         Returns whether all pinned adapters are there, or failed at least once.
         """
@@ -141,7 +354,7 @@ class AdapterLoader:
             return True
         shelf = await self.shelf()
         paths = {name: self._declared_path(name, one) for name, one in self.file.declared.items()}
-        wishes = Wishes(
+        wishes = WantedAdapters(
             declared=self.file.declared,
             paths=paths,
             removed=frozenset(self.file.removed),
@@ -159,8 +372,8 @@ class AdapterLoader:
                 _ = self._start(name, "")
         return shelf.pinned <= {*shelf.loaded, *self.failures}
 
-    def engine_started_again(self) -> None:
-        """Forget what the former engine said of its limits."""
+    def on_engine_restart(self) -> None:
+        """Drop the limits of the former engine."""
         self.limit = self._settings.limit
 
     async def aclose(self) -> None:
@@ -184,7 +397,7 @@ class AdapterLoader:
         self._coming[name] = _Coming(path, task)
         return task
 
-    def _declared_path(self, name: str, one: Declared) -> str:
+    def _declared_path(self, name: str, one: DeclaredAdapter) -> str:
         try:
             return self._place(name, one.uri)[1]
         except LoadRefused:
@@ -213,7 +426,7 @@ class AdapterLoader:
         shelf = await self.shelf(with_use=False)
         step = next_step(shelf, name, path, keep_s=self._settings.keep_s, now_s=self._clock())
         if step.kind == "loaded":
-            self._uses.touch(name, self._clock())
+            self._uses.record_use(name, self._clock())
         return step.kind == "loaded"
 
     async def _put(self, name: str, path: str) -> tuple[str, ...]:
@@ -223,7 +436,7 @@ class AdapterLoader:
             shelf = await self.shelf()
             step = next_step(shelf, name, path, keep_s=self._settings.keep_s, now_s=self._clock())
             if step.kind == "loaded":
-                self._uses.touch(name, self._clock())
+                self._uses.record_use(name, self._clock())
                 return tuple(gone)
             if step.kind == "busy":
                 raise LoadRefused(503, step.why, 1)
@@ -233,7 +446,7 @@ class AdapterLoader:
                 continue
             answer = await self._engine.load(name, path, timeout_s=self._settings.load_timeout_s)
             if answer.problem is None:
-                self._uses.loaded(name, path, self._clock())
+                self._uses.on_loaded(name, path, self._clock())
                 self._counters.adapters = len(shelf.loaded) + 1
                 return tuple(gone)
             if not answer.is_full or not shelf.loaded:
@@ -243,7 +456,7 @@ class AdapterLoader:
             log.info("the engine holds no more than %d adapters: %s", self.limit, answer.message)
         raise LoadRefused(503, f"no room was made for {name}", 1)
 
-    async def _unload(self, name: str, shelf: Shelf, why: str) -> None:
+    async def _unload(self, name: str, shelf: EngineAdapters, why: str) -> None:
         try:
             await self._engine.unload(name, timeout_s=self._settings.load_timeout_s)
         except EngineFailed as error:
@@ -266,7 +479,7 @@ class AdapterLoader:
         self._counters.loads["refused" if is_busy else "failed"] += 1
         before = self.failures.pop(name, None)
         times = 1 if before is None or is_busy else before.times + 1
-        self.failures[name] = Failure(times, self._clock(), str(error))
+        self.failures[name] = LoadFailures(times, self._clock(), str(error))
         while len(self.failures) > _MOST_FAILURES:
             del self.failures[next(iter(self.failures))]
         if before is None or before.message != str(error):

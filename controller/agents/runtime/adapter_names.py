@@ -21,7 +21,7 @@ _URI: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^\s]+")
 _DIGEST: Final = 12
 
 
-class Declared(msgspec.Struct, frozen=True):
+class DeclaredAdapter(msgspec.Struct, frozen=True):
     """An adapter of the file. ``uri``: may be empty for a model of a repository that has its files already."""
 
     uri: str = ""
@@ -29,16 +29,16 @@ class Declared(msgspec.Struct, frozen=True):
 
 
 class NameInvalid(ValueError):
-    """The message tells the caller what to correct."""
+    """The message has the correction for the caller."""
 
 
 class NotDeclared(ValueError):
-    """Not allowed now. The file of adapters may follow: a ConfigMap reaches pods later than others hear of it."""
+    """Not allowed now. The adapters' file may follow: a ConfigMap reaches pods later than it reaches other readers."""
 
 
 class SourcePolicy(msgspec.Struct, frozen=True):
     """``directories``: below which local paths may be. ``prefixes``: with which URIs must begin; none: any.
-    ``declared_only``: calls load what the file declares, from where it says, and nothing else.
+    ``declared_only``: calls may load only adapters of the file, from their declared sources.
     """
 
     directories: tuple[Path, ...] = ()
@@ -95,13 +95,13 @@ def link_name(name: str, uri: str) -> str:
 
 def read_declared(
     content: bytes, policy: SourcePolicy, *, is_directory: bool = False
-) -> tuple[dict[str, Declared], dict[str, str]]:
+) -> tuple[dict[str, DeclaredAdapter], dict[str, str]]:
     """The adapters of the file, and the mistakes of those that cannot be used; raises ValueError for a broken file."""
     try:
         written = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
     except msgspec.DecodeError as error:
         raise ValueError(f"no JSON object of adapters: {error}") from error
-    found: dict[str, Declared] = {}
+    found: dict[str, DeclaredAdapter] = {}
     mistakes: dict[str, str] = {}
     for name, raw in written.items():
         try:
@@ -111,12 +111,12 @@ def read_declared(
     return found, mistakes
 
 
-def _declared(name: str, raw: msgspec.Raw, policy: SourcePolicy, *, is_directory: bool) -> Declared:
+def _declared(name: str, raw: msgspec.Raw, policy: SourcePolicy, *, is_directory: bool) -> DeclaredAdapter:
     """Raises ValueError or DecodeError."""
-    one = msgspec.json.decode(raw, type=Declared)
+    one = msgspec.json.decode(raw, type=DeclaredAdapter)
     check_name(name, is_directory=is_directory)
     if is_uri(one.uri):
-        # whoever writes the file is not bound by --allow-uri
+        # --allow-uri does not apply to adapters of the file
         check_uri(one.uri, SourcePolicy())
     elif one.uri:
         local_path(one.uri, policy)
@@ -132,11 +132,11 @@ log = logging.getLogger(__name__)
 class DeclaredFile:
     """``declared``: of the last good file. ``problem``: of the present one, empty if it is good.
 
-    ``removed``: names that were in an earlier file and are in none now, until they are forgotten.
+    ``removed``: names of an earlier file that the present one lacks, until they are dropped.
     """
 
     def __init__(self, path: Path | None, policy: SourcePolicy, *, is_directory: bool) -> None:
-        self.declared: Mapping[str, Declared] = {}
+        self.declared: Mapping[str, DeclaredAdapter] = {}
         self.removed: set[str] = set()
         self.problem = ""
         self._path = path

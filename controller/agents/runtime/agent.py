@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's parts joined: probes, metrics, drain and adapters, until it is told to end."""
+"""The agent's parts joined: probes, metrics, drain and adapters, until its termination."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 
 class Agent:
-    """``clock``: monotonic seconds; ``unix_clock``: by which engines tell times. ``follow_s``: between looks at
-    adapters.
+    """``clock``: monotonic seconds; ``unix_clock``: that of engines' timestamps. ``follow_s``: seconds between two
+    reads of adapters.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Agent:
         return self.drainer.drain is not None
 
     def why_not_ready(self) -> str:
-        """Empty if the engine should get requests. Pinned adapters come first; one that fails holds up nobody for
-        ever.
+        """Empty if the engine should get requests. Pinned adapters are loaded first; one that fails delays readiness
+        for a limited time.
         """
         why = self.watch.why_not_ready(is_draining=self.is_draining)
         if not why and self.settings.dialect.adapters and not self._has_pinned:
@@ -82,7 +82,7 @@ class Agent:
         return why
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Serve until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.watch.probe_forever())
@@ -99,7 +99,7 @@ class Agent:
             running = tasks.create_task(self.run())
             await ending.wait()
             await self.drainer.begin()
-            await self.drainer.ended()
+            await self.drainer.wait_until_drained()
             running.cancel()
 
     async def metrics_page(self) -> str:
@@ -125,14 +125,14 @@ class Agent:
         while True:
             is_starting = self.watch.health.phase == "starting"
             if is_starting and not was_starting:
-                self.loader.engine_started_again()
+                self.loader.on_engine_restart()
                 self._has_pinned = self.settings.adapters.file is None
             was_starting = is_starting
             if is_starting and self.settings.dialect.adapters != "repository":
-                # a mistake in it is said early
+                # a mistake in it is reported early
                 self.file.poll()
             elif not self.is_draining:
                 # a V2 server answers for its models only once they are loaded
-                with contextlib.suppress(LoadRefused):  # the engine does not tell now: it is asked again
+                with contextlib.suppress(LoadRefused):  # the engine cannot report now: it is queried again
                     self._has_pinned = await self.loader.follow_file() or self._has_pinned
             await asyncio.sleep(self._follow_s)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drain: it is over when nothing runs and nothing waits in the engine, or when the grace has ended.
+"""A drain: it ends when no request runs or waits in the engine, or when the grace period is over.
 
-``Drain`` decides; ``Drainer`` carries it out. The caller that asked for it may leave meanwhile.
+``Drain`` decides; ``Drainer`` carries it out. The drain continues if its caller disconnects.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class DrainSettings(msgspec.Struct, frozen=True):
     timeout_s: float = 600.0
 
 
-class Load(msgspec.Struct, frozen=True):
-    """What a metrics page says. None: it does not tell. ``is_gone``: nobody listens on the engine's port any more."""
+class EngineLoad(msgspec.Struct, frozen=True):
+    """The load on a metrics page. None: not reported. ``is_gone``: the engine's port refuses connections."""
 
     running: float | None = None
     waiting: float | None = None
@@ -41,27 +41,28 @@ class Load(msgspec.Struct, frozen=True):
 class Drain(msgspec.Struct, frozen=True):
     """A drain that has begun.
 
-    ``load``: the last that the engine told. ``quiet``: pages in a row that showed nothing. ``outcome``: empty while it
-    lasts.
+    ``load``: the last one read. ``quiet``: consecutive pages without requests. ``outcome``: empty while it lasts.
     """
 
     began_at_s: float
-    load: Load = Load()
+    load: EngineLoad = EngineLoad()
     quiet: int = 0
     outcome: Outcome = ""
     ended_at_s: float = 0.0
 
 
-def observed(drain: Drain, load: Load, settings: DrainSettings, *, finishes_requests: bool, now_s: float) -> Drain:
-    """The drain after a look at the engine. ``finishes_requests``: see Dialect.
+def observe_engine(
+    drain: Drain, load: EngineLoad, settings: DrainSettings, *, finishes_requests: bool, now_s: float
+) -> Drain:
+    """The drain after a read of the engine's page. ``finishes_requests``: see Dialect.
 
-    Metrics that are not to be had say nothing: then the grace decides.
+    Without metrics the grace period decides.
     """
     if drain.outcome:
         return drain
     is_quiet = _is_quiet(load, finishes_requests=finishes_requests)
-    told = drain.load if load == Load() else load
-    drain = replace(drain, load=told, quiet=drain.quiet + 1 if is_quiet else 0)
+    latest = drain.load if load == EngineLoad() else load
+    drain = replace(drain, load=latest, quiet=drain.quiet + 1 if is_quiet else 0)
     outcome: Outcome = ""
     elapsed_s = now_s - drain.began_at_s
     if drain.quiet >= _IN_A_ROW and load.is_gone:
@@ -73,7 +74,7 @@ def observed(drain: Drain, load: Load, settings: DrainSettings, *, finishes_requ
     return replace(drain, outcome=outcome, ended_at_s=now_s) if outcome else drain
 
 
-def _is_quiet(load: Load, *, finishes_requests: bool) -> bool:
+def _is_quiet(load: EngineLoad, *, finishes_requests: bool) -> bool:
     if load.is_gone:
         return True
     if load.running is None and not finishes_requests:
@@ -93,7 +94,7 @@ class Drainer:
     def __init__(
         self,
         settings: DrainSettings,
-        load: Callable[[], Awaitable[Load]],
+        load: Callable[[], Awaitable[EngineLoad]],
         *,
         finishes_requests: bool,
         clock: Callable[[], float],
@@ -123,26 +124,26 @@ class Drainer:
             self._changed.notify_all()
             return True
 
-    async def ended(self) -> Drain | None:
+    async def wait_until_drained(self) -> Drain | None:
         """The drain when it is over; None when it was taken back."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.drain is None or bool(self.drain.outcome))
             return self.drain
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run drains until cancelled."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self.drain is not None and not self.drain.outcome)
-            await self._look()
+            await self._poll()
             await asyncio.sleep(min(_PAUSE_S, self._left_s()))
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         load = await self._bounded_load()
         async with self._changed:
             if self.drain is None:
                 return
-            self.drain = observed(
+            self.drain = observe_engine(
                 self.drain, load, self._settings, finishes_requests=self._finishes_requests, now_s=self._clock()
             )
             if self.drain.outcome:
@@ -150,13 +151,13 @@ class Drainer:
                 log.info("drained in %.1f s: %s", elapsed_s, self.drain.outcome)
                 self._changed.notify_all()
 
-    async def _bounded_load(self) -> Load:
+    async def _bounded_load(self) -> EngineLoad:
         """Not longer than the grace lasts, also if the engine's metrics hang."""
         try:
             async with asyncio.timeout(self._left_s()):
                 return await self._load()
         except TimeoutError:
-            return Load()
+            return EngineLoad()
 
     def _left_s(self) -> float:
         """Of the grace."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP to the engine: a connection for each request, bounded in time and size; requests that probe and warm up a model.
 
-Redirects are not followed: the engine's key and what it is told to load are for the engine alone. Nothing is unpacked,
-as a small answer may become a large one.
+Redirects are not followed: the engine's key and the adapters' paths are for the engine alone. Nothing is unpacked, as a
+small answer may become a large one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from extproc.engines.answers import adapters_in, answer_to_load, is_unloaded, message_of, repository_models
+from extproc.protocol import Api
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -24,46 +25,51 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from extproc.engines.answers import LoadAnswer
-    from extproc.engines.dialects import Api, Dialect
+    from extproc.engines.dialects import Dialect
 
 _WORD: Final = " hello"
 
 
 class ModelRequest(msgspec.Struct, frozen=True):
-    """A POST. ``proof``: the member of the answer that must be a list with something in it; empty: status 200 will
-    do.
+    """A POST. ``proof``: the member of the response that must be a non-empty list; empty: status 200 suffices.
+    ``is_form``: the body is a form, else JSON.
     """
 
     path: str
     body: dict[str, Any]
     proof: str = ""
+    is_form: bool = False
 
 
-_PATHS: Final[Mapping[Api, tuple[str, str]]] = MappingProxyType(
+# APIs that serve a model's first request, tried in order, with the ``proof`` of each.
+PROBES: Final[Mapping[Api, str]] = MappingProxyType(
     {
-        "completions": ("/v1/completions", "choices"),
-        "chat": ("/v1/chat/completions", "choices"),
-        "embeddings": ("/v1/embeddings", "data"),
+        Api.COMPLETIONS: "choices",
+        Api.CHAT: "choices",
+        Api.EMBEDDINGS: "data",
+        # engines differ in the form of these answers
+        Api.RERANK: "",
+        Api.SCORE: "",
+        Api.TRANSCRIPTIONS: "",
+        Api.SPEECH: "",
     }
 )
 
 
-def model_request(api: Api, *, model: str, prompt: str, max_tokens: int) -> ModelRequest:
-    """A request by one of OpenAI's APIs."""
-    path, proof = _PATHS[api]
-    body: dict[str, Any] = {"model": model}
-    match api:
-        case "chat":
-            body |= {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "temperature": 0}
-        case "completions":
-            body |= {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        case _:
-            body |= {"input": prompt}
-    return ModelRequest(path, body, proof)
+def build_model_request(api: Api, *, model: str, prompt: str, max_tokens: int) -> ModelRequest:
+    """The example of ``api`` with another prompt."""
+    spec = api.spec
+    body: dict[str, Any] = {"model": model, **spec.example}
+    if spec.prompt == "messages":
+        body["messages"] = [{"role": "user", "content": prompt}]
+    body |= {name: prompt for name in ("prompt", "input", "query", "text_1") if name in body}
+    if "max_tokens" in body:
+        body |= {"max_tokens": max_tokens, "temperature": 0}
+    return ModelRequest(spec.paths[0], body, PROBES[api], is_form=spec.body == "form")
 
 
 def is_answer(content: bytes, proof: str) -> bool:
-    """Whether the body of an answer with status 200 is what the model would say."""
+    """Whether the body of an answer with status 200 is one that the model produced."""
     if not proof:
         return True
     try:
@@ -90,7 +96,7 @@ def warm_up_prompts(count: int, lengths: Sequence[int], prompts: Sequence[str]) 
         yield from prompts
 
 
-def read_prompts(text: str) -> tuple[str, ...]:
+def parse_prompts(text: str) -> tuple[str, ...]:
     """A prompt a line; empty lines are left out."""
     return tuple(line for one in text.splitlines() if (line := one.strip()))
 
@@ -101,14 +107,14 @@ _CHUNK_BYTES: Final = 64 * 1024
 
 
 class EngineFailed(Exception):
-    """The engine did not answer, or not as it should; the message says how."""
+    """The engine did not answer, or gave an error; the message has which."""
 
 
 class EngineGone(EngineFailed):
-    """Nobody listens on the engine's port."""
+    """The engine's port refuses connections."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class EngineResponse(msgspec.Struct, frozen=True):
     """Of any status."""
 
     status: int
@@ -131,7 +137,7 @@ class EngineClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        # an engine that started again must not be asked on a connection to the former one
+        # a restarted engine must not be queried on a connection to the former one
         connector = aiohttp.TCPConnector(force_close=True, limit=32)
         self._session = aiohttp.ClientSession(
             connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
@@ -144,16 +150,16 @@ class EngineClient:
         if self._session is not None:
             await self._session.close()
 
-    async def get(self, path: str, *, timeout_s: float) -> Answer:
+    async def get(self, path: str, *, timeout_s: float) -> EngineResponse:
         """``path``: or a whole URL. Raises EngineFailed."""
         return await self._ask("GET", path, None, timeout_s)
 
-    async def post(self, path: str, body: dict[str, Any], *, timeout_s: float) -> Answer:
-        """Raises EngineFailed."""
-        return await self._ask("POST", path, msgspec.json.encode(body), timeout_s)
+    async def post(self, path: str, body: dict[str, Any], *, timeout_s: float, is_form: bool = False) -> EngineResponse:
+        """``is_form``: bytes in ``body`` are files; else it is sent as JSON. Raises EngineFailed."""
+        return await self._ask("POST", path, _form(body) if is_form else msgspec.json.encode(body), timeout_s)
 
     async def loaded(self, *, timeout_s: float) -> dict[str, str]:
-        """The adapters that it holds and their paths, empty where it does not tell; raises EngineFailed."""
+        """The engine's adapters and their paths, empty where it does not list them; raises EngineFailed."""
         try:
             if self._dialect.adapters == "repository":
                 answer = await self.post("/v2/repository/index", {}, timeout_s=timeout_s)
@@ -181,27 +187,29 @@ class EngineClient:
         if not is_unloaded(answer.status, answer.body):
             raise EngineFailed(f"status {answer.status}: {message_of(answer.body)}")
 
-    async def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
+    async def _ask(
+        self, method: str, path: str, body: bytes | aiohttp.FormData | None, timeout_s: float
+    ) -> EngineResponse:
         if self._session is None:
             raise RuntimeError("enter the client first")
         url = path if "://" in path else f"{self._base}{path}"
         headers = {"Accept-Encoding": "identity"}
-        if body is not None:
+        if isinstance(body, bytes):
             headers["Content-Type"] = "application/json"
         if self._key_file is not None:
             with contextlib.suppress(
                 OSError, UnicodeDecodeError
-            ):  # without its key the engine refuses, which says more
+            ):  # without its key the engine refuses the request, and that error is more specific
                 headers["Authorization"] = f"Bearer {self._key_file.read_text().strip()}"
         try:
-            # within a pod there is nobody to be deceived by: the certificate is not compared
+            # within a pod there is no other server: the certificate is not compared
             async with (
                 asyncio.timeout(timeout_s),
                 self._session.request(
                     method, url, data=body, headers=headers, ssl=False, allow_redirects=False
                 ) as answer,
             ):
-                return Answer(answer.status, await _read(answer))
+                return EngineResponse(answer.status, await _read(answer))
         except aiohttp.ClientConnectorError as error:
             if isinstance(error.os_error, ConnectionRefusedError):
                 raise EngineGone(f"nobody listens: {url}") from error
@@ -219,6 +227,13 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
         if len(read) > _MOST_BYTES:
             raise ValueError(f"an answer of more than {_MOST_BYTES} bytes")
     return bytes(read)
+
+
+def _form(fields: Mapping[str, Any]) -> aiohttp.FormData:
+    made = aiohttp.FormData()
+    for name, value in fields.items():
+        made.add_field(name, value, filename=name if isinstance(value, bytes) else None)
+    return made
 
 
 def _repository(name: str, what: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the engine, one question at a time, whether it answers, and reads its metrics."""
+"""Probes the engine, one request at a time, and reads its metrics."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ import logging
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
-from controller.agents.runtime.drain import Load
+from controller.agents.runtime.drain import EngineLoad
 from controller.agents.runtime.engine_client import (
+    PROBES,
     EngineFailed,
     EngineGone,
+    build_model_request,
     is_answer,
     means_other_api,
-    model_request,
     warm_up_prompts,
 )
 from controller.agents.runtime.health import (
     Health,
-    answered,
-    asked,
-    failed,
-    measured,
-    refused,
-    warmed,
+    on_connection_refused,
+    on_metrics,
+    on_probe_failed,
+    on_probe_ok,
+    on_probe_sent,
+    on_warm,
     why_not_alive,
     why_not_ready,
 )
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from controller.agents.runtime.engine_client import EngineClient, ModelRequest
     from controller.agents.runtime.metrics import Counters, EnginePage
     from controller.agents.runtime.settings import AgentSettings
-    from extproc.engines.dialects import Api
+    from extproc.protocol import Api
 
 _METRICS_TIMEOUT_S: Final = 5.0
 
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineWatch:
-    """``clock``: monotonic seconds; ``unix_clock``: by which engines tell times."""
+    """``clock``: monotonic seconds; ``unix_clock``: that of engines' timestamps."""
 
     def __init__(
         self,
@@ -80,12 +81,12 @@ class EngineWatch:
         return why_not_alive(self.health, self._settings.health, self._clock())
 
     async def probe_forever(self) -> None:
-        """The next question is asked only when the one before was answered, or given up after minutes."""
+        """Send a probe only when the one before was answered, or abandoned after minutes."""
         while True:
             await self._probe()
             if self.health.phase == "warming":
                 await self._warm_up()
-            self._say()
+            self._log_change()
             await asyncio.sleep(self._settings.probe_interval_s)
 
     async def observe_forever(self) -> None:
@@ -94,32 +95,32 @@ class EngineWatch:
             page = await self.page()
             running = None if page is None else page.total("running_requests")
             progress = () if page is None else page.progress
-            self.health = measured(self.health, running=running, progress=progress, now_s=self._clock())
-            self._say()
+            self.health = on_metrics(self.health, running=running, progress=progress, now_s=self._clock())
+            self._log_change()
             await asyncio.sleep(self._settings.metrics_interval_s)
 
     async def page(self, max_age_s: float = 0.0) -> EnginePage | None:
-        """The metrics; None if they cannot be read. However many ask, one reading is under way."""
+        """The metrics; None if they cannot be read. Concurrent callers share one read."""
         wanted_at_s = self._clock() - max_age_s
         async with self._reading:
-            # a reading that began after we asked will do, with or without success
+            # a read that began after this call is used, with or without success
             if self._read_at_s < wanted_at_s:
                 await self._read()
         return self._page
 
-    async def load(self) -> Load:
+    async def load(self) -> EngineLoad:
         """What the engine has to do, for a drain."""
         page = await self.page()
         if page is None:
-            return Load(is_gone=self._is_gone)
-        return Load(page.total("running_requests"), page.total("waiting_requests"))
+            return EngineLoad(is_gone=self._is_gone)
+        return EngineLoad(page.total("running_requests"), page.total("waiting_requests"))
 
-    def _say(self) -> None:
+    def _log_change(self) -> None:
         """In the log, when the engine begins to serve or stops doing so."""
-        said = self.why_not_ready() or "serves"
-        if said != self._said:
-            log.info("the engine %s", said if said == "serves" else f"does not serve: {said}")
-            self._said = said
+        message = self.why_not_ready() or "serves"
+        if message != self._said:
+            log.info("the engine %s", message if message == "serves" else f"does not serve: {message}")
+            self._said = message
 
     async def _read(self) -> None:
         self._read_at_s = self._clock()
@@ -133,7 +134,7 @@ class EngineWatch:
             self._page = None
 
     async def _probe(self) -> None:
-        self.health = asked(self.health, self._clock())
+        self.health = on_probe_sent(self.health, self._clock())
         try:
             if self.health.phase == "starting":
                 await self._ask_model()
@@ -143,24 +144,24 @@ class EngineWatch:
                 )
                 answer.expect_success("the health check")
         except EngineGone:
-            self.health = refused(self.health)
+            self.health = on_connection_refused(self.health)
         except EngineFailed as error:
             log.debug("%s", error)
-            self.health = failed(self.health)
+            self.health = on_probe_failed(self.health)
         else:
             if self.health.phase == "starting":
                 self._counters.starts += 1
-            self.health = answered(self.health, self._clock())
+            self.health = on_probe_ok(self.health, self._clock())
             self._counters.probes["good"] += 1
             return
         self._counters.probes["bad"] += 1
 
     async def _ask_model(self) -> None:
-        """One token of the model; raises EngineFailed unless it came."""
+        """Request one token of the model; raises EngineFailed without one."""
         if self._settings.probe is not None:
             await self._must_answer(self._settings.probe)
             return
-        if "repository" in self._settings.dialect.asks:
+        if self._settings.dialect.adapters == "repository":
             await self._ask_repository()
             return
         timeout_s = self._settings.answer_timeout_s
@@ -171,8 +172,8 @@ class EngineWatch:
             except ValueError as error:
                 raise EngineFailed(str(error)) from error
         why = ""
-        for api in self._settings.dialect.asks:
-            request = model_request(api, model=self._model, prompt="Hello", max_tokens=1)
+        for api in PROBES:
+            request = build_model_request(api, model=self._model, prompt="Hello", max_tokens=1)
             try:
                 if await self._must_answer(request):
                     self._api = api
@@ -188,7 +189,9 @@ class EngineWatch:
 
     async def _must_answer(self, request: ModelRequest) -> bool:
         """True; raises EngineFailed."""
-        answer = await self._client.post(request.path, request.body, timeout_s=self._settings.answer_timeout_s)
+        answer = await self._client.post(
+            request.path, request.body, timeout_s=self._settings.answer_timeout_s, is_form=request.is_form
+        )
         if means_other_api(answer.status):
             raise _OtherApi(f"{request.path}: status {answer.status}")
         if not is_answer(answer.expect_success(request.path), request.proof):
@@ -204,23 +207,28 @@ class EngineWatch:
             log.warning("the warm-up is not over after %g s; the engine serves now", self._settings.warm_up.timeout_s)
             self._counters.warm_up_failures += 1
         self._counters.warm_up_s = self._clock() - began_s
-        self.health = warmed(self.health)
+        self.health = on_warm(self.health)
 
     async def _send_warm_up(self) -> None:
         for request in self._warm_up_requests():
-            self.health = asked(self.health, self._clock())
+            self.health = on_probe_sent(self.health, self._clock())
             try:
-                answer = await self._client.post(request.path, request.body, timeout_s=self._settings.warm_up.timeout_s)
+                answer = await self._client.post(
+                    request.path,
+                    request.body,
+                    timeout_s=self._settings.warm_up.timeout_s,
+                    is_form=request.is_form,
+                )
                 answer.expect_success(request.path)
             except EngineGone:
-                self.health = refused(self.health)
+                self.health = on_connection_refused(self.health)
                 return
             except EngineFailed as error:
                 log.warning("warm-up: %s", error)
                 self._counters.warm_up_failures += 1
-                self.health = failed(self.health)
+                self.health = on_probe_failed(self.health)
             else:
-                self.health = answered(self.health, self._clock())
+                self.health = on_probe_ok(self.health, self._clock())
 
     def _warm_up_requests(self) -> list[ModelRequest]:
         warm_up = self._settings.warm_up
@@ -229,7 +237,7 @@ class EngineWatch:
         if self._api is None:
             return []
         return [
-            model_request(self._api, model=self._model, prompt=prompt, max_tokens=warm_up.max_tokens)
+            build_model_request(self._api, model=self._model, prompt=prompt, max_tokens=warm_up.max_tokens)
             for prompt in warm_up_prompts(warm_up.rounds, warm_up.lengths, warm_up.prompts)
         ]
 

@@ -45,33 +45,33 @@ class Health(msgspec.Struct, frozen=True):
     progressed_at_s: float | None = None
 
 
-def asked(health: Health, now_s: float) -> Health:
+def on_probe_sent(health: Health, now_s: float) -> Health:
     """A probe was sent."""
     return replace(health, asked_at_s=now_s)
 
 
-def answered(health: Health, now_s: float) -> Health:
+def on_probe_ok(health: Health, now_s: float) -> Health:
     """The answer to the probe was good; the first one, to a request for a token, ends ``starting``."""
     phase: Phase = "warming" if health.phase == "starting" else health.phase
     return replace(health, phase=phase, asked_at_s=None, failures=0, answered_at_s=now_s)
 
 
-def failed(health: Health) -> Health:
+def on_probe_failed(health: Health) -> Health:
     """The answer was bad, or the connection broke."""
     return replace(health, asked_at_s=None, failures=health.failures + 1)
 
 
-def refused(health: Health) -> Health:
-    """Nobody listens: the engine has not started, or starts again, and has to answer a request once more."""
+def on_connection_refused(health: Health) -> Health:
+    """The port refused: the engine has not started, or restarts, and must answer a request again."""
     return Health(failures=health.failures + 1)
 
 
-def warmed(health: Health) -> Health:
+def on_warm(health: Health) -> Health:
     """The warm-up is over."""
     return replace(health, phase="serving") if health.phase == "warming" else health
 
 
-def measured(health: Health, *, running: float | None, progress: tuple[float | None, ...], now_s: float) -> Health:
+def on_metrics(health: Health, *, running: float | None, progress: tuple[float | None, ...], now_s: float) -> Health:
     """A metrics page was read. An engine whose counters stand still while requests run does not progress.
 
     Waiting requests alone prove nothing: in a decode engine they may wait for another engine. Unknown is no standstill:
@@ -112,9 +112,9 @@ def why_not_ready(health: Health, settings: HealthSettings, *, is_draining: bool
 
 
 def why_not_alive(health: Health, settings: HealthSettings, now_s: float) -> str:
-    """Why the engine should be started again; empty if it should not.
+    """Why the engine should be restarted; empty if it should not.
 
-    An engine that has never answered may be loading: how long that may take is for its startup probe to say.
+    An engine that has never answered may be loading: the startup probe limits how long that may take.
     """
     if health.answered_at_s is None:
         return ""

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.engines.dialects import FAMILIES, Source
+from extproc.engines.dialects import FAMILIES, MetricName
 from extproc.engines.pages import labels_of, lines_of, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from extproc.engines.dialects import Dialect, Family
+    from extproc.engines.dialects import Dialect, EngineMetricFamily
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Histogram(msgspec.Struct, frozen=True):
 
 class AdapterUse(msgspec.Struct, frozen=True):
     """``in_use``: adapters with requests now. ``idle_s``: seconds since each was last in use. ``slots``: 0 if not
-    told.
+    reported.
     """
 
     in_use: frozenset[str] = frozenset()
@@ -56,7 +56,7 @@ class AdapterUse(msgspec.Struct, frozen=True):
 
 class EnginePage(msgspec.Struct, frozen=True):
     """``values`` and ``histograms``: by family and model ("" if the engine names none). ``adapters``: None if not
-    told.
+    reported.
     """
 
     values: dict[str, dict[str, float]]
@@ -64,7 +64,7 @@ class EnginePage(msgspec.Struct, frozen=True):
     adapters: AdapterUse | None = None
 
     def total(self, family: str) -> float | None:
-        """Sum over models; None if the page does not tell."""
+        """Sum over models; None if the page has no such series."""
         found = self.values.get(family)
         return sum(found.values()) if found else None
 
@@ -98,11 +98,11 @@ def read_page(page: bytes, dialect: Dialect, *, unix_s: float) -> EnginePage:
                 if numbers:
                     values[family.name] = numbers
                     break
-    adapters = _adapter_use(_samples(page, Source(dialect.lora_info)), unix_s) if dialect.lora_info else None
+    adapters = _adapter_use(_samples(page, MetricName(dialect.lora_info)), unix_s) if dialect.lora_info else None
     return EnginePage(values, histograms, adapters)
 
 
-def _samples(page: bytes, source: Source, suffix: str = "") -> list[_Sample]:
+def _samples(page: bytes, source: MetricName, suffix: str = "") -> list[_Sample]:
     lines = lines_of(page, f"{source.name}{suffix}".encode(), most=_MOST_SERIES)
     found = [_Sample(labels_of(line), value) for line in lines if (value := value_of(line)) is not None]
     if source.where is None:
@@ -118,7 +118,7 @@ def _by_model(samples: Iterable[_Sample], model_label: str, *, is_mean: bool = F
     return {model: sum(each) / (len(each) if is_mean else 1) for model, each in numbers.items()}
 
 
-def _histograms(page: bytes, source: Source, model_label: str) -> dict[str, Histogram]:
+def _histograms(page: bytes, source: MetricName, model_label: str) -> dict[str, Histogram]:
     totals, counts = (_by_model(_samples(page, source, suffix), model_label) for suffix in ("_sum", "_count"))
     buckets: dict[str, dict[str, float]] = {model: {} for model in counts}
     for one in _samples(page, source, "_bucket") if counts else ():
@@ -132,7 +132,9 @@ def _histograms(page: bytes, source: Source, model_label: str) -> dict[str, Hist
 
 
 def _adapter_use(series: Iterable[_Sample], unix_s: float) -> AdapterUse:
-    """Each change of what runs and waits is a new series, whose value is the Unix time at which it was last true."""
+    """Each set of running and waiting adapters is a series of its own; its value is the Unix time at which it was last
+    current.
+    """
     listed = sorted(series, key=lambda one: one.value)
     if not listed:
         return AdapterUse()
@@ -175,7 +177,7 @@ def write_page(page: EnginePage | None, state: AgentState, counters: Counters) -
     return "\n".join(lines) + "\n"
 
 
-def _engine_lines(family: Family, page: EnginePage) -> Iterator[str]:
+def _engine_lines(family: EngineMetricFamily, page: EnginePage) -> Iterator[str]:
     name = f"attache_engine_{family.name}"
     values, histograms = page.values.get(family.name), page.histograms.get(family.name)
     if values:
@@ -236,7 +238,7 @@ def _head(name: str, text: str, kind: str) -> tuple[str, str]:
 
 
 def _labels(**labels: str) -> str:
-    """Labels whose value is empty are left out."""
+    """Labels with an empty value are left out."""
     written = [f'{"model_name" if name == "model" else name}="{value}"' for name, value in labels.items() if value]
     return "{" + ",".join(written) + "}" if written else ""
 

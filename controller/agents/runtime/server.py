@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from controller.agents.runtime.agent import Agent
 
 _MOST_BYTES: Final = 64 * 1024
-# A drain lasts longer than anything else that is asked of us; its caller leaves when the pod's grace ends.
+# A drain is the longest call; its caller disconnects when the pod's grace period ends.
 _END_S: Final = 5.0
 
 
@@ -93,7 +93,7 @@ class AgentServer:
 
     async def _drain(self, _: web.Request) -> web.StreamResponse:
         await self._agent.drainer.begin()
-        drain = await self._agent.drainer.ended()
+        drain = await self._agent.drainer.wait_until_drained()
         if drain is None:
             return _error(409, "the drain was taken back")
         found = {

@@ -11,7 +11,7 @@ import msgspec
 
 from controller.agents.runtime.adapter_names import SourcePolicy
 from controller.agents.runtime.drain import DrainSettings
-from controller.agents.runtime.engine_client import ModelRequest, read_prompts
+from controller.agents.runtime.engine_client import ModelRequest, parse_prompts
 from controller.agents.runtime.health import HealthSettings
 from extproc.engines.dialects import DIALECTS, Dialect
 
@@ -69,7 +69,7 @@ class AgentSettings(msgspec.Struct, frozen=True):
 
 def settings_of(options: argparse.Namespace) -> AgentSettings:
     """Raises ValueError for a mistake, OSError for a file that cannot be read."""
-    prompts = read_prompts(options.warm_up_prompts.read_text()) if options.warm_up_prompts else ()
+    prompts = parse_prompts(options.warm_up_prompts.read_text()) if options.warm_up_prompts else ()
     probe = None
     if options.probe_request is not None:
         try:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from controller.api.crds.definition import GROUP, definition_of
-from controller.api.crds.kinds import KINDS
+from controller.api.crds.kinds import GROUP, KINDS, definition_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +47,7 @@ def main(words: list[str]) -> int:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Without anchors, which other readers of manifests may not know."""
+    """Without anchors, which other parsers of manifests may not support."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401, ARG002 - as the base class has it
         return True

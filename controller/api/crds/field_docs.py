@@ -1,37 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the source says about a struct and its fields.
+"""Descriptions of structs and their fields, extracted from the source.
 
-A field's meaning is its ``msgspec.Meta`` description, or the comment above it, or what the struct's docstring says
-after the field's name and a colon.
+A field's description is its ``msgspec.Meta`` description, or the comment above it, or the text after the field's name
+and a colon in the struct's docstring.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
+import sys
 import textwrap
 import typing
 from typing import Final, NamedTuple
 
 import msgspec
 
-# ``name``: or ``one`` and ``other``:
-_CLAUSE: Final = re.compile(r"((?:``\w+``(?:, | and )?)+): ")
+# ``name``: or ``one`` and ``other``: where a clause may begin
+_CLAUSE: Final = re.compile(r"(?:^|(?<=[.,;:)] ))((?:``\w+``(?:, | and )?)+): ")
 _NAME: Final = re.compile(r"``(\w+)``")
 
 
 class StructDocs(NamedTuple):
-    """A struct's own description, without what it says of single fields, and the fields' meanings by attribute.
+    """A struct's own description, without the clauses of single fields, and the fields' descriptions by attribute.
 
-    Both in Markdown; fields are called by the names that they have in YAML.
+    Both in Markdown; fields have their YAML names.
     """
 
     text: str
     fields: dict[str, str]
 
 
-def read(cls: type) -> StructDocs:
+def read_field_docs(cls: type) -> StructDocs:
     """Of a struct and its bases."""
     text, clauses = _split(inspect.cleandoc(cls.__doc__ or ""), {field.name for field in msgspec.structs.fields(cls)})
     comments: dict[str, str] = {}
@@ -40,10 +42,12 @@ def read(cls: type) -> StructDocs:
             comments |= _comments(base)
     said = {**clauses, **comments, **_descriptions(cls)}
     names = {field.name: field.encode_name for field in msgspec.structs.fields(cls)}
-    return StructDocs(wrapped(_markdown(text, names)), {name: _markdown(one, names) for name, one in said.items()})
+    return StructDocs(
+        wrap_paragraphs(_markdown(text, names)), {name: _markdown(one, names) for name, one in said.items()}
+    )
 
 
-def wrapped(text: str) -> str:
+def wrap_paragraphs(text: str) -> str:
     """Paragraphs in lines of at most 118 columns."""
     paragraphs = (textwrap.wrap(one, 118, break_on_hyphens=False, break_long_words=False) for one in text.split("\n\n"))
     return "\n\n".join("\n".join(lines) for lines in paragraphs)
@@ -73,22 +77,37 @@ def _split(docstring: str, fields: set[str]) -> tuple[str, dict[str, str]]:
 
 def _comments(cls: type) -> dict[str, str]:
     """Comment lines directly above a field; a struct that is made at run time has no source."""
-    try:
-        lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
-    except OSError:
-        return {}
-    (definition,) = ast.parse("\n".join(lines)).body
-    found = {}
-    for node in typing.cast("ast.ClassDef", definition).body:
+    lines, definitions = _source(cls.__module__)
+    found: dict[str, str] = {}
+    if cls.__qualname__ not in definitions:
+        return found
+    for node in definitions[cls.__qualname__].body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         first = node.lineno - 1
         while lines[first - 1].lstrip().startswith("#"):
             first -= 1
-        said = " ".join(line.strip().removeprefix("#").strip() for line in lines[first : node.lineno - 1])
-        if said:
-            found[node.target.id] = _sentence(said)
+        comment = " ".join(line.strip().removeprefix("#").strip() for line in lines[first : node.lineno - 1])
+        if comment:
+            found[node.target.id] = _sentence(comment)
     return found
+
+
+@functools.cache
+def _source(module: str) -> tuple[list[str], dict[str, ast.ClassDef]]:
+    """A module's lines, and its classes outside functions by qualified name."""
+    try:
+        text = inspect.getsource(sys.modules[module])
+    except OSError:
+        return [], {}
+    found = {}
+    waiting = [("", node) for node in ast.parse(text).body]
+    for prefix, node in waiting:
+        if isinstance(node, ast.ClassDef):
+            name = f"{prefix}{node.name}"
+            found[name] = node
+            waiting += ((f"{name}.", inner) for inner in node.body)
+    return text.splitlines(), found
 
 
 def _descriptions(cls: type) -> dict[str, str]:
@@ -102,5 +121,5 @@ def _descriptions(cls: type) -> dict[str, str]:
 
 
 def _sentence(text: str) -> str:
-    text = text.strip().removesuffix(".")
+    text = text.strip().rstrip(".,;")
     return text[:1].upper() + text[1:]

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds by name: struct, status, plural, printer columns, subresources."""
+"""The kinds: struct, status, plural, printer columns, subresources; and each as the CustomResourceDefinition."""
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Any, Final, Literal, cast
 
 import msgspec
+from msgspec import inspect
 
 from controller.api import statuses
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding
 from controller.api.autoscaling_policy import AutoscalingPolicy
+from controller.api.crds.schema import schema_of
 from controller.api.model import Model, ModelTemplate, ModelTemplateStatus
 from controller.api.model_infer import ModelInfer, ModelInferRole
 from controller.api.serving_runtime import ClusterServingRuntime, ServingRuntime, ServingRuntimeStatus
@@ -17,6 +19,7 @@ from extproc.api.access_policy import ModelAccessPolicy
 from extproc.api.gateway_config import GatewayConfig
 from extproc.api.model_route import ModelRoute
 from extproc.api.model_server import ModelServer
+from extproc.api.spec import API_VERSION
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -49,6 +52,8 @@ def _condition(name: str) -> Column:
     return Column(name, f'.status.conditions[?(@.type=="{name}")].status')
 
 
+# Of the first condition that is not as it should be: for kinds whose conditions are all True where nothing is wrong.
+_REASON: Final = Column("Reason", '.status.conditions[?(@.status!="True")].reason')
 _AGE: Final = Column("Age", ".metadata.creationTimestamp", "date")
 _RUNTIME_COLUMNS: Final = (
     Column("Engine", ".spec.engine"),
@@ -56,7 +61,6 @@ _RUNTIME_COLUMNS: Final = (
     Column("Disabled", ".spec.disabled", "boolean"),
     _AGE,
 )
-
 KINDS: Final[tuple[Kind, ...]] = (
     Kind(
         name="ModelRoute",
@@ -69,6 +73,7 @@ KINDS: Final[tuple[Kind, ...]] = (
             _condition("Accepted"),
             _condition("ResolvedRefs"),
             _condition("Programmed"),
+            _REASON,
             Column("Adapters", ".spec.loraAdapters", wide=True),
             _AGE,
         ),
@@ -86,6 +91,7 @@ KINDS: Final[tuple[Kind, ...]] = (
             Column("Endpoints", ".status.endpoints", "integer"),
             Column("Draining", ".status.draining", "integer", wide=True),
             _condition("Programmed"),
+            _REASON,
             _AGE,
         ),
     ),
@@ -100,6 +106,7 @@ KINDS: Final[tuple[Kind, ...]] = (
             Column("FailureMode", ".status.failureMode"),
             _condition("Accepted"),
             _condition("Programmed"),
+            _REASON,
             _AGE,
         ),
         needs_spec=False,
@@ -115,6 +122,7 @@ KINDS: Final[tuple[Kind, ...]] = (
             _condition("Accepted"),
             _condition("ResolvedRefs"),
             _condition("Programmed"),
+            _REASON,
             _AGE,
         ),
         needs_spec=False,
@@ -200,7 +208,13 @@ KINDS: Final[tuple[Kind, ...]] = (
         short_names=("asp",),
         document=AutoscalingPolicy,
         status=statuses.AutoscalingPolicyStatus,
-        columns=(Column("Mode", ".spec.mode"), Column("Bindings", ".status.bindings", "integer"), _AGE),
+        columns=(
+            Column("Mode", ".spec.mode"),
+            Column("Bindings", ".status.bindings", "integer"),
+            _condition("Accepted"),
+            _REASON,
+            _AGE,
+        ),
         needs_spec=False,
     ),
     Kind(
@@ -214,7 +228,61 @@ KINDS: Final[tuple[Kind, ...]] = (
             Column("Current", ".status.targets[*].current"),
             Column("Desired", ".status.targets[*].desired"),
             _condition("ScalingActive"),
+            Column("Reason", '.status.conditions[?(@.type=="ScalingActive")].reason'),
             _AGE,
         ),
     ),
 )
+
+GROUP, _, VERSION = API_VERSION.partition("/")
+_NAMES: Final = {"apiVersion": "The version of this schema.", "kind": "What this object is."}
+
+
+def definition_of(kind: Kind) -> dict[str, Any]:
+    """The whole object, as plain data."""
+    names: dict[str, Any] = {"kind": kind.name, "plural": kind.plural, "singular": kind.name.lower()}
+    names |= {"listKind": f"{kind.name}List", "categories": ["attache"]}
+    if kind.short_names:
+        names["shortNames"] = list(kind.short_names)
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{kind.plural}.{GROUP}"},
+        "spec": {"group": GROUP, "names": names, "scope": kind.scope, "versions": [_version(kind)]},
+    }
+
+
+def _version(kind: Kind) -> dict[str, Any]:
+    subresources: dict[str, Any] = {"status": {}}
+    if kind.scaled_by is not None:
+        fields = ("specReplicasPath", "statusReplicasPath", "labelSelectorPath")
+        subresources["scale"] = dict(zip(fields, kind.scaled_by, strict=True))
+    return {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": _schema(kind)},
+        "subresources": subresources,
+        "additionalPrinterColumns": [_column(one) for one in kind.columns],
+    }
+
+
+def _schema(kind: Kind) -> dict[str, Any]:
+    document = cast("inspect.StructType", inspect.type_info(kind.document))
+    (spec,) = (field for field in document.fields if field.name == "spec")
+    properties: dict[str, Any] = {
+        name: {"type": "string", "description": description} for name, description in _NAMES.items()
+    }
+    properties["metadata"] = {"type": "object"}
+    properties["spec"] = schema_of(cast("inspect.StructType", spec.type).cls)
+    if not kind.needs_spec:
+        properties["spec"]["default"] = {}
+    properties["status"] = schema_of(kind.status)
+    required = ["spec"] if kind.needs_spec else []
+    schema = {"type": "object", "description": properties["spec"].pop("description", ""), "properties": properties}
+    return {**schema, "required": required} if required else schema
+
+
+def _column(column: Column) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": column.name, "type": column.type, "jsonPath": column.path}
+    return {**found, "priority": 1} if column.wide else found

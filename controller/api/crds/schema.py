@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Structs to the structural schemas of Kubernetes: types, bounds, defaults, descriptions and CEL rules.
 
-Kubernetes fills in defaults only where the object around them is there. So a field whose default is a struct gets the
-default ``{}``, and what is inside gets its own. Empty lists and maps are no defaults: a rule with ``has()`` tells
-whether the user wrote the field.
+Kubernetes fills in defaults only where the enclosing object exists. So a field whose default is a struct gets the
+default ``{}``, and the struct's fields get their own. Empty lists and maps are not written as defaults: a rule with
+``has()`` is true only where the user wrote the field.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from msgspec import inspect
 
 from controller.api.common import Layered
 from controller.api.crds import field_docs
-from extproc.api.quantities import ByteSize, Duration
+from extproc.api.advice import NO_DURATION
+from extproc.api.quantities import ByteSize, Duration, Money
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,13 +32,26 @@ _CUSTOM: Final[Mapping[type, Schema]] = {
     Duration: {
         "type": "string",
         "maxLength": 64,
-        "pattern": r"^(0|(([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h|d))+)$",
+        # a pattern would be all that a user is shown
+        "x-kubernetes-validations": [
+            {
+                "rule": r"self.matches(r'^(0|(([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h|d))+)$')",
+                "messageExpression": f'"\'" + self + "\' {NO_DURATION}"',
+            }
+        ],
     },
     ByteSize: {
         _INT_OR_STRING: True,
         "anyOf": [{"type": "integer"}, {"type": "string"}],
         "maxLength": 64,
         "pattern": r"^([0-9]+\.?[0-9]*|\.[0-9]+)([KMGTPE]i|[kMGTPE]|[eE]\+?[0-9]{1,2})?$",
+    },
+    # Kubernetes has no field of a fraction or text: fractions are text there
+    Money: {
+        _INT_OR_STRING: True,
+        "anyOf": [{"type": "integer"}, {"type": "string"}],
+        "maxLength": 64,
+        "pattern": r"^([0-9]+\.?[0-9]{0,6}|\.[0-9]{1,6})$",
     },
 }
 _PLAIN: Final[Mapping[type, Schema]] = {
@@ -101,14 +115,14 @@ def _union(types: list[inspect.Type]) -> Schema:
     if set(schemas) != {"integer", "string"}:
         msg = f"Kubernetes has no field that is one of {', '.join(schemas)}; use one type"
         raise TypeError(msg)
-    # int-or-string takes the checks of both, and knows no format
+    # int-or-string takes the checks of both, and has no format
     checks = {**schemas["integer"], **schemas["string"]}
     plain = {name: value for name, value in checks.items() if name not in ("type", "format")}
     return {_INT_OR_STRING: True, "anyOf": [{"type": "integer"}, {"type": "string"}], **plain}
 
 
 def _object(kind: inspect.StructType) -> Schema:
-    docs = field_docs.read(kind.cls)
+    docs = field_docs.read_field_docs(kind.cls)
     is_layered = issubclass(kind.cls, Layered)
     properties = {
         field.encode_name: _property(field, docs.fields.get(field.name, ""), has_default=not is_layered)
@@ -144,7 +158,7 @@ def _may_be_null(kind: inspect.Type) -> bool:
 
 
 def _default(field: inspect.Field) -> object:
-    """As plain data; None where Kubernetes fills in nothing."""
+    """The default as plain data; None if the schema has none."""
     if field.required or field.default is msgspec.NODEFAULT:
         return None
     if isinstance(field.default, msgspec.Struct):
@@ -167,7 +181,7 @@ def _written(struct: msgspec.Struct) -> Schema:
 
 def to_plain(value: object) -> Any:  # noqa: ANN401 - any JSON value
     """Any value of a struct's field as JSON would have it."""
-    if isinstance(value, (Duration, ByteSize)):
+    if isinstance(value, (Duration, ByteSize, Money)):
         return str(value)
     if isinstance(value, msgspec.Struct):
         return _written(value)
@@ -179,7 +193,7 @@ def to_plain(value: object) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def _re2(pattern: str | None) -> str | None:
-    """Kubernetes' expressions know no ``\\Z``; their ``$`` matches nowhere but at the end."""
+    """Kubernetes' regular expressions (RE2) have no ``\\Z``; their ``$`` matches only at the end."""
     return None if pattern is None else pattern.replace(r"\Z", "$")
 
 

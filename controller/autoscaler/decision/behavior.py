@@ -17,25 +17,26 @@ Where nothing is written, the defaults are those of Kubernetes:
 | ``policies`` | 4 pods or 100 % in 15 s, whichever is more | 100 % in 15 s |
 | ``tolerance`` | 0.1 | 0.1 |
 
-One difference: HPA may forget a change after the longest period of the policies of its own direction, although those of
-the other direction count it, too. Here it is remembered for as long as any policy looks back.
+One difference: HPA may drop a change after the longest period of the policies of its own direction, although those of
+the other direction count it, too. Here it is kept for the longest period of all policies.
 
-The history has recommendations as the strategies made them: what stabilising made of them is never stored, or else one
-old peak would keep itself alive. Bounds of a target come after this. Where several targets differ in capacity, replicas
-are fractions: nothing is rounded then (``whole=False``), and "Pods" are replicas of the first target.
+The history has the recommendations of the strategies, never their stabilised values: otherwise an old peak would be
+prolonged for ever. Bounds of a target come after this. Where several targets differ in capacity, replicas are
+fractions: nothing is rounded then (``whole=False``), and "Pods" are replicas of the first target.
 
 Panic: while a steep rise lasts, and some time after it, replicas only grow.
 
-Source: knative/serving, ``pkg/autoscaler/scaling/autoscaler.go``. A panic begins when what is asked for reaches
-``threshold`` times what is ready, and ends ``hold_s`` after it last did. While it lasts, no answer is below the largest
-one of this panic.
+Source: knative/serving, ``pkg/autoscaler/scaling/autoscaler.go``. A panic begins when the recommended replicas reach
+``threshold`` times the ready ones, and ends ``hold_s`` after that was last so. While it lasts, no answer is below the
+largest one of this panic.
 
 Schedules are bounds by time: windows that begin at a cron line's times and hold for a duration. Cron lines are read in
 their own time zone. Where clocks change, they do what Debian's cron does: a time that does not exist is taken at once
-after the change, and a time that exists twice counts once. A duration is time that passes, whatever clocks show.
+after the change, and a time that exists twice counts once. A duration is elapsed time, independent of changes of the
+clock.
 
-Where windows overlap, the largest minimum and the smallest maximum hold. Where these contradict, the maximum does: it
-is the one that limits what is spent.
+Where windows overlap, the largest minimum and the smallest maximum hold. Where these contradict each other, the maximum
+does, because it limits cost.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from cronsim import CronSim, CronSimError
 
-from controller.api.autoscaling import ScalingRule
-from controller.api.autoscaling_mistakes import mistake_of, zone_of
-from controller.autoscaler.decision.decision import Step
+from controller.api.autoscaling import ScalingRule, mistake_of
+from controller.autoscaler.decision.decision import AppliedRule
+from extproc.api.calendars import zone_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,25 +64,25 @@ _UP_POLICIES: Final = (ScalingRule("Pods", 4, 15), ScalingRule("Percent", 100, 1
 _DOWN_POLICIES: Final = (ScalingRule("Percent", 100, 15),)
 
 
-class Recommended(msgspec.Struct, frozen=True):
-    """What the strategies together asked for at an instant, before anything corrected it."""
+class PastRecommendation(msgspec.Struct, frozen=True):
+    """The strategies' combined recommendation at an instant, before any correction."""
 
     at_s: float
     replicas: float
 
 
-class Scaled(msgspec.Struct, frozen=True):
+class ReplicaChange(msgspec.Struct, frozen=True):
     """A change that was made. ``change``: replicas more; negative: fewer."""
 
     at_s: float
     change: float
 
 
-class Past(msgspec.Struct, frozen=True):
-    """``recommendations`` and ``changes``: by time, as far back as the behaviour looks."""
+class ScalingHistory(msgspec.Struct, frozen=True):
+    """``recommendations`` and ``changes``: by time, for the longest window of the behaviour."""
 
-    recommendations: tuple[Recommended, ...] = ()
-    changes: tuple[Scaled, ...] = ()
+    recommendations: tuple[PastRecommendation, ...] = ()
+    changes: tuple[ReplicaChange, ...] = ()
 
 
 def tolerance_of(rules: ScalingRules) -> float:
@@ -89,23 +90,23 @@ def tolerance_of(rules: ScalingRules) -> float:
     return rules.tolerance if rules.tolerance is not None else DEFAULT_TOLERANCE
 
 
-def behaved(
-    behavior: Behavior, past: Past, *, recommended: float, current: float, now_s: float, whole: bool = True
-) -> tuple[float, tuple[Step, ...]]:
+def apply_behavior(
+    behavior: Behavior, past: ScalingHistory, *, recommended: float, current: float, now_s: float, whole: bool = True
+) -> tuple[float, tuple[AppliedRule, ...]]:
     """The recommendation as the behaviour allows it, and what changed it. ``past``: without this recommendation."""
-    stable = stabilized(behavior, past.recommendations, recommended=recommended, current=current, now_s=now_s)
+    stable = stabilize(behavior, past.recommendations, recommended=recommended, current=current, now_s=now_s)
     limited = within_policies(behavior, past.changes, desired=stable, current=current, now_s=now_s, whole=whole)
     steps = []
     if stable != recommended:
-        steps.append(Step("Stabilized", recommended, stable, _why_stabilized(behavior, recommended, current)))
+        steps.append(AppliedRule("Stabilized", recommended, stable, _why_stabilized(behavior, recommended, current)))
     if limited != stable:
         way = "scaleUp" if stable > current else "scaleDown"
-        steps.append(Step("Limited", stable, limited, f"the policies of {way} allow no faster change"))
+        steps.append(AppliedRule("Limited", stable, limited, f"the policies of {way} allow no faster change"))
     return limited, tuple(steps)
 
 
-def stabilized(
-    behavior: Behavior, history: Sequence[Recommended], *, recommended: float, current: float, now_s: float
+def stabilize(
+    behavior: Behavior, history: Sequence[PastRecommendation], *, recommended: float, current: float, now_s: float
 ) -> float:
     """The value nearest to ``current`` between the windows' smallest (up) and largest (down) recommendation."""
     up_s, down_s = _window_s(behavior.scale_up, _UP_WINDOW_S), _window_s(behavior.scale_down, _DOWN_WINDOW_S)
@@ -115,7 +116,13 @@ def stabilized(
 
 
 def within_policies(
-    behavior: Behavior, changes: Sequence[Scaled], *, desired: float, current: float, now_s: float, whole: bool = True
+    behavior: Behavior,
+    changes: Sequence[ReplicaChange],
+    *,
+    desired: float,
+    current: float,
+    now_s: float,
+    whole: bool = True,
 ) -> float:
     """``desired``, or as far towards it as the policies allow now."""
     if desired > current:
@@ -125,7 +132,7 @@ def within_policies(
     return desired
 
 
-def remembered(behavior: Behavior, past: Past, new: Recommended) -> Past:
+def with_recommendation(behavior: Behavior, past: ScalingHistory, new: PastRecommendation) -> ScalingHistory:
     """``past`` with a recommendation, without what no window or period can need any more.
 
     A recommendation is dropped as well if a later one is at least as large and a later one at least as small: it can be
@@ -141,10 +148,10 @@ def remembered(behavior: Behavior, past: Past, new: Recommended) -> Past:
         smallest, largest = min(smallest, one.replicas), max(largest, one.replicas)
     periods = [rule.period_seconds for rule in (*_up_policies(behavior), *_down_policies(behavior))]
     changes = tuple(one for one in past.changes if one.at_s > new.at_s - max(periods))
-    return Past(tuple(reversed(kept)), changes)
+    return ScalingHistory(tuple(reversed(kept)), changes)
 
 
-def _most(rules: ScalingRules, changes: Sequence[Scaled], current: float, now_s: float, *, whole: bool) -> float:
+def _most(rules: ScalingRules, changes: Sequence[ReplicaChange], current: float, now_s: float, *, whole: bool) -> float:
     if rules.select_policy == "Disabled":
         return current
     limits = []
@@ -159,7 +166,9 @@ def _most(rules: ScalingRules, changes: Sequence[Scaled], current: float, now_s:
     return min(limits) if rules.select_policy == "Min" else max(limits)
 
 
-def _least(rules: ScalingRules, changes: Sequence[Scaled], current: float, now_s: float, *, whole: bool) -> float:
+def _least(
+    rules: ScalingRules, changes: Sequence[ReplicaChange], current: float, now_s: float, *, whole: bool
+) -> float:
     if rules.select_policy == "Disabled":
         return current
     limits = []
@@ -173,7 +182,7 @@ def _least(rules: ScalingRules, changes: Sequence[Scaled], current: float, now_s
     return max(limits) if rules.select_policy == "Min" else min(limits)
 
 
-def _when_period_began(rule: ScalingRule, changes: Sequence[Scaled], current: float, now_s: float) -> float:
+def _when_period_began(rule: ScalingRule, changes: Sequence[ReplicaChange], current: float, now_s: float) -> float:
     return current - sum(one.change for one in changes if one.at_s > now_s - rule.period_seconds)
 
 
@@ -205,12 +214,12 @@ class PanicState(msgspec.Struct, frozen=True):
     most: float
 
 
-def follow(
+def next_override(
     state: PanicState | None, *, asked: float, ready: float, threshold: float, hold_s: float, now_s: float
 ) -> PanicState | None:
-    """The state after what is asked for is known: begun, prolonged, ended, or as it was; None: no panic.
+    """The panic state after a recommendation: begun, prolonged, ended or unchanged; None: no panic.
 
-    ``asked`` and ``ready``: replicas; none ready counts as one.
+    ``asked`` and ``ready``: recommended and ready replicas; none ready counts as one.
     """
     if asked / max(ready, 1.0) >= threshold:
         return PanicState(now_s, state.most if state is not None else 0.0)
@@ -219,7 +228,7 @@ def follow(
     return state
 
 
-def held(state: PanicState, desired: float) -> PanicState:
+def with_answer(state: PanicState, desired: float) -> PanicState:
     """The state with an answer counted in; ``most`` of it is the answer to give."""
     return PanicState(state.last_at_s, max(state.most, desired))
 
@@ -231,7 +240,7 @@ def panicking(
 
     While it is not None, ``most`` of it is the answer, and limits of scaling out do not apply.
     """
-    state = follow(
+    state = next_override(
         state,
         asked=recommended,
         ready=ready,
@@ -239,10 +248,10 @@ def panicking(
         hold_s=float(panic.hold),
         now_s=now_s,
     )
-    return None if state is None else held(state, recommended)
+    return None if state is None else with_answer(state, recommended)
 
 
-class Bounds(msgspec.Struct, frozen=True):
+class ReplicaBounds(msgspec.Struct, frozen=True):
     """``least`` and ``most``: replicas; None: no bound. ``until_s``: they hold until then. ``problems``: schedules that
     cannot be read.
     """
@@ -253,7 +262,7 @@ class Bounds(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
 
 
-def bounds_at(schedules: Sequence[Schedule], now_s: float) -> Bounds:
+def bounds_at(schedules: Sequence[Schedule], now_s: float) -> ReplicaBounds:
     """``now_s``: since 1970."""
     least: list[int] = []
     most: list[int] = []
@@ -274,7 +283,7 @@ def bounds_at(schedules: Sequence[Schedule], now_s: float) -> Bounds:
     lowest = max(least) if least else None
     if lowest is not None and highest is not None:
         lowest = min(lowest, highest)
-    return Bounds(lowest, highest, until_s, tuple(problems))
+    return ReplicaBounds(lowest, highest, until_s, tuple(problems))
 
 
 def _neighbours(line: str, zone: tzinfo, now_s: float) -> tuple[float, float]:

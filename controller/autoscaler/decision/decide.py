@@ -15,11 +15,11 @@ import msgspec
 
 from controller.autoscaler.decision.allocation.allocate import allocate_stages, repair, rules_of
 from controller.autoscaler.decision.allocation.variants import variant_of
-from controller.autoscaler.decision.behavior import Bounds, bounds_at
-from controller.autoscaler.decision.decision import Decision, Step, Strategy, TargetDecision
-from controller.autoscaler.decision.memory import Memory, Shared, StageMemory
-from controller.autoscaler.decision.situation import EngineState, Situation, Target
-from controller.autoscaler.decision.stage import StageAnswer, decided, keeps_one, prepared, told
+from controller.autoscaler.decision.behavior import ReplicaBounds, bounds_at
+from controller.autoscaler.decision.decision import AppliedRule, Decision, Strategy, TargetDecision
+from controller.autoscaler.decision.memory import CachedAllocation, Memory, StageMemory
+from controller.autoscaler.decision.situation import EngineState, Situation, TargetSituation
+from controller.autoscaler.decision.stage import StageAnswer, decide_stage, keeps_one, prepare_stage, stage_decision
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.allocation.variants import Allocation, Rules, Variant
     from controller.autoscaler.decision.decision import Recommendation, StageDecision
-    from controller.autoscaler.decision.situation import Target
+    from controller.autoscaler.decision.situation import TargetSituation
     from controller.autoscaler.decision.stage import StageAnswer
 
 _ONE: Final = 1.0
@@ -43,11 +43,11 @@ def decide(
     *,
     free: Mapping[str, int] | None = None,
 ) -> tuple[Decision, Memory]:
-    """``situations``: one a stage. ``memory``: what this returned last; None at first, and after a restart. ``free``:
-    accelerators that nodes have left, by pool, as far as that is known.
+    """``situations``: one a stage. ``memory``: the one that the last call returned; None at first, and after a restart.
+    ``free``: free accelerators of nodes, by pool; None if unknown.
 
-    ``now_s``: since 1970, as schedules need it. Written down is what each target should have; what is done with it
-    depends on the mode, and is the caller's.
+    ``now_s``: since 1970, as schedules need it. The decision has the desired replicas of each target; the caller
+    applies them as the mode requires.
     """
     before = memory or Memory()
     if policy.mode == "Paused":
@@ -57,10 +57,10 @@ def decide(
     bounds = _bounds(policy, before, now_s)
     stages = [_stage(one, before.stages.get(_name(one)), policy, bounds) for one in situations]
     stages = _not_below_one(stages, policy, bounds)
-    sharing = shared_out(stages, policy, binding.spec, free, before.shared)
+    sharing = share_capacity(stages, policy, binding.spec, free, before.shared)
     decision = msgspec.structs.replace(
         _decision(policy, binding, now_s, _targets(stages, sharing)),
-        stages=tuple(_told(stage, sharing) for stage in stages),
+        stages=tuple(_stage_decision(stage, sharing) for stage in stages),
         lacks=sharing.lacks,
         blocked={
             target.name: target.blocked for stage in stages for target in stage.situation.targets if target.blocked
@@ -79,7 +79,7 @@ def _decision(
         at_s=now_s,
         mode=policy.mode,
         targets=targets,
-        look_again_at_s=now_s + policy.period,
+        requeue_at_s=now_s + policy.period,
     )
 
 
@@ -87,7 +87,7 @@ def _name(situation: Situation) -> str:
     return situation.targets[0].spec.stage
 
 
-def _bounds(policy: AutoscalingPolicySpec, before: Memory, now_s: float) -> Bounds:
+def _bounds(policy: AutoscalingPolicySpec, before: Memory, now_s: float) -> ReplicaBounds:
     """Cron lines are slow to read, so bounds are kept until they end."""
     if policy.schedules == before.schedules and now_s < before.bounds.until_s:
         return before.bounds
@@ -95,10 +95,10 @@ def _bounds(policy: AutoscalingPolicySpec, before: Memory, now_s: float) -> Boun
 
 
 def _stage(
-    situation: Situation, before: StageMemory | None, policy: AutoscalingPolicySpec, bounds: Bounds
+    situation: Situation, before: StageMemory | None, policy: AutoscalingPolicySpec, bounds: ReplicaBounds
 ) -> StageAnswer:
-    known, memory = prepared(situation, before, policy)
-    return decided(known, memory, policy, bounds, strategies_of(policy))
+    known, memory = prepare_stage(situation, before, policy)
+    return decide_stage(known, memory, policy, bounds, strategies_of(policy))
 
 
 def strategies_of(policy: AutoscalingPolicySpec) -> tuple[Strategy[Any], ...]:
@@ -106,7 +106,9 @@ def strategies_of(policy: AutoscalingPolicySpec) -> tuple[Strategy[Any], ...]:
     return tuple(one.type.make(one.parameters, policy) for one in policy.strategies)
 
 
-def _not_below_one(stages: list[StageAnswer], policy: AutoscalingPolicySpec, bounds: Bounds) -> list[StageAnswer]:
+def _not_below_one(
+    stages: list[StageAnswer], policy: AutoscalingPolicySpec, bounds: ReplicaBounds
+) -> list[StageAnswer]:
     """Stages go to zero together, or not at all."""
     is_at_zero = all(stage.situation.current == 0 for stage in stages)
     if bounds.most == 0 or (is_at_zero and policy.scale_to_zero is not None):
@@ -114,10 +116,10 @@ def _not_below_one(stages: list[StageAnswer], policy: AutoscalingPolicySpec, bou
     why = next((reason for stage in stages if (reason := keeps_one(stage, policy))), "")
     if not why:
         return stages
-    return [msgspec.structs.replace(stage, answer=stage.answer.at_least("KeepOne", _ONE, why)) for stage in stages]
+    return [msgspec.structs.replace(stage, answer=stage.answer.floored_at("KeepOne", _ONE, why)) for stage in stages]
 
 
-def _targets(stages: Sequence[StageAnswer], sharing: Sharing) -> tuple[TargetDecision, ...]:
+def _targets(stages: Sequence[StageAnswer], sharing: SharedReplicas) -> tuple[TargetDecision, ...]:
     found = []
     for stage in stages:
         steps, targets = stage.answer.steps, stage.situation.targets
@@ -130,10 +132,10 @@ def _targets(stages: Sequence[StageAnswer], sharing: Sharing) -> tuple[TargetDec
     return tuple(found)
 
 
-def _told(stage: StageAnswer, sharing: Sharing) -> StageDecision:
+def _stage_decision(stage: StageAnswer, sharing: SharedReplicas) -> StageDecision:
     name = _name(stage.situation)
     limit = sharing.limits.get(name)
-    found = told(stage, sharing.steps, () if limit is None else (limit,))
+    found = stage_decision(stage, sharing.steps, () if limit is None else (limit,))
     return msgspec.structs.replace(found, is_proven=False) if name in sharing.unproven else found
 
 
@@ -141,7 +143,7 @@ def _asked(recommendation: Recommendation) -> float:
     return recommendation.replicas if recommendation.replicas is not None else -1.0
 
 
-def _target(target: Target, desired: int | None, reason: str) -> TargetDecision:
+def _target(target: TargetSituation, desired: int | None, reason: str) -> TargetDecision:
     return TargetDecision(
         name=target.name,
         current=target.current,
@@ -152,7 +154,7 @@ def _target(target: Target, desired: int | None, reason: str) -> TargetDecision:
     )
 
 
-def _as_it_is(target: Target) -> TargetDecision:
+def _as_it_is(target: TargetSituation) -> TargetDecision:
     return _target(target, target.current, "the policy is paused")
 
 
@@ -165,29 +167,29 @@ _WORTH_MOVING: Final = 0.9
 UNPROVEN: Final = "not proven the cheapest"
 
 
-class Sharing(msgspec.Struct, frozen=True):
-    """``replicas`` and ``reasons``: by target. ``steps``: what ratios changed. ``limits``: what kept a stage from what
-    it needs, by stage. ``lacks``: replicas that were missed for want of accelerators, by target. ``unproven``: stages
-    for which a slightly cheaper set of targets may exist. ``shared``: to be remembered.
+class SharedReplicas(msgspec.Struct, frozen=True):
+    """``replicas`` and ``reasons``: by target. ``steps``: changes by ratios. ``limits``: limits that keep a stage below
+    its need, by stage. ``lacks``: replicas missing for want of accelerators, by target. ``unproven``: stages for which
+    a slightly cheaper set of targets may exist. ``shared``: for the next call.
     """
 
     replicas: Mapping[str, int | None]
     reasons: Mapping[str, str]
-    steps: tuple[Step, ...]
-    limits: Mapping[str, Step]
+    steps: tuple[AppliedRule, ...]
+    limits: Mapping[str, AppliedRule]
     lacks: Mapping[str, int]
     unproven: frozenset[str]
-    shared: Shared | None
+    shared: CachedAllocation | None
 
 
-def shared_out(
+def share_capacity(
     stages: Sequence[StageAnswer],
     policy: AutoscalingPolicySpec,
     binding: AutoscalingPolicyBindingSpec,
     free: Mapping[str, int] | None,
-    before: Shared | None,
-) -> Sharing:
-    """``free``: accelerators that nodes have left, by pool. ``before``: what this remembered last."""
+    before: CachedAllocation | None,
+) -> SharedReplicas:
+    """``free``: free accelerators of nodes, by pool. ``before``: ``shared`` of the last result."""
     now_s = stages[0].situation.now_s
     fixed = {
         target.name: why
@@ -205,22 +207,22 @@ def shared_out(
             variants[name] = tuple(_variant(one, stage, policy) for one in targets)
             needs[name] = _need(max(0.0, stage.answer.replicas - held), stage)
             if stage.answer.replicas <= stage.situation.current + _EPSILON:
-                # rounding up must not ask for more than there is, or it would at each decision
+                # rounding up must not exceed the current replicas, or each decision would add one
                 there = [(one.current or 0) * each.capacity for one, each in zip(targets, variants[name], strict=True)]
                 needs[name] = min(needs[name], sum(there))
     rules = rules_of(binding, free)
     shared = before
     if before is None or (before.needs, before.variants, before.rules) != (needs, variants, rules):
         found = _without_moving_about(needs, variants, rules) if needs else {}
-        shared = Shared(needs, variants, rules, found) if needs else None
+        shared = CachedAllocation(needs, variants, rules, found) if needs else None
     return _with_ratios(stages, fixed, shared if needs else None, binding)
 
 
 def _without_moving_about(
     needs: Mapping[str, float], variants: Mapping[str, tuple[Variant, ...]], rules: Rules
 ) -> dict[str, Allocation]:
-    """The allocation; where what runs is enough, replicas of one target take the place of another's only if that saves
-    a tenth of the cost. Needs and learned capacities move by less than that from look to look.
+    """The allocation, with the running replicas kept where they are enough: replicas of one target replace another's
+    only if that saves a tenth of the cost. Needs and learned capacities vary by less than that between reconciles.
     """
     found = allocate_stages(needs, variants, rules)
     if rules.mode != "Cheapest" or not any(_is_move(found[stage], variants[stage]) for stage in found):
@@ -247,9 +249,9 @@ def _cost(found: Mapping[str, Allocation], variants: Mapping[str, Sequence[Varia
 def _with_ratios(
     stages: Sequence[StageAnswer],
     fixed: Mapping[str, str],
-    shared: Shared | None,
+    shared: CachedAllocation | None,
     binding: AutoscalingPolicyBindingSpec,
-) -> Sharing:
+) -> SharedReplicas:
     found = {} if shared is None else shared.found
     replicas = {name: count for allocation in found.values() for name, count in allocation.replicas.items()}
     reasons = {
@@ -262,7 +264,7 @@ def _with_ratios(
     most = {one.name: there[one.name] if one.name in fixed else one.spec.max_replicas for one in targets}
     repaired, steps = repair(there, binding.ratios, most)
     by_name = {one.name: one for one in targets}
-    return Sharing(
+    return SharedReplicas(
         replicas={name: by_name[name].current if name in fixed else count for name, count in repaired.items()},
         reasons={**reasons, **fixed},
         steps=tuple(steps),
@@ -273,15 +275,17 @@ def _with_ratios(
     )
 
 
-def _limit(stage: str, shared: Shared) -> Step | None:
+def _limit(stage: str, shared: CachedAllocation) -> AppliedRule | None:
     """What budgets and nodes do not allow."""
     need, found = shared.needs[stage], shared.found[stage]
     if found.missing <= _EPSILON:
         return None
-    return Step("Budget", need, need - found.missing, "; ".join(found.problems) or "limits leave no room for more")
+    return AppliedRule(
+        "Budget", need, need - found.missing, "; ".join(found.problems) or "limits leave no room for more"
+    )
 
 
-def _lacks(shared: Shared) -> dict[str, int]:
+def _lacks(shared: CachedAllocation) -> dict[str, int]:
     """Of each stage that is short: what the target would take that does the most for its cost among those without
     room.
     """
@@ -290,7 +294,7 @@ def _lacks(shared: Shared) -> dict[str, int]:
         short = [
             one
             for one in shared.variants[stage]
-            if one.room is not None and not one.blocked and found.replicas[one.name] < one.most
+            if one.headroom is not None and not one.blocked and found.replicas[one.name] < one.most
         ]
         if found.missing > _EPSILON and short:
             best = min(short, key=lambda one: (one.cost / one.capacity, one.name))
@@ -306,10 +310,10 @@ def _need(units: float, stage: StageAnswer) -> float:
     return math.ceil(units / _NEED_STEP - 1e-6) * _NEED_STEP
 
 
-def _variant(target: Target, stage: StageAnswer, policy: AutoscalingPolicySpec) -> Variant:
-    """As the allocation sees it. In doubt, and if nothing may be scaled in, it keeps what it has.
+def _variant(target: TargetSituation, stage: StageAnswer, policy: AutoscalingPolicySpec) -> Variant:
+    """The target as input of the allocation. In doubt, and if scale-in is not allowed, it keeps its replicas.
 
-    A bound that is below what there is holds in doubt as well: it does not come from data.
+    An upper bound below the current replicas holds in doubt as well: it does not depend on data.
     """
     variant = variant_of(target)
     least = variant.least
@@ -319,7 +323,7 @@ def _variant(target: Target, stage: StageAnswer, policy: AutoscalingPolicySpec) 
     return msgspec.structs.replace(variant, least=least, capacity=round(variant.capacity, _CAPACITY_DIGITS) or 0.01)
 
 
-def _why_fixed(target: Target, policy: AutoscalingPolicySpec, now_s: float) -> str:
+def _why_fixed(target: TargetSituation, policy: AutoscalingPolicySpec, now_s: float) -> str:
     if target.current is None:
         return "the object is not there"
     held_s = target.set_at_s + policy.manual_hold - now_s

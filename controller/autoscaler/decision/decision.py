@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import msgspec
 
-from controller.autoscaler.decision.situation import Freshness, Waiting
+from controller.autoscaler.decision.situation import Backlog, Freshness
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import Situation
@@ -17,9 +17,8 @@ Memory = TypeVar("Memory")
 
 
 class Recommendation(msgspec.Struct, frozen=True):
-    """``strategy``: whose. ``replicas``: of the first target, a fraction where targets differ in capacity; None: it
-    does not know, so nothing may be scaled in because of it. ``reason``: for people. ``inputs``: the numbers that led
-    there, by name and unit.
+    """``strategy``: its name. ``replicas``: of the first target, a fraction where targets differ in capacity; None:
+    unknown, which forbids scaling in. ``reason``: for people. ``inputs``: the numbers used, by name and unit.
     """
 
     strategy: str = msgspec.field(name="law")
@@ -29,7 +28,7 @@ class Recommendation(msgspec.Struct, frozen=True):
 
 
 class Strategy(Protocol[Memory]):
-    """Laws know nothing of bounds, behaviour blocks and modes, which come after."""
+    """One strategy. Bounds, behaviour blocks and modes are applied after it."""
 
     @property
     def name(self) -> str:
@@ -59,10 +58,10 @@ Rule = Literal[
     "Budget",
     "Ratio",
 ]
-"""All that may change an answer, in the order of a decision; docs/autoscaling.md says when each does."""
+"""All rules that may change a recommendation, in the order of a decision; docs/autoscaling.md describes each."""
 
 
-class Step(msgspec.Struct, frozen=True):
+class AppliedRule(msgspec.Struct, frozen=True):
     """A rule changed the answer. ``rule``: a ``Rule``, or one of another version of ours. ``before`` and ``after``:
     replicas. ``reason``: for people.
     """
@@ -87,23 +86,23 @@ class TargetDecision(msgspec.Struct, frozen=True):
 
 
 class StageDecision(msgspec.Struct, frozen=True):
-    """One stage. ``stage``: Both, Prefill or Decode. ``recommendations``: of the strategies. ``combined``: from all
-    of them; None: unknown. ``steps``: what changed it after that. ``waiting`` and ``freshness``: what it was decided
-    from. ``is_proven``: False if a slightly cheaper set of targets may exist.
+    """One stage. ``stage``: Both, Prefill or Decode. ``recommendations``: of the strategies. ``combined``: from all of
+    them; None: unknown. ``steps``: the rules that changed it after that. ``waiting`` and ``freshness``: inputs of the
+    decision. ``is_proven``: False if a slightly cheaper set of targets may exist.
     """
 
     stage: str
     recommendations: tuple[Recommendation, ...]
     combined: float | None
-    steps: tuple[Step, ...] = ()
-    waiting: Waiting = Waiting()
+    steps: tuple[AppliedRule, ...] = ()
+    waiting: Backlog = Backlog()
     freshness: Freshness = Freshness()
     is_proven: bool = True
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """``binding``: its key. ``at_s``: when. ``mode``: of the policy. ``targets``: what each should have.
-    ``look_again_at_s``: when the next decision is due. ``inputs``: more numbers that were used, such as learned start
+    ``requeue_at_s``: when the next decision is due. ``inputs``: more numbers that were used, such as learned start
     times. ``lacks``: replicas that targets would have as well, were there accelerators for them, by target.
     ``blocked``: why no more replicas of a target can be had, by target.
     """
@@ -113,28 +112,28 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     targets: tuple[TargetDecision, ...]
     stages: tuple[StageDecision, ...] = ()
-    look_again_at_s: float = 0.0
+    requeue_at_s: float = 0.0
     inputs: Mapping[str, float] = {}
     lacks: Mapping[str, int] = {}
     blocked: Mapping[str, str] = {}
 
 
-class Answer(msgspec.Struct, frozen=True):
+class StageReplicas(msgspec.Struct, frozen=True):
     """``replicas``: of the stage's first target. ``steps``: what changed it, in order."""
 
     replicas: float
-    steps: tuple[Step, ...] = ()
+    steps: tuple[AppliedRule, ...] = ()
 
-    def changed(self, rule: Rule, replicas: float, reason: str) -> Answer:
+    def adjusted_to(self, rule: Rule, replicas: float, reason: str) -> StageReplicas:
         """The same if ``replicas`` are; otherwise one step further."""
         if replicas == self.replicas:
             return self
-        return Answer(replicas, (*self.steps, Step(rule, self.replicas, replicas, reason)))
+        return StageReplicas(replicas, (*self.steps, AppliedRule(rule, self.replicas, replicas, reason)))
 
-    def at_least(self, rule: Rule, replicas: float, reason: str) -> Answer:
+    def floored_at(self, rule: Rule, replicas: float, reason: str) -> StageReplicas:
         """A lower bound."""
-        return self.changed(rule, max(self.replicas, replicas), reason)
+        return self.adjusted_to(rule, max(self.replicas, replicas), reason)
 
-    def at_most(self, rule: Rule, replicas: float, reason: str) -> Answer:
+    def capped_at(self, rule: Rule, replicas: float, reason: str) -> StageReplicas:
         """An upper bound."""
-        return self.changed(rule, min(self.replicas, replicas), reason)
+        return self.adjusted_to(rule, min(self.replicas, replicas), reason)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one gateway reports: its extproc processes, what each has counted of a ModelServer, and its engines.
+"""The reports of one gateway: its extproc processes, the counters of each for a ModelServer, and its engines.
 
-Counters of a process only add up while it lives; a process that takes another one's slot replaces it. Absurd values are
-left out. What all gateways report of an engine is merged into one signal.
+Counters of a process only grow; a process that takes another one's slot replaces it. Implausible values are left out.
+The reports of all gateways about an engine are merged into one signal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 
 from controller.autoscaler.decision.situation import EngineReport
-from controller.autoscaler.decision.traffic import MOST_COUNTED, NONE_OF_TPOT, NONE_OF_TTFT, Sums
+from controller.autoscaler.decision.traffic import MOST_COUNTED, NONE_OF_TPOT, NONE_OF_TTFT, TrafficSums
 from extproc.api.status_pages import EngineDemand, ServerDemand
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class EngineSignal(msgspec.Struct, frozen=True, gc=False):
-    """One engine. ``role``: ``prefill``, ``decode``, or empty for both. ``last_report_s``: when a gateway last spoke of
-    it.
-    ``reported_at_s``: when the engine itself last said something; None if it never did. ``prefill_tokens_per_s``,
-    ``step_s``, ``step_s_per_token``: its learned speed, the mean of the gateways; None where nobody has learned it.
+    """One engine. ``role``: ``prefill``, ``decode``, or empty for both. ``last_report_s``: time of the last gateway
+    report about it. ``reported_at_s``: time of the engine's own last report; None if there was none.
+    ``prefill_tokens_per_s``, ``step_s``, ``step_s_per_token``: its learned speed, the mean of the gateways; None where
+    none has learned it.
     """
 
     report: EngineReport
@@ -39,12 +39,12 @@ class EngineSignal(msgspec.Struct, frozen=True, gc=False):
     step_s_per_token: float | None = None
 
 
-def merged(said: Iterable[tuple[ServerDemand, float]]) -> dict[str, EngineSignal]:
-    """By address. ``said``: what each process says of a ModelServer, and when it was heard.
+def merge_reports(report: Iterable[tuple[ServerDemand, float]]) -> dict[str, EngineSignal]:
+    """By address. ``said``: each process's report of a ModelServer, and when it arrived.
 
-    Requests are each process's own and add up. Reports are the same, seen by all: the newest counts.
+    Requests are each process's own and are summed. Engine reports are the same engine seen by all: the newest counts.
     """
-    several = list(said)
+    several = list(report)
     if len(several) == 1:
         server, last_report_s = several[0]
         return {address: _of_one(engine, last_report_s) for address, engine in server.engines.items()}
@@ -56,7 +56,7 @@ def merged(said: Iterable[tuple[ServerDemand, float]]) -> dict[str, EngineSignal
 
 
 def _of_one(one: EngineDemand, last_report_s: float) -> EngineSignal:
-    """As ``_merged`` of what a single process says, which is the most frequent case."""
+    """As ``merge_reports`` for a single process, which is the most frequent case."""
     reported_at_s = None if one.report_age_s is None else last_report_s - one.report_age_s
     return EngineSignal(
         EngineReport(
@@ -119,101 +119,105 @@ Value = TypeVar("Value")
 
 
 class ServerReports(msgspec.Struct):
-    """What one process reports of one ModelServer. ``server``: its last report, unchanged; None if the process does not
-    know the server any more. ``highest``: the most that each counter had, so that one which falls and rises again adds
+    """What one process reports of one ModelServer. ``server``: its last report, unchanged; None if the process no
+    longer reports the server. ``highest``: the maximum of each counter, so that one which falls and rises again adds
     nothing.
     """
 
     server: ServerDemand | None = None
-    highest: Sums = msgspec.field(default_factory=Sums)
+    highest: TrafficSums = msgspec.field(default_factory=TrafficSums)
 
-    def take(self, said: ServerDemand) -> Sums | None:
-        """Remember it; returns what it has counted since the last time, None if nothing."""
-        before, self.server = self.server, said
-        if before is said:
+    def take(self, report: ServerDemand) -> TrafficSums | None:
+        """Store the report; returns the growth of its counters since the last one, None if nothing has grown."""
+        before, self.server = self.server, report
+        if before is report:
             return None
-        if before is not None and (before.counted, before.ttft, before.tpot) == (said.counted, said.ttft, said.tpot):
+        if before is not None and (before.counted, before.ttft, before.tpot) == (
+            report.counted,
+            report.ttft,
+            report.tpot,
+        ):
             return None
-        highest, counters = self.highest, _counters(said)
-        return Sums(
+        highest, counters = self.highest, _counters(report)
+        return TrafficSums(
             _grown(highest.counters, counters),
-            NONE_OF_TTFT if before is not None and before.ttft == said.ttft else _rise(highest.ttft, said.ttft),
-            NONE_OF_TPOT if before is not None and before.tpot == said.tpot else _rise(highest.tpot, said.tpot),
+            NONE_OF_TTFT if before is not None and before.ttft == report.ttft else _rise(highest.ttft, report.ttft),
+            NONE_OF_TPOT if before is not None and before.tpot == report.tpot else _rise(highest.tpot, report.tpot),
         )
 
 
-def cleaned(said: ServerDemand) -> ServerDemand:
+def sanitize_gauges(report: ServerDemand) -> ServerDemand:
     """With gauges that can be reckoned with."""
     return ServerDemand(
-        model=said.model,
-        counted=said.counted,
-        ttft=said.ttft,
-        tpot=said.tpot,
-        queued=int(bounded(said.queued)),
-        queued_tokens=bounded(said.queued_tokens),
-        oldest_wait_s=bounded(said.oldest_wait_s),
-        at_zero=int(bounded(said.at_zero)),
+        model=report.model,
+        counted=report.counted,
+        ttft=report.ttft,
+        tpot=report.tpot,
+        queued=int(clamp(report.queued)),
+        queued_tokens=clamp(report.queued_tokens),
+        oldest_wait_s=clamp(report.oldest_wait_s),
+        at_zero=int(clamp(report.at_zero)),
         engines={
             address: _engine(one)
-            for address, one in _first(said.engines, MOST_ENGINES).items()
+            for address, one in _first(report.engines, MOST_ENGINES).items()
             if len(address) <= _LONGEST_ADDRESS
         },
     )
 
 
-def bounded(value: float) -> float:
+def clamp(value: float) -> float:
     """A count or an amount: from 0 to ``MOST``; 0 for what is no number."""
     if 0 <= value <= MOST:
         return value
     return MOST if value > MOST else 0.0
 
 
-def _engine(said: EngineDemand) -> EngineDemand:
-    if said.role in _GOOD_ROLES and _is_good(said):
-        return said
+def _engine(report: EngineDemand) -> EngineDemand:
+    if report.role in _GOOD_ROLES and _is_good(report):
+        return report
     return EngineDemand(
-        role=said.role if said.role in _ROLES else "",
-        in_flight=int(bounded(said.in_flight)),
-        in_flight_tokens=bounded(said.in_flight_tokens),
-        waiting=_known(said.waiting),
-        running=_known(said.running),
-        kv_usage=None if said.kv_usage is None else min(1.0, bounded(said.kv_usage)),
-        report_age_s=_known(said.report_age_s),
-        kv_capacity_tokens=bounded(said.kv_capacity_tokens),
-        prefill_tokens_per_s=_speed(said.prefill_tokens_per_s),
-        step_s=_known(said.step_s),
-        step_s_per_token=_known(said.step_s_per_token),
+        role=report.role if report.role in _ROLES else "",
+        in_flight=int(clamp(report.in_flight)),
+        in_flight_tokens=clamp(report.in_flight_tokens),
+        waiting=_known(report.waiting),
+        running=_known(report.running),
+        kv_usage=None if report.kv_usage is None else min(1.0, clamp(report.kv_usage)),
+        report_age_s=_known(report.report_age_s),
+        kv_capacity_tokens=clamp(report.kv_capacity_tokens),
+        prefill_tokens_per_s=_speed(report.prefill_tokens_per_s),
+        step_s=_known(report.step_s),
+        step_s_per_token=_known(report.step_s_per_token),
     )
 
 
-def _is_good(said: EngineDemand) -> bool:
+def _is_good(report: EngineDemand) -> bool:
     """Whether nothing is to be corrected, as usual."""
     return (
-        0 <= said.in_flight <= MOST
-        and 0 <= said.in_flight_tokens <= MOST
-        and 0 <= said.kv_capacity_tokens <= MOST
-        and (said.waiting is None or 0 <= said.waiting <= MOST)
-        and (said.running is None or 0 <= said.running <= MOST)
-        and (said.kv_usage is None or 0 <= said.kv_usage <= 1)
-        and (said.report_age_s is None or 0 <= said.report_age_s <= MOST)
-        and (said.prefill_tokens_per_s is None or 0 < said.prefill_tokens_per_s <= MOST)
-        and (said.step_s is None or 0 <= said.step_s <= MOST)
-        and (said.step_s_per_token is None or 0 <= said.step_s_per_token <= MOST)
+        0 <= report.in_flight <= MOST
+        and 0 <= report.in_flight_tokens <= MOST
+        and 0 <= report.kv_capacity_tokens <= MOST
+        and (report.waiting is None or 0 <= report.waiting <= MOST)
+        and (report.running is None or 0 <= report.running <= MOST)
+        and (report.kv_usage is None or 0 <= report.kv_usage <= 1)
+        and (report.report_age_s is None or 0 <= report.report_age_s <= MOST)
+        and (report.prefill_tokens_per_s is None or 0 < report.prefill_tokens_per_s <= MOST)
+        and (report.step_s is None or 0 <= report.step_s <= MOST)
+        and (report.step_s_per_token is None or 0 <= report.step_s_per_token <= MOST)
     )
 
 
 def _known(value: float | None) -> float | None:
-    return None if value is None else bounded(value)
+    return None if value is None else clamp(value)
 
 
 def _speed(value: float | None) -> float | None:
     return value if value is not None and 0 < value <= MOST else None
 
 
-def _counters(said: ServerDemand) -> list[float]:
+def _counters(report: ServerDemand) -> list[float]:
     """Of all models, in the order of ``Totals``."""
     found = [0.0] * 7
-    for one in _first(said.counted, MOST_MODELS).values():
+    for one in _first(report.counted, MOST_MODELS).values():
         values: tuple[float, ...] = (
             one.arrivals,
             one.refused,
@@ -225,56 +229,56 @@ def _counters(said: ServerDemand) -> list[float]:
         )
         # what is no number makes the sum none; whole numbers may be too large for one
         if not (min(values) >= 0 and max(values) <= MOST and sum(values) >= 0):
-            values = tuple(map(bounded, values))
+            values = tuple(map(clamp, values))
         found = list(map(add, found, values))
     return found
 
 
-def _grown(highest: list[float], said: list[float]) -> list[float]:
+def _grown(highest: list[float], report: list[float]) -> list[float]:
     """By how much the counters have grown; ``highest`` grows with them."""
-    more = list(map(sub, said, highest))
+    more = list(map(sub, report, highest))
     if min(more) >= 0:
-        highest[:] = said
+        highest[:] = report
         return more
     for at, value in enumerate(more):
         if value > 0:
-            highest[at] = said[at]
+            highest[at] = report[at]
         else:
             more[at] = 0.0
     return more
 
 
-def _rise(highest: list[int], said: tuple[int, ...]) -> list[int]:
+def _rise(highest: list[int], report: tuple[int, ...]) -> list[int]:
     """By how much the buckets have grown; ``highest`` grows with them."""
-    if len(said) == len(highest):
-        more = list(map(sub, said, highest))
+    if len(report) == len(highest):
+        more = list(map(sub, report, highest))
         # what no number is makes the sum none
-        if min(more) >= 0 and sum(more) <= MOST_COUNTED and max(said) <= MOST_COUNTED:
-            highest[:] = said
+        if min(more) >= 0 and sum(more) <= MOST_COUNTED and max(report) <= MOST_COUNTED:
+            highest[:] = report
             return more
     more = [0] * len(highest)
-    for at, count in enumerate(said[: len(highest)]):
+    for at, count in enumerate(report[: len(highest)]):
         if highest[at] < count:
             value = min(MOST_COUNTED, count)
             more[at], highest[at] = value - highest[at], value
     return more
 
 
-def _first(said: Mapping[str, Value], most: int) -> Mapping[str, Value]:
-    return said if len(said) <= most else dict(list(said.items())[:most])
+def _first(report: Mapping[str, Value], most: int) -> Mapping[str, Value]:
+    return report if len(report) <= most else dict(list(report.items())[:most])
 
 
-# They say something once a second.
+# They report once a second.
 SILENT_AFTER_S: Final = 3.0
-# Processes of a gateway that are remembered, those that have ended included.
+# Most tracked processes of a gateway, ended ones included.
 _MOST_PROCESSES: Final = 64
 _LONGEST_SLOT: Final = 100
 _LONGEST_INSTANCE: Final = 400
 
 
-class Process(msgspec.Struct):
-    """``last_report_s``: when it spoke last. ``whole_since_s``: since when it has been heard without a gap; minus
-    infinity: since it began. ``servers``: what it said of each.
+class ReportingProcess(msgspec.Struct):
+    """``last_report_s``: time of its last report. ``whole_since_s``: start of the present span without a gap; minus
+    infinity: no gap yet. ``servers``: its reports by ModelServer.
     """
 
     name: str
@@ -286,51 +290,51 @@ class Process(msgspec.Struct):
     servers: dict[str, ServerReports] = {}
 
     def is_silent(self, now: float) -> bool:
-        """Whether it has not spoken for longer than it should."""
+        """Whether its last report is older than the reporting interval allows."""
         return now - self.last_report_s > SILENT_AFTER_S
 
 
-class Gateway(msgspec.Struct):
-    """A pod, or another place where processes run. ``seen_at_s``: since when it is known. ``processes``: by name, all
-    that spoke. ``slots``: when each was heard or heard of. ``gap_at_s``: the end of the last time in which a process
-    may have counted what nobody heard.
+class ReportingGateway(msgspec.Struct):
+    """A pod, or another place where processes run. ``seen_at_s``: time of the first message from it. ``processes``: all
+    that have reported, by name. ``slots``: time of the last message of each. ``gap_at_s``: end of the last span with
+    possibly lost counts.
     """
 
     seen_at_s: float
-    processes: dict[str, Process] = {}
+    processes: dict[str, ReportingProcess] = {}
     slots: dict[str, float] = {}
     gap_at_s: float = -math.inf
 
-    def ingest(self, said: Demand, now: float, *, follows_since_s: float) -> tuple[Process, float] | None:
-        """The process that speaks, and until when it was heard before (or when it was born); None if this is no news.
+    def ingest(self, report: Demand, now: float, *, follows_since_s: float) -> tuple[ReportingProcess, float] | None:
+        """The reporting process, and the time of its report before (or its start); None if the report is not newer.
 
-        ``follows_since_s``: a process that was born later is known from its beginning.
+        ``follows_since_s``: start of the subscription; the reports of a process that started later are complete.
         """
-        if said.slot not in self.slots and (len(self.slots) >= _MOST_PROCESSES or len(said.slot) > _LONGEST_SLOT):
+        if report.slot not in self.slots and (len(self.slots) >= _MOST_PROCESSES or len(report.slot) > _LONGEST_SLOT):
             return None
-        self.slots.setdefault(said.slot, now)
-        if not said.instance or len(said.instance) > _LONGEST_INSTANCE:
+        self.slots.setdefault(report.slot, now)
+        if not report.instance or len(report.instance) > _LONGEST_INSTANCE:
             return None
-        known = self.processes.get(said.instance)
+        known = self.processes.get(report.instance)
         if known is None:
-            return self._meet(said, now, follows_since_s)
-        if said.sequence <= known.sequence:
+            return self._meet(report, now, follows_since_s)
+        if report.sequence <= known.sequence:
             return None
         before_s = known.last_report_s
         if known.is_silent(now):
             known.whole_since_s = now
-        known.sequence, known.last_report_s, known.slot = said.sequence, now, said.slot
+        known.sequence, known.last_report_s, known.slot = report.sequence, now, report.slot
         return known, before_s
 
-    def living(self, now: float) -> list[Process]:
+    def living(self, now: float) -> list[ReportingProcess]:
         """Those that run, or may: all but those that another one has replaced."""
-        found: list[Process] = []
+        found: list[ReportingProcess] = []
         for slot in self.slots:
             found += self._of_slot(slot, now)
         return found
 
-    def silent(self, now: float) -> Iterator[str]:
-        """Slots of which nothing is heard, or not of every process."""
+    def silent_slots(self, now: float) -> Iterator[str]:
+        """Slots with a stale report, or with none for too long."""
         if not self.slots and now - self.seen_at_s > SILENT_AFTER_S:
             yield ""
         for slot, since_s in self.slots.items():
@@ -339,7 +343,7 @@ class Gateway(msgspec.Struct):
                 yield slot
 
     def is_without_reports(self) -> bool:
-        """Whether it has not said anything yet."""
+        """Whether no report has arrived yet."""
         return not self.processes
 
     def whole_since_s(self, now: float) -> float:
@@ -348,21 +352,24 @@ class Gateway(msgspec.Struct):
             return now
         return max([self.gap_at_s, *(one.whole_since_s for one in self.living(now))])
 
-    def _meet(self, said: Demand, now: float, follows_since_s: float) -> tuple[Process, float]:
-        """A process speaks for the first time."""
-        born_at_s = now - bounded(said.age_s)
+    def _meet(self, report: Demand, now: float, follows_since_s: float) -> tuple[ReportingProcess, float]:
+        """Add a process at its first report."""
+        born_at_s = now - clamp(report.age_s)
         begins = born_at_s >= follows_since_s and now - born_at_s <= SILENT_AFTER_S
         if any(
-            one.slot == said.slot and born_at_s - one.last_report_s > SILENT_AFTER_S for one in self.processes.values()
+            one.slot == report.slot and born_at_s - one.last_report_s > SILENT_AFTER_S
+            for one in self.processes.values()
         ):
             # what ended was silent before
             self.gap_at_s = max(self.gap_at_s, born_at_s)
-        met = Process(said.instance, said.slot, born_at_s, now, said.sequence, -math.inf if begins else now)
+        met = ReportingProcess(
+            report.instance, report.slot, born_at_s, now, report.sequence, -math.inf if begins else now
+        )
         self.processes[met.name] = met
         self._forget(now)
         return met, born_at_s
 
-    def _of_slot(self, slot: str, now: float) -> list[Process]:
+    def _of_slot(self, slot: str, now: float) -> list[ReportingProcess]:
         """A slot with a name has one process at a time. Else each process that begins replaces one that was silent
         then.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is remembered of a binding between two decisions.
+"""The state of a binding between two decisions.
 
 All of it may be lost: nothing is scaled in because of that.
 """
@@ -13,16 +13,16 @@ import msgspec
 
 from controller.api.autoscaling import Schedule
 from controller.api.autoscaling_policy import STRATEGIES
-from controller.autoscaler.decision.allocation.blocked import Blockage
+from controller.autoscaler.decision.allocation.blockage import Blockage
 from controller.autoscaler.decision.allocation.variants import Allocation, Rules, Variant
-from controller.autoscaler.decision.behavior import Bounds, PanicState, Past
+from controller.autoscaler.decision.behavior import PanicState, ReplicaBounds, ScalingHistory
 from controller.autoscaler.decision.situation import Speed
-from controller.autoscaler.decision.speeds import MOST_STARTS, StartTimes
+from controller.autoscaler.decision.speeds import MOST_STARTS, StartDurations
 
 if TYPE_CHECKING:
-    from controller.api.strategies import Kept
+    from controller.api.strategies import LearnedState
 
-# Growth after a small scale-in is remembered for so long, and so many times of it at most.
+# Seconds for which growth after a small scale-in is kept, and the most such times.
 TURNS_COUNT_S: Final = 1800.0
 MOST_TURNS: Final = 3
 # Of what can be measured: speeds, seconds, requests a second.
@@ -31,22 +31,22 @@ _MOST: Final = 1e15
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """``began_at_s``: since when strategies have known something without a gap. ``strategies``: what each remembers, by
-    its name. ``past``: for the behaviour block. ``panic``: None if there is none. ``current``: as seen last.
+    """``began_at_s``: since when strategies have had data without a gap. ``strategies``: the memory of each, by its
+    name. ``past``: for the behaviour block. ``panic``: None if there is none. ``current``: as observed last.
     ``speeds``: smoothed, ``starts``: measured, and ``blockages``: why one is left out, by target. ``arrivals``: counted
-    so far. ``active_at_s``: when something was last asked for or done. ``woken_at_s``: when the stage last left zero;
-    None: not yet, or requests have been served since. ``fell_from``: how many there were before they last became fewer;
-    None: they grew since. ``turned_at_s``: when they grew again although few had gone, lately.
+    so far. ``active_at_s``: when requests last arrived or were in progress. ``woken_at_s``: when the stage last left
+    zero; None: not yet, or requests have been served since. ``fell_from``: replicas before the last scale-in; None:
+    they grew since. ``turned_at_s``: times of recent growth after a small scale-in.
     """
 
     began_at_s: float
     decided_at_s: float
     strategies: Mapping[str, object] = {}
-    past: Past = Past()
+    past: ScalingHistory = ScalingHistory()
     panic: PanicState | None = None
     current: float | None = None
     speeds: Mapping[str, Speed] = {}
-    starts: Mapping[str, StartTimes] = {}
+    starts: Mapping[str, StartDurations] = {}
     blockages: Mapping[str, Blockage] = {}
     arrivals: float = 0.0
     finished: float = 0.0
@@ -56,8 +56,8 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     turned_at_s: tuple[float, ...] = ()
 
 
-class Shared(msgspec.Struct, frozen=True):
-    """A question to the allocation, and its answer, by stage."""
+class CachedAllocation(msgspec.Struct, frozen=True):
+    """The inputs of the last allocation, and its result by stage."""
 
     needs: Mapping[str, float]
     variants: Mapping[str, tuple[Variant, ...]]
@@ -67,26 +67,26 @@ class Shared(msgspec.Struct, frozen=True):
 
 class Memory(msgspec.Struct, frozen=True):
     """``stages``: by name. ``schedules`` and ``bounds``: the bounds of these schedules until their own end. ``shared``:
-    the last question about sharing out among targets, with its answer.
+    the last allocation over targets, with its inputs.
     """
 
     stages: Mapping[str, StageMemory] = {}
     schedules: tuple[Schedule, ...] = ()
-    bounds: Bounds = Bounds()
-    shared: Shared | None = None
+    bounds: ReplicaBounds = ReplicaBounds()
+    shared: CachedAllocation | None = None
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """What is worth keeping over a restart: what took long to learn."""
+    """The part that is slow to learn, and so is kept over a restart."""
 
     speeds: Mapping[str, Speed] = {}
-    starts: Mapping[str, StartTimes] = {}
+    starts: Mapping[str, StartDurations] = {}
     strategies: Mapping[str, msgspec.Raw] = {}
 
 
-def encoded(memory: Memory) -> bytes:
-    """JSON of what is slow to learn: speeds, start times, seasons and the load of the last hour. The rest is about the
-    last minutes and known again soon.
+def encode_memory(memory: Memory) -> bytes:
+    """JSON of the values that are slow to learn: speeds, start times, seasons and the load of the last hour. The others
+    cover minutes and are measured again after a restart.
     """
     # durations that were declared are floats with a text
     return msgspec.json.encode({name: _stored(stage) for name, stage in memory.stages.items()}, enc_hook=float)
@@ -102,15 +102,15 @@ def _stored(stage: StageMemory) -> _Stored:
     return _Stored(speeds=stage.speeds, starts=stage.starts, strategies=found)
 
 
-def _kept(name: str) -> Kept | None:
+def _kept(name: str) -> LearnedState | None:
     type_ = STRATEGIES.get(name)
     return None if type_ is None else type_.kept
 
 
-def decoded(text: bytes, now_s: float) -> Memory:
-    """As after a restart, with what ``encoded`` kept. Raises ValueError.
+def decode_memory(text: bytes, now_s: float) -> Memory:
+    """The memory after a restart, from the text of ``encode_memory``. Raises ValueError.
 
-    Whoever may write a binding may write this, too: what cannot have been measured is left out.
+    Any user who may write a binding may write this text, too: implausible values are left out.
     """
     try:
         stored = msgspec.json.decode(text, type=dict[str, _Stored])
@@ -146,5 +146,5 @@ def _is_speed(speed: Speed) -> bool:
     return 0 <= speed.followed_s <= _MOST and all(one is None or _LEAST <= one <= _MOST for one in values)
 
 
-def _are_starts(starts: StartTimes) -> bool:
+def _are_starts(starts: StartDurations) -> bool:
     return len(starts.starts) <= MOST_STARTS and all(0 < one.took_s <= _MOST for one in starts.starts)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.api.autoscaling_policy import STRATEGIES
-from controller.autoscaler.decision.decision import Answer
+from controller.autoscaler.decision.decision import StageReplicas
 from controller.autoscaler.decision.situation import EngineState, Freshness, Metric, Situation
 
 if TYPE_CHECKING:
@@ -24,53 +24,53 @@ if TYPE_CHECKING:
 
 # Caches of the remaining replicas may be in use to this share.
 _MOST_CACHE: Final = 0.8
-# Waits shorter than this are those for the next look of an engine, not for capacity.
+# Shorter waits are for the engine's next scheduling step, not for capacity.
 _SHORT_WAIT_S: Final = 1.0
-# With latency above this share of the objective nobody goes.
+# With latency above this share of the objective no replica is removed.
 _NEAR_OBJECTIVE: Final = 0.9
 _LATENCY_WINDOW_S: Final = 60.0
 
 
-def combined(recommendations: Sequence[Recommendation], current: float) -> Answer | None:
-    """The largest answer; never below ``current`` while a strategy does not know. None: no strategy knows."""
+def combine_recommendations(recommendations: Sequence[Recommendation], current: float) -> StageReplicas | None:
+    """The largest recommendation; not below ``current`` while one is unknown. None: all are unknown."""
     known = [one.replicas for one in recommendations if one.replicas is not None]
     if not known:
         return None
-    answer = Answer(max(known))
+    answer = StageReplicas(max(known))
     unknown = [one.strategy for one in recommendations if one.replicas is None and not _is_bound(one.strategy)]
     if unknown:
-        return answer.at_least("Unknown", current, f"{', '.join(unknown)} cannot tell")
+        return answer.floored_at("Unknown", current, f"{', '.join(unknown)} cannot tell")
     if all(_is_bound(one.strategy) for one in recommendations):
-        return answer.at_least("Unknown", current, "no law says that fewer are enough")
+        return answer.floored_at("Unknown", current, "no strategy says that fewer are enough")
     return answer
 
 
 def _is_bound(strategy: str) -> bool:
-    """Lower bounds only: when they know nothing, the other strategies decide."""
+    """Whether the strategy gives a lower bound only: if it is unknown, the other strategies decide."""
     type_ = STRATEGIES.get(strategy)
     return type_ is not None and type_.is_lower_bound
 
 
-def carried_by_the_rest(answer: Answer, situation: Situation) -> Answer:
+def limit_scale_in(answer: StageReplicas, situation: Situation) -> StageReplicas:
     """Refuse to scale in while something waits, while latency is near the objective, or if caches would be too full."""
     current = situation.current
     if answer.replicas >= current:
         return answer
     waiting = situation.waiting
     if waiting.requests and waiting.oldest_s >= _SHORT_WAIT_S:
-        return answer.at_least(
+        return answer.floored_at(
             "Waiting", current, f"{waiting.requests} requests wait, the first {waiting.oldest_s:.1f} s"
         )
     late = _late(situation)
     if late:
-        return answer.at_least("Latency", current, late)
+        return answer.floored_at("Latency", current, late)
     usage = [
         one.report.kv_usage for one in situation.ready if one.report is not None and one.report.kv_usage is not None
     ]
     needed = sum(usage) / _MOST_CACHE
     if usage and needed > answer.replicas:
         reason = f"the caches in use fill {needed:.2f} replicas to {_MOST_CACHE:.0%}"
-        return answer.at_least("Caches", min(current, needed), reason)
+        return answer.floored_at("Caches", min(current, needed), reason)
     return answer
 
 
@@ -85,18 +85,18 @@ def _late(situation: Situation) -> str:
     return ""
 
 
-# Requests that one replica takes on, where nothing better is known.
+# Requests that one replica serves concurrently, where its capacity is unknown.
 REQUESTS_A_REPLICA: Final = 32
 
 
 def needs_gateways(policy: AutoscalingPolicySpec) -> bool:
-    """Whether the policy looks at anything that only gateways know."""
+    """Whether the policy uses a metric that only gateways report."""
     by_load = not all(one.type.by_metrics for one in policy.strategies)
     metrics = any(one.source == "Gateway" for one in policy.metrics)
     return by_load or metrics or policy.scale_to_zero is not None or policy.objective is not None
 
 
-def with_fresh_metrics(situation: Situation, staleness: Staleness) -> Situation:
+def without_stale_metrics(situation: Situation, staleness: Staleness) -> Situation:
     """Metrics whose samples are older than ``hard`` have a problem instead of a value."""
     metrics: Mapping[str, Metric] = {
         name: metric
@@ -139,24 +139,24 @@ def _doubt(fresh: Freshness, soft: Duration) -> str:
     return ""
 
 
-def held_by_age(answer: Answer, situation: Situation, policy: AutoscalingPolicySpec) -> Answer:
+def limit_by_data_age(answer: StageReplicas, situation: Situation, policy: AutoscalingPolicySpec) -> StageReplicas:
     """The answer as far as the data's age allows."""
     stale = too_old(situation, policy)
     if stale:
         # what waits is there, whatever else is unknown
         ready = situation.units(EngineState.READY)
         for_waiting = ready + situation.waiting.requests / REQUESTS_A_REPLICA
-        return answer.changed("Stale", max(situation.current, min(answer.replicas, for_waiting)), stale)
+        return answer.adjusted_to("Stale", max(situation.current, min(answer.replicas, for_waiting)), stale)
     why = not_for_scale_in(situation, policy)
-    return answer.at_least("Stale", situation.current, why) if why else answer
+    return answer.floored_at("Stale", situation.current, why) if why else answer
 
 
 # A start may take so many times as long as usual before its replicas may go again.
 _PATIENCE: Final = 3.0
 
 
-def followed(memory: StageMemory, situation: Situation) -> StageMemory:
-    """``memory`` with what the situation says about activity. A gap in the data counts as activity."""
+def with_activity(memory: StageMemory, situation: Situation) -> StageMemory:
+    """``memory`` with the activity in the situation. A gap in the data counts as activity."""
     traffic = situation.traffic
     totals = traffic.counters(len(traffic.points) - 1) if traffic.points else None
     arrivals, finished = (
@@ -200,29 +200,29 @@ def why_not_zero(policy: AutoscalingPolicySpec, situation: Situation, memory: St
 
 
 def to_zero(
-    answer: Answer,
+    answer: StageReplicas,
     policy: AutoscalingPolicySpec,
     situation: Situation,
     memory: StageMemory,
     recommendations: Sequence[Recommendation],
-) -> Answer:
-    """Idle for long enough, the last replica goes although strategies ask for it: the few requests of their longer
-    windows, or speeds that so few did not teach, say nothing about the next one. Lower bounds hold, and so does it if a
-    strategy does not know.
+) -> StageReplicas:
+    """Remove the last replica after the idle time although strategies recommend it: the few requests in their longer
+    windows, and speeds learned from so few, do not predict the next one. Lower bounds hold, and an unknown strategy
+    keeps the replica.
     """
     if not 0 < answer.replicas <= 1 or any(one.replicas is None for one in recommendations):
         return answer
     is_bound = any(_is_bound(one.strategy) and one.replicas for one in recommendations)
     if is_bound or why_not_zero(policy, situation, memory):
         return answer
-    return answer.at_most("Idle", 0.0, f"idle for {situation.now_s - memory.active_at_s:.0f} s")
+    return answer.capped_at("Idle", 0.0, f"idle for {situation.now_s - memory.active_at_s:.0f} s")
 
 
-def from_zero(answer: Answer, policy: AutoscalingPolicySpec, situation: Situation) -> Answer:
-    """Requests wait and nothing is there, or will be: so many that all who wait can be taken on."""
+def from_zero(answer: StageReplicas, policy: AutoscalingPolicySpec, situation: Situation) -> StageReplicas:
+    """Replicas that admit all requests held at zero, where none runs or starts."""
     waiting = situation.waiting
     if not (waiting.at_zero or waiting.requests) or situation.current > 0:
         return answer
     activation = policy.scale_to_zero.activation_replicas if policy.scale_to_zero is not None else 1
     replicas = max(activation, math.ceil(max(waiting.at_zero, waiting.requests) / REQUESTS_A_REPLICA))
-    return answer.at_least("FromZero", replicas, f"{max(waiting.at_zero, waiting.requests)} requests wait at zero")
+    return answer.floored_at("FromZero", replicas, f"{max(waiting.at_zero, waiting.requests)} requests wait at zero")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all gateways say of clients' demand and of engines, merged into one.
+"""Gateways' reports of clients' demand and of engines, merged into one.
 
-Sums only grow, whoever restarts or falls silent.
+Sums only grow, even when a process restarts or falls silent.
 
-Each process counts since it began. What it has counted more than the last time is added to the sums of its
-ModelServers; so a process that ends takes nothing away, and one that begins anew is no jump. What a process counted
-while it was not heard is spread evenly over that time. Gauges (what waits, what is in flight) are those of processes
-that run; a silent one keeps its last ones until its pod is gone, or another process has taken its place.
+Each process counts since its start. The increase since its last report is added to the sums of its ModelServers; so a
+process that ends subtracts nothing, and one that restarts is no jump. What a process counted during a gap in its
+reports is spread evenly over the gap. Gauges (waiting, in flight) are those of running processes; a silent one keeps
+its last values until its pod is gone or another process has taken its slot.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ import msgspec
 from controller.autoscaler.decision.gateway_reports import (
     SILENT_AFTER_S,
     EngineSignal,
-    Gateway,
-    Process,
+    ReportingGateway,
+    ReportingProcess,
     ServerReports,
-    cleaned,
-    merged,
+    merge_reports,
+    sanitize_gauges,
 )
-from controller.autoscaler.decision.situation import Freshness, Waiting
-from controller.autoscaler.decision.traffic import History, Sums, Traffic, summed
+from controller.autoscaler.decision.situation import Backlog, Freshness
+from controller.autoscaler.decision.traffic import History, Traffic, TrafficSums, sum_traffic
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from extproc.api.status_pages import Demand, ServerDemand
 
-# A tick a second, however often it is asked for.
+# At most one tick a second.
 _SHORTEST_TICK_S: Final = 0.9
-# Gateways of a namespace that nobody vouches for.
+# Untrusted gateways of a namespace.
 _MOST_OWN: Final = 32
 
 
 class ServerSignals(msgspec.Struct, frozen=True):
-    """What is known of one or several ModelServers together. ``engines``: by address."""
+    """The data of one or several ModelServers together. ``engines``: by address."""
 
     traffic: Traffic
-    waiting: Waiting
+    waiting: Backlog
     engines: Mapping[str, EngineSignal]
     freshness: Freshness
 
@@ -53,7 +53,7 @@ class _Server(msgspec.Struct):
     """``since_s``: since when it is followed. ``has_changed``: its sums, since the last tick."""
 
     since_s: float
-    sums: Sums = msgspec.field(default_factory=Sums)
+    sums: TrafficSums = msgspec.field(default_factory=TrafficSums)
     history: History = msgspec.field(default_factory=History)
     has_changed: bool = False
 
@@ -61,13 +61,13 @@ class _Server(msgspec.Struct):
 class Signals:
     """Call ``follow`` and ``set_gateways`` when these change, ``ingest`` with each message, and ``tick`` once a second.
 
-    A gateway outside of the ``trusted`` namespaces speaks for the ModelServers of its own one alone.
+    A gateway outside of the ``trusted`` namespaces may report only ModelServers of its own namespace.
     """
 
     def __init__(self, trusted: Collection[str] = ()) -> None:
         self._trusted = frozenset(trusted)
         self._servers: dict[str, _Server] = {}
-        self._gateways: dict[str, Gateway] = {}
+        self._gateways: dict[str, ReportingGateway] = {}
         # by namespace, of trusted ones under "": when a gateway left of which something may be missing
         self._gap_at_s: dict[str, float] = {}
         self._ticks = 0
@@ -85,55 +85,55 @@ class Signals:
                 self._servers[name] = _Server(now)
 
     def set_gateways(self, gateways: Collection[str], now: float) -> None:
-        """The gateways (``namespace/name``) that run: each is expected to speak, and others have nothing in flight any
-        more.
+        """Set the running gateways (``namespace/name``): reports are expected of each; all others have nothing in
+        flight.
         """
         for key in [one for one in self._gateways if one not in gateways]:
             gone = self._gateways.pop(key)
-            if any(True for _ in gone.silent(now)):
+            if any(True for _ in gone.silent_slots(now)):
                 self._gap_at_s[self._scope(key)] = now
         for key in gateways:
             if key not in self._gateways:
-                self._gateways[key] = Gateway(now)
+                self._gateways[key] = ReportingGateway(now)
 
-    def ingest(self, gateway: str, said: Demand, received_at_s: float) -> bool:
-        """One message of one process. Those that are repeated or come late change nothing: False for these."""
+    def ingest(self, gateway: str, demand: Demand, received_at_s: float) -> bool:
+        """One message of one process. Repeated and late messages are ignored: False for these."""
         known = self._gateways.get(gateway)
         if known is None:
-            known = self._gateways[gateway] = Gateway(received_at_s)
+            known = self._gateways[gateway] = ReportingGateway(received_at_s)
         if known.is_without_reports() and self._is_one_too_many(gateway):
             return False
         follows_since_s = min((one.since_s for one in self._servers.values()), default=math.inf)
-        found = known.ingest(said, received_at_s, follows_since_s=follows_since_s)
+        found = known.ingest(demand, received_at_s, follows_since_s=follows_since_s)
         if found is None:
             return False
         process, before_s = found
-        for name, page in said.servers.items():
-            heard = process.servers.get(name)
+        for name, page in demand.servers.items():
+            reports = process.servers.get(name)
             # nearly always: a message names all servers
-            is_known = heard is not None and heard.server is page
+            is_known = reports is not None and reports.server is page
             if not is_known and name in self._servers and self.is_authorised(gateway, name):
                 self._take(process, name, page, before_s, received_at_s)
-        for name in process.servers.keys() - said.servers.keys():
+        for name in process.servers.keys() - demand.servers.keys():
             if process.servers[name].server is not None:
                 process.servers[name].server = None
         return True
 
-    def _take(self, process: Process, name: str, page: ServerDemand, before_s: float, now: float) -> None:
-        """``before_s``: until when the process was heard before."""
-        server, heard = self._servers[name], process.servers.get(name)
-        # what was counted before anybody looked does not count
-        is_new = heard is not None or before_s >= server.since_s
-        if heard is None:
-            heard = process.servers[name] = ServerReports()
-        more = heard.take(page)
+    def _take(self, process: ReportingProcess, name: str, page: ServerDemand, before_s: float, now: float) -> None:
+        """``before_s``: time of the process's report before."""
+        server, reports = self._servers[name], process.servers.get(name)
+        # counts from before the first report are left out
+        is_new = reports is not None or before_s >= server.since_s
+        if reports is None:
+            reports = process.servers[name] = ServerReports()
+        more = reports.take(page)
         if more is not None and is_new:
             _count(server, more, since_s=before_s, now=now)
 
     def tick(self, now: float) -> None:
-        """Write the sums down. Once a second; called more often, it does nothing.
+        """Record the sums, at most once a second.
 
-        After the clock has been set back, what was written before has no place in time any more, and is forgotten.
+        After the clock was set back, earlier records are dropped: their times are no longer comparable.
         """
         if now < self._ticked_at_s - _SHORTEST_TICK_S:
             for server in self._servers.values():
@@ -147,33 +147,33 @@ class Signals:
             server.has_changed = False
 
     def of(self, servers: Iterable[str], now: float) -> ServerSignals:
-        """What is known of these ModelServers together; those that are not followed are left out."""
+        """The data of these ModelServers together; those without a subscription are left out."""
         names = [one for one in servers if one in self._servers]
         known = [self._servers[one] for one in names]
         sources = [key for key in self._gateways if any(self.is_authorised(key, name) for name in names)]
-        said = [
-            (cleaned(heard.server), process.last_report_s)
+        gathered = [
+            (sanitize_gauges(reports.server), process.last_report_s)
             for key in sources
             for process in self._gateways[key].living(now)
             for name in names
-            if (heard := process.servers.get(name)) is not None and heard.server is not None
+            if (reports := process.servers.get(name)) is not None and reports.server is not None
         ]
-        points = summed([one.history.points(now, one.sums) for one in known]) if known else ()
+        points = sum_traffic([one.history.points(now, one.sums) for one in known]) if known else ()
         return ServerSignals(
             traffic=Traffic(points),
-            waiting=_waiting(said, now),
-            engines=merged(said),
+            waiting=_waiting(gathered, now),
+            engines=merge_reports(gathered),
             freshness=self._freshness(names, sources, now),
         )
 
     def is_authorised(self, gateway: str, server: str) -> bool:
-        """Whether what a gateway says of a ModelServer counts."""
+        """Whether a gateway's reports of a ModelServer count."""
         namespace = _namespace(gateway)
         return namespace in self._trusted or namespace == _namespace(server)
 
     def _freshness(self, names: list[str], sources: list[str], now: float) -> Freshness:
         found = [(key, self._gateways[key]) for key in sources]
-        silent = [f"{key} {slot}".rstrip() for key, one in found for slot in one.silent(now)]
+        silent = [f"{key} {slot}".rstrip() for key, one in found for slot in one.silent_slots(now)]
         since_s = [self._servers[one].since_s for one in names]
         since_s += [one.whole_since_s(now) for _, one in found]
         since_s += [self._gap_at_s.get(scope, -math.inf) for scope in {"", *(_namespace(one) for one in names)}]
@@ -194,7 +194,7 @@ class Signals:
         return "" if namespace in self._trusted else namespace
 
     def _is_one_too_many(self, gateway: str) -> bool:
-        """Anybody may say of a pod that it is a gateway, and what is heard of it is kept."""
+        """Whether a namespace has too many untrusted gateways: any pod can carry the label, and reports take memory."""
         namespace = _namespace(gateway)
         if namespace in self._trusted:
             return False
@@ -204,7 +204,7 @@ class Signals:
         return len(own) >= _MOST_OWN
 
 
-def _count(server: _Server, more: Sums, *, since_s: float, now: float) -> None:
+def _count(server: _Server, more: TrafficSums, *, since_s: float, now: float) -> None:
     server.sums.add(more)
     server.has_changed = True
     since_s = max(since_s, server.since_s)
@@ -212,15 +212,15 @@ def _count(server: _Server, more: Sums, *, since_s: float, now: float) -> None:
         server.history.spread(more, since_s, now)
 
 
-def _waiting(said: list[tuple[ServerDemand, float]], now: float) -> Waiting:
+def _waiting(gathered: list[tuple[ServerDemand, float]], now: float) -> Backlog:
     requests, tokens, oldest_s, at_zero = 0, 0.0, 0.0, 0
-    for one, last_report_s in said:
+    for one, last_report_s in gathered:
         requests += one.queued
         tokens += one.queued_tokens
         at_zero += one.at_zero
         if one.queued:
             oldest_s = max(oldest_s, one.oldest_wait_s + min(SILENT_AFTER_S, max(0.0, now - last_report_s)))
-    return Waiting(requests, tokens, oldest_s, at_zero)
+    return Backlog(requests, tokens, oldest_s, at_zero)
 
 
 def _namespace(key: str) -> str:

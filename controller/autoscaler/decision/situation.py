@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scaling decision is made from: targets with their engines, what clients ask for, and how old all that is."""
+"""The inputs of a scaling decision: targets with their engines, the demand of clients, and the age of the data."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from controller.autoscaler.decision.traffic import Traffic
 
 
 class EngineState(enum.Enum):
-    """READY serves. STARTING has a node, or will have one soon. UNSCHEDULABLE finds none. FAILING does not start.
-    DRAINING gets no new requests and will go.
+    """READY serves. STARTING is scheduled, or will be soon. UNSCHEDULABLE fits on no node. FAILING does not start.
+    DRAINING gets no new requests and will be deleted.
     """
 
     READY = "ready"
@@ -27,9 +27,9 @@ class EngineState(enum.Enum):
 
 
 class EngineReport(msgspec.Struct, frozen=True, gc=False):
-    """What is known of an engine's load. ``at_s``: when it was so. ``in_flight`` and ``in_flight_tokens``: sent by all
-    gateways together. ``waiting``, ``running``, ``kv_usage``: as it says itself; None if it does not.
-    ``kv_capacity_tokens``: 0 if unknown.
+    """An engine's load. ``at_s``: its time. ``in_flight`` and ``in_flight_tokens``: sent by all gateways together.
+    ``waiting``, ``running``, ``kv_usage``: from the engine's metrics; None where it has none. ``kv_capacity_tokens``: 0
+    if unknown.
     """
 
     at_s: float
@@ -42,8 +42,8 @@ class EngineReport(msgspec.Struct, frozen=True, gc=False):
 
 
 class Engine(msgspec.Struct, frozen=True, gc=False):
-    """One replica of a target: the entry pod of a group, or the pod. ``name``: its pod's. ``report``: None if nobody
-    knows anything of it, which never means that it has nothing to do.
+    """One replica of a target: the entry pod of a group, or the pod. ``name``: its pod's. ``report``: None if its load
+    is unknown, which never counts as idle.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Engine(msgspec.Struct, frozen=True, gc=False):
 
 
 class Speed(msgspec.Struct, frozen=True, gc=False):
-    """What one replica can do. ``prefill_tokens_per_s``: of prefill work. ``step_s`` and ``step_s_per_token``: of a
+    """The speed of one replica. ``prefill_tokens_per_s``: of prefill work. ``step_s`` and ``step_s_per_token``: of a
     decode step with no tokens in flight, and for each of them. ``kv_tokens``: that its cache holds; None if unknown.
     ``is_measured``: learned from answers; otherwise declared, or a guess. ``is_step_known``: the step is no guess.
     ``followed_s``: for how long it has been smoothed.
@@ -69,14 +69,13 @@ class Speed(msgspec.Struct, frozen=True, gc=False):
     followed_s: float = 0.0
 
 
-class Target(msgspec.Struct, frozen=True, dict=True):
-    """One target of a binding. ``spec``: as it is written. ``current``: replicas that were asked for last; None if the
-    object is not there. ``speed``: of its replicas; None if nothing is known. ``capacity``: work that one replica does,
-    in replicas of the binding's first target. ``start_s``: how long a replica takes from its creation to its first
-    request. ``blocked``: why no more can be had for now; empty if they can. ``room``: replicas beyond the current ones
-    for which nodes have accelerators; None if unknown. ``pools``: what its accelerators are counted in, with those of
-    other targets; None: in the pool that is named as their kind. ``set_by``: who set the replicas last, if it was
-    somebody else than this autoscaler; empty otherwise. ``set_at_s``: when.
+class TargetSituation(msgspec.Struct, frozen=True, dict=True):
+    """One target of a binding. ``spec``: from the binding. ``current``: replicas in the object's spec; None if the
+    object does not exist. ``speed``: of its replicas; None if unknown. ``capacity``: work of one replica, in replicas
+    of the binding's first target. ``start_s``: from a replica's creation to its first request. ``blocked``: why no more
+    can be had for now; empty if they can. ``headroom``: further replicas for which nodes have accelerators; None if
+    unknown. ``pools``: where its accelerators are counted, shared with other targets; None: the pool named as their
+    kind. ``set_by``: the last writer of the replicas, if not this autoscaler; empty otherwise. ``set_at_s``: when.
     """
 
     spec: ScaleTarget
@@ -86,7 +85,7 @@ class Target(msgspec.Struct, frozen=True, dict=True):
     capacity: float = 1.0
     start_s: float = 60.0
     blocked: str = ""
-    room: int | None = None
+    headroom: int | None = None
     pools: tuple[str, ...] | None = None
     set_by: str = ""
     set_at_s: float = 0.0
@@ -104,18 +103,16 @@ class Target(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _by_state(self) -> Mapping[EngineState, tuple[Engine, ...]]:
-        """Asked for many times in a decision; kept beside the fields, so it is no part of what is compared or
-        copied.
-        """
+        """Cached, as a decision reads it many times; not a field, so comparisons and copies ignore it."""
         found: dict[EngineState, tuple[Engine, ...]] = {}
         for one in self.engines:
             found[one.state] = (*found.get(one.state, ()), one)
         return found
 
 
-class Waiting(msgspec.Struct, frozen=True):
-    """What waits at the gateways now. ``requests``: of them. ``tokens``: uncached tokens of their prompts.
-    ``oldest_s``: how long the first of them has waited. ``at_zero``: those for which there is no engine at all.
+class Backlog(msgspec.Struct, frozen=True):
+    """Requests that wait at the gateways now. ``requests``: their number. ``tokens``: uncached tokens of their prompts.
+    ``oldest_s``: how long the first of them has waited. ``at_zero``: number of those for which no engine exists.
     """
 
     requests: int = 0
@@ -125,10 +122,10 @@ class Waiting(msgspec.Struct, frozen=True):
 
 
 class Freshness(msgspec.Struct, frozen=True):
-    """How far the data can be believed. ``age_s``: of the oldest data of any gateway. ``gateways``: how many there are.
-    ``silent``: those of them that say nothing; their last counts are held. ``unreported``: ready engines of which
-    nobody says anything recent. ``since_s``: how long there have been data without a gap. ``cut_off_s``: how long pods
-    and targets may have changed without our knowing; None: what is known of them is what there is.
+    """Age and completeness of the data. ``age_s``: of the oldest data of any gateway. ``gateways``: number of gateways.
+    ``silent``: gateways without a recent report; their last counts are used. ``unreported``: ready engines without a
+    recent report. ``since_s``: how long data have been without a gap. ``cut_off_s``: how long the watches of pods and
+    targets have been interrupted; None: they are current.
     """
 
     age_s: float = 0.0
@@ -141,8 +138,8 @@ class Freshness(msgspec.Struct, frozen=True):
 
 class Metric(msgspec.Struct, frozen=True):
     """A metric of the policy. ``at_s``: of the sample. ``by_engine``: values by the engine's name; ``total``: one value
-    for all replicas; exactly one of them is known. ``problem``: why neither is. ``is_lower_bound``: some of what
-    counts is unknown, so that the metric may ask for more replicas but not for fewer.
+    for all replicas; exactly one of them is set. ``problem``: why neither is. ``is_lower_bound``: part of the value is
+    unknown, so the metric may recommend more replicas but not fewer.
     """
 
     at_s: float
@@ -153,17 +150,17 @@ class Metric(msgspec.Struct, frozen=True):
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """One stage of a binding (prefill, decode, or both in one) at one instant. What follows from its fields is made
-    once.
+    """One stage of a binding (prefill, decode, or both in one) at one instant. Values derived from its fields are
+    computed once.
 
     ``targets``: in the order of the binding, with the same stage. ``traffic``: of the stage's ModelServers.
     ``objective``: latencies to keep. ``metrics``: by the names in the policy.
     """
 
     now_s: float
-    targets: tuple[Target, ...]
+    targets: tuple[TargetSituation, ...]
     traffic: Traffic = Traffic()
-    waiting: Waiting = Waiting()
+    waiting: Backlog = Backlog()
     freshness: Freshness = Freshness()
     metrics: Mapping[str, Metric] = {}
     objective: LatencyObjective | None = None
@@ -185,7 +182,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def current(self) -> float:
-        """What was asked for last, in replicas of the first target."""
+        """Replicas of the objects' specs, in replicas of the first target."""
         return sum([(one.current or 0) * one.capacity for one in self.targets])
 
     def units(self, state: EngineState) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What replicas can do: measured speeds and start times, and how busy they may be by models of queues.
+"""Speeds and start times of replicas, as measured, and their allowed utilisation by models of queues.
 
 How busy engines may be for latencies to stay within their objectives, from models of queues.
 
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
     from controller.api.autoscaling import LatencyObjective
     from controller.api.autoscaling_binding import EngineCapacity
-    from controller.autoscaler.decision.load import PerRequest
-    from controller.autoscaler.decision.situation import Target
+    from controller.autoscaler.decision.offered_load import PerRequest
+    from controller.autoscaler.decision.situation import TargetSituation
     from extproc.api.status_pages import EngineDemand
 
 LEAST_UTILIZATION: Final = 0.3
@@ -60,8 +60,8 @@ _HALVINGS: Final = 20
 
 
 class RequestWork(msgspec.Struct, frozen=True):
-    """What one request asks of an engine. ``prefill_s`` and ``decode_s``: seconds of its time beyond steps' own.
-    ``output_tokens``: steps. ``context_tokens``: mean tokens in its cache.
+    """The work of one request for an engine. ``prefill_s`` and ``decode_s``: engine seconds beyond the time of the
+    steps themselves. ``output_tokens``: steps. ``context_tokens``: mean tokens in its cache.
     """
 
     prefill_s: float
@@ -110,7 +110,7 @@ def replicas_for_cache(rate: float, work: RequestWork, *, kv_tokens: float, tpot
     return in_flight / (MOST_CACHE * kv_tokens)
 
 
-# An 8B model on an H100. They fill in what is missing where something is known.
+# An 8B model on an H100. Defaults for missing values where others are known.
 _TYPICAL: Final = Speed(prefill_tokens_per_s=15_000.0, step_s=0.0075, step_s_per_token=8e-8)
 # Estimates of the gateways follow single answers. Those for scaling need not: engines stay as they are, and where they
 # do not, the strategy's correction follows what is measured at once.
@@ -122,7 +122,7 @@ _FIRST_S: Final = 30.0
 def speed_of(declared: EngineCapacity, reports: Iterable[EngineDemand]) -> Speed | None:
     """``reports``: of the target's engines, by all gateways. None if nothing is known.
 
-    The median ignores an engine that is ill, and a gateway that has just begun to learn.
+    The median ignores a degraded engine, and a gateway that has few measurements so far.
     """
     known = tuple(reports)
     prefill = _median([one.prefill_tokens_per_s for one in known])
@@ -146,9 +146,9 @@ def speed_of(declared: EngineCapacity, reports: Iterable[EngineDemand]) -> Speed
     )
 
 
-def smoothed(before: Speed | None, new: Speed | None, elapsed_s: float) -> Speed | None:
-    """A mean of logarithms over all of the time since the first measurement, then a moving one; a speed that is not
-    known any more is kept.
+def smooth_speed(before: Speed | None, new: Speed | None, elapsed_s: float) -> Speed | None:
+    """A mean of logarithms over all of the time since the first measurement, then a moving one; the last speed is kept
+    while no new one is measured.
 
     A first measurement replaces what was declared at once.
     """
@@ -169,7 +169,7 @@ def smoothed(before: Speed | None, new: Speed | None, elapsed_s: float) -> Speed
 
 
 def work_of(mean: PerRequest, speed: Speed, stage: str) -> RequestWork:
-    """What the mean request asks of an engine with this speed. ``stage``: Prefill has no decode work, Decode no
+    """The work of the mean request for an engine with this speed. ``stage``: Prefill has no decode work, Decode no
     prefill.
 
     See ``queueing`` for the model.
@@ -209,22 +209,22 @@ def _between(before: float, new: float, weight: float) -> float:
     return math.exp((1 - weight) * math.log(before) + weight * math.log(new))
 
 
-# Starts that are remembered.
+# Most starts kept.
 MOST_STARTS: Final = 32
 _LEAST_S: Final = 1.0
 
 
-class Start(msgspec.Struct, frozen=True):
+class EngineStart(msgspec.Struct, frozen=True):
     """One start. ``engine``: its name."""
 
     engine: str
     took_s: float
 
 
-class StartTimes(msgspec.Struct, frozen=True, dict=True):
+class StartDurations(msgspec.Struct, frozen=True, dict=True):
     """``starts``: the newest last."""
 
-    starts: tuple[Start, ...] = ()
+    starts: tuple[EngineStart, ...] = ()
 
     def percentile(self, percent: float) -> float | None:
         """By the nearest rank; None without any."""
@@ -239,18 +239,18 @@ class StartTimes(msgspec.Struct, frozen=True, dict=True):
     def _engines(self) -> frozenset[str]:
         return frozenset([one.engine for one in self.starts])
 
-    def seen(self, target: Target) -> StartTimes:
-        """With the engines of ``target`` that serve and are not known yet."""
+    def with_started_engines(self, target: TargetSituation) -> StartDurations:
+        """With the start times of ready engines of ``target`` that are not recorded yet."""
         known = self._engines
         new = [
-            Start(one.name, max(_LEAST_S, one.ready_at_s - one.created_at_s))
+            EngineStart(one.name, max(_LEAST_S, one.ready_at_s - one.created_at_s))
             for one in target.engines
             if one.ready_at_s is not None and one.name not in known
         ]
-        return StartTimes((*self.starts, *new)[-MOST_STARTS:]) if new else self
+        return StartDurations((*self.starts, *new)[-MOST_STARTS:]) if new else self
 
 
-def expected_start_s(times: StartTimes | None, otherwise_s: float) -> float:
+def expected_start_s(times: StartDurations | None, otherwise_s: float) -> float:
     """Nine of ten starts take at most so long; ``otherwise_s`` before any was seen."""
     measured = times.percentile(90) if times is not None else None
     return measured if measured is not None else otherwise_s

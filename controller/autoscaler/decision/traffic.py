@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients asked for over time, by the merged counts of all gateways: rates and latencies of any window.
+"""Clients' demand over time, from the merged counters of all gateways: rates and latencies of any window.
 
 ``History`` has the sums of one ModelServer, packed: a point a second for minutes, fewer of them for hours. Counters of
-a point take 56 bytes. Its histograms take some 100; of old points many share them, as nobody asks for latencies of long
-ago by the second. So hundreds of servers fit. Totals are made when they are read.
+a point take 56 bytes. Its histograms take some 100; old points share them, as old latencies are not queried by the
+second. So hundreds of servers fit. Totals are made when they are read.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Points(Sequence[Point]):
-    """Points that are made when somebody looks at them; their times are known without."""
+    """Points that are decoded when they are read; their times need no decoding."""
 
     @property
     @abstractmethod
@@ -59,7 +59,7 @@ class Points(Sequence[Point]):
 
 class Rates(msgspec.Struct, frozen=True):
     """A second, over ``window_s``. ``arrivals``: requests. ``prompt_tokens``, ``cached_tokens``, ``output_tokens``,
-    ``prefill_work``: tokens of what finished or, where known sooner, arrived.
+    ``prefill_work``: tokens of finished requests or, where known at arrival, of arrived ones.
     """
 
     window_s: float
@@ -100,7 +100,7 @@ class Traffic(msgspec.Struct, frozen=True):
         return self.points[index - 1].totals if index else None
 
     def rates(self, window_s: float, until_s: float) -> Rates | None:
-        """Means of the last ``window_s``, or of as much of it as is known; None without two points in it."""
+        """Means of the last ``window_s``, or of its part that has points; None without two points in it."""
         last = self._known(until_s) - 1
         first = max(0, self._known(until_s - window_s) - 1)
         if last <= first:
@@ -168,14 +168,14 @@ _COUNT: Final = "I"
 _COUNT_BYTES: Final = array(_COUNT).itemsize
 
 
-class Sums(msgspec.Struct):
+class TrafficSums(msgspec.Struct):
     """Counters in the order of ``Totals``, and buckets; they only grow."""
 
     counters: list[float] = msgspec.field(default_factory=lambda: [0.0] * 7)
     ttft: list[int] = msgspec.field(default_factory=lambda: [0] * TTFT_BUCKETS)
     tpot: list[int] = msgspec.field(default_factory=lambda: [0] * TPOT_BUCKETS)
 
-    def add(self, more: Sums, share: float = 1.0) -> None:
+    def add(self, more: TrafficSums, share: float = 1.0) -> None:
         """Add ``share`` of ``more``."""
         if share == 1.0:
             self.counters = list(map(add, self.counters, more.counters))
@@ -201,13 +201,13 @@ class History:
         self._counters = array("d")
         self._histograms: list[bytes] = []
         self._thinned = 0
-        self._latest = Sums()
+        self._latest = TrafficSums()
         self._latest_histograms = self._latest.packed_histograms()
 
-    def tick(self, number: int, at_s: float, sums: Sums | None) -> None:
+    def tick(self, number: int, at_s: float, sums: TrafficSums | None) -> None:
         """``number``: of the tick, the same for all servers. ``sums``: None if they are as they were."""
         if sums is not None:
-            self._latest = Sums(list(sums.counters), NONE_OF_TTFT, NONE_OF_TPOT)
+            self._latest = TrafficSums(list(sums.counters), NONE_OF_TTFT, NONE_OF_TPOT)
             self._latest_histograms = sums.packed_histograms()
         self._times.append(at_s)
         self._counters.extend(self._latest.counters)
@@ -239,15 +239,15 @@ class History:
         del self._counters[at * _COUNTERS : (at + 1) * _COUNTERS]
         del self._histograms[at]
 
-    def spread(self, more: Sums, since_s: float, until_s: float) -> None:
-        """``more`` was counted at some time in between, nobody knows when: evenly."""
+    def spread(self, more: TrafficSums, since_s: float, until_s: float) -> None:
+        """Spread ``more`` evenly over the span since the last point, as the times of its events are unknown."""
         for at in range(bisect_right(self._times, since_s), len(self._times)):
             share = min(1.0, max(0.0, (self._times[at] - since_s) / (until_s - since_s)))
             for index, count in enumerate(more.counters, at * _COUNTERS):
                 self._counters[index] += share * count
             self._histograms[at] = _with(self._histograms[at], more, share)
 
-    def points(self, now: float, sums: Sums) -> PackedPoints:
+    def points(self, now: float, sums: TrafficSums) -> PackedPoints:
         """All points, and one of now."""
         times, counters, histograms = self._times[:], self._counters[:], self._histograms[:]
         if times and times[-1] >= now:
@@ -273,13 +273,13 @@ class Rows(NamedTuple):
         begin = len(self.counters) + from_end * _COUNTERS
         return self.counters[begin : begin + _COUNTERS]
 
-    def at(self, from_end: int) -> Sums:
+    def at(self, from_end: int) -> TrafficSums:
         """One point."""
         return _unpacked(list(self.counters_at(from_end)), self.histograms[from_end])
 
 
 class PackedPoints(Points):
-    """Of one server, or the sums of several; those that are known for less long count from their first point on."""
+    """Of one server, or the sums of several; shorter histories count from their first point on."""
 
     def __init__(self, times: Sequence[float], series: tuple[Rows, ...]) -> None:
         """``times``: of the longest of ``series``; the others are as long or shorter, and end with it."""
@@ -323,7 +323,7 @@ class PackedPoints(Points):
         return Point(self._times[at], _totals(sums))
 
 
-def summed(several: Sequence[PackedPoints]) -> PackedPoints:
+def sum_traffic(several: Sequence[PackedPoints]) -> PackedPoints:
     """Points of servers that had the same ticks, as one."""
     if len(several) == 1:
         return several[0]
@@ -331,17 +331,17 @@ def summed(several: Sequence[PackedPoints]) -> PackedPoints:
     return PackedPoints(longest, tuple(series for one in several for series in one._series))  # noqa: SLF001 - its own kind
 
 
-def _unpacked(counters: list[float], packed: bytes) -> Sums:
+def _unpacked(counters: list[float], packed: bytes) -> TrafficSums:
     ttft_at, ttft_length, tpot_at, _ = _HEAD.unpack_from(packed)
     counts = array(_COUNT, packed[_HEAD.size :]).tolist()
-    return Sums(
+    return TrafficSums(
         counters,
         _padded(ttft_at, counts[:ttft_length], TTFT_BUCKETS),
         _padded(tpot_at, counts[ttft_length:], TPOT_BUCKETS),
     )
 
 
-def _totals(sums: Sums) -> Totals:
+def _totals(sums: TrafficSums) -> Totals:
     return msgspec.structs.replace(_counted(sums.counters), ttft=tuple(sums.ttft), tpot=tuple(sums.tpot))
 
 
@@ -350,7 +350,7 @@ def _counted(counters: Sequence[float]) -> Totals:
     return Totals(arrivals, refused, finished, prompt_tokens, cached_tokens, output_tokens, prefill_work)
 
 
-def _with(packed: bytes, more: Sums, share: float) -> bytes:
+def _with(packed: bytes, more: TrafficSums, share: float) -> bytes:
     sums = _unpacked([0.0] * _COUNTERS, packed)
     sums.add(more, share)
     return sums.packed_histograms()

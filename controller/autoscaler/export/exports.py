@@ -20,7 +20,7 @@ RATIO: Final = "wva_desired_ratio"
 METRICS: Final = (DESIRED, CURRENT, RATIO)
 
 
-class Exported(msgspec.Struct, frozen=True, kw_only=True):
+class ExportedTarget(msgspec.Struct, frozen=True, kw_only=True):
     """A target. ``variant``: the name of the object that is scaled. ``desired``: replicas that it should have;
     ``current``: that it has.
     """
@@ -35,7 +35,7 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """Those of the gauges, but for the model's name, and those that say where it comes from."""
+        """Labels of the gauges that identify the source: all but the model's name."""
         return {
             "variant_name": self.variant,
             "namespace": self.namespace,
@@ -51,17 +51,17 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
         return float(self.desired if metric == DESIRED else self.current)
 
 
-def exported_of(binding: Object) -> Iterator[Exported]:
+def exported_of(binding: Object) -> Iterator[ExportedTarget]:
     """Targets about which something was decided."""
     namespace, _, name = key_of(binding).partition("/")
-    said = {one.get("name"): one for one in (binding.get("status") or {}).get("targets") or ()}
+    targets = {one.get("name"): one for one in (binding.get("status") or {}).get("targets") or ()}
     for index, target in enumerate((binding.get("spec") or {}).get("targets") or ()):
         reference: Mapping[str, Any] = target.get("ref") or {}
         key = target.get("name") or reference.get("name") or str(index)
-        status = said.get(key) or {}
+        status = targets.get(key) or {}
         if status.get("desired") is None:
             continue
-        yield Exported(
+        yield ExportedTarget(
             namespace=namespace,
             binding=name,
             target=key,
@@ -73,16 +73,17 @@ def exported_of(binding: Object) -> Iterator[Exported]:
 
 
 class Exports:
-    """All of them. What a binding does not say for a while, as after a restart of the manager, stays what it was: other
-    autoscalers see no gap. ``changed``: called with a binding's key and its targets, none once it is gone.
+    """Exported metrics of all bindings. Values that a binding's status lacks for a while, as after a restart of the
+    manager, are kept: other autoscalers see no gap. ``changed``: called with a binding's key and its targets, none once
+    it is gone.
     """
 
-    def __init__(self, changed: Callable[[str, tuple[Exported, ...] | None], None] = lambda _, __: None) -> None:
-        self._by_binding: dict[str, dict[str, Exported]] = {}
+    def __init__(self, changed: Callable[[str, tuple[ExportedTarget, ...] | None], None] = lambda _, __: None) -> None:
+        self._by_binding: dict[str, dict[str, ExportedTarget]] = {}
         self._changed = changed
 
     def put(self, key: str, binding: Object | None) -> None:
-        """A binding as last heard; None once it is gone."""
+        """Add or replace a binding; None removes it."""
         if binding is None:
             self._by_binding.pop(key, None)
             self._changed(key, None)
@@ -95,7 +96,7 @@ class Exports:
             self._by_binding[key] = now
             self._changed(key, tuple(now.values()))
 
-    def of(self, namespace: str) -> Iterable[Exported]:
+    def of(self, namespace: str) -> Iterable[ExportedTarget]:
         """Those of a namespace."""
         return [
             one
@@ -111,7 +112,7 @@ def _variant(reference: Mapping[str, Any], role: str | None) -> str:
     return role_scale_name(name, role) if role and reference.get("kind") == MODEL_INFERS.kind else name
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class DesiredReplicas(msgspec.Struct, frozen=True):
     """``desired``: replicas of the target. ``is_active``: whether there should be any at all: with False KEDA goes to
     zero after its ``cooldownPeriod``.
     """
@@ -120,26 +121,24 @@ class Wanted(msgspec.Struct, frozen=True):
     is_active: bool
 
 
-class Unknown(Exception):
-    """There is no such binding or target, or no decision about it yet; the message says which."""
+class DecisionMissing(Exception):
+    """There is no such binding or target, or no decision about it yet; the message has which."""
 
 
-def wanted_of(desired: Mapping[str, int | None]) -> dict[str, Wanted]:
+def desired_replicas_of(desired: Mapping[str, int | None]) -> dict[str, DesiredReplicas]:
     """By target, as far as it was decided how many replicas each should have."""
-    return {name: Wanted(one, is_active=one > 0) for name, one in desired.items() if one is not None}
+    return {name: DesiredReplicas(one, is_active=one > 0) for name, one in desired.items() if one is not None}
 
 
 class Decisions:
-    """Told by what follows the bindings' statuses, asked by KEDA's streams; as many as there are bindings, and
-    forgotten with them.
-    """
+    """Desired replicas by binding, set from the bindings' statuses and read by KEDA's streams."""
 
     def __init__(self) -> None:
-        self._by_binding: dict[str, Mapping[str, Wanted]] = {}
-        # those who wait for news, by binding
+        self._by_binding: dict[str, Mapping[str, DesiredReplicas]] = {}
+        # readers that wait for a change, by binding
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
 
-    def tell(self, binding: str, targets: Mapping[str, Wanted]) -> None:
+    def set_desired(self, binding: str, targets: Mapping[str, DesiredReplicas]) -> None:
         """What was decided about a binding, by target."""
         if self._by_binding.get(binding) != targets:
             self._by_binding[binding] = dict(targets)
@@ -156,44 +155,44 @@ class Decisions:
         for binding in list(self._waiting):
             self._wake(binding)
 
-    def wanted(self, binding: str, target: str) -> Wanted:
+    def last_decision(self, binding: str, target: str) -> DesiredReplicas:
         """The last decision; ``target`` may be empty if there is only one. Raises Unknown."""
         targets = self._by_binding.get(binding)
         if targets is None:
-            raise Unknown(f"there is no AutoscalingPolicyBinding {binding}, or nothing is decided about it yet")
+            raise DecisionMissing(f"there is no AutoscalingPolicyBinding {binding}, or nothing is decided about it yet")
         if not target and len(targets) > 1:
-            raise Unknown(
+            raise DecisionMissing(
                 f"{binding} has the targets {', '.join(sorted(targets))}; write one as 'target' into the metadata"
             )
         name = target or next(iter(targets), "")
         if name not in targets:
-            raise Unknown(f"{binding} has no target {target}, or nothing is decided about it yet")
+            raise DecisionMissing(f"{binding} has no target {target}, or nothing is decided about it yet")
         return targets[name]
 
-    async def other_than(self, last: Wanted | None, binding: str, target: str) -> Wanted | None:
-        """Until what is known differs from ``last``: what it is then; None: nothing is known."""
+    async def other_than(self, last: DesiredReplicas | None, binding: str, target: str) -> DesiredReplicas | None:
+        """Wait until the desired replicas differ from ``last``, and return them; None: there is no decision."""
         while True:
             try:
-                found = self.wanted(binding, target)
-            except Unknown:
+                found = self.last_decision(binding, target)
+            except DecisionMissing:
                 found = None
             if found != last:
                 return found
             await self._news(binding)
 
     async def _news(self, binding: str) -> None:
-        """Until something is told of a binding: news of another one wake nobody."""
-        told = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(binding, set()).add(told)
+        """Wait for the next change of a binding; changes of others do not wake it."""
+        changed = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(binding, set()).add(changed)
         try:
-            await told
+            await changed
         finally:
             waiting = self._waiting.get(binding, set())
-            waiting.discard(told)
+            waiting.discard(changed)
             if not waiting:
                 self._waiting.pop(binding, None)
 
     def _wake(self, binding: str) -> None:
-        for told in self._waiting.pop(binding, ()):
-            if not told.done():
-                told.set_result(None)
+        for changed in self._waiting.pop(binding, ()):
+            if not changed.done():
+                changed.set_result(None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The external metrics API, external.metrics.k8s.io/v1beta1: HTTPS for those who have the right to read it.
+"""The external metrics API, external.metrics.k8s.io/v1beta1: HTTPS for callers with the right to read it.
 
-Mostly the caller is the API server, which passes requests on. It shows a client certificate of an authority that it
-names in a ConfigMap, and names the caller in headers. Without that certificate the headers are worth nothing.
+Mostly the caller is the API server, which forwards requests. It shows a client certificate of an authority in a
+ConfigMap, and names the user in headers. Without that certificate the headers are ignored.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from aiohttp import web
 
-from controller.autoscaler.export.exports import METRICS, Exported, Exports
-from controller.kube.authorizer import Action, Callers, User
+from controller.autoscaler.export.exports import METRICS, ExportedTarget, Exports
+from controller.kube.authorizer import Action, RequestAuthorizer, User
 from controller.kube.errors import ClusterError, NotFound
 from controller.kube.resources import CONFIG_MAPS, selector
 from controller.webhooks.role import ServerTls
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
     from controller.kube.client import Client
-    from controller.webhooks.certificates import Pair
+    from controller.webhooks.certificates import KeyPair
 
 GROUP: Final = "external.metrics.k8s.io"
 VERSION: Final = "v1beta1"
@@ -56,7 +56,7 @@ def resources() -> dict[str, Any]:
     return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": GROUP_VERSION, "resources": found}
 
 
-def values(metric: str, found: Iterable[Exported], at: str) -> dict[str, Any]:
+def values(metric: str, found: Iterable[ExportedTarget], at: str) -> dict[str, Any]:
     """The values of a metric. No value at all is an error to an HPA, which then changes nothing."""
     items = [
         {
@@ -71,9 +71,9 @@ def values(metric: str, found: Iterable[Exported], at: str) -> dict[str, Any]:
 
 
 def status(code: int, reason: str, message: str) -> dict[str, Any]:
-    """A failure, as the API tells it."""
-    said = {"status": "Failure", "message": message, "reason": reason, "code": code}
-    return {"kind": "Status", "apiVersion": "v1", "metadata": {}, **said}
+    """A failure as an API ``Status``."""
+    failure = {"status": "Failure", "message": message, "reason": reason, "code": code}
+    return {"kind": "Status", "apiVersion": "v1", "metadata": {}, **failure}
 
 
 def quantity(value: float) -> str:
@@ -103,15 +103,15 @@ class FrontProxy(msgspec.Struct, frozen=True):
     extra_prefixes: tuple[str, ...] = ()
 
     def user_of(self, certificate: Mapping[str, Any] | None, headers: Any) -> User | None:  # noqa: ANN401 - a multi-dict
-        """``certificate``: as ssl tells a checked one; None without one."""
+        """``certificate``: from ssl, verified; None without one."""
         if not certificate or not self.authority:
             return None
         if self.names and _common_name(certificate) not in self.names:
             return None
-        name = next((said for one in self.user_headers if (said := headers.get(one))), "")
+        name = next((failure for one in self.user_headers if (failure := headers.get(one))), "")
         if not name:
             return None
-        groups = tuple(said for one in self.group_headers for said in headers.getall(one, ()))
+        groups = tuple(failure for one in self.group_headers for failure in headers.getall(one, ()))
         extra: dict[str, list[str]] = {}
         for header, value in headers.items():
             for prefix in self.extra_prefixes:
@@ -148,37 +148,37 @@ def _common_name(certificate: Mapping[str, Any]) -> str:
 
 
 log = logging.getLogger(__name__)
-_LOOK_S: Final = 60.0
+_POLL_S: Final = 60.0
 _OPEN: Final = ("/healthz", "/readyz", "/livez")
 
 
 class MetricsServer:
-    """``run`` listens on ``address``. The API server's authority is read now and then: with a new one it listens
-    anew.
+    """``run`` listens on ``address``. The API server's authority is read periodically; after a change it stops and
+    listens again.
     """
 
     def __init__(
-        self, client: Client, address: str, exports: Exports, callers: Callers, look_s: float = _LOOK_S
+        self, client: Client, address: str, exports: Exports, callers: RequestAuthorizer, poll_s: float = _POLL_S
     ) -> None:
         self._client = client
         self._address = address
         self._exports = exports
         self._callers = callers
-        self._look_s = look_s
-        self._pair: Pair | None = None
+        self._poll_s = poll_s
+        self._pair: KeyPair | None = None
         self._tls = ServerTls()
         self._proxy: FrontProxy | None = None
         self._has_pair = asyncio.Event()
         self.ready = asyncio.Event()
 
-    def use(self, pair: Pair) -> None:
+    def use(self, pair: KeyPair) -> None:
         """The certificate to show from now on; raises OSError."""
         self._pair = pair
         self._tls.use(pair)
         self._has_pair.set()
 
     async def run(self) -> None:
-        """Until cancelled; raises OSError if the address is taken."""
+        """Serve until cancelled; raises OSError if the address is taken."""
         await self._has_pair.wait()
         app = web.Application(middlewares=[self._guard])
         app.add_routes(
@@ -203,12 +203,12 @@ class MetricsServer:
                     site = web.TCPSite(runner, *parse_address(self._address), ssl_context=self._tls.context)
                     await site.start()
                     self.ready.set()
-                await asyncio.sleep(self._look_s if site is not None else 1.0)
+                await asyncio.sleep(self._poll_s if site is not None else 1.0)
         finally:
             await runner.cleanup()
 
     async def _read(self) -> FrontProxy | None:
-        """None if nothing can be known of it now."""
+        """None if it cannot be read now."""
         namespace, name = CONFIG_MAP
         try:
             return front_proxy_of(await self._client.get(CONFIG_MAPS, name, namespace))
@@ -238,10 +238,10 @@ class MetricsServer:
                 return _failed(401, "Unauthorized", "Unauthorized")
             action = _action(request)
             if action is not None and not await self._callers.may(user, action):
-                said = (
+                message = (
                     f'User "{user.name}" cannot list resource "{action.resource}" in the namespace "{action.namespace}"'
                 )
-                return _failed(403, "Forbidden", said)
+                return _failed(403, "Forbidden", message)
         except ClusterError as error:
             log.warning("nobody can be let in to %s: %s", request.path, error)
             return _failed(503, "ServiceUnavailable", "the API server cannot be asked who may see this")
@@ -274,7 +274,7 @@ class MetricsServer:
 
 
 def _action(request: web.Request) -> Action | None:
-    """What is asked for; None for what all may see who are known: which metrics there are."""
+    """The action to authorise; None for the list of metrics, which every authenticated user may read."""
     metric = request.match_info.get("metric")
     if metric is None:
         return None

@@ -3,8 +3,8 @@
 
 A ScaledObject names the binding, and the target if it has several. The metric is the number of replicas that we decided
 on and its target value is 1, so that the HPA, which divides the one by the other (``metricType: AverageValue``, the
-default), comes to the same number. Nothing is known without a decision: then calls fail, and KEDA keeps what is there
-or follows its ``fallback``; zero is never made up.
+default), comes to the same number. Without a decision calls fail, and KEDA keeps the current replicas or applies its
+``fallback``; zero is never reported instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import grpc
 import msgspec
 
-from controller.autoscaler.export.exports import Unknown, Wanted
+from controller.autoscaler.export.exports import DecisionMissing, DesiredReplicas
 from controller.autoscaler.export.keda_access import MOST_STREAMS, OpenStreams, Readers, TooMany
 from controller.autoscaler.export.keda_messages import (
     SERVICE,
@@ -29,12 +29,15 @@ from controller.autoscaler.export.keda_messages import (
     MetricValue,
     ScaledObjectRef,
 )
+from extproc.reload import Reloadable
 
 log = logging.getLogger(__name__)
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
-    """``certificate`` and ``key``: of the server. ``clients``: authorities of those who may call; None: anybody."""
+    """``certificate`` and ``key``: of the server. ``clients``: authorities of callers' certificates; None: callers need
+    none.
+    """
 
     certificate: Path
     key: Path
@@ -47,66 +50,50 @@ class TlsFiles(msgspec.Struct, frozen=True):
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """New connections use what the files hold then; while they do not fit together, what was good last.
+    """New connections use the current content of the files; while certificate and key do not match, the last valid
+    content.
 
     Raises OSError or ValueError if the first ones cannot be used.
     """
-    following = _Following(files)
+    loaded = Reloadable(files.contents, _configuration)
+
+    def newer() -> grpc.ServerCertificateConfiguration | None:
+        """gRPC calls this for every new connection, in a thread of its own; None: unchanged."""
+        outcome = loaded.poll()
+        if outcome == "refused":
+            log.error("the certificate is refused, the last good one stays: %s", loaded.problem)
+        return loaded.value if outcome == "new" else None
+
     return grpc.dynamic_ssl_server_credentials(
-        following.first,
-        following.newer,  # type: ignore[arg-type]  # types-grpcio leaves out that None is for "no change"
+        loaded.value,
+        newer,  # type: ignore[arg-type]  # types-grpcio leaves out that None is for "no change"
         require_client_authentication=files.clients is not None,
     )
 
 
-class _Following:
-    def __init__(self, files: TlsFiles) -> None:
-        self._files = files
-        self._seen = files.contents()
-        self.first = _configuration(*self._seen)
+def _configuration(contents: tuple[bytes, bytes, bytes | None]) -> grpc.ServerCertificateConfiguration:
+    """Raises ValueError, as gRPC itself breaks connections without an error where files are unusable."""
+    # the library takes a while to import: only with TLS
+    from controller.api.certificates import check_authorities, check_pair  # noqa: PLC0415
 
-    def newer(self) -> grpc.ServerCertificateConfiguration | None:
-        """For gRPC, which asks at every new connection, in a thread of its own; None: nothing has changed."""
-        try:
-            contents = self._files.contents()
-            if contents == self._seen:
-                return None
-            self._seen = contents
-            return _configuration(*contents)
-        except (OSError, ValueError) as error:
-            log.error("the certificate is refused, the last good one stays: %s", error)
-            return None
-
-
-def _configuration(certificate: bytes, key: bytes, clients: bytes | None) -> grpc.ServerCertificateConfiguration:
-    """Raises ValueError."""
-    # gRPC itself says nothing of what it cannot use, it breaks connections
-    from cryptography import x509  # noqa: PLC0415 - only with TLS
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key  # noqa: PLC0415
-
-    chain = x509.load_pem_x509_certificates(certificate)
-    try:
-        public = load_pem_private_key(key, password=None).public_key()
-    except TypeError:
-        raise ValueError("the private key needs a password") from None
-    if public != chain[0].public_key():
-        raise ValueError("the private key is not that of the certificate")
+    certificate, key, clients = contents
+    check_pair(certificate, key)
     if clients is not None:
-        x509.load_pem_x509_certificates(clients)
+        check_authorities(clients, None)
     return grpc.ssl_server_certificate_configuration([(key, certificate)], clients)
 
 
 METRIC: Final = "attache-desired-replicas"
-# Streams are told at least this often: KEDA and what is between notice broken connections sooner.
+# Streams get a message at least this often, so that broken connections are noticed sooner.
 _REPEAT_S: Final = 30.0
-# Calls at a time beside the streams.
+# Concurrent calls other than streams.
 _MOST_CALLS: Final = 1024
 # Names of Kubernetes' objects are no longer.
 _LONGEST_NAME: Final = 253
 _OPTIONS: Final = (
     # a second process on the same port would share its connections without a word
     ("grpc.so_reuseport", 0),
-    # ScaledObjects hold a stream each, over one connection; OpenStreams says how many
+    # ScaledObjects hold a stream each, over one connection; OpenStreams limits them
     ("grpc.max_concurrent_streams", 100_000),
     # a reference to a ScaledObject is short
     ("grpc.max_receive_message_length", 64 * 1024),
@@ -117,28 +104,28 @@ _OPTIONS: Final = (
 )
 
 
-class Source(Protocol):
-    """Who knows decisions. ``binding``: its key, ``namespace/name``. ``target``: its name; empty: the only one."""
+class DecisionSource(Protocol):
+    """Reads decisions. ``binding``: its key, ``namespace/name``. ``target``: its name; empty: the only one."""
 
-    def wanted(self, binding: str, target: str) -> Wanted:
+    def last_decision(self, binding: str, target: str) -> DesiredReplicas:
         """The last decision; raises Unknown."""
         ...
 
-    async def other_than(self, last: Wanted | None, binding: str, target: str) -> Wanted | None:
-        """Until what is known differs from ``last``: what it is then; None: nothing is known."""
+    async def other_than(self, last: DesiredReplicas | None, binding: str, target: str) -> DesiredReplicas | None:
+        """Wait until the desired replicas differ from ``last``, and return them; None: there is no decision."""
         ...
 
 
 class KedaScaler:
     """Answers KEDA from ``source``, on one grpc.aio server, which serves once.
 
-    Only the replica that decides serves: behind a Service the others refuse connections, and KEDA's client tries on
-    until it finds the one that knows.
+    Only the replica that decides serves: behind a Service the others refuse connections, and KEDA's client retries
+    until it reaches that one.
     """
 
     def __init__(
         self,
-        source: Source,
+        source: DecisionSource,
         *,
         readers: Readers = Readers(),  # noqa: B008 - frozen
         most_streams: int = MOST_STREAMS,
@@ -152,7 +139,7 @@ class KedaScaler:
         self._server.add_generic_rpc_handlers((self._service(),))
 
     async def run(self, address: str, credentials: grpc.ServerCredentials | None = None) -> None:
-        """Until cancelled. Raises OSError."""
+        """Serve until cancelled. Raises OSError."""
         await self.start(address, credentials)
         try:
             await self._server.wait_for_termination()
@@ -201,21 +188,21 @@ class KedaScaler:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
 
     async def _push(self, binding: str, target: str, context: _Context) -> None:
-        """At once, whenever it changes, and now and then; while nothing is known, nothing is said."""
-        last: Wanted | None = None
-        told: bool | None = None
+        """Send at once when the decision changes, and periodically; nothing while there is no decision."""
+        last: DesiredReplicas | None = None
+        reported: bool | None = None
         while True:
             try:
                 async with asyncio.timeout(self._repeat_s):
                     last = await self._source.other_than(last, binding, target)
             except TimeoutError:
-                told = None
-            if last is not None and last.is_active != told:
-                told = last.is_active
-                await context.write(IsActiveResponse(result=told))
+                reported = None
+            if last is not None and last.is_active != reported:
+                reported = last.is_active
+                await context.write(IsActiveResponse(result=reported))
 
     async def _metric_spec(self, ref: ScaledObjectRef, context: _Context) -> GetMetricSpecResponse:
-        """The same for all; a mistake in the ScaledObject is told already here."""
+        """The same for every caller; a mistake in the ScaledObject is refused here."""
         await self._named(ref, context)
         return GetMetricSpecResponse(metricSpecs=[MetricSpec(metricName=METRIC, targetSize=1, targetSizeFloat=1.0)])
 
@@ -225,18 +212,18 @@ class KedaScaler:
         value = MetricValue(metricName=name, metricValue=wanted.desired, metricValueFloat=float(wanted.desired))
         return GetMetricsResponse(metricValues=[value])
 
-    async def _wanted(self, ref: ScaledObjectRef, context: _Context) -> Wanted:
+    async def _wanted(self, ref: ScaledObjectRef, context: _Context) -> DesiredReplicas:
         binding, target = await self._named(ref, context)
         try:
-            return self._source.wanted(binding, target)
-        except Unknown as error:
+            return self._source.last_decision(binding, target)
+        except DecisionMissing as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
     async def _named(self, ref: ScaledObjectRef, context: _Context) -> tuple[str, str]:
-        """The binding's key and the target, from the trigger's metadata; ends the call if they are not said, or not for
-        this caller.
+        """The binding's key and the target, from the trigger's metadata; ends the call if they are missing, or not
+        readable by this caller.
 
-        The binding is of the ScaledObject's namespace, as the caller says it: KEDA does, see ``Readers`` for others.
+        The binding is in the ScaledObject's namespace, which the caller names: KEDA does; see ``Readers`` for others.
         """
         binding, target = ref.scalerMetadata.get("binding", ""), ref.scalerMetadata.get("target", "")
         if not binding or "/" in binding:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may read which decisions at KEDA's port, and how many streams each caller may hold open.
+"""Authorisation at KEDA's port: which callers may read which decisions, and how many streams each may hold open.
 
-A request names a namespace, and nothing in KEDA's protocol proves that the caller may speak for it. So it is believed
-of whoever reaches the port, unless namespaces or names of certificates are listed.
+A request names a namespace, and nothing in KEDA's protocol proves the caller's right to it. So every caller that
+reaches the port is trusted, unless namespaces or names of certificates are listed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ if TYPE_CHECKING:
 
 
 class Readers(msgspec.Struct, frozen=True):
-    """``namespaces``: whose decisions are told at all; empty: those of all. ``clients``: by a name in a client's
-    certificate, the namespaces that it may ask for; none of them: all. Without ``clients``, certificates need no name.
+    """``namespaces``: those whose decisions are readable; empty: all. ``clients``: by a name in a client's certificate,
+    the namespaces that it may read; none of them: all. Without ``clients``, certificates need no name.
     """
 
     namespaces: frozenset[str] = frozenset()
     clients: Mapping[str, frozenset[str]] = {}
 
     def refusal(self, names: Collection[str], namespace: str) -> str:
-        """Why a caller must not ask about a namespace, and what to do; empty if it may. ``names``: in its
-        certificate.
-        """
+        """Why a caller may not read a namespace, and the remedy; empty if it may. ``names``: in its certificate."""
         if self.namespaces and namespace not in self.namespaces:
             return (
                 f"decisions of the namespace {namespace} are not told here; start attache manager with --keda-namespace"
@@ -39,8 +37,10 @@ class Readers(msgspec.Struct, frozen=True):
             return ""
         known = [self.clients[one] for one in names if one in self.clients]
         if not known:
-            said = ", ".join(sorted(names)[:5]) or "none"
-            return f"no --keda-client-name of attache manager is in the client's certificate, whose names are: {said}"
+            message = ", ".join(sorted(names)[:5]) or "none"
+            return (
+                f"no --keda-client-name of attache manager is in the client's certificate, whose names are: {message}"
+            )
         if not any(not one or namespace in one for one in known):
             return f"this client's certificate is not for the namespace {namespace}; add that to its --keda-client-name"
         return ""
@@ -50,8 +50,8 @@ def readers_of(namespaces: Iterable[str], clients: Iterable[str]) -> Readers:
     """``clients``: each is ``NAME`` or ``NAME=NAMESPACE,NAMESPACE``. Raises ValueError."""
     found: dict[str, frozenset[str]] = {}
     for text in clients:
-        name, sign, said = text.partition("=")
-        its = frozenset(one.strip() for one in said.split(",")) if sign else frozenset[str]()
+        name, sign, names = text.partition("=")
+        its = frozenset(one.strip() for one in names.split(",")) if sign else frozenset[str]()
         if not name or "" in its:
             raise ValueError(f"{text!r}: write NAME, or NAME=NAMESPACE,NAMESPACE")
         if name in found:
@@ -67,12 +67,12 @@ _OF_A_NAMESPACE: Final = 8
 
 
 class TooMany(Exception):
-    """No more streams; the message says of whom, and what to do."""
+    """The limit of streams is reached; the message names the caller, and what to do."""
 
 
 class OpenStreams:
-    """At most ``most`` of them: half of these of one caller, so that another one finds room beside one that takes all
-    it can get, and an eighth about one namespace.
+    """At most ``most`` streams: half of them of one caller, so that one that takes all it can get leaves some to
+    others, and an eighth for one namespace.
     """
 
     def __init__(self, most: int = MOST_STREAMS) -> None:

@@ -1,33 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exports of the manager role, which every replica serves from what bindings' statuses say."""
+"""Exports of the manager role: every replica serves them from the statuses of bindings."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from controller.autoscaler.export.exports import Decisions, Exported, Exports, wanted_of
+from controller.autoscaler.export.exports import Decisions, ExportedTarget, Exports, desired_replicas_of
 from controller.autoscaler.export.external_metrics import MetricsServer
 from controller.autoscaler.export.keda import KedaScaler, TlsFiles, server_credentials
 from controller.autoscaler.export.keda_access import MOST_STREAMS, Readers
 from controller.kube.informer import Informer, InformerTiming, Selection
-from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, Object
+from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, Object, identity_of
 
 if TYPE_CHECKING:
-    from controller.kube.authorizer import Callers
+    from controller.kube.authorizer import RequestAuthorizer
     from controller.kube.client import Client
-    from controller.webhooks.certificates import Pair
-
-_METADATA: Final = ("name", "namespace", "uid", "resourceVersion")
+    from controller.webhooks.certificates import KeyPair
 
 
 class ExportSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``external_metrics`` and ``keda``: addresses to listen on; empty: not served. ``keda_tls``: files for KEDA's
-    port; None: without TLS. ``keda_readers``: who may read what there. ``keda_streams``: that may be open there at a
-    time.
-    ``namespace``: whose bindings; None: all.
+    port; None: without TLS. ``keda_readers``: authorisation there. ``keda_streams``: most open streams. ``namespace``:
+    the one whose bindings are exported; None: all.
     """
 
     external_metrics: str = ""
@@ -42,7 +39,7 @@ class ExportSettings(msgspec.Struct, frozen=True, kw_only=True):
 class ExportRole:
     """``run`` does all of it. ``use`` gets the certificate of the external metrics API."""
 
-    def __init__(self, client: Client, settings: ExportSettings, callers: Callers) -> None:
+    def __init__(self, client: Client, settings: ExportSettings, callers: RequestAuthorizer) -> None:
         self._settings = settings
         self._decisions = Decisions()
         self._exports = Exports(self._changed)
@@ -51,24 +48,24 @@ class ExportRole:
             AUTOSCALING_POLICY_BINDINGS,
             Selection(namespace=settings.namespace),
             timing=settings.informers,
-            transform=_slim,
+            transform=_trimmed_binding,
         )
         self._informer.subscribe(lambda key: self._exports.put(key, self._informer.get(key)))
         address = settings.external_metrics
         self._server = MetricsServer(client, address, self._exports, callers) if address else None
         self._is_ready = False
 
-    def use(self, pair: Pair) -> None:
+    def use(self, pair: KeyPair) -> None:
         """See ``MetricsServer``."""
         if self._server is not None:
             self._server.use(pair)
 
     def is_ready(self) -> bool:
-        """Whether everything can be asked."""
+        """Whether all servers listen and have data."""
         return self._is_ready and (self._server is None or self._server.ready.is_set())
 
     async def run(self) -> None:
-        """Until cancelled; raises OSError if an address is taken, or files are no certificates."""
+        """Serve until cancelled; raises OSError if an address is taken, or files are no certificates."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._informer.run(), name="bindings for exports")
             await self._informer.synced.wait()
@@ -91,14 +88,12 @@ class ExportRole:
         finally:
             await scaler.stop()
 
-    def _changed(self, key: str, targets: tuple[Exported, ...] | None) -> None:
+    def _changed(self, key: str, targets: tuple[ExportedTarget, ...] | None) -> None:
         if not targets:
             self._decisions.forget(key)
             return
-        self._decisions.tell(key, wanted_of({one.target: one.desired for one in targets}))
+        self._decisions.set_desired(key, desired_replicas_of({one.target: one.desired for one in targets}))
 
 
-def _slim(binding: Object) -> Object:
-    metadata = binding["metadata"]
-    kept = {name: metadata[name] for name in _METADATA if name in metadata}
-    return {"metadata": kept, "spec": binding.get("spec") or {}, "status": binding.get("status") or {}}
+def _trimmed_binding(binding: Object) -> Object:
+    return {"metadata": identity_of(binding), "spec": binding.get("spec") or {}, "status": binding.get("status") or {}}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the leader does about AutoscalingPolicyBindings: follow, decide, write replicas, and say so."""
+"""The leader's reconcile loop of AutoscalingPolicyBindings: watch, decide, write replicas, and report in the status."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The accelerator capacity of nodes that each binding may ask for; nodes are followed only while a binding needs it."""
+"""The accelerator capacity of nodes that each binding may use; nodes are watched only while a binding needs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from controller.autoscaler.decision.allocation.accelerator_capacity import (
-    Claim,
+    AcceleratorClaim,
     Kinds,
     Nodes,
     Share,
@@ -20,44 +20,44 @@ from controller.autoscaler.decision.allocation.accelerator_capacity import (
 )
 from controller.kube.informer import Informer, InformerTiming, Selection, trimmed_node
 from controller.kube.resources import NODES, PODS
-from controller.models.node_capacity import room, trimmed_to_requests
+from controller.models.node_capacity import node_capacities, trimmed_to_requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from controller.autoscaler.reconciler.bindings import BindingView
-    from controller.autoscaler.reconciler.resolver import Resolved
-    from controller.autoscaler.reconciler.result import Step
+    from controller.autoscaler.reconciler.resolver import ResolvedTarget
+    from controller.autoscaler.reconciler.result import TargetAction
     from controller.kube.client import Client
 
-# All pods of a cluster are added up at most so often.
+# Interval at which all pods of a cluster are summed at most.
 _EACH_S: Final = 2.0
-# Replicas without pods are promised room for so long after they were ordered: a quota may refuse their pods, and
-# somebody who only exports numbers may never have any. Nobody else is kept from nodes by them.
+# How long replicas without pods reserve accelerators after they were ordered: a quota may refuse their pods, and an
+# exported decision may never create any. After that, other bindings get these accelerators.
 _PROMISED_S: Final = 60.0
-# Kinds of accelerators that are told of.
+# Kinds of accelerators in a message.
 _MOST_KINDS: Final = 8
 
 
-class Capacity(msgspec.Struct, frozen=True):
-    """``rooms``: replicas beyond those that were asked for, by target. ``free``: accelerators for them, by pool. What
-    is not named is not limited. ``pools``: of which of these each target takes its own. ``without_nodes``: why no node
-    counts for a target that is limited.
+class AcceleratorHeadroom(msgspec.Struct, frozen=True):
+    """``replicas``: further replicas that fit, by target. ``free``: accelerators for them, by pool. A target or pool
+    that is missing is unlimited. ``pools``: those from which each target takes its accelerators. ``without_nodes``: why
+    no node counts for a limited target.
     """
 
-    rooms: Mapping[str, int] = {}
+    replicas: Mapping[str, int] = {}
     free: Mapping[str, int] = {}
     pools: Mapping[str, tuple[str, ...]] = {}
     without_nodes: Mapping[str, str] = {}
 
 
-class Ordered(NamedTuple):
-    """What a binding decided last, which others leave to it. ``replicas`` and ``lacks``: by target. ``grown_at_s``:
-    when it last asked for more.
+class AcceleratorOrder(NamedTuple):
+    """The last decision of a binding, whose accelerators are reserved for it. ``replicas`` and ``lacks``: by target.
+    ``grown_at_s``: when it last requested more.
     """
 
     view: BindingView
-    resolved: Sequence[Resolved]
+    resolved: Sequence[ResolvedTarget]
     replicas: Mapping[str, int]
     lacks: Mapping[str, int]
     grown_at_s: float
@@ -66,7 +66,9 @@ class Ordered(NamedTuple):
 class Accelerators:
     """``run`` follows nodes and all pods while a binding needs their capacity. ``ordered``: of all bindings."""
 
-    def __init__(self, client: Client, timing: InformerTiming, ordered: Callable[[], Iterable[Ordered]]) -> None:
+    def __init__(
+        self, client: Client, timing: InformerTiming, ordered: Callable[[], Iterable[AcceleratorOrder]]
+    ) -> None:
         self._client = client
         self._timing = timing
         self._ordered = ordered
@@ -78,21 +80,23 @@ class Accelerators:
         self._nodes = Nodes()
         self._placed: frozenset[str] = frozenset()
 
-    def capacity(self, view: BindingView, resolved: Sequence[Resolved], before: Ordered | None) -> Capacity:
-        """Empty where that is unknown, and where no target of a stage would find a node: then all may be asked for, as
-        nodes may be added for pods that find none. ``before``: what the binding ordered last.
+    def capacity(
+        self, view: BindingView, resolved: Sequence[ResolvedTarget], before: AcceleratorOrder | None
+    ) -> AcceleratorHeadroom:
+        """Empty where that is unknown, and where no target of a stage fits on any node: then replicas are unlimited, as
+        a cluster autoscaler may add nodes for pending pods. ``before``: what the binding ordered last.
         """
         limited = [one for one in resolved if is_limited(one, resolved, view)]
         if not limited:
             self.release(view.key)
-            return Capacity()
+            return AcceleratorHeadroom()
         if view.key not in self._users:
             self._users.add(view.key)
             self._wake.set()
         if not self._is_known():
-            return Capacity()
-        # its decision begins with what was asked for, whatever it has decided before
-        mine = self._claim(Ordered(view, resolved, {}, {}, -math.inf if before is None else before.grown_at_s))
+            return AcceleratorHeadroom()
+        # its decision begins with the replicas in the spec, whatever it decided before
+        mine = self._claim(AcceleratorOrder(view, resolved, {}, {}, -math.inf if before is None else before.grown_at_s))
         others = [self._claim(one) for one in self._ordered() if one.view.key != view.key]
         shares = {one.spec.name: share for one in resolved if (share := self._share(one)) is not None}
         names = [
@@ -102,14 +106,14 @@ class Accelerators:
         ]
         return _capacity(names, shares, self._nodes, lambda kinds: left_for(mine, kinds, self._nodes, others))
 
-    def ordered(
+    def reserve(
         self,
         view: BindingView,
-        resolved: Sequence[Resolved],
-        steps: Sequence[Step],
+        resolved: Sequence[ResolvedTarget],
+        steps: Sequence[TargetAction],
         lacks: Mapping[str, int],
-        before: Ordered | None,
-    ) -> Ordered | None:
+        before: AcceleratorOrder | None,
+    ) -> AcceleratorOrder | None:
         """What a decision takes; None: nothing that others would have to leave. ``lacks``: how many more replicas the
         binding would take, by target.
         """
@@ -120,7 +124,7 @@ class Accelerators:
         known = {} if before is None else before.replicas
         is_more = any(count > known.get(name, 0) for name, count in replicas.items())
         grown_at_s = _now_s() if before is None or is_more else before.grown_at_s
-        return Ordered(view, owned, replicas, lacks, grown_at_s)
+        return AcceleratorOrder(view, owned, replicas, lacks, grown_at_s)
 
     def release(self, key: str) -> None:
         """The binding is gone, or needs no capacity."""
@@ -158,7 +162,7 @@ class Accelerators:
         self._is_old = True
 
     def _is_known(self) -> bool:
-        """Whether it is known what nodes have left, and which pods take what is not."""
+        """Whether the free accelerators of nodes, and the pods that use the others, are known."""
         if self._informers is None:
             return False
         nodes, pods = self._informers
@@ -167,11 +171,11 @@ class Accelerators:
         now_s = _now_s()
         if self._is_old and now_s >= self._read_at_s + _EACH_S:
             self._read_at_s, self._is_old = now_s, False
-            self._nodes = Nodes(room(nodes.objects.values(), pods.objects.values()))
+            self._nodes = Nodes(node_capacities(nodes.objects.values(), pods.objects.values()))
             self._placed = frozenset(key for key, pod in pods.objects.items() if pod["node"])
         return True
 
-    def _claim(self, ordered: Ordered) -> Claim:
+    def _claim(self, ordered: AcceleratorOrder) -> AcceleratorClaim:
         view = ordered.view
         priority = 0 if view.binding is None else view.binding.spec.priority
         is_new = _now_s() - ordered.grown_at_s < _PROMISED_S
@@ -179,10 +183,12 @@ class Accelerators:
             self._share(one, ordered.replicas.get(one.spec.name, 0), ordered.lacks.get(one.spec.name, 0), is_new=is_new)
             for one in ordered.resolved
         )
-        return Claim((-priority, view.claim.created, view.key), tuple(one for one in shares if one is not None))
+        return AcceleratorClaim(
+            (-priority, view.claim.created, view.key), tuple(one for one in shares if one is not None)
+        )
 
-    def _share(self, target: Resolved, replicas: int = 0, lacks: int = 0, *, is_new: bool = True) -> Share | None:
-        """None if it takes no accelerators that are known. ``is_new``: replicas that have no pods yet may soon have."""
+    def _share(self, target: ResolvedTarget, replicas: int = 0, lacks: int = 0, *, is_new: bool = True) -> Share | None:
+        """None if it uses no known accelerators. ``is_new``: replicas without pods may soon have them."""
         spec, found = target.spec, target.found
         if spec.accelerator is None or spec.accelerators < 1 or found is None or target.kind is None:
             return None
@@ -203,7 +209,7 @@ class Accelerators:
 
 def _capacity(
     names: Sequence[str], shares: Mapping[str, Share], nodes: Nodes, left: Callable[[Kinds], int]
-) -> Capacity:
+) -> AcceleratorHeadroom:
     """``names``: of the targets that are limited. ``shares``: of all, by target. ``left``: of some kinds together."""
     open_ = {share.kind for name, share in shares.items() if name not in names}
     counts: dict[str, int] = {}
@@ -215,7 +221,7 @@ def _capacity(
             counts[pool] = min(count, counts.get(pool, count))
             for one in limited:
                 of_kind.setdefault(one, set()).add(pool)
-    return Capacity(
+    return AcceleratorHeadroom(
         {name: headroom_of(shares[name], left((shares[name].kind,)), nodes) for name in names},
         counts,
         {name: tuple(sorted(of_kind.get(share.kind, ()))) for name, share in shares.items()},
@@ -231,7 +237,7 @@ def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def is_limited(target: Resolved, resolved: Sequence[Resolved], view: BindingView) -> bool:
+def is_limited(target: ResolvedTarget, resolved: Sequence[ResolvedTarget], view: BindingView) -> bool:
     """Whether nodes' accelerators limit it: it is one of several of its stage, or shares a budget."""
     spec = target.spec
     several = sum(one.spec.stage == spec.stage for one in resolved) > 1
@@ -239,7 +245,9 @@ def is_limited(target: Resolved, resolved: Sequence[Resolved], view: BindingView
     return (several or has_budget) and spec.accelerator is not None and spec.accelerators > 0
 
 
-def _is_possible(one: Resolved, resolved: Sequence[Resolved], shares: Mapping[str, Share], nodes: Nodes) -> bool:
+def _is_possible(
+    one: ResolvedTarget, resolved: Sequence[ResolvedTarget], shares: Mapping[str, Share], nodes: Nodes
+) -> bool:
     """Whether some target of the stage would find a node, or may."""
     same = [each.spec.name for each in resolved if each.spec.stage == one.spec.stage]
     return any(name not in shares or nodes.fits(shares[name]) > 0 for name in same)

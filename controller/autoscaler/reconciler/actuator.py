@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.autoscaler.reconciler.result import Result, Scaled
+from controller.audit import caused_by
+from controller.autoscaler.reconciler.result import Result, ScaleEvent
 from controller.autoscaler.reconciler.scalables import DELETION_COST, DRAINING, SCALED_BY, SCALED_TO, PodView
 from controller.kube.errors import ApiError, ClusterError, Conflict, NotFound, TooManyRequests
 from controller.kube.resources import PODS, split_key
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from controller.autoscaler.decision.situation import EngineReport
-    from controller.autoscaler.reconciler.bindings import BindingView, Claim, Place
+    from controller.autoscaler.reconciler.bindings import BindingView, ScalableRef, TargetClaim
     from controller.autoscaler.reconciler.demand import DemandSource
-    from controller.autoscaler.reconciler.result import Step
+    from controller.autoscaler.reconciler.result import TargetAction
     from controller.autoscaler.reconciler.scalables import Scalable
     from controller.kube.client import Client
 
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 SOON_S: Final = 0.2
 _SCALING: Final = ("Auto", "ScaleUpOnly")
 _SERVER_FAULTS: Final = 500
-# until every gateway has heard of the mark and the last request that was on its way is counted
+# until every gateway has received the mark and the last request on its way is counted
 HEARD_S: Final = 3.0
 _LOOK_EACH_S: Final = 1.0
 # far below what people write
@@ -48,13 +49,13 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class Draining(msgspec.Struct, frozen=True):
-    """``marks``: to write now. ``may_go``: the replicas may be lowered. ``look_again_at_s``: when this may change by
+    """``marks``: to write now. ``may_go``: the replicas may be lowered. ``requeue_at_s``: when this may change by
     itself. ``waits_for``: pods that have something left, by name.
     """
 
     marks: tuple[Mark, ...] = ()
     may_go: bool = False
-    look_again_at_s: float | None = None
+    requeue_at_s: float | None = None
     waits_for: tuple[str, ...] = ()
 
 
@@ -67,8 +68,9 @@ def drain(
     now_s: float,
     drain_s: float,
 ) -> Draining:
-    """``excess``: how many replicas go. ``is_ordered``: those with the highest ordinals go. ``drain_s``: the longest
-    that anything is waited for. ``reports``: by IP address; one of before the mark was heard says nothing.
+    """``excess``: number of replicas to remove. ``is_ordered``: those with the highest ordinals are removed.
+    ``drain_s``: longest wait for requests in flight. ``reports``: by IP address; a report from before the draining mark
+    was received does not count.
     """
     leaving = victims(pods, excess, reports, is_ordered=is_ordered)
     names = {one.key for one in leaving}
@@ -79,11 +81,11 @@ def drain(
     if drain_s > 0:
         marks += [Mark(one, {DRAINING: text_of(now_s), DELETION_COST: _FIRST}) for one in unmarked]
         if unmarked:
-            return Draining(tuple(marks), look_again_at_s=now_s + HEARD_S)
+            return Draining(tuple(marks), requeue_at_s=now_s + HEARD_S)
         busy = [one for one in serving if not _is_done(one, reports, now_s, drain_s)]
         if busy:
             names_of = tuple(sorted(one.name for one in busy))
-            return Draining(tuple(marks), look_again_at_s=now_s + _LOOK_EACH_S, waits_for=names_of)
+            return Draining(tuple(marks), requeue_at_s=now_s + _LOOK_EACH_S, waits_for=names_of)
     elif not is_ordered:
         marks += [Mark(one, {DELETION_COST: _FIRST}) for one in leaving if one.deletion_cost != _FIRST]
     return Draining(tuple(marks), may_go=True)
@@ -104,8 +106,8 @@ def undone(pods: Iterable[PodView]) -> list[Mark]:
 def victims(
     pods: Sequence[PodView], excess: int, reports: Mapping[str, EngineReport], *, is_ordered: bool
 ) -> list[PodView]:
-    """Who goes: the highest ordinals; or what does not serve, then what drains already, then the least busy, the
-    youngest first among equals.
+    """Pods to remove: the highest ordinals; or first those that do not serve, then those that drain, then the least
+    busy; among equals the youngest.
     """
     live = [one for one in pods if not one.is_ended and not one.is_going]
     if is_ordered:
@@ -123,13 +125,13 @@ def _ordinal(pod: PodView) -> tuple[int, str]:
 
 
 def _busy_with(pod: PodView, reports: Mapping[str, EngineReport]) -> float:
-    """Where nobody knows, an engine may be as busy as can be."""
+    """An engine of unknown load counts as fully busy."""
     report = reports.get(pod.ip)
     return float("inf") if report is None else requests_at(report)
 
 
 def requests_at(report: EngineReport) -> float:
-    """What was sent there, or what the engine itself says, whichever is more: others may send it requests, too."""
+    """The larger of what gateways sent there and what the engine reports: other clients may send requests, too."""
     return max(float(report.in_flight), (report.running or 0.0) + (report.waiting or 0.0))
 
 
@@ -138,30 +140,30 @@ def _is_done(pod: PodView, reports: Mapping[str, EngineReport], now_s: float, dr
     if now_s >= since_s + drain_s:
         return True
     report = reports.get(pod.ip)
-    heard = report is not None and report.at_s >= since_s + HEARD_S
-    return heard and report is not None and requests_at(report) == 0
+    has_reported = report is not None and report.at_s >= since_s + HEARD_S
+    return has_reported and report is not None and requests_at(report) == 0
 
 
 class DecideAgain(Exception):
     """A target is not what was decided about any more."""
 
 
-class Wrote(msgspec.Struct, frozen=True):
-    """What we wrote last and may not have heard of yet."""
+class LastWrite(msgspec.Struct, frozen=True):
+    """The last write, which the informer may not have delivered yet."""
 
     uid: str
     version: str
     replicas: int
 
 
-class Actuated(msgspec.Struct, frozen=True, kw_only=True):
+class ActuationResult(msgspec.Struct, frozen=True, kw_only=True):
     """``result``: with what drains and what was refused. ``scaled``: what was written. ``again_s``: in how many seconds
     more is to be done. ``is_stale``: a target is not what was decided about any more. ``error``: why something could
     not be written; the reconciliation has failed then.
     """
 
     result: Result
-    scaled: tuple[Scaled, ...] = ()
+    scaled: tuple[ScaleEvent, ...] = ()
     again_s: float = float("inf")
     is_stale: bool = False
     error: ClusterError | None = None
@@ -178,16 +180,16 @@ class Actuator:
         client: Client,
         demand: DemandSource,
         counted: Callable[[str, str], None],
-        changed: Callable[[Place], None],
+        changed: Callable[[ScalableRef], None],
     ) -> None:
         self._client = client
         self._demand = demand
         self._counted = counted
         self._changed = changed
-        self._wrote: dict[Place, Wrote] = {}
+        self._wrote: dict[ScalableRef, LastWrite] = {}
 
-    def latest(self, place: Place, found: Scalable) -> Scalable:
-        """A target as it is after our own last write, of which the informer may not have told yet."""
+    def with_last_write(self, place: ScalableRef, found: Scalable) -> Scalable:
+        """A target as of our own last write, which the informer may not have delivered yet."""
         wrote = self._wrote.get(place)
         if wrote is None:
             return found
@@ -202,11 +204,11 @@ class Actuator:
             version=wrote.version,
         )
 
-    async def actuate(self, view: BindingView, result: Result) -> Actuated:
+    async def actuate(self, view: BindingView, result: Result) -> ActuationResult:
         """All steps of a decision."""
         again_s, is_stale, errors = float("inf"), False, list[ClusterError]()
         waits_for, refused = dict[str, Sequence[str]](), dict[str, str]()
-        scaled: list[Scaled] = []
+        scaled: list[ScaleEvent] = []
         reports = _reports(self._demand, result)
         for step in result.steps:
             if not step.target.may_write or result.policy is None or result.policy.mode not in _SCALING:
@@ -214,7 +216,7 @@ class Actuator:
             name = step.target.spec.name
             try:
                 if await self._claimed(view, step):
-                    # what it is from now on comes by the informer
+                    # its new state arrives by the informer
                     again_s = min(again_s, SOON_S)
                 if not step.writes or step.is_as_decided:
                     continue
@@ -232,12 +234,12 @@ class Actuator:
                 if _is_refusal(error):
                     refused[name] = str(error)
         result = msgspec.structs.replace(result, waits_for=waits_for, refused=refused)
-        # of several, the one that asks for the longest rest
+        # of several, the one with the longest back-off
         worst = max(errors, key=_asked_s, default=None)
-        return Actuated(result=result, scaled=tuple(scaled), again_s=again_s, is_stale=is_stale, error=worst)
+        return ActuationResult(result=result, scaled=tuple(scaled), again_s=again_s, is_stale=is_stale, error=worst)
 
-    async def _claimed(self, view: BindingView, step: Step) -> bool:
-        """Whether it had to be said on the target that the binding scales it."""
+    async def _claimed(self, view: BindingView, step: TargetAction) -> bool:
+        """Claim the target for the binding where it has no claim yet; whether that was written."""
         found = step.target.found
         if found is None or found.scaled_by == view.claim.text:
             return False
@@ -245,9 +247,9 @@ class Actuator:
         return True
 
     async def _drained(
-        self, step: Step, reports: Mapping[str, EngineReport], result: Result
+        self, step: TargetAction, reports: Mapping[str, EngineReport], result: Result
     ) -> tuple[bool, float, Sequence[str]]:
-        """Whether the replicas may be written, when to look again, and which pods are waited for."""
+        """Whether the replicas may be written, seconds until the next reconcile, and the pods that still drain."""
         target = step.target
         if target.kind is None or target.found is None or step.replicas is None or result.policy is None:
             return False, float("inf"), ()
@@ -266,36 +268,39 @@ class Actuator:
             drain_s=float(result.policy.drain),
         )
         await self._mark(plan.marks)
-        again_s = float("inf") if plan.look_again_at_s is None else plan.look_again_at_s - result.now_s
+        again_s = float("inf") if plan.requeue_at_s is None else plan.requeue_at_s - result.now_s
         return plan.may_go, max(SOON_S, again_s), plan.waits_for
 
-    async def _scaled(self, step: Step) -> Scaled | None:
+    async def _scaled(self, step: TargetAction) -> ScaleEvent | None:
         target = step.target
         if target.found is None or step.replicas is None or step.replicas == target.found.replicas:
             return None
-        await self._scale(target.place, target.found, step.replicas)
+        old, new = ({"replicas": count} for count in (target.found.replicas, step.replicas))
+        with caused_by(reason=step.decided.reason, old=old, new=new):
+            await self._scale(target.place, target.found, step.replicas)
         what = f"{target.place[2]} {target.place[3]}"
-        return Scaled(target.spec.name, what, target.found.replicas, step.replicas, step.decided.reason)
+        return ScaleEvent(target.spec.name, what, target.found.replicas, step.replicas, step.decided.reason)
 
-    async def _claim(self, place: Place, found: Scalable, mine: Claim) -> None:
-        """Say on the target that ``mine`` scales it. Raises DecideAgain if it has changed since."""
+    async def _claim(self, place: ScalableRef, found: Scalable, mine: TargetClaim) -> None:
+        """Write the claim ``mine`` to the target. Raises DecideAgain if it has changed since."""
         try:
             await self._annotate(found, {SCALED_BY: mine.text, SCALED_TO: str(found.replicas)}, found.version)
         finally:
             self._changed(place)
 
-    async def _scale(self, place: Place, found: Scalable, replicas: int) -> None:
-        """Write the replicas of a target, if it still is what was decided about: others' writes of anything else do not
-        matter. Raises DecideAgain otherwise.
+    async def _scale(self, place: ScalableRef, found: Scalable, replicas: int) -> None:
+        """Write the replicas of a target, unless its replicas have changed since the decision; writes to other fields
+        do not matter. Raises DecideAgain otherwise.
 
-        What is intended is written first: a leader that ends in between leaves a number that its successor knows.
+        The intention is written first: a leader that ends between the two writes leaves a number that its successor
+        recognises.
         """
         try:
             await self._write_scale(place, found, replicas)
         finally:
             self._changed(place)
 
-    async def _write_scale(self, place: Place, found: Scalable, replicas: int) -> None:
+    async def _write_scale(self, place: ScalableRef, found: Scalable, replicas: int) -> None:
         namespace, name = split_key(found.key)
         version = found.version
         for _ in range(3):
@@ -315,10 +320,10 @@ class Actuator:
         else:
             raise DecideAgain(f"{found.key} changes all the time")
         self._counted(found.resource.kind, "scale")
-        self._wrote[place] = Wrote(found.uid, written["metadata"]["resourceVersion"], replicas)
-        # by this it is known later whether somebody else has changed them
+        self._wrote[place] = LastWrite(found.uid, written["metadata"]["resourceVersion"], replicas)
+        # by this a later change by another writer is detected
         version = await self._annotate(found, {SCALED_TO: str(replicas)})
-        self._wrote[place] = Wrote(found.uid, version, replicas)
+        self._wrote[place] = LastWrite(found.uid, version, replicas)
 
     async def _mark(self, marks: Sequence[Mark]) -> None:
         """Pods that are gone, or others of the same name by now, need no marks."""
@@ -363,9 +368,7 @@ def is_older(version: str, than: str) -> bool:
 
 
 def _is_refusal(error: ClusterError) -> bool:
-    """Whether it comes again whenever this is tried: people have to hear of it. Busy servers are no news for a
-    status.
-    """
+    """Whether the error is permanent, so that the status must report it. A busy server's is not."""
     return (
         isinstance(error, ApiError)
         and error.status < _SERVER_FAULTS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AutoscalingPolicies and their bindings, decoded when they change, and who may write a target's replicas."""
+"""AutoscalingPolicies and their bindings, decoded when they change, and which binding may write a target's replicas."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from controller.kube.resources import (
     MODEL_INFER_ROLES,
     MODEL_INFERS,
     Object,
+    identity_of,
     key_of,
 )
 from controller.models.model_infer.names import role_scale_name
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
 
 # Metrics of ours that are numbers of replicas, with the older prefix, too.
 _REPLICAS: Final = ("wva_desired_replicas", "inferno_desired_replicas")
-Place = tuple[str, str, str, str]
+ScalableRef = tuple[str, str, str, str]
 """What is scaled: namespace, group, kind, name."""
 
 
-class Claim(NamedTuple):
+class TargetClaim(NamedTuple):
     """A binding's. The older one has the right; between equally old ones the name decides."""
 
     created: str
@@ -47,21 +48,21 @@ class Claim(NamedTuple):
         return f"{self.key}/{self.uid}"
 
 
-class Hold(msgspec.Struct, frozen=True):
-    """Replicas that somebody else has set stay for a while. ``writer``: who, as managedFields name them."""
+class ManualOverride(msgspec.Struct, frozen=True):
+    """Replicas set by another writer are kept for a while. ``writer``: its name in managedFields."""
 
     writer: str
     replicas: int
     until_s: float
 
 
-def claim_of(binding: Object) -> Claim:
+def claim_of(binding: Object) -> TargetClaim:
     """A binding's."""
     metadata = binding["metadata"]
-    return Claim(metadata.get("creationTimestamp", ""), key_of(binding), metadata.get("uid", ""))
+    return TargetClaim(metadata.get("creationTimestamp", ""), key_of(binding), metadata.get("uid", ""))
 
 
-def place_of(namespace: str, target: ScaleTarget) -> Place:
+def place_of(namespace: str, target: ScaleTarget) -> ScalableRef:
     """What a target of a binding in ``namespace`` scales: the roles of a ModelInfer are objects of their own."""
     ref, group = target.ref, target.ref.api_version.rpartition("/")[0]
     if target.role is not None and (group, ref.kind) == (MODEL_INFERS.group, MODEL_INFERS.kind):
@@ -69,13 +70,13 @@ def place_of(namespace: str, target: ScaleTarget) -> Place:
     return namespace, group, ref.kind, ref.name
 
 
-def rival(mine: Claim, others: Iterable[Claim]) -> str:
+def rival(mine: TargetClaim, others: Iterable[TargetClaim]) -> str:
     """The binding that has the right instead; empty if ``mine`` has it."""
     first = min((*others, mine))
     return "" if first == mine else first.key
 
 
-def other_owner(found: Scalable, mine: Claim, exists: Callable[[str], bool]) -> str:
+def other_owner(found: Scalable, mine: TargetClaim, exists: Callable[[str], bool]) -> str:
     """The binding that the target's annotation names, if it is another one that is still there. ``exists``: by the text
     of its claim.
     """
@@ -83,9 +84,9 @@ def other_owner(found: Scalable, mine: Claim, exists: Callable[[str], bool]) -> 
     return said.rpartition("/")[0] if said and said != mine.text and exists(said) else ""
 
 
-def scaled_by_others(autoscalers: Iterable[Object]) -> Mapping[Place, str]:
+def scaled_by_others(autoscalers: Iterable[Object]) -> Mapping[ScalableRef, str]:
     """What HorizontalPodAutoscalers and ScaledObjects scale, with their kind and name."""
-    found: dict[Place, str] = {}
+    found: dict[ScalableRef, str] = {}
     for one in autoscalers:
         reference, namespace = one["ref"], one["metadata"].get("namespace", "")
         if reference is None:
@@ -95,7 +96,7 @@ def scaled_by_others(autoscalers: Iterable[Object]) -> Mapping[Place, str]:
     return found
 
 
-def misused_by(autoscalers: Iterable[Object]) -> Mapping[Place, str]:
+def misused_by(autoscalers: Iterable[Object]) -> Mapping[ScalableRef, str]:
     """HorizontalPodAutoscalers that take our metric for a ratio, by what they scale."""
     return {
         (one["metadata"].get("namespace", ""), *one["ref"]): one["metadata"]["name"]
@@ -104,19 +105,17 @@ def misused_by(autoscalers: Iterable[Object]) -> Mapping[Place, str]:
     }
 
 
-def slim_autoscaler(kind: str, default_kind: str = "", default_group: str = "") -> Callable[[Object], Object]:
+def autoscaler_trimmer(kind: str, default_kind: str = "", default_group: str = "") -> Callable[[Object], Object]:
     """Keeps what an autoscaler scales."""
 
-    def slim(thing: Object) -> Object:
-        metadata = thing["metadata"]
-        kept = {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion") if name in metadata}
+    def trim(thing: Object) -> Object:
         said = (thing.get("spec") or {}).get("scaleTargetRef") or {}
         named = said.get("kind") or default_kind
         group = str(said["apiVersion"]).rpartition("/")[0] if said.get("apiVersion") else default_group
         ref = (group, named, said["name"]) if said.get("name") else None
-        return {"metadata": kept, "kind": kind, "ref": ref, "misuses": _misuses(thing)}
+        return {"metadata": identity_of(thing), "kind": kind, "ref": ref, "misuses": _misuses(thing)}
 
-    return slim
+    return trim
 
 
 def _misuses(autoscaler: Object) -> bool:
@@ -129,20 +128,22 @@ def _misuses(autoscaler: Object) -> bool:
     return False
 
 
-def is_changed(found: Scalable, mine: Claim) -> bool:
-    """Whether somebody else has changed the replicas since we took the target over, or last wrote them."""
+def is_changed(found: Scalable, mine: TargetClaim) -> bool:
+    """Whether another writer has changed the replicas since we took the target over, or last wrote them."""
     is_known = found.scaled_by == mine.text and bool(found.scaled_to)
     return is_known and found.replicas not in found.scaled_to and not found.is_ours
 
 
-def hold_of(found: Scalable, mine: Claim, noticed_at_s: float, hold_s: float, now_s: float) -> Hold | None:
-    """While somebody's change is honoured; None otherwise. ``noticed_at_s``: when we saw it, which counts where the
-    object does not say when it was made.
+def hold_of(
+    found: Scalable, mine: TargetClaim, noticed_at_s: float, hold_s: float, now_s: float
+) -> ManualOverride | None:
+    """The override while it is in force; None otherwise. ``noticed_at_s``: when we first saw it, which counts where the
+    object has no time of the change.
     """
     if not is_changed(found, mine):
         return None
     until_s = (found.written_at_s or noticed_at_s) + hold_s
-    return Hold(found.writer or "somebody", found.replicas, until_s) if now_s < until_s else None
+    return ManualOverride(found.writer or "somebody", found.replicas, until_s) if now_s < until_s else None
 
 
 _METADATA: Final = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp")
@@ -150,7 +151,7 @@ Decoded = TypeVar("Decoded")
 
 
 class PolicyView(msgspec.Struct, frozen=True):
-    """``thing``: the object without its spec. ``policy``: None if it has a mistake; ``problem`` says which."""
+    """``thing``: the object without its spec. ``policy``: None if it is invalid; ``problem`` has the mistake."""
 
     thing: Object
     policy: AutoscalingPolicy | None
@@ -158,14 +159,15 @@ class PolicyView(msgspec.Struct, frozen=True):
 
 
 class BindingView(msgspec.Struct, frozen=True):
-    """``thing``: the object without its spec. ``binding``: None if it has a mistake; ``problem`` says which. ``claim``:
-    its right to targets. ``places``: of its targets, in their order. ``learned``: what was kept of an earlier life.
+    """``thing``: the object without its spec. ``binding``: None if it is invalid; ``problem`` has the mistake.
+    ``claim``: its right to targets. ``places``: of its targets, in their order. ``learned``: what an earlier leader
+    stored.
     """
 
     thing: Object
     binding: AutoscalingPolicyBinding | None
-    claim: Claim
-    places: tuple[Place, ...] = ()
+    claim: TargetClaim
+    places: tuple[ScalableRef, ...] = ()
     learned: str = ""
     problem: str = ""
 
@@ -185,14 +187,14 @@ class BindingView(msgspec.Struct, frozen=True):
         return "" if self.binding is None else f"{self.namespace}/{self.binding.spec.policy_ref}"
 
 
-def slim_policy(thing: Object) -> Object:
+def trimmed_policy(thing: Object) -> Object:
     """See the module."""
     policy, problem = _decoded(thing, AutoscalingPolicy)
     small = _small(thing, AUTOSCALING_POLICIES.kind)
     return {**small, "view": PolicyView(small, policy, problem)}
 
 
-def slim_binding(thing: Object) -> Object:
+def trimmed_binding(thing: Object) -> Object:
     """See the module."""
     binding, problem = _decoded(thing, AutoscalingPolicyBinding)
     small, claim = _small(thing, AUTOSCALING_POLICY_BINDINGS.kind), claim_of(thing)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from controller.autoscaler.decision.signals import Signals
-from controller.autoscaler.decision.situation import EngineReport, Freshness, Waiting
+from controller.autoscaler.decision.situation import Backlog, EngineReport, Freshness
 from controller.autoscaler.decision.traffic import Traffic
 from controller.kube.gateway_reports import DemandFeed
 from controller.kube.informer import Informer, InformerTiming, Selection, trimmed_pod
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def together(reports: Sequence[EngineReport]) -> EngineReport:
-    """Of several engines as one: amounts add up, the oldest one says how old it is, and the fullest cache counts."""
+    """One report of several engines: amounts are summed; age is that of the oldest; cache usage is the largest."""
     if len(reports) == 1:
         return reports[0]
     return EngineReport(
@@ -56,13 +56,13 @@ class DemandView(msgspec.Struct, frozen=True):
     """
 
     traffic: Traffic = Traffic()
-    waiting: Waiting = Waiting()
+    waiting: Backlog = Backlog()
     freshness: Freshness = Freshness(age_s=float("inf"), gateways=0, since_s=0.0)
     reports: Mapping[str, EngineReport] = {}
     learned: Mapping[str, EngineDemand] = {}
 
     def cut_off(self, for_s: float | None) -> DemandView:
-        """The same, where the API server has not told us anything for so long; None: it has."""
+        """The same with ``cut_off_s`` set: for how many seconds the API server has not been reachable; None: it is."""
         if for_s is None:
             return self
         return msgspec.structs.replace(self, freshness=msgspec.structs.replace(self.freshness, cut_off_s=for_s))
@@ -72,24 +72,24 @@ class DemandSource(Protocol):
     """Gathers demand. One object lives for one term of leadership."""
 
     async def run(self, urgent: Urgent) -> None:
-        """Run until cancelled."""
+        """Collect demand until cancelled; call ``urgent`` when a server's demand jumps."""
         ...
 
     def follow(self, servers: Collection[str]) -> None:
-        """From now on these ModelServers, by key, are asked about."""
+        """Set the ModelServers, by key, whose demand is requested."""
         ...
 
     def view(self, servers: Sequence[str], now_s: float) -> DemandView:
-        """What is known of these ModelServers. ``now_s``: since the epoch, as all times of the answer."""
+        """The demand for these ModelServers. ``now_s``: since the epoch, as all times of the result."""
         ...
 
 
 _TICK_S: Final = 1.0
 
 
-class _Said(msgspec.Struct):
-    """Of one process. ``servers``: what it said last. ``unfinished``: requests at zero, and all, at the last jump or
-    fewest since then, by server.
+class _SlotReport(msgspec.Struct):
+    """The last report of one gateway process. ``unfinished``: by server, requests held at zero and all unfinished ones,
+    at the last jump or the fewest since then.
     """
 
     instance: str
@@ -98,8 +98,8 @@ class _Said(msgspec.Struct):
 
 
 class GatewayDemand:
-    """See ``DemandSource``. ``trusted``: namespaces whose gateways speak for ModelServers of all namespaces. ``clock``:
-    seconds since the epoch.
+    """See ``DemandSource``. ``trusted``: namespaces whose gateways may report demand for ModelServers of all
+    namespaces. ``clock``: seconds since the epoch.
     """
 
     def __init__(
@@ -108,26 +108,28 @@ class GatewayDemand:
         self._clock = clock
         self._gateways = Informer(client, PODS, Selection(labels=LOADS_LABEL), timing=timing, transform=trimmed_pod)
         self._signals = Signals(trusted)
-        self._feed = DemandFeed(lambda: self._gateways.objects, self._hear, clock=clock, rng=Random(), trusted=trusted)
-        self._urgent: Urgent = _nobody
+        self._feed = DemandFeed(
+            lambda: self._gateways.objects, self._on_demand, clock=clock, rng=Random(), trusted=trusted
+        )
+        self._urgent: Urgent = _ignore
         self._wanted: Collection[str] | None = None
         # by gateway and slot
-        self._said: dict[tuple[str, str], _Said] = {}
+        self._last_reports: dict[tuple[str, str], _SlotReport] = {}
         self._last: tuple[tuple[str, ...], float, DemandView] | None = None
 
     async def run(self, urgent: Urgent) -> None:
         """See ``DemandSource``."""
         self._urgent = urgent
-        self._gateways.subscribe(self._feed.look)
+        self._gateways.subscribe(self._feed.gateways_changed)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._gateways.run(), name="informer of gateways")
             await self._gateways.synced.wait()
             tasks.create_task(self._feed.run(), name="demand of gateways")
             while True:
                 now_s = self._clock()
-                present = self._feed.present().keys()
+                present = self._feed.addresses().keys()
                 self._signals.set_gateways(present, now_s)
-                self._said = {slot: said for slot, said in self._said.items() if slot[0] in present}
+                self._last_reports = {slot: demand for slot, demand in self._last_reports.items() if slot[0] in present}
                 self._follow(now_s)
                 self._signals.tick(now_s)
                 await asyncio.sleep(_TICK_S)
@@ -137,15 +139,15 @@ class GatewayDemand:
         self._wanted = servers
 
     def view(self, servers: Sequence[str], now_s: float) -> DemandView:
-        """See ``DemandSource``. Asked for again at the same instant, it is the same."""
-        asked = tuple(servers)
-        if self._last is not None and self._last[:2] == (asked, now_s):
+        """See ``DemandSource``. Calls at the same instant return the same object."""
+        wanted = tuple(servers)
+        if self._last is not None and self._last[:2] == (wanted, now_s):
             return self._last[2]
         self._follow(now_s)
-        found = self._signals.of(asked, now_s)
+        found = self._signals.of(wanted, now_s)
         reports, learned = by_pod(found.engines)
         view = DemandView(found.traffic, found.waiting, found.freshness, reports, learned)
-        self._last = asked, now_s, view
+        self._last = wanted, now_s, view
         return view
 
     def _follow(self, now_s: float) -> None:
@@ -153,14 +155,14 @@ class GatewayDemand:
             self._signals.follow(frozenset(self._wanted), now_s)
             self._wanted = None
 
-    def _hear(self, gateway: str, said: Demand, at_s: float) -> None:
-        if not self._signals.ingest(gateway, said, at_s):
+    def _on_demand(self, gateway: str, demand: Demand, at_s: float) -> None:
+        if not self._signals.ingest(gateway, demand, at_s):
             return
-        before = self._said.get((gateway, said.slot))
-        if before is None or before.instance != said.instance:
-            before = _Said(said.instance, {}, {})
-        now = _Said(said.instance, said.servers, {})
-        for name, server in said.servers.items():
+        before = self._last_reports.get((gateway, demand.slot))
+        if before is None or before.instance != demand.instance:
+            before = _SlotReport(demand.instance, {}, {})
+        now = _SlotReport(demand.instance, demand.servers, {})
+        for name, server in demand.servers.items():
             if not self._signals.is_authorised(gateway, name):
                 continue
             known = before.unfinished.get(name, (0, 0))
@@ -173,7 +175,7 @@ class GatewayDemand:
                 now.unfinished[name] = unfinished
             if jumps:
                 self._urgent(name)
-        self._said[gateway, said.slot] = now
+        self._last_reports[gateway, demand.slot] = now
 
 
 def _jump(before: tuple[int, int], server: ServerDemand) -> tuple[bool, tuple[int, int]]:
@@ -222,5 +224,5 @@ def _learned(engines: Sequence[EngineSignal]) -> EngineDemand:
     )
 
 
-def _nobody(_: str) -> None:
+def _ignore(_: str) -> None:
     """Until it runs."""

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class FairShares:
-    """At most ``most`` turns at a time. With n namespaces that have or want some, each may have ``most / (n + 1)``: one
-    share is always left for the next namespace that comes, so it begins at once.
+    """At most ``most`` turns at a time. With n namespaces that hold or wait for turns, each may hold ``most / (n +
+    1)``: one share stays free, so that the next namespace begins at once.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._taken = Counter[str]()
-        # who waits; the namespace that waits longest for its next turn is first
+        # waiting namespaces, the longest wait first
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     @contextlib.asynccontextmanager

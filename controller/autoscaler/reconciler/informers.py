@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Final
 from controller.autoscaler.reconciler.bindings import (
     BindingView,
     PolicyView,
+    autoscaler_trimmer,
     misused_by,
     scaled_by_others,
-    slim_autoscaler,
-    slim_binding,
-    slim_policy,
+    trimmed_binding,
+    trimmed_policy,
 )
 from controller.autoscaler.reconciler.other_kinds import OtherKinds
-from controller.autoscaler.reconciler.scalables import KINDS, Scalable, ScalableKind, kind_of, reader, slim_pod
-from controller.kube.cache import Cache
+from controller.autoscaler.reconciler.scalables import KINDS, Scalable, ScalableKind, kind_of, reader, trimmed_pod_view
+from controller.kube.cache import InformerSet
 from controller.kube.informer import Informer, InformerTiming, Selection
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,
@@ -28,13 +28,14 @@ from controller.kube.resources import (
     PODS,
     Object,
     Resource,
+    identity_of,
     key_of,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from controller.autoscaler.reconciler.bindings import Claim, Place
+    from controller.autoscaler.reconciler.bindings import ScalableRef, TargetClaim
     from controller.autoscaler.reconciler.scalables import PodView
     from controller.kube.client import Client
     from controller.kube.informer import InformerTiming
@@ -44,8 +45,8 @@ _Query = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class PodIndex:
-    """Only labels that somebody has asked for are indexed: pods have many more. What was found is kept until one of its
-    pods changes, or another one comes that has one of its labels.
+    """Pods by label. Only labels of selectors that were queried are indexed. A query's result is cached until one of
+    its pods changes, or another pod with one of its labels appears.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class PodIndex:
         self.version = 0
 
     def put(self, key: str, pod: PodView | None) -> None:
-        """A pod as last heard; None once it is gone."""
+        """Add or replace a pod; None removes it."""
         self.version += 1
         before = self._pods.pop(key, None)
         if before is not None:
@@ -78,12 +79,12 @@ class PodIndex:
         query = namespace, tuple(selector.items())
         found = self._found.get(query)
         if found is None and selector:
-            found = self._found[query] = self._looked_up(namespace, selector)
+            found = self._found[query] = self._select(namespace, selector)
             for name, value in selector.items():
                 self._queries.setdefault((namespace, name, value), set()).add(query)
         return [] if found is None else found
 
-    def _looked_up(self, namespace: str, selector: Mapping[str, str]) -> list[PodView]:
+    def _select(self, namespace: str, selector: Mapping[str, str]) -> list[PodView]:
         missing = selector.keys() - self._labels
         if missing:
             self._labels |= missing
@@ -116,7 +117,7 @@ _MOST: Final = 16
 
 
 class NamespacedPods:
-    """``index``: all pods that are followed. ``run`` does the work; ``want`` says of which namespaces."""
+    """Informers of pods in the namespaces given to ``set_wanted``. ``index``: all of their pods."""
 
     def __init__(self, client: Client, timing: InformerTiming, synced: Callable[[], None]) -> None:
         self._client = client
@@ -128,38 +129,38 @@ class NamespacedPods:
         self._wake = asyncio.Event()
         self.index = PodIndex()
 
-    def want(self, namespaces: Collection[str]) -> None:
-        """From now on those of these namespaces are followed."""
+    def set_wanted(self, namespaces: Collection[str]) -> None:
+        """Replace the namespaces that are watched."""
         wanted: frozenset[str | None] = frozenset(namespaces) if len(namespaces) <= _MOST else frozenset({None})
         if wanted != self._wanted:
             self._wanted = wanted
             self._wake.set()
 
-    def knows(self, namespace: str) -> bool:
-        """Whether all pods of a namespace have been heard of."""
+    def has_synced(self, namespace: str) -> bool:
+        """Whether all pods of a namespace have been listed."""
         found = self._informers.get(namespace) or self._informers.get(None)
         return found is not None and found.synced.is_set()
 
     def cut_off_s(self, namespace: str) -> float | None:
-        """How long nothing can have been heard of the pods of a namespace; None if it can."""
+        """For how many seconds the watch of a namespace's pods has been broken; None if it is not."""
         found = self._informers.get(namespace) or self._informers.get(None)
         return None if found is None else found.cut_off_for_s()
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Start and stop informers as ``set_wanted`` demands, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._wake.clear()
                 for one in self._wanted - self._informers.keys():
                     self._informers[one] = self._made(one)
                     self._tasks[one] = tasks.create_task(self._follow(one), name=f"informer of pods in {one or 'all'}")
-                # what is not wanted any more goes once all that is wanted is known: no pod is missed in between
+                # informers that are no longer needed stop once all needed ones have synced: no pod is missed in between
                 if all(self._informers[one].synced.is_set() for one in self._wanted):
                     self._drop(self._informers.keys() - self._wanted)
                 await self._wake.wait()
 
     def _made(self, namespace: str | None) -> Informer:
-        informer = Informer(self._client, PODS, Selection(namespace), timing=self._timing, transform=slim_pod)
+        informer = Informer(self._client, PODS, Selection(namespace), timing=self._timing, transform=trimmed_pod_view)
 
         def changed(key: str) -> None:
             found = informer.get(key)
@@ -196,36 +197,38 @@ class Informers:
         self, client: Client, namespace: str | None, timing: InformerTiming, changed: Callable[[str], None]
     ) -> None:
         self._changed = changed
-        self._cache = Cache(client, namespace, timing)
+        self._cache = InformerSet(client, namespace, timing)
         add = self._cache.add
-        self._policies = add(AUTOSCALING_POLICIES, transform=slim_policy)
-        self._bindings = add(AUTOSCALING_POLICY_BINDINGS, transform=slim_binding)
-        self._servers = add(MODEL_SERVERS, transform=_slim_server)
+        self._policies = add(AUTOSCALING_POLICIES, transform=trimmed_policy)
+        self._bindings = add(AUTOSCALING_POLICY_BINDINGS, transform=trimmed_binding)
+        self._servers = add(MODEL_SERVERS, transform=_trimmed_server)
         self._scalables: Mapping[Resource, Informer] = {
             one.resource: add(one.resource, transform=reader(one), optional=one.optional) for one in KINDS
         }
         # a fake cluster lacks HorizontalPodAutoscalers, and so may one whose account may not list them
         self._others = [
-            add(_HPAS, transform=slim_autoscaler(_HPAS.kind), optional=True),
-            add(_SCALED_OBJECTS, transform=slim_autoscaler(_SCALED_OBJECTS.kind, "Deployment", "apps"), optional=True),
+            add(_HPAS, transform=autoscaler_trimmer(_HPAS.kind), optional=True),
+            add(
+                _SCALED_OBJECTS, transform=autoscaler_trimmer(_SCALED_OBJECTS.kind, "Deployment", "apps"), optional=True
+            ),
         ]
         self.pods = NamespacedPods(client, timing, self._all_changed)
-        self.other_kinds = OtherKinds(client, lambda place: self._tell(self._by_place.get(place, ())))
-        self._by_place: dict[Place, set[str]] = defaultdict(set)
+        self.other_kinds = OtherKinds(client, lambda place: self._notify(self._by_place.get(place, ())))
+        self._by_place: dict[ScalableRef, set[str]] = defaultdict(set)
         self._by_policy: dict[str, set[str]] = defaultdict(set)
         self._known: dict[str, BindingView] = {}
         self._claims: dict[str, str] = {}
-        self._others_scale: Mapping[Place, str] | None = None
-        # what ModelServers say, by key, and those with a selector by its namespace and first label
+        self._others_scale: Mapping[ScalableRef, str] | None = None
+        # the relevant content of ModelServers, by key, and those with a selector by its namespace and first label
         self._served: dict[str, tuple[object, ...]] = {}
         self._selectors: dict[tuple[str, str, str], list[tuple[str, Mapping[str, str]]]] | None = None
-        # grows with each change of what a ModelServer says, of what a binding asks for, and of what other autoscalers
-        # scale
+        # each grows with each relevant change: of a ModelServer, of a binding's targets, of the targets of other
+        # autoscalers
         self.servers_version = 0
         self.owners_version = 0
         self._scalables_version = 0
         self._bindings.subscribe(self._binding_changed)
-        self._policies.subscribe(lambda key: self._tell(self._by_policy.get(key, ())))
+        self._policies.subscribe(lambda key: self._notify(self._by_policy.get(key, ())))
         self._servers.subscribe(self._server_changed)
         for one in self._others:
             one.subscribe(self._other_changed(one))
@@ -233,7 +236,7 @@ class Informers:
             informer.subscribe(self._scalable_changed(resource))
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Run all informers until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._cache.run(), name="informers of scaling")
             tasks.create_task(self.pods.run(), name="pods of targets")
@@ -245,19 +248,21 @@ class Informers:
         scalables = self._scalables_version + self.other_kinds.version
         return self.servers_version, self.owners_version, scalables, self.pods.index.version, served
 
-    def knows(self, view: BindingView) -> bool:
-        """Whether all that a binding is about has been heard of."""
-        return self.pods.knows(view.namespace) and self.other_kinds.are_read(view.key)
+    def has_synced(self, view: BindingView) -> bool:
+        """Whether the pods and the targets of a binding have been listed."""
+        return self.pods.has_synced(view.namespace) and self.other_kinds.are_read(view.key)
 
     def cut_off_s(self, namespace: str) -> float | None:
-        """How long nothing can have been heard of pods of a namespace or of what is scaled; None if it can."""
+        """For how many seconds the watches of a namespace's pods or of scalable kinds have been broken; None if they
+        are not.
+        """
         found = [self.pods.cut_off_s(namespace), self.other_kinds.cut_off_s(namespace)]
         found += [one.cut_off_for_s() for one in self._scalables.values()]
         return max((one for one in found if one is not None), default=None)
 
-    async def synced(self) -> None:
+    async def wait_until_synced(self) -> None:
         """Returns once all has been listed but pods, which are followed where there are bindings."""
-        await self._cache.synced()
+        await self._cache.wait_until_synced()
 
     def binding(self, key: str) -> BindingView | None:
         """As the informer has it."""
@@ -281,17 +286,17 @@ class Informers:
         """How many bindings use a policy."""
         return len(self._by_policy.get(policy, ()))
 
-    def kind_at(self, place: Place) -> ScalableKind | None:
+    def kind_at(self, place: ScalableRef) -> ScalableKind | None:
         """The kind that a place names, if it can be scaled here."""
         kind = kind_of(place[1], place[2])
         return kind if kind is not None and self._cache.serves(self._scalables[kind.resource]) else None
 
-    def scalable(self, kind: ScalableKind, place: Place) -> Scalable | None:
+    def scalable(self, kind: ScalableKind, place: ScalableRef) -> Scalable | None:
         """As the informer has it."""
         found = self._scalables[kind.resource].get(f"{place[0]}/{place[3]}")
         return None if found is None else found["view"]
 
-    def claims_on(self, place: Place) -> list[Claim]:
+    def claims_on(self, place: ScalableRef) -> list[TargetClaim]:
         """Of all bindings that have this target."""
         return [self._known[key].claim for key in self._by_place.get(place, ())]
 
@@ -299,13 +304,13 @@ class Informers:
         """Whether the binding with this claim is still there."""
         return claim in self._claims
 
-    def scaler_of(self, place: Place) -> str:
+    def scaler_of(self, place: ScalableRef) -> str:
         """Another autoscaler that scales it; empty if none does."""
         if self._others_scale is None:
             self._others_scale = scaled_by_others(one for each in self._others for one in each.objects.values())
         return self._others_scale.get(place, "")
 
-    def misused_by(self, place: Place) -> str:
+    def misused_by(self, place: ScalableRef) -> str:
         """The HorizontalPodAutoscaler that scales it by our metric, but takes that for a ratio; empty if none does."""
         return misused_by(self._others[0].objects.values()).get(place, "") if self.scaler_of(place) else ""
 
@@ -329,7 +334,7 @@ class Informers:
         ]
 
     def model_of(self, server: str) -> str:
-        """The model that a ModelServer says to serve; its key if it says none, empty if there is none."""
+        """The model of a ModelServer; its key if the spec has none, empty if there is no such ModelServer."""
         found = self._servers.get(server)
         return "" if found is None else str(found["model"])
 
@@ -345,7 +350,7 @@ class Informers:
             self._by_policy[before.policy_key].discard(key)
             for place in before.places:
                 self._by_place[place].discard(key)
-                self._tell(self._by_place[place])
+                self._notify(self._by_place[place])
                 if not self._by_place[place]:
                     del self._by_place[place]
         if now is not None:
@@ -354,12 +359,12 @@ class Informers:
             self._by_policy[now.policy_key].add(key)
             for place in now.places:
                 self._by_place[place].add(key)
-        # what only says what we wrote changes nothing
+        # an event of our own write changes nothing
         if _asks(before) != _asks(now):
             self.owners_version += 1
-            self.pods.want({one.namespace for one in self._known.values()})
-            self.other_kinds.want(key, _foreign(now))
-            self._tell([key, *(other for place in now.places for other in self._by_place[place])] if now else [key])
+            self.pods.set_wanted({one.namespace for one in self._known.values()})
+            self.other_kinds.set_wanted(key, _foreign(now))
+            self._notify([key, *(other for place in now.places for other in self._by_place[place])] if now else [key])
 
     def _server_changed(self, key: str) -> None:
         found = self._servers.get(key)
@@ -370,20 +375,20 @@ class Informers:
             self.servers_version += 1
 
     def _other_changed(self, informer: Informer) -> Callable[[str], None]:
-        said: dict[str, tuple[object, ...]] = {}
+        versions: dict[str, tuple[object, ...]] = {}
 
         def changed(key: str) -> None:
             found = informer.get(key)
             now = None if found is None else (found["ref"], found["misuses"])
             # most changes are of statuses
-            if _is_new(said, key, now):
+            if _is_new(versions, key, now):
                 self._others_scale = None
                 self.owners_version += 1
 
         return changed
 
     def _scalable_changed(self, resource: Resource) -> Callable[[str], None]:
-        informer, said = self._scalables[resource], dict[str, tuple[object, ...]]()
+        informer, versions = self._scalables[resource], dict[str, tuple[object, ...]]()
 
         def changed(key: str) -> None:
             self._scalables_version += 1
@@ -394,29 +399,31 @@ class Informers:
             now = () if view is None else (view.uid, view.replicas, view.scaled_by, view.is_going, view.template)
             # most changes are of statuses
             if not concerned:
-                said.pop(key, None)
-            elif said.get(key) != now:
-                said[key] = now
-                self._tell(concerned)
+                versions.pop(key, None)
+            elif versions.get(key) != now:
+                versions[key] = now
+                self._notify(concerned)
 
         return changed
 
     def _all_changed(self) -> None:
-        self._tell(self._known)
+        self._notify(self._known)
 
-    def _tell(self, keys: Iterable[str]) -> None:
+    def _notify(self, keys: Iterable[str]) -> None:
         for key in set(keys):
             self._changed(key)
 
 
-def _is_new(said: dict[str, tuple[object, ...]], key: str, now: tuple[object, ...] | None) -> bool:
-    """Whether an object says something else than before; ``now``: None if it is gone. ``said`` has it then."""
-    if said.get(key) == now:
+def _is_new(versions: dict[str, tuple[object, ...]], key: str, now: tuple[object, ...] | None) -> bool:
+    """Whether the content ``now`` of an object differs from the one in ``said``, which is updated; ``now``: None if the
+    object is gone.
+    """
+    if versions.get(key) == now:
         return False
     if now is None:
-        del said[key]
+        del versions[key]
     else:
-        said[key] = now
+        versions[key] = now
     return True
 
 
@@ -424,22 +431,21 @@ def _asks(view: BindingView | None) -> tuple[object, ...] | None:
     return None if view is None else (view.claim, view.thing["metadata"].get("generation"), view.problem)
 
 
-def is_foreign(place: Place) -> bool:
-    """Whether it is of a kind of somebody else's."""
+def is_foreign(place: ScalableRef) -> bool:
+    """Whether its kind is not one of ``KINDS``."""
     return kind_of(place[1], place[2]) is None
 
 
-def _foreign(view: BindingView | None) -> dict[Place, str]:
+def _foreign(view: BindingView | None) -> dict[ScalableRef, str]:
     if view is None or view.binding is None:
         return {}
     pairs = zip(view.places, view.binding.spec.targets, strict=True)
     return {place: one.ref.api_version for place, one in pairs if is_foreign(place)}
 
 
-def _slim_server(thing: Object) -> Object:
-    metadata = thing["metadata"]
-    kept = {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion") if name in metadata}
+def _trimmed_server(thing: Object) -> Object:
     spec = thing.get("spec") or {}
     selector = (spec.get("workloadSelector") or {}).get("matchLabels") or {}
     port = (spec.get("workloadPort") or {}).get("port")
-    return {"metadata": kept, "selector": selector, "model": spec.get("model") or key_of(thing), "port": port}
+    model = spec.get("model") or key_of(thing)
+    return {"metadata": identity_of(thing), "selector": selector, "model": model, "port": port}

@@ -14,24 +14,25 @@ import msgspec
 from controller.autoscaler.decision.situation import EngineState, Metric
 from controller.autoscaler.reconciler.fair_shares import FairShares
 from controller.autoscaler.reconciler.source_http import (
-    Allowed,
+    AddressForbidden,
+    AddressPolicy,
     CheckedResolver,
     Credentials,
-    Failed,
-    Latest,
-    NotAllowed,
+    FetchFailed,
+    MetricValue,
     PodUsage,
     SecretCredentials,
-    Value,
-    asked,
-    page_of,
+    SharedFetch,
+    fetch_page,
     page_values,
     prometheus_value,
+    query_request,
     usage_by_pod,
 )
 from controller.kube.errors import ClusterError, NotFound
 from controller.kube.resources import Resource
 from controller.models.model_infer.names import seconds_of
+from extproc.api.addresses import join_host_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -39,20 +40,20 @@ if TYPE_CHECKING:
     from controller.api.autoscaling import MetricTarget, PrometheusSource
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.situation import Situation
-    from controller.autoscaler.reconciler.resolver import Resolved
+    from controller.autoscaler.reconciler.resolver import ResolvedTarget
     from controller.autoscaler.reconciler.scalables import PodView
     from controller.kube.client import Client
 
 
-class Taken(msgspec.Struct, frozen=True):
+class MetricSample(msgspec.Struct, frozen=True):
     """A value and when it was so, since the epoch."""
 
-    value: Value
+    value: MetricValue
     at_s: float
 
 
-def total_of(taken: Taken, now_s: float, policy: AutoscalingPolicySpec) -> Metric:
-    """Older than soft: it may ask for more alone. Older than hard: it says nothing."""
+def total_of(taken: MetricSample, now_s: float, policy: AutoscalingPolicySpec) -> Metric:
+    """The sum with the limits of age: past the soft one it can only raise replicas; past the hard one it is unknown."""
     value, age_s = taken.value, now_s - taken.at_s
     if value.number is None:
         return Metric(at_s=taken.at_s, problem=value.problem)
@@ -62,7 +63,7 @@ def total_of(taken: Taken, now_s: float, policy: AutoscalingPolicySpec) -> Metri
     return Metric(at_s=taken.at_s, total=value.number, is_lower_bound=is_old or value.is_partial)
 
 
-def entry_pods(target: Resolved) -> list[tuple[str, PodView]]:
+def entry_pods(target: ResolvedTarget) -> list[tuple[str, PodView]]:
     """The pod of each ready engine that has its page, by the engine's name: of a group the first one."""
     if target.kind is None:
         return []
@@ -75,7 +76,7 @@ def entry_pods(target: Resolved) -> list[tuple[str, PodView]]:
 
 
 def shares_of(
-    name: str, used: Mapping[str, PodUsage], resolved: Sequence[Resolved], now_s: float, hard_s: float
+    name: str, used: Mapping[str, PodUsage], resolved: Sequence[ResolvedTarget], now_s: float, hard_s: float
 ) -> Metric:
     """Usage over requests of each engine, all of its pods together. One with a pod of unknown usage is missing."""
     values, at_s, lacks = dict[str, float](), now_s, False
@@ -102,7 +103,7 @@ def shares_of(
 
 
 POD_METRICS: Final = Resource("metrics.k8s.io", "v1beta1", "pods", "PodMetrics")
-# Bad Request and Unprocessable Entity: Prometheus says in the body what is wrong with a query.
+# Bad Request and Unprocessable Entity: the body has Prometheus' error about the query.
 _EXPLAINED: Final = (400, 422)
 _LONGEST: Final = 300
 
@@ -132,7 +133,7 @@ class _Usages(msgspec.Struct, frozen=True):
 
 
 class Sources:
-    """Asks each server each thing once a period, for all bindings together. ``port_of``: of a ModelServer's engines."""
+    """Sends each query to its server once a period, for all bindings. ``port_of``: of a ModelServer's engines."""
 
     def __init__(
         self,
@@ -145,11 +146,11 @@ class Sources:
         self._settings = settings
         self._clock = clock
         self._port_of = port_of
-        self._allowed = Allowed(settings.prometheus_allow)
+        self._allowed = AddressPolicy(settings.prometheus_allow)
         self._credentials = SecretCredentials(client, settings.secrets_s)
-        self._answers = Latest[tuple[str, str, str], Taken]()
-        self._pages = Latest[tuple[str, tuple[str, ...]], _Page | None]()
-        self._usages = Latest[str, _Usages]()
+        self._answers = SharedFetch[tuple[str, str, str], MetricSample]()
+        self._pages = SharedFetch[tuple[str, tuple[str, ...]], _Page | None]()
+        self._usages = SharedFetch[str, _Usages]()
         self._shares = FairShares(settings.side_by_side)
         self._sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession] | None = None
 
@@ -162,11 +163,11 @@ class Sources:
             await session.close()
         self._sessions = None
 
-    async def measured(
+    async def with_metrics(
         self,
         namespace: str,
         policy: AutoscalingPolicySpec,
-        resolved: Sequence[Resolved],
+        resolved: Sequence[ResolvedTarget],
         situations: Sequence[Situation],
     ) -> tuple[Situation, ...]:
         """The situations with their metrics. ``namespace``: of the policy, whose Secrets are used."""
@@ -183,9 +184,9 @@ class Sources:
         return tuple(found)
 
     async def _metric(
-        self, namespace: str, policy: AutoscalingPolicySpec, one: MetricTarget, resolved: Sequence[Resolved]
+        self, namespace: str, policy: AutoscalingPolicySpec, one: MetricTarget, resolved: Sequence[ResolvedTarget]
     ) -> Metric:
-        # a look comes a period after the one before, or a little earlier
+        # a reconcile comes a period after the one before, or a little earlier
         max_age_s = 0.9 * policy.period
         if one.prometheus is not None:
             taken = await self._asked(namespace, one.prometheus, max_age_s)
@@ -194,47 +195,47 @@ class Sources:
             return await self._of_engines(namespace, one, resolved, max_age_s, policy)
         return await self._of_pods(namespace, one, resolved, max_age_s, policy)
 
-    async def _asked(self, namespace: str, source: PrometheusSource, max_age_s: float) -> Taken:
+    async def _asked(self, namespace: str, source: PrometheusSource, max_age_s: float) -> MetricSample:
         now_s = self._clock()
         try:
-            url = self._allowed.checked(source.address)
-        except NotAllowed as error:
-            return Taken(Value(problem=str(error)), now_s)
+            url = self._allowed.checked_url(source.address)
+        except AddressForbidden as error:
+            return MetricSample(MetricValue(problem=str(error)), now_s)
         credentials, identity = Credentials(), ""
         if source.secret_ref is not None:
             if url.scheme != "https":
-                return Taken(Value(problem="credentials are sent with https alone"), now_s)
+                return MetricSample(MetricValue(problem="credentials are sent with https alone"), now_s)
             credentials = await self._credentials.of(namespace, source.secret_ref)
             if credentials.problem:
-                return Taken(Value(problem=credentials.problem), now_s)
+                return MetricSample(MetricValue(problem=credentials.problem), now_s)
             identity = f"{namespace}/{source.secret_ref}/{credentials.version}"
 
-        async def ask() -> Taken:
+        async def ask() -> MetricSample:
             at_s = self._clock()
             try:
-                body = await page_of(
+                body = await fetch_page(
                     self._session(is_checked=not self._allowed.is_list),
                     url.joinpath("api", "v1", "query"),
-                    query={"query": asked(source.query), "timeout": f"{self._settings.timeout_s:g}s"},
+                    query={"query": query_request(source.query), "timeout": f"{self._settings.timeout_s:g}s"},
                     headers={"accept": "application/json", **credentials.headers},
                     tls=credentials.tls,
                     most_bytes=self._settings.most_answer_bytes,
                     timeout_s=self._settings.timeout_s,
                     also=_EXPLAINED,
                 )
-            except Failed as error:
-                return Taken(Value(problem=str(error)[:_LONGEST]), at_s)
+            except FetchFailed as error:
+                return MetricSample(MetricValue(problem=str(error)[:_LONGEST]), at_s)
             value = prometheus_value(body)
-            return Taken(value, at_s - value.age_s)
+            return MetricSample(value, at_s - value.age_s)
 
         found = await self._answers.get((str(url), source.query, identity), ask, max_age_s)
-        return found or Taken(Value(problem="no answer yet"), now_s)
+        return found or MetricSample(MetricValue(problem="no answer yet"), now_s)
 
     async def _of_engines(
         self,
         namespace: str,
         one: MetricTarget,
-        resolved: Sequence[Resolved],
+        resolved: Sequence[ResolvedTarget],
         max_age_s: float,
         policy: AutoscalingPolicySpec,
     ) -> Metric:
@@ -246,8 +247,7 @@ class Sources:
             if port is None:
                 continue
             for name, pod in entry_pods(target):
-                host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
-                asking[name] = f"http://{host}:{port}/{path.lstrip('/')}"
+                asking[name] = f"http://{join_host_port(pod.ip, port)}/{path.lstrip('/')}"
         names = tuple(sorted({each.name for each in policy.metrics if each.source == "Engine"}))
         pages = await asyncio.gather(*(self._page(namespace, url, names, max_age_s) for url in asking.values()))
         since_s = self._clock() - policy.staleness.soft
@@ -266,13 +266,13 @@ class Sources:
             at_s = self._clock()
             try:
                 async with self._shares.turn(namespace):
-                    body = await page_of(
+                    body = await fetch_page(
                         self._session(is_checked=False),
                         url,
                         most_bytes=self._settings.most_page_bytes,
                         timeout_s=self._settings.timeout_s,
                     )
-            except Failed:
+            except FetchFailed:
                 return None
             return _Page(page_values(body, names), at_s)
 
@@ -282,7 +282,7 @@ class Sources:
         self,
         namespace: str,
         one: MetricTarget,
-        resolved: Sequence[Resolved],
+        resolved: Sequence[ResolvedTarget],
         max_age_s: float,
         policy: AutoscalingPolicySpec,
     ) -> Metric:
@@ -292,8 +292,8 @@ class Sources:
             )
         found = await self._usages.get(namespace, lambda: self._used(namespace), max_age_s)
         if found is None or found.problem:
-            said = found.problem if found is not None else "no answer yet"
-            return Metric(at_s=self._clock(), problem=said)
+            message = found.problem if found is not None else "no answer yet"
+            return Metric(at_s=self._clock(), problem=message)
         return shares_of(one.name, found.by_pod, resolved, self._clock(), policy.staleness.hard)
 
     async def _used(self, namespace: str) -> _Usages:

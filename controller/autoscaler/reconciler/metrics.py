@@ -14,15 +14,15 @@ from prometheus_client.registry import Collector
 
 from controller.autoscaler.decision.decision import StageDecision
 from controller.autoscaler.decision.situation import EngineState
-from controller.kube.exposition import Family, labels_of
+from controller.kube.pages import MetricFamily, labels_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from prometheus_client.metrics_core import Metric
 
-    from controller.autoscaler.decision.situation import Situation, Target
-    from controller.autoscaler.reconciler.resolver import Resolved
+    from controller.autoscaler.decision.situation import Situation, TargetSituation
+    from controller.autoscaler.reconciler.resolver import ResolvedTarget
     from controller.autoscaler.reconciler.state import BindingState
 
 # llm-d's labels, and the kind: a Deployment and a StatefulSet may have one name.
@@ -32,7 +32,7 @@ _BINDING: Final = ("namespace", "binding")
 
 
 class TargetSeries(msgspec.Struct, frozen=True, kw_only=True):
-    """One target. ``labels``: values of ``_TARGET``. ``desired``: the last that was known. ``pending``: replicas that
+    """One target. ``labels``: values of ``_TARGET``. ``desired``: of the last decision. ``pending``: replicas that
     start. ``cost``: of its current replicas in an hour.
     """
 
@@ -89,7 +89,7 @@ class ScalingMetrics(Collector):
         """Those of the present term."""
         self._series = series
 
-    def reconciled(self, outcome: str, seconds: float) -> None:
+    def observe_reconcile(self, outcome: str, seconds: float) -> None:
         """A reconciliation has ended."""
         counter = self._of_outcome.get(outcome)
         if counter is None:
@@ -115,8 +115,8 @@ class ScalingMetrics(Collector):
 def _of_targets(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
     targets = [(labels_of(_TARGET, one.labels), binding, one) for binding in bindings for one in binding.targets]
 
-    def family(name: str, said: str, value: Callable[[TargetSeries], float], kind: str = "gauge") -> Metric:
-        return Family(name, said, kind, [(labels, value(one)) for labels, _, one in targets])
+    def family(name: str, documentation: str, value: Callable[[TargetSeries], float], kind: str = "gauge") -> Metric:
+        return MetricFamily(name, documentation, kind, [(labels, value(one)) for labels, _, one in targets])
 
     yield family("wva_desired_replicas", "Replicas that it should have", lambda one: one.desired)
     yield family("wva_current_replicas", "Replicas that it has", lambda one: one.current)
@@ -132,9 +132,9 @@ def _of_targets(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
     yield family("attache_scaling_cost_rate", "Cost of the current replicas in an hour", lambda one: one.cost)
     yield family("wva_replica_scaling", "Writes of replicas", lambda one: one.scalings, "counter")
     decided = [(labels, binding.at_s) for labels, binding, _ in targets]
-    yield Family("wva_last_scaling_decision_timestamp", "When it was last decided", "gauge", decided)
+    yield MetricFamily("wva_last_scaling_decision_timestamp", "When it was last decided", "gauge", decided)
     saturation = [(labels, one.saturation) for labels, one, _ in targets if one.saturation is not None]
-    yield Family("wva_saturation_level", "Mean saturation of the engines, 0 to 1", "gauge", saturation)
+    yield MetricFamily("wva_saturation_level", "Mean saturation of the engines, 0 to 1", "gauge", saturation)
 
 
 def _of_bindings(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
@@ -157,14 +157,14 @@ def _of_bindings(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
     ]
     unproven = [(labels, not stage.is_proven) for _, stage, labels in stages]
     age = [(labels_of(_BINDING, (one.namespace, one.name)), one.age_s) for one in bindings]
-    said = "What a law asks for, in replicas of the first target"
-    yield Family("attache_scaling_law_replicas", said, "gauge", by_law)
-    yield Family("attache_scaling_need_replicas", "What the laws ask for together", "gauge", need)
-    said = "By how much a rule has changed what the laws ask for"
-    yield Family("attache_scaling_kept_replicas", said, "gauge", kept)
-    said = "1 while a slightly cheaper set of targets may exist"
-    yield Family("attache_scaling_unproven", said, "gauge", unproven)
-    yield Family("attache_scaling_data_age_seconds", "Age of the oldest data", "gauge", age)
+    message = "What a strategy asks for, in replicas of the first target"
+    yield MetricFamily("attache_scaling_law_replicas", message, "gauge", by_law)
+    yield MetricFamily("attache_scaling_need_replicas", "What the strategies ask for together", "gauge", need)
+    message = "By how much a rule has changed what the strategies ask for"
+    yield MetricFamily("attache_scaling_kept_replicas", message, "gauge", kept)
+    message = "1 while a slightly cheaper set of targets may exist"
+    yield MetricFamily("attache_scaling_unproven", message, "gauge", unproven)
+    yield MetricFamily("attache_scaling_data_age_seconds", "Age of the oldest data", "gauge", age)
 
 
 def _changes(stage: StageDecision) -> dict[str, float]:
@@ -190,7 +190,7 @@ def series_of(state: BindingState, model_of: Callable[[str], str]) -> BindingSer
     steps = {one.target.spec.name: one for one in result.steps}
     written = {one.name: one.after for one in result.scaled}
 
-    def target(one: Resolved) -> TargetSeries:
+    def target(one: ResolvedTarget) -> TargetSeries:
         name = one.spec.name
         known, step = situated.get(name), steps.get(name)
         current = written.get(name, one.found.replicas if one.found is not None else 0)
@@ -218,12 +218,12 @@ def series_of(state: BindingState, model_of: Callable[[str], str]) -> BindingSer
     )
 
 
-def _count(target: Target | None, state: EngineState) -> int:
+def _count(target: TargetSituation | None, state: EngineState) -> int:
     return 0 if target is None else len(target.having(state))
 
 
 def saturation(situations: Sequence[Situation]) -> float | None:
-    """The mean over engines that say something of the larger of cache and queue use; None if none does."""
+    """The mean over engines with a report of the larger of cache and queue usage; None if there is none."""
     found = [
         max(one.report.kv_usage or 0.0, min((one.report.waiting or 0.0) / _FULL_QUEUE, 1.0))
         for each in situations

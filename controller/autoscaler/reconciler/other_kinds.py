@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets of kinds that others define, such as a CRD with a scale subresource: polled, as no informer follows them.
+"""Targets of other kinds, such as a CRD with a scale subresource: polled, as they have no informer.
 
-The API server says how the kind is served. A read of the scale gives replicas and the pods' selector; a read of the
-object its annotations. So all that somebody has to allow us is ``get`` and ``patch`` of both.
+API discovery gives the kind's resource. A read of the scale gives replicas and the pods' selector; a read of the object
+its annotations. So the only permissions needed are ``get`` and ``patch`` of both.
 """
 
 from __future__ import annotations
@@ -22,62 +22,68 @@ from controller.kube.resources import Object, Resource, required_labels
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from controller.autoscaler.reconciler.bindings import Place
+    from controller.autoscaler.reconciler.bindings import ScalableRef
     from controller.kube.client import Client
     from controller.kube.resources import Object
 
 _VERSION: Final = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
-class Lacks(NamedTuple):
+class Unscalable(NamedTuple):
     """Why a target cannot be scaled. ``reason``: of a condition. ``message``: for people."""
 
     reason: str
     message: str
 
 
-class Read(msgspec.Struct, frozen=True):
-    """A target as read last. ``found``: None if ``lacks`` says why."""
+class TargetRead(msgspec.Struct, frozen=True):
+    """A target as read last. ``found``: None if ``lacks`` has a reason."""
 
     kind: ScalableKind | None = None
     found: Scalable | None = None
-    lacks: Lacks | None = None
+    lacks: Unscalable | None = None
 
 
-def read_of(kind: ScalableKind, place: Place, thing: Object, scale: Mapping[str, Any]) -> Read:
+def read_of(kind: ScalableKind, place: ScalableRef, thing: Object, scale: Mapping[str, Any]) -> TargetRead:
     """``thing``: the object. ``scale``: its scale."""
     text = str((scale.get("status") or {}).get("selector") or "")
     try:
         required = required_labels(text)
     except ValueError as error:
-        return Read(kind, lacks=Lacks("SelectorUnknown", f"the pods of {place_name(place)} are not known: {error}"))
+        return TargetRead(
+            kind,
+            lacks=Unscalable("SelectorUnknown", f"the pods of {target_display_name(place)} are not known: {error}"),
+        )
     if not required:
-        said = (
+        message = (
             "its scale's status.selector names no label with one value" if text else "its scale has no status.selector"
         )
-        return Read(kind, lacks=Lacks("SelectorUnknown", f"the pods of {place_name(place)} are not known: {said}"))
+        return TargetRead(
+            kind,
+            lacks=Unscalable("SelectorUnknown", f"the pods of {target_display_name(place)} are not known: {message}"),
+        )
     spec = thing.get("spec")
     plain = scalable_of(kind, {**thing, "spec": {**spec, "replicas": None} if isinstance(spec, dict) else {}})
     replicas = int((scale.get("spec") or {}).get("replicas") or 0)
     made = msgspec.structs.replace(
         plain, replicas=replicas, selector=required, selects=text, template={**required, **plain.template}
     )
-    return Read(kind, made)
+    return TargetRead(kind, made)
 
 
-def misnamed(place: Place, version: str) -> Lacks | None:
+def path_problem(place: ScalableRef, version: str) -> Unscalable | None:
     """What would lead to another path of the API server: servers resolve dots, and some read an escaped slash as
     one.
     """
     if _VERSION.fullmatch(version) is None:
-        said = f"{version} {place[2]} cannot be scaled here: {version!r} is no apiVersion, such as apps/v1"
-        return Lacks("UnknownKind", said)
+        message = f"{version} {place[2]} cannot be scaled here: {version!r} is no apiVersion, such as apps/v1"
+        return Unscalable("UnknownKind", message)
     if place[3] in {".", ".."} or set("/%") & set(place[3]):
-        return Lacks("TargetNotFound", f"{place[3]!r} is no name of an object")
+        return Unscalable("TargetNotFound", f"{place[3]!r} is no name of an object")
     return None
 
 
-def place_name(place: Place) -> str:
+def target_display_name(place: ScalableRef) -> str:
     """For people."""
     return f"{place[2]} {place[0]}/{place[3]}"
 
@@ -90,7 +96,7 @@ _GAP_S: Final = 0.02
 _SIDE_BY_SIDE: Final = 16
 # What has not been read by then cannot be read.
 _DEADLINE_S: Final = 10.0
-# How a kind is served, and what we may do, is asked again after so long; what we may not do at each read.
+# Discovery and granted permissions are checked again after so long; denied permissions at each read.
 _KNOWN_S: Final = 300.0
 _REVIEWS: Final = Resource(
     "authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview", namespaced=False
@@ -103,7 +109,7 @@ class OtherKinds:
     def __init__(
         self,
         client: Client,
-        changed: Callable[[Place], None],
+        changed: Callable[[ScalableRef], None],
         *,
         each_s: float = _EACH_S,
         deadline_s: float = _DEADLINE_S,
@@ -114,20 +120,20 @@ class OtherKinds:
         self._deadline_s = deadline_s
         self._shares = FairShares(_SIDE_BY_SIDE)
         # being read, or waiting for it
-        self._reading: set[Place] = set()
-        self._asked: dict[str, Mapping[Place, str]] = {}
-        self._wanted: dict[Place, str] = {}
-        self._read: dict[Place, Read] = {}
-        self._due_at_s: dict[Place, float] = {}
-        self._failing_since_s: dict[Place, float] = {}
+        self._reading: set[ScalableRef] = set()
+        self._asked: dict[str, Mapping[ScalableRef, str]] = {}
+        self._wanted: dict[ScalableRef, str] = {}
+        self._read: dict[ScalableRef, TargetRead] = {}
+        self._due_at_s: dict[ScalableRef, float] = {}
+        self._failing_since_s: dict[ScalableRef, float] = {}
         self._kinds: dict[tuple[str, str], tuple[float, ScalableKind]] = {}
         self._allowed_at_s: dict[tuple[Resource, str], float] = {}
         self._wake = asyncio.Event()
         # grows with each change
         self.version = 0
 
-    def want(self, key: str, places: Mapping[Place, str]) -> None:
-        """From now on the binding ``key`` asks for these targets; their API version is the value."""
+    def set_wanted(self, key: str, places: Mapping[ScalableRef, str]) -> None:
+        """Set the targets of the binding ``key``; their API version is the value."""
         if self._asked.get(key, {}) == places:
             return
         self._asked[key] = places
@@ -140,19 +146,19 @@ class OtherKinds:
         self._due_at_s = {place: self._due_at_s.get(place, 0.0) for place in self._wanted}
         self._wake.set()
 
-    def of(self, place: Place) -> Read:
+    def of(self, place: ScalableRef) -> TargetRead:
         """As read last; empty before that."""
-        return self._read.get(place, Read())
+        return self._read.get(place, TargetRead())
 
     def are_read(self, key: str) -> bool:
-        """Whether all that the binding ``key`` asks for have been tried."""
+        """Whether each target of the binding ``key`` has been read at least once, with or without success."""
         return all(map(self.is_read, self._asked.get(key, ())))
 
-    def is_read(self, place: Place) -> bool:
+    def is_read(self, place: ScalableRef) -> bool:
         """Whether it has been tried."""
         return place in self._read
 
-    def anew(self, place: Place) -> None:
+    def anew(self, place: ScalableRef) -> None:
         """It has changed: read it soon."""
         if place in self._wanted:
             self._due_at_s[place] = 0.0
@@ -164,43 +170,46 @@ class OtherKinds:
         return _loop_s() - min(since_s) if since_s else None
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Poll all targets until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._wake.clear()
                 for place in self._due():
                     self._reading.add(place)
-                    tasks.create_task(self._one(place), name=f"read {place_name(place)}")
+                    tasks.create_task(self._one(place), name=f"read {target_display_name(place)}")
                     await asyncio.sleep(_GAP_S)
                     if self._wake.is_set():
                         break
                 if not self._wake.is_set():
                     await _until(self._wake, self._next_s())
 
-    def _due(self) -> list[Place]:
+    def _due(self) -> list[ScalableRef]:
         now_s = _loop_s()
         return [one for one, at_s in self._due_at_s.items() if at_s <= now_s and one not in self._reading]
 
     def _next_s(self) -> float:
-        """In how many seconds to look again for what is due. What is overdue is being read, and tells when it has
-        been.
-        """
+        """Seconds until the next target is due. One that is overdue is being read, and wakes the loop at its end."""
         now_s = _loop_s()
         return min((at_s - now_s for at_s in self._due_at_s.values() if at_s > now_s), default=float("inf"))
 
-    async def _one(self, place: Place) -> None:
+    async def _one(self, place: ScalableRef) -> None:
         try:
             async with self._shares.turn(place[1]):
-                await self._look(place)
+                await self._read_place(place)
         except Exception as error:  # whatever is wrong with one object, the others are read
-            log.exception("%s cannot be read", place_name(place))
-            self._take(place, Read(lacks=Lacks("TargetNotFound", f"{place_name(place)} cannot be read: {error!r}")))
+            log.exception("%s cannot be read", target_display_name(place))
+            self._take(
+                place,
+                TargetRead(
+                    lacks=Unscalable("TargetNotFound", f"{target_display_name(place)} cannot be read: {error!r}")
+                ),
+            )
         finally:
             self._reading.discard(place)
             if self._due_at_s.get(place, float("inf")) <= _loop_s():
                 self._wake.set()
 
-    async def _look(self, place: Place) -> None:
+    async def _read_place(self, place: ScalableRef) -> None:
         if place not in self._wanted:
             return
         self._due_at_s[place] = _loop_s() + self._each_s
@@ -210,12 +219,14 @@ class OtherKinds:
             self._failing_since_s.pop(place, None)
         except ClusterError as error:
             self._failing_since_s.setdefault(place, _loop_s())
-            log.warning("%s cannot be read, and is as it was: %s", place_name(place), error)
-            unread = Read(lacks=Lacks("TargetNotFound", f"{place_name(place)} cannot be read: {error}"))
+            log.warning("%s cannot be read, and is as it was: %s", target_display_name(place), error)
+            unread = TargetRead(
+                lacks=Unscalable("TargetNotFound", f"{target_display_name(place)} cannot be read: {error}")
+            )
             now = before if place in self._read else unread
         self._take(place, now)
 
-    async def _in_time(self, place: Place, before: Read) -> Read:
+    async def _in_time(self, place: ScalableRef, before: TargetRead) -> TargetRead:
         """Raises ClusterError."""
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -223,53 +234,57 @@ class OtherKinds:
         except TimeoutError:
             raise Unreachable(f"the API server has not answered within {self._deadline_s:g} s") from None
 
-    def _take(self, place: Place, now: Read) -> None:
+    def _take(self, place: ScalableRef, now: TargetRead) -> None:
         if place in self._wanted and (place not in self._read or now != self._read[place]):
             self._read[place] = now
             self.version += 1
             self._changed(place)
 
-    async def _now(self, place: Place, version: str, before: Read) -> Read:
-        """Raises ClusterError where nothing is known."""
-        wrong = misnamed(place, version)
+    async def _now(self, place: ScalableRef, version: str, before: TargetRead) -> TargetRead:
+        """Raises ClusterError if the target cannot be read."""
+        wrong = path_problem(place, version)
         if wrong is not None:
-            return Read(lacks=wrong)
+            return TargetRead(lacks=wrong)
         try:
             kind = await self._kind(place, version)
-            if isinstance(kind, Lacks):
-                return Read(lacks=kind)
+            if isinstance(kind, Unscalable):
+                return TargetRead(lacks=kind)
             lacks = await self._denied(kind.resource, place[0])
             if lacks is not None:
-                return Read(kind, lacks=lacks)
+                return TargetRead(kind, lacks=lacks)
             return await self._target(kind, place, before)
         except NotFound:
-            return Read(lacks=Lacks("TargetNotFound", f"there is no {place_name(place)}"))
+            return TargetRead(lacks=Unscalable("TargetNotFound", f"there is no {target_display_name(place)}"))
         except Forbidden as error:
             self._allowed_at_s.clear()
-            return Read(lacks=Lacks("TargetForbidden", f"{place_name(place)} cannot be read: {error.message}"))
+            return TargetRead(
+                lacks=Unscalable("TargetForbidden", f"{target_display_name(place)} cannot be read: {error.message}")
+            )
 
-    async def _kind(self, place: Place, version: str) -> ScalableKind | Lacks:
+    async def _kind(self, place: ScalableRef, version: str) -> ScalableKind | Unscalable:
         """How the API server serves it."""
         known = self._kinds.get((version, place[2]))
         if known is not None and _loop_s() < known[0] + _KNOWN_S:
             return known[1]
         named = f"{version} {place[2]}"
         try:
-            served = await self._client.served(version)
+            served = await self._client.served_resources(version)
         except NotFound:
-            return Lacks("UnknownKind", f"{named} cannot be scaled here: the cluster does not serve {version}")
+            return Unscalable("UnknownKind", f"{named} cannot be scaled here: the cluster does not serve {version}")
         plain = [one for one in served if one.get("kind") == place[2] and "/" not in one.get("name", "")]
         scaled = {one.get("name") for one in served}
         if not plain:
-            return Lacks("UnknownKind", f"{named} cannot be scaled here: the cluster has no such kind")
+            return Unscalable("UnknownKind", f"{named} cannot be scaled here: the cluster has no such kind")
         plural = plain[0]["name"]
         if f"{plural}/scale" not in scaled or not plain[0].get("namespaced"):
-            return Lacks("UnknownKind", f"{named} cannot be scaled: {plural} have no scale subresource in a namespace")
+            return Unscalable(
+                "UnknownKind", f"{named} cannot be scaled: {plural} have no scale subresource in a namespace"
+            )
         kind = foreign_kind(Resource(place[1], version.rpartition("/")[2], plural, place[2]))
         self._kinds[version, place[2]] = _loop_s(), kind
         return kind
 
-    async def _denied(self, resource: Resource, namespace: str) -> Lacks | None:
+    async def _denied(self, resource: Resource, namespace: str) -> Unscalable | None:
         """What must be granted to us; None if we may do all that it takes."""
         checked_at_s = self._allowed_at_s.get((resource, namespace))
         if checked_at_s is not None and _loop_s() < checked_at_s + _KNOWN_S:
@@ -283,22 +298,22 @@ class OtherKinds:
         if not missing:
             self._allowed_at_s[resource, namespace] = _loop_s()
             return None
-        said = f"the manager must not {', '.join(missing)} of the API group {resource.group!r} in {namespace}"
+        message = f"the manager must not {', '.join(missing)} of the API group {resource.group!r} in {namespace}"
         grant = "grant it by a ClusterRole with the label attache.dev/aggregate-to-scaled-kinds=true"
-        return Lacks("TargetForbidden", f"{said}; {grant}")
+        return Unscalable("TargetForbidden", f"{message}; {grant}")
 
     async def _may(self, resource: Resource, namespace: str, verb: str, part: str) -> bool:
-        asked = {"group": resource.group, "resource": resource.plural, "verb": verb, "namespace": namespace}
-        spec = {"resourceAttributes": {**asked, "subresource": part} if part else asked}
+        attributes = {"group": resource.group, "resource": resource.plural, "verb": verb, "namespace": namespace}
+        spec = {"resourceAttributes": {**attributes, "subresource": part} if part else attributes}
         review: Object = {"apiVersion": _REVIEWS.api_version, "kind": _REVIEWS.kind, "metadata": {}, "spec": spec}
         try:
             answer = await self._client.create(_REVIEWS, review)
         except (NotFound, Forbidden):
-            # a server that does not answer such questions says no where it matters
+            # a server without such reviews refuses the write itself
             return True
         return bool((answer.get("status") or {}).get("allowed"))
 
-    async def _target(self, kind: ScalableKind, place: Place, before: Read) -> Read:
+    async def _target(self, kind: ScalableKind, place: ScalableRef, before: TargetRead) -> TargetRead:
         name, namespace = place[3], place[0]
         scale = await self._client.get(kind.resource, name, namespace, subresource="scale")
         known = before.found
@@ -306,7 +321,7 @@ class OtherKinds:
             return before
         thing = await self._client.get(kind.resource, name, namespace)
         if thing["metadata"].get("resourceVersion") != scale["metadata"].get("resourceVersion"):
-            # written in between: once more, and the next look sees what comes after that
+            # written in between: once more, and the next read has any later change
             scale = await self._client.get(kind.resource, name, namespace, subresource="scale")
             thing["metadata"]["resourceVersion"] = scale["metadata"].get("resourceVersion", "")
         return read_of(kind, place, thing, scale)

@@ -16,12 +16,12 @@ from controller.autoscaler.reconciler.demand import DemandSource
 from controller.autoscaler.reconciler.informers import Informers
 from controller.autoscaler.reconciler.metric_sources import Sources
 from controller.autoscaler.reconciler.metrics import BindingSeries, series_of
-from controller.autoscaler.reconciler.records import Record
+from controller.autoscaler.reconciler.records import DecisionRecord
 from controller.autoscaler.reconciler.resolver import Resolver
-from controller.autoscaler.reconciler.result import Result, steps_of
+from controller.autoscaler.reconciler.result import Result, target_actions
 from controller.autoscaler.reconciler.scalables import LEARNED
-from controller.autoscaler.reconciler.situations import situations_of, with_rooms
-from controller.autoscaler.reconciler.state import BindingState, new_state, unpacked
+from controller.autoscaler.reconciler.situations import situations_of, with_headroom
+from controller.autoscaler.reconciler.state import BindingState, decode_annotation, new_state
 from controller.autoscaler.reconciler.status import acts_of, events_of, status_of
 from controller.kube.client import Client
 from controller.kube.recorder import Recorder, write_status
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.decision import Decision
     from controller.autoscaler.decision.situation import Situation
-    from controller.autoscaler.reconciler.actuator import Actuated
+    from controller.autoscaler.reconciler.actuator import ActuationResult
     from controller.autoscaler.reconciler.bindings import BindingView
-    from controller.autoscaler.reconciler.resolver import Resolved
+    from controller.autoscaler.reconciler.resolver import ResolvedTarget
     from controller.kube.informer import InformerTiming
 
 log = logging.getLogger(__name__)
@@ -42,11 +42,11 @@ log = logging.getLogger(__name__)
 _LATER_S: Final = 5.0
 
 Memory = Any
-"""What a decision remembers until the next one; None at first."""
+"""State that a decision returns for the next one; None at first."""
 
 
 class Decide(Protocol):
-    """``free``: accelerators for which a binding may ask, by pool."""
+    """``free``: accelerators that a binding may still use, by pool."""
 
     def __call__(
         self,
@@ -59,7 +59,7 @@ class Decide(Protocol):
         *,
         free: Mapping[str, int] | None = None,
     ) -> tuple[Decision, Memory]:
-        """The decision, and what to remember until the next."""
+        """The decision, and the memory for the next one."""
         ...
 
 
@@ -108,7 +108,7 @@ class Reconciler:
         if view is None:
             self._forget(key)
             return "gone", None
-        if not self._parts.informers.knows(view):
+        if not self._parts.informers.has_synced(view):
             return "waiting", SOON_S
         state = self._state(view)
         result = self._resolve(view, state)
@@ -120,7 +120,7 @@ class Reconciler:
         if policy.mode == "Paused":
             await self._report(view, state, result)
             return "paused", period_s
-        measured = await self._parts.sources.measured(view.namespace, policy, result.resolved, result.situations)
+        measured = await self._parts.sources.with_metrics(view.namespace, policy, result.resolved, result.situations)
         result = msgspec.structs.replace(result, situations=measured)
         try:
             result = self._decide(view, state, result, policy)
@@ -130,8 +130,8 @@ class Reconciler:
         done = await self._actuate(view, state, result)
         if done.is_stale and done.error is None:
             # others write a target all the time: each attempt costs the server some calls
-            return "again", state.conflicts.failed()
-        state.conflicts.succeeded()
+            return "again", state.conflicts.record_failure()
+        state.conflicts.reset()
         await self._report(view, state, done.result)
         if done.error is not None:
             raise done.error
@@ -149,7 +149,7 @@ class Reconciler:
         return None if view is None or view.thing["metadata"].get("deletionTimestamp") else view
 
     def _state(self, view: BindingView) -> BindingState:
-        """A binding that was made anew begins anew."""
+        """The state of a binding; a recreated binding gets a new one."""
         state = self.states.get(view.key)
         if state is None or state.uid != view.claim.uid:
             state = self.states[view.key] = new_state(view.claim.uid, self._parts.rng, conflict_s=(SOON_S, _LATER_S))
@@ -171,11 +171,11 @@ class Reconciler:
             return Result(now_s=now_s, resolved=resolved, problem=("PolicyInvalid", policy.problem))
         return Result(now_s=now_s, policy=policy.policy.spec, resolved=resolved)
 
-    def _latest(self, target: Resolved) -> Resolved:
+    def _latest(self, target: ResolvedTarget) -> ResolvedTarget:
         """As it is after our own last write, which the informer may not have yet."""
         if target.found is None:
             return target
-        found = self._parts.actuator.latest(target.place, target.found)
+        found = self._parts.actuator.with_last_write(target.place, target.found)
         return target if found is target.found else msgspec.structs.replace(target, found=found)
 
     def _situate(self, view: BindingView, state: BindingState, result: Result, policy: AutoscalingPolicySpec) -> Result:
@@ -196,14 +196,14 @@ class Reconciler:
         """With the decision. Nothing may be awaited in here, or two bindings would count the same accelerators."""
         assert view.binding is not None  # noqa: S101 - or there would be no policy
         capacity = self.accelerators.capacity(view, result.resolved, state.ordered)
-        situations = with_rooms(result.situations, capacity.rooms, capacity.pools)
+        situations = with_headroom(result.situations, capacity.replicas, capacity.pools)
         if state.first_decided_s is None:
             state.memory = self._restored(view, result.now_s)
         decision, state.memory = self._parts.decider.decide(
             policy, view.binding, situations, state.memory, result.now_s, free=capacity.free
         )
-        steps = tuple(steps_of(decision, result.resolved, result.holds))
-        state.ordered = self.accelerators.ordered(view, result.resolved, steps, decision.lacks, state.ordered)
+        steps = tuple(target_actions(decision, result.resolved, result.holds))
+        state.ordered = self.accelerators.reserve(view, result.resolved, steps, decision.lacks, state.ordered)
         return msgspec.structs.replace(
             result,
             situations=situations,
@@ -215,14 +215,14 @@ class Reconciler:
 
     def _restored(self, view: BindingView, now_s: float) -> Memory:
         """What an earlier leader has learned."""
-        kept = unpacked(view.learned) if view.learned else b""
+        kept = decode_annotation(view.learned) if view.learned else b""
         try:
             return self._parts.decider.restored(kept, now_s) if kept else None
         except ValueError as error:
             log.warning("what was learned of %s cannot be read, and is learned anew: %s", view.key, error)
             return None
 
-    async def _actuate(self, view: BindingView, state: BindingState, result: Result) -> Actuated:
+    async def _actuate(self, view: BindingView, state: BindingState, result: Result) -> ActuationResult:
         """Claims, drains and scales."""
         done = await self._parts.actuator.actuate(view, result)
         state.wrote(done.scaled)
@@ -234,15 +234,15 @@ class Reconciler:
         result = msgspec.structs.replace(result, scaled=state.unreported)
         state.remember(view, result)
         if result.decision is not None:
-            state.log.add(Record(decision=result.decision, acts=acts_of(result)))
+            state.log.add(DecisionRecord(decision=result.decision, acts=acts_of(result)))
         version = str(view.thing["metadata"].get("resourceVersion", ""))
-        # our own last write may not have come back by the informer
+        # the informer may not have delivered our own last write yet
         is_written = state.status is not None and state.status[0] == version
         before = state.status[1] if state.status is not None and is_written else view.thing["status"]
         status = status_of(result, before)
         if is_written and status == before:
             return
-        if not await state.status_retry.tried(
+        if not await state.status_retry.attempt(
             view.key,
             lambda: write_status(parts.client, AUTOSCALING_POLICY_BINDINGS, view.thing, status, parts.counted),
         ):
@@ -251,7 +251,7 @@ class Reconciler:
         await parts.recorder.record(view.thing, events_of(result, status, before))
 
     async def _keep_learned(self, view: BindingView, state: BindingState, now_s: float) -> None:
-        """What was learned goes into an annotation, for the next leader."""
+        """Write the learned state into an annotation, for the next leader."""
         if not state.learned.is_due(view.learned, now_s):
             return
         text = state.learned.next_text(self._parts.decider.kept(state.memory), view.learned, now_s)
@@ -260,7 +260,7 @@ class Reconciler:
         namespace, name = split_key(view.key)
         metadata = {"uid": view.claim.uid, "annotations": {LEARNED: text}}
         client = self._parts.client
-        await state.learned_retry.tried(
+        await state.learned_retry.attempt(
             view.key,
             lambda: client.merge_patch(AUTOSCALING_POLICY_BINDINGS, name, namespace, {"metadata": metadata}),
         )

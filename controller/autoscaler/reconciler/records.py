@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last decisions of each binding, packed, and a decision in words, for people who ask why."""
+"""The last decisions of each binding, packed, in words, and as the manager's pages.
+
+``/decisions`` has the last of each binding, ``/decisions/NAMESPACE/NAME`` the last ones of one.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections import deque
@@ -11,6 +15,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
+from aiohttp import web
 
 from controller.autoscaler.decision.decision import Decision
 
@@ -27,14 +32,14 @@ _MOST_QUIET: Final = 20
 _ENDLESS: Final = 1e15
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """``decision``: with its inputs and reasons. ``acts``: what was done, or why not, by target."""
 
     decision: Decision
     acts: Mapping[str, str] = {}
 
 
-def encoded(record: Record) -> bytes:
+def encode_record(record: DecisionRecord) -> bytes:
     """JSON, which has no infinite numbers: a very large one stands for them."""
     text = msgspec.json.encode(record)
     # what is infinite is written as nothing; where there is nothing, all is finite
@@ -64,21 +69,21 @@ class DecisionLog:
     """
 
     def __init__(self) -> None:
-        self.latest: Record | None = None
+        self.latest: DecisionRecord | None = None
         # the first one is the dictionary that the others are packed with: they are nearly the same
         self._first = b""
         self._kept: deque[_Packed] = deque(maxlen=_MOST)
         self._kept_at_s = 0.0
         self._news: Sequence[object] | None = None
 
-    def add(self, record: Record) -> None:
+    def add(self, record: DecisionRecord) -> None:
         """A decision was made."""
         self.latest, at_s, news = record, record.decision.at_s, _news(record)
         is_quiet = self._news == news
         if is_quiet and at_s - self._kept_at_s < _EACH_S:
             return
         self._news, self._kept_at_s = news, at_s
-        text = encoded(record)
+        text = encode_record(record)
         self._first = self._first or text
         self._kept.append(_Packed(_packed(text, self._first), is_quiet))
         _thin(self._kept)
@@ -87,7 +92,7 @@ class DecisionLog:
         """JSON."""
         if self.latest is None:
             return
-        newest = encoded(self.latest)
+        newest = encode_record(self.latest)
         yield newest
         for packed in reversed(self._kept):
             text = zlib.decompressobj(zdict=self._first).decompress(packed.text)
@@ -105,7 +110,7 @@ class Records:
         """Those of the present term, by binding."""
         self._logs = logs
 
-    def latest(self) -> Mapping[str, Record]:
+    def records_by_binding(self) -> Mapping[str, DecisionRecord]:
         """By binding."""
         return {key: log.latest for key, log in self._logs().items() if log.latest is not None}
 
@@ -127,7 +132,7 @@ def _packed(text: bytes, like: bytes) -> bytes:
     return packer.compress(text) + packer.flush()
 
 
-def _news(record: Record) -> Sequence[object]:
+def _news(record: DecisionRecord) -> Sequence[object]:
     decision = record.decision
     return (
         decision.mode,
@@ -137,7 +142,7 @@ def _news(record: Record) -> Sequence[object]:
     )
 
 
-def explained(record: Record) -> str:
+def explain_record(record: DecisionRecord) -> str:
     """Several lines, for a terminal."""
     decision = record.decision
     at = datetime.fromtimestamp(decision.at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -155,8 +160,10 @@ def explained(record: Record) -> str:
 
 
 def _stage(stage: StageDecision) -> Iterator[str]:
-    asked = "the laws do not know" if stage.combined is None else f"the laws ask for {_number(stage.combined)}"
-    yield f"stage {stage.stage}: {asked}"
+    message = (
+        "the strategies do not know" if stage.combined is None else f"the strategies ask for {_number(stage.combined)}"
+    )
+    yield f"stage {stage.stage}: {message}"
     rows = [
         (f"  {one.strategy}", _number(one.replicas), one.reason, f"({_inputs(one.inputs)})" if one.inputs else "")
         for one in stage.recommendations
@@ -200,3 +207,37 @@ def _names(names: Sequence[str]) -> str:
 
 def _number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+DECISIONS_PATH: Final = "/decisions"
+_MOST_ON_PAGE: Final = 100
+
+
+def routes(records: Records, leads: Callable[[], bool]) -> Sequence[web.RouteDef]:
+    """``leads``: whether this replica makes decisions at all."""
+
+    def elsewhere() -> web.Response:
+        return web.Response(status=503, text="this replica does not lead; ask the one that the Lease names\n")
+
+    async def overview(_: web.Request) -> web.Response:
+        if not leads():
+            return elsewhere()
+        found = [
+            {"binding": key, "at": one.decision.at_s, "mode": one.decision.mode, "targets": one.decision.targets}
+            for key, one in sorted(records.records_by_binding().items())
+        ]
+        return web.Response(body=msgspec.json.encode({"bindings": found}), content_type="application/json")
+
+    async def of_one(request: web.Request) -> web.Response:
+        if not leads():
+            return elsewhere()
+        key = f"{request.match_info['namespace']}/{request.match_info['name']}"
+        last = request.query.get("last", "")
+        most = max(1, min(_MOST_ON_PAGE, int(last))) if last.isdecimal() and len(last) < 6 else _MOST_ON_PAGE
+        found = list(itertools.islice(records.of(key), most))
+        if not found:
+            return web.Response(status=404, text=f"nothing was decided about an AutoscalingPolicyBinding {key} yet\n")
+        body = b'{"decisions":[' + b",".join(found) + b"]}"
+        return web.Response(body=body, content_type="application/json")
+
+    return [web.get(DECISIONS_PATH, overview), web.get(DECISIONS_PATH + "/{namespace}/{name}", of_one)]

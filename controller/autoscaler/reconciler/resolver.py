@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from controller.api.autoscaling_binding import ScaleTarget
-from controller.autoscaler.reconciler.bindings import Place, other_owner, rival
+from controller.autoscaler.reconciler.bindings import ScalableRef, other_owner, rival
 from controller.autoscaler.reconciler.informers import is_foreign
 from controller.autoscaler.reconciler.scalables import PodView, Scalable, ScalableKind
 from controller.kube.resources import selector
@@ -31,7 +31,7 @@ PROBLEMS: Final = (
 )
 
 
-class Problem(msgspec.Struct, frozen=True):
+class TargetProblem(msgspec.Struct, frozen=True):
     """``reason``: one of ``PROBLEMS``. ``message``: for people. ``forbids``: the replicas must not be written."""
 
     reason: str
@@ -39,18 +39,18 @@ class Problem(msgspec.Struct, frozen=True):
     forbids: bool = True
 
 
-class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """One target. ``found`` and ``kind``: None if it is not there, or not known. ``server``: the key of its
-    ModelServer; empty if none is known.
+class ResolvedTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """One target. ``found`` and ``kind``: None if the object does not exist or is unknown. ``server``: the key of its
+    ModelServer; empty if unknown.
     """
 
     spec: ScaleTarget
-    place: Place
+    place: ScalableRef
     kind: ScalableKind | None = None
     found: Scalable | None = None
     pods: Sequence[PodView] = ()
     server: str = ""
-    problem: Problem | None = None
+    problem: TargetProblem | None = None
 
     @property
     def may_write(self) -> bool:
@@ -59,11 +59,11 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resolution(NamedTuple):
-    """The targets of a binding, in their order, and what they were resolved from: the same comes of the same."""
+    """The targets of a binding, in their order, and the inputs of their resolution, which is deterministic."""
 
     view: BindingView
     versions: tuple[int, ...]
-    targets: tuple[Resolved, ...]
+    targets: tuple[ResolvedTarget, ...]
 
 
 class Resolver:
@@ -73,7 +73,7 @@ class Resolver:
         self._informers = informers
         self._version = -1
         # by target: the labels of its pods, and the ModelServer that selects them
-        self._servers: dict[Place, tuple[Mapping[str, str], str]] = {}
+        self._servers: dict[ScalableRef, tuple[Mapping[str, str], str]] = {}
 
     def resolve(self, view: BindingView, before: Resolution | None) -> Resolution:
         """All targets of a binding without mistakes. ``before``: what this returned last."""
@@ -84,31 +84,31 @@ class Resolver:
         targets = tuple(self._one(view, spec, place) for spec, place in zip(specs, view.places, strict=True))
         return Resolution(view, versions, targets)
 
-    def _one(self, view: BindingView, spec: ScaleTarget, place: Place) -> Resolved:
+    def _one(self, view: BindingView, spec: ScaleTarget, place: ScalableRef) -> ResolvedTarget:
         if is_foreign(place):
             read = self._informers.other_kinds.of(place)
             if read.kind is None or read.found is None:
-                problem = None if read.lacks is None else Problem(*read.lacks)
-                return Resolved(spec=spec, place=place, kind=read.kind, problem=problem)
+                problem = None if read.lacks is None else TargetProblem(*read.lacks)
+                return ResolvedTarget(spec=spec, place=place, kind=read.kind, problem=problem)
             return self._found(view, spec, place, read.kind, read.found)
         kind = self._informers.kind_at(place)
         if kind is None:
-            said = f"{spec.ref.api_version} {spec.ref.kind} cannot be scaled here"
-            return Resolved(spec=spec, place=place, problem=Problem("UnknownKind", said))
+            message = f"{spec.ref.api_version} {spec.ref.kind} cannot be scaled here"
+            return ResolvedTarget(spec=spec, place=place, problem=TargetProblem("UnknownKind", message))
         found = self._informers.scalable(kind, place)
         if found is None or found.is_going:
-            said = f"there is no {place[2]} {place[3]}"
+            message = f"there is no {place[2]} {place[3]}"
             if spec.role is not None:
-                said += f": the ModelInfer {spec.ref.name} needs a role {spec.role} with scalable: true"
-            return Resolved(spec=spec, place=place, kind=kind, problem=Problem("TargetNotFound", said))
+                message += f": the ModelInfer {spec.ref.name} needs a role {spec.role} with scalable: true"
+            return ResolvedTarget(spec=spec, place=place, kind=kind, problem=TargetProblem("TargetNotFound", message))
         return self._found(view, spec, place, kind, found)
 
     def _found(
-        self, view: BindingView, spec: ScaleTarget, place: Place, kind: ScalableKind, found: Scalable
-    ) -> Resolved:
+        self, view: BindingView, spec: ScaleTarget, place: ScalableRef, kind: ScalableKind, found: Scalable
+    ) -> ResolvedTarget:
         pods = _selected(self._informers.pods.index.of(view.namespace, found.selector), found)
         server = self._server(view.namespace, spec, place, found)
-        return Resolved(
+        return ResolvedTarget(
             spec=spec,
             place=place,
             kind=kind,
@@ -118,31 +118,35 @@ class Resolver:
             problem=self._problem(view, place, found, server),
         )
 
-    def _problem(self, view: BindingView, place: Place, found: Scalable, server: str) -> Problem | None:
+    def _problem(self, view: BindingView, place: ScalableRef, found: Scalable, server: str) -> TargetProblem | None:
         name = f"{place[2]} {place[3]}"
         others = [one for one in self._informers.claims_on(place) if one != view.claim]
         first = rival(view.claim, others) or ("" if others else other_owner(found, view.claim, self._informers.exists))
         if first:
-            return Problem("Conflict", f"{name} is scaled by the AutoscalingPolicyBinding {first}, which is older")
+            return TargetProblem(
+                "Conflict", f"{name} is scaled by the AutoscalingPolicyBinding {first}, which is older"
+            )
         wrong = self._informers.misused_by(place)
         if wrong:
-            said = (
+            message = (
                 f"the HorizontalPodAutoscaler {wrong} scales {name} by our metric with a target of type Value, and so "
                 "without end; write AverageValue 1"
             )
-            return Problem("WrongMetricTarget", said)
+            return TargetProblem("WrongMetricTarget", message)
         other = self._informers.scaler_of(place)
         if other:
-            return Problem("OtherAutoscaler", f"{name} is scaled by the {other}; delete one, or use the mode Export")
+            return TargetProblem(
+                "OtherAutoscaler", f"{name} is scaled by the {other}; delete one, or use the mode Export"
+            )
         if server and not self._informers.has_server(server):
-            said = f"there is no ModelServer {server.partition('/')[2]}, which the field server of the target names"
-            return Problem("ServerNotFound", said, forbids=False)
+            message = f"there is no ModelServer {server.partition('/')[2]}, which the field server of the target names"
+            return TargetProblem("ServerNotFound", message, forbids=False)
         if not server:
-            said = f"no ModelServer selects the pods of {name}; name one in the target's field server"
-            return Problem("ServerNotFound", said, forbids=False)
+            message = f"no ModelServer selects the pods of {name}; name one in the target's field server"
+            return TargetProblem("ServerNotFound", message, forbids=False)
         return None
 
-    def _server(self, namespace: str, spec: ScaleTarget, place: Place, found: Scalable) -> str:
+    def _server(self, namespace: str, spec: ScaleTarget, place: ScalableRef, found: Scalable) -> str:
         if spec.server is not None:
             return f"{namespace}/{spec.server}"
         if self._version != self._informers.servers_version:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one reconciliation of a binding comes to: its targets' plans, and all that status, Events and metrics report."""
+"""The result of one reconciliation of a binding: its targets' plans, and the content of status, Events and metrics."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import msgspec
 from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.decision.decision import Decision, TargetDecision
 from controller.autoscaler.decision.situation import Situation
-from controller.autoscaler.reconciler.bindings import Hold
-from controller.autoscaler.reconciler.resolver import Resolved
+from controller.autoscaler.reconciler.bindings import ManualOverride
+from controller.autoscaler.reconciler.resolver import ResolvedTarget
 
-# Why a decision is only told, by mode.
-_TOLD_ONLY: Final = {
+# Why a decision is only reported, by mode.
+_REPORT_ONLY: Final = {
     "Recommend": "the mode is Recommend",
     "Export": "the mode is Export",
     "Paused": "the mode is Paused",
 }
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do about one target. ``replicas``: that it should have; None: nothing is to be done. ``held``: why that
-    is not written; empty if it is. ``hold``: whose change is honoured, if that is why.
+class TargetAction(msgspec.Struct, frozen=True, kw_only=True):
+    """The action on one target. ``replicas``: that it should have; None: no change. ``held``: why that is not written;
+    empty if it is. ``hold``: the manual override, if that is why.
     """
 
-    target: Resolved
+    target: ResolvedTarget
     decided: TargetDecision
     replicas: int | None
     held: str = ""
-    hold: Hold | None = None
+    hold: ManualOverride | None = None
 
     @property
     def writes(self) -> bool:
@@ -40,13 +40,13 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_ordered(self) -> bool:
-        """Whether it will be so: by us, or by who heeds what we export."""
-        return self.replicas is not None and self.held in ("", _TOLD_ONLY["Export"])
+        """Whether the replicas will be applied: written by us, or by the consumer of our exports."""
+        return self.replicas is not None and self.held in ("", _REPORT_ONLY["Export"])
 
     @property
-    def is_told_only(self) -> bool:
+    def is_report_only(self) -> bool:
         """Whether the mode alone keeps it from being written."""
-        return self.held in _TOLD_ONLY.values()
+        return self.held in _REPORT_ONLY.values()
 
     @property
     def is_as_decided(self) -> bool:
@@ -57,11 +57,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do, and nobody else's change is waited out."""
+        """Whether nothing is left to write and no manual override is in force."""
         return self.hold is None and (not self.writes or self.is_as_decided)
 
 
-class Scaled(msgspec.Struct, frozen=True):
+class ScaleEvent(msgspec.Struct, frozen=True):
     """Replicas that were written. ``name``: of the target. ``what``: its kind and name."""
 
     name: str
@@ -72,28 +72,29 @@ class Scaled(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reconciliation came to. ``policy``: None if there is none; ``problem``: why nothing can be decided, as
-    reason and message. ``holds``: whose changes are honoured, ``waits_for``: pods that drain, ``without_nodes``: why no
-    node counts, and ``refused``: why the API server does not let us write, by target. ``awaits_data``: what is
-    unknown may still arrive by itself.
+    """The outcome of a reconciliation. ``policy``: None if there is none; ``problem``: why nothing can be decided, as
+    reason and message. By target: ``holds``: manual overrides, ``waits_for``: pods that drain, ``without_nodes``: why
+    no node counts, ``refused``: why the API server refuses writes. ``awaits_data``: missing data may still arrive.
     """
 
     now_s: float
     policy: AutoscalingPolicySpec | None = None
     problem: tuple[str, str] | None = None
-    resolved: Sequence[Resolved] = ()
+    resolved: Sequence[ResolvedTarget] = ()
     situations: Sequence[Situation] = ()
     decision: Decision | None = None
-    steps: Sequence[Step] = ()
-    scaled: Sequence[Scaled] = ()
-    holds: Mapping[str, Hold] = {}
+    steps: Sequence[TargetAction] = ()
+    scaled: Sequence[ScaleEvent] = ()
+    holds: Mapping[str, ManualOverride] = {}
     waits_for: Mapping[str, Sequence[str]] = {}
     without_nodes: Mapping[str, str] = {}
     refused: Mapping[str, str] = {}
     awaits_data: bool = False
 
 
-def steps_of(decision: Decision, resolved: Sequence[Resolved], holds: Mapping[str, Hold]) -> Iterator[Step]:
+def target_actions(
+    decision: Decision, resolved: Sequence[ResolvedTarget], holds: Mapping[str, ManualOverride]
+) -> Iterator[TargetAction]:
     """``holds``: by name of the target."""
     decided = {one.name: one for one in decision.targets}
     for target in resolved:
@@ -102,8 +103,8 @@ def steps_of(decision: Decision, resolved: Sequence[Resolved], holds: Mapping[st
             yield _step(decision.mode, target, one, holds.get(target.spec.name))
 
 
-def _step(mode: str, target: Resolved, one: TargetDecision, hold: Hold | None) -> Step:
-    held = _TOLD_ONLY.get(mode, "")
+def _step(mode: str, target: ResolvedTarget, one: TargetDecision, hold: ManualOverride | None) -> TargetAction:
+    held = _REPORT_ONLY.get(mode, "")
     if not held and not target.may_write:
         held = target.problem.message if target.problem is not None else "the target is not there"
     if not held and hold is not None:
@@ -111,4 +112,4 @@ def _step(mode: str, target: Resolved, one: TargetDecision, hold: Hold | None) -
     replicas = one.desired
     if replicas is not None and target.found is not None and mode == "ScaleUpOnly":
         replicas = max(replicas, target.found.replicas)
-    return Step(target=target, decided=one, replicas=replicas, held=held, hold=hold)
+    return TargetAction(target=target, decided=one, replicas=replicas, held=held, hold=hold)

@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from controller.api.pod_shapes import quantity
 from controller.autoscaler.decision.situation import EngineState
-from controller.kube.resources import DEPLOYMENTS, MODEL_INFER_ROLES, MODEL_INFERS, Object, Resource, key_of
+from controller.kube.resources import (
+    DEPLOYMENTS,
+    MODEL_INFER_ROLES,
+    MODEL_INFERS,
+    Object,
+    Resource,
+    identity_of,
+    key_of,
+)
 from controller.models.model_infer import names
 from controller.models.model_infer.names import seconds_of
-from controller.models.node_capacity import quantity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +29,7 @@ if TYPE_CHECKING:
 PREFIX: Final = "attache.dev/"
 
 
-# Who writes replicas, in managedFields.
+# Our managers of replicas, in managedFields.
 SCALER: Final = "attache-autoscaler"
 
 
@@ -68,9 +76,9 @@ _NO_NODE: Final = frozenset({"Unschedulable", "SchedulingGated"})
 
 class PodView(msgspec.Struct, frozen=True, kw_only=True):
     """``key``: ``namespace/name``. ``ip``: empty until it has one. ``state``: of the engine in it. ``created_at_s`` and
-    ``ready_at_s``: since the epoch. ``draining_at_s``: since when our mark is on it; None without. ``deletion_cost``:
-    as its annotation says; None without one. ``cpu`` and ``memory``: that its containers request, in cores and bytes; 0
-    if any of them requests none.
+    ``ready_at_s``: since the epoch. ``draining_at_s``: since when it has our drain mark; None without.
+    ``deletion_cost``: of its annotation; None without one. ``cpu`` and ``memory``: requests of its containers, in cores
+    and bytes; 0 if any of them requests none.
     """
 
     key: str
@@ -94,11 +102,9 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True):
         return self.key.rpartition("/")[2]
 
 
-def slim_pod(pod: Object) -> Object:
+def trimmed_pod_view(pod: Object) -> Object:
     """A pod as an informer keeps it: ``view`` is all that is left of it."""
-    metadata = pod["metadata"]
-    kept = {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion") if name in metadata}
-    return {"metadata": kept, "view": view_of(pod)}
+    return {"metadata": identity_of(pod), "view": view_of(pod)}
 
 
 def view_of(pod: Object) -> PodView:
@@ -170,13 +176,12 @@ _LWS: Final = "leaderworkerset.sigs.k8s.io/"
 
 
 class Scalable(msgspec.Struct, frozen=True, kw_only=True):
-    """``replicas``: that were asked for. ``selector``: labels of its pods; empty if they cannot be told by labels
-    alone.
-    ``template``: labels that the pods get which requests are sent to; ``roles``: the same by role of a ModelInfer.
-    ``scaled_by`` and ``scaled_to``: our annotations; ``scaled_to`` has two numbers while we change one into the other.
-    ``selects``: the whole selector, where ``selector`` has only those labels of which it allows one value; empty if
-    that is all. ``is_ours``: the replicas were last written by us. ``writer`` and ``written_at_s``: who else wrote them
-    last, and when; empty and 0 if nobody is known. ``is_going``: it is being deleted.
+    """``replicas``: of its spec. ``selector``: labels of its pods; empty if labels alone do not select them.
+    ``template``: labels of the pods that serve requests; ``roles``: the same by role of a ModelInfer. ``scaled_by`` and
+    ``scaled_to``: our annotations; ``scaled_to`` has two numbers while we change one into the other. ``selects``: the
+    whole selector, where ``selector`` has only those labels of which it allows one value; empty if that is all.
+    ``is_ours``: the replicas were last written by us. ``writer`` and ``written_at_s``: the other last writer, and the
+    time; empty and 0 if unknown. ``is_going``: it is being deleted.
     """
 
     resource: Resource
@@ -224,12 +229,7 @@ class ScalableKind(msgspec.Struct, frozen=True, kw_only=True):
 def reader(kind: ScalableKind) -> Callable[[Object], Object]:
     """Makes an object as an informer keeps it: ``view`` is the ``Scalable``."""
 
-    def read(thing: Object) -> Object:
-        metadata = thing["metadata"]
-        kept = {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion") if name in metadata}
-        return {"metadata": kept, "view": scalable_of(kind, thing)}
-
-    return read
+    return lambda thing: {"metadata": identity_of(thing), "view": scalable_of(kind, thing)}
 
 
 def scalable_of(kind: ScalableKind, thing: Object) -> Scalable:
@@ -258,7 +258,7 @@ def scalable_of(kind: ScalableKind, thing: Object) -> Scalable:
 
 
 def _writers(managed: Any) -> tuple[bool, str, float]:  # noqa: ANN401 - JSON
-    """Whether ``spec.replicas`` is ours, and who else owns it, the last one to write."""
+    """Whether ``spec.replicas`` is ours, and its other owner, the last one to write."""
     is_ours, writer, at_s = False, "", 0.0
     for one in managed:
         if "f:replicas" not in ((one.get("fieldsV1") or {}).get("f:spec") or {}):
@@ -273,7 +273,7 @@ def _writers(managed: Any) -> tuple[bool, str, float]:  # noqa: ANN401 - JSON
 
 
 def _numbers(text: object) -> frozenset[int]:
-    """``3``, or ``3 from 1``. Empty for what nobody of us has written."""
+    """``3``, or ``3 from 1``. Empty for what no manager of ours has written."""
     parts = text.split(" from ") if isinstance(text, str) and len(text) <= _LONGEST_NUMBERS else []
     return frozenset(map(int, parts)) if all(one.isdecimal() for one in parts) else frozenset()
 
@@ -367,7 +367,9 @@ KINDS: Final = (
 
 
 def foreign_kind(resource: Resource) -> ScalableKind:
-    """Somebody else's kind: each pod is taken for a replica, and its controller for one that heeds deletion costs."""
+    """A kind that is not built in: each pod counts as a replica, and its controller is assumed to honour deletion
+    costs.
+    """
     return ScalableKind(resource=resource, shape=_by_template, unit_of=_pod)
 
 
@@ -381,5 +383,5 @@ _BY_NAME: Final = {(one.resource.group, one.resource.kind): one for one in KINDS
 
 
 def kind_of(group: str, kind: str) -> ScalableKind | None:
-    """The kind that a reference names, in whatever version; None if it is not known."""
+    """The kind of a reference, in any version; None if it is unsupported."""
     return _BY_NAME.get((group, kind))

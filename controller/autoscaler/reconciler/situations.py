@@ -17,7 +17,7 @@ from controller.autoscaler.decision.situation import (
     Freshness,
     Situation,
     Speed,
-    Target,
+    TargetSituation,
 )
 from controller.autoscaler.decision.speeds import speed_of
 from controller.autoscaler.reconciler.demand import together
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
-    from controller.autoscaler.reconciler.bindings import Hold
+    from controller.autoscaler.reconciler.bindings import ManualOverride
     from controller.autoscaler.reconciler.demand import DemandView
-    from controller.autoscaler.reconciler.resolver import Resolved
+    from controller.autoscaler.reconciler.resolver import ResolvedTarget
     from controller.autoscaler.reconciler.scalables import PodView, ScalableKind
 
 # A replica of several pods is what the worst of them is.
@@ -74,21 +74,21 @@ def _engine(pods: Sequence[PodView], reports: Mapping[str, EngineReport]) -> Eng
 
 _UNDECLARED: Final = EngineCapacity()
 View = Callable[[Sequence[str]], "DemandView"]
-"""What is known of the demand for some ModelServers together."""
+"""The demand for some ModelServers together."""
 
 
 def situations_of(
-    resolved: Sequence[Resolved],
+    resolved: Sequence[ResolvedTarget],
     policy: AutoscalingPolicySpec,
     view: View,
     now_s: float,
     *,
-    holds: Mapping[str, Hold],
+    holds: Mapping[str, ManualOverride],
 ) -> tuple[Situation, ...]:
-    """One for each stage that targets have, in the order of the first target of each. ``holds``: replicas that somebody
-    else has set, by target.
+    """One for each stage of the targets, in the order of the first target of each. ``holds``: manual overrides by
+    target.
     """
-    stages: dict[str, list[Resolved]] = {}
+    stages: dict[str, list[ResolvedTarget]] = {}
     for one in resolved:
         stages.setdefault(one.spec.stage, []).append(one)
     found = []
@@ -109,24 +109,25 @@ def situations_of(
     return tuple(found)
 
 
-def with_rooms(
-    situations: Sequence[Situation], rooms: Mapping[str, int], pools: Mapping[str, tuple[str, ...]]
+def with_headroom(
+    situations: Sequence[Situation], headroom: Mapping[str, int], pools: Mapping[str, tuple[str, ...]]
 ) -> tuple[Situation, ...]:
-    """``rooms``: for how many more replicas nodes have accelerators, by target, where that limits it. ``pools``: what
-    these accelerators are counted in, by target.
+    """``headroom``: for how many more replicas nodes have accelerators, by target, where that limits it. ``pools``:
+    what these accelerators are counted in, by target.
     """
-    if not rooms:
+    if not headroom:
         return tuple(situations)
     return tuple(
         msgspec.structs.replace(
-            each, targets=tuple(_with_room(one, rooms.get(one.name), pools.get(one.name)) for one in each.targets)
+            each,
+            targets=tuple(_with_headroom(one, headroom.get(one.name), pools.get(one.name)) for one in each.targets),
         )
         for each in situations
     )
 
 
-def _with_room(target: Target, room: int | None, pools: tuple[str, ...] | None) -> Target:
-    return target if room is None else msgspec.structs.replace(target, room=room, pools=pools)
+def _with_headroom(target: TargetSituation, headroom: int | None, pools: tuple[str, ...] | None) -> TargetSituation:
+    return target if headroom is None else msgspec.structs.replace(target, headroom=headroom, pools=pools)
 
 
 def _with(freshness: Freshness, unreported: tuple[str, ...]) -> Freshness:
@@ -136,14 +137,14 @@ def _with(freshness: Freshness, unreported: tuple[str, ...]) -> Freshness:
 
 
 def _target(
-    one: Resolved,
+    one: ResolvedTarget,
     demand: DemandView,
-    hold: Hold | None,
+    hold: ManualOverride | None,
     policy: AutoscalingPolicySpec,
-) -> Target:
+) -> TargetSituation:
     if one.found is None or one.kind is None:
-        return Target(spec=one.spec, current=None)
-    return Target(
+        return TargetSituation(spec=one.spec, current=None)
+    return TargetSituation(
         spec=one.spec,
         current=one.found.replicas,
         engines=engines_of(one.kind, one.pods, demand.reports),
@@ -154,7 +155,7 @@ def _target(
     )
 
 
-def _speed(one: Resolved, demand: DemandView) -> Speed | None:
+def _speed(one: ResolvedTarget, demand: DemandView) -> Speed | None:
     """Of a replica: several engines in one work side by side."""
     known = [(pod, learned) for pod in one.pods if (learned := demand.learned.get(pod.ip)) is not None]
     if not known and one.spec.capacity == _UNDECLARED:
@@ -173,8 +174,8 @@ def _speed(one: Resolved, demand: DemandView) -> Speed | None:
     )
 
 
-def _unreported(targets: Sequence[Target], since_s: float) -> Iterator[str]:
-    """Ready engines of which nobody has said anything since then."""
+def _unreported(targets: Sequence[TargetSituation], since_s: float) -> Iterator[str]:
+    """Ready engines without a report since then."""
     for target in targets:
         for one in target.engines:
             if one.state is EngineState.READY and (one.report is None or one.report.at_s < since_s):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Prometheus, engines' pages and the resource metrics API answer: bounded GETs to addresses that may be asked.
+"""Prometheus, engines' metrics pages and the resource metrics API: bounded GETs to addresses that are allowed.
 
-Whoever may write a policy chooses the addresses, so not all of them are asked. Credentials come from Secrets of the
-policy's namespace. An answer is a number, or a problem; what was fetched last is shared by all who ask for it.
+The author of a policy chooses the addresses, so some are forbidden. Credentials come from Secrets of the policy's
+namespace. The result is a number or a problem; the last result is shared by all readers of the same source.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from aiohttp.abc import AbstractResolver
 from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
-from controller.kube.access import Access
+from controller.api.pod_shapes import quantity
+from controller.kube.access import ClusterAccess
 from controller.kube.errors import AccessInvalid, ClusterError, Forbidden, NotFound
 from controller.kube.resources import SECRETS
-from controller.models.node_capacity import quantity
+from extproc.api.addresses import is_guarded
 from extproc.engines.pages import PageRefused, lines_of, number_of
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ Key = TypeVar("Key", bound=Hashable)
 Found = TypeVar("Found")
 
 
-# What nobody has asked for so long is forgotten.
+# Entries that were not read for so long are dropped.
 _FORGET_S: Final = 600.0
 
 
@@ -59,9 +60,9 @@ class _Entry(Generic[Found]):
         self.task: asyncio.Task[None] | None = None
 
 
-class Latest(Generic[Key, Found]):
-    """``patience_s``: how long who asks waits for a fetch. One that took longer than that is waited for no more, until
-    it has been quick again: what it brings is used the next time.
+class SharedFetch(Generic[Key, Found]):
+    """``patience_s``: longest wait of a reader for a fetch. After a slower one readers do not wait, until a fetch is
+    quick again; its result is used the next time.
     """
 
     def __init__(self, patience_s: float = 0.3) -> None:
@@ -109,31 +110,19 @@ class Latest(Generic[Key, Found]):
             del self._entries[key]
 
 
-# Where clouds serve credentials outside of the link-local range: AWS by IPv6, Alibaba, Oracle.
-_METADATA: Final = frozenset(map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200", "192.0.0.192")))
-# Stands for the IPv4 addresses in its last 32 bits.
-_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
-
-
-class NotAllowed(OSError):
-    """The address must not be asked; the message says why."""
+class AddressForbidden(OSError):
+    """The address is forbidden; the message has the reason."""
 
 
 def is_public_enough(address: str) -> bool:
-    """Whether an IP address may be one of a Prometheus. Not: this machine itself, and where clouds serve credentials,
-    link-local addresses above all.
-    """
-    one = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(one, ipaddress.IPv6Address) and one.ipv4_mapped is not None:
-        one = one.ipv4_mapped
-    if isinstance(one, ipaddress.IPv6Address) and one in _NAT64:
-        one = ipaddress.IPv4Address(int(one) & 0xFFFF_FFFF)
-    return not (one.is_loopback or one.is_link_local or one.is_multicast or one.is_unspecified or one in _METADATA)
+    """Whether an IP address may be one of a Prometheus; raises ValueError for a name."""
+    ipaddress.ip_address(address.partition("%")[0])
+    return not is_guarded(address)
 
 
-class Allowed:
-    """``prefixes``: URLs below which everything may be asked, whatever their IP addresses, and nothing else; empty: all
-    addresses but those that ``is_public_enough`` refuses.
+class AddressPolicy:
+    """``prefixes``: the only URL prefixes that may be requested, at any IP address; empty: all addresses but those that
+    ``is_public_enough`` refuses.
     """
 
     def __init__(self, prefixes: Sequence[str] = ()) -> None:
@@ -147,19 +136,19 @@ class Allowed:
         """Whether there are prefixes."""
         return bool(self._prefixes)
 
-    def checked(self, address: str) -> URL:
+    def checked_url(self, address: str) -> URL:
         """The URL of an address; raises NotAllowed."""
         try:
             url = URL(address)
         except ValueError as error:
-            raise NotAllowed(f"{address} is no URL: {error}") from None
+            raise AddressForbidden(f"{address} is no URL: {error}") from None
         if url.scheme not in {"http", "https"} or not url.host:
-            raise NotAllowed(f"{address} is no URL with http or https")
+            raise AddressForbidden(f"{address} is no URL with http or https")
         if url.user is not None or url.password is not None or url.query_string or url.fragment:
-            raise NotAllowed("the address must have neither a user, nor a query, nor a fragment; use secretRef")
+            raise AddressForbidden("the address must have neither a user, nor a query, nor a fragment; use secretRef")
         if self._prefixes:
             if not any(_is_below(url, one) for one in self._prefixes):
-                raise NotAllowed(
+                raise AddressForbidden(
                     f"{url.origin()} is none of the addresses that the manager may ask (--prometheus-allow)"
                 )
             return url
@@ -167,11 +156,11 @@ class Allowed:
             good = is_public_enough(url.host)
         except ValueError:
             if not set(url.host) - set("0123456789."):
-                # 2130706433 and 127.1 are 127.0.0.1 to some, and no resolver is asked about numbers
-                raise NotAllowed(f"{url.host} is neither a name nor an IP address with four numbers") from None
-            return url  # a name: the resolver looks at what it stands for
+                # some parsers read 2130706433 and 127.1 as 127.0.0.1, and numbers are not resolved
+                raise AddressForbidden(f"{url.host} is neither a name nor an IP address with four numbers") from None
+            return url  # a name: the resolver checks its addresses
         if not good:
-            raise NotAllowed(f"{url.host} is an address that the manager does not ask without --prometheus-allow")
+            raise AddressForbidden(f"{url.host} is an address that the manager does not ask without --prometheus-allow")
         return url
 
 
@@ -183,9 +172,7 @@ def _is_below(url: URL, prefix: URL) -> bool:
 
 
 class CheckedResolver(AbstractResolver):
-    """Leaves out IP addresses that must not be asked, after the name was looked up: a name may stand for another one
-    later.
-    """
+    """Drops forbidden IP addresses after the name is resolved: a name may resolve to another address later."""
 
     def __init__(self) -> None:
         self._resolver = ThreadedResolver()
@@ -197,7 +184,9 @@ class CheckedResolver(AbstractResolver):
         found = await self._resolver.resolve(host, port, family)
         good = [one for one in found if is_public_enough(one["host"])]
         if not good:
-            raise NotAllowed(f"{host} stands for an address that the manager does not ask without --prometheus-allow")
+            raise AddressForbidden(
+                f"{host} stands for an address that the manager does not ask without --prometheus-allow"
+            )
         return good
 
     async def close(self) -> None:
@@ -223,17 +212,17 @@ class SecretCredentials:
     def __init__(self, client: Client, every_s: float) -> None:
         self._client = client
         self._every_s = every_s
-        self._latest = Latest[tuple[str, str], Credentials]()
+        self._latest = SharedFetch[tuple[str, str], Credentials]()
         self._known: dict[tuple[str, str], Credentials] = {}
 
     async def of(self, namespace: str, name: str) -> Credentials:
-        """Never raises: ``problem`` says what is wrong."""
+        """The credentials, or ``problem`` with what is wrong. Never raises."""
         key = namespace, name
         found = await self._latest.get(key, lambda: self._read(key), self._every_s)
         return found or Credentials(problem=f"the Secret {name} is not read yet")
 
     async def close(self) -> None:
-        """Ends what is under way, and forgets all of them."""
+        """Cancel running requests and drop all clients."""
         await self._latest.close()
         self._known.clear()
 
@@ -245,10 +234,10 @@ class SecretCredentials:
         except NotFound:
             return self._keep(key, Credentials(problem=f"there is no Secret {namespace}/{name}"))
         except Forbidden:
-            said = (
+            message = (
                 f"the manager may not read the Secret {namespace}/{name}; a Role must let it get this one by its name"
             )
-            return self._keep(key, Credentials(problem=said))
+            return self._keep(key, Credentials(problem=message))
         except ClusterError as error:
             return before or Credentials(problem=f"the Secret {namespace}/{name} cannot be read now: {error}")
         version = str(secret["metadata"].get("resourceVersion", ""))
@@ -274,7 +263,7 @@ def credentials_of(data: Mapping[str, Any], name: str, version: str) -> Credenti
     if any(ord(one) < 32 or ord(one) > 126 for one in texts["token"]):  # a line break would begin another header
         return Credentials(problem=f"the token in the Secret {name} is not one line of plain text", version=version)
     # the scheme alone matters
-    access = Access(
+    access = ClusterAccess(
         "https://prometheus",
         ca=texts["ca.crt"],
         token=texts["token"],
@@ -290,11 +279,11 @@ def credentials_of(data: Mapping[str, Any], name: str, version: str) -> Credenti
 _KEYS = ("token", "ca.crt", "tls.crt", "tls.key")
 
 
-class Failed(Exception):
-    """There is no page; the message says why, without anything of what the server said."""
+class FetchFailed(Exception):
+    """The page could not be fetched; the message has the reason, and nothing of the server's answer."""
 
 
-async def page_of(
+async def fetch_page(
     http: aiohttp.ClientSession,
     url: URL | str,
     *,
@@ -305,40 +294,40 @@ async def page_of(
     tls: ssl.SSLContext | None = None,
     also: tuple[int, ...] = (),
 ) -> bytes:
-    """The body. ``also``: statuses whose body is wanted, beside 200. Raises Failed."""
+    """The body. ``also``: further statuses whose body is returned, beside 200. Raises Failed."""
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with http.get(
             url, params=query, headers=headers, ssl=tls or True, timeout=timeout, allow_redirects=False
         ) as answer:
             if answer.status != HTTPStatus.OK and answer.status not in also:
-                raise Failed(f"the server answers {answer.status}")
+                raise FetchFailed(f"the server answers {answer.status}")
             body = bytearray()
             async for chunk in answer.content.iter_any():
                 body += chunk
                 if len(body) > most_bytes:
-                    raise Failed(f"the answer is longer than {most_bytes} bytes")
+                    raise FetchFailed(f"the answer is longer than {most_bytes} bytes")
             return bytes(body)
     except TimeoutError:
-        raise Failed(f"no answer within {timeout_s:g} s") from None
+        raise FetchFailed(f"no answer within {timeout_s:g} s") from None
     except aiohttp.ClientConnectorCertificateError as error:
-        raise Failed(f"the server's certificate is not trusted: {error.certificate_error}") from None
+        raise FetchFailed(f"the server's certificate is not trusted: {error.certificate_error}") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise Failed(f"the server cannot be asked: {error}") from None
+        raise FetchFailed(f"the server cannot be asked: {error}") from None
 
 
 _LONGEST: Final = 200
 _SELECTOR: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*\s*(\{[^{}]*\})?|\{[^{}]*\}")
-# Of a metric, and those whose names begin with its name: engines have a few.
+# Lines of a metric, and of those with its name as a prefix: engines have a few.
 _MOST_LINES: Final = 10_000
 _WHICH: Final = "attache_sample"
 # Of several series of one page, as of data-parallel ranks, these are shares: the fullest counts. Others add up.
 _SHARES: Final = ("_perc", "_percent", "_ratio", "_usage", "_utilization")
 
 
-class Value(msgspec.Struct, frozen=True):
-    """``number``: None if there is none; ``problem`` says why. ``age_s``: of the sample. ``is_partial``: the server
-    says that it did not reach all of its data.
+class MetricValue(msgspec.Struct, frozen=True):
+    """``number``: None if there is none; ``problem`` has the reason. ``age_s``: of the sample. ``is_partial``: the
+    server reports that its answer is incomplete.
     """
 
     number: float | None = None
@@ -368,9 +357,9 @@ class _Series(msgspec.Struct, frozen=True):
 _ANSWERS: Final = msgspec.json.Decoder(_Answer)
 
 
-def asked(query: str) -> str:
-    """What is sent for a query. Prometheus gives no sample's own time, only that of the evaluation, unless it is asked
-    for; of a plain selector it is.
+def query_request(query: str) -> str:
+    """The PromQL that is sent for a query. Prometheus returns the time of the evaluation, not of the sample; for a
+    plain selector the sample's time is requested as well.
     """
     stripped = query.strip()
     if _SELECTOR.fullmatch(stripped) is None:
@@ -379,42 +368,42 @@ def asked(query: str) -> str:
     return f'{value} or label_replace(timestamp({stripped}), "{_WHICH}", "time", "", "")'
 
 
-def prometheus_value(body: bytes) -> Value:
+def prometheus_value(body: bytes) -> MetricValue:
     """From the answer to an instant query. No series, several, and what is no finite number are problems, never 0."""
     try:
         answer = _ANSWERS.decode(body)
         if answer.status != "success":
-            said = f"{answer.error_type}: {answer.error}"[:_LONGEST]
-            return Value(problem=f"the query fails: {said}")
+            message = f"{answer.error_type}: {answer.error}"[:_LONGEST]
+            return MetricValue(problem=f"the query fails: {message}")
         return _of(answer)
     except (msgspec.DecodeError, ValueError, OverflowError, RecursionError):
-        return Value(problem="the answer is not that of a Prometheus")
+        return MetricValue(problem="the answer is not that of a Prometheus")
 
 
-def _of(answer: _Answer) -> Value:
+def _of(answer: _Answer) -> MetricValue:
     is_partial = bool(answer.warnings)
     if answer.data.result_type == "scalar":
         at_s, text = msgspec.convert(answer.data.result, tuple[float, str])
         return _finite(text, 0.0, is_partial=is_partial)
     if answer.data.result_type != "vector":
-        return Value(problem=f"the query gives a {answer.data.result_type}; it must give one number")
+        return MetricValue(problem=f"the query gives a {answer.data.result_type}; it must give one number")
     series = msgspec.convert(answer.data.result, list[_Series])
     values = [one for one in series if one.metric.get(_WHICH) != "time"]
     times = [one for one in series if one.metric.get(_WHICH) == "time"]
     if not values:
-        return Value(problem="the query finds nothing")
+        return MetricValue(problem="the query finds nothing")
     if len(values) > 1:
-        return Value(problem=f"the query gives {len(values)} series; it must give one, for instance with sum()")
+        return MetricValue(problem=f"the query gives {len(values)} series; it must give one, for instance with sum()")
     at_s, text = values[0].value
     age_s = max(0.0, at_s - min(float(one.value[1]) for one in times)) if times else 0.0
     return _finite(text, age_s, is_partial=is_partial)
 
 
-def _finite(text: str, age_s: float, *, is_partial: bool) -> Value:
+def _finite(text: str, age_s: float, *, is_partial: bool) -> MetricValue:
     number = float(text)
     if not math.isfinite(number) or not math.isfinite(age_s):
-        return Value(problem=f"the query gives {text}")
-    return Value(number, age_s=age_s, is_partial=is_partial)
+        return MetricValue(problem=f"the query gives {text}")
+    return MetricValue(number, age_s=age_s, is_partial=is_partial)
 
 
 def page_values(page: bytes, names: Iterable[str]) -> dict[str, float]:
@@ -431,7 +420,7 @@ def page_values(page: bytes, names: Iterable[str]) -> dict[str, float]:
 
 
 class PodUsage(msgspec.Struct, frozen=True):
-    """What a pod uses: cores and bytes. ``age_s`` is not told: ``at`` is the time of the sample as the API has it."""
+    """What a pod uses: cores and bytes. ``at``: time of the sample as in the API; its age is left out."""
 
     cpu: float
     memory: float

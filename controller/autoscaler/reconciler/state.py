@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that the reconciler remembers of one binding; a restart may lose it, and nothing is scaled in because of that."""
+"""The reconciler's state of one binding; a restart may lose it, and that never scales in."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import msgspec
 
 from controller.autoscaler.decision.decision import Decision, StageDecision
 from controller.autoscaler.decision.traffic import Traffic
-from controller.autoscaler.reconciler.accelerators import Ordered
-from controller.autoscaler.reconciler.bindings import BindingView, Hold, hold_of, is_changed
+from controller.autoscaler.reconciler.accelerators import AcceleratorOrder
+from controller.autoscaler.reconciler.bindings import BindingView, ManualOverride, hold_of, is_changed
 from controller.autoscaler.reconciler.records import DecisionLog
-from controller.autoscaler.reconciler.resolver import Resolution, Resolved
-from controller.autoscaler.reconciler.result import Result, Scaled
+from controller.autoscaler.reconciler.resolver import Resolution, ResolvedTarget
+from controller.autoscaler.reconciler.result import Result, ScaleEvent
 from controller.kube.errors import Backoff, ClusterError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Retry:
         self._backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S, rng)
         self._until_s = 0.0
 
-    async def tried(self, key: str, write: Callable[[], Awaitable[object]]) -> bool:
+    async def attempt(self, key: str, write: Callable[[], Awaitable[object]]) -> bool:
         """Whether it is written. After a failure it is not tried before the back-off, or the server's Retry-After,
         ends.
         """
@@ -59,15 +59,15 @@ class Retry:
         try:
             await write()
         except ClusterError as error:
-            wait_s = self._backoff.failed(error)
+            wait_s = self._backoff.record_failure(error)
             self._until_s = now_s + wait_s
             log.warning("%s: %s could not be written: %s; trying again in %.1f s", key, self._what, error, wait_s)
             return False
-        self._backoff.succeeded()
+        self._backoff.reset()
         return True
 
 
-class Learned:
+class AnnotationSchedule:
     """When to write what was learned of a binding's targets into its annotation, for the next leader: a minute after
     the last time, then two, four, and so on up to an hour.
 
@@ -91,7 +91,7 @@ class Learned:
 
     def next_text(self, kept: bytes, stored: str, now_s: float) -> str:
         """What to write now; empty if nothing is new."""
-        before, text = stored if self._written is None else self._written, packed(kept)
+        before, text = stored if self._written is None else self._written, encode_annotation(kept)
         if not text or text == before:
             self._due_s, self._written = now_s + self._about(_FIRST_S), before
             return ""
@@ -103,13 +103,13 @@ class Learned:
         return wait_s * self._rng.uniform(0.5, 1.0)
 
 
-def packed(kept: bytes) -> str:
+def encode_annotation(kept: bytes) -> str:
     """As the annotation has it; empty if it would be too long."""
     text = base64.b64encode(zlib.compress(kept)).decode() if kept else ""
     return text if len(text) <= _MOST_BYTES else ""
 
 
-def unpacked(text: str) -> bytes:
+def decode_annotation(text: str) -> bytes:
     """What was packed; empty for what is nothing of ours."""
     try:
         reader = zlib.decompressobj()
@@ -120,26 +120,26 @@ def unpacked(text: str) -> bytes:
 
 class BindingState(msgspec.Struct, kw_only=True):
     """``memory``: of the decision. ``first_decided_s``: when this process first decided. ``changed_s``: when replicas
-    that somebody else has set were first seen, by target. ``resolution``: of its targets. ``ordered``: accelerators.
-    ``status``: as written last, with the version of the binding that it was made from. ``unreported``: replicas written
-    since then. ``conflicts``: of targets that others write all the time. The rest is for the metrics: ``view`` and
-    ``result`` of the last reconciliation, the last ``stages``, the last known ``desired`` replicas, ``blocked``, and
-    ``writes`` by target.
+    set by another writer were first observed, by target. ``resolution``: of its targets. ``ordered``: accelerators.
+    ``status``: as written last, with the binding's version that it is based on. ``unreported``: replicas written since
+    then. ``conflicts``: of targets that others write repeatedly. The rest is for the metrics: ``view`` and ``result``
+    of the last reconciliation, the last ``stages``, the last known ``desired`` replicas, ``blocked``, and ``writes`` by
+    target.
     """
 
     uid: str
     status_retry: Retry
     learned_retry: Retry
     conflicts: Backoff
-    learned: Learned
+    learned: AnnotationSchedule
     log: DecisionLog = msgspec.field(default_factory=DecisionLog)
     memory: Any = None
     first_decided_s: float | None = None
     changed_s: dict[str, float] = {}
     resolution: Resolution | None = None
-    ordered: Ordered | None = None
+    ordered: AcceleratorOrder | None = None
     status: tuple[str, Mapping[str, Any]] | None = None
-    unreported: tuple[Scaled, ...] = ()
+    unreported: tuple[ScaleEvent, ...] = ()
     view: BindingView | None = None
     result: Result | None = None
     stages: tuple[StageDecision, ...] = ()
@@ -148,15 +148,17 @@ class BindingState(msgspec.Struct, kw_only=True):
     writes: dict[str, int] = {}
 
     def awaits_data(self, decision: Decision, period_s: float, now_s: float) -> bool:
-        """Whether something is unknown that may still arrive by itself, as this process has just begun."""
+        """Whether missing data may still arrive, as this process has just started."""
         if self.first_decided_s is None:
             self.first_decided_s = now_s
         is_unknown = not decision.stages or any(one.combined is None for one in decision.stages)
         return is_unknown and 0 <= now_s - self.first_decided_s < patience_s(period_s)
 
-    def holds(self, view: BindingView, resolved: Sequence[Resolved], hold_s: float, now_s: float) -> dict[str, Hold]:
-        """Manual overrides by target. ``hold_s``: how long a change is honoured."""
-        found: dict[str, Hold] = {}
+    def holds(
+        self, view: BindingView, resolved: Sequence[ResolvedTarget], hold_s: float, now_s: float
+    ) -> dict[str, ManualOverride]:
+        """Manual overrides by target. ``hold_s``: how long a change is kept."""
+        found: dict[str, ManualOverride] = {}
         for one in resolved:
             name = one.spec.name
             if one.found is None or not is_changed(one.found, view.claim):
@@ -177,7 +179,7 @@ class BindingState(msgspec.Struct, kw_only=True):
             self.stages, self.blocked = result.decision.stages, result.decision.blocked
         self.desired |= {one.target.spec.name: one.replicas for one in result.steps if one.replicas is not None}
 
-    def wrote(self, scaled: Sequence[Scaled]) -> None:
+    def wrote(self, scaled: Sequence[ScaleEvent]) -> None:
         """Replicas were written."""
         self.unreported = (*self.unreported, *scaled)
         for one in scaled:
@@ -191,7 +193,7 @@ def new_state(uid: str, rng: Random, *, conflict_s: tuple[float, float]) -> Bind
         status_retry=Retry("the status", rng),
         learned_retry=Retry("what was learned", rng),
         conflicts=Backoff(*conflict_s, rng),
-        learned=Learned(rng),
+        learned=AnnotationSchedule(rng),
     )
 
 

@@ -7,9 +7,9 @@ import re
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from controller.api.autoscaling_mistakes import schedule_mistakes
-from controller.autoscaler.reconciler.resolver import PROBLEMS, Problem, Resolved
-from controller.kube.plan import Happened
+from controller.api.autoscaling import schedule_mistakes
+from controller.autoscaler.reconciler.resolver import PROBLEMS, ResolvedTarget, TargetProblem
+from controller.kube.plan import KubeEvent
 from controller.models.model_infer.names import text_of
 
 if TYPE_CHECKING:
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from controller.autoscaler.decision.decision import Decision, Rule, StageDecision
     from controller.autoscaler.decision.situation import Situation
-    from controller.autoscaler.reconciler.result import Result, Step
+    from controller.autoscaler.reconciler.result import Result, TargetAction
 
 _NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
 
 
 def reasons_of(stage: StageDecision) -> list[str]:
-    """Why its strategies cannot tell."""
+    """Why its strategies have no recommendation."""
     return [one.reason for one in stage.recommendations if one.replicas is None]
 
 
@@ -32,7 +32,7 @@ def without_numbers(text: str) -> str:
     return _NUMBERS.sub("#", text)
 
 
-# Rules of a decision's steps that kept it from what the strategies asked for.
+# Rules of a decision's steps that limited the recommendation of the strategies.
 LIMITING: Final[frozenset[Rule]] = frozenset({"Limited", "ScalingLimited", "Schedule", "Budget"})
 _LONGEST: Final = 1000
 _MISSING: Final = "DataMissing"
@@ -42,7 +42,7 @@ _STEADY: Final = frozenset({"MetricsAvailable", "ScalingLimited", "CapacityBlock
 
 
 def status_of(result: Result, before: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole status. ``before``: what the binding says."""
+    """The whole status. ``before``: the binding's current one."""
     known = {one.get("type"): one for one in before.get("conditions") or ()}
     status: dict[str, Any] = {
         "targets": list(_targets(result, {one.get("name"): one for one in before.get("targets") or ()})),
@@ -54,24 +54,24 @@ def status_of(result: Result, before: Mapping[str, Any]) -> dict[str, Any]:
     if result.scaled:
         at = datetime.fromtimestamp(result.now_s, UTC)
         status["lastScaledAt"] = at.strftime("%Y-%m-%dT%H:%M:%SZ")
-        said = "; ".join(f"{one.name} from {one.before} to {one.after}: {one.reason}" for one in result.scaled)
-        status["lastDecision"] = said[:_LONGEST]
+        message = "; ".join(f"{one.name} from {one.before} to {one.after}: {one.reason}" for one in result.scaled)
+        status["lastDecision"] = message[:_LONGEST]
     return status
 
 
-def events_of(result: Result, status: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[Happened]:
-    """One for each write, and one for each condition that has become what people should know of."""
+def events_of(result: Result, status: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[KubeEvent]:
+    """One for each write, and one for each condition whose change a user should notice."""
     for one in result.scaled:
-        yield Happened("Normal", "Scaled", f"{one.what}: from {one.before} to {one.after} replicas; {one.reason}")
+        yield KubeEvent("Normal", "Scaled", f"{one.what}: from {one.before} to {one.after} replicas; {one.reason}")
     known = {one.get("type"): (one.get("status"), one.get("reason")) for one in before.get("conditions") or ()}
     for condition in status["conditions"]:
         type_, said = condition["type"], (condition["status"], condition["reason"])
-        # TargetsResolved tells of these already
+        # TargetsResolved reports these already
         if known.get(type_) == said or (type_ == "ScalingActive" and condition["reason"] in PROBLEMS):
             continue
         event = _event(type_, *said)
         if event is not None:
-            yield Happened(event[0], event[1], condition["message"])
+            yield KubeEvent(event[0], event[1], condition["message"])
 
 
 def acts_of(result: Result) -> Mapping[str, str]:
@@ -126,9 +126,10 @@ def _targets(result: Result, before: Mapping[Any, Mapping[str, Any]]) -> Iterato
         reason = result.refused.get(name, "")[:_LONGEST]
         reason = reason or _reason(_problem(target, result), step, result.waits_for.get(name, ()))
         old = before.get(name) or {}
-        # reasons have numbers that change all the time
-        if old.get("reason") and all(old.get(one) == said.get(one) for one in ("current", "desired", "ready")):
-            reason = old["reason"]
+        # reasons have numbers that change all the time; another cause is news
+        is_same = all(old.get(one) == said.get(one) for one in ("current", "desired", "ready"))
+        if is_same and without_numbers(old.get("reason") or "") == without_numbers(reason):
+            reason = old.get("reason", "")
         yield {**said, "reason": reason} if reason else said
 
 
@@ -136,19 +137,19 @@ def _ready(engines: Sequence[Any]) -> int:
     return sum(one.state.value == "ready" for one in engines)
 
 
-def _problem(target: Resolved, result: Result) -> Problem | None:
-    """Another autoscaler is none where we only tell what we have decided."""
+def _problem(target: ResolvedTarget, result: Result) -> TargetProblem | None:
+    """Another autoscaler is no problem where decisions are only reported."""
     problem, policy = target.problem, result.policy
-    told = policy is not None and policy.mode in ("Export", "Recommend")
-    return None if told and problem is not None and problem.reason == "OtherAutoscaler" else problem
+    is_advisory = policy is not None and policy.mode in ("Export", "Recommend")
+    return None if is_advisory and problem is not None and problem.reason == "OtherAutoscaler" else problem
 
 
-def _reason(problem: Problem | None, step: Step | None, waits_for: Sequence[str]) -> str:
+def _reason(problem: TargetProblem | None, step: TargetAction | None, waits_for: Sequence[str]) -> str:
     if problem is not None and problem.forbids:
         return problem.message[:_LONGEST]
     if step is None:
         return ""
-    if step.held and not step.is_told_only:
+    if step.held and not step.is_report_only:
         return step.held[:_LONGEST]
     if waits_for:
         return "engines finish what they have before they go"
@@ -159,7 +160,7 @@ def _conditions(result: Result, before: Mapping[Any, Mapping[str, Any]]) -> Iter
     """``before``: those of the binding, by type."""
     yield _resolved(result)
     if result.decision is not None:
-        # what was missing before is not awaited anew because a manager has started
+        # data missing before a manager's restart are not awaited again
         was_missing = before.get("MetricsAvailable", {}).get("reason") == _MISSING
         is_awaited = result.awaits_data and not was_missing
         yield _available(result.decision, result.situations, _AWAITED if is_awaited else _MISSING)
@@ -173,8 +174,8 @@ def _resolved(result: Result) -> dict[str, Any]:
     problems = [problem for one in result.resolved if (problem := _problem(one, result)) is not None]
     if problems:
         gravest = min(problems, key=lambda one: PROBLEMS.index(one.reason))
-        said = "; ".join(dict.fromkeys(one.message for one in problems))
-        return _condition("TargetsResolved", truth=False, reason=gravest.reason, message=said)
+        message = "; ".join(dict.fromkeys(one.message for one in problems))
+        return _condition("TargetsResolved", truth=False, reason=gravest.reason, message=message)
     return _condition("TargetsResolved", truth=True, reason="Resolved", message="all targets are there")
 
 
@@ -185,7 +186,7 @@ def _available(decision: Decision, situations: Sequence[Situation], otherwise: s
     silent = sorted({name for one in situations for name in one.freshness.silent})
     said = "; ".join(dict.fromkeys(reason for one in unknown for reason in reasons_of(one)))
     also = f"; silent gateways: {', '.join(silent)}" if silent else ""
-    message = (said or "no law knows the demand") + also
+    message = (said or "no strategy knows the demand") + also
     return _condition("MetricsAvailable", truth=False, reason=otherwise, message=message)
 
 
@@ -217,22 +218,24 @@ def _active(result: Result) -> dict[str, Any]:
     return _condition("ScalingActive", truth=True, reason=reason, message=message)
 
 
-def _limited(decision: Decision, resolved: Sequence[Resolved]) -> dict[str, Any]:
+def _limited(decision: Decision, resolved: Sequence[ResolvedTarget]) -> dict[str, Any]:
     """Bounds of what is not there limit nothing."""
     for stage in decision.stages if any(one.found is not None for one in resolved) else ():
         for step in stage.steps:
             if step.rule in LIMITING and step.after != step.before:
                 return _condition("ScalingLimited", truth=True, reason=step.rule, message=step.reason)
-    return _condition("ScalingLimited", truth=False, reason="NotLimited", message="the laws get what they ask for")
+    return _condition(
+        "ScalingLimited", truth=False, reason="NotLimited", message="the strategies get what they ask for"
+    )
 
 
 def _blocked(result: Result) -> dict[str, Any]:
     decision = result.decision
     blocked = [] if decision is None else [f"{name}: {why}" for name, why in decision.blocked.items()]
-    said = "; ".join([*blocked, *(f"{name}: {why}" for name, why in result.without_nodes.items())])
-    if said:
+    message = "; ".join([*blocked, *(f"{name}: {why}" for name, why in result.without_nodes.items())])
+    if message:
         reason = "NoCapacity" if blocked else "NoSuchAccelerator"
-        return _condition("CapacityBlocked", truth=True, reason=reason, message=said)
+        return _condition("CapacityBlocked", truth=True, reason=reason, message=message)
     return _condition("CapacityBlocked", truth=False, reason="NotBlocked", message="engines find nodes")
 
 

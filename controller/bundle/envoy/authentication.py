@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """API keys, signed tokens or client certificates, checked by Envoy before any other filter.
 
-These filters lie in files of their own, which Envoy watches: a change holds from the next request on. A change of the
-listener would leave connections that are open with the old filters for minutes.
+These filters are in files of their own, which Envoy watches: a change applies from the next request on. After a change
+of the listener, open connections would keep the old filters for minutes.
 
-Envoy lets a request pass whose Lua script has failed. So behind each script a second filter checks what the script
-alone can write: a header that Envoy strips from clients' requests, or metadata.
+If a Lua script fails, Envoy lets the request pass. So a second filter behind each script checks a result that only the
+script can write: a header that Envoy strips from clients' requests, or metadata.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import math
 import re
+from hashlib import sha256
 from itertools import count, islice
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
@@ -68,13 +71,13 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
 
 from controller.bundle.envoy.bootstrap import file_source
 from controller.bundle.envoy.envoy_json import (
-    Packed,
+    PackedMessage,
     http_filter,
     resources_file,
     seconds,
     to_resource,
     type_url,
-    typed,
+    typed_extension,
 )
 from extproc.api.advice import is_ip
 from extproc.protocol import CLIENT, TENANT, TOKENS_NAMESPACE, USER
@@ -93,13 +96,16 @@ CERTIFICATES_FILE: Final = "certificates.json"
 AUTHENTICATION_FILES: Final = (KEYS_FILE, TOKENS_FILE, CALLERS_FILE, CERTIFICATES_FILE)
 # Of a claim that names a tenant or a user.
 _CLAIM_NAME: Final = r"[^\x00-\x1f\x7f]+"
+# One token; of several headers Envoy compares all, with commas between them.
+_BEARER: Final = "(?i)bearer +[a-z0-9._~+/=-]+"
+_NOWHERE: Final = "x-attache-nowhere"
+# No name that a configuration could have.
+_NO_ISSUER: Final = "(none)"
 _JWT_FILTER: Final = TOKENS_NAMESPACE
 
 
 def authentication_filters(authentication: Authentication | None, directory: str) -> list[HttpFilter]:
-    """The first filters of the chain. Without a valid key, token or certificate: 401; if that does not say whose:
-    403.
-    """
+    """The first filters of the chain. Without a valid key, token or certificate: 401; if that names no caller: 403."""
     if authentication is None:
         return []
     watched = [
@@ -128,7 +134,7 @@ def authentication_files(authentication: Authentication | None) -> Mapping[str, 
     if authentication is None:
         return {}
     return {
-        file: resources_file([to_resource(typed(name, message))])
+        file: resources_file([to_resource(typed_extension(name, message))])
         for file, (name, message) in _watched_filters(authentication).items()
     }
 
@@ -149,10 +155,47 @@ def _watched_filters(authentication: Authentication) -> Mapping[str, tuple[str, 
 def _tokens(issuers: Sequence[JwtIssuer]) -> JwtAuthentication:
     any_of = [JwtRequirement(provider_name=one.name) for one in issuers]
     requires = any_of[0] if len(any_of) == 1 else JwtRequirement(requires_any=JwtRequirementOrList(requirements=any_of))
+    bearer = HeaderMatcher(name="authorization", string_match=StringMatcher(safe_regex=RegexMatcher(regex=_BEARER)))
     return JwtAuthentication(
-        providers={one.name: _provider(one) for one in issuers},
-        rules=[RequirementRule(match=RouteMatch(prefix="/"), requires=requires)],
+        providers={one.name: _provider(one) for one in issuers} | {_NO_ISSUER: _no_token(issuers[0])},
+        rules=[
+            RequirementRule(match=RouteMatch(prefix="/", headers=[bearer]), requires=requires),
+            RequirementRule(match=RouteMatch(prefix="/"), requires=JwtRequirement(provider_name=_NO_ISSUER)),
+        ],
     )
+
+
+def _no_token(issuer: JwtIssuer) -> JwtProvider:
+    """For requests without a Bearer token. Envoy strips its header from clients' requests, so it never finds a token,
+    and its keys make no difference.
+    """
+    return JwtProvider(
+        issuer=_NO_ISSUER,
+        local_jwks=DataSource(inline_string=issuer.jwks or SIGNS_NOTHING),
+        from_headers=[JwtHeader(name=_NOWHERE)],
+    )
+
+
+def _key_that_signs_nothing() -> str:
+    """A key set without a known private key: a point of the curve P-256 whose x coordinate is a digest of a text.
+
+    Source of the curve: NIST SP 800-186, 3.2.1.3.
+    """
+    prime = 2**256 - 2**224 + 2**192 + 2**96 - 1
+    b = 0x5AC635D8AA3A93E7B3EBBD55769886BC651D06B0CC53B0F63BCE3C3E27D2604B
+    x = int.from_bytes(sha256(b"attache: this key signs nothing").digest()) % prime
+    while pow(x**3 - 3 * x + b, (prime - 1) // 2, prime) != 1:
+        x += 1
+    y = pow(x**3 - 3 * x + b, (prime + 1) // 4, prime)
+    key = {"kty": "EC", "crv": "P-256", "x": _base64url(x), "y": _base64url(y), "kid": "signs-nothing"}
+    return json.dumps({"keys": [key]})
+
+
+def _base64url(number: int) -> str:
+    return base64.urlsafe_b64encode(number.to_bytes(32)).decode().rstrip("=")
+
+
+SIGNS_NOTHING: Final = _key_that_signs_nothing()
 
 
 def _provider(one: JwtIssuer) -> JwtProvider:
@@ -163,8 +206,9 @@ def _provider(one: JwtIssuer) -> JwtProvider:
         require_expiration=one.require_expiration,
         local_jwks=DataSource(inline_string=one.jwks or "") if one.remote_jwks is None else None,
         remote_jwks=None if one.remote_jwks is None else remote_key_set(one.name, one.remote_jwks),
-        # Said here, or Envoy takes tokens from the query string as well, which lands in logs. What follows the first
-        # space is the token: schemes are case-insensitive, and Envoy's prefixes are not.
+        # Set explicitly: by default Envoy takes tokens from the query string as well, and query strings are logged. The
+        # token follows the first space: schemes are case-insensitive, and Envoy's prefixes are not. The rules check the
+        # scheme.
         from_headers=[JwtHeader(name="authorization", value_prefix=" ")],
         payload_in_metadata=one.name,
         claim_to_headers=[JwtClaimToHeader(header_name=header, claim_name=claim) for header, claim in claims],
@@ -282,9 +326,9 @@ end
 def known_keys(keys: Sequence[ApiKey]) -> Lua:
     """The filter for API keys: it writes the name of the caller's key into a header and removes the key.
 
-    A request without a known key gets 401. Keys that are still to be read are unknown. Envoy's own filter for API keys
-    compares them in plain text, so every bundle, and every page of Envoy that shows its configuration, would hold them
-    all. The script compares SHA-256 digests, however a key was given.
+    A request without a known key gets 401. Keys that have not been read yet are unknown. Envoy's own filter for API
+    keys compares them in plain text, so every bundle, and every page of Envoy that shows its configuration, would hold
+    them all. The script compares SHA-256 digests, however a key was given.
     """
     by_digest = {one.digest: one for one in reversed(keys) if one.digest is not None}
     expires = {
@@ -306,7 +350,7 @@ def known_keys(keys: Sequence[ApiKey]) -> Lua:
 
 
 def identified_callers() -> Rbac:
-    """Lets through whom ``known_keys`` has named."""
+    """Admits callers that ``known_keys`` has named."""
     named = Permission(header=HeaderMatcher(name=CLIENT, present_match=True))
     policy = Policy(permissions=[named], principals=[Principal(any=True)])
     return Rbac(rules=Rules(action=RbacAction.ALLOW, policies={"identified": policy}))
@@ -397,7 +441,7 @@ def named_by_certificates(names: Sequence[CertificateName]) -> Lua:
 
 
 def known_certificates() -> Rbac:
-    """Lets through whom ``named_by_certificates`` has named; others get 403."""
+    """Admits callers that ``named_by_certificates`` has named; others get 403."""
     named = MetadataMatcher(
         filter=_CERTIFICATE_NAMESPACE,
         path=[MetadataMatcherPathSegment(key=_CERTIFICATE_KEY)],
@@ -408,7 +452,7 @@ def known_certificates() -> Rbac:
     return Rbac(rules=Rules(action=RbacAction.ALLOW, policies={"named": policy}))
 
 
-def lua_pattern(one: CertificateName) -> str:
+def certificate_lua_pattern(one: CertificateName) -> str:
     """Its pattern as Lua writes it, for the whole value."""
     text = one.pattern.lower() if one.field == "DNS" else one.pattern
     pieces = _HOLE.split(text)
@@ -419,7 +463,7 @@ def lua_pattern(one: CertificateName) -> str:
 
 def _name_entry(one: CertificateName) -> str:
     holes = _HOLE.findall(one.pattern)
-    fields = {"name": _quoted(one.name), "field": _quoted(one.field), "pattern": _quoted(lua_pattern(one))}
+    fields = {"name": _quoted(one.name), "field": _quoted(one.field), "pattern": _quoted(certificate_lua_pattern(one))}
     if one.tenant is not None:
         fields["tenant"] = _quoted(one.tenant)
     for hole in holes:
@@ -444,9 +488,9 @@ def remote_key_set(issuer: str, remote: RemoteJwks) -> EnvoysRemoteJwks:
     """How Envoy fetches the key set of ``issuer``, which is its name in the configuration.
 
     Sets are fetched beside the requests; only the first requests after a start wait for one. A fetched set holds until
-    the next one arrives, however long that takes: while an issuer is away, its tokens stay valid. A set that a request
-    has waited for holds for ``cacheDuration``, in which the next one is fetched. A change of this part of the
-    configuration begins anew, without a set.
+    the next one arrives, however long that takes: while an issuer is unreachable, its tokens stay valid. A set that a
+    request has waited for holds for ``cacheDuration``, in which the next one is fetched. After a change of this part of
+    the configuration Envoy starts again without a set.
 
     Envoy could hold the listener back until the first set is here, but not where the filter comes from a watched file:
     it would never fetch after a change.
@@ -460,7 +504,7 @@ def remote_key_set(issuer: str, remote: RemoteJwks) -> EnvoysRemoteJwks:
 
 
 def key_set_clusters(authentication: Authentication | None) -> list[dict[str, object]]:
-    """A cluster for each issuer whose key set is fetched, as resources of xDS."""
+    """A cluster for each issuer with a remote key set, as resources of xDS."""
     issuers = () if authentication is None else authentication.jwt
     return [
         to_resource(_key_set_cluster(_key_set_cluster_name(one.name), one.remote_jwks))
@@ -486,15 +530,16 @@ def _key_set_cluster(name: str, remote: RemoteJwks) -> Cluster:
         load_assignment=ClusterLoadAssignment(
             cluster_name=name, endpoints=[LocalityLbEndpoints(lb_endpoints=[LbEndpoint(endpoint=endpoint)])]
         ),
+        # its keys decide which callers are admitted
         transport_socket=TransportSocket(
-            name="envoy.transport_sockets.tls",
-            typed_config=Packed(_issuer_tls(host, remote.ca_file, is_address=is_address)),
+            name="envoy.transport_sockets.tls", typed_config=PackedMessage(server_tls(host, remote.ca_file))
         ),
     )
 
 
-def _issuer_tls(host: str, ca_file: str, *, is_address: bool) -> UpstreamTlsContext:
-    """Who answers must show a certificate for ``host``: whoever gives us keys decides who may come in."""
+def server_tls(host: str, ca_file: str) -> UpstreamTlsContext:
+    """TLS to a server that must show a certificate for ``host``, signed by an authority in ``ca_file``."""
+    is_address = is_ip(host)
     kind = SubjectAltNameMatcherSanType.IP_ADDRESS if is_address else SubjectAltNameMatcherSanType.DNS
     return UpstreamTlsContext(
         sni="" if is_address else host,

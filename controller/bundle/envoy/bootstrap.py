@@ -33,7 +33,7 @@ from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.
 from envoy_data_plane.envoy.extensions.resource_monitors.fixed_heap.v3 import FixedHeapConfig
 from envoy_data_plane.google.protobuf import Struct, Value
 
-from controller.bundle.envoy.envoy_json import Packed, address, seconds
+from controller.bundle.envoy.envoy_json import PackedMessage, address, seconds
 from extproc.api.matches import MAX_PROGRAM_SIZE
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _runtime() -> LayeredRuntime:
 
 
 def _overload_manager(gateway: GatewayConfigSpec) -> OverloadManager:
-    """What Envoy gives up, and in which order, before it runs out of memory."""
+    """Envoy's overload actions, in their order, before it runs out of memory."""
     heap = "envoy.resource_monitors.fixed_heap"
 
     def action(name: str, threshold: float) -> OverloadAction:
@@ -93,10 +93,12 @@ def _overload_manager(gateway: GatewayConfigSpec) -> OverloadManager:
     return OverloadManager(
         refresh_interval=seconds(0.25),
         resource_monitors=[
-            ResourceMonitor(name=heap, typed_config=Packed(FixedHeapConfig(max_heap_size_bytes=gateway.max_heap))),
+            ResourceMonitor(
+                name=heap, typed_config=PackedMessage(FixedHeapConfig(max_heap_size_bytes=gateway.max_heap))
+            ),
             ResourceMonitor(
                 name="envoy.resource_monitors.global_downstream_max_connections",
-                typed_config=Packed(
+                typed_config=PackedMessage(
                     DownstreamConnectionsConfig(max_active_downstream_connections=gateway.max_connections)
                 ),
             ),

@@ -20,6 +20,7 @@ from controller.bundle.envoy.clusters import (
     server_cluster,
     server_cluster_name,
     server_endpoints,
+    usage_cluster,
     with_endpoints,
 )
 from controller.bundle.envoy.envoy_json import Memo, resources_file, to_json
@@ -27,8 +28,11 @@ from controller.bundle.envoy.filters import Needs
 from controller.bundle.envoy.http_routes import needs_of
 from controller.bundle.envoy.listeners import listener_groups, listener_resources
 from controller.bundle.envoy.route_configurations import route_configuration
+from controller.bundle.envoy.tracing import collector_clusters
+from extproc.api.addresses import OF_CLUSTER
 from extproc.api.http_route import Backend, BackendSpec
 from extproc.api.make_before_break import with_servers
+from extproc.api.model_server import RETURNED
 from extproc.api.snapshot import failure_mode_of
 from extproc.api.spec import Metadata
 
@@ -51,9 +55,9 @@ T = TypeVar("T", bound="ModelServer | Backend")
 class BundleWriter:
     """Snapshots to bundles for ``directory``, which is where Envoy will find them.
 
-    A route takes the classes of Envoy's schema a millisecond: what belongs to objects that have not changed is kept.
-    Engines come and go all the time, so a change of endpoints alone costs no more than the files of their servers; or,
-    with many servers, the file of the clusters, which have their endpoints in them.
+    A route costs a millisecond with the classes of Envoy's schema, so the results for unchanged objects are kept.
+    Engines change often, so a change of endpoints alone rewrites only the files of their servers; or, with many
+    servers, the file of the clusters, which contain their endpoints.
     """
 
     def __init__(self, directory: str) -> None:
@@ -62,7 +66,7 @@ class BundleWriter:
         # those of the last snapshot, without endpoints
         self._servers: Mapping[str, ModelServer] = {}
         self._backends: Mapping[str, Backend] = {}
-        # the last snapshot without endpoints, and what it came to
+        # the last snapshot without endpoints, and its bundle
         self._frame: tuple[Snapshot, Mapping[str, str]] | None = None
         # the gateway's own clusters; those of servers and Backends, in their order
         self._clusters: tuple[list[dict[str, object]], list[dict[str, object]]] = ([], [])
@@ -72,7 +76,7 @@ class BundleWriter:
     def build(self, snapshot: Snapshot) -> Mapping[str, str]:
         """File names, relative to the bundle, to JSON.
 
-        Equal snapshots give equal files. In writing order: what is referred to comes before what refers to it.
+        Equal snapshots give equal files. In writing order: referenced files precede those that refer to them.
         """
         self._endpoints.next_build()
         files = self._endpoint_files(snapshot) if _has_endpoint_files(snapshot) else {}
@@ -114,7 +118,13 @@ class BundleWriter:
         gateway = snapshot.gateway
         clusters = [memo.get(server_cluster, server, self._directory) for server in snapshot.servers]
         clusters.extend(memo.get(self._backend, one) for one in snapshot.backends)
-        own = [memo.get(extproc_cluster, gateway), *memo.get(key_set_clusters, gateway.authentication)]
+        own = [
+            memo.get(extproc_cluster, gateway),
+            *memo.get(key_set_clusters, gateway.authentication),
+            *memo.get(collector_clusters, gateway.tracing),
+        ]
+        if gateway.usage_log is not None and gateway.usage_log.api is not None:
+            own.append(memo.get(usage_cluster, gateway.usage_log.api))
         self._clusters = own, clusters
         return {
             **{
@@ -123,7 +133,11 @@ class BundleWriter:
             },
             **memo.get(authentication_files, gateway.authentication),
             LISTENERS_FILE: memo.get(
-                self._listener, gateway, longest_wait_s(snapshot), *needs_of(snapshot.http_routes)
+                self._listener,
+                gateway,
+                longest_wait_s(snapshot),
+                *needs_of(snapshot.http_routes),
+                _times_streams(snapshot),
             ),
             BOOTSTRAP_FILE: memo.get(self._bootstrap, gateway),
         }
@@ -143,6 +157,11 @@ class BundleWriter:
 
     def _bootstrap(self, gateway: GatewayConfigSpec) -> str:
         return to_json(bootstrap(gateway, self._directory))
+
+
+def _times_streams(snapshot: Snapshot) -> bool:
+    """Whether an objective is about tokens of streams."""
+    return any(one.ttft is not None or one.tpot is not None for route in snapshot.routes for one in route.spec.slo)
 
 
 def endpoint_subscriptions(snapshot: Snapshot) -> dict[str, str]:
@@ -176,7 +195,7 @@ def _without_endpoints(one: T, last: Mapping[str, T]) -> T:
     return fresh if before is None or before != fresh else before
 
 
-def build(snapshot: Snapshot, directory: str) -> Mapping[str, str]:
+def build_bundle(snapshot: Snapshot, directory: str) -> Mapping[str, str]:
     """One bundle by itself, for ``directory``."""
     return BundleWriter(directory).build(snapshot)
 
@@ -186,8 +205,18 @@ def _decided(gateway: GatewayConfigSpec, mode: Literal["Open", "Close"]) -> Gate
 
 
 def longest_wait_s(snapshot: Snapshot) -> float:
-    """The longest time for which extproc may hold a request of any server."""
-    return max((snapshot.longest_wait_s_of(server.spec) for server in snapshot.servers), default=0.0)
+    """The longest time for which extproc may hold a request of any server.
+
+    Any server of a cluster may come back and hold requests. That counts from the start: Envoy replaces a listener whose
+    limits change, and closes its connections one by one.
+    """
+    specs = (
+        msgspec.structs.replace(one.spec, activation=RETURNED)
+        if one.spec.activation is None and OF_CLUSTER in one.metadata.annotations
+        else one.spec
+        for one in snapshot.servers
+    )
+    return max(map(snapshot.longest_wait_s_of, specs), default=0.0)
 
 
 def with_clusters_of(snapshot: Snapshot, before: Snapshot) -> Snapshot:

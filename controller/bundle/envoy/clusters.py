@@ -45,7 +45,15 @@ from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPath
 from envoy_data_plane.envoy.type.v3 import Percent
 
 from controller.bundle.envoy.bootstrap import ENDPOINTS_FOLDER, file_source
-from controller.bundle.envoy.envoy_json import Packed, address, http_filter, seconds, to_plain, to_resource, typed
+from controller.bundle.envoy.envoy_json import (
+    PackedMessage,
+    address,
+    http_filter,
+    seconds,
+    to_plain,
+    to_resource,
+    typed_extension,
+)
 from controller.bundle.envoy.secrets import engine_key, engine_socket, secret_reference
 from extproc.api.addresses import parse_address, parse_target, worker_addresses
 from extproc.api.connection import EngineConnection
@@ -63,10 +71,14 @@ if TYPE_CHECKING:
     from extproc.api.model_server import OutlierDetection as OutlierPolicy
 
 EXTPROC_CLUSTER: Final = "attache-extproc"
+USAGE_CLUSTER: Final = "attache-usage"
 UPSTREAM_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 # Streams live as long as answers do: Envoy's defaults of 1,024 would cut requests off long before engines are full.
 # What limits load is the engines' own queue and, before it, extproc.
 _UNLIMITED: Final = 1_000_000
+# Of extproc. Together less than the default of ``messageTimeout``, and more than it takes to read the largest bodies.
+_PING_S: Final = 1.0
+_PING_ANSWER_S: Final = 3.0
 # vLLM's server closes idle connections after 5 s; a request sent at that moment would meet a reset.
 IDLE_S: Final = 4.0
 # File systems take names of 255 bytes; drafts of a file have a longer name.
@@ -115,11 +127,11 @@ def server_cluster(server: ModelServer, directory: str) -> dict[str, object]:
             # Ejected engines get requests only when all are ejected.
             common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=1.0)),
             outlier_detection=_outlier_detection(policy.outlier_detection),
-            circuit_breakers=unlimited(),
+            circuit_breakers=unlimited_circuit_breakers(),
             upstream_connection_options=keepalive(),
             transport_socket=None if connection.tls is None else engine_socket(connection.tls, directory),
             typed_extension_protocol_options={
-                UPSTREAM_OPTIONS: Packed(
+                UPSTREAM_OPTIONS: PackedMessage(
                     UpstreamOptions(
                         common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(IDLE_S)),
                         explicit_http_config=ExplicitHttp(http_protocol_options=Http1ProtocolOptions()),
@@ -157,6 +169,7 @@ def with_endpoints(cluster: Mapping[str, object], endpoints: Mapping[str, object
 def extproc_cluster(gateway: GatewayConfigSpec) -> dict[str, object]:
     """extproc over HTTP/2, with a health check every second, so that a hung process is skipped soon.
 
+    A process that does not answer a ping loses its connection, so that its streams are opened again at another one.
     Envoy resolves a host name itself, and follows what it resolves to.
     """
     is_name = not gateway.extproc.startswith("unix:") and not parse_target(gateway.extproc).is_ip
@@ -167,7 +180,7 @@ def extproc_cluster(gateway: GatewayConfigSpec) -> dict[str, object]:
             dns_lookup_family=ClusterDnsLookupFamily.V4_PREFERRED if is_name else ClusterDnsLookupFamily.AUTO,
             load_assignment=assignment(EXTPROC_CLUSTER, worker_addresses(gateway.extproc, gateway.extproc_workers)),
             connect_timeout=seconds(1),
-            circuit_breakers=unlimited(),
+            circuit_breakers=unlimited_circuit_breakers(),
             # Never send to an unready extproc: the failure mode decides what happens then.
             common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0.0)),
             health_checks=[
@@ -181,17 +194,33 @@ def extproc_cluster(gateway: GatewayConfigSpec) -> dict[str, object]:
                 )
             ],
             typed_extension_protocol_options={
-                UPSTREAM_OPTIONS: Packed(
+                UPSTREAM_OPTIONS: PackedMessage(
                     UpstreamOptions(
                         explicit_http_config=ExplicitHttp(
                             http2_protocol_options=Http2ProtocolOptions(
                                 max_concurrent_streams=_UNLIMITED,
-                                connection_keepalive=KeepaliveSettings(interval=seconds(30), timeout=seconds(10)),
+                                connection_keepalive=KeepaliveSettings(
+                                    interval=seconds(_PING_S), timeout=seconds(_PING_ANSWER_S)
+                                ),
                             )
                         )
                     )
                 )
             },
+        )
+    )
+
+
+def usage_cluster(api: str) -> dict[str, object]:
+    """The process that serves reports, ``attache usage serve``."""
+    is_name = not parse_target(api).is_ip
+    return to_resource(
+        Cluster(
+            name=USAGE_CLUSTER,
+            type=ClusterDiscoveryType.STRICT_DNS if is_name else ClusterDiscoveryType.STATIC,
+            dns_lookup_family=ClusterDnsLookupFamily.V4_PREFERRED if is_name else ClusterDnsLookupFamily.AUTO,
+            load_assignment=assignment(USAGE_CLUSTER, [api]),
+            connect_timeout=seconds(1),
         )
     )
 
@@ -213,7 +242,9 @@ def _override_host() -> LoadBalancingPolicy:
 
 def balancing_policy(name: str, message: Message) -> LoadBalancingPolicy:
     """The policy of that name, alone."""
-    return LoadBalancingPolicy(policies=[LoadBalancingPolicyPolicy(typed_extension_config=typed(name, message))])
+    return LoadBalancingPolicy(
+        policies=[LoadBalancingPolicyPolicy(typed_extension_config=typed_extension(name, message))]
+    )
 
 
 def _outlier_detection(policy: OutlierPolicy) -> OutlierDetection:
@@ -236,7 +267,7 @@ def _outlier_detection(policy: OutlierPolicy) -> OutlierDetection:
     )
 
 
-def unlimited() -> CircuitBreakers:
+def unlimited_circuit_breakers() -> CircuitBreakers:
     """Envoy's circuit breakers hold back retries in a storm, and nothing else."""
     return CircuitBreakers(
         thresholds=[
@@ -265,9 +296,9 @@ def keepalive_probes() -> TcpKeepalive:
 
 
 def plain_endpoint(text: str, server_name: str | None = None) -> dict[str, object]:
-    """What ``to_plain`` makes of an LbEndpoint at ``ip:port``; a test compares the two.
+    """The result of ``to_plain`` for an LbEndpoint at ``ip:port``; a test compares the two.
 
-    ``server_name``: what TLS asks for, and the certificate's name.
+    ``server_name``: the SNI, and the name that the certificate must have.
     """
     ip, port = parse_address(text)
     named = {} if server_name is None else {"hostname": server_name}
@@ -282,7 +313,7 @@ def _writes_key(connection: EngineConnection, directory: str) -> list[HttpFilter
         return []
     credential = Generic(credential=secret_reference(engine_key(connection), directory), header="authorization")
     injector = CredentialInjector(
-        overwrite=True, credential=typed("envoy.http.injected_credentials.generic", credential)
+        overwrite=True, credential=typed_extension("envoy.http.injected_credentials.generic", credential)
     )
     return [
         http_filter("envoy.filters.http.credential_injector", injector),
@@ -314,7 +345,7 @@ def backend_endpoints_file(backend: str) -> str:
 
 
 def backend_cluster(backend: Backend, directory: str) -> dict[str, object]:
-    """Balanced by least requests; there is no health to know but a connection that fails."""
+    """Balanced by least requests; its only health check is a failing connection."""
     name = backend_cluster_name(backend.metadata.key)
     return to_resource(
         Cluster(
@@ -325,9 +356,9 @@ def backend_cluster(backend: Backend, directory: str) -> dict[str, object]:
             ),
             connect_timeout=seconds(_BACKEND_CONNECT_S),
             load_balancing_policy=balancing_policy("envoy.load_balancing_policies.least_request", LeastRequest()),
-            circuit_breakers=unlimited(),
+            circuit_breakers=unlimited_circuit_breakers(),
             upstream_connection_options=keepalive(),
-            typed_extension_protocol_options={UPSTREAM_OPTIONS: Packed(_backend_protocol(backend))},
+            typed_extension_protocol_options={UPSTREAM_OPTIONS: PackedMessage(_backend_protocol(backend))},
         )
     )
 

@@ -56,7 +56,7 @@ def _as_it_is(name: str) -> str:
 PROTO_NAMES: Final = cast("Casing", _as_it_is)
 
 
-class Packed(Any):
+class PackedMessage(Any):
     """An ``Any`` that keeps its message: it becomes bytes only for a reader of bytes."""
 
     def __init__(self, message: Message) -> None:
@@ -76,7 +76,7 @@ class Packed(Any):
 
 
 class _Field(typing.NamedTuple):
-    """How a field is written. ``is_optional``: None says that it is absent, and any other value is written."""
+    """How a field is written. ``is_optional``: None means absent, and any other value is written."""
 
     attribute: str
     name: str
@@ -94,7 +94,7 @@ def plain(message: Message) -> typing.Any:  # noqa: ANN401 - any JSON value
 
     Raises pydantic's ValidationError for a field of the wrong type.
     """
-    if isinstance(message, Packed):
+    if isinstance(message, PackedMessage):
         return _plain_packed(message)
     cls = type(message)
     if cls.to_dict is not Message.to_dict:
@@ -109,7 +109,7 @@ def plain(message: Message) -> typing.Any:  # noqa: ANN401 - any JSON value
     return found
 
 
-def _plain_packed(packed: Packed) -> dict[str, object]:
+def _plain_packed(packed: PackedMessage) -> dict[str, object]:
     inner, written = packed.message, plain(packed.message)
     own = written if type(inner).to_dict is Message.to_dict else {"value": written}
     return {"@type": packed.type_url, **own}
@@ -165,7 +165,7 @@ def _enum_writer(cls: type[Message], name: str, argument: int) -> Write:
 
     def write(value: int) -> object:
         member = enum(value)
-        # a value that the schema does not know has no name
+        # a value outside the schema has no name
         return member.proto_name or member.name or member.value
 
     return write
@@ -181,14 +181,14 @@ def _number(value: float) -> object:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def typed(name: str, message: Message) -> TypedExtensionConfig:
+def typed_extension(name: str, message: Message) -> TypedExtensionConfig:
     """An extension called ``name`` with its configuration."""
-    return TypedExtensionConfig(name=name, typed_config=Packed(message))
+    return TypedExtensionConfig(name=name, typed_config=PackedMessage(message))
 
 
 def http_filter(name: str, message: Message) -> HttpFilter:
     """An HTTP filter called ``name`` with its configuration."""
-    return HttpFilter(name=name, typed_config=Packed(message))
+    return HttpFilter(name=name, typed_config=PackedMessage(message))
 
 
 def seconds(value: float) -> timedelta:
@@ -217,7 +217,7 @@ def to_plain(message: Message) -> dict[str, object]:
 
 def to_resource(message: Message) -> dict[str, object]:
     """The same with its type, as a resource of xDS."""
-    return to_plain(Packed(message))
+    return to_plain(PackedMessage(message))
 
 
 def resources_file(resources: Sequence[Mapping[str, object]]) -> str:
@@ -232,7 +232,7 @@ T = TypeVar("T")
 
 
 class Memo:
-    """Results by function and arguments; what two builds in a row did not ask for is forgotten.
+    """Results by function and arguments; a result that two consecutive builds did not use is evicted.
 
     Arguments are compared by identity, which the configuration's loader keeps while a document stays the same; text and
     numbers by value.
@@ -243,11 +243,11 @@ class Memo:
         self._before: dict[Hashable, tuple[tuple[object, ...], typing.Any]] = {}
 
     def next_build(self) -> None:
-        """What is asked for from here on belongs to another build."""
+        """Start another build: results used from now on belong to it."""
         self._before, self._now = self._now, {}
 
     def get(self, make: Callable[..., T], *given: object) -> T:
-        """``make(*given)``, or what that gave before. Nobody may change it."""
+        """``make(*given)``, or its cached result, which must not be changed."""
         key = (make, *(one if isinstance(one, str | int | float) else id(one) for one in given))
         found = self._now.get(key) or self._before.get(key)
         if found is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP filters: ask extproc, read bodies without it, read usage from answers."""
+"""The HTTP filters: call extproc, read bodies without it, read usage from responses."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRules
 from envoy_data_plane.envoy.config.core.v3 import (
+    BackoffStrategy,
     GrpcService,
     GrpcServiceEnvoyGrpc,
     HeaderValue,
+    RetryPolicy,
+    RetryPolicyRetryHostPredicate,
     TypedExtensionConfig,
 )
 from envoy_data_plane.envoy.extensions.common.matching.v3 import ExtensionWithMatcher
@@ -25,6 +28,7 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ProcessingModeBodySendMode,
     ProcessingModeHeaderSendMode,
 )
+from envoy_data_plane.envoy.extensions.filters.http.health_check.v3 import HealthCheck
 from envoy_data_plane.envoy.extensions.filters.http.json_to_metadata.v3 import (
     JsonToMetadataKeyValuePair,
     JsonToMetadataRule,
@@ -36,8 +40,9 @@ from envoy_data_plane.envoy.extensions.filters.http.sse_to_metadata.v3 import (
     SseToMetadata,
     SseToMetadataProcessingRules,
 )
+from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
 from envoy_data_plane.envoy.type.matcher.v3 import HttpRequestHeaderMatchInput
-from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
+from envoy_data_plane.envoy.type.v3 import HttpStatus, Percent, StatusCode
 from envoy_data_plane.xds.core.v3 import TypedExtensionConfig as XdsTypedExtensionConfig
 from envoy_data_plane.xds.type.matcher.v3 import (
     Matcher,
@@ -53,8 +58,10 @@ from envoy_data_plane.xds.type.matcher.v3 import (
 
 from controller.bundle.envoy.authentication import authentication_filters
 from controller.bundle.envoy.clusters import EXTPROC_CLUSTER
-from controller.bundle.envoy.envoy_json import Packed, http_filter, seconds, typed
+from controller.bundle.envoy.cost_header import cost_header
+from controller.bundle.envoy.envoy_json import PackedMessage, http_filter, seconds, typed_extension
 from controller.bundle.envoy.usage import responses_usage, stream_usage
+from controller.bundle.envoy.usage_log import keeps_for_log
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER, changes_body, reads_body
 from extproc.protocol import (
     APIS_BY_PATH,
@@ -66,8 +73,10 @@ from extproc.protocol import (
     LONGEST_MESSAGE_TIMEOUT_S,
     NAMESPACE,
     PROMPT_TOKENS,
+    REASONING_TOKENS,
     SERVER_HEADER,
     TOKENS_NAMESPACE,
+    TRACE_NAMESPACE,
     UNCACHED_TOKENS,
     USAGE_NAMESPACE,
 )
@@ -81,9 +90,14 @@ if TYPE_CHECKING:
     from extproc.api.gateway_config import GatewayConfigSpec
 
 # Names of filters, by which routes and virtual hosts configure or disable them.
+HEALTH_FILTER: Final = "envoy.filters.http.health_check"
 CORS_FILTER: Final = "envoy.filters.http.cors"
-EXTPROC_FILTER: Final = "envoy.filters.http.ext_proc"
+_EXTPROC_FILTER: Final = "envoy.filters.http.ext_proc"
+_SECOND_EXTPROC_FILTER: Final = "attache.extproc_again"
+_ASKED_ONCE: Final = (_EXTPROC_FILTER,)
+_ASKED_TWICE: Final = (_EXTPROC_FILTER, _SECOND_EXTPROC_FILTER)
 _BODY_FILTER: Final = "attache.body_without_extproc"
+_COST_FILTER: Final = "attache.cost"
 _USAGE_FILTER: Final = "attache.usage"
 _RESPONSES_FILTER: Final = "attache.usage_of_responses"
 _STREAMED_RESPONSES_FILTER: Final = "attache.usage_of_streamed_responses"
@@ -96,7 +110,7 @@ _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 
 
 def _paths_where(usage: str) -> str:
-    """A regular expression of the paths whose answers have usage under these names, with their query."""
+    """A regular expression of the paths, with their query, of APIs that report usage under these names."""
     found = [path for path, api in APIS_BY_PATH.items() if api.spec.usage == usage]
     # one that others stand beneath stands for them
     shortest = [path for path in found if not any(path.startswith(f"{other}/") for other in found)]
@@ -104,7 +118,7 @@ def _paths_where(usage: str) -> str:
     return f"({'|'.join(texts)})(\\?.*)?"
 
 
-# Answers of the first have JSON in them that a client or a model has written, where anybody may write ``usage``.
+# Answers of the first have JSON in them that a client or a model has written, which may contain a false ``usage``.
 _INPUT_TOKENS_PATHS: Final = _paths_where("input_tokens")
 _PROMPT_TOKENS_PATHS: Final = _paths_where("prompt_tokens")
 # Where an HTTPRoute may cut a prefix off.
@@ -114,8 +128,9 @@ _USAGE_PATHS: Final = (
     (PROMPT_TOKENS, ("response", "usage", "input_tokens")),
     (COMPLETION_TOKENS, ("response", "usage", "output_tokens")),
     (CACHED_TOKENS, ("response", "usage", "input_tokens_details", "cached_tokens")),
+    (REASONING_TOKENS, ("response", "usage", "output_tokens_details", "reasoning_tokens")),
     # the Messages API: message_start has usage in its message, message_delta beside it. Nothing is written at the
-    # start: whoever hangs up after it would pay for nothing.
+    # start: a client that disconnects after it would be charged for nothing.
     *(
         (key, (*place, "usage", name))
         for place in (("message",), ())
@@ -132,11 +147,13 @@ _USAGE_PATHS: Final = (
 
 class Needs(msgspec.Struct, frozen=True):
     """What routes need of the filters. ``cors``: some have policies for other origins. ``prefixes``: paths of inference
-    may have something in front of them, which a route cuts off.
+    may have something in front of them, which a route cuts off. ``times``: objectives are held against the first
+    content of streams.
     """
 
     cors: bool = False
     prefixes: bool = False
+    times: bool = False
 
 
 NO_NEEDS: Final = Needs()
@@ -145,84 +162,143 @@ NO_NEEDS: Final = Needs()
 def http_filters(gateway: GatewayConfigSpec, directory: str, needs: Needs = NO_NEEDS) -> list[HttpFilter]:
     """The chain of the HTTP connection manager."""
     prefix = _ANY_PREFIX if needs.prefixes else ""
+    logs = gateway.usage_log is not None or needs.times
     chain = [
-        # browsers ask without credentials
+        # load balancers ask without credentials
+        *([_health(gateway)] if gateway.health_path else []),
+        # browsers send preflight requests without credentials
         *([http_filter(CORS_FILTER, Cors())] if needs.cors or gateway.cors is not None else []),
         *authentication_filters(gateway.authentication, directory),
-        http_filter(EXTPROC_FILTER, _ask_extproc(gateway)),
+        *([keeps_for_log()] if logs else []),
+        *_ask_extproc(gateway),
     ]
     if gateway.failure_mode == "Open":
-        # not where extproc has said which server the request goes to
+        # not where extproc has chosen the server
         read = _skipped_if(
-            SERVER_HEADER, ".+", typed("envoy.filters.http.lua", reads_body(with_prefixes=needs.prefixes))
+            SERVER_HEADER, ".+", typed_extension("envoy.filters.http.lua", reads_body(with_prefixes=needs.prefixes))
         )
         chain.append(http_filter(_BODY_FILTER, read))
         chain.append(http_filter(CHANGES_FILTER, changes_body()))
     hides = gateway.cached_tokens == "Hidden"
-    chain.append(_read_usage(_USAGE_FILTER, prefix + _INPUT_TOKENS_PATHS, stream_usage(hides_counts=hides)))
-    # answers come the other way: what is hidden here has been read below
-    chain.append(_read_usage(_RESPONSES_FILTER, prefix + _PROMPT_TOKENS_PATHS, responses_usage(hides_counts=hides)))
+    if gateway.usage_log is not None and gateway.usage_log.cost_header:
+        # responses pass the filters below first, which read the counts
+        chain.append(http_filter(_COST_FILTER, cost_header(most_bytes=int(gateway.max_body_size))))
+    chain.append(_read_usage(_USAGE_FILTER, prefix + _INPUT_TOKENS_PATHS, stream_usage(hides_counts=hides, logs=logs)))
+    # responses pass the chain in reverse: counts hidden here have been read by the filters below
+    chain.append(
+        _read_usage(_RESPONSES_FILTER, prefix + _PROMPT_TOKENS_PATHS, responses_usage(hides_counts=hides, logs=logs))
+    )
     chain.append(http_filter(_STREAMED_RESPONSES_FILTER, _read_usage_of_streamed_responses(prefix)))
     chain.append(http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
     return chain
 
 
-def extproc_service() -> GrpcService:
-    """How Envoy calls extproc: streams without a timeout, with the mark by which extproc knows our bundle."""
+def _health(gateway: GatewayConfigSpec) -> HttpFilter:
+    """Answers for Envoy on routes that enable it: 503 while Envoy drains, and without extproc where it must decide."""
+    needed = {} if gateway.failure_mode == "Open" else {EXTPROC_CLUSTER: Percent(value=1.0)}
+    checked = http_filter(HEALTH_FILTER, HealthCheck(pass_through_mode=False, cluster_min_healthy_percentages=needed))
+    checked.disabled = True
+    return checked
+
+
+def extproc_service(retry_policy: RetryPolicy | None = None) -> GrpcService:
+    """How Envoy calls extproc: streams without a timeout, with the mark that identifies our bundle."""
     return GrpcService(
         envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER),
         initial_metadata=[HeaderValue(key=BUNDLE_MARK, value="1")],
+        retry_policy=retry_policy,
     )
 
 
-def _ask_extproc(gateway: GatewayConfigSpec) -> ExternalProcessor:
-    """Send headers and the whole body, nothing of the answer. With header mode SKIP Envoy holds no requests."""
+def extproc_filters(gateway: GatewayConfigSpec) -> tuple[str, ...]:
+    """The names of the filters that ask extproc: the second one asks again where the first got no decision.
+
+    Envoy retries a stream until its first answer, that to the headers. Later the stream ends with its process, and the
+    request goes on to the second filter, whole. A single process has no other that could be asked, but in mode Close
+    the second filter is what refuses: a refusal by the first would cut off the answers that run while a process dies.
+    """
+    has_second = gateway.failure_mode == "Close" or gateway.extproc_workers > 1
+    return _ASKED_TWICE if has_second else _ASKED_ONCE
+
+
+def _ask_extproc(gateway: GatewayConfigSpec) -> Iterator[HttpFilter]:
+    yield http_filter(_EXTPROC_FILTER, _external_processor(gateway, passes_failures=True))
+    if _SECOND_EXTPROC_FILTER in extproc_filters(gateway):
+        again = _external_processor(gateway, passes_failures=gateway.failure_mode == "Open")
+        # not where the first has brought a decision
+        skipped = _skipped_if(SERVER_HEADER, ".+", typed_extension(_EXTPROC_FILTER, again))
+        yield http_filter(_SECOND_EXTPROC_FILTER, skipped)
+
+
+def _stream_retries() -> RetryPolicy:
+    """Before its first answer a stream is opened again, at another process than before if there is one."""
+    return RetryPolicy(
+        retry_on="reset,cancelled,unavailable",
+        num_retries=2,
+        retry_back_off=BackoffStrategy(base_interval=seconds(0.01), max_interval=seconds(0.1)),
+        retry_host_predicate=[
+            RetryPolicyRetryHostPredicate(
+                name="envoy.retry_host_predicates.previous_hosts", typed_config=PackedMessage(PreviousHostsPredicate())
+            )
+        ],
+        host_selection_retry_max_attempts=5,
+    )
+
+
+def _external_processor(gateway: GatewayConfigSpec, *, passes_failures: bool) -> ExternalProcessor:
+    """Send headers and the whole body, nothing of the answer. With header mode SKIP Envoy holds no requests. Where
+    there is a payload log, extproc gets the answer's headers, and asks for the body of one that is logged.
+
+    ``passes_failures``: a request whose stream fails goes on.
+    """
     has_tokens = gateway.authentication is not None and bool(gateway.authentication.jwt)
     header, body = ProcessingModeHeaderSendMode, ProcessingModeBodySendMode
+    logs_payloads = gateway.payload_log is not None
     return ExternalProcessor(
-        grpc_service=extproc_service(),
-        failure_mode_allow=gateway.failure_mode == "Open",
+        grpc_service=extproc_service(_stream_retries()),
+        failure_mode_allow=passes_failures,
         processing_mode=ProcessingMode(
             request_header_mode=header.SEND,
             request_body_mode=body.BUFFERED,
             request_trailer_mode=header.SKIP,
-            response_header_mode=header.SKIP,
+            response_header_mode=header.SEND if logs_payloads else header.SKIP,
             response_body_mode=body.NONE,
             response_trailer_mode=header.SKIP,
         ),
+        allow_mode_override=logs_payloads,
         message_timeout=seconds(gateway.message_timeout),
-        # extproc asks for more time for each request that it holds
+        # extproc extends the timeout of each request that it holds
         max_message_timeout=seconds(LONGEST_MESSAGE_TIMEOUT_S),
         mutation_rules=HeaderMutationRules(disallow_system=True, disallow_is_error=True),
         metadata_options=MetadataOptions(
-            # where verified tokens are: policies ask for their claims
+            # the metadata of verified tokens: policies match their claims
             forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=[TOKENS_NAMESPACE]) if has_tokens else None,
-            receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, NAMESPACE]),
+            receiving_namespaces=MetadataOptionsMetadataNamespaces(
+                untyped=[LB_NAMESPACE, NAMESPACE, *([TRACE_NAMESPACE] if gateway.tracing is not None else [])]
+            ),
         ),
         status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
     )
 
 
 def _read_usage(name: str, other_paths: str, script: Lua) -> HttpFilter:
-    return http_filter(name, _skipped_if(":path", other_paths, typed("envoy.filters.http.lua", script)))
+    return http_filter(name, _skipped_if(":path", other_paths, typed_extension("envoy.filters.http.lua", script)))
 
 
 def _read_usage_of_streamed_responses(prefix: str) -> ExtensionWithMatcher:
     """Usage of streams of the responses and the Messages API: only a parser finds it where others may write the same
     name.
     """
-    parser = JsonContentParser(rules=[JsonContentParserRuleConfig(rule=rule) for rule in _usage_rules()])
+    rules = [_rule(USAGE_NAMESPACE, name, path, JsonToMetadataValueType.NUMBER) for name, path in _USAGE_PATHS]
+    parser = JsonContentParser(rules=[JsonContentParserRuleConfig(rule=rule) for rule in rules])
     reads = SseToMetadata(
         response_rules=SseToMetadataProcessingRules(
-            content_parser=typed("envoy.content_parsers.json", parser), max_event_size=_MAX_EVENT_BYTES
+            content_parser=typed_extension("envoy.content_parsers.json", parser), max_event_size=_MAX_EVENT_BYTES
         )
     )
-    return _skipped_if(":path", prefix + _PROMPT_TOKENS_PATHS, typed("envoy.filters.http.sse_to_metadata", reads))
-
-
-def _usage_rules() -> Iterator[JsonToMetadataRule]:
-    for name, path in _USAGE_PATHS:
-        yield _rule(USAGE_NAMESPACE, name, path, JsonToMetadataValueType.NUMBER)
+    return _skipped_if(
+        ":path", prefix + _PROMPT_TOKENS_PATHS, typed_extension("envoy.filters.http.sse_to_metadata", reads)
+    )
 
 
 def _rule(namespace: str, key: str, path: tuple[str, ...], kind: JsonToMetadataValueType) -> JsonToMetadataRule:
@@ -233,14 +309,14 @@ def _rule(namespace: str, key: str, path: tuple[str, ...], kind: JsonToMetadataV
 
 
 def _skipped_if(header: str, regex: str, extension: TypedExtensionConfig) -> ExtensionWithMatcher:
-    """``extension``, but not for requests whose ``header`` matches ``regex`` as a whole."""
+    """``extension``, skipped for requests where ``regex`` matches the whole value of ``header``."""
     predicate = MatcherMatcherListPredicateSinglePredicate(
         input=XdsTypedExtensionConfig(
-            name="request-header", typed_config=Packed(HttpRequestHeaderMatchInput(header_name=header))
+            name="request-header", typed_config=PackedMessage(HttpRequestHeaderMatchInput(header_name=header))
         ),
         value_match=StringMatcher(safe_regex=RegexMatcher(google_re2=RegexMatcherGoogleRe2(), regex=regex)),
     )
-    skip = MatcherOnMatch(action=XdsTypedExtensionConfig(name="skip", typed_config=Packed(SkipFilter())))
+    skip = MatcherOnMatch(action=XdsTypedExtensionConfig(name="skip", typed_config=PackedMessage(SkipFilter())))
     return ExtensionWithMatcher(
         xds_matcher=Matcher(
             matcher_list=MatcherMatcherList(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rules of HTTPRoutes serve which host, and in which order: the Gateway API's rules, as plain data.
+"""The rules of HTTPRoutes by host, in order of precedence: the Gateway API's rules, as plain data.
 
-Source: Gateway API, HTTPRoute: ``hostnames`` and ``matches`` say what takes precedence; Gateway: listener isolation.
+Source: Gateway API, HTTPRoute: precedence in ``hostnames`` and ``matches``; Gateway: listener isolation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from extproc.api.gateway_config import Listener
 from extproc.api.http_route import HTTPRoute, HTTPRouteMatch
-from extproc.api.matches import ANY_HOST, covers
+from extproc.api.matches import ANY_HOST, covers_domain
 from extproc.api.spec import is_attached
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Entry(msgspec.Struct, frozen=True):
     @property
     def match(self) -> HTTPRouteMatch:
         """Its conditions."""
-        return matches_of(self.rule_spec)[self.number]
+        return effective_matches(self.rule_spec)[self.number]
 
     @property
     def rule_spec(self) -> HTTPRouteRule:
@@ -66,7 +66,7 @@ def hosts_of(listeners: Sequence[Listener], routes: Iterable[HTTPRoute], *, are_
     indexed = {listener.name: _by_host_name(own) for listener, own in attached}
     hosts = []
     for domain in sorted(sorted(domains), key=_specificity, reverse=True):
-        covering = [listener for listener in listeners if covers(domain_of(listener), domain)]
+        covering = [listener for listener in listeners if covers_domain(domain_of(listener), domain)]
         listener = max(covering, key=lambda one: _specificity(domain_of(one)))
         hosts.append(Host(domain, listener, _entries(domain, indexed[listener.name])))
     return hosts
@@ -92,7 +92,7 @@ def conditions(match: HTTPRouteMatch) -> tuple[list[ValueMatch], list[ValueMatch
     )
 
 
-def matches_of(rule: HTTPRouteRule) -> tuple[HTTPRouteMatch, ...]:
+def effective_matches(rule: HTTPRouteRule) -> tuple[HTTPRouteMatch, ...]:
     """Its matches; without any, all requests match."""
     return rule.matches or (HTTPRouteMatch(),)
 
@@ -108,14 +108,14 @@ def _intersections(listener: Listener, routes: Iterable[HTTPRoute]) -> Iterator[
     for route in routes:
         for hostname in route.spec.hostnames:
             other = hostname.lower()
-            if covers(own, other):
+            if covers_domain(own, other):
                 yield other
-            elif covers(other, own):
+            elif covers_domain(other, own):
                 yield own
 
 
 def _by_host_name(routes: Iterable[HTTPRoute]) -> Mapping[str, list[HTTPRoute]]:
-    """The routes that name each host: nobody goes through all routes for each host. Those without names serve all."""
+    """The routes by host name, so that a host need not scan all routes. Those without names serve all hosts."""
     found: dict[str, list[HTTPRoute]] = {}
     for route in routes:
         for hostname in dict.fromkeys(one.lower() for one in route.spec.hostnames or (ANY_HOST,)):
@@ -134,13 +134,13 @@ def _entries(domain: str, routes: Mapping[str, list[HTTPRoute]]) -> tuple[Entry,
                 found.extend(
                     (_specificity(hostname), Entry(route, number, index))
                     for number, rule in enumerate(route.spec.rules)
-                    for index in range(len(matches_of(rule)))
+                    for index in range(len(effective_matches(rule)))
                 )
     return tuple(entry for _, entry in sorted(found, key=lambda pair: _precedence(*pair)))
 
 
 def _covering(domain: str) -> list[str]:
-    """Host names whose hosts include all of ``domain``, the most specific first."""
+    """Host names that include all of ``domain``, the most specific first."""
     if domain == ANY_HOST:
         return [ANY_HOST]
     labels = domain.split(".")
@@ -171,9 +171,9 @@ def _precedence(specificity: tuple[bool, int], entry: Entry) -> tuple[object, ..
 
 
 def _path_rank(match: PathMatch) -> tuple[int, int]:
-    """Exact paths, then prefixes by length, then expressions; ``/``, which every path begins with, comes last.
+    """Exact paths, then prefixes by length, then expressions; ``/``, a prefix of every path, comes last.
 
-    Where expressions stand is for implementations to say.
+    The Gateway API leaves the place of expressions to implementations.
     """
     if match.type == "Exact":
         return 0, 0

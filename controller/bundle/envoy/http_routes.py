@@ -43,8 +43,8 @@ from envoy_data_plane.envoy.type.v3 import FractionalPercent, FractionalPercentD
 
 from controller.bundle.envoy.clusters import backend_cluster_name, server_cluster_name
 from controller.bundle.envoy.envoy_json import seconds, to_plain, to_resource
-from controller.bundle.envoy.filters import BODY_FILTERS, CORS_FILTER, EXTPROC_FILTER, USAGE_FILTERS
-from controller.bundle.envoy.hosts import conditions, matches_of, path_prefix
+from controller.bundle.envoy.filters import BODY_FILTERS, CORS_FILTER, USAGE_FILTERS
+from controller.bundle.envoy.hosts import conditions, effective_matches, path_prefix
 from controller.bundle.envoy.local_replies import error_answer
 from controller.bundle.envoy.model_routes import retries
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER, change_for
@@ -52,7 +52,7 @@ from extproc.api.http_route import Backend
 from extproc.api.matches import ANY_HOST
 from extproc.api.model_server import ModelServer
 from extproc.api.references import backend_key
-from extproc.protocol import HTTP_ROUTE_KEY, LISTENER_KEY, SERVER_KEY
+from extproc.protocol import HTTP_ROUTE_KEY, LISTENER_KEY, PATH_KEY, PATH_PREFIX_KEY, SERVER_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -84,21 +84,21 @@ _UNRESOLVED: Final = "unresolved"
 # A request that no server has begun on may go to another.
 _BACKEND_RETRIES: Final = 2
 _BACKEND_RETRY_ON: Final = "connect-failure,refused-stream,reset-before-request"
-# What the Gateway API asks of a rule that says how to retry; ``reset`` is also what ends a try that takes too long.
+# What the Gateway API requires for a rule with ``retry``; ``reset`` also covers a try that exceeds its timeout.
 _RULE_RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-codes"
 _BACKOFF_GROWTH: Final = 10
-# Nobody may say a word on a connection that was upgraded for so long.
+# Idle timeout of upgraded connections.
 _UPGRADED_IDLE_S: Final = 3600.0
 # What a reference names; None: nothing that can be served.
 Named = ModelServer | Backend | None
-# What filters are told of a route, by their names, as plain data.
+# Per-route configuration of filters, by their names, as plain data.
 Configs = Mapping[str, object]
 
 
-class Place(msgspec.Struct, frozen=True):
+class RuleLocation(msgspec.Struct, frozen=True):
     """Where a rule is served. ``domain``: of the virtual host. ``listener``: its name, None if there is only one.
-    ``port``, ``is_tls``: of the listener, as clients see it. ``is_open``: Envoy goes on without extproc.
-    ``engines_read_no``: headers that no engine is to get.
+    ``port``, ``is_tls``: of the listener, as clients see it. ``is_open``: Envoy continues without extproc.
+    ``extproc_filters``: those that ask it. ``engines_read_no``: headers that are removed before engines.
     """
 
     domain: str
@@ -106,6 +106,7 @@ class Place(msgspec.Struct, frozen=True):
     port: int
     is_tls: bool
     is_open: bool
+    extproc_filters: tuple[str, ...]
     engines_read_no: tuple[str, ...]
 
 
@@ -125,11 +126,11 @@ class Backends:
         return None if backend is None or backend.spec.unresolved else backend
 
 
-def http_routes(host: Host, place: Place, backends: Backends, memo: Memo) -> Iterator[dict[str, object]]:
+def http_routes(host: Host, place: RuleLocation, backends: Backends, memo: Memo) -> Iterator[dict[str, object]]:
     """The routes of ``host`` for HTTPRoutes, in their order of precedence."""
     # the domain makes a difference to redirects alone: other routes are made once for all hosts
     here, anywhere = _as_json(place), _as_json(msgspec.structs.replace(place, domain=""))
-    off = memo.get(without_inference, place.is_open)
+    off = memo.get(without_inference, place.is_open, place.extproc_filters)
     for entry in host.entries:
         rule = entry.rule_spec
         named = [backends.of(entry.route, ref) for ref in _refs(rule)]
@@ -137,7 +138,7 @@ def http_routes(host: Host, place: Place, backends: Backends, memo: Memo) -> Ite
         yield memo.get(_route, where, off, entry.route, entry.rule, entry.number, *named)
 
 
-def _as_json(place: Place) -> str:
+def _as_json(place: RuleLocation) -> str:
     return msgspec.json.encode(place).decode()
 
 
@@ -147,18 +148,28 @@ def needs_of(routes: Sequence[HTTPRoute]) -> tuple[bool, bool]:
     return any(one.cors is not None for one in filters), bool(routes)
 
 
-def for_extproc(listener: str | None, route: str = "", server: str = "") -> Configs:
-    """What extproc is told of a stream: the listener that was asked, the HTTPRoute that took it, its ModelServer."""
-    told = [(LISTENER_KEY, listener), (HTTP_ROUTE_KEY, route), (SERVER_KEY, server)]
+def for_extproc(
+    filters: tuple[str, ...],
+    listener: str | None,
+    route: str = "",
+    server: str = "",
+    path: str = "",
+    path_prefix: str = "",
+) -> Configs:
+    """Metadata of a stream for extproc: its listener, the matching HTTPRoute, its ModelServer, and what the route
+    writes in place of the path or its prefix.
+    """
+    metadata = [(LISTENER_KEY, listener), (HTTP_ROUTE_KEY, route), (SERVER_KEY, server)]
+    metadata += [(PATH_KEY, path), (PATH_PREFIX_KEY, path_prefix)]
     # other bytes than ASCII cannot be sent
-    values = [HeaderValue(key=key, value=quote(value, safe="/-._~")) for key, value in told if value]
+    values = [HeaderValue(key=key, value=quote(value, safe="/-._~")) for key, value in metadata if value]
     per_route = ExtProcPerRoute(overrides=ExtProcOverrides(grpc_initial_metadata=values))
-    return {EXTPROC_FILTER: to_resource(per_route)}
+    return dict.fromkeys(filters, to_resource(per_route))
 
 
-def without_inference(is_open: bool) -> Configs:
+def without_inference(is_open: bool, extproc_filters: tuple[str, ...]) -> Configs:
     """For routes on which extproc has no part, and bodies pass as they are."""
-    names = (EXTPROC_FILTER, *(BODY_FILTERS if is_open else ()), *USAGE_FILTERS)
+    names = (*extproc_filters, *(BODY_FILTERS if is_open else ()), *USAGE_FILTERS)
     return dict.fromkeys(names, to_resource(FilterConfig(disabled=True)))
 
 
@@ -174,9 +185,9 @@ def _route(
     """One match of one rule. ``where``: its Place as JSON. ``off``: for requests in which extproc has no part.
     ``named``: what the rule refers to, as ``_refs`` lists it.
     """
-    place = msgspec.json.decode(where, type=Place)
+    place = msgspec.json.decode(where, type=RuleLocation)
     rule = route.spec.rules[rule_number]
-    match = matches_of(rule)[number]
+    match = effective_matches(rule)[number]
     found = Route(name=f"http/{route.metadata.key}/{rule_number}/{number}", match=route_match(match))
     change_headers(found, rule.filters)
     redirect = next((one.request_redirect for one in rule.filters if one.request_redirect is not None), None)
@@ -190,15 +201,16 @@ def _route(
         found.route = _action(rule, targets, place)
         change_url(found.route, rule.filters, match)
         found.route.request_mirror_policies = list(_mirrors(rule, named[count:]))
-    return _with_configs(found, rule, off, [_configs_of(one, place, route.metadata.key) for _, one in targets])
+    path = _new_path(rule.filters, match)
+    return _with_configs(found, rule, off, [_configs_of(one, place, route.metadata.key, path) for _, one in targets])
 
 
 def _with_configs(
     found: Route, rule: HTTPRouteRule, off: Configs, of_targets: Sequence[Configs | None]
 ) -> dict[str, object]:
-    """``found`` with what it tells filters. ``of_targets``: None for those without inference.
+    """``found`` with its filters' metadata. ``of_targets``: None for those without inference.
 
-    Most of these are alike: they are made once and put in as plain data.
+    Most of these are alike: they are made once and inserted as plain data.
     """
     plain: dict[str, Any] = to_plain(found)
     configs: dict[str, object] = {}
@@ -213,15 +225,17 @@ def _with_configs(
     return {**plain, "typed_per_filter_config": configs} if configs else plain
 
 
-def _configs_of(named: Named, place: Place, route: str) -> Configs | None:
-    """What filters are told of requests to a ModelServer; None for other backends."""
+def _configs_of(named: Named, place: RuleLocation, route: str, path: tuple[str, str]) -> Configs | None:
+    """Metadata for filters about requests to a ModelServer; None for other backends. ``path``: see ``_new_path``."""
     if not isinstance(named, ModelServer):
         return None
     changes = {CHANGES_FILTER: to_resource(change_for(named.spec.allowed_fields))} if place.is_open else {}
-    return {**for_extproc(place.listener, route, named.metadata.key), **changes}
+    return {**for_extproc(place.extproc_filters, place.listener, route, named.metadata.key, *path), **changes}
 
 
-def _action(rule: HTTPRouteRule, targets: Sequence[tuple[WeightedBackendRef, Named]], place: Place) -> RouteAction:
+def _action(
+    rule: HTTPRouteRule, targets: Sequence[tuple[WeightedBackendRef, Named]], place: RuleLocation
+) -> RouteAction:
     """Time limits and retries are the first ModelServer's, if there is one: one request has one policy."""
     servers = [one for _, one in targets if isinstance(one, ModelServer)]
     action = RouteAction(
@@ -247,7 +261,7 @@ def _action(rule: HTTPRouteRule, targets: Sequence[tuple[WeightedBackendRef, Nam
     return action
 
 
-def _weighted(ref: WeightedBackendRef, named: Named, place: Place) -> WeightedClusterClusterWeight:
+def _weighted(ref: WeightedBackendRef, named: Named, place: RuleLocation) -> WeightedClusterClusterWeight:
     """A share of the requests, with the changes for this backend alone."""
     found = WeightedClusterClusterWeight(weight=ref.weight)
     if isinstance(named, ModelServer):
@@ -260,7 +274,7 @@ def _weighted(ref: WeightedBackendRef, named: Named, place: Place) -> WeightedCl
 
 
 def _mirrors(rule: HTTPRouteRule, named: Sequence[Named]) -> Iterator[RouteActionRequestMirrorPolicy]:
-    """Copies to what exists; what does not is left out, and the request itself goes on."""
+    """Mirrors to existing backends; missing ones are left out, and the request itself is not affected."""
     mirrors = [one.request_mirror for one in rule.filters if one.request_mirror is not None]
     for mirror, one in zip(mirrors, named, strict=True):
         if one is not None:
@@ -345,9 +359,9 @@ def change_url(action: RouteAction, filters: Iterable[HTTPRouteFilter], match: H
 def redirect_action(
     redirect: RequestRedirect, match: HTTPRouteMatch, *, domain: str, port: int, is_tls: bool
 ) -> RedirectAction:
-    """Where clients are sent.
+    """The redirect's target.
 
-    ``domain``: of the virtual host, which says the host that was asked for unless it begins with ``*``. ``port`` and
+    ``domain``: of the virtual host, which is the host in the redirect unless it begins with ``*``. ``port`` and
     ``is_tls``: of the listener.
     """
     scheme = redirect.scheme or ("https" if is_tls else "http")
@@ -360,7 +374,7 @@ def redirect_action(
     host = redirect.hostname or ("" if domain.startswith(ANY_HOST) else domain)
     if host:
         action.host_redirect = host
-    # Envoy keeps the port that the client wrote unless it is told a host or a port
+    # Envoy keeps the client's port unless the redirect sets a host or a port
     if final_port != usual or (not host and port not in _WELL_KNOWN_PORTS.values()):
         action.port_redirect = final_port
     if redirect.path is not None and redirect.path.type == "ReplaceFullPath":
@@ -430,13 +444,27 @@ def _change_path(action: RouteAction | RedirectAction, modifier: PathModifier, m
         action.regex_rewrite = _substitute(f"^{re.escape(prefix)}/*", "/")
 
 
+def _new_path(filters: Iterable[HTTPRouteFilter], match: HTTPRouteMatch) -> tuple[str, str]:
+    """What stands in place of the path, and of which prefix of it; the prefix is empty for all of it, and both are
+    where nothing is written: a prefix that is cut off makes no other path of an engine's.
+    """
+    modifier = next((one.url_rewrite.path for one in filters if one.url_rewrite is not None), None)
+    if modifier is None:
+        return "", ""
+    if modifier.type == "ReplaceFullPath":
+        return modifier.replace_full_path or "/", ""
+    action = RouteAction()
+    _change_path(action, modifier, match)
+    return (action.prefix_rewrite, path_prefix(match.path) or "/") if action.prefix_rewrite else ("", "")
+
+
 def _substitute(regex: str, new: str) -> RegexMatchAndSubstitute:
     return RegexMatchAndSubstitute(pattern=RegexMatcher(regex=regex), substitution=new.replace("\\", "\\\\"))
 
 
 # The filter's name in the chain, under which routes and virtual hosts have their policies.
 def cors_policy(cors: Cors) -> CorsPolicy:
-    """What the filter answers to a browser's question, and adds to answers for scripts."""
+    """The filter's response to preflight requests, and the headers that it adds to other responses."""
     return CorsPolicy(
         allow_origin_string_match=[_origin(one) for one in cors.allow_origins],
         allow_methods=",".join(cors.allow_methods),
@@ -444,7 +472,7 @@ def cors_policy(cors: Cors) -> CorsPolicy:
         expose_headers=",".join(cors.expose_headers),
         max_age=str(cors.max_age),
         allow_credentials=cors.allow_credentials,
-        # a question is never a request of the backend's own, even if its origin may not ask
+        # a preflight is never forwarded to the backend, even from an origin that is not allowed
         forward_not_matching_preflights=False,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
-from envoy_data_plane.envoy.config.accesslog.v3 import AccessLog
+from envoy_data_plane.envoy.config.accesslog.v3 import AccessLog, AccessLogFilter, NotHealthCheckFilter
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation, HeaderMutationRemoveOnMatch
 from envoy_data_plane.envoy.config.core.v3 import (
     ApiVersion,
@@ -38,14 +38,19 @@ from envoy_data_plane.envoy.type.tracing.v3 import CustomTag
 
 from controller.bundle.envoy.bootstrap import file_source
 from controller.bundle.envoy.clusters import keepalive_probes
-from controller.bundle.envoy.envoy_json import Packed, address, seconds, to_plain, to_resource, typed
+from controller.bundle.envoy.envoy_json import PackedMessage, address, seconds, to_plain, to_resource, typed_extension
 from controller.bundle.envoy.filters import NO_NEEDS, Needs, extproc_service, http_filters
 from controller.bundle.envoy.local_replies import local_replies
 from controller.bundle.envoy.secrets import listener_socket
-from extproc.api.addresses import parse_address
+from controller.bundle.envoy.tracing import TRACE_HEADERS, TRACE_PREFIXES, with_tracing
+from controller.bundle.envoy.usage_log import usage_log
+from extproc.api.addresses import join_host_port, parse_address
 from extproc.api.gateway_config import Listener, ListenerTls
 from extproc.protocol import (
     ACCESS_LOG_NAME,
+    CALLER_CLIENT,
+    CALLER_TENANT,
+    CALLER_USER,
     CLIENT,
     DESTINATION,
     OBJECTIVE_PREFIXES,
@@ -100,7 +105,7 @@ def listener_groups(gateway: GatewayConfigSpec) -> tuple[ListenerGroup, ...]:
     """The groups of ``gateway``, in the order of their first listeners.
 
     The plain HTTP listeners of one address share a connection before its first host name is known, so they are one
-    group. HTTPS listeners are told apart by the server name of the TLS handshake, so each is a group by itself.
+    group. HTTPS listeners are distinguished by the server name of the TLS handshake, so each is a group by itself.
     """
     if not gateway.listeners:
         only = Listener(name=DEFAULT_LISTENER, address=gateway.listen)
@@ -116,7 +121,7 @@ def listener_groups(gateway: GatewayConfigSpec) -> tuple[ListenerGroup, ...]:
 def same_address(text: str) -> str:
     """``ip:port`` as it is spelled for all that mean the same; raises ValueError."""
     ip, port = parse_address(text)
-    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+    return join_host_port(ip, port)
 
 
 def _group(address: str, listeners: Sequence[Listener]) -> ListenerGroup:
@@ -130,7 +135,11 @@ def _group(address: str, listeners: Sequence[Listener]) -> ListenerGroup:
 # With these headers of Envoy's a client could set timeouts and retries.
 _ENVOYS_PREFIX: Final = "x-envoy-"
 # Only this gateway itself writes these, even if its clients are trusted.
-_OWN_HEADERS: Final = (DESTINATION, SUBSET, SERVER_HEADER, POLICY_HEADER, CLIENT, *SIDECAR_HEADERS)
+_OWN_HEADERS: Final = (
+    *(DESTINATION, SUBSET, SERVER_HEADER, POLICY_HEADER, CLIENT, *SIDECAR_HEADERS),
+    # who sees whose usage; a route does not write a name that is not known
+    *(CALLER_CLIENT, CALLER_TENANT, CALLER_USER),
+)
 _SERVER_NAME: Final = "attache"
 # Envoy's default; the longest hold is added.
 _IDLE_S: Final = 300.0
@@ -154,7 +163,7 @@ def listener_resources(
     groups = listener_groups(gateway)
     manager = _connection_manager(gateway, directory, longest_wait_s, needs)
     manager.rds = _routes_of(groups[0], directory)
-    plain = to_resource(manager)
+    plain = with_tracing(to_resource(manager), gateway)
     by_address: dict[str, list[ListenerGroup]] = {}
     for group in groups:
         by_address.setdefault(group.address, []).append(group)
@@ -206,7 +215,7 @@ def _routes_of(group: ListenerGroup, directory: str) -> Rds:
 
 
 def _reads_server_name() -> ListenerFilter:
-    return ListenerFilter(name="envoy.filters.listener.tls_inspector", typed_config=Packed(TlsInspector()))
+    return ListenerFilter(name="envoy.filters.listener.tls_inspector", typed_config=PackedMessage(TlsInspector()))
 
 
 def _connection_manager(
@@ -217,7 +226,7 @@ def _connection_manager(
         early_header_mutation_extensions=[_strip_reserved_headers(gateway)],
         http_filters=http_filters(gateway, directory, needs),
         local_reply_config=local_replies(gateway),
-        access_log=[_access_log(gateway)],
+        access_log=_access_logs(gateway),
         use_remote_address=True,
         normalize_path=True,
         merge_slashes=True,
@@ -250,10 +259,14 @@ def _connection_manager(
 
 def _strip_reserved_headers(gateway: GatewayConfigSpec) -> TypedExtensionConfig:
     """Remove reserved headers first: only this gateway, or trusted ones before it, may write them."""
-    prefixes = [_ENVOYS_PREFIX]
+    prefixes, names = [_ENVOYS_PREFIX], [*_OWN_HEADERS]
     if gateway.clients == "Untrusted":
         prefixes = [*RESERVED_PREFIXES, *OBJECTIVE_PREFIXES, _ENVOYS_PREFIX]
-    return typed(
+        if gateway.tracing is not None:
+            # whoever may choose the id of a trace decides whether it is sampled
+            prefixes += TRACE_PREFIXES
+            names += TRACE_HEADERS
+    return typed_extension(
         "envoy.http.early_header_mutation.header_mutation",
         EarlyHeaderMutation(
             mutations=[
@@ -264,16 +277,23 @@ def _strip_reserved_headers(gateway: GatewayConfigSpec) -> TypedExtensionConfig:
                 )
                 for prefix in prefixes
             ]
-            + [HeaderMutation(remove=name) for name in _OWN_HEADERS]
+            + [HeaderMutation(remove=name) for name in names]
         ),
     )
+
+
+def _access_logs(gateway: GatewayConfigSpec) -> list[AccessLog]:
+    log = gateway.usage_log
+    return [_access_log(gateway), *([] if log is None else [usage_log(log.path)])]
 
 
 def _access_log(gateway: GatewayConfigSpec) -> AccessLog:
     """The outcome of each request, sent to extproc in batches with dynamic metadata (ticket, usage, host)."""
     return AccessLog(
         name="envoy.access_loggers.http_grpc",
-        typed_config=Packed(
+        # nobody decided those
+        filter=AccessLogFilter(not_health_check_filter=NotHealthCheckFilter()),
+        typed_config=PackedMessage(
             HttpGrpcAccessLogConfig(
                 common_config=CommonGrpcAccessLogConfig(
                     log_name=ACCESS_LOG_NAME,

@@ -23,23 +23,25 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 )
 from envoy_data_plane.google.protobuf import NullValue, Struct, Value
 
-from controller.bundle.envoy.envoy_json import Packed
+from controller.bundle.envoy.envoy_json import PackedMessage
 from extproc.protocol import ANTHROPIC_PATHS, ANTHROPIC_TYPES, ANTHROPIC_VERSION, DETAILS_PREFIX
 
 if TYPE_CHECKING:
     from extproc.api.authentication import Authentication
     from extproc.api.gateway_config import GatewayConfigSpec
 
-# Who asked: as ``error_form`` of extproc says it.
+# The client's API, by the same rule as ``error_form`` of extproc.
 _HAS_ANTHROPIC_PATH: Final = " || ".join(f"request.path.contains('{path}')" for path in ANTHROPIC_PATHS)
 _ASKS_ANTHROPIC: Final = f"('{ANTHROPIC_VERSION}' in request.headers || {_HAS_ANTHROPIC_PATH})"
 _IS_DIRECT: Final = "response.code_details == 'direct_response'"
 _NO_ENGINE: Final = "No engine could take the request; try again soon."
 _OTHER: Final = "The gateway refuses the request. %LOCAL_REPLY_BODY%"
 _INVALID: Final = "invalid_request_error"
-# When to come back while extproc, or the last engine, is away: Envoy knows nothing of how long that lasts, and holds no
-# request for a cluster without endpoints. extproc holds and tells better as soon as it answers again.
+# ``Retry-After`` while extproc or the last engine is unavailable. Envoy cannot estimate how long that lasts, and holds
+# no request for a cluster without endpoints. Once extproc answers again, it holds requests and sends better values.
 _RETRY_AFTER_S: Final = 5
+# What load balancers get at the path of health.
+_HEALTH: Final = {"ok": "ok\n", "failed": "Envoy drains, or needs extproc, which is away\n"}
 _NO_KEY: Final = "The request has no API key, or none that is known; send one as 'authorization: Bearer KEY'."
 _NO_JWT: Final = (
     "The request has no token, or one that is expired or not of this gateway's issuers; "
@@ -65,8 +67,8 @@ class _Error(msgspec.Struct, frozen=True):
 
 
 def _about_callers(authentication: Authentication | None) -> tuple[str, str]:
-    """What callers without a key and such are told, and those who are nobody's."""
-    if authentication is None or authentication.api_keys:
+    """Replies to callers without a key, and to identified callers without rights."""
+    if authentication is None or authentication.api_keys or authentication.virtual_keys is not None:
         return _NO_KEY, _NO_NAME
     if authentication.client_certificates:
         return _NO_CERTIFICATE, _NO_TENANT
@@ -78,10 +80,11 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
     errors = _errors(gateway)
     return LocalReplyConfig(
         mappers=[
+            *(_plain(f"response.code_details.startsWith('health_check_{one}')", text) for one, text in _HEALTH.items()),
             ResponseMapper(
-                filter=_when(
+                filter=when(
                     f"response.code_details.startsWith('{DETAILS_PREFIX}') || "
-                    # the script that knows keys refuses without a body
+                    # the script that checks keys refuses without a body
                     "(response.code_details == 'lua_response' && response.code != 401)"
                 ),
                 body_format_override=SubstitutionFormatString(
@@ -91,10 +94,10 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
             # a route's own answer has a whole error object as its body
             _anthropic(_Error(f"{_IS_DIRECT} && response.code >= 500", _NO_ENGINE, "", "", 500)),
             *map(_anthropic, errors),
-            # The parameter says nothing new, and the Gateway API's conformance suite needs it: where the type is
+            # The parameter changes nothing; the Gateway API's conformance suite needs it: where the type is
             # application/json alone, it parses the body even of the answer to a HEAD, which has none.
             ResponseMapper(
-                filter=_when(_IS_DIRECT),
+                filter=when(_IS_DIRECT),
                 body_format_override=SubstitutionFormatString(
                     text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"),
                     content_type="application/json; charset=utf-8",
@@ -117,6 +120,7 @@ def _errors(gateway: GatewayConfigSpec) -> tuple[_Error, ...]:
     no_key, no_name = _about_callers(gateway.authentication)
     no_path = "The path has an escaped slash or backslash, or cannot be normalized; write it plainly."
     no_route = "No model, or none that is served, was asked for; GET /v1/models lists those that are."
+    no_upgrade = "No connection is upgraded here; send the request without the header 'upgrade'."
     no_picker = "The gateway cannot choose an engine at the moment; try again soon."
     too_late = "The engine did not finish in the time allowed; ask for a shorter answer or a higher timeout."
     return (
@@ -130,6 +134,9 @@ def _errors(gateway: GatewayConfigSpec) -> tuple[_Error, ...]:
             "permission_error",
             "unnamed_caller",
             403,
+        ),
+        _Error(
+            "response.code_details == 'upgrade_failed'", no_upgrade, _INVALID, "unknown_url", 404, changes_status=True
         ),
         _Error("response.code == 413", too_large, _INVALID, "request_too_large", 413),
         _Error("response.code == 404", no_route, _INVALID, "model_not_found", 404),
@@ -156,9 +163,14 @@ def _errors(gateway: GatewayConfigSpec) -> tuple[_Error, ...]:
     )
 
 
+def _plain(condition: str, text: str) -> ResponseMapper:
+    body = SubstitutionFormatString(text_format_source=DataSource(inline_string=text), content_type="text/plain")
+    return ResponseMapper(filter=when(condition), body_format_override=body)
+
+
 def _openai(error: _Error) -> ResponseMapper:
     return ResponseMapper(
-        filter=_when(error.condition),
+        filter=when(error.condition),
         body_format_override=_error_object(error.message, error.kind, error.code),
         status_code=error.status if error.changes_status else None,
         headers_to_add=_headers(error),
@@ -175,7 +187,7 @@ def _anthropic(error: _Error) -> ResponseMapper:
     )
     body = Struct(fields={"type": Value(string_value="error"), "error": Value(struct_value=told)})
     return ResponseMapper(
-        filter=_when(f"({error.condition}) && {_ASKS_ANTHROPIC}"),
+        filter=when(f"({error.condition}) && {_ASKS_ANTHROPIC}"),
         body_format_override=SubstitutionFormatString(json_format=body),
         status_code=error.status if error.changes_status else None,
         headers_to_add=_headers(error),
@@ -192,11 +204,12 @@ def _only(header: HeaderValue) -> HeaderValueOption:
     return HeaderValueOption(header=header, append_action=HeaderValueOptionHeaderAppendAction.ADD_IF_ABSENT)
 
 
-def _when(condition: str) -> AccessLogFilter:
+def when(condition: str) -> AccessLogFilter:
+    """Where the condition holds, which is written in CEL."""
     return AccessLogFilter(
         extension_filter=ExtensionFilter(
             name="envoy.access_loggers.extension_filters.cel",
-            typed_config=Packed(ExpressionFilter(expression=condition)),
+            typed_config=PackedMessage(ExpressionFilter(expression=condition)),
         )
     )
 
@@ -214,6 +227,6 @@ def _error_object(message: str, kind: str, code: str) -> SubstitutionFormatStrin
 
 
 def error_answer(status: int, message: str, kind: str, code: str) -> DirectResponseAction:
-    """An error of OpenAI's form; the listener's local replies say that it is JSON."""
+    """An error of OpenAI's form; the listener's local replies set its content type to JSON."""
     error = {"message": message, "type": kind, "param": None, "code": code}
     return DirectResponseAction(status=status, body=DataSource(inline_string=json.dumps({"error": error})))

@@ -30,7 +30,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
 )
 
 from controller.bundle.envoy.clusters import server_cluster_name
-from controller.bundle.envoy.envoy_json import Packed, seconds, to_plain
+from controller.bundle.envoy.envoy_json import PackedMessage, seconds, to_plain
 from controller.bundle.envoy.without_extproc import CHANGES_FILTER, FALLBACK_MODEL, FALLBACK_NAMESPACE, change_for
 from extproc.api.model_server import TrafficPolicy
 from extproc.protocol import MODELS_PATH, POLICY_HEADER, SERVER_HEADER
@@ -51,10 +51,10 @@ _RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-codes"
 
 
 def decided_routes(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
-    """Where extproc has decided: to the cluster that it names, by a route for each time limit and number of retries.
+    """Routes of decided requests: to the cluster that extproc names, one for each time limit and number of retries.
 
-    A route for each ModelServer would be looked through for each request, and stand in each host. The last one takes
-    what extproc knows already and Envoy does not.
+    A route for each ModelServer would be scanned for each request, and repeated in each host. The last route matches
+    ModelServers that extproc already uses and Envoy does not have yet.
     """
     policies = {server.spec.traffic_policy.route: server.spec.traffic_policy for server in snapshot.servers}
     named = [memo.get(_decided, name, policies[name]) for name in sorted(policies) if name]
@@ -115,7 +115,7 @@ def _match_without_extproc(rule: RouteRule, names: list[str]) -> RouteMatch:
 def _changing(route: Route, targets: list[tuple[ModelServer, int]], *, renames: bool) -> Route:
     """``route``, which changes bodies for the engines that the weights choose; ``renames``: the model's name, too."""
     configs: list[dict[str, Any]] = [
-        {CHANGES_FILTER: Packed(change_for(spec.allowed_fields, model=spec.model if renames else None))}
+        {CHANGES_FILTER: PackedMessage(change_for(spec.allowed_fields, model=spec.model if renames else None))}
         for spec in (server.spec for server, _ in targets)
     ]
     weighted = route.route.weighted_clusters if route.route is not None else None
@@ -163,14 +163,14 @@ def retries(attempts: int) -> RetryPolicy | None:
         return None
     return RetryPolicy(
         retry_on=_RETRY_ON,
-        # an engine that is overloaded, broken or shutting down says so before its first byte; its neighbour may serve
+        # an engine that is overloaded, broken or shutting down fails before its first byte; another engine may serve
         retriable_status_codes=[429, 500, 502, 503, 504],
         num_retries=attempts,
         retry_back_off=RetryPolicyRetryBackOff(base_interval=seconds(0.01), max_interval=seconds(0.25)),
         # for balancing without extproc: not the same engine again
         retry_host_predicate=[
             RetryPolicyRetryHostPredicate(
-                name="envoy.retry_host_predicates.previous_hosts", typed_config=Packed(PreviousHostsPredicate())
+                name="envoy.retry_host_predicates.previous_hosts", typed_config=PackedMessage(PreviousHostsPredicate())
             )
         ],
         host_selection_retry_max_attempts=5,
@@ -205,8 +205,7 @@ def _string_matcher(match: StringMatch) -> StringMatcher:
     return StringMatcher(safe_regex=RegexMatcher(regex=match.regex or ""))
 
 
-def _is_method(method: str) -> HeaderMatcher:
-    return HeaderMatcher(name=":method", string_match=StringMatcher(exact=method))
+_IS_READ: Final = HeaderMatcher(name=":method", string_match=StringMatcher(safe_regex=RegexMatcher(regex="GET|HEAD")))
 
 
 def _asks_for(names: list[str]) -> MetadataMatcher:
@@ -226,7 +225,7 @@ def _models_list(routes: Iterable[ModelRoute]) -> Route:
     models = [{"id": name, "object": "model", "created": 0, "owned_by": "attache"} for name in sorted(names)]
     return Route(
         name="models-without-extproc",
-        match=RouteMatch(path=MODELS_PATH, headers=[_is_method("GET")]),
+        match=RouteMatch(path=MODELS_PATH, headers=[_IS_READ]),
         direct_response=DirectResponseAction(
             status=200, body=DataSource(inline_string=json.dumps({"object": "list", "data": models}))
         ),

@@ -11,6 +11,8 @@ from envoy_data_plane.envoy.config.core.v3 import (
     HeaderValueOptionHeaderAppendAction,
 )
 from envoy_data_plane.envoy.config.route.v3 import (
+    DirectResponseAction,
+    FilterConfig,
     Route,
     RouteAction,
     RouteActionClusterNotFoundResponseCode,
@@ -19,12 +21,13 @@ from envoy_data_plane.envoy.config.route.v3 import (
     VirtualHost,
 )
 
-from controller.bundle.envoy.envoy_json import Packed, to_plain, to_resource
-from controller.bundle.envoy.filters import BODY_FILTERS, CORS_FILTER
+from controller.bundle.envoy.clusters import USAGE_CLUSTER
+from controller.bundle.envoy.envoy_json import PackedMessage, seconds, to_plain, to_resource
+from controller.bundle.envoy.filters import BODY_FILTERS, CORS_FILTER, HEALTH_FILTER, extproc_filters
 from controller.bundle.envoy.hosts import domain_of, hosts_of, is_more_specific
 from controller.bundle.envoy.http_routes import (
     Backends,
-    Place,
+    RuleLocation,
     cors_policy,
     for_extproc,
     http_routes,
@@ -33,23 +36,29 @@ from controller.bundle.envoy.http_routes import (
 from controller.bundle.envoy.listeners import DEFAULT_LISTENER, listener_groups
 from controller.bundle.envoy.local_replies import error_answer
 from controller.bundle.envoy.model_routes import decided_routes, default_retries, routes_without_extproc
-from controller.bundle.envoy.without_extproc import looks_under
+from controller.bundle.envoy.without_extproc import rerouted_as
 from extproc.api.addresses import parse_address
-from extproc.api.matches import ANY_HOST, covers
+from extproc.api.matches import ANY_HOST, covers_domain
 from extproc.api.session_affinity import session_headers
 from extproc.api.spec import is_attached
 from extproc.protocol import (
     BODY_HEADERS,
+    BUDGET_HEADERS,
+    CALLER_CLIENT,
+    CALLER_TENANT,
+    CALLER_USER,
     CLIENT,
     DESTINATION,
     ENGINE_HEADERS,
     NAMESPACE,
+    ORGANIZATION_PATH,
     POLICY_HEADER,
     RATE_LIMIT_HEADERS,
     SERVED_HOST,
     SERVED_NAMESPACE,
     SERVER_HEADER,
     TENANT,
+    USAGE_PATH,
     USER,
 )
 
@@ -79,15 +88,18 @@ _OTHER_LISTENER: Final = "Another listener serves this host; connect to it under
 
 def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) -> dict[str, object]:
     """The route configuration of ``group``, as a resource of xDS."""
-    # CORS is decided before extproc is asked: there must be a route for every request
+    # CORS is decided before extproc is called: there must be a route for every request
     if snapshot.gateway.listeners or snapshot.http_routes or snapshot.gateway.cors is not None:
         return _Group(group, snapshot, memo).configuration()
-    # models alone, for every host: what no route takes is answered 404
+    # models alone, for every host
     removed = (*_OWN_HEADERS, *_engines_read_no(snapshot.gateway))
     host = _virtual_host(snapshot, "attache", ANY_HOST, removed=removed)
-    decided = decided_routes(snapshot, memo)
+    own = [*_health_routes(snapshot.gateway, memo), *_usage_routes(snapshot.gateway, memo)]
+    decided = [*own, *decided_routes(snapshot, memo)]
     if snapshot.gateway.failure_mode != "Open":
-        return _configuration(group.route_config_name, [{**host, "routes": decided}])
+        # without a route for it, Envoy would let a request that asks for an upgrade wait for ever
+        host["routes"] = [*decided, memo.get(_refusal, 404, _NO_MODEL, "model_not_found")]
+        return _configuration(group.route_config_name, [host])
     fallback = _fallback_host(snapshot, DEFAULT_LISTENER, snapshot.routes, memo)
     host["routes"] = [*decided, memo.get(_no_model, _fallback_domain(DEFAULT_LISTENER))]
     return _configuration(group.route_config_name, [host, fallback])
@@ -105,6 +117,8 @@ class _Group:
         # hosts differ in their names, domains and routes
         self._frame = _virtual_host(snapshot, "frame", ANY_HOST, removed=_OWN_HEADERS)
         removed = list(_engines_read_no(snapshot.gateway))
+        self._health = _health_routes(snapshot.gateway, memo)
+        self._usage = _usage_routes(snapshot.gateway, memo)
         self._decided = [{**one, "request_headers_to_remove": removed} for one in decided_routes(snapshot, memo)]
         self._attached = {
             one.name: [route for route in snapshot.routes if self._is_attached(route, one)] for one in group.listeners
@@ -118,18 +132,17 @@ class _Group:
         hosts = [
             host
             for host in hosts_of(self._group.listeners, self._snapshot.http_routes, are_named=self._are_named)
-            if not any(covers(other, host.domain) and is_more_specific(other, host.listener) for other in others)
+            if not any(covers_domain(other, host.domain) and is_more_specific(other, host.listener) for other in others)
         ]
         found = [self._host(host) for host in hosts]
         served = {host.domain for host in hosts}
         # a client that reuses its connection for the host of another listener must connect there
-        found.extend(
-            self._refusing(other, 421, _OTHER_LISTENER, "misdirected_request")
-            for other in others
-            if other not in served
-        )
+        misdirected = [self._refusal(421, _OTHER_LISTENER, "misdirected_request")]
+        found.extend({**self._virtual_host(other), "routes": misdirected} for other in others if other not in served)
         if ANY_HOST not in {*served, *others}:
-            found.append(self._refusing(ANY_HOST, 404, _NO_ROUTE, "not_found"))
+            # load balancers ask by address
+            routes = [*self._health, self._refusal(404, _NO_ROUTE, "not_found")]
+            found.append({**self._virtual_host(ANY_HOST), "routes": routes})
         if self._snapshot.gateway.failure_mode == "Open":
             served_by = {host.listener.name for host in hosts}
             found.extend(
@@ -144,21 +157,22 @@ class _Group:
         """First what HTTPRoutes match, then models; the rest is answered 404."""
         snapshot, name = self._snapshot, host.listener.name if self._are_named else None
         removed = _engines_read_no(snapshot.gateway)
-        place = Place(
+        place = RuleLocation(
             domain=host.domain,
             listener=name,
             port=host.listener.public_port or parse_address(self._group.address)[1],
             is_tls=self._group.tls is not None,
             is_open=snapshot.gateway.failure_mode == "Open",
+            extproc_filters=extproc_filters(snapshot.gateway),
             engines_read_no=removed,
         )
         found = self._virtual_host(host.domain)
-        routes = list(http_routes(host, place, self._backends, self._memo))
+        routes = [*http_routes(host, place, self._backends, self._memo), *self._health, *self._usage]
         if self._attached[host.listener.name]:
             routes.extend(self._decided)
             if name is not None:
-                told = self._memo.get(for_extproc, name)
-                found["typed_per_filter_config"] = {**_cors_config(snapshot.gateway), **told}
+                config = self._memo.get(for_extproc, extproc_filters(snapshot.gateway), name)
+                found["typed_per_filter_config"] = {**_cors_config(snapshot.gateway), **config}
             routes.append(self._without_decision(host.listener))
         else:
             routes.append(self._refusal(404, _NO_ROUTE, "not_found"))
@@ -166,7 +180,7 @@ class _Group:
         return found
 
     def _without_decision(self, listener: Listener) -> dict[str, object]:
-        """The last route where models are served: extproc is asked before it is taken, and decides otherwise."""
+        """The last route where models are served: it is taken only if extproc made no decision."""
         gateway = self._snapshot.gateway
         if gateway.failure_mode == "Open":
             return self._memo.get(_no_model, _fallback_domain(listener.name))
@@ -175,7 +189,7 @@ class _Group:
         return self._memo.get(_refusal, 404, _NO_MODEL, "model_not_found")
 
     def _other_domains(self) -> list[str]:
-        """What other HTTPS listeners of the address listen for, each with connections of its own."""
+        """Domains of other HTTPS listeners of the address, each with connections of its own."""
         if self._group.tls is None:
             return []
         return [
@@ -185,11 +199,9 @@ class _Group:
             for one in other.listeners
         ]
 
-    def _refusing(self, domain: str, status: int, message: str, code: str) -> dict[str, object]:
-        return {**self._virtual_host(domain), "routes": [self._refusal(status, message, code)]}
-
     def _refusal(self, status: int, message: str, code: str) -> dict[str, object]:
-        off = self._memo.get(without_inference, self._snapshot.gateway.failure_mode == "Open")
+        gateway = self._snapshot.gateway
+        off = self._memo.get(without_inference, gateway.failure_mode == "Open", extproc_filters(gateway))
         return {**self._memo.get(_refusal, status, message, code), "typed_per_filter_config": off}
 
     def _virtual_host(self, domain: str) -> dict[str, object]:
@@ -197,7 +209,7 @@ class _Group:
 
 
 def _fallback_domain(listener: str) -> str:
-    """A name that no client can ask for: hosts have no slash."""
+    """A name that no client can send: hosts have no slash."""
     return f"without-extproc/{listener}"
 
 
@@ -219,14 +231,56 @@ def _refusal(status: int, message: str, code: str) -> dict[str, object]:
     return to_plain(Route(name=code, match=RouteMatch(prefix="/"), direct_response=answer))
 
 
+def _health_routes(gateway: GatewayConfigSpec, memo: Memo) -> list[dict[str, object]]:
+    """The route of the gateway's own health, if it has one: it enables the filter, which answers in its place."""
+    return [memo.get(_health_route, gateway.health_path)] if gateway.health_path else []
+
+
+def _health_route(path: str) -> dict[str, object]:
+    made = Route(name="health", match=RouteMatch(path=path), direct_response=DirectResponseAction(status=200))
+    # the filter has no configuration by route; one without a type enables it, which Envoy's classes cannot write
+    enabled = {**to_resource(FilterConfig()), "config": {}}
+    return {**to_plain(made), "typed_per_filter_config": {HEALTH_FILTER: enabled}}
+
+
+# Reports read many rows; they end by themselves before this.
+_REPORT_S: Final = 60.0
+_CALLER: Final = ((TENANT, CALLER_TENANT), (CLIENT, CALLER_CLIENT), (USER, CALLER_USER))
+
+
+def _usage_routes(gateway: GatewayConfigSpec, memo: Memo) -> list[dict[str, object]]:
+    """Routes of reports, if there is a process that serves them. Callers are authenticated as for models."""
+    if gateway.usage_log is None or gateway.usage_log.api is None:
+        return []
+    off = memo.get(without_inference, gateway.failure_mode == "Open", extproc_filters(gateway))
+    found = [memo.get(_usage_route, path) for path in (USAGE_PATH, ORGANIZATION_PATH)]
+    return [{**one, "typed_per_filter_config": off} for one in found]
+
+
+def _usage_route(path: str) -> dict[str, object]:
+    """Headers are changed by the route first, then by the host, which removes the gateway's own: so the caller is
+    written under other names.
+    """
+    added = [
+        HeaderValueOption(
+            header=HeaderValue(key=ours, value=f"%REQ({written})%"),
+            append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+        )
+        for written, ours in _CALLER
+    ]
+    action = RouteAction(cluster=USAGE_CLUSTER, timeout=seconds(_REPORT_S))
+    match = RouteMatch(prefix=path) if path.endswith("/") else RouteMatch(path=path)
+    return to_plain(Route(name=f"usage{path}", match=match, route=action, request_headers_to_add=added))
+
+
 def _no_model(fallback: str) -> dict[str, object]:
     """The same refusal by a route that leads nowhere: for one that answers by itself, Envoy has no policy of other
-    origins. ``fallback``: the host under which requests without extproc are looked for again, if there is one.
+    origins. ``fallback``: the host under which requests without extproc are matched again, if there is one.
     """
     nowhere = RouteAction(
         cluster=_NOWHERE, cluster_not_found_response_code=RouteActionClusterNotFoundResponseCode.NOT_FOUND
     )
-    configs: dict[str, Any] = dict.fromkeys(BODY_FILTERS, Packed(looks_under(fallback))) if fallback else {}
+    configs: dict[str, Any] = dict.fromkeys(BODY_FILTERS, PackedMessage(rerouted_as(fallback))) if fallback else {}
     route = Route(name="model_not_found", match=RouteMatch(prefix="/"), route=nowhere, typed_per_filter_config=configs)
     return to_plain(route)
 
@@ -256,7 +310,7 @@ def _virtual_host(snapshot: Snapshot, name: str, domain: str, *, removed: Sequen
 
 def _cors(gateway: GatewayConfigSpec) -> dict[str, Any]:
     """The gateway's policy; routes may have their own."""
-    return {} if gateway.cors is None else {CORS_FILTER: Packed(cors_policy(gateway.cors))}
+    return {} if gateway.cors is None else {CORS_FILTER: PackedMessage(cors_policy(gateway.cors))}
 
 
 def _cors_config(gateway: GatewayConfigSpec) -> dict[str, object]:
@@ -278,19 +332,21 @@ def _configuration(name: str, hosts: list[dict[str, object]]) -> dict[str, objec
 
 
 def _own_headers(snapshot: Snapshot) -> list[HeaderValueOption]:
-    """The state of the caller's limits and where its session is, which extproc writes into metadata."""
+    """The state of the caller's limits and budgets, and where its session is, which extproc writes into metadata."""
     has_limits = any(route.spec.rate_limits for route in snapshot.routes)
+    has_budgets = bool(snapshot.gateway.budgets) or any(route.spec.budgets for route in snapshot.routes)
+    own = (*(RATE_LIMIT_HEADERS if has_limits else ()), *(BUDGET_HEADERS if has_budgets else ()))
     return [
         HeaderValueOption(
             header=HeaderValue(key=name, value=f"%DYNAMIC_METADATA({NAMESPACE}:{name})%"),
             append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
         )
-        for name in (*(RATE_LIMIT_HEADERS if has_limits else ()), *session_headers(snapshot))
+        for name in (*own, *session_headers(snapshot))
     ]
 
 
 def _served_header(gateway: GatewayConfigSpec) -> list[HeaderValueOption]:
-    """Which engine answered, if clients are to know."""
+    """The response header with the engine that answered, if it is enabled."""
     if gateway.served_header is None:
         return []
     value = f"%DYNAMIC_METADATA({SERVED_NAMESPACE}:{SERVED_HOST})%"

@@ -24,7 +24,7 @@ from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
 )
 
 from controller.bundle.envoy.bootstrap import file_source
-from controller.bundle.envoy.envoy_json import Packed, resources_file, to_resource
+from controller.bundle.envoy.envoy_json import PackedMessage, resources_file, to_resource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -58,14 +58,14 @@ class Certificate(SecretSource, frozen=True):
 
 
 class Authorities(SecretSource, frozen=True):
-    """Who signs the certificates of the other side, and which of those are revoked."""
+    """Authorities of the peer's certificates, and revocation lists."""
 
     ca_file: str
     crl_file: str | None = None
 
 
 class EngineKey(SecretSource, frozen=True):
-    """A key that engines ask for; from a file or a variable of the environment."""
+    """A key that engines require; from a file or a variable of the environment."""
 
     file_name: str | None
     variable: str | None
@@ -76,9 +76,9 @@ def certificate(files: CertificateFiles) -> Certificate:
     return Certificate(files.cert_file, files.key_file)
 
 
-def authorities(asked: ClientCertificates) -> Authorities:
+def authorities(certificates: ClientCertificates) -> Authorities:
     """The secret by which clients' certificates are checked."""
-    return Authorities(asked.ca_file, asked.crl_file)
+    return Authorities(certificates.ca_file, certificates.crl_file)
 
 
 def engine_key(connection: EngineConnection) -> EngineKey:
@@ -136,27 +136,25 @@ _VERSIONS: Final = {"1.2": TlsParametersTlsProtocol.TLSv1_2, "1.3": TlsParameter
 
 
 def listener_socket(tls: ListenerTls, directory: str) -> TransportSocket:
-    """TLS of a listener. Of several certificates, Envoy shows the one whose names have the server name asked for."""
+    """TLS of a listener. Of several certificates, Envoy chooses the one that matches the server name (SNI)."""
     common = CommonTlsContext(
         tls_params=TlsParameters(tls_minimum_protocol_version=_VERSIONS[tls.min_version]),
         tls_certificate_sds_secret_configs=[secret_reference(certificate(one), directory) for one in tls.certificates],
         alpn_protocols=list(_ALPN),
     )
     context = DownstreamTlsContext(common_tls_context=common)
-    asked = tls.client_certificates
-    if asked is not None:
-        common.validation_context_sds_secret_config = secret_reference(authorities(asked), directory)
-        context.require_client_certificate = asked.mode == "Require"
+    certificates = tls.client_certificates
+    if certificates is not None:
+        common.validation_context_sds_secret_config = secret_reference(authorities(certificates), directory)
+        context.require_client_certificate = certificates.mode == "Require"
         # A resumed session is not checked again: a certificate that has been revoked since would still be good.
         context.disable_stateless_session_resumption = True
         context.disable_stateful_session_resumption = True
-    return TransportSocket(name="envoy.transport_sockets.tls", typed_config=Packed(context))
+    return TransportSocket(name="envoy.transport_sockets.tls", typed_config=PackedMessage(context))
 
 
 def engine_socket(tls: EngineTls, directory: str) -> TransportSocket:
-    """TLS towards engines. The name that is asked for, and that their certificate must have, stands beside each
-    endpoint.
-    """
+    """TLS towards engines. The SNI, which their certificate must match, is each endpoint's host name."""
     common = CommonTlsContext(
         tls_params=TlsParameters(
             tls_minimum_protocol_version=_VERSIONS["1.2"], tls_maximum_protocol_version=_VERSIONS["1.3"]
@@ -174,4 +172,4 @@ def engine_socket(tls: EngineTls, directory: str) -> TransportSocket:
         # a resumed session shows no certificate: one that is no longer trusted would still be good
         max_session_keys=0,
     )
-    return TransportSocket(name="envoy.transport_sockets.tls", typed_config=Packed(context))
+    return TransportSocket(name="envoy.transport_sockets.tls", typed_config=PackedMessage(context))

@@ -8,30 +8,49 @@ is held, so no buffer bounds them. In text of a model all names stand behind esc
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from envoy_data_plane.envoy.config.core.v3 import DataSource
 from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
 
+from controller.bundle.envoy.without_extproc import FALLBACK_NAMESPACE
 from extproc.protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
+    CREATED_TOKENS,
+    EVENTS,
+    FINISH,
+    FIRST_CONTENT_US,
     HIDES_USAGE,
     NAMESPACE,
     PROMPT_TOKENS,
+    REASONING_TOKENS,
     TICKET,
+    UNCACHED_TOKENS,
     USAGE_NAMESPACE,
 )
 
-# OpenAI's name, and those of Anthropic's API.
-_NAMES: Final = ("cached_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# OpenAI's name, those of Anthropic's API, and others that engines have. vLLM's last one has a list of numbers.
+_NAMES: Final = (
+    *("cached_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"),
+    *("num_cached_tokens", "prompt_cache_hit_tokens", "prompt_cache_miss_tokens", "cached_tokens_per_turn"),
+)
 
 _HIDING: Final = """
 local HIDES_COUNTS, HIDDEN, DETAILS = @HIDES@, {@NAMES@}, '"prompt_tokens_details"'
+-- SGLang's: counts by kind of memory, and what they stand in
+local BY_MEMORY, EXTENSION = '"cached_tokens_details"', '"sglext"%s*:%s*{'
+-- They come first in an object, and whether a comma follows is not known yet.
+local OPEN = '{%s*' .. BY_MEMORY .. '[%s:]*{?[^{}]*}?%s*,?%s*$'
 -- The end of a piece that may be the beginning of what is hidden.
 local USAGE = '("usage"%s*:%s*{)([^{}]*)'
 local BEGINNINGS = {
-  '"usage"%s*:%s*{[^{}]*$', ',%s*$', ',?%s*"[%w_]*"?%s*:?%s*[%w.+-]*$', ',?%s*' .. DETAILS .. '%s*:%s*{[^{}]*$'
+  '"usage"%s*:%s*{[^{}]*$', ',%s*$', ',?%s*"[%w_]*"?%s*:?%s*[%w.+-]*$', ',?%s*' .. DETAILS .. '%s*:%s*{[^{}]*$',
+  '"cached_tokens_per_turn"%s*:%s*%[[%d%s,]*$', ',?%s*' .. BY_MEMORY .. '%s*:%s*{[^{}]*$',
+  ',?%s*' .. EXTENSION .. '%s*"?[%w_]*"?%s*:?%s*$', ',?%s*"sglext"%s*:%s*' .. OPEN, OPEN
 }
 
 -- The inside of a usage object of the Messages API, with all of the prompt as its input.
@@ -40,7 +59,8 @@ local function whole_input(opening, usage)
   local sum = 0
   for _, name in ipairs({"cache_read_input_tokens", "cache_creation_input_tokens"}) do
     local key = '"' .. name .. '"%s*:%s*'
-    sum = sum + (tonumber(string.match(usage, key .. "([%d.eE+-]+)")) or 0)
+    local number = tonumber(string.match(usage, key .. "([%d.eE+-]+)")) or 0
+    sum = sum + (math.abs(number) < math.huge and number or 0)
     usage = string.gsub(usage, ",%s*" .. key .. "[%w.+-]+", "")
     usage = string.gsub(usage, key .. "[%w.+-]+%s*,%s*", "")
   end
@@ -49,10 +69,25 @@ local function whole_input(opening, usage)
   end)
 end
 
+-- Without counts by memory: engines leave them out where nothing was cached.
+local function without_memory(text)
+  if not string.find(text, BY_MEMORY, 1, true) then return text end
+  for _, value in ipairs({"{[^{}]*}", "null"}) do
+    local member = BY_MEMORY .. "%s*:%s*" .. value
+    text = string.gsub(text, ",%s*" .. member, "")
+    text = string.gsub(text, member .. "%s*,?%s*", "")
+  end
+  text = string.gsub(text, ",%s*" .. EXTENSION .. "%s*}", "")
+  return text
+end
+
 -- Text for the client; tail: the end of what came before.
 local function without_counts(tail, text, is_end)
   text = tail .. text
   tail = ""
+  if is_end or not string.find(text, OPEN, math.max(1, #text - 511)) then
+    text = without_memory(text)
+  end
   if not is_end then
     local last, at = math.max(1, #text - 511), #text + 1
     for _, beginning in ipairs(BEGINNINGS) do
@@ -64,10 +99,13 @@ local function without_counts(tail, text, is_end)
     text = string.gsub(text, ',%s*' .. DETAILS .. '%s*:%s*{[^{}]*}', "")
     text = string.gsub(text, ',%s*' .. DETAILS .. '%s*:%s*null', "")
   end
-  if string.find(text, '"cache', 1, true) then
+  if string.find(text, "cache", 1, true) then
     text = string.gsub(text, USAGE, whole_input)
     for _, name in ipairs(HIDDEN) do
       text = string.gsub(text, '("' .. name .. '"%s*:%s*)[%d.eE+-]+', "%10")
+      text = string.gsub(text, '("' .. name .. '"%s*:%s*%[)([%d%s,]*)', function(opening, counts)
+        return opening .. string.gsub(counts, "%d+", "0")
+      end)
     end
   end
   return text, tail
@@ -97,8 +135,8 @@ def hiding_script(*, hides: bool, drops_details: bool) -> str:
 
     A hidden count becomes 0. In the Messages API cached tokens are no part of ``input_tokens``: they are added there,
     and the counts of caches are removed. Engines leave ``prompt_tokens_details`` out, or write null, where nothing was
-    cached: so it is always removed. No byte of an answer, nor their number, depends on what was cached; so answers have
-    no ``content-length``.
+    cached: so it is always removed, and so is SGLang's ``cached_tokens_details``. No byte of an answer, nor their
+    number, depends on what was cached; so answers have no ``content-length``.
 
     The pieces of an answer may cut what is hidden in two: its beginning is held back until the next piece has come, at
     most 512 bytes.
@@ -117,6 +155,59 @@ def _lua(*, value: bool) -> str:
     return "true" if value else "false"
 
 
+# When the request began, in microseconds since 1970: filter state that the bundle writes for these scripts.
+STARTED_US: Final = "attache.started_us"
+
+# What only the usage log needs of an answer. The numbers are in metadata after every piece: where a stream is cut, no
+# script runs any more.
+_LOGGING: Final = """
+local LOGS = @LOGS@
+local ENDS = {}
+for _, reason in ipairs({"completed", "incomplete", "failed"}) do ENDS["response." .. reason] = reason end
+
+local function begins(handle)
+  local started = handle:streamInfo():filterState():get("@STARTED_US@")
+  return {events = 0, started = tonumber(started or "")}
+end
+
+local function is_without_extproc(handle)
+  return handle:streamInfo():dynamicMetadata():get("@FALLBACK_NAMESPACE@") ~= nil
+end
+
+-- more: how many events with content this piece has; finish: why the answer ended, if it has
+local function log_events(handle, log, more, finish)
+  if more == 0 and not finish then return end
+  local metadata = handle:streamInfo():dynamicMetadata()
+  if finish then metadata:set("@USAGE_NAMESPACE@", "@FINISH@", finish) end
+  if more == 0 then return end
+  if log.events == 0 and log.started then
+    local now = tonumber(handle:timestampString(EnvoyTimestampResolution.MICROSECOND))
+    metadata:set("@USAGE_NAMESPACE@", "@FIRST_CONTENT_US@", now - log.started)
+  end
+  log.events = log.events + more
+  metadata:set("@USAGE_NAMESPACE@", "@EVENTS@", log.events)
+end
+"""
+
+
+def _lua_of(script: str, marks: Mapping[str, str], *, logs: bool) -> Lua:
+    """``script`` behind what it calls for the usage log, with ``marks`` replaced. Not ``logs``: no script calls it."""
+    marks = {
+        "@LOGS@": _lua(value=logs),
+        "@STARTED_US@": STARTED_US,
+        "@FALLBACK_NAMESPACE@": FALLBACK_NAMESPACE,
+        "@FIRST_CONTENT_US@": FIRST_CONTENT_US,
+        "@EVENTS@": EVENTS,
+        "@FINISH@": FINISH,
+        "@USAGE_NAMESPACE@": USAGE_NAMESPACE,
+        **marks,
+    }
+    text = _LOGGING + script
+    for mark, value in marks.items():
+        text = text.replace(mark, value)
+    return Lua(default_source_code=DataSource(inline_string=text))
+
+
 # Of the object with usage, which has some hundred bytes.
 _MOST_KEPT: Final = 64 * 1024
 
@@ -127,13 +218,17 @@ local COUNTS = {
   @PROMPT_TOKENS@ = {"input_tokens"},
   @COMPLETION_TOKENS@ = {"output_tokens"},
   @CACHED_TOKENS@ = {"cached_tokens", "cache_read_input_tokens"},
+  @CREATED_TOKENS@ = {"cache_creation_input_tokens"},
+  @REASONING_TOKENS@ = {"reasoning_tokens"},
 }
 local CACHED_INPUT = {"cache_read_input_tokens", "cache_creation_input_tokens"}
+local FINISH = {stop_reason = true, status = true}
 
 local function count_of(usage, names)
   for _, name in ipairs(names) do
     local number = tonumber(string.match(usage, '"' .. name .. '"%s*:%s*([%d.eE+-]+)'))
-    if number then return number end
+    -- JSON, and so a line of the usage log, has no infinity
+    if number and math.abs(number) < math.huge then return number end
   end
 end
 
@@ -156,20 +251,29 @@ local function through_string(reader, text, at)
     return at + 1
   end
   local stop = string.find(text, '["\\\\]', at)
-  if reader.depth == 1 and #reader.word < 8 then
-    reader.word = reader.word .. string.sub(text, at, math.min(stop and stop - 1 or #text, at + 8))
+  if reader.depth == 1 and #reader.word < 32 then
+    reader.word = reader.word .. string.sub(text, at, math.min(stop and stop - 1 or #text, at + 32))
   end
   if not stop then
     return #text + 1
   end
   if string.byte(text, stop) == 34 then
     reader.in_string = false
+    if reader.depth == 1 and reader.name then reader.finish = reader.word end
   else
     reader.is_escaped = true
     -- no name of ours
     reader.word = "\\\\"
   end
   return stop + 1
+end
+
+-- Whether the next string in the outermost object is a value: a colon is before it.
+local function see_gap(reader, text, from, stop)
+  if reader.depth ~= 1 then return end
+  local gap = string.sub(text, from, (stop or #text + 1) - 1)
+  if string.find(gap, ",", 1, true) then reader.is_value = false end
+  if string.find(gap, ":%s*$") then reader.is_value = true end
 end
 
 -- The object with usage as text, if it ends in this piece.
@@ -180,6 +284,7 @@ local function follow(reader, text)
       at = through_string(reader, text, at)
     else
       local stop = string.find(text, '["{}%[%]]', at)
+      if LOGS then see_gap(reader, text, at, stop) end
       if not stop then
         break
       end
@@ -187,6 +292,7 @@ local function follow(reader, text)
       if mark == '"' then
         reader.in_string = true
         if reader.depth == 1 then
+          reader.name = reader.is_value and FINISH[reader.word] and reader.word
           reader.word = ""
         end
       elseif mark == "{" or mark == "[" then
@@ -208,6 +314,35 @@ local function follow(reader, text)
   return found
 end
 
+local function read_events(handle, log, state, text)
+  local more, finish, at = 0, nil, 1
+  text = state.tail .. text
+  while true do
+    local start, stop, name = string.find(text, "event:%s*([%w_.]+)\\r?\\n", at)
+    local before = string.sub(text, at, (start or #text + 1) - 1)
+    finish = state.is_last and string.match(before, '"stop_reason"%s*:%s*"([%w_]+)"') or finish
+    if not start then break end
+    if name == "content_block_delta" or string.find(name, "^response%..*delta$") then more = more + 1 end
+    finish = ENDS[name] or finish
+    state.is_last, at = name == "message_delta", stop + 1
+    state.is_messages = state.is_messages or name == "message_start"
+  end
+  -- a line that may go on, or the data of the event with the reason
+  local rest = state.is_last and string.sub(text, at) or string.match(text, "[^\\n]*$")
+  state.tail = #rest <= (state.is_last and 4096 or 128) and rest or ""
+  log_events(handle, log, more, finish)
+end
+
+-- Of a stream of the Messages API: another filter has read the parts of the prompt, in this piece or before.
+local function add_prompt(handle)
+  local metadata = handle:streamInfo():dynamicMetadata()
+  local read = metadata:get("@USAGE_NAMESPACE@")
+  if read and read.@UNCACHED_TOKENS@ then
+    local cached = (read.@CACHED_TOKENS@ or 0) + (read.@CREATED_TOKENS@ or 0)
+    metadata:set("@USAGE_NAMESPACE@", "@PROMPT_TOKENS@", read.@UNCACHED_TOKENS@ + cached)
+  end
+end
+
 function envoy_on_response(handle)
   local headers = handle:headers()
   local encoding = headers:get("content-encoding")
@@ -216,20 +351,31 @@ function envoy_on_response(handle)
   end
   local kind = string.lower(headers:get("content-type") or "")
   local is_plain = string.find(kind, "application/json", 1, true) == 1
-  if not is_plain and not (HIDES_COUNTS and string.find(kind, "text/event-stream", 1, true) == 1) then
+  local is_stream = string.find(kind, "text/event-stream", 1, true) == 1
+  if not is_plain and not ((HIDES_COUNTS or LOGS) and is_stream) then
     return
   end
   local decision = handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
-  if not (decision and decision["@TICKET@"] or HIDES_COUNTS) then
+  local is_ours = decision and decision["@TICKET@"]
+  if not (is_ours or HIDES_COUNTS or LOGS and is_without_extproc(handle)) then
     return
   end
   if HIDES_COUNTS then
     headers:remove("content-length")
   end
   local reader, tail = new_reader(), ""
+  local log, events = LOGS and begins(handle), {tail = "", is_last = false, is_messages = false}
   for chunk in handle:bodyChunks() do
     local came, is_end = read(chunk)
     local usage = is_plain and follow(reader, came)
+    if LOGS and not is_plain then
+      read_events(handle, log, events, came)
+      if events.is_messages and (log.events < 2 or events.is_last or is_end) then add_prompt(handle) end
+    end
+    if LOGS and reader.finish then
+      log_events(handle, log, 0, reader.finish)
+      reader.finish = nil
+    end
     tail = show(chunk, came, came, tail, is_end)
     if usage then
       local metadata = handle:streamInfo():dynamicMetadata()
@@ -250,7 +396,7 @@ end
 """
 
 
-def responses_usage(*, hides_counts: bool) -> Lua:
+def responses_usage(*, hides_counts: bool, logs: bool = False) -> Lua:
     """Reads usage in plain answers of the responses and the Messages API.
 
     Such an answer repeats what its client sent, tools and their schemas included, or has the input of tools as the
@@ -258,20 +404,22 @@ def responses_usage(*, hides_counts: bool) -> Lua:
     the filter follows strings and brackets through the pieces of the answer, and keeps that object alone. Streams,
     compressed answers and those that extproc has not decided pass untouched.
 
-    ``hides_counts``: of cached tokens, also in streams and in answers that extproc has not decided.
+    ``hides_counts``: of cached tokens, also in streams and in answers that extproc has not decided. ``logs``: the usage
+    log needs more; the events of streams are counted, by their names, which no model writes: line ends in JSON are
+    escaped.
     """
-    script = hiding_script(hides=hides_counts, drops_details=False) + _NESTED
-    for mark, text in {
+    marks = {
         "@PROMPT_TOKENS@": PROMPT_TOKENS,
         "@COMPLETION_TOKENS@": COMPLETION_TOKENS,
         "@CACHED_TOKENS@": CACHED_TOKENS,
-        "@USAGE_NAMESPACE@": USAGE_NAMESPACE,
         "@NAMESPACE@": NAMESPACE,
         "@TICKET@": TICKET,
         "@MOST_KEPT@": str(_MOST_KEPT),
-    }.items():
-        script = script.replace(mark, text)
-    return Lua(default_source_code=DataSource(inline_string=script))
+        "@CREATED_TOKENS@": CREATED_TOKENS,
+        "@REASONING_TOKENS@": REASONING_TOKENS,
+        "@UNCACHED_TOKENS@": UNCACHED_TOKENS,
+    }
+    return _lua_of(hiding_script(hides=hides_counts, drops_details=False) + _NESTED, marks, logs=logs)
 
 
 # An event with usage has some hundred bytes.
@@ -285,6 +433,48 @@ _STREAMS: Final = """
 local USAGE = '"usage"%s*:%s*{'
 local NO_CHOICES = '"choices"%s*:%s*%[%s*%]'
 local COUNTS = {@COUNTS@}
+local BEGINS_TEXT, REASON = '^%s*:%s*"[^"]', '^"finish_reason"%s*:%s*"([%w_]+)"'
+-- by the name of a field: what follows it where the event has content
+local CONTENT = {
+  {'"content"', BEGINS_TEXT}, {'"text"', BEGINS_TEXT}, {'"reasoning_content"', BEGINS_TEXT},
+  {'"reasoning"', BEGINS_TEXT}, {'"arguments"', BEGINS_TEXT}, {'"refusal"', BEGINS_TEXT},
+  -- the tokens in, tokens out API
+  {'"token_ids"', "^%s*:%s*%[%s*%d"},
+}
+
+-- Patterns are tried where a plain search has found the name: at every byte they take ten times as long.
+local function has_content(event)
+  for _, field in ipairs(CONTENT) do
+    local _, stop = string.find(event, field[1], 1, true)
+    while stop do
+      if string.find(event, field[2], stop + 1) then return true end
+      _, stop = string.find(event, field[1], stop + 1, true)
+    end
+  end
+  return false
+end
+
+local function reason_in(text)
+  local at = string.find(text, '"finish_reason"', 1, true)
+  while at do
+    local reason = string.match(text, REASON, at)
+    if reason then return reason end
+    at = string.find(text, '"finish_reason"', at + 1, true)
+  end
+end
+
+-- text: whole events
+local function read_events(handle, log, text)
+  local start, more = 1, 0
+  while start <= #text do
+    local _, stop = string.find(text, "\\n\\n", start, true)
+    if not stop then _, stop = string.find(text, "\\n\\r?\\n", start) end
+    stop = stop or #text
+    if has_content(stop - start + 1 < #text and string.sub(text, start, stop) or text) then more = more + 1 end
+    start = stop + 1
+  end
+  log_events(handle, log, more, reason_in(text))
+end
 
 local function read_usage(handle, event)
   local at = string.find(event, USAGE)
@@ -294,7 +484,8 @@ local function read_usage(handle, event)
   local metadata = handle:streamInfo():dynamicMetadata()
   for key, pattern in pairs(COUNTS) do
     local number = tonumber(string.match(event, pattern, at))
-    if number then
+    -- JSON, and so a line of the usage log, has no infinity
+    if number and math.abs(number) < math.huge then
       metadata:set("@USAGE_NAMESPACE@", key, number)
     end
   end
@@ -316,6 +507,11 @@ local function end_of_events(text)
   end
 end
 
+-- SGLang's event with counts by memory alone, which it leaves out where nothing was cached.
+local function is_by_memory(event)
+  return HIDES_COUNTS and string.find(event, BY_MEMORY, 1, true) and not string.find(event, '"routed_experts"', 1, true)
+end
+
 -- The events of text without those that carry nothing but usage; nil if all stay.
 local function without_usage(handle, text, hides)
   local kept, start, dropped = {}, 1, false
@@ -323,7 +519,8 @@ local function without_usage(handle, text, hides)
     local _, stop = string.find(text, "\\n\\r?\\n", start)
     stop = stop or #text
     local event = string.sub(text, start, stop)
-    if read_usage(handle, event) and hides and string.find(event, NO_CHOICES) then
+    local has_usage = read_usage(handle, event)
+    if (has_usage and hides or not has_usage and is_by_memory(event)) and string.find(event, NO_CHOICES) then
       dropped = true
     else
       kept[#kept + 1] = event
@@ -336,6 +533,7 @@ end
 -- An answer that is not streamed passes as it comes; usage may be cut anywhere.
 local function read_plain(response_handle)
   local before, tail = "", ""
+  local log = LOGS and begins(response_handle)
   for chunk in response_handle:bodyChunks() do
     local came, is_end = read(chunk)
     if not is_end then
@@ -343,6 +541,7 @@ local function read_plain(response_handle)
       if string.find(text, '"usage"', 1, true) then
         read_usage(response_handle, text)
       end
+      if LOGS then log_events(response_handle, log, 0, reason_in(text)) end
       before = string.sub(text, -@OVERLAP@)
     end
     tail = show(chunk, came, came, tail, is_end)
@@ -356,7 +555,8 @@ function envoy_on_response(response_handle)
     return
   end
   local decision = response_handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
-  if not (decision and decision["@TICKET@"] or HIDES_COUNTS) then
+  local is_ours = decision and decision["@TICKET@"]
+  if not (is_ours or HIDES_COUNTS or LOGS and is_without_extproc(response_handle)) then
     return
   end
   local is_plain = string.find(kind, "application/json", 1, true) == 1
@@ -372,6 +572,7 @@ function envoy_on_response(response_handle)
   end
   -- held: what came of an event that has not ended; is_long: so much came of it that it passes as it comes
   local held, is_long, tail = "", false, ""
+  local log = LOGS and begins(response_handle)
   for chunk in response_handle:bodyChunks() do
     local came, is_end = read(chunk)
     local text, passed = held .. came, ""
@@ -387,7 +588,8 @@ function envoy_on_response(response_handle)
       is_long, whole = true, #text - #string.match(text, "[\\r\\n]*$")
     end
     local events = string.sub(text, 1, whole)
-    if string.find(events, '"usage"', 1, true) then
+    if LOGS and whole > 0 then read_events(response_handle, log, events) end
+    if string.find(events, '"usage"', 1, true) or string.find(events, BY_MEMORY, 1, true) then
       events = without_usage(response_handle, events, hides) or events
     end
     held = string.sub(text, whole + 1)
@@ -397,34 +599,33 @@ end
 """
 
 
-def stream_usage(*, hides_counts: bool) -> Lua:
-    """Reads usage in answers of all other APIs, and drops the chunk with usage that the client did not ask for.
+def stream_usage(*, hides_counts: bool, logs: bool = False) -> Lua:
+    """Reads usage in responses of all other APIs, and drops a usage chunk that the client did not request.
 
-    Engines send usage in a chunk of its own, without choices, and only if ``stream_options.include_usage`` asks for it.
-    extproc sets that where the client did not, and marks it in metadata; a client that did not ask must not meet a
-    chunk without choices.
+    Engines send usage in a chunk of its own, without choices, and only with ``stream_options.include_usage``. extproc
+    sets that where the client did not, and marks it in metadata; such a client must not receive a chunk without
+    choices.
 
     A piece of an answer may end anywhere. What follows its last whole event is held back until the rest of that event
     has come: no client acts on half an event. What is held back is bounded; a longer event passes in pieces, and
     nothing is read from it. Compressed answers pass untouched, and so do those that extproc has not decided.
 
-    ``hides_counts``: of cached tokens, also in answers that extproc has not decided.
+    ``hides_counts``: of cached tokens, also in answers that extproc has not decided. ``logs``: the usage log needs
+    more; the events with content are counted.
     """
     patterns = {
         PROMPT_TOKENS: "prompt_tokens",
         COMPLETION_TOKENS: "completion_tokens",
         CACHED_TOKENS: "cached_tokens",
+        REASONING_TOKENS: "reasoning_tokens",
     }
     counts = ", ".join(f"""{key} = '"{name}"%s*:%s*([%d.eE+-]+)'""" for key, name in patterns.items())
-    script = hiding_script(hides=hides_counts, drops_details=True) + _STREAMS
-    for mark, text in {
+    marks = {
         "@COUNTS@": counts,
-        "@USAGE_NAMESPACE@": USAGE_NAMESPACE,
         "@NAMESPACE@": NAMESPACE,
         "@TICKET@": TICKET,
         "@HIDES_USAGE@": HIDES_USAGE,
         "@MOST_HELD@": str(MOST_HELD_BYTES),
         "@OVERLAP@": str(_OVERLAP_BYTES),
-    }.items():
-        script = script.replace(mark, text)
-    return Lua(default_source_code=DataSource(inline_string=script))
+    }
+    return _lua_of(hiding_script(hides=hides_counts, drops_details=True) + _STREAMS, marks, logs=logs)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The filters for requests that extproc did not decide: one reads bodies, one changes them.
 
-Without extproc Envoy routes by the ``model`` of the body. What it reads must be what an engine reads, so the first
-filter finds the members by itself. It leaves the model's name in metadata, on which routes match, and where each member
-stands.
+Without extproc Envoy routes by the ``model`` of the body. Envoy and the engine must read the same value, so the first
+filter finds the members by itself. It writes the model's name, on which routes match, and the position of each member
+into metadata.
 
 It finds the members of the outermost object as any JSON reader finds them, or refuses the request: for text that
 readers may understand differently (names that occur twice or are written with escapes, text that is no object in UTF-8,
@@ -11,8 +11,8 @@ anything after it) and for text that would take long. What is nested is passed o
 that is the engine's to do. Text is passed over with plain searches, which run at the speed of memory. Every position
 only grows, and the number of marks is bounded, so that no body stops Envoy for long.
 
-The second filter runs on the route that was found. It writes the name that the engines know, and removes or refuses the
-fields by which gateways steer engines, as extproc does. All other values are copied byte for byte, so numbers keep
+The second filter runs on the route that was found. It writes the engines' name of the model, and removes or refuses the
+fields by which gateways control engines, as extproc does. All other values are copied byte for byte, so numbers keep
 their digits.
 """
 
@@ -180,10 +180,10 @@ end
 # Metadata with the model's name, for the routes without extproc.
 FALLBACK_NAMESPACE: Final = "attache.fallback"
 FALLBACK_MODEL: Final = "model"
-# The host that the client asked for, while the request is routed under another one.
+# The host in the client's request, while the request is routed under another one.
 _FALLBACK_HOST: Final = "host"
 _MEMBERS: Final = "members"
-# Does nothing by itself; the routes without extproc say what it changes.
+# Does nothing by itself; the routes without extproc configure its changes.
 CHANGES_FILTER: Final = "attache.changes_without_extproc"
 _CHANGES_SCRIPT: Final = "changes"
 _STEERING_FIELDS: Final[tuple[str, ...]] = get_args(SteeringField)
@@ -393,7 +393,7 @@ def changes_body() -> Lua:
     return Lua(source_codes={_CHANGES_SCRIPT: _script(_REFUSE + _CHANGE, marks)}, clear_route_cache=False)
 
 
-def looks_under(host: str) -> LuaPerRoute:
+def rerouted_as(host: str) -> LuaPerRoute:
     """For the route of what no other route takes: requests without extproc are routed again, as if for ``host``."""
     return LuaPerRoute(filter_context=Struct(fields={"host": Value(string_value=host)}))
 

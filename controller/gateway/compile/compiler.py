@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All objects that a gateway serves, and the directory and statuses that they come to; only what changed is compiled.
+"""Compiles all objects that a gateway serves into its directory and their statuses; only changed objects are compiled.
 
-The outcome depends on the objects alone, never on the order in which they came: a compiler that was fed a history ends
-with what a fresh one makes of its last state.
+The result depends on the objects alone, never on the order of their events: after any history it equals the result of a
+new compiler for the last state.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -14,15 +15,17 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.gateway_api.gateway_api import GatewayApi
+from controller.gateway.compile.gateway_api.gateway_objects import KINDS as GATEWAY_API_KINDS
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
-from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
 from controller.gateway.compile.gateway_config import GatewayConfigs, GatewayDocument, GatewayDocuments
-from controller.gateway.compile.policies import PolicyResult, PolicySet, Served
+from controller.gateway.compile.grace import KINDS as GRACED_KINDS
+from controller.gateway.compile.grace import RESTRICTIONS, Grace
+from controller.gateway.compile.policies import PolicyResult, PolicySet, PolicyTargets
 from controller.gateway.compile.routes import RouteResult, compile_routes
 from controller.gateway.compile.secrets import Pointer, bounded_name
 from controller.gateway.compile.servers import ServerSet, empty_server
-from controller.gateway.compile.sources import DOCUMENT_KINDS, Source, source_of
-from controller.kube.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
+from controller.gateway.compile.sources import DOCUMENT_KINDS, SourceObject, source_of
+from controller.kube.conditions import IN_DIRECTORY, NO_MISTAKE, WantedCondition, WantedStatus, fails, holds
 from extproc.api.gateway_config import GatewayConfig
 from extproc.api.load import MAX_DIRECTORY_BYTES, SUFFIXES, max_bytes
 from extproc.api.model_route import ModelRoute
@@ -30,8 +33,10 @@ from extproc.api.picker_config import check_shape_alone
 from extproc.api.snapshot import Snapshot, failure_mode_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from controller.gateway.compile.grace import GraceState
+    from extproc.api.addresses import Network
     from extproc.api.gateway_config import Listener
     from extproc.api.picker_config import PickerCheck
 
@@ -40,9 +45,9 @@ _MOST_SAID: Final = 3
 
 
 def size_problem(files: Mapping[str, bytes]) -> str:
-    """Why a directory of ``files`` would be refused, and by whose objects; empty if it would not be.
+    """Why a directory of ``files`` would be refused, and the objects that cause it; empty if it would not be.
 
-    A reader that starts with a directory that is too large serves nothing at all, to anybody.
+    A reader that starts with a directory that is too large serves nothing at all.
     """
     sizes = {name: len(content) for name, content in files.items() if name.endswith(SUFFIXES)}
     for name, size in sizes.items():
@@ -65,16 +70,20 @@ def size_problem(files: Mapping[str, bytes]) -> str:
 GATEWAY_FILE: Final = "gateway.json"
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """``files``: the whole directory, by name. ``statuses``: of all objects, by kind and key. ``refused``: why nothing
-    of this must be served, empty if it may be: what is served already stays. ``pointers``: Secrets and ConfigMaps that
-    must be known for this to be complete.
+class CompileResult(msgspec.Struct, frozen=True):
+    """``files``: the whole directory, by name. ``statuses``: of all objects, by kind and key. ``refused``: why this
+    result must not be served; empty if it may be. The directory then stays as it is. ``pointers``: Secrets and
+    ConfigMaps that must be read before the result is complete. ``graced``: kinds and keys of what was deleted and is
+    served on, or got another selector just now. ``again_s``: when the same objects compile to something else; infinity
+    for never.
     """
 
     files: Mapping[str, bytes]
     statuses: Mapping[tuple[str, str], WantedStatus]
     refused: str = ""
     pointers: frozenset[Pointer] = frozenset()
+    graced: frozenset[tuple[str, str]] = frozenset()
+    again_s: float = math.inf
 
 
 class Compiler:
@@ -82,7 +91,8 @@ class Compiler:
 
     ``gateway``: the GatewayConfig to serve, as ``namespace/name``; None: that of the Gateways, or else the defaults.
     ``check_picker``: that of the extproc that reads the directory, or a mistake in one ConfigMap makes it refuse the
-    whole.
+    whole. ``grace_s``: for so long ModelRoutes and ModelServers that were deleted are served on; 0: not at all.
+    ``networks``: those whose addresses ModelServers may list; None: all.
     """
 
     def __init__(
@@ -91,20 +101,26 @@ class Compiler:
         settings: GatewayApiSettings = GatewayApiSettings(),  # noqa: B008 - frozen
         *,
         check_picker: PickerCheck = check_shape_alone,
+        grace_s: float = 0.0,
+        networks: Sequence[Network] | None = None,
     ) -> None:
         self._gateway = gateway
-        self._sources: dict[str, dict[str, Source]] = {kind: {} for kind in DOCUMENT_KINDS}
+        self._sources: dict[str, dict[str, SourceObject]] = {kind: {} for kind in DOCUMENT_KINDS}
         self._usable: frozenset[str] = frozenset()
         self._routes: Mapping[str, RouteResult] = {}
         self._routes_stale = True
         self._policy_set = PolicySet()
         self._policies: Mapping[str, PolicyResult] = {}
         self._api = GatewayApi(settings, gateway, GatewayConfigs(self._sources["GatewayConfig"]))
-        self._documents = GatewayDocuments(self._api.pointed)
-        self._servers = ServerSet(check_picker, self._api.pointed)
+        self._documents = GatewayDocuments(self._api.resolve_pointer)
+        self._servers = ServerSet(check_picker, self._api.resolve_pointer, networks)
+        self._grace = Grace(grace_s)
 
-    def put(self, kind: str, key: str, thing: Mapping[str, Any] | None) -> None:
+    def update_object(self, kind: str, key: str, thing: Mapping[str, Any] | None, now_s: float = 0.0) -> None:
         """An object as it is now; None: it is gone."""
+        if thing is None and kind in RESTRICTIONS:
+            for ended in self._grace.close(kind, key, now_s):
+                self._put_state(*ended, None)
         if kind == "Pod":
             self._servers.put_pod(key, thing)
         elif kind == "ConfigMap":
@@ -115,10 +131,12 @@ class Compiler:
                 self._servers.put_pool(key, thing)
             self._servers.pointed_changed(kind, key)
         else:
-            self._put_source(kind, key, None if thing is None else source_of(thing))
+            self._put_source(kind, key, None if thing is None else source_of(thing), now_s)
 
-    def compile(self) -> Outcome:
-        """What the objects come to."""
+    def compile(self, now_s: float = 0.0) -> CompileResult:
+        """The directory and statuses for the current objects."""
+        for changed, state in self._grace.advance(now_s).items():
+            self._put_state(*changed, state)
         self._servers.compile()
         usable = self._servers.usable
         self._routes_stale |= self._api.compile(usable, self._servers.pool_problems())
@@ -134,29 +152,38 @@ class Compiler:
         files = dict(self._files(gateway, documents))
         statuses = {(one.kind, one.key): one for one in self._statuses(gateway, has_policies=has_policies)}
         pointers = self._api.pointers() | self._servers.pointers() | gateway.pointers
-        return Outcome(files, statuses, self._refusal(gateway) or size_problem(files), pointers)
+        refused = self._refusal(gateway) or size_problem(files)
+        return CompileResult(files, statuses, refused, pointers, self._grace.running, self._grace.next_s)
 
-    def _put_source(self, kind: str, key: str, source: Source | None) -> None:
-        if kind == "ModelServer":
-            self._servers.put_server(key, source)
+    def _put_source(self, kind: str, key: str, source: SourceObject | None, now_s: float) -> None:
+        if kind in GRACED_KINDS:
+            self._put_state(kind, key, self._grace.update(kind, key, source, now_s))
             return
         if kind == "ModelAccessPolicy":
             self._policy_set.put(key, source)
             return
-        known = self._sources[kind]
-        if source is None:
-            known.pop(key, None)
-        else:
-            known[key] = source
-        if kind == "ModelRoute":
-            self._routes_stale = True
-        elif kind == "GatewayConfig":
+        self._put_known(kind, key, source)
+        if kind == "GatewayConfig":
             self._api.gateway_configs_changed()
+
+    def _put_state(self, kind: str, key: str, state: GraceState | None) -> None:
+        """What is served of a ModelRoute or a ModelServer."""
+        if kind == "ModelServer":
+            self._servers.put_server(key, state)
+        else:
+            self._put_known(kind, key, None if state is None else state.source)
+            self._routes_stale = True
+
+    def _put_known(self, kind: str, key: str, source: SourceObject | None) -> None:
+        if source is None:
+            self._sources[kind].pop(key, None)
+        else:
+            self._sources[kind][key] = source
 
     def _files(
         self, gateway: GatewayDocument, documents: Mapping[tuple[str, str], bytes]
     ) -> Iterator[tuple[str, bytes]]:
-        """In writing order: what is referred to comes before what refers to it."""
+        """In writing order: referenced files precede those that refer to them."""
         yield from self._api.files().items()
         yield from self._servers.connection_files()
         yield from self._servers.picker_files()
@@ -181,7 +208,7 @@ class Compiler:
         for key, document in self._api.routes():
             yield ("HTTPRoute", key), document
 
-    def _served(self, documents: Iterable[tuple[str, str]]) -> Served:
+    def _served(self, documents: Iterable[tuple[str, str]]) -> PolicyTargets:
         """What policies can be attached to."""
         keys: dict[str, set[str]] = {}
         for kind, key in documents:
@@ -190,7 +217,7 @@ class Compiler:
         own: tuple[Listener, ...] = ()
         if config is not None and self._api.listeners is None and isinstance(config.decoded, GatewayConfig):
             own = config.decoded.spec.listeners
-        return Served(
+        return PolicyTargets(
             model_routes=keys.get("ModelRoute", set()),
             model_servers=keys.get("ModelServer", set()),
             http_routes=keys.get("HTTPRoute", set()),
@@ -210,7 +237,7 @@ class Compiler:
         for key in {key for route in self._routes.values() for key in route.missing}:
             yield ("ModelServer", key), empty_server(key)
 
-    def _config_in_effect(self) -> Source | None:
+    def _config_in_effect(self) -> SourceObject | None:
         return self._sources["GatewayConfig"].get(self._api.parameters.config or "")
 
     def _statuses(self, gateway: GatewayDocument, *, has_policies: bool) -> Iterator[WantedStatus]:
@@ -224,19 +251,19 @@ class Compiler:
             if config is not None:
                 yield self._config_status(config, gateway, has_policies=has_policies)
 
-    def _config_status(self, config: Source, gateway: GatewayDocument, *, has_policies: bool) -> WantedStatus:
-        conditions: tuple[Wanted, ...] = (
+    def _config_status(self, config: SourceObject, gateway: GatewayDocument, *, has_policies: bool) -> WantedStatus:
+        conditions: tuple[WantedCondition, ...] = (
             holds("Accepted", gateway.note or NO_MISTAKE),
             *([fails("ResolvedRefs", "SecretNotUsable", "; ".join(gateway.missing))] if gateway.missing else []),
             holds("Programmed", IN_DIRECTORY),
         )
         if config.mistakes:
             stays = "nothing is changed until it is corrected; what is served stays"
-            said = stays if config.key == self._gateway else "the Gateways that refer to it are not served"
-            conditions = fails("Accepted", "Invalid", config.complaint()), fails("Programmed", "Invalid", said)
+            message = stays if config.key == self._gateway else "the Gateways that refer to it are not served"
+            conditions = fails("Accepted", "Invalid", config.complaint()), fails("Programmed", "Invalid", message)
         elif config.key != self._api.parameters.config:
-            said = f"GatewayConfig {self._api.parameters.config} is in effect"
-            conditions = holds("Accepted", NO_MISTAKE), fails("Programmed", "Conflict", said)
+            message = f"GatewayConfig {self._api.parameters.config} is in effect"
+            conditions = holds("Accepted", NO_MISTAKE), fails("Programmed", "Conflict", message)
         return WantedStatus(
             kind=config.kind,
             key=config.key,
@@ -245,7 +272,7 @@ class Compiler:
             fields=self._failure_mode(config, is_closed=bool(gateway.note) or has_policies),
         )
 
-    def _failure_mode(self, config: Source, *, is_closed: bool) -> Mapping[str, str]:
+    def _failure_mode(self, config: SourceObject, *, is_closed: bool) -> Mapping[str, str]:
         """What Envoy does without extproc, for the status."""
         if config.mistakes or not isinstance(config.decoded, GatewayConfig):
             return {}
@@ -255,13 +282,13 @@ class Compiler:
         snapshot = Snapshot(
             version="",
             routes=tuple(one for one in served if isinstance(one, ModelRoute)),
-            servers=tuple(self._servers.decoded()),
+            servers=tuple(self._servers.served_objects()),
             gateway=config.decoded.spec,
         )
         return {"failureMode": failure_mode_of(snapshot)}
 
     def _refusal(self, document: GatewayDocument) -> str:
-        """Without its GatewayConfig a gateway would serve without the authentication that it asks for."""
+        """Without its GatewayConfig a gateway would serve without the configured authentication."""
         if self._gateway is not None:
             gateway = self._sources["GatewayConfig"].get(self._gateway)
             if gateway is None:

@@ -11,25 +11,27 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.policies import failure_mode
-from controller.gateway.compile.secrets import Pointed, Pointer
-from controller.gateway.compile.sources import Source, to_bytes
-from extproc.api import patterns
+from controller.gateway.compile.secrets import PointedObject, Pointer
+from controller.gateway.compile.sources import SourceObject, to_bytes
+from extproc.api import spec as patterns
 from extproc.api.authentication import has_usable_key
-from extproc.api.decode import decode
+from extproc.api.decode import decode, read_key_store
 from extproc.api.documents import Document
+from extproc.api.errors import ConfigInvalid
 from extproc.api.gateway_config import GatewayConfig
+from extproc.api.key_store import KEYS_FILE, KeyStoreSpec, to_plain
 from extproc.api.spec import API_VERSION, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from extproc.api.authentication import ApiKeySecret, Authentication, JwtIssuer
+    from extproc.api.authentication import ApiKeySecret, Authentication, JwtIssuer, VirtualKeys
 
 
 class GatewayConfigs:
     """``sources``: every GatewayConfig by key; it may change."""
 
-    def __init__(self, sources: Mapping[str, Source]) -> None:
+    def __init__(self, sources: Mapping[str, SourceObject]) -> None:
         self._sources = sources
 
     def problem(self, key: str) -> str:
@@ -57,9 +59,12 @@ _KEY: Final = re.compile(patterns.KEY)
 _TEXT: Final = re.compile(patterns.NO_CONTROL)
 _SHORTEST_KEY: Final = 8
 _LONGEST_KEY: Final = 512
-# Stands for no key at all: nobody knows a text of this digest. So a gateway whose Secrets are all missing still asks
-# for keys.
+# A digest without a known preimage, used where no key can be read: a gateway with all Secrets missing still requires
+# keys.
 _NO_KEY: Final = {"name": "none", "tenant": "none", "keySHA256": "0" * 64}
+
+
+_RESOLVED: Final = frozenset({"apiKeys", "apiKeySecrets", "virtualKeys", "jwt"})
 
 
 class SecretContent(msgspec.Struct, frozen=True):
@@ -70,10 +75,13 @@ class SecretContent(msgspec.Struct, frozen=True):
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """``authentication``: for the directory, as plain data. ``problems``: what could not be had, for the condition."""
+    """``authentication``: for the directory, as plain data. ``problems``: what could not be had, for the condition.
+    ``cache_secret``: of the store of virtual keys.
+    """
 
     authentication: Mapping[str, Any]
     problems: tuple[str, ...]
+    cache_secret: str | None = None
 
 
 def secrets_of(authentication: Authentication | None, namespace: str) -> frozenset[str]:
@@ -81,30 +89,40 @@ def secrets_of(authentication: Authentication | None, namespace: str) -> frozens
     if authentication is None:
         return frozenset()
     names = [one.name for one in authentication.api_key_secrets]
+    if authentication.virtual_keys is not None and authentication.virtual_keys.secret is not None:
+        names.append(authentication.virtual_keys.secret)
     names += [one.jwks_secret.name for one in authentication.jwt if one.jwks_secret is not None]
     return frozenset(object_key(namespace, name) for name in names)
 
 
-def resolve(
+def resolve_gateway_config(
     given: Mapping[str, Any], decoded: Authentication, namespace: str, secrets: Mapping[str, SecretContent]
 ) -> Credentials:
     """``given``: the object's own, ``decoded``: the same as a struct. ``secrets``: those that are there, by key."""
     problems: list[str] = []
-    found = {name: value for name, value in given.items() if name not in ("apiKeys", "apiKeySecrets", "jwt")}
-    if decoded.api_keys or decoded.api_key_secrets:
+    found = {name: value for name, value in given.items() if name not in _RESOLVED}
+    if decoded.api_keys or decoded.api_key_secrets or decoded.virtual_keys is not None:
         keys = [_own_key(one) for one in given.get("apiKeys", ())]
         taken = {one["name"] for one in keys}
         digests = {one["keySHA256"].lower() for one in keys if "keySHA256" in one}
         for ref in decoded.api_key_secrets:
             for key in _keys(ref, secrets.get(object_key(namespace, ref.name)), problems):
-                # names and keys tell callers apart: of two alike, the first counts
+                # names and keys identify callers: of two equal ones, the first counts
                 if key["name"] in taken or key["keySHA256"] in digests:
                     problems.append(f"Secret {ref.name}: another client has the name or the key of '{key['name']}'")
                     continue
                 taken.add(key["name"])
                 digests.add(key["keySHA256"])
                 keys.append(key)
-        return Credentials({**found, "apiKeys": keys or [_NO_KEY]}, tuple(problems))
+        store = _key_store(decoded.virtual_keys, namespace, secrets, problems)
+        for one in store.keys:
+            made = [to_plain(key) for key in one.api_keys]
+            if one.name in taken or not digests.isdisjoint(key["keySHA256"] for key in made):
+                problems.append(f"virtual key '{one.name}': another client has its name or its key")
+                continue
+            keys += made
+        virtual: dict[str, Any] = {} if decoded.virtual_keys is None else {"virtualKeys": {}}
+        return Credentials({**found, **virtual, "apiKeys": keys or [_NO_KEY]}, tuple(problems), store.cache_secret)
     issuers = [
         issuer
         for plain, one in zip(given.get("jwt", ()), decoded.jwt, strict=True)
@@ -115,8 +133,29 @@ def resolve(
     return Credentials({**found, "jwt": issuers} if issuers else found, tuple(problems))
 
 
+def _key_store(
+    virtual: VirtualKeys | None, namespace: str, secrets: Mapping[str, SecretContent], problems: list[str]
+) -> KeyStoreSpec:
+    """Of the Secret; without keys if it cannot be had."""
+    if virtual is None:
+        return KeyStoreSpec()
+    if virtual.secret is None:
+        problems.append("virtualKeys names no Secret; write secret, the name of one")
+        return KeyStoreSpec()
+    secret = secrets.get(object_key(namespace, virtual.secret))
+    content = None if secret is None else secret.data.get(KEYS_FILE)
+    if content is None:
+        # before the first key is made there is none
+        return KeyStoreSpec()
+    try:
+        return read_key_store(content)
+    except ConfigInvalid:
+        problems.append(f"Secret {virtual.secret}: '{KEYS_FILE}' is no KeyStore; all virtual keys are refused")
+        return KeyStoreSpec()
+
+
 def _own_key(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """A key that stands in the object itself goes on as its digest."""
+    """A key in the object itself is replaced by its digest."""
     rest = {name: value for name, value in plain.items() if name != "key"}
     return {**rest, "keySHA256": _digest(plain["key"].encode())} if "key" in plain else rest
 
@@ -192,8 +231,8 @@ _DEFAULT: Final = {"apiVersion": API_VERSION, "kind": "GatewayConfig", "metadata
 
 
 class GatewayDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """``missing``: keys and key sets of Secrets that cannot be had. ``note``: what is served otherwise than asked for.
-    ``refused``: why it must not be served; empty if it may be.
+    """``missing``: keys and key sets of Secrets that cannot be read. ``note``: how the served configuration differs
+    from the spec. ``refused``: why it must not be served; empty if it may be.
     """
 
     content: bytes
@@ -204,16 +243,14 @@ class GatewayDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatewayDocuments:
-    """Makes the document anew only when something of it has changed. ``pointed``: what a pointer points to, if
-    known.
-    """
+    """Rebuilds the document only when an input has changed. ``pointed``: the target of a pointer, if it is read."""
 
-    def __init__(self, pointed: Callable[[Pointer], Pointed | None]) -> None:
+    def __init__(self, pointed: Callable[[Pointer], PointedObject | None]) -> None:
         self._pointed = pointed
         self._last: tuple[object, GatewayDocument] | None = None
 
     def make(
-        self, source: Source | None, listeners: Sequence[Mapping[str, Any]] | None, *, has_policies: bool
+        self, source: SourceObject | None, listeners: Sequence[Mapping[str, Any]] | None, *, has_policies: bool
     ) -> GatewayDocument:
         """``source``: None for the defaults. ``listeners``: None if there is no Gateway, and it has its own."""
         authentication = _authentication(source)
@@ -228,9 +265,9 @@ class GatewayDocuments:
 
 
 def _make(
-    source: Source | None,
+    source: SourceObject | None,
     listeners: Sequence[Mapping[str, Any]] | None,
-    secrets: Mapping[str, Pointed],
+    secrets: Mapping[str, PointedObject],
     *,
     has_policies: bool,
 ) -> GatewayDocument:
@@ -241,24 +278,26 @@ def _make(
     authentication = _authentication(source)
     if source is not None and authentication is not None:
         contents = {key: SecretContent(one.data, one.annotations) for key, one in secrets.items()}
-        found = resolve(spec["authentication"], authentication, source.namespace, contents)
+        found = resolve_gateway_config(spec["authentication"], authentication, source.namespace, contents)
         spec["authentication"], missing = found.authentication, found.problems
+        if found.cache_secret is not None:
+            spec.setdefault("cacheSecret", found.cache_secret)
     content = _document(source, spec)
     decoded, mistakes = decode(Document("", content.decode(), is_json=True))
     if not isinstance(decoded, GatewayConfig) or mistakes:
-        said = "; ".join(f"{one.path}: {one.message}" for one in mistakes)
-        return GatewayDocument(content=content, missing=missing, refused=said)
+        message = "; ".join(f"{one.path}: {one.message}" for one in mistakes)
+        return GatewayDocument(content=content, missing=missing, refused=message)
     mode, note = failure_mode(spec, decoded.spec, has_policies=has_policies)
     if note:
         content = _document(source, {**spec, "failureMode": mode})
     return GatewayDocument(content=content, missing=missing, note=note)
 
 
-def _authentication(source: Source | None) -> Authentication | None:
+def _authentication(source: SourceObject | None) -> Authentication | None:
     if source is None or source.mistakes or not isinstance(source.decoded, GatewayConfig):
         return None
     return source.decoded.spec.authentication
 
 
-def _document(source: Source | None, spec: Mapping[str, Any]) -> bytes:
+def _document(source: SourceObject | None, spec: Mapping[str, Any]) -> bytes:
     return to_bytes({**_DEFAULT, "spec": spec}) if source is None else source.document(spec)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from extproc.api.addresses import join_host_port
 from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
@@ -17,22 +18,26 @@ if TYPE_CHECKING:
 
 PRICE: Final = "attache.dev/price"
 DRAIN: Final = "attache.dev/drain"
-# Since when the manager wants a pod to go.
+# Since when the manager drains a pod.
 DRAINING: Final = "attache.dev/draining"
+# Of a port.
+_MOST_DIGITS: Final = 5
 # Characters of what people have written wrongly.
 _MOST_SHOWN: Final = 40
 _OURS: Final = "attache.dev/"
-# On endpoints: which pod it is, for people who look at a decision.
+# Which of the pool's ports the pod serves, as ``8000,8001``: llm-d's, and its name before llm-d 0.8.
+ACTIVE_PORTS: Final = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
+# On endpoints: the pod's name, for people who read a decision.
 POD_LABEL: Final = "attache.dev/pod"
-# On endpoints: the node, for pairs that should be on one; a pod's own label goes first.
+# On endpoints: the node, for pairs that should be on one; a pod's own label takes precedence.
 HOST_LABEL: Final = "kubernetes.io/hostname"
 
 
 class Pod(msgspec.Struct, frozen=True, kw_only=True):
-    """What counts of a pod. ``ip``: empty until it has one. ``is_leaving``: it is being deleted, its annotation
-    ``attache.dev/drain`` says ``true``, or it has the annotation ``attache.dev/draining``. ``price``: that of its
-    annotation ``attache.dev/price``, if it is one.
-    ``wrong_price``: what that annotation says instead; empty if nothing is wrong.
+    """Fields of a pod that matter. ``ip``: empty until it has one. ``is_leaving``: it is being deleted, or has the
+    annotation ``attache.dev/drain: "true"`` or ``attache.dev/draining``. ``price``: of its annotation
+    ``attache.dev/price``. ``wrong_price``: the annotation's value if it is no price; empty otherwise.
+    ``active_ports``: those that it serves, by its annotation ``llm-d.ai/active-ports``; None: all.
     """
 
     namespace: str
@@ -43,6 +48,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     is_leaving: bool
     price: float | None = None
     wrong_price: str = ""
+    active_ports: frozenset[int] | None = None
 
     @property
     def key(self) -> str:
@@ -53,14 +59,19 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
         """Whether all of ``labels`` are the pod's."""
         return all(self.labels.get(name) == value for name, value in labels.items())
 
+    def is_selected(self, selectors: Iterable[Mapping[str, str]]) -> bool:
+        """Whether all labels of one of these are the pod's."""
+        return any(self.has(labels) for labels in selectors)
+
     def endpoints(self, ports: Sequence[int]) -> Iterator[Mapping[str, Any]]:
         """What requests can be sent to: a ready pod's ports, as documents have endpoints."""
         if not self.ip or not self.is_ready:
             return
-        host = f"[{self.ip}]" if ":" in self.ip else self.ip
         for number in ports:
+            if self.active_ports is not None and number not in self.active_ports:
+                continue
             endpoint: dict[str, Any] = {
-                "address": f"{host}:{number}",
+                "address": join_host_port(self.ip, number),
                 "labels": {**self.labels, POD_LABEL: self.name},
             }
             if self.price is not None:
@@ -86,6 +97,7 @@ def pod_of(thing: Mapping[str, Any]) -> Pod:
         is_leaving="deletionTimestamp" in metadata or annotations.get(DRAIN) == "true" or DRAINING in annotations,
         price=price,
         wrong_price=wrong_price,
+        active_ports=_active_ports(annotations),
     )
 
 
@@ -107,7 +119,9 @@ def trimmed_pod(thing: Mapping[str, Any]) -> dict[str, Any]:
     kept = ("name", "namespace", "uid", "resourceVersion", "labels", "deletionTimestamp")
     slim = {name: metadata[name] for name in kept if name in metadata}
     slim["annotations"] = {
-        name: value for name, value in (metadata.get("annotations") or {}).items() if name.startswith(_OURS)
+        name: value
+        for name, value in (metadata.get("annotations") or {}).items()
+        if name.startswith(_OURS) or name in ACTIVE_PORTS
     }
     conditions = [one for one in status.get("conditions") or () if one.get("type") == "Ready"]
     return {
@@ -127,8 +141,17 @@ def _ip(text: str | None) -> str:
         return ""
 
 
+def _active_ports(annotations: Mapping[str, str]) -> frozenset[int] | None:
+    """As in llm-d, what is no number is left out; so a pod whose annotation has none serves nothing."""
+    text = next((annotations[name] for name in ACTIVE_PORTS if name in annotations), None)
+    if text is None:
+        return None
+    parts = (part.strip() for part in text.split(","))
+    return frozenset(int(part) for part in parts if part.isascii() and part.isdigit() and len(part) <= _MOST_DIGITS)
+
+
 def _price(text: str | None) -> float | None:
-    """None for what is no positive number: whoever may annotate pods must not be able to stop their server."""
+    """None unless it is a positive number: an invalid annotation of a pod must not stop its ModelServer."""
     try:
         price = float(text or "")
     except ValueError:
@@ -138,25 +161,25 @@ def _price(text: str | None) -> float | None:
 
 class PodIndex:
     """All pods, and those that each owner selects. Owners are named ``namespace/name``, and select in their
-    namespace.
+    namespace: pods with all labels of one of its selectors.
     """
 
     def __init__(self) -> None:
         self._pods: dict[str, dict[str, Pod]] = {}
-        self._labels: dict[str, dict[str, Mapping[str, str]]] = {}
+        self._selectors: dict[str, dict[str, Sequence[Mapping[str, str]]]] = {}
         self._selected: dict[str, dict[str, Pod]] = {}
 
-    def select(self, owner: str, labels: Mapping[str, str] | None) -> None:
-        """From now on ``owner`` has the pods with all of ``labels``; None: it is gone."""
+    def select(self, owner: str, *selectors: Mapping[str, str]) -> None:
+        """From now on ``owner`` has the pods of ``selectors``; without one it has none."""
         namespace = namespace_of(owner)
-        owners = self._labels.setdefault(namespace, {})
-        if labels is None:
+        owners = self._selectors.setdefault(namespace, {})
+        if not selectors:
             owners.pop(owner, None)
             self._selected.pop(owner, None)
-        elif owners.get(owner) != labels:
-            owners[owner] = labels
+        elif owners.get(owner) != selectors:
+            owners[owner] = selectors
             pods = self._pods.get(namespace, {})
-            self._selected[owner] = {key: pod for key, pod in pods.items() if pod.has(labels)}
+            self._selected[owner] = {key: pod for key, pod in pods.items() if pod.is_selected(selectors)}
 
     def put(self, key: str, pod: Pod | None) -> list[str]:
         """A pod as it is now, None if it is gone; the owners that this concerns."""
@@ -169,9 +192,9 @@ class PodIndex:
         else:
             pods[key] = pod
         concerned = []
-        for owner, labels in self._labels.get(namespace, {}).items():
+        for owner, selectors in self._selectors.get(namespace, {}).items():
             selected = self._selected[owner]
-            if pod is not None and pod.has(labels):
+            if pod is not None and pod.is_selected(selectors):
                 selected[key] = pod
             elif selected.pop(key, None) is None:
                 continue

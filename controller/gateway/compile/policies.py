@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ModelAccessPolicies to documents of the directory, and to statuses.
 
-Nothing that goes wrong opens anything. A policy that is invalid denies everybody what it is attached to, or its whole
-namespace if that cannot be told. A target that is not there is not served, and so cannot be reached either.
+Every failure closes. An invalid policy denies all requests to its targets, or to its whole namespace if these are
+unknown. A target that does not exist is not served, and so cannot be reached either.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.pools import server_key
-from controller.kube.conditions import Wanted, WantedStatus, fails, holds
+from controller.kube.conditions import WantedCondition, WantedStatus, fails, holds
 from extproc.api.access_policy import TARGET_GROUPS, AccessTarget, ModelAccessPolicy
-from extproc.api.snapshot import who_may
+from extproc.api.snapshot import access_restrictions
 from extproc.api.spec import API_VERSION, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from controller.gateway.compile.sources import Source
+    from controller.gateway.compile.sources import SourceObject
     from extproc.api.gateway_config import GatewayConfigSpec
 
 _CONFIG_GROUP: Final = API_VERSION.partition("/")[0]
 
 
-class Served(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyTargets(msgspec.Struct, frozen=True, kw_only=True):
     """What policies can be attached to, as it is in the directory.
 
     ``model_routes``, ``model_servers``, ``http_routes``: by ``namespace/name``. ``listeners``: of each Gateway by
@@ -53,20 +53,20 @@ class PolicyResult(msgspec.Struct, frozen=True):
 
 
 class PolicySet:
-    """All policies; compiled anew where they, or what is served, have changed."""
+    """All policies; compiled again where they, or their targets, have changed."""
 
     def __init__(self) -> None:
-        self._sources: dict[str, Source] = {}
-        self._compiled: tuple[Served, dict[str, Source], dict[str, PolicyResult]] | None = None
+        self._sources: dict[str, SourceObject] = {}
+        self._compiled: tuple[PolicyTargets, dict[str, SourceObject], dict[str, PolicyResult]] | None = None
 
-    def put(self, key: str, source: Source | None) -> None:
+    def put(self, key: str, source: SourceObject | None) -> None:
         """A policy as it is now; None: it is gone."""
         if source is None:
             self._sources.pop(key, None)
         else:
             self._sources[key] = source
 
-    def compile(self, served: Served) -> Mapping[str, PolicyResult]:
+    def compile(self, served: PolicyTargets) -> Mapping[str, PolicyResult]:
         """Every policy by its key."""
         known = self._compiled
         if known is None or known[0] != served or known[1] != self._sources:
@@ -74,26 +74,26 @@ class PolicySet:
         return known[2]
 
 
-def compile_policies(policies: Iterable[Source], served: Served) -> dict[str, PolicyResult]:
+def compile_policies(policies: Iterable[SourceObject], served: PolicyTargets) -> dict[str, PolicyResult]:
     """Every policy by its key."""
     return {source.key: _compile(source, served) for source in sorted(policies, key=lambda one: one.key)}
 
 
 def failure_mode(spec: Mapping[str, Any], decoded: GatewayConfigSpec, *, has_policies: bool) -> tuple[str | None, str]:
-    """The failure mode to serve, and why it is another than the one that was asked for; empty if it is not.
+    """The failure mode to serve, and why it differs from the requested one; empty if it does not.
 
-    Envoy by itself cannot say who may use which models. So Close is served where somebody may not.
+    Envoy by itself cannot decide which callers may use which models. So Close is served where access is restricted.
     """
-    asked = spec.get("failureMode")
-    restricted = who_may(decoded, ())
+    mode = spec.get("failureMode")
+    restricted = access_restrictions(decoded, ())
     if has_policies:
         restricted.append("ModelAccessPolicies")
-    if asked != "Open" or not restricted:
-        return asked, ""
+    if mode != "Open" or not restricted:
+        return mode, ""
     return "Close", f"failureMode Open would let requests get round {', '.join(restricted)}, so Close is served"
 
 
-def _compile(source: Source, served: Served) -> PolicyResult:
+def _compile(source: SourceObject, served: PolicyTargets) -> PolicyResult:
     targets = _targets(source)
     found: list[AccessTarget] = []
     missing: list[str] = []
@@ -110,13 +110,15 @@ def _compile(source: Source, served: Served) -> PolicyResult:
     resolved, programmed = holds("ResolvedRefs"), holds("Programmed")
     unasked = [one.name for one in found if _is_unasked(one, source.namespace, served)]
     if unasked:
-        said = f"HTTPRoute {', '.join(unasked)} goes to no ModelServer and no InferencePool; no policy is asked there"
-        resolved = fails("ResolvedRefs", "NoModelBackend", said)
+        message = (
+            f"HTTPRoute {', '.join(unasked)} goes to no ModelServer and no InferencePool; no policy is asked there"
+        )
+        resolved = fails("ResolvedRefs", "NoModelBackend", message)
         if len(unasked) == len(found):
-            programmed = fails("Programmed", "NoModelBackend", said)
+            programmed = fails("Programmed", "NoModelBackend", message)
     if missing:
-        said = f"{', '.join(missing)} is not there, or not served by this gateway"
-        resolved = fails("ResolvedRefs", "TargetNotFound", said)
+        message = f"{', '.join(missing)} is not there, or not served by this gateway"
+        resolved = fails("ResolvedRefs", "TargetNotFound", message)
     if targets and not found:
         programmed = fails("Programmed", "TargetNotFound", "nothing that it is attached to is served by this gateway")
         return _result(source, None, (accepted, resolved, programmed))
@@ -125,23 +127,23 @@ def _compile(source: Source, served: Served) -> PolicyResult:
     return _result(source, document, (accepted, resolved, programmed))
 
 
-def _is_unasked(one: AccessTarget, namespace: str, served: Served) -> bool:
-    """Whether requests that come to ``one`` go by extproc, which decides who may."""
+def _is_unasked(one: AccessTarget, namespace: str, served: PolicyTargets) -> bool:
+    """Whether requests to ``one`` bypass extproc, which authorises callers."""
     return one.kind == "HTTPRoute" and object_key(namespace, one.name) in served.without_models
 
 
-def _targets(source: Source) -> tuple[AccessTarget, ...] | None:
+def _targets(source: SourceObject) -> tuple[AccessTarget, ...] | None:
     """None: the whole namespace."""
     if isinstance(source.decoded, ModelAccessPolicy):
         return source.decoded.spec.target_refs or None
     try:
-        # of another shape elsewhere: what it is attached to may be readable all the same
+        # another field has a wrong type: its targets may be readable all the same
         return msgspec.convert(source.spec.get("targetRefs"), tuple[AccessTarget, ...]) or None
     except msgspec.ValidationError:
         return None
 
 
-def _resolved(one: AccessTarget, namespace: str, served: Served) -> list[AccessTarget]:
+def _resolved(one: AccessTarget, namespace: str, served: PolicyTargets) -> list[AccessTarget]:
     """What the directory has for ``one``. By its kind, for a policy with the wrong group must not protect nothing."""
     key = object_key(namespace, one.name)
     keys: Collection[str] = ()
@@ -179,6 +181,6 @@ def _plain(one: AccessTarget) -> dict[str, Any]:
     return plain if one.section_name is None else {**plain, "sectionName": one.section_name}
 
 
-def _result(source: Source, document: bytes | None, conditions: tuple[Wanted, ...]) -> PolicyResult:
+def _result(source: SourceObject, document: bytes | None, conditions: tuple[WantedCondition, ...]) -> PolicyResult:
     status = WantedStatus(kind=source.kind, key=source.key, generation=source.generation, conditions=conditions)
     return PolicyResult(document, status)

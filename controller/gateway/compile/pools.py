@@ -9,14 +9,14 @@ from typing import Any, Final
 
 import msgspec
 
-from extproc.api.documents import Document, read
+from extproc.api.documents import Document, parse_document
 from extproc.api.errors import ConfigInvalid
 from extproc.api.spec import API_VERSION, namespace_of, object_key
 
 KIND: Final = "InferencePool"
 # Of a pool: fields of its ModelServer that an InferencePool does not have, as YAML.
 SETTINGS: Final = "attache.dev/model-server"
-# Beside ModelServers that somebody wrote.
+# In addition to ModelServers of users.
 PREFIX: Final = "inferencepool."
 _LONGEST_NAME: Final = 253
 _ENDPOINT_FIELDS: Final = ("endpoints", "workloadSelector", "workloadPort")
@@ -24,7 +24,7 @@ _ENDPOINT_FIELDS: Final = ("endpoints", "workloadSelector", "workloadPort")
 
 class PoolServer(msgspec.Struct, frozen=True):
     """``server``: a ModelServer object, as the API server would have it; None: the pool cannot be used, ``complaint``
-    says why.
+    has the reason.
     """
 
     server: Mapping[str, Any] | None
@@ -54,11 +54,11 @@ def server_of(
 
     ``pool``: an InferencePool, ``inference.networking.k8s.io/v1`` or ``inference.networking.x-k8s.io/v1alpha2``.
     ``prefix``: of the ModelServer's name; empty where pools alone are served. ``picker_config``: the name of a
-    ConfigMap of its namespace; it has precedence over the pool's annotation. ``fields``: of the spec, unless the
+    ConfigMap of its namespace; it takes precedence over the pool's annotation. ``fields``: of the spec, unless the
     annotation has them.
     """
-    metadata, spec = pool["metadata"], pool.get("spec") or {}
-    settings = _settings((metadata.get("annotations") or {}).get(SETTINGS, ""))
+    metadata, spec = pool["metadata"], pool.get("spec")
+    settings = read_settings((metadata.get("annotations") or {}).get(SETTINGS, ""), f"annotation {SETTINGS}")
     if isinstance(settings, str):
         return PoolServer(None, settings)
     ports, labels = _ports(spec), _labels(spec)
@@ -83,20 +83,22 @@ def server_of(
     return PoolServer({"apiVersion": API_VERSION, "kind": "ModelServer", "metadata": identity, "spec": content})
 
 
-def _settings(text: str) -> dict[str, Any] | str:
-    """The fields, or what is wrong with them. Their values are checked where every ModelServer's are."""
+def read_settings(text: str, place: str) -> dict[str, Any] | str:
+    """Fields of a pool's ModelServer, or what is wrong with them. Their values are checked where every ModelServer's
+    are. ``place``: where they stand, for people.
+    """
     if not text.strip():
         return {}
-    advice = f"annotation {SETTINGS}: write fields of a ModelServer's spec as YAML, such as 'engine: SGLang'"
+    advice = f"{place}: write fields of a ModelServer's spec as YAML, such as 'engine: SGLang'"
     try:
-        found, repeated = read(Document(SETTINGS, text))
+        found, repeated = parse_document(Document(SETTINGS, text))
     except ConfigInvalid as error:
         return f"{advice}: {error.mistakes[0].message}"
     if repeated or not isinstance(found, dict):
         return advice
     for field in _ENDPOINT_FIELDS:
         if field in found:
-            return f"annotation {SETTINGS}: leave '{field}' out; the pool says which pods serve"
+            return f"{place}: leave '{field}' out; the pool says which pods serve"
     return found if _has_text_keys(found) else f"{advice}; every key must be text, so put others in quotes"
 
 
@@ -107,13 +109,18 @@ def _has_text_keys(value: object) -> bool:
     return all(map(_has_text_keys, value)) if isinstance(value, list) else True
 
 
-def _labels(spec: Mapping[str, Any]) -> Mapping[str, str]:
-    selector = spec.get("selector") or {}
-    found = selector.get("matchLabels", selector)  # v1alpha2 has the labels directly
+def _labels(spec: object) -> Mapping[str, Any]:
+    """What is no label in them is a mistake of the ModelServer."""
+    selector = spec.get("selector") if isinstance(spec, dict) else None
+    found = selector.get("matchLabels", selector) if isinstance(selector, dict) else {}  # v1alpha2 has them directly
     return found if isinstance(found, dict) else {}
 
 
-def _ports(spec: Mapping[str, Any]) -> list[int]:
+def _ports(spec: object) -> list[Any]:
+    """What is no port in them is a mistake of the ModelServer."""
+    if not isinstance(spec, dict):
+        return []
     if "targetPortNumber" in spec:  # v1alpha2
         return [spec["targetPortNumber"]]
-    return [one["number"] for one in spec.get("targetPorts") or ()]
+    listed = spec.get("targetPorts")
+    return [one.get("number") if isinstance(one, dict) else one for one in listed] if isinstance(listed, list) else []

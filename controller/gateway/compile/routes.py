@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from controller.gateway.compile.gateway_api.attachment import Attaching
-from controller.gateway.compile.gateway_api.listeners import MODEL_ROUTE
+from controller.gateway.compile.gateway_api.listeners import MODEL_ROUTE, AttachingRoute
 from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME, ParentRef
 from controller.kube.conditions import (
     IN_DIRECTORY,
     NO_MISTAKE,
-    Wanted,
+    WantedCondition,
     WantedEntry,
     WantedList,
     WantedStatus,
@@ -26,8 +25,8 @@ from extproc.api.spec import object_key
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from controller.gateway.compile.gateway_api.attachment import Listeners, ParentResult
-    from controller.gateway.compile.sources import Source
+    from controller.gateway.compile.gateway_api.listeners import Listeners, ParentResult
+    from controller.gateway.compile.sources import SourceObject
 
 
 class RouteResult(msgspec.Struct, frozen=True):
@@ -45,7 +44,7 @@ class RouteResult(msgspec.Struct, frozen=True):
 
 
 def compile_routes(
-    routes: Iterable[Source], servers: Collection[str], listeners: Listeners | None = None
+    routes: Iterable[SourceObject], servers: Collection[str], listeners: Listeners | None = None
 ) -> dict[str, RouteResult]:
     """Every route by its key. ``servers``: keys of the ModelServers that can be used. ``listeners``: of Gateways; None
     if there is no Gateway of ours, and then ``parentRefs`` have no effect.
@@ -65,38 +64,38 @@ def compile_routes(
         claims = {(listener, name): source.key for listener in found.served for name in _names(source)}
         taken = {name: owners[listener, name] for listener, name in sorted(claims.keys() & owners.keys())}
         if taken:
-            said = "; ".join(f"'{name}' belongs to {owner}" for name, owner in taken.items())
+            message = "; ".join(f"'{name}' belongs to {owner}" for name, owner in taken.items())
             advice = "which is older; use another name, or delete that route"
-            results[source.key] = _refused(source, "Conflict", f"{said}, {advice}")
+            results[source.key] = _refused(source, "Conflict", f"{message}, {advice}")
         else:
             results[source.key] = found
             owners.update(claims)
     return results
 
 
-def _names(source: Source) -> list[str]:
-    """What clients may ask for."""
+def _names(source: SourceObject) -> list[str]:
+    """The model names that clients may request."""
     if not isinstance(source.decoded, ModelRoute):
         return []
     spec = source.decoded.spec
     return [*([spec.model_name] if spec.model_name is not None else []), *spec.lora_adapters]
 
 
-def _repeated(source: Source) -> str:
+def _repeated(source: SourceObject) -> str:
     names = _names(source)
     repeated = sorted({name for name in names if names.count(name) > 1})
     return f"{', '.join(repeated)} is there twice among modelName and loraAdapters" if repeated else ""
 
 
-def _compile(source: Source, servers: Collection[str], listeners: Listeners | None) -> RouteResult:
+def _compile(source: SourceObject, servers: Collection[str], listeners: Listeners | None) -> RouteResult:
     missing: set[str] = set()
     absent: list[str] = []
     rules = [_rule(source, rule, servers, missing, absent) for rule in source.spec["rules"]]
     resolved = holds("ResolvedRefs", "all its ModelServers are there")
     if absent:
-        said = f"no usable ModelServer {', '.join(dict.fromkeys(absent))}"
+        message = f"no usable ModelServer {', '.join(dict.fromkeys(absent))}"
         share = "rules without another target are answered 503" if missing else "the other targets serve its requests"
-        resolved = fails("ResolvedRefs", "BackendNotFound", f"{said}; {share}")
+        resolved = fails("ResolvedRefs", "BackendNotFound", f"{message}; {share}")
     spec = {name: value for name, value in source.spec.items() if name != "parentRefs"} | {"rules": rules}
     named = frozenset(
         object_key(source.namespace, target["modelServerName"]) for rule in rules for target in rule["targetModels"]
@@ -120,9 +119,9 @@ def _compile(source: Source, servers: Collection[str], listeners: Listeners | No
     return _result(source, source.document(spec), conditions, missing, named, attached, statuses, served)
 
 
-def _attach(source: Source, listeners: Listeners) -> tuple[list[ParentResult], list[str], list[str]]:
+def _attach(source: SourceObject, listeners: Listeners) -> tuple[list[ParentResult], list[str], list[str]]:
     """What became of its references, and names of the listeners that it is attached to and of those that are served."""
-    asking = Attaching(kind=MODEL_ROUTE, namespace=source.namespace)
+    asking = AttachingRoute(kind=MODEL_ROUTE, namespace=source.namespace)
     references = source.decoded.spec.parent_refs if isinstance(source.decoded, ModelRoute) else ()
     if not references:
         found = listeners.open_to(asking)
@@ -133,7 +132,7 @@ def _attach(source: Source, listeners: Listeners) -> tuple[list[ParentResult], l
     return parents, attached, sorted({name for one in parents for name in one.served})
 
 
-def _parents(parents: Iterable[ParentResult], resolved: Wanted) -> WantedList:
+def _parents(parents: Iterable[ParentResult], resolved: WantedCondition) -> WantedList:
     entries = tuple(
         WantedEntry(
             identity={"parentRef": one.reference(), "controllerName": CONTROLLER_NAME},
@@ -144,7 +143,7 @@ def _parents(parents: Iterable[ParentResult], resolved: Wanted) -> WantedList:
     return WantedList(name="parents", entries=entries)
 
 
-def _not_served(namespace: str, parents: Sequence[ParentResult]) -> Wanted:
+def _not_served(namespace: str, parents: Sequence[ParentResult]) -> WantedCondition:
     if not parents:
         why = "while there are Gateways, ModelRoutes are served by their listeners alone"
         advice = f"let a listener's allowedRoutes allow ModelRoutes of the namespace {namespace}"
@@ -156,7 +155,7 @@ def _not_served(namespace: str, parents: Sequence[ParentResult]) -> Wanted:
 
 
 def _rule(
-    source: Source, rule: Mapping[str, Any], servers: Collection[str], missing: set[str], absent: list[str]
+    source: SourceObject, rule: Mapping[str, Any], servers: Collection[str], missing: set[str], absent: list[str]
 ) -> Mapping[str, Any]:
     """The rule with the targets that are there; with all of them if none is, for that must not make it a rule less."""
     targets = rule["targetModels"]
@@ -169,15 +168,15 @@ def _rule(
     return rule
 
 
-def _refused(source: Source, reason: str, message: str) -> RouteResult:
+def _refused(source: SourceObject, reason: str, message: str) -> RouteResult:
     conditions = (fails("Accepted", reason, message), fails("Programmed", reason, "the route is not served"))
     return _result(source, None, conditions)
 
 
 def _result(
-    source: Source,
+    source: SourceObject,
     document: bytes | None,
-    conditions: tuple[Wanted, ...],
+    conditions: tuple[WantedCondition, ...],
     missing: Collection[str] = (),
     servers: Collection[str] = (),
     attached: Collection[str] = (),

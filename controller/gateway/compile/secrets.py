@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Secrets and ConfigMaps that other objects point to, as files of the directory; connections to engines out of them.
 
-Only what is pointed to is read from the cluster. A compiler says what that is (``Outcome.pointers``), gets it by
-``put`` under the pointer's ``compiled_as``, and makes files of it with ``file_of``. A connection is used wholly or not
-at all: an engine is never reached without the TLS, or without the key, that its ModelServer asks for.
+Only referenced objects are read from the cluster. A compiler reports them in ``Outcome.pointers``, receives each by
+``put`` under the pointer's ``compiled_as``, and turns it into files with ``file_of``. A connection is used completely
+or not at all: an engine is never reached without the TLS and the key that its ModelServer requires.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from controller.kube.conditions import Wanted, fails
+from controller.kube.conditions import WantedCondition, fails
 from extproc.api.spec import object_key
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def bounded_name(stem: str, suffix: str) -> str:
     return stem + suffix
 
 
-# Directories read *.json and *.yaml as documents: whoever may write a Secret must not be able to write a document.
+# Directories read *.json and *.yaml as documents: a writer of Secrets must not be able to write a document.
 _SUFFIX: Final = "data"
 # Of bits. Envoy refuses smaller keys.
 _SMALLEST_RSA: Final = 2048
@@ -64,14 +64,14 @@ class Pointer(msgspec.Struct, frozen=True, order=True):
         return "PointedConfigMap" if self.kind == "ConfigMap" else self.kind
 
 
-class Pointed(msgspec.Struct, frozen=True):
+class PointedObject(msgspec.Struct, frozen=True):
     """What is in it. ``data``: bytes by key, decoded. ``annotations``: of the object."""
 
     data: Mapping[str, bytes]
     annotations: Mapping[str, str] = {}
 
 
-def pointed_of(thing: Mapping[str, Any]) -> Pointed:
+def pointed_of(thing: Mapping[str, Any]) -> PointedObject:
     """A Secret or ConfigMap as the API server has it; values that are no base64 where they must be are left out."""
     is_secret = thing.get("kind") == "Secret"
     data = {} if is_secret else {name: text.encode() for name, text in (thing.get("data") or {}).items()}
@@ -80,7 +80,7 @@ def pointed_of(thing: Mapping[str, Any]) -> Pointed:
             data[name] = base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError):
             continue
-    return Pointed(data, thing["metadata"].get("annotations") or {})
+    return PointedObject(data, thing["metadata"].get("annotations") or {})
 
 
 def file_of(pointer: Pointer, name: str) -> str:
@@ -88,12 +88,12 @@ def file_of(pointer: Pointer, name: str) -> str:
     return bounded_name(f"{pointer.kind.lower()}.{pointer.key.replace('/', '.', 1)}_{name}", f".{_SUFFIX}")
 
 
-def files_of(pointer: Pointer, pointed: Pointed, names: Iterable[str]) -> dict[str, bytes]:
+def files_of(pointer: Pointer, pointed: PointedObject, names: Iterable[str]) -> dict[str, bytes]:
     """The files of those values called ``names`` that are there."""
     return {file_of(pointer, name): pointed.data[name] for name in names if name in pointed.data}
 
 
-def certificate_problem(pointed: Pointed) -> str:
+def certificate_problem(pointed: PointedObject) -> str:
     """Why ``tls.crt`` and ``tls.key`` cannot be used as a server's certificate; empty if they can."""
     missing = [name for name in ("tls.crt", "tls.key") if not pointed.data.get(name)]
     if missing:
@@ -111,7 +111,7 @@ def certificate_problem(pointed: Pointed) -> str:
     return "" if key.public_key() == chain[0].public_key() else "tls.key is not the key of tls.crt"
 
 
-def authorities_problem(pointed: Pointed, name: str = "ca.crt") -> str:
+def authorities_problem(pointed: PointedObject, name: str = "ca.crt") -> str:
     """Why the value called ``name`` cannot be used to check certificates; empty if it can."""
     if not pointed.data.get(name):
         return f"it has no {name}"
@@ -124,18 +124,18 @@ def authorities_problem(pointed: Pointed, name: str = "ca.crt") -> str:
 
 _CLIENT_FILES: Final = ("tls.crt", "tls.key")
 _LONGEST_KEY: Final = 4096
-Read = Callable[[Pointer], Pointed | None]
-"""What a pointer points to; None if it is not there, or not known yet."""
+Read = Callable[[Pointer], PointedObject | None]
+"""The target of a pointer; None if it does not exist or is not read yet."""
 
 
 class ConnectionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """``document``: the connection for the directory; None if it cannot be used, and ``problem`` says why. ``used``:
-    what it refers to, for people. ``pointers``: all that was looked at.
+    """``document``: the connection for the directory; None if it cannot be used, and ``problem`` has the reason.
+    ``used``: the references, for people. ``pointers``: all Secrets and ConfigMaps read for it.
     """
 
     document: Mapping[str, Any] | None
     files: Mapping[str, bytes] = {}
-    problem: Wanted | None = None
+    problem: WantedCondition | None = None
     used: str = ""
     pointers: frozenset[Pointer] = frozenset()
 
@@ -150,12 +150,12 @@ def compile_connection(
         document["tls"] = _tls(connection.tls, given["tls"], found)
     ref = connection.api_key_ref
     if ref is not None:
-        document["apiKeyFile"] = found.file("InvalidApiKeyRef", Pointer("Secret", found.key(ref.name)), ref.key)
+        document["apiKeyFile"] = found.file_for("InvalidApiKeyRef", Pointer("Secret", found.key(ref.name)), ref.key)
     pointers = frozenset(found.used)
     if found.problems:
-        said = "; ".join(message for _, message in found.problems)
+        reason = "; ".join(message for _, message in found.problems)
         return ConnectionResult(
-            document=None, problem=fails("ResolvedRefs", found.problems[0][0], said), pointers=pointers
+            document=None, problem=fails("ResolvedRefs", found.problems[0][0], reason), pointers=pointers
         )
     used = ", ".join(f"the {one.kind} '{one.key.partition('/')[2]}'" for one in found.used)
     return ConnectionResult(document=document, files=found.files, used=used, pointers=pointers)
@@ -166,7 +166,7 @@ def _tls(tls: EngineTls, given: Mapping[str, Any], found: _References) -> Mappin
     document = {name: value for name, value in given.items() if name not in references}
     ca, client = tls.ca_certificate_ref, tls.client_certificate_ref
     if ca is not None:
-        document["caFile"] = found.file("InvalidCACertificateRef", Pointer(ca.kind, found.key(ca.name)), ca.key)
+        document["caFile"] = found.file_for("InvalidCACertificateRef", Pointer(ca.kind, found.key(ca.name)), ca.key)
     if client is not None:
         pointer = Pointer("Secret", found.key(client.name))
         found.take("InvalidCertificateRef", pointer, _CLIENT_FILES, certificate_problem)
@@ -176,7 +176,7 @@ def _tls(tls: EngineTls, given: Mapping[str, Any], found: _References) -> Mappin
 
 
 class _References:
-    """What the references of one connection come to: ``files``, ``used`` in order, and ``problems`` with reasons."""
+    """The resolved references of one connection: ``files``, ``used`` in order, and ``problems`` with reasons."""
 
     def __init__(self, namespace: str, read: Read) -> None:
         self._namespace = namespace
@@ -189,13 +189,15 @@ class _References:
         """There is no way to refer to other namespaces."""
         return object_key(self._namespace, name)
 
-    def file(self, reason: str, pointer: Pointer, name: str) -> str:
+    def file_for(self, reason: str, pointer: Pointer, name: str) -> str:
         """The file of the value called ``name``; ``reason``: of the condition if it cannot be used."""
         check = _key_problem if reason == "InvalidApiKeyRef" else authorities_problem
         self.take(reason, pointer, (name,), lambda pointed: check(pointed, name))
         return file_of(pointer, name)
 
-    def take(self, reason: str, pointer: Pointer, names: tuple[str, ...], problem_of: Callable[[Pointed], str]) -> None:
+    def take(
+        self, reason: str, pointer: Pointer, names: tuple[str, ...], problem_of: Callable[[PointedObject], str]
+    ) -> None:
         """The values called ``names``, if ``problem_of`` has nothing against them."""
         self.used[pointer] = None
         found = self._read(pointer)
@@ -207,7 +209,7 @@ class _References:
             self.files.update(files_of(pointer, found, names))
 
 
-def _key_problem(pointed: Pointed, name: str) -> str:
+def _key_problem(pointed: PointedObject, name: str) -> str:
     """Why the value called ``name`` cannot be sent as a key; empty if it can. The value is never repeated."""
     if name not in pointed.data:
         return f"it has no {name}"

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from controller.gateway.compile.grace import GraceState, labels_of
 from controller.gateway.compile.pods import PRICE, PodIndex, pod_endpoints, pod_of
 from controller.gateway.compile.pools import PREFIX, pool_key, server_key, server_of
 from controller.gateway.compile.secrets import ConnectionResult, Pointer, bounded_name, compile_connection
-from controller.gateway.compile.sources import Source, source_of, to_bytes
-from controller.kube.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
-from extproc.api.addresses import OF_CLUSTER, is_own, parse_endpoint
+from controller.gateway.compile.sources import SourceObject, source_of, to_bytes
+from controller.kube.conditions import IN_DIRECTORY, NO_MISTAKE, WantedCondition, WantedStatus, fails, holds
+from extproc.api.addresses import NETWORKS, OF_CLUSTER, Network, is_guarded, is_in, parse_endpoint
 from extproc.api.decode import read_picker_file
 from extproc.api.errors import ConfigInvalid, Mistake
 from extproc.api.load import unforeseen
-from extproc.api.model_server import ModelServer, ModelServerSpec
+from extproc.api.model_server import RETURNED, ModelServer, ModelServerSpec
 from extproc.api.spec import API_VERSION, namespace_of, object_key
 
 if TYPE_CHECKING:
@@ -28,12 +29,23 @@ if TYPE_CHECKING:
     from extproc.api.picker_config import PickerCheck
 
 
-def own_address(spec: ModelServerSpec) -> str:
-    """The first address that means the gateway's own pod or node; empty if there is none.
+def address_mistake(spec: ModelServerSpec, networks: Sequence[Network] | None = None) -> str:
+    """Why objects of a cluster may not list such an address; empty if they may. ``networks``: those that may be listed;
+    None: all.
 
-    What a host name resolves to is looked at when it is resolved.
+    Host names are checked again when they are resolved.
     """
-    return next((one for one in _addresses(spec) if is_own(parse_endpoint(one).host)), "")
+    for one in _addresses(spec):
+        where = parse_endpoint(one)
+        if is_guarded(where.host):
+            message = "is an address of the gateway's own pod or node, or of a cloud's metadata service"
+            return f"endpoints: {one} {message}, which objects of a cluster may not name; write one of an engine"
+        if networks is not None and not (is_in(where.host, networks) if where.is_ip else networks):
+            message = "objects of this cluster may list endpoints in these networks alone"
+            named = ", ".join(map(str, networks)) or "none"
+            advice = "select pods by labels, or ask who runs the gateway for --endpoint-networks"
+            return f"endpoints: {one} is not allowed: {message}: {named}; {advice}"
+    return ""
 
 
 def _addresses(spec: ModelServerSpec) -> Iterator[str]:
@@ -61,7 +73,7 @@ def picker_file_name(key: str) -> str:
     return bounded_name(f"picker.{key.replace('/', '.', 1)}", ".yaml")
 
 
-def picker_of(key: str, thing: Mapping[str, Any], check: PickerCheck) -> Picker:
+def compile_picker(key: str, thing: Mapping[str, Any], check: PickerCheck) -> Picker:
     """The EndpointPickerConfig in the ConfigMap ``key``, which has one key with one document."""
     name = picker_file_name(key)
     texts = list((thing.get("data") or {}).values())
@@ -70,21 +82,21 @@ def picker_of(key: str, thing: Mapping[str, Any], check: PickerCheck) -> Picker:
     try:
         notes = tuple(check(read_picker_file(name, texts[0])))
     except ConfigInvalid as error:
-        return Picker(file=name, problem="; ".join(map(_said, error.mistakes)))
+        return Picker(file=name, problem="; ".join(map(_mistake_text, error.mistakes)))
     except Exception as error:  # noqa: BLE001 - whatever a text does to a plugin, the others must be served
-        return Picker(file=name, problem=_said(unforeseen(name, error)))
+        return Picker(file=name, problem=_mistake_text(unforeseen(name, error)))
     return Picker(file=name, content=texts[0].encode(), notes=notes)
 
 
-def _said(mistake: Mistake) -> str:
-    """Without the file, which nobody has written."""
+def _mistake_text(mistake: Mistake) -> str:
+    """The error text without the synthetic file name."""
     where = f"line {mistake.line}: " if mistake.line else ""
     return f"{where}{mistake.path}: {mistake.message}" if mistake.path else f"{where}{mistake.message}"
 
 
 _PORT_FIELDS = ("workloadSelector", "workloadPort")
-# Whoever may write a ModelServer could have the gateway's own keys sent to an engine of theirs, and a file that is not
-# there would keep the whole configuration from use.
+# A writer of ModelServers could otherwise send the gateway's own keys to their engine, and a missing file would make
+# the whole configuration invalid.
 _FILES: Final = (
     "connection names files or variables of the gateway, which objects of a cluster may not; write caCertificateRef, "
     "clientCertificateRef and apiKeyRef in place of caFile, clientCertificate, apiKeyFile and apiKeyEnv"
@@ -93,6 +105,8 @@ _NAMES_NOTHING: Final = "it names no other object"
 _UNCONNECTED: Final = (
     "its engines must not be reached without what connection refers to, and its requests are answered 503"
 )
+# What was deleted and what came back, which hold requests until there are engines.
+_HOLD: Final = {"holdTimeout": str(RETURNED.hold_timeout)}
 # Of pods in one message.
 _MOST_SAID: Final = 3
 
@@ -109,23 +123,28 @@ class ServerResult(msgspec.Struct, frozen=True):
     unconnected: str = ""
 
 
-def compile_server(source: Source, pods: Iterable[Pod], pickers: Mapping[str, Picker], read: Read) -> ServerResult:
-    """``pods``: those that the server's selector selects. ``pickers``: EndpointPickerConfigs by the key of their
-    ConfigMap.
-    ``read``: what Secrets and ConfigMaps hold.
+def compile_server(
+    grace: GraceState,
+    pods: Iterable[Pod],
+    pickers: Mapping[str, Picker],
+    read: Read,
+    *,
+    networks: Sequence[Network] | None = None,
+) -> ServerResult:
+    """``grace``: the server, and what it had before. ``pods``: those that it selects, and those that it selected
+    before. ``pickers``: EndpointPickerConfigs by the key of their ConfigMap. ``read``: what Secrets and ConfigMaps
+    hold. ``networks``: those whose addresses may be listed as endpoints; None: all.
 
-    A server whose EndpointPickerConfig cannot be used is served all the same, by the default picker: a slower pick
-    harms less than no answer. One whose certificates or key cannot be had has no endpoints, so that nothing reaches
-    its engines without them. The last good configuration would depend on what a replica has seen.
+    A server with an invalid EndpointPickerConfig is served by the default picker: a slower pick harms less than no
+    answer. One without readable certificates or key gets no endpoints, so that no request reaches its engines without
+    them. The last good configuration is not used: it would differ between replicas.
     """
+    source = grace.source
     if not isinstance(source.decoded, ModelServer) or source.mistakes:
         return refused_server(source, source.complaint())
     spec = source.decoded.spec
-    if spec.connection.names_files:
-        return refused_server(source, _FILES)
-    if own := own_address(spec):
-        said = "is an address of the gateway's own pod or node, which objects of a cluster may not name"
-        return refused_server(source, f"endpoints: {own} {said}; write one that other machines reach")
+    if refusal := _refusal(spec, networks):
+        return refused_server(source, refusal)
     content = dict(source.spec)
     resolved = holds("ResolvedRefs", _NAMES_NOTHING)
     if spec.picker_config is not None:
@@ -138,29 +157,70 @@ def compile_server(source: Source, pods: Iterable[Pod], pickers: Mapping[str, Pi
     if connection.document:
         content["connection"] = connection.document
     resolved = _with_connection(resolved, connection)
-    counted, pods = len(spec.endpoints), list(pods)
-    endpoints: Collection[Mapping[str, Any]] = content.get("endpoints", ())
-    if spec.workload_selector is not None:
-        counted = len(pods)
-        endpoints = [] if spec.workload_port is None else pod_endpoints(spec.workload_port.ports, pods)
-        content = {name: value for name, value in content.items() if name not in _PORT_FIELDS}
-        content["endpoints"] = endpoints
+    content = {name: value for name, value in content.items() if name not in _PORT_FIELDS}
+    if grace.holds:
+        content.setdefault("activation", _HOLD)
     if connection.problem is not None:
         return _unconnected(source, {**content, "endpoints": []}, resolved, connection)
-    draining = sum(bool(one.get("draining")) for one in endpoints)
-    ready = len(endpoints) - draining
-    available = _available(spec, ready, draining, counted)
-    if wrong := _wrong_prices(pods):
-        available = msgspec.structs.replace(available, message=f"{available.message}; {wrong}")
-    conditions = (holds("Accepted", NO_MISTAKE), resolved, holds("Programmed", IN_DIRECTORY), available)
-    made = _result(
-        source, _document(source, content), conditions, endpoints=len(endpoints), ready=ready, draining=draining
-    )
+    engines = _engines(grace, spec, pods)
+    conditions = (holds("Accepted", NO_MISTAKE), resolved, holds("Programmed", IN_DIRECTORY), engines.available)
+    document = _document(source, {**content, "endpoints": engines.endpoints}, networks)
+    counts = {"endpoints": engines.ready + engines.draining, "ready": engines.ready, "draining": engines.draining}
+    made = _result(source, document, conditions, **counts)
     return msgspec.structs.replace(made, files=connection.files, pointers=connection.pointers)
 
 
+def _refusal(spec: ModelServerSpec, networks: Sequence[Network] | None) -> str:
+    """Why objects of a cluster may not say this; empty if they may."""
+    if spec.connection.names_files:
+        return _FILES
+    return address_mistake(spec, networks)
+
+
+class Engines(msgspec.Struct, frozen=True, kw_only=True):
+    """``endpoints``: what requests are sent to, as documents have it. ``ready`` and ``draining``: how many of these are
+    the server's own.
+    """
+
+    endpoints: Sequence[Mapping[str, Any]]
+    ready: int
+    draining: int
+    available: WantedCondition
+
+
+def _engines(grace: GraceState, spec: ModelServerSpec, pods: Iterable[Pod]) -> Engines:
+    """``pods``: those that the server selects, and those that it selected before."""
+    listed: Sequence[Mapping[str, Any]] = grace.source.spec.get("endpoints", ())
+    selected: list[Pod] = []
+    former: list[Pod] = []
+    if spec.workload_selector is not None:
+        for pod in pods:
+            (selected if pod.has(spec.workload_selector.match_labels) else former).append(pod)
+    ports = () if spec.workload_port is None else spec.workload_port.ports
+    own = listed or pod_endpoints(ports, selected)
+    served = own or (pod_endpoints(ports, former) if grace.is_served_by_former else [])
+    draining = sum(bool(one.get("draining")) for one in own)
+    available = _available(spec, len(own) - draining, draining, len(selected))
+    if not own and former:
+        available = _with_former(available, grace, former, served=len(served))
+    if wrong := _wrong_prices(selected):
+        available = msgspec.structs.replace(available, message=f"{available.message}; {wrong}")
+    return Engines(endpoints=served, ready=len(own) - draining, draining=draining, available=available)
+
+
+def _with_former(
+    available: WantedCondition, grace: GraceState, former: Collection[Pod], served: int
+) -> WantedCondition:
+    """``available`` of a server without endpoints, extended by what its selector selected before."""
+    labels = _labels_text(grace.former or {})
+    said = f"before its last change it selected {len(former)} pods with the labels {labels}"
+    if served:
+        said += f", and {served} endpoints of these get its requests for some seconds more"
+    return msgspec.structs.replace(available, message=f"{available.message}; {said}")
+
+
 def _unconnected(
-    source: Source, content: Mapping[str, Any], resolved: Wanted, connection: ConnectionResult
+    source: SourceObject, content: Mapping[str, Any], resolved: WantedCondition, connection: ConnectionResult
 ) -> ServerResult:
     """A server without endpoints: its requests are answered 503, as nothing of it may be sent to its engines."""
     conditions = (
@@ -175,8 +235,8 @@ def _unconnected(
     )
 
 
-def _with_connection(resolved: Wanted, connection: ConnectionResult) -> Wanted:
-    """``resolved``, which speaks of the EndpointPickerConfig, with what the connection refers to."""
+def _with_connection(resolved: WantedCondition, connection: ConnectionResult) -> WantedCondition:
+    """``resolved``, a condition about the EndpointPickerConfig, extended by the connection's references."""
     if connection.problem is None:
         if not connection.used:
             return resolved
@@ -187,19 +247,19 @@ def _with_connection(resolved: Wanted, connection: ConnectionResult) -> Wanted:
     return msgspec.structs.replace(connection.problem, message=f"{connection.problem.message}; {resolved.message}")
 
 
-def _resolved(name: str, picker: Picker | None) -> Wanted:
+def _resolved(name: str, picker: Picker | None) -> WantedCondition:
     """Whether the ConfigMap ``name`` is there and can be used."""
     meanwhile = "the default picker is used until then"
     if picker is None:
-        said = f"this namespace has no ConfigMap '{name}' with the label {LABEL}"
-        return fails("ResolvedRefs", "PickerConfigNotFound", f"{said}; {meanwhile}")
+        message = f"this namespace has no ConfigMap '{name}' with the label {LABEL}"
+        return fails("ResolvedRefs", "PickerConfigNotFound", f"{message}; {meanwhile}")
     if picker.problem:
-        said = f"correct the ConfigMap '{name}', {meanwhile}: {picker.problem}"
-        return fails("ResolvedRefs", "PickerConfigInvalid", said)
+        message = f"correct the ConfigMap '{name}', {meanwhile}: {picker.problem}"
+        return fails("ResolvedRefs", "PickerConfigInvalid", message)
     return holds("ResolvedRefs", "; ".join(picker.notes) or f"the ConfigMap '{name}' is used")
 
 
-def refused_server(source: Source, problem: str) -> ServerResult:
+def refused_server(source: SourceObject, problem: str) -> ServerResult:
     """A ModelServer that is not used, because of ``problem``."""
     conditions = fails("Accepted", "Invalid", problem), fails("Programmed", "Invalid", "the server is not used")
     return _result(source, None, conditions)
@@ -214,19 +274,23 @@ def empty_server(key: str) -> bytes:
     return to_bytes({"apiVersion": API_VERSION, "kind": "ModelServer", "metadata": metadata, "spec": spec})
 
 
-def _available(spec: ModelServerSpec, ready: int, draining: int, counted: int) -> Wanted:
+def _available(spec: ModelServerSpec, ready: int, draining: int, counted: int) -> WantedCondition:
     if ready:
         also = f", and {draining} drain" if draining else ""
         return holds("Available", f"new requests go to {ready} of {ready + draining} endpoints{also}")
     if draining:
-        said = f"all {draining} endpoints drain; they get new requests until there are others"
-        return Wanted("Available", "True", "AllDraining", said)
+        message = f"all {draining} endpoints drain; they get new requests until there are others"
+        return WantedCondition("Available", "True", "AllDraining", message)
     if spec.workload_selector is None:
         return fails("Available", "NoEndpoints", "endpoints is empty; its requests are answered 503")
-    labels = ",".join(f"{name}={value}" for name, value in sorted(spec.workload_selector.match_labels.items()))
+    labels = _labels_text(spec.workload_selector.match_labels)
     if not counted:
         return fails("Available", "NoPods", f"no pod of this namespace has the labels {labels}")
     return fails("Available", "NoReadyPods", f"none of {counted} pods with the labels {labels} is ready")
+
+
+def _labels_text(labels: Mapping[str, str]) -> str:
+    return ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
 
 
 def _wrong_prices(pods: Collection[Pod]) -> str:
@@ -238,30 +302,35 @@ def _wrong_prices(pods: Collection[Pod]) -> str:
     return f"{PRICE} is no positive number, and not used, on {', '.join(wrong[:_MOST_SAID])}{more}"
 
 
-def _result(source: Source, document: bytes | None, conditions: tuple[Wanted, ...], **counts: int) -> ServerResult:
+def _result(
+    source: SourceObject, document: bytes | None, conditions: tuple[WantedCondition, ...], **counts: int
+) -> ServerResult:
     status = WantedStatus(
         kind=source.kind, key=source.key, generation=source.generation, conditions=conditions, fields=counts
     )
     return ServerResult(document, status)
 
 
-def _document(source: Source, content: Mapping[str, Any]) -> bytes:
-    """Whoever resolves host names in it must know that it is a cluster's."""
-    return source.document(content, {OF_CLUSTER: "true"})
+def _document(source: SourceObject, content: Mapping[str, Any], networks: Sequence[Network] | None = None) -> bytes:
+    """Marked as a cluster's, which limits what host names may stand for."""
+    limited = {} if networks is None or not source.spec.get("endpoints") else {NETWORKS: ",".join(map(str, networks))}
+    return source.document(content, {OF_CLUSTER: "true", **limited})
 
 
 class ServerSet:
     """``put_...`` takes what changed, None for what is gone; ``compile`` brings ``results`` and ``usable`` up to date.
 
     ``check_picker``: that of the extproc that reads the directory. ``read``: what Secrets and ConfigMaps hold.
+    ``networks``: those whose addresses may be listed as endpoints; None: all.
     """
 
-    def __init__(self, check_picker: PickerCheck, read: Read) -> None:
+    def __init__(self, check_picker: PickerCheck, read: Read, networks: Sequence[Network] | None = None) -> None:
         self._check_picker = check_picker
         self._read = read
-        self._sources: dict[str, Source] = {}
+        self._networks = networks
+        self._states: dict[str, GraceState] = {}
         # keys of ModelServer objects that have the name of a pool's
-        self._refused: dict[str, Source] = {}
+        self._refused: dict[str, SourceObject] = {}
         self._pods = PodIndex()
         self._pickers: dict[str, Picker] = {}
         self._stale: set[str] = set()
@@ -271,14 +340,14 @@ class ServerSet:
         # why pools cannot be used, by the pool's key
         self._pool_problems: dict[str, str] = {}
 
-    def put_server(self, key: str, source: Source | None) -> None:
+    def put_server(self, key: str, state: GraceState | None) -> None:
         """A ModelServer object."""
         if not is_pools(key):
-            self._put(key, source)
-        elif source is None:
+            self._put(key, state)
+        elif state is None or state.is_gone:
             self._refused.pop(key, None)
         else:
-            self._refused[key] = source
+            self._refused[key] = state.source
 
     def put_pool(self, key: str, thing: Mapping[str, Any] | None) -> None:
         """An InferencePool, as the API server has it."""
@@ -289,7 +358,7 @@ class ServerSet:
             self._pool_problems[key] = made.complaint
         elif source is not None and source.mistakes:
             self._pool_problems[key] = source.complaint()
-        self._put(server_key(key), source)
+        self._put(server_key(key), None if source is None else GraceState(source=source))
 
     def put_pod(self, key: str, thing: Mapping[str, Any] | None) -> None:
         """A pod, as the API server has it."""
@@ -299,9 +368,9 @@ class ServerSet:
         """A ConfigMap that may hold an EndpointPickerConfig."""
         self._pickers.pop(key, None)
         if thing is not None:
-            self._pickers[key] = picker_of(key, thing, self._check_picker)
+            self._pickers[key] = compile_picker(key, thing, self._check_picker)
         namespace = namespace_of(key)
-        self._stale |= {one for one in self._sources if namespace_of(one) == namespace}
+        self._stale |= {one for one in self._states if namespace_of(one) == namespace}
 
     def pointed_changed(self, kind: str, key: str) -> None:
         """An object that ``read`` gives has changed. ``kind``: as a pointer's ``compiled_as``."""
@@ -314,11 +383,12 @@ class ServerSet:
     def compile(self) -> None:
         """What changed."""
         for key in self._stale:
-            source = self._sources.get(key)
-            if source is None:
+            state = self._states.get(key)
+            if state is None:
                 self.results.pop(key, None)
             else:
-                self.results[key] = compile_server(source, self._pods.of(key), self._pickers, self._read)
+                pods = self._pods.of(key)
+                self.results[key] = compile_server(state, pods, self._pickers, self._read, networks=self._networks)
         if self._stale:
             self.usable = frozenset(key for key, one in self.results.items() if one.document is not None)
         self._stale.clear()
@@ -350,35 +420,28 @@ class ServerSet:
                 yield key, one.document
 
     def statuses(self) -> Iterator[WantedStatus]:
-        """Of the ModelServer objects. Pools say something else of themselves."""
+        """Of the ModelServer objects. Pools have statuses of their own."""
         yield from (one.status for key, one in self.results.items() if not is_pools(key))
         for source in self._refused.values():
             yield refused_server(source, f"names that begin with {PREFIX} are those of InferencePools").status
 
-    def decoded(self) -> Iterator[ModelServer]:
+    def served_objects(self) -> Iterator[ModelServer]:
         """The ModelServer objects that are served."""
         for key in self.usable:
-            found = self._sources[key].decoded
+            found = self._states[key].source.decoded
             if isinstance(found, ModelServer) and not is_pools(key):
                 yield found
 
-    def _put(self, key: str, source: Source | None) -> None:
-        if source is None:
-            self._sources.pop(key, None)
+    def _put(self, key: str, state: GraceState | None) -> None:
+        if state is None:
+            self._states.pop(key, None)
+            self._pods.select(key)
         else:
-            self._sources[key] = source
-        self._pods.select(key, _selector(source))
+            self._states[key] = state
+            self._pods.select(key, *(one for one in (labels_of(state.source), state.former) if one is not None))
         self._stale.add(key)
 
 
 def is_pools(key: str) -> bool:
     """Whether a ModelServer of this key stands for a pool."""
     return key.partition("/")[2].startswith(PREFIX)
-
-
-def _selector(source: Source | None) -> Mapping[str, str] | None:
-    """The labels of a ModelServer's pods; None if it has no pods."""
-    if source is None or not isinstance(source.decoded, ModelServer):
-        return None
-    selector = source.decoded.spec.workload_selector
-    return None if selector is None else selector.match_labels

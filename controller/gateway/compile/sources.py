@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Custom resources as they were observed: what the API server says of them, decoded and checked once."""
+"""Custom resources as observed: each object of the API server, decoded and checked once."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from extproc.api.documents import Document
 from extproc.api.errors import Mistake
 from extproc.api.spec import object_key
 
-# Whose objects are documents of the directory, too.
+# Kinds whose objects are documents of the directory, too.
 DOCUMENT_KINDS: Final = ("GatewayConfig", "ModelServer", "ModelRoute", "ModelAccessPolicy", "InferenceObjective")
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
+class SourceObject(msgspec.Struct, frozen=True, kw_only=True):
     """One object. ``created``: RFC 3339, so that text sorts by time. ``decoded``: None if it has another shape.
     ``mistakes``: why it cannot be used; empty if it can.
     """
@@ -65,7 +65,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         return to_bytes({**content, "spec": self.spec if spec is None else spec})
 
 
-def source_of(thing: Mapping[str, Any]) -> Source:
+def source_of(thing: Mapping[str, Any]) -> SourceObject:
     """An object of one of the document kinds, as the API server has it."""
     metadata = thing["metadata"]
     kind, api_version = thing["kind"], thing["apiVersion"]
@@ -73,7 +73,7 @@ def source_of(thing: Mapping[str, Any]) -> Source:
     spec = thing.get("spec") or {}
     read = {"apiVersion": api_version, "kind": kind, "metadata": identity, "spec": spec}
     decoded, mistakes = decode(Document("", to_bytes(read).decode(), is_json=True), listeners_may_come=True)
-    return Source(
+    return SourceObject(
         kind=kind,
         namespace=identity["namespace"],
         name=identity["name"],
@@ -82,7 +82,8 @@ def source_of(thing: Mapping[str, Any]) -> Source:
         generation=metadata.get("generation", 0),
         api_version=api_version,
         labels=metadata.get("labels") or {},
-        spec=spec,
+        # of another shape it is a mistake, and nobody reads it
+        spec=spec if isinstance(spec, Mapping) else {},
         decoded=decoded,
         mistakes=tuple(mistakes),
     )

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model: the objects that one Model stands for, and what its status says of them."""
+"""Model: its child objects, and the status derived from them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every object that a Model wants, with its name, labels and owner, and whether it has to be applied again."""
+"""The child objects of a Model, with name, labels and owner, and whether each has to be applied again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.api.crds.schema import to_plain
-from controller.kube.plan import without
+from controller.kube.plan import without_paths
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
@@ -23,8 +23,8 @@ from controller.kube.resources import (
     Object,
     Resource,
 )
-from controller.models.model.observed import BACKEND, CHILDREN, MODEL
-from controller.models.model.pods import ADAPTERS_FILE, AGENT_PORT, digest, infer_spec, warmers
+from controller.models.model.model_state import BACKEND, CHILDREN, MODEL
+from controller.models.model.pods import ADAPTERS_FILE, AGENT_PORT, digest, model_infer_spec, warmers
 from controller.models.model_infer.names import ENTRY, GROUP, MODEL_INFER, ROLE
 from extproc.api.quantities import Duration
 from extproc.api.spec import API_VERSION
@@ -32,14 +32,13 @@ from extproc.api.spec import API_VERSION
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from controller.models.model.observed import Settings
-    from controller.models.model.resolved import Resolved, ResolvedBackend
+    from controller.models.model.model_state import ModelSettings, ResolvedBackend, ResolvedModel
 
-# A digest of what was applied. Fields that are no longer wanted show by it alone.
+# A digest of the applied object. Only the digest shows fields that are no longer desired.
 APPLIED: Final = "attache.dev/applied"
 
 
-def stamped(thing: Object) -> Object:
+def with_digest(thing: Object) -> Object:
     """With its digest."""
     digest = sha256(msgspec.json.encode(thing, order="sorted")).hexdigest()[:16]
     metadata = {**thing["metadata"], "annotations": {**(thing["metadata"].get("annotations") or {}), APPLIED: digest}}
@@ -53,7 +52,7 @@ def digest_of(thing: Object) -> str | None:
 
 def is_settled(wanted: Object, found: Object, yields: Iterable[tuple[str, ...]]) -> bool:
     """``wanted``: stamped. Fields of ``yields`` may have any value: others may own them."""
-    wanted = without(wanted, yields)
+    wanted = without_paths(wanted, yields)
     owners = [one.get("uid") for one in found["metadata"].get("ownerReferences") or ()]
     is_owned = all(one["uid"] in owners for one in wanted["metadata"].get("ownerReferences") or ())
     metadata = {name: value for name, value in wanted["metadata"].items() if name != "ownerReferences"}
@@ -61,7 +60,7 @@ def is_settled(wanted: Object, found: Object, yields: Iterable[tuple[str, ...]])
 
 
 def _covers(wanted: object, found: object) -> bool:
-    """Whether ``found`` has everything that is wanted; a server adds defaults."""
+    """Whether ``found`` has all desired fields; the server adds defaults."""
     if isinstance(wanted, Mapping):
         return isinstance(found, Mapping) and all(
             name in found and _covers(one, found[name]) for name, one in wanted.items()
@@ -76,14 +75,14 @@ def _covers(wanted: object, found: object) -> bool:
 
 
 _SPANS: Final = ("schedulingSeconds", "downloadSeconds", "loadSeconds")
-# Measured starts are told in such steps, up to so many seconds: a ModelServer that changed with each would be written
-# often.
+# Measured start times are written in such steps, up to so many seconds: otherwise each start would change the
+# ModelServer.
 _STEPS: Final = ((120.0, 15.0), (600.0, 30.0), (math.inf, 60.0))
-# What is told stays while the measured start differs by no more than this share.
+# The reported start time stays while the measured one differs by no more than this share.
 _TOLERATED: Final = 0.25
 
 
-def may_be_at_zero(model: Resolved, made: ResolvedBackend) -> bool:
+def may_be_at_zero(model: ResolvedModel, made: ResolvedBackend) -> bool:
     """Whether autoscaling may take the last replica of a backend. A stopped Model has none, and nothing starts one."""
     wanted, backend = model.spec.autoscaling, made.backend
     if wanted is None or model.spec.stop or backend.max_replicas is None:
@@ -92,8 +91,10 @@ def may_be_at_zero(model: Resolved, made: ResolvedBackend) -> bool:
     return wanted.scale_to_zero is not None or backend.min_replicas == 0 or says_so
 
 
-def activation_spec(model: Resolved, made: ResolvedBackend, start_times: Mapping[str, str]) -> dict[str, Any] | None:
-    """``start_times``: what starts take, by backend, where that is known. None: its engines never all go."""
+def activation_spec(
+    model: ResolvedModel, made: ResolvedBackend, start_times: Mapping[str, str]
+) -> dict[str, Any] | None:
+    """``start_times``: measured start times, by backend. None: it is never scaled to zero."""
     if not may_be_at_zero(model, made):
         return None
     start_time = start_times.get(made.backend.name)
@@ -101,7 +102,9 @@ def activation_spec(model: Resolved, made: ResolvedBackend, start_times: Mapping
     return spec if model.to_zero is None else {**spec, "holdTimeout": str(model.to_zero.hold_timeout)}
 
 
-def told_start_times(model: Resolved, status: Mapping[str, Any], servers: Mapping[str, Object]) -> dict[str, str]:
+def reported_start_times(
+    model: ResolvedModel, status: Mapping[str, Any], servers: Mapping[str, Object]
+) -> dict[str, str]:
     """By backend. ``status``: of the Model. ``servers``: ModelServers as they are, by name."""
     measured = {
         one["name"]: sum(one["start"].get(span) or 0.0 for span in _SPANS)
@@ -119,7 +122,7 @@ def told_start_times(model: Resolved, status: Mapping[str, Any], servers: Mappin
 
 
 def start_time_of(measured_s: float | None, told: str | None) -> str | None:
-    """What to tell of a start that took ``measured_s``, where ``told`` was told before; None: nothing is known."""
+    """The start time to write for a start that took ``measured_s``; ``told``: the one written before; None: unknown."""
     if not measured_s:
         return told
     if told is not None and abs(measured_s - Duration(told)) <= _TOLERATED * Duration(told):
@@ -132,8 +135,8 @@ def start_time_of(measured_s: float | None, told: str | None) -> str | None:
 _KV_EVENTS: Final = {"port": 5557, "replayPort": 5657, "topic": "kv-events"}
 
 
-def server_spec(model: Resolved, made: ResolvedBackend, start_times: Mapping[str, str]) -> dict[str, Any]:
-    """The engines of one backend. ``start_times``: what their starts take, by backend, where that is known."""
+def server_spec(model: ResolvedModel, made: ResolvedBackend, start_times: Mapping[str, str]) -> dict[str, Any]:
+    """The ModelServer of one backend. ``start_times``: measured start times, by backend."""
     preset, config = made.preset.spec, made.roles[0].engine.config
     spec: dict[str, Any] = {
         "model": model.served_name,
@@ -167,18 +170,18 @@ def server_spec(model: Resolved, made: ResolvedBackend, start_times: Mapping[str
     return spec
 
 
-def shares(model: Resolved, ready: Mapping[str, int]) -> dict[str, int]:
+def shares(model: ResolvedModel, ready: Mapping[str, int]) -> dict[str, int]:
     """Weights by backend. ``ready``: replicas that serve, by backend.
 
-    A backend without a ready replica gets no requests while another has one: a canary that does not start harms nobody.
-    Without any, all keep theirs, so that a request can start one that is scaled to zero.
+    A backend without a ready replica gets no requests while another has one, so that a canary that does not start loses
+    none. If none has one, all keep their weights, so that a request can activate one that is scaled to zero.
     """
     written = {one.backend.name: one.backend.weight for one in model.backends}
     serving = {name: weight for name, weight in written.items() if ready.get(name, 0) > 0 and weight > 0}
     return {name: serving.get(name, 0) for name in written} if serving else written
 
 
-def routes(model: Resolved, weights: Mapping[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
+def routes(model: ResolvedModel, weights: Mapping[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
     """ModelRoutes by name: one for the served name and the adapters, and one for each alias."""
     rule = {
         "targetModels": [
@@ -200,7 +203,7 @@ def alias_route(model: str, alias: str) -> str:
     return f"{model}-alias-{digest(alias)}"
 
 
-def policy_spec(model: Resolved) -> dict[str, Any] | None:
+def policy_spec(model: ResolvedModel) -> dict[str, Any] | None:
     """The default policy; None where the Model names one, or does not scale."""
     wanted = model.spec.autoscaling
     if wanted is None or wanted.policy_ref is not None or model.spec.stop:
@@ -208,7 +211,7 @@ def policy_spec(model: Resolved) -> dict[str, Any] | None:
     return {"scaleToZero": {"idle": str(wanted.scale_to_zero)}} if wanted.scale_to_zero is not None else {}
 
 
-def binding_spec(model: Resolved) -> dict[str, Any] | None:
+def binding_spec(model: ResolvedModel) -> dict[str, Any] | None:
     """Backends that have bounds are its targets. A stopped Model is not scaled."""
     wanted = model.spec.autoscaling
     if wanted is None or model.spec.stop:
@@ -219,7 +222,7 @@ def binding_spec(model: Resolved) -> dict[str, Any] | None:
     }
 
 
-def _target(model: Resolved, made: ResolvedBackend) -> dict[str, Any]:
+def _target(model: ResolvedModel, made: ResolvedBackend) -> dict[str, Any]:
     backend = made.backend
     found: dict[str, Any] = {
         "name": backend.name,
@@ -232,8 +235,8 @@ def _target(model: Resolved, made: ResolvedBackend) -> dict[str, Any]:
     return {**found, "accelerator": backend.accelerator} if backend.accelerator else found
 
 
-def _least(model: Resolved) -> int:
-    """A Model that may be scaled to zero says so once, here or in the policy that it names."""
+def _least(model: ResolvedModel) -> int:
+    """A Model is scaled to zero only with ``scaleToZero`` in its spec or in its policy."""
     wanted = model.spec.autoscaling
     return 0 if model.to_zero is not None or (wanted is not None and wanted.scale_to_zero is not None) else 1
 
@@ -252,7 +255,7 @@ class Child(msgspec.Struct, frozen=True):
 
 
 def children(
-    model: Resolved, settings: Settings, ready: Mapping[str, int], start_times: Mapping[str, str] = _UNKNOWN
+    model: ResolvedModel, settings: ModelSettings, ready: Mapping[str, int], start_times: Mapping[str, str] = _UNKNOWN
 ) -> list[Child]:
     """In the order in which they are applied. ``ready``: replicas that serve, by backend; ``start_times``: what starts
     take.
@@ -261,18 +264,18 @@ def children(
     return sorted(found, key=lambda one: CHILDREN.index(one.resource))
 
 
-def _of_backends(model: Resolved, settings: Settings, start_times: Mapping[str, str]) -> Iterator[Child]:
+def _of_backends(model: ResolvedModel, settings: ModelSettings, start_times: Mapping[str, str]) -> Iterator[Child]:
     for made in model.backends:
         name, labels = model.child(made.backend), {BACKEND: made.backend.name}
-        infer = _object(model, MODEL_INFERS, name, {"spec": infer_spec(model, made, settings)}, labels)
-        # a stopped Model runs nothing, whoever scales it
+        infer = _object(model, MODEL_INFERS, name, {"spec": model_infer_spec(model, made, settings)}, labels)
+        # a stopped Model has no replicas, even if another writer scales it
         is_scaled_by_others = not model.spec.stop and (model.spec.autoscaling is not None or not made.says_replicas)
         yield Child(MODEL_INFERS, infer, (_REPLICAS,) if is_scaled_by_others else ())
         spec = server_spec(model, made, start_times)
         yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, name, {"spec": spec}, labels))
 
 
-def _of_model(model: Resolved, settings: Settings, ready: Mapping[str, int]) -> Iterator[Child]:
+def _of_model(model: ResolvedModel, settings: ModelSettings, ready: Mapping[str, int]) -> Iterator[Child]:
     if model.spec.adapters:
         declared = {one.name: {"uri": one.uri, "pinned": one.pinned} for one in model.spec.adapters}
         text = msgspec.json.format(msgspec.json.encode(declared, order="sorted"), indent=2).decode()
@@ -290,7 +293,11 @@ def _of_model(model: Resolved, settings: Settings, ready: Mapping[str, int]) -> 
 
 
 def _object(
-    model: Resolved, resource: Resource, name: str, content: Mapping[str, Any], labels: Mapping[str, str] | None = None
+    model: ResolvedModel,
+    resource: Resource,
+    name: str,
+    content: Mapping[str, Any],
+    labels: Mapping[str, str] | None = None,
 ) -> Object:
     return {
         "apiVersion": resource.api_version,
@@ -306,7 +313,7 @@ def _object(
 
 
 def owner_reference(name: str, uid: str) -> dict[str, Any]:
-    """The Model owns what it made: it goes with the Model."""
+    """The Model owns its children: they are deleted with it."""
     return {
         "apiVersion": API_VERSION,
         "kind": "Model",

@@ -11,7 +11,7 @@ import msgspec
 
 from controller.api.crds.schema import to_plain
 from controller.kube.resources import DAEMON_SETS, JOBS, Resource
-from controller.models.model.observed import BACKEND, MODEL, PURPOSE
+from controller.models.model.model_state import BACKEND, MODEL, PURPOSE
 from controller.models.runtimes.layers import strategic
 from controller.models.runtimes.settings import (
     CACHE_PATH,
@@ -27,9 +27,8 @@ from controller.models.runtimes.settings import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from controller.api.engine import EngineConfig
-    from controller.models.model.observed import Settings
-    from controller.models.model.resolved import Resolved, ResolvedBackend, ResolvedRole
+    from controller.api.serving_runtime import EngineConfig
+    from controller.models.model.model_state import ModelSettings, ResolvedBackend, ResolvedModel, ResolvedRole
     from controller.models.runtimes.settings import Node
 
 
@@ -48,13 +47,15 @@ PRICE: Final = "attache.dev/price"
 ADAPTERS_PATH: Final = "/etc/attache/adapters"
 ADAPTERS_FILE: Final = "adapters.json"
 _ADAPTERS: Final = "adapters"
-# Beside the drain: SIGTERM, the sidecar's end, a slow node.
+# In addition to the drain: SIGTERM, the sidecar's end, a slow node.
 _AFTER_DRAIN_S: Final = 30
 # What only a pod has that requests are sent to.
 _OF_ENTRIES: Final = ("readinessProbe", "livenessProbe", "startupProbe", "lifecycle", "ports")
 
 
-def template(model: Resolved, made: ResolvedBackend, role: ResolvedRole, node: Node, settings: Settings) -> Plain:
+def template(
+    model: ResolvedModel, made: ResolvedBackend, role: ResolvedRole, node: Node, settings: ModelSettings
+) -> Plain:
     """A PodTemplate of a ModelInfer."""
     preset, backend = made.preset.spec, made.backend
     has_agent = preset.agent.enabled and node == "entry"
@@ -81,9 +82,15 @@ def _without_entry(container: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _ours(
-    model: Resolved, made: ResolvedBackend, role: ResolvedRole, node: Node, settings: Settings, *, has_agent: bool
+    model: ResolvedModel,
+    made: ResolvedBackend,
+    role: ResolvedRole,
+    node: Node,
+    settings: ModelSettings,
+    *,
+    has_agent: bool,
 ) -> Plain:
-    """What the preset need not say."""
+    """Fields that a preset may leave out."""
     config = role.engine.config
     init = [download(model, settings)] if model.weights.is_downloaded else []
     volumes = list(model.weights.volumes)
@@ -105,16 +112,16 @@ def _drain_s(config: EngineConfig) -> int:
     return math.ceil(config.drain_timeout)
 
 
-def _engine(model: Resolved, made: ResolvedBackend, role: ResolvedRole, node: Node, *, drains: bool) -> Plain:
+def _engine(model: ResolvedModel, made: ResolvedBackend, role: ResolvedRole, node: Node, *, drains: bool) -> Plain:
     config, preset = role.engine.config, made.preset.spec
-    said = words(preset.arguments, settings_of(role.engine, node))
+    generated = words(preset.arguments, settings_of(role.engine, node))
     container: Plain = {"name": ENGINE}
     if config.image:
         container["image"] = config.image
     if config.command is not None:
         container["command"] = list(config.command)
-    container["args"] = [*said.args, *config.args]
-    env = strategic({"env": said.env}, {"env": _env(config)})["env"]
+    container["args"] = [*generated.args, *config.args]
+    env = strategic({"env": generated.env}, {"env": _env(config)})["env"]
     resources = _resources(config, preset.accelerator)
     mounts = [*model.weights.mounts]
     if drains and model.spec.adapters and not model.weights.is_downloaded:
@@ -146,7 +153,7 @@ def _resources(config: EngineConfig, accelerator: str | None) -> Plain | None:
     return written or None
 
 
-def download(model: Resolved, settings: Settings) -> Plain:
+def download(model: ResolvedModel, settings: ModelSettings) -> Plain:
     """The container that fetches the weights; credentials reach no other."""
     found: Plain = {
         "name": DOWNLOAD,
@@ -160,7 +167,7 @@ def download(model: Resolved, settings: Settings) -> Plain:
     return {**found, **_credentials(model), **_as_guest(model)}
 
 
-def _as_guest(model: Resolved) -> Plain:
+def _as_guest(model: ResolvedModel) -> Plain:
     """No rights that are not needed: a directory that a node makes for a host path is root's."""
     user = {"runAsUser": 0, "runAsGroup": 0, "runAsNonRoot": False} if model.spec.cache.host_path else {}
     return {
@@ -177,11 +184,11 @@ def our_images(infer: Mapping[str, Any]) -> set[str]:
     return {one["image"] for one in containers if one.get("name") in (DOWNLOAD, _AGENT) and one.get("image")}
 
 
-def _credentials(model: Resolved) -> Plain:
+def _credentials(model: ResolvedModel) -> Plain:
     return {"envFrom": [{"secretRef": {"name": model.spec.secret_ref}}]} if model.spec.secret_ref else {}
 
 
-def _sidecar(model: Resolved, made: ResolvedBackend, config: EngineConfig, settings: Settings) -> Plain:
+def _sidecar(model: ResolvedModel, made: ResolvedBackend, config: EngineConfig, settings: ModelSettings) -> Plain:
     """The sidecar: it starts before the engine and ends after it."""
     preset = made.preset.spec
     found: Plain = {
@@ -195,7 +202,7 @@ def _sidecar(model: Resolved, made: ResolvedBackend, config: EngineConfig, setti
             f"--dialect={preset.agent.dialect}",
             f"--model={model.served_name}",
             f"--drain-timeout={_drain_s(config)}",
-            # every pod can reach this port, and what it has fetched comes with the Model's credentials
+            # every pod can reach this port, and downloads use the Model's credentials
             "--declared-only",
             *([f"--max-adapters={most}"] if model.spec.adapters and (most := config.lora.max_loaded) else []),
             *(
@@ -224,8 +231,8 @@ def _sidecar(model: Resolved, made: ResolvedBackend, config: EngineConfig, setti
     return found
 
 
-def infer_spec(model: Resolved, made: ResolvedBackend, settings: Settings) -> dict[str, Any]:
-    """``replicas`` is left to autoscalers by whoever applies it."""
+def model_infer_spec(model: ResolvedModel, made: ResolvedBackend, settings: ModelSettings) -> dict[str, Any]:
+    """The spec of a ModelInfer. The caller that applies it leaves ``replicas`` to autoscalers."""
     group: dict[str, Any] = {
         "roles": [_role(model, made, role, settings) for role in made.roles],
         "drainTimeout": str(max((role.engine.config.drain_timeout for role in made.roles), key=float)),
@@ -248,7 +255,7 @@ def initial_replicas(made: ResolvedBackend) -> int:
     return max(backend.min_replicas if backend.min_replicas is not None else 1, 0)
 
 
-def _role(model: Resolved, made: ResolvedBackend, role: ResolvedRole, settings: Settings) -> dict[str, Any]:
+def _role(model: ResolvedModel, made: ResolvedBackend, role: ResolvedRole, settings: ModelSettings) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": role.name,
         "replicas": role.replicas,
@@ -271,12 +278,12 @@ _PLACEMENT: Final = (
 )
 _WARM: Final = "warm"
 _METRICS_PORT: Final = 9006
-# It stays, so that the weights are in use and nobody evicts them.
+# It stays, so that the weights are in use and not evicted.
 _HOLD: Final = ("--hold", f"--metrics=0.0.0.0:{_METRICS_PORT}")
 
 
-def cannot_warm(model: Resolved) -> str:
-    """Why ``warm`` has no effect; empty if it has, or is not asked for."""
+def cannot_warm(model: ResolvedModel) -> str:
+    """Why ``warm`` has no effect; empty if it has one, or is not set."""
     if not model.spec.warm:
         return ""
     if not model.weights.is_downloaded:
@@ -286,7 +293,7 @@ def cannot_warm(model: Resolved) -> str:
     return ""
 
 
-def warmers(model: Resolved, settings: Settings) -> Iterator[tuple[Resource, str, dict[str, Any]]]:
+def warmers(model: ResolvedModel, settings: ModelSettings) -> Iterator[tuple[Resource, str, dict[str, Any]]]:
     """The kind, name and spec of what fetches the weights ahead."""
     if not model.spec.warm or cannot_warm(model):
         return
@@ -310,7 +317,7 @@ def warmers(model: Resolved, settings: Settings) -> Iterator[tuple[Resource, str
         yield DAEMON_SETS, name, {"selector": {"matchLabels": labels}, "template": pod}
 
 
-def _pod(model: Resolved, settings: Settings, *more: str) -> dict[str, Any]:
+def _pod(model: ResolvedModel, settings: ModelSettings, *more: str) -> dict[str, Any]:
     """Without a link: nothing here reads the weights."""
     fetching = download(model, settings)
     args = [one for one in fetching["args"] if not one.startswith("--link=")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model: what to apply, to delete, and to say of it."""
+"""Model: from the observed state to objects to apply, objects to delete, and the status."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from controller.kube.plan import Apply, Delete, Happened, Plan
+from controller.kube.plan import Apply, Delete, KubeEvent, Plan
 from controller.kube.resources import MODEL_SERVERS, Object, key_of
-from controller.models.model.children import Child, children, digest_of, is_settled, stamped, told_start_times
-from controller.models.model.observed import CHILDREN
+from controller.models.model.children import Child, children, digest_of, is_settled, reported_start_times, with_digest
+from controller.models.model.model_state import CHILDREN, ResolvedModel, Unresolved, resolve
 from controller.models.model.pods import our_images
-from controller.models.model.resolved import Resolved, Unresolved, resolve
 from controller.models.model.status import Owned, Status, replicas_of, status_of, unresolved_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from controller.models.model.observed import Observed
+    from controller.models.model.model_state import ModelState
 
 
-def reconcile(observed: Observed, now_s: float) -> Plan:
+def reconcile(observed: ModelState, now_s: float) -> Plan:
     """``now_s``: seconds since the epoch. A Model that is being deleted needs nothing: its children go with it."""
     thing = observed.thing
     if "deletionTimestamp" in thing["metadata"]:
@@ -45,11 +44,11 @@ def reconcile(observed: Observed, now_s: float) -> Plan:
     )
 
 
-def _wanted(model: Resolved, observed: Observed, owned: Owned) -> list[Child]:
-    """An upgrade of ours alone starts no engine anew: pods keep the image of ours that they have until they change."""
+def _wanted(model: ResolvedModel, observed: ModelState, owned: Owned) -> list[Child]:
+    """An upgrade of Attaché alone restarts no engine: pods keep their Attaché image until their spec changes."""
     ready = replicas_of(owned, model)
     servers = {name: one for (kind, name), one in owned.items() if kind == MODEL_SERVERS.kind}
-    starts = told_start_times(model, observed.thing.get("status") or {}, servers)
+    starts = reported_start_times(model, observed.thing.get("status") or {}, servers)
     found = [_stamped(one) for one in children(model, observed.settings, ready, starts)]
     images = {image for (kind, _), one in owned.items() if kind == "ModelInfer" for image in our_images(one)}
     for image in sorted(images - {observed.settings.image}):
@@ -60,7 +59,7 @@ def _wanted(model: Resolved, observed: Observed, owned: Owned) -> list[Child]:
 
 
 def _stamped(child: Child) -> Child:
-    return Child(child.resource, stamped(child.thing), child.yields)
+    return Child(child.resource, with_digest(child.thing), child.yields)
 
 
 def _is_applied(child: Child, owned: Owned) -> bool:
@@ -72,7 +71,7 @@ def _name(thing: Object) -> str:
     return str(thing["metadata"]["name"])
 
 
-def _sorted_out(observed: Observed) -> tuple[Owned, Owned]:
+def _sorted_out(observed: ModelState) -> tuple[Owned, Owned]:
     """By kind and name: what the Model controls, and what others have under names that begin with its."""
     uid = observed.thing["metadata"].get("uid")
     owned: dict[tuple[str, str], Object] = {}
@@ -94,7 +93,7 @@ def _applied(wanted: Sequence[Child], owned: Owned, foreign: Owned) -> Iterator[
 
 
 def _deleted(wanted: Sequence[Child], owned: Owned) -> Iterator[Delete]:
-    """Last what requests depend on: routes no longer name what goes."""
+    """Objects that requests depend on are deleted last: by then routes no longer name them."""
     kept = {(one.resource.kind, _name(one.thing)) for one in wanted}
     resources = {one.kind: one for one in CHILDREN}
     order = list(resources)
@@ -105,12 +104,12 @@ def _deleted(wanted: Sequence[Child], owned: Owned) -> Iterator[Delete]:
             yield Delete(resource=resources[place[0]], key=key_of(thing), uid=str(thing["metadata"]["uid"]))
 
 
-def _events(thing: Object, status: Status) -> Iterator[Happened]:
+def _events(thing: Object, status: Status) -> Iterator[KubeEvent]:
     """Changes of the phase, and why nothing can be made."""
     before = thing.get("status") or {}
     failure, last = status.get("failure"), before.get("failure")
     if status["phase"] != before.get("phase"):
         earlier = f"it was {before['phase']} before" if before.get("phase") else "it is new"
-        yield Happened("Normal", status["phase"], f"the model is {status['phase']}; {earlier}")
+        yield KubeEvent("Normal", status["phase"], f"the model is {status['phase']}; {earlier}")
     if failure and failure["reason"] != (last or {}).get("reason"):
-        yield Happened("Warning", failure["reason"], failure["message"])
+        yield KubeEvent("Warning", failure["reason"], failure["message"])

@@ -11,7 +11,7 @@ import msgspec
 
 from controller.kube.resources import key_of
 from controller.models.model.children import is_settled, shares
-from controller.models.model.observed import BACKEND, PURPOSE
+from controller.models.model.model_state import BACKEND, PURPOSE
 from controller.models.model.pods import DOWNLOAD, ENGINE, cannot_warm, initial_replicas
 
 if TYPE_CHECKING:
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 
     from controller.kube.resources import Object
     from controller.models.model.children import Child
-    from controller.models.model.observed import Observed
-    from controller.models.model.resolved import Resolved, Unresolved
+    from controller.models.model.model_state import ModelState, ResolvedModel, Unresolved
 
 Condition = dict[str, Any]
-# What says of each kind that it does its work.
+# Conditions by which each kind reports that it works.
 _TOLD_BY: Final[Mapping[str, tuple[str, ...]]] = {
     "ModelServer": ("Programmed", "Available"),
     "ModelRoute": ("Programmed",),
@@ -33,12 +32,12 @@ _TOLD_BY: Final[Mapping[str, tuple[str, ...]]] = {
 
 def condition(type_: str, status: bool | None, reason: str, message: str) -> Condition:
     """As the status has it, without the generation and times."""
-    said = {True: "True", False: "False", None: "Unknown"}[status]
-    return {"type": type_, "status": said, "reason": reason, "message": message}
+    text = {True: "True", False: "False", None: "Unknown"}[status]
+    return {"type": type_, "status": text, "reason": reason, "message": message}
 
 
 def of_children(type_: str, kind: str, things: Sequence[Object]) -> Condition:
-    """True if all say that they work; False with those that do not; Unknown while one has not said."""
+    """True if all report that they work; False with those that do not; Unknown while one has not reported."""
     if not things:
         return condition(type_, None, "NotMade", f"there is no {kind} yet")
     silent, failing = [], []
@@ -69,7 +68,7 @@ def condition_of(thing: Object, type_: str) -> Mapping[str, Any]:
 
 Phase = Literal["Pending", "Standby", "Loading", "Loaded", "FailedToLoad"]
 Transition = Literal["UpToDate", "InProgress", "BlockedByFailedLoad", "InvalidSpec"]
-# Reasons that waiting does not mend; others, such as a pod without a node or one that is lost, may pass.
+# Lasting reasons; others, such as a pod without a node or on a lost one, may be temporary.
 _LOADING_FAILED: Final = frozenset(
     {
         *("ModelLoadFailed", "RuntimeUnhealthy", "PodFailed", "BlockedByFailedLoad"),
@@ -79,9 +78,9 @@ _LOADING_FAILED: Final = frozenset(
 
 
 class BackendState(msgspec.Struct, frozen=True, kw_only=True):
-    """``wanted``, ``there``, ``ready`` and ``updated``: replicas. ``is_current``: its ModelInfer has what the Model
-    says, and says itself that it has done it. ``is_blocked``: the new revision does not become ready. ``is_scheduled``:
-    a pod has a node. ``failure``: a reason and a message, of a pod or of the ModelInfer.
+    """``wanted``, ``there``, ``ready`` and ``updated``: replicas. ``is_current``: its ModelInfer has the Model's
+    fields, and reports that it has applied them. ``is_blocked``: the new revision does not become ready.
+    ``is_scheduled``: a pod has a node. ``failure``: a reason and a message, of a pod or of the ModelInfer.
     """
 
     name: str
@@ -101,7 +100,7 @@ class BackendState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_settled(self) -> bool:
-        """Whether everything that is wanted is there, in the newest revision, and nothing else."""
+        """Whether exactly the desired replicas exist, all in the newest revision."""
         return self.is_current and self.there == self.ready == self.updated == self.wanted
 
 
@@ -235,7 +234,7 @@ _BLOCKED: Final = frozenset({"BlockedByFailedLoad", "ProgressDeadlineExceeded"})
 _URL_PATH: Final = "/v1"
 
 
-def replicas_of(owned: Owned, model: Resolved) -> dict[str, int]:
+def replicas_of(owned: Owned, model: ResolvedModel) -> dict[str, int]:
     """Replicas that serve, by backend."""
     return {one.backend.name: _count(owned, model.child(one.backend), "readyReplicas") for one in model.backends}
 
@@ -244,15 +243,17 @@ def _count(owned: Owned, name: str, field: str) -> int:
     return int(((owned.get(("ModelInfer", name)) or {}).get("status") or {}).get(field) or 0)
 
 
-def unresolved_status(observed: Observed, problem: Unresolved, ready: int, replicas: int, now_s: float) -> Status:
-    """Nothing is changed: what runs goes on. ``ready`` and ``replicas``: of everything that was made before."""
+def unresolved_status(observed: ModelState, problem: Unresolved, ready: int, replicas: int, now_s: float) -> Status:
+    """The status while nothing is changed: running engines continue. ``ready`` and ``replicas``: of all existing
+    children.
+    """
     before = observed.thing.get("status") or {}
     phase = phase_fields("Loaded" if ready else "FailedToLoad", before, now_s)
     kept = {name: before[name] for name in ("url", "backends") if name in before}
-    said = f"what ran before goes on: {problem.message}" if replicas else problem.message
+    message = f"what ran before goes on: {problem.message}" if replicas else problem.message
     conditions = [
         condition("Resolved", False, problem.reason, problem.message),
-        condition("Ready", ready > 0, problem.reason, said),
+        condition("Ready", ready > 0, problem.reason, message),
     ]
     return {
         **kept,
@@ -267,7 +268,12 @@ def unresolved_status(observed: Observed, problem: Unresolved, ready: int, repli
 
 
 def status_of(
-    observed: Observed, model: Resolved, wanted: Sequence[Child], owned: Owned, taken: Sequence[str], now_s: float
+    observed: ModelState,
+    model: ResolvedModel,
+    wanted: Sequence[Child],
+    owned: Owned,
+    taken: Sequence[str],
+    now_s: float,
 ) -> Status:
     """``owned``: what the Model has, by kind and name. ``taken``: objects of others that have names which it needs."""
     before = observed.thing.get("status") or {}
@@ -296,12 +302,12 @@ def _taken(names: Sequence[str]) -> str:
     return f"{', '.join(names)} belong to others; delete them, or name the Model otherwise"
 
 
-def _names(model: Resolved) -> list[str]:
+def _names(model: ResolvedModel) -> list[str]:
     return [one.backend.name for one in model.backends]
 
 
 def _state(
-    model: Resolved, backend: str, wanted: Sequence[Child], owned: Owned, pods: Sequence[Object]
+    model: ResolvedModel, backend: str, wanted: Sequence[Child], owned: Owned, pods: Sequence[Object]
 ) -> BackendState:
     name = f"{model.name}-{backend}"
     infer = owned.get(("ModelInfer", name))
@@ -314,7 +320,7 @@ def _state(
         return BackendState(name=backend, wanted=replicas, is_scheduled=is_scheduled(mine), failure=failure)
     degraded = condition_of(infer, "Degraded")
     if degraded.get("status") == "True":
-        # it knows the log of what crashed; of that, a pod in its back-off shows no word
+        # it has the log of the crashed container, which the status of a pod in back-off lacks
         failure = (str(degraded["reason"]), f"ModelInfer {name}: {degraded.get('message', '')}")
     reasons = {one.get("reason") for one in (infer.get("status") or {}).get("conditions") or ()}
     child = next(
@@ -336,7 +342,7 @@ def _state(
 
 
 def _backends(
-    model: Resolved, states: Sequence[BackendState], observed: Observed, before: Mapping[str, Any]
+    model: ResolvedModel, states: Sequence[BackendState], observed: ModelState, before: Mapping[str, Any]
 ) -> list[Status]:
     weights = shares(model, {one.name: one.ready for one in states})
     earlier = {one["name"]: one for one in before.get("backends") or ()}
@@ -356,7 +362,7 @@ def _backends(
 
 
 def _conditions(
-    model: Resolved,
+    model: ResolvedModel,
     states: Sequence[BackendState],
     owned: Owned,
     taken: Sequence[str],
@@ -390,15 +396,15 @@ def _infers(states: Sequence[BackendState]) -> Condition:
     missing = [one for one in states if one.wanted and not one.ready]
     if not missing:
         return condition("ModelInfersReady", True, "ModelInferReady", "")
-    said = "; ".join(
+    message = "; ".join(
         f"backend '{one.name}': {one.failure[1] if one.failure else 'no replica is ready yet'}" for one in missing
     )
     reason = next((one.failure[0] for one in missing if one.failure), "NotReady")
-    return condition("ModelInfersReady", False, reason, said)
+    return condition("ModelInfersReady", False, reason, message)
 
 
 def _ready(
-    model: Resolved, phase: str, failure: tuple[str, str] | None, route: Condition, *, is_reached: bool
+    model: ResolvedModel, phase: str, failure: tuple[str, str] | None, route: Condition, *, is_reached: bool
 ) -> Condition:
     """Whether a request would be answered. ``is_reached``: a gateway has an engine of it."""
     if model.spec.stop:
@@ -413,7 +419,7 @@ def _ready(
     return condition("Ready", True, "Serving", "")
 
 
-def _warm(model: Resolved, warming: Sequence[Object]) -> Condition:
+def _warm(model: ResolvedModel, warming: Sequence[Object]) -> Condition:
     if why := cannot_warm(model):
         return condition("WeightsWarm", False, "CannotWarm", why)
     done = [_is_done(one.get("kind", ""), one.get("status") or {}) for one in warming]

@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from controller.models.model_infer.groups import Replica, Size, Step, as_member, entries, replica_as_member, step
-from controller.models.model_infer.names import Place
+from controller.models.model_infer.groups import (
+    GroupChanges,
+    Replica,
+    SizeBounds,
+    entries,
+    group_changes,
+    member_of,
+    replica_as_member,
+)
+from controller.models.model_infer.names import PodPosition
 from controller.models.model_infer.pod_state import Pod
-from controller.models.model_infer.target import Revision, RoleRevision, down, up
+from controller.models.model_infer.target import Revision, RoleRevision, round_down, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -19,15 +27,15 @@ if TYPE_CHECKING:
     from controller.api.common import IntOrPercent
     from controller.api.model_infer import Role
     from controller.models.model_infer.groups import Group
-    from controller.models.model_infer.observed import Load, Observed
-    from controller.models.model_infer.recovery import Recovered
-    from controller.models.model_infer.target import History, Target
+    from controller.models.model_infer.model_infer_state import ModelInferState, PodLoad
+    from controller.models.model_infer.recovery import RecoveryResult
+    from controller.models.model_infer.target import DesiredState, History
 
 
-class Missing(msgspec.Struct, frozen=True, kw_only=True):
+class MissingPod(msgspec.Struct, frozen=True, kw_only=True):
     """A pod to make. ``revision`` and ``role``: of what."""
 
-    place: Place
+    place: PodPosition
     revision: Revision
     role: RoleRevision
 
@@ -39,8 +47,8 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     leaving: tuple[Replica, ...] = ()
-    unwanted: frozenset[Place] = frozenset()
-    missing: tuple[Missing, ...] = ()
+    unwanted: frozenset[PodPosition] = frozenset()
+    missing: tuple[MissingPod, ...] = ()
     renamed: tuple[tuple[Pod, str], ...] = ()
     asks_loads_of: frozenset[str] = frozenset()
 
@@ -65,15 +73,15 @@ def going(replicas: Sequence[Replica]) -> Changes:
     )
 
 
-def missing_pods(group: int, revision: Revision, role: RoleRevision, replica: int) -> tuple[Missing, ...]:
+def missing_pods(group: int, revision: Revision, role: RoleRevision, replica: int) -> tuple[MissingPod, ...]:
     """A whole replica, entry pod first."""
     return tuple(
-        Missing(place=Place(group, role.name, replica, index), revision=revision, role=role)
+        MissingPod(place=PodPosition(group, role.name, replica, index), revision=revision, role=role)
         for index in range(role.size)
     )
 
 
-def whole_group(ordinal: int, revision: Revision, target: Target) -> Changes:
+def whole_group(ordinal: int, revision: Revision, target: DesiredState) -> Changes:
     """A group of which nothing is there."""
     return Changes(
         missing=tuple(
@@ -85,21 +93,27 @@ def whole_group(ordinal: int, revision: Revision, target: Target) -> Changes:
     )
 
 
-def kept_group(group: Group, target: Target, observed: Observed) -> Changes:
-    """A group that keeps its revision: only the number of replicas changes, and pods that are missing come again."""
+def kept_group(group: Group, target: DesiredState, observed: ModelInferState) -> Changes:
+    """A group that keeps its revision: only the number of replicas changes, and missing pods are recreated."""
     if group.is_going:
         return Changes()
-    sizes = {one.name: Size(wanted=target.replicas_of(group.revision, one.name)) for one in group.revision.roles}
+    sizes = {one.name: SizeBounds(wanted=target.replicas_of(group.revision, one.name)) for one in group.revision.roles}
     return _changed(group, group.revision, sizes, target, observed)
 
 
 def turning_group(
-    group: Group, target: Target, observed: Observed, *, may_drop: bool, least_surge: int = 0, is_moving: bool = True
+    group: Group,
+    target: DesiredState,
+    observed: ModelInferState,
+    *,
+    may_drop: bool,
+    least_surge: int = 0,
+    is_moving: bool = True,
 ) -> Changes:
-    """A group whose roles become those of the goal, one replica after the other, each role within its own bounds.
+    """A group whose roles change to those of the goal, one replica after the other, each role within its own bounds.
 
-    ``may_drop``: the group may serve with less meanwhile; otherwise roles change only by what they may have too many,
-    which is ``least_surge`` at least.
+    ``may_drop``: the group may serve with less meanwhile; otherwise a role first gets its surplus replicas, at least
+    ``least_surge``.
     """
     goal = target.goal
     outdated = frozenset(
@@ -109,14 +123,14 @@ def turning_group(
     )
     roles = {one.name: one for one in target.spec.template.roles}
     ahead = _ahead(group, goal, target, outdated)
-    sizes: dict[str, Size] = {}
+    sizes: dict[str, SizeBounds] = {}
     for one in goal.roles:
         wanted = target.replicas_of(goal, one.name)
         unavailable, surge = bounds(roles.get(one.name), wanted)
         if not may_drop:
             unavailable, surge = 0, max(surge, least_surge)
         moves = is_moving and one.name not in ahead and unavailable + surge > 0
-        sizes[one.name] = Size(wanted=wanted, max_unavailable=unavailable, max_surge=surge, is_moving=moves)
+        sizes[one.name] = SizeBounds(wanted=wanted, max_unavailable=unavailable, max_surge=surge, is_moving=moves)
     found = _changed(group, goal, sizes, target, observed, outdated)
     unchanged = [pod for one in group.replicas if one.place not in outdated for pod in one.live]
     renamed = tuple((one, goal.hash) for one in unchanged if one.revision != goal.hash and goal.role(one.place.role))
@@ -127,12 +141,14 @@ def bounds(role: Role | None, wanted: int) -> tuple[int, int]:
     """How many replicas of a role may be missing, and how many too many. One may be missing if nothing is written, or
     if shares leave nothing to move with; none if only a surplus is.
     """
-    surge = up(role.max_surge, wanted) if role is not None and role.max_surge is not None else 0
-    unavailable = down(role.max_unavailable, wanted) if role is not None and role.max_unavailable is not None else 0
+    surge = round_up(role.max_surge, wanted) if role is not None and role.max_surge is not None else 0
+    unavailable = (
+        round_down(role.max_unavailable, wanted) if role is not None and role.max_unavailable is not None else 0
+    )
     return (unavailable, surge) if unavailable + surge else (1, 0)
 
 
-def _ahead(group: Group, goal: Revision, target: Target, outdated: frozenset[object]) -> frozenset[str]:
+def _ahead(group: Group, goal: Revision, target: DesiredState, outdated: frozenset[object]) -> frozenset[str]:
     """Roles that would be further than ``maxSkew`` ahead of the slowest one after one more replica. The slowest one may
     always go on.
     """
@@ -159,9 +175,9 @@ def _is_ahead(name: str, done: Mapping[str, int], wanted: Mapping[str, int], ske
 def _changed(
     group: Group,
     revision: Revision,
-    sizes: Mapping[str, Size],
-    target: Target,
-    observed: Observed,
+    sizes: Mapping[str, SizeBounds],
+    target: DesiredState,
+    observed: ModelInferState,
     outdated: frozenset[object] = frozenset(),
 ) -> Changes:
     gone = [one for one in group.replicas if revision.role(one.place.role) is None]
@@ -170,7 +186,15 @@ def _changed(
         replicas = group.of_role(role.name)
         members = [replica_as_member(one, observed.loads, is_outdated=one.place in outdated) for one in replicas]
         found.append(
-            _of_role(group.ordinal, revision, role, replicas, step(members, sizes[role.name]), observed, target.history)
+            _of_role(
+                group.ordinal,
+                revision,
+                role,
+                replicas,
+                group_changes(members, sizes[role.name]),
+                observed,
+                target.history,
+            )
         )
     return together(found)
 
@@ -180,8 +204,8 @@ def _of_role(
     revision: Revision,
     role: RoleRevision,
     replicas: Sequence[Replica],
-    made: Step,
-    observed: Observed,
+    made: GroupChanges,
+    observed: ModelInferState,
     history: History,
 ) -> Changes:
     asked = _unasked([one for one in replicas if one.place.replica in made.chosen], observed)
@@ -197,9 +221,9 @@ def _of_role(
     )
 
 
-def _missing_of(replica: Replica, revision: Revision, history: History) -> list[Missing]:
-    """Pods of a replica that is there in part, of the revision of those that are. Nothing while one is going: names are
-    in use, and workers of a replica that is made anew must not meet its old entry pod.
+def _missing_of(replica: Replica, revision: Revision, history: History) -> list[MissingPod]:
+    """Missing pods of an incomplete replica, of the revision of the existing ones. None while a pod terminates: its
+    name is in use, and new workers must not connect to the old entry pod.
     """
     found = history.with_role(replica.role_revision, revision)
     if found is None or len(replica.live) != len(replica.pods):
@@ -209,28 +233,28 @@ def _missing_of(replica: Replica, revision: Revision, history: History) -> list[
     return [one for one in whole if one.place.index not in there]
 
 
-def _unasked(replicas: Sequence[Replica], observed: Observed) -> frozenset[str]:
-    return unasked([one.key for one in entries(replicas)], observed.loads, observed.loads_asked_of)
+def _unasked(replicas: Sequence[Replica], observed: ModelInferState) -> frozenset[str]:
+    return without_load_report([one.key for one in entries(replicas)], observed.loads, observed.loads_asked_of)
 
 
-def unasked(keys: Sequence[str], loads: Mapping[str, Load], asked: frozenset[str]) -> frozenset[str]:
-    """All of ``keys`` as long as gateways have not been asked about one of them."""
+def without_load_report(keys: Sequence[str], loads: Mapping[str, PodLoad], asked: frozenset[str]) -> frozenset[str]:
+    """All of ``keys`` if any has no load and was not requested from gateways; else none."""
     return frozenset(keys) if any(one not in loads and one not in asked for one in keys) else frozenset()
 
 
-def is_outdated(group: Group, target: Target) -> bool:
-    """Whether a group is to become the goal. Groups below the partition keep what they have."""
+def is_outdated(group: Group, target: DesiredState) -> bool:
+    """Whether a group must change to the goal revision. Groups below the partition keep theirs."""
     if group.ordinal < target.first_moving:
         return False
     return not group.is_whole_revision or group.revision.hash != target.goal.hash
 
 
-def changes(groups: Sequence[Group], target: Target, observed: Observed, *, is_moving: bool) -> Changes:
+def changes(groups: Sequence[Group], target: DesiredState, observed: ModelInferState, *, is_moving: bool) -> Changes:
     """``is_moving``: the rollout is neither paused nor has it failed."""
     by_role = target.spec.rollout.unit == "Role"
     size = _size(groups, target, is_moving=is_moving, by_role=by_role)
     members = [
-        as_member(
+        member_of(
             one,
             observed.loads,
             is_outdated=is_outdated(one, target) and not by_role,
@@ -238,7 +262,7 @@ def changes(groups: Sequence[Group], target: Target, observed: Observed, *, is_m
         )
         for one in groups
     ]
-    made = step(members, size)
+    made = group_changes(members, size)
     staying = [one for one in groups if one.ordinal not in made.leave]
     if by_role:
         inside = _turns(staying, target, observed, is_moving=is_moving)
@@ -247,43 +271,45 @@ def changes(groups: Sequence[Group], target: Target, observed: Observed, *, is_m
     return together([_leaving(groups, made, observed), *inside, *_new(made, target)])
 
 
-def _size(groups: Sequence[Group], target: Target, *, is_moving: bool, by_role: bool) -> Size:
-    """By role no group counts as outdated, so it is told here that beside old ones, while nothing moves, new ones are
-    of the old revision.
+def _size(groups: Sequence[Group], target: DesiredState, *, is_moving: bool, by_role: bool) -> SizeBounds:
+    """By role no group counts as outdated. So while nothing moves, this sets the old revision for new groups beside old
+    ones.
     """
     rollout, wanted = target.spec.rollout, target.spec.replicas
     stands_still = by_role and not is_moving and any(is_outdated(one, target) for one in groups)
     first_new = sys.maxsize if stands_still else target.first_moving
-    return Size(
+    return SizeBounds(
         wanted=wanted,
-        max_unavailable=down(rollout.max_unavailable, wanted),
-        max_surge=0 if by_role else up(rollout.max_surge, wanted),
+        max_unavailable=round_down(rollout.max_unavailable, wanted),
+        max_surge=0 if by_role else round_up(rollout.max_surge, wanted),
         is_moving=is_moving,
         keeps_old_below=first_new if target.current.hash != target.goal.hash else 0,
     )
 
 
-def _leaving(groups: Sequence[Group], made: Step, observed: Observed) -> Changes:
-    """Nobody leaves before the gateways were asked who does least harm, where that decides."""
+def _leaving(groups: Sequence[Group], made: GroupChanges, observed: ModelInferState) -> Changes:
+    """Where loads decide, no group is removed before the loads were requested from gateways."""
     candidates = [one for one in groups if one.ordinal in made.chosen]
     keys = [pod.key for one in candidates for pod in entries(one.replicas)]
-    asked = unasked(keys, observed.loads, observed.loads_asked_of)
+    asked = without_load_report(keys, observed.loads, observed.loads_asked_of)
     leaving = [one for one in groups if one.ordinal in made.leave and (not asked or one.ordinal in made.replaced)]
     found = going([replica for one in leaving for replica in one.replicas])
     return msgspec.structs.replace(found, asks_loads_of=asked)
 
 
-def _new(made: Step, target: Target) -> list[Changes]:
+def _new(made: GroupChanges, target: DesiredState) -> list[Changes]:
     new = [whole_group(one, target.goal, target) for one in made.new]
     return [*new, *(whole_group(one, target.current, target) for one in made.new_as_old)]
 
 
-def _turns(groups: Sequence[Group], target: Target, observed: Observed, *, is_moving: bool) -> list[Changes]:
+def _turns(
+    groups: Sequence[Group], target: DesiredState, observed: ModelInferState, *, is_moving: bool
+) -> list[Changes]:
     """With ``unit: Role``: groups that have begun go on, others begin as far as groups may be unavailable. Where none
     may be, one after the other changes, each role by a surplus replica.
     """
     rollout, wanted = target.spec.rollout, target.spec.replicas
-    unavailable = down(rollout.max_unavailable, wanted) or (0 if up(rollout.max_surge, wanted) else 1)
+    unavailable = round_down(rollout.max_unavailable, wanted) or (0 if round_up(rollout.max_surge, wanted) else 1)
     least_surge = 0 if unavailable else 1
     budget = len([one for one in groups if one.is_ready]) - (wanted - unavailable)
     old = [one for one in groups if is_outdated(one, target)]
@@ -305,16 +331,18 @@ def _turns(groups: Sequence[Group], target: Target, observed: Observed, *, is_mo
     return found
 
 
-def _has_begun(group: Group, target: Target) -> bool:
+def _has_begun(group: Group, target: DesiredState) -> bool:
     return any(one.revision == target.goal.hash for one in group.pods)
 
 
-def _drops(target: Target) -> bool:
+def _drops(target: DesiredState) -> bool:
     """Whether a group serves with less while its roles change."""
     return any(bounds(one, target.counts[one.name])[0] > 0 for one in target.spec.template.roles)
 
 
-def may_be_made(wanted: Changes, groups: Sequence[Group], recovered: Recovered, target: Target) -> list[Missing]:
+def may_be_made(
+    wanted: Changes, groups: Sequence[Group], recovered: RecoveryResult, target: DesiredState
+) -> list[MissingPod]:
     """Of the missing pods, those that nothing keeps from being made now."""
     by_ordinal = {one.ordinal: one for one in groups}
     restarting = _restarting(wanted, groups, recovered, target)
@@ -328,8 +356,10 @@ def may_be_made(wanted: Changes, groups: Sequence[Group], recovered: Recovered, 
     ]
 
 
-def _restarting(wanted: Changes, groups: Sequence[Group], recovered: Recovered, target: Target) -> frozenset[int]:
-    """Groups that are made anew whole: nothing of them is made before all of the old one is gone."""
+def _restarting(
+    wanted: Changes, groups: Sequence[Group], recovered: RecoveryResult, target: DesiredState
+) -> frozenset[int]:
+    """Groups that are recreated whole: no pod of them is created before all old ones are gone."""
     if target.spec.recovery != "Group":
         return frozenset()
     going = [
@@ -343,7 +373,7 @@ def _restarting(wanted: Changes, groups: Sequence[Group], recovered: Recovered, 
     return frozenset(going) | {one.group for one in recovered.places}
 
 
-def _waits(missing: Missing, group: Group | None, after: Mapping[str, Sequence[str]], target: Target) -> bool:
+def _waits(missing: MissingPod, group: Group | None, after: Mapping[str, Sequence[str]], target: DesiredState) -> bool:
     """A role waits until those that it starts after are ready. Once it has begun, it need not any more."""
     first = [one for one in after.get(missing.place.role, ()) if missing.revision.role(one) is not None]
     wanted = {one: target.replicas_of(missing.revision, one) for one in first}

@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from controller.models.model_infer.groups import Group, Replica
-    from controller.models.model_infer.observed import Observed
+    from controller.models.model_infer.model_infer_state import ModelInferState
     from controller.models.model_infer.pod_state import Pod
 
-# until every gateway has heard of the mark and the last request that was on its way is counted
+# until every gateway has received the mark and the last request on its way is counted
 _HEARD_S: Final = 3.0
 _ASK_EACH_S: Final = 2.0
 
 
-class Drained(msgspec.Struct, frozen=True, kw_only=True):
-    """``marked``: annotations to write. ``deleted``: pods that may go now. ``asks_loads_of`` and ``look_again_at_s``:
+class DrainResult(msgspec.Struct, frozen=True, kw_only=True):
+    """``marked``: annotations to write. ``deleted``: pods that may go now. ``asks_loads_of`` and ``requeue_at_s``:
     as in a plan.
     """
 
     marked: tuple[Annotate, ...] = ()
     deleted: tuple[Delete, ...] = ()
     asks_loads_of: frozenset[str] = frozenset()
-    look_again_at_s: float | None = None
+    requeue_at_s: float | None = None
 
 
 def drain(
-    leaving: Sequence[Replica], groups: Sequence[Group], observed: Observed, now_s: float, drain_s: float
-) -> Drained:
-    """A group that goes whole goes at once: its prefill engines are needed until its decode engines are done. Marks of
-    pods that may stay after all are taken off.
+    leaving: Sequence[Replica], groups: Sequence[Group], observed: ModelInferState, now_s: float, drain_s: float
+) -> DrainResult:
+    """A group that is removed whole drains as one unit: its prefill engines are needed until its decode engines have
+    finished. Drain marks of pods that stay after all are removed.
     """
     places = {one.place for one in leaving}
     found = [_scope(one, observed, now_s, drain_s) for one in _scopes(leaving, groups)]
@@ -53,16 +53,16 @@ def drain(
         for pod in one.live
         if pod.draining_at_s is not None
     ]
-    times = [one.look_again_at_s for one in found if one.look_again_at_s is not None]
-    return Drained(
-        marked=(*(mark(one, None) for one in stays), *(each for one in found for each in one.marked)),
+    times = [one.requeue_at_s for one in found if one.requeue_at_s is not None]
+    return DrainResult(
+        marked=(*(mark_draining(one, None) for one in stays), *(each for one in found for each in one.marked)),
         deleted=tuple(each for one in found for each in one.deleted),
         asks_loads_of=frozenset().union(*(one.asks_loads_of for one in found)),
-        look_again_at_s=min(times, default=None),
+        requeue_at_s=min(times, default=None),
     )
 
 
-def mark(pod: Pod, at_s: float | None) -> Annotate:
+def mark_draining(pod: Pod, at_s: float | None) -> Annotate:
     """None takes the mark off."""
     return Annotate(PODS, pod.key, pod.uid, {names.DRAINING: None if at_s is None else text_of(at_s)})
 
@@ -84,29 +84,29 @@ def _scopes(leaving: Sequence[Replica], groups: Sequence[Group]) -> Iterator[lis
             yield from ([one] for one in found)
 
 
-def _scope(replicas: Sequence[Replica], observed: Observed, now_s: float, drain_s: float) -> Drained:
+def _scope(replicas: Sequence[Replica], observed: ModelInferState, now_s: float, drain_s: float) -> DrainResult:
     live = [pod for one in replicas for pod in one.live]
     serving = [one for one in entries(replicas) if not one.is_going and _may_serve(one, observed)]
     if not serving or drain_s <= 0:
-        return Drained(deleted=tuple(deletion(one, observed.lost_nodes) for one in live))
+        return DrainResult(deleted=tuple(deletion(one, observed.lost_nodes) for one in live))
     keys = frozenset(one.key for one in serving)
-    told = [one.draining_at_s for one in serving if one.draining_at_s is not None]
-    if len(told) < len(serving):
-        marked = tuple(mark(one, now_s) for one in serving if one.draining_at_s is None)
-        return Drained(marked=marked, asks_loads_of=keys, look_again_at_s=now_s + _HEARD_S)
-    deadline_s = max(told) + drain_s
-    if now_s >= deadline_s or (now_s >= max(told) + _HEARD_S and _is_idle(serving, observed)):
-        return Drained(deleted=tuple(deletion(one, observed.lost_nodes) for one in live))
-    return Drained(asks_loads_of=keys, look_again_at_s=min(deadline_s, now_s + _ASK_EACH_S))
+    began = [one.draining_at_s for one in serving if one.draining_at_s is not None]
+    if len(began) < len(serving):
+        marked = tuple(mark_draining(one, now_s) for one in serving if one.draining_at_s is None)
+        return DrainResult(marked=marked, asks_loads_of=keys, requeue_at_s=now_s + _HEARD_S)
+    deadline_s = max(began) + drain_s
+    if now_s >= deadline_s or (now_s >= max(began) + _HEARD_S and _is_idle(serving, observed)):
+        return DrainResult(deleted=tuple(deletion(one, observed.lost_nodes) for one in live))
+    return DrainResult(asks_loads_of=keys, requeue_at_s=min(deadline_s, now_s + _ASK_EACH_S))
 
 
-def _may_serve(pod: Pod, observed: Observed) -> bool:
+def _may_serve(pod: Pod, observed: ModelInferState) -> bool:
     """It gets requests, or has some left from when it did."""
     load = observed.loads.get(pod.key)
     return pod.is_ready or (load is not None and load.in_flight > 0 and pod.node not in observed.lost_nodes)
 
 
-def _is_idle(pods: Sequence[Pod], observed: Observed) -> bool:
-    """Where nobody knows, an engine may be busy."""
+def _is_idle(pods: Sequence[Pod], observed: ModelInferState) -> bool:
+    """Whether a pod has no requests; one of unknown load counts as busy."""
     found = [observed.loads.get(one.key) for one in pods]
     return all(one is not None and one.in_flight == 0 for one in found)

@@ -3,22 +3,21 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from controller.kube.plan import Apply, Create, Delete, Happened
+from controller.api.pod_shapes import requests_of
+from controller.kube.plan import Apply, Create, Delete, KubeEvent
 from controller.kube.resources import SCHEDULER_POD_GROUPS, VOLCANO_POD_GROUPS, key_of
 from controller.models.model_infer import names
-from controller.models.model_infer.changes import Missing
+from controller.models.model_infer.changes import MissingPod
 from controller.models.model_infer.drain import deletion
 from controller.models.model_infer.pod_state import is_owned
 from controller.models.model_infer.recovery import FORGOTTEN_AFTER_S, NO_ROOM, Attempt, attempts_of
-from controller.models.model_infer.status import Problem
+from controller.models.model_infer.status import DegradedReason
 from controller.models.model_infer.target import owner_reference
 from extproc.api.spec import requirement_holds
 
@@ -27,61 +26,20 @@ if TYPE_CHECKING:
 
     from controller.kube.resources import Object, Resource
     from controller.models.model_infer.groups import Group
-    from controller.models.model_infer.names import Place
-    from controller.models.model_infer.observed import NodeRoom, Observed
-    from controller.models.model_infer.target import Revision, Target
+    from controller.models.model_infer.model_infer_state import ModelInferState, NodeCapacity
+    from controller.models.model_infer.names import PodPosition
+    from controller.models.model_infer.target import DesiredState, Revision
 
-_QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:([numkMGTPE]|[KMGTPE]i)|[eE]([+-]?[0-9]+))?", re.ASCII)
-_FACTORS: Final = {
-    "n": 1e-9,
-    "u": 1e-6,
-    "m": 1e-3,
-    "k": 1e3,
-    **{letter: 1000.0**power for power, letter in enumerate("MGTPE", start=2)},
-    **{f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE", start=1)},
-}
 # Of a bound in a node affinity.
 _MOST_DIGITS: Final = 18
 _EFFECTS: Final = ("NoSchedule", "NoExecute")
-
-
-def quantity(value: object) -> float:
-    """In base units; 0 of what is no quantity, which the API server refuses when the pod is made."""
-    match = _QUANTITY.fullmatch(str(value))
-    if match is None:
-        return 0.0
-    number, unit, exponent = match.groups()
-    found = float(number) * _FACTORS[unit] if unit else float(f"{number}e{exponent or 0}")
-    return found if math.isfinite(found) else 0.0
-
-
-def asked_by(spec: Mapping[str, Any]) -> dict[str, float]:
-    """What a pod asks for: its containers together, or its largest init container where that is more."""
-    found: dict[str, float] = {}
-    for one in spec.get("containers") or ():
-        for name, amount in _requests(one).items():
-            found[name] = found.get(name, 0.0) + amount
-    for one in spec.get("initContainers") or ():
-        is_sidecar = one.get("restartPolicy") == "Always"
-        for name, amount in _requests(one).items():
-            found[name] = found.get(name, 0.0) + amount if is_sidecar else max(found.get(name, 0.0), amount)
-    for name, amount in (spec.get("overhead") or {}).items():
-        found[name] = found.get(name, 0.0) + quantity(amount)
-    return found
-
-
-def _requests(container: Mapping[str, Any]) -> dict[str, float]:
-    """A limit without a request is one."""
-    resources = container.get("resources") or {}
-    given = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-    return {name: quantity(value) for name, value in given.items()}
 
 
 def total(specs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Of several pods, as Kubernetes writes quantities."""
     sums: dict[str, float] = {}
     for spec in specs:
-        for name, amount in asked_by(spec).items():
+        for name, amount in requests_of(spec).items():
             sums[name] = sums.get(name, 0.0) + amount
     return {name: _written(amount) for name, amount in sorted(sums.items()) if amount}
 
@@ -92,9 +50,11 @@ def _written(amount: float) -> str:
 
 
 class Places:
-    """Room on nodes, less what is placed there. Pods are placed largest first, each on the first node that takes it."""
+    """Free resources of nodes, minus those of placed pods. Pods are placed largest first, each on the first node that
+    fits.
+    """
 
-    def __init__(self, nodes: Sequence[NodeRoom]) -> None:
+    def __init__(self, nodes: Sequence[NodeCapacity]) -> None:
         self._nodes = sorted(nodes, key=lambda one: one.name)
         self._free = {one.name: dict(one.free) for one in nodes}
 
@@ -108,12 +68,12 @@ class Places:
         return None
 
     def _place(self, spec: Mapping[str, Any]) -> bool:
-        asked = {**asked_by(spec), "pods": 1.0}
+        requests = {**requests_of(spec), "pods": 1.0}
         for node in self._nodes:
             free = self._free[node.name]
-            fits = all(free.get(name, 0.0) >= amount for name, amount in asked.items() if amount)
+            fits = all(free.get(name, 0.0) >= amount for name, amount in requests.items() if amount)
             if fits and takes(node, spec):
-                for name, amount in asked.items():
+                for name, amount in requests.items():
                     free[name] = free.get(name, 0.0) - amount
                 return True
         return False
@@ -121,12 +81,12 @@ class Places:
 
 def _size(spec: Mapping[str, Any]) -> tuple[float, float, float]:
     """Accelerators decide, then cores, then memory."""
-    asked = asked_by(spec)
-    devices = sum(amount for name, amount in asked.items() if "/" in name)
-    return devices, asked.get("cpu", 0.0), asked.get("memory", 0.0)
+    requests = requests_of(spec)
+    devices = sum(amount for name, amount in requests.items() if "/" in name)
+    return devices, requests.get("cpu", 0.0), requests.get("memory", 0.0)
 
 
-def takes(node: NodeRoom, spec: Mapping[str, Any]) -> bool:
+def takes(node: NodeCapacity, spec: Mapping[str, Any]) -> bool:
     """Whether a node may run a pod, room aside."""
     selector = spec.get("nodeSelector") or {}
     tolerations = spec.get("tolerations") or ()
@@ -148,7 +108,7 @@ def _tolerates(tolerations: Sequence[Mapping[str, Any]], taint: Mapping[str, Any
     )
 
 
-def _has_affinity(spec: Mapping[str, Any], node: NodeRoom) -> bool:
+def _has_affinity(spec: Mapping[str, Any], node: NodeCapacity) -> bool:
     """One of the terms, if there are any, and of that all expressions."""
     affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
     terms = (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms")
@@ -173,15 +133,15 @@ _VOLCANO_QUEUE: Final = "scheduling.volcano.sh/queue-name"
 _VOLCANO: Final = "volcano"
 
 
-class Marks(msgspec.Struct, frozen=True):
-    """What tells a scheduler which group a pod belongs to."""
+class GangMarks(msgspec.Struct, frozen=True):
+    """Labels and annotations by which a scheduler identifies a pod's group."""
 
     labels: Mapping[str, str] = {}
     annotations: Mapping[str, str] = {}
 
 
-def form_of(target: Target, observed: Observed) -> Form | None:
-    """None where no gang is asked for. A PodGroup helps only with a scheduler that reads it, so one must be named."""
+def form_of(target: DesiredState, observed: ModelInferState) -> Form | None:
+    """None without ``gang``. A PodGroup has an effect only with a scheduler that reads it, so one must be named."""
     if target.spec.template.gang is None:
         return None
     if observed.gang.kueue and _queue(target):
@@ -193,30 +153,30 @@ def form_of(target: Target, observed: Observed) -> Form | None:
     return "Hold"
 
 
-def _queue(target: Target) -> str:
+def _queue(target: DesiredState) -> str:
     """Kueue's label of the ModelInfer, which its pods inherit."""
     return str((target.owner["metadata"].get("labels") or {}).get(_KUEUE_QUEUE, ""))
 
 
-def marks(place: Place, revision: Revision, target: Target, form: Form | None) -> Marks:
+def marks(place: PodPosition, revision: Revision, target: DesiredState, form: Form | None) -> GangMarks:
     """Of one pod."""
     name = names.pod_group_name(target.name, place.group)
     match form:
         case "Kueue":
             count = len(specs(revision, target, everything=True))
-            return Marks(
+            return GangMarks(
                 {_KUEUE_QUEUE: _queue(target), "kueue.x-k8s.io/pod-group-name": name},
                 {"kueue.x-k8s.io/pod-group-total-count": str(count), "kueue.x-k8s.io/pod-group-serving": "true"},
             )
         case "Volcano":
             task = f"{place.role}-{place.replica}"
-            return Marks({}, {"scheduling.k8s.io/group-name": name, "volcano.sh/task-spec": task})
+            return GangMarks({}, {"scheduling.k8s.io/group-name": name, "volcano.sh/task-spec": task})
         case "SchedulerPlugins":
-            return Marks({"scheduling.x-k8s.io/pod-group": name})
-    return Marks()
+            return GangMarks({"scheduling.x-k8s.io/pod-group": name})
+    return GangMarks()
 
 
-def specs(revision: Revision, target: Target, *, everything: bool = False) -> list[Mapping[str, Any]]:
+def specs(revision: Revision, target: DesiredState, *, everything: bool = False) -> list[Mapping[str, Any]]:
     """PodSpecs of a group: of those that must start together, or of all. Roles that start after others cannot be waited
     for: they are made only when the first ones are ready.
     """
@@ -234,9 +194,9 @@ def specs(revision: Revision, target: Target, *, everything: bool = False) -> li
 
 
 def pod_groups(
-    wanted: Mapping[int, Revision], target: Target, observed: Observed, form: Form | None
+    wanted: Mapping[int, Revision], target: DesiredState, observed: ModelInferState, form: Form | None
 ) -> Iterator[Create | Apply]:
-    """PodGroups that are missing, or say something else. ``wanted``: revisions of the groups that there are to be."""
+    """PodGroups that are missing or differ. ``wanted``: revisions of the groups that should exist."""
     kind = _kind(form)
     if kind is None:
         return
@@ -251,7 +211,7 @@ def pod_groups(
 
 
 def unused_pod_groups(
-    wanted: Mapping[int, Revision], target: Target, observed: Observed, form: Form | None
+    wanted: Mapping[int, Revision], target: DesiredState, observed: ModelInferState, form: Form | None
 ) -> Iterator[Delete]:
     """Of groups that are no more, or of another kind than is used now."""
     kind = _kind(form)
@@ -271,7 +231,7 @@ def _is_of(thing: Object, kind: Resource) -> bool:
     return str(thing.get("apiVersion", "")).partition("/")[0] == kind.group
 
 
-def _pod_group(ordinal: int, revision: Revision, target: Target, kind: Resource) -> Object:
+def _pod_group(ordinal: int, revision: Revision, target: DesiredState, kind: Resource) -> Object:
     together = specs(revision, target)
     spec: dict[str, Any] = {"minMember": len(together)}
     resources = total(together)
@@ -297,124 +257,126 @@ def _pod_group(ordinal: int, revision: Revision, target: Target, kind: Resource)
     }
 
 
-# nodes change without being told to us
+# nodes change without an event for us
 _LOOK_EACH_S: Final = 15.0
 
 
-class Ganged(msgspec.Struct, frozen=True, kw_only=True):
+class GangResult(msgspec.Struct, frozen=True, kw_only=True):
     """``form``: how groups are held together. ``missing``: pods that may be made. ``problems``: of groups that wait.
     ``deleted``: pods of groups that are given up. ``attempts``: for the status.
     """
 
     form: Form | None
-    missing: tuple[Missing, ...] = ()
-    problems: tuple[Problem, ...] = ()
+    missing: tuple[MissingPod, ...] = ()
+    problems: tuple[DegradedReason, ...] = ()
     deleted: tuple[Delete, ...] = ()
     attempts: tuple[Attempt, ...] = ()
-    events: tuple[Happened, ...] = ()
-    look_again_at_s: float | None = None
+    events: tuple[KubeEvent, ...] = ()
+    requeue_at_s: float | None = None
 
 
 class _Held(msgspec.Struct, frozen=True, kw_only=True):
-    missing: tuple[Missing, ...] = ()
-    problems: tuple[Problem, ...] = ()
-    look_again_at_s: float | None = None
+    missing: tuple[MissingPod, ...] = ()
+    problems: tuple[DegradedReason, ...] = ()
+    requeue_at_s: float | None = None
 
 
 class _GivenUp(msgspec.Struct, frozen=True, kw_only=True):
     groups: frozenset[int] = frozenset()
     deleted: tuple[Delete, ...] = ()
     attempts: tuple[Attempt, ...] = ()
-    events: tuple[Happened, ...] = ()
-    look_again_at_s: float | None = None
+    events: tuple[KubeEvent, ...] = ()
+    requeue_at_s: float | None = None
 
 
 def gang_of(
-    missing: Sequence[Missing],
+    missing: Sequence[MissingPod],
     groups: Sequence[Group],
-    target: Target,
-    observed: Observed,
+    target: DesiredState,
+    observed: ModelInferState,
     now_s: float,
-) -> Ganged:
-    """Schedulers that know gangs need nothing but marks."""
+) -> GangResult:
+    """Gang schedulers need only the marks."""
     form = form_of(target, observed)
     if form != "Hold":
-        return Ganged(form=form, missing=tuple(missing))
+        return GangResult(form=form, missing=tuple(missing))
     known = _known(target, now_s)
     gone = _given_up(groups, target, observed, known, now_s)
     attempts = tuple({one.name: one for one in (*known, *gone.attempts)}.values())
     rest = [one for one in missing if one.place.group not in gone.groups]
     kept = _held(rest, groups, target, observed, attempts, now_s)
-    times = [one for one in (gone.look_again_at_s, kept.look_again_at_s) if one is not None]
+    times = [one for one in (gone.requeue_at_s, kept.requeue_at_s) if one is not None]
     times += [_forgotten_s(one, target) for one in attempts]
-    return Ganged(
+    return GangResult(
         form=form,
         missing=kept.missing,
         problems=kept.problems,
         deleted=gone.deleted,
         attempts=attempts,
         events=gone.events,
-        look_again_at_s=min(times, default=None),
+        requeue_at_s=min(times, default=None),
     )
 
 
-def _known(target: Target, now_s: float) -> list[Attempt]:
+def _known(target: DesiredState, now_s: float) -> list[Attempt]:
     """Groups that were given up, until they have had time to try again and to run for a while."""
     found = attempts_of(target.owner.get("status") or {})
     return [one for one in found if one.reason == NO_ROOM and now_s < _forgotten_s(one, target)]
 
 
-def _forgotten_s(attempt: Attempt, target: Target) -> float:
+def _forgotten_s(attempt: Attempt, target: DesiredState) -> float:
     gang = target.spec.template.gang
     return attempt.at_s + FORGOTTEN_AFTER_S + (gang.timeout if gang is not None else 0.0)
 
 
 def _held(
-    missing: Sequence[Missing],
+    missing: Sequence[MissingPod],
     groups: Sequence[Group],
-    target: Target,
-    observed: Observed,
+    target: DesiredState,
+    observed: ModelInferState,
     attempts: Sequence[Attempt],
     now_s: float,
 ) -> _Held:
     """Of the ``missing`` pods, those of groups for which there is room."""
-    by_group: dict[int, list[Missing]] = defaultdict(list)
+    by_group: dict[int, list[MissingPod]] = defaultdict(list)
     for one in missing:
         by_group[one.place.group].append(one)
     waits = {one.name: one.at_s + one.wait_s for one in attempts}
-    places = None if observed.room is None else Places(observed.room)
+    places = None if observed.node_capacities is None else Places(observed.node_capacities)
     if places is not None:
         for pod in (pod for group in groups for pod in group.pods if pod.is_waiting):
             places.place([pod.thing.get("spec") or {}])
     begun = {one.ordinal for one in groups if not one.is_going}
-    made: list[Missing] = []
-    problems: list[Problem] = []
+    made: list[MissingPod] = []
+    problems: list[DegradedReason] = []
     times: list[float] = []
     for ordinal, found in sorted(by_group.items()):
         until_s = waits.get(_name(ordinal), 0.0)
-        asked = [_spec(one) for one in found] if ordinal in begun else specs(found[0].revision, target)
-        left_over = None if places is None or now_s < until_s else places.place(asked)
+        pods = [_spec(one) for one in found] if ordinal in begun else specs(found[0].revision, target)
+        left_over = None if places is None or now_s < until_s else places.place(pods)
         if now_s < until_s:
-            problems.append(Problem(NO_ROOM, f"group {ordinal} was given up for want of room, and waits"))
+            problems.append(DegradedReason(NO_ROOM, f"group {ordinal} was given up for want of room, and waits"))
             times.append(until_s)
         elif left_over is not None:
-            problems.append(Problem(NO_ROOM, _no_room(ordinal, len(asked), left_over)))
+            problems.append(DegradedReason(NO_ROOM, _no_capacity_message(ordinal, len(pods), left_over)))
             times.append(now_s + _LOOK_EACH_S)
         else:
             made += found
-    return _Held(missing=tuple(made), problems=tuple(problems), look_again_at_s=min(times, default=None))
+    return _Held(missing=tuple(made), problems=tuple(problems), requeue_at_s=min(times, default=None))
 
 
 def _given_up(
-    groups: Sequence[Group], target: Target, observed: Observed, known: Sequence[Attempt], now_s: float
+    groups: Sequence[Group], target: DesiredState, observed: ModelInferState, known: Sequence[Attempt], now_s: float
 ) -> _GivenUp:
-    """Groups that hold room without being able to start. Later each time, so that others get the room meanwhile."""
+    """Delete the pods of groups that hold nodes but cannot start, so that others get the capacity. The retry is later
+    each time.
+    """
     gang = target.spec.template.gang
     before = {one.name: one for one in known}
     ordinals: set[int] = set()
     deleted: list[Delete] = []
     attempts: list[Attempt] = []
-    events: list[Happened] = []
+    events: list[KubeEvent] = []
     times: list[float] = []
     for group in groups:
         since_s = _incomplete_since(group, target)
@@ -429,20 +391,20 @@ def _given_up(
         attempts.append(
             Attempt(name=_name(group.ordinal), count=old.count + 1 if old else 1, at_s=now_s, reason=NO_ROOM)
         )
-        said = (
+        message = (
             f"group {group.ordinal} found no room for all of its pods within {gang.timeout}, and gives up what it has"
         )
-        events.append(Happened("Warning", NO_ROOM, said))
+        events.append(KubeEvent("Warning", NO_ROOM, message))
     return _GivenUp(
         groups=frozenset(ordinals),
         deleted=tuple(deleted),
         attempts=tuple(attempts),
         events=tuple(events),
-        look_again_at_s=min(times, default=None),
+        requeue_at_s=min(times, default=None),
     )
 
 
-def _incomplete_since(group: Group, target: Target) -> float | None:
+def _incomplete_since(group: Group, target: DesiredState) -> float | None:
     """When the oldest pod without a node was made. None if enough replicas have one to start, or no pod has: those that
     wait hold nothing.
     """
@@ -460,14 +422,14 @@ def _incomplete_since(group: Group, target: Target) -> float | None:
     return None
 
 
-def _spec(missing: Missing) -> Mapping[str, Any]:
+def _spec(missing: MissingPod) -> Mapping[str, Any]:
     template = missing.role.entry if missing.place.index == 0 or missing.role.worker is None else missing.role.worker
     return template.spec
 
 
-def _no_room(ordinal: int, count: int, spec: Mapping[str, Any]) -> str:
-    asked = ", ".join(f"{amount} {name}" for name, amount in total([spec]).items()) or "a place"
-    return f"group {ordinal} waits until its {count} pods find room together; one of them asks for {asked}"
+def _no_capacity_message(ordinal: int, count: int, spec: Mapping[str, Any]) -> str:
+    message = ", ".join(f"{amount} {name}" for name, amount in total([spec]).items()) or "a place"
+    return f"group {ordinal} waits until its {count} pods find room together; one of them asks for {message}"
 
 
 def _name(ordinal: int) -> str:

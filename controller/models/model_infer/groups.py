@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups that are there, and the one rule for how many members there should be: groups, and replicas of a role.
+"""Existing groups, and the one rule for the desired number of members: groups, and replicas of a role.
 
-A member is known by its ordinal, which names its pods. Members that are there keep their ordinals; a new one takes the
-lowest that is free. Whoever has to go is chosen by least harm, so ordinals may have gaps. A surplus member, allowed by
+A member is identified by its ordinal, which names its pods. Existing members keep their ordinals; a new one takes the
+lowest free one. The member to remove is chosen by least harm, so ordinals may have gaps. A surplus member, allowed by
 ``max_surge`` while old ones are left, is a member like any other: as new ones become ready, old ones are replaced in
 place while others are to follow, and the last ones just go. So a rollout starts each member once.
 """
@@ -15,23 +15,22 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from controller.models.model_infer.names import Place
+from controller.models.model_infer.names import PodPosition
 from controller.models.model_infer.pod_state import Pod
 from controller.models.model_infer.target import Revision
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from controller.models.model_infer.observed import Load
-    from controller.models.model_infer.target import Target
+    from controller.models.model_infer.model_infer_state import PodLoad
+    from controller.models.model_infer.target import DesiredState
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """``is_ready``: it serves, and nothing of it is draining or going. ``is_outdated``: it is to become another
-    revision.
-    ``is_draining``: it gets no more requests. ``is_going``: all of its pods are being deleted. ``is_protected``: goes
-    last of its like. ``cost``: what the user says of deleting it. ``in_flight`` and ``cached_tokens``: infinite where
-    unknown.
+    """``is_ready``: it serves, and no part of it drains or is being deleted. ``is_outdated``: it is to become another
+    revision. ``is_draining``: it gets no more requests. ``is_going``: all of its pods are being deleted.
+    ``is_protected``: removed last among equals. ``cost``: the user's deletion cost. ``in_flight`` and
+    ``cached_tokens``: infinite where unknown.
     """
 
     ordinal: int
@@ -46,11 +45,11 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_leaving(self) -> bool:
-        """It has been told to go."""
+        """It drains or is being deleted."""
         return self.is_draining or self.is_going
 
 
-class Size(msgspec.Struct, frozen=True, kw_only=True):
+class SizeBounds(msgspec.Struct, frozen=True, kw_only=True):
     """``wanted``: members. ``max_unavailable`` and ``max_surge``: as numbers. ``is_moving``: outdated members become
     new.
     ``keeps_old_below``: new members with a lower ordinal are of the old revision.
@@ -68,9 +67,10 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_unavailable if self.max_unavailable + self.max_surge else 1
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do now. ``new`` and ``new_as_old``: ordinals to make, of the new and of the old revision. ``leave``:
-    ordinals that go; those of ``replaced`` come again. ``chosen``: ordinals of which one was chosen by its load.
+class GroupChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """Changes of one reconcile. ``new`` and ``new_as_old``: ordinals to create, of the new and of the old revision.
+    ``leave``: ordinals to remove; those of ``replaced`` are recreated. ``chosen``: candidates among which the load
+    decided.
     """
 
     new: tuple[int, ...] = ()
@@ -80,16 +80,16 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     chosen: frozenset[int] = frozenset()
 
 
-def step(members: Sequence[Member], size: Size) -> Step:
-    """Never more members than ``wanted`` and the surge, never fewer ready ones than ``wanted - max_unavailable`` by
-    what is done here: members that are not ready go first, and count as unavailable.
+def group_changes(members: Sequence[Member], size: SizeBounds) -> GroupChanges:
+    """These changes never exceed ``wanted`` plus the surge, and never leave fewer ready members than ``wanted -
+    max_unavailable``: members that are not ready are removed first, and count as unavailable.
     """
     total = size.wanted + _extra(members, size)
     victims = _victims(members, len(members) - total)
     rest = [one for one in members if one.ordinal not in {victim.ordinal for victim in victims}]
     replaced, slots = _replaced(rest, size, total)
     new, old = _made(members, total, slots, size)
-    return Step(
+    return GroupChanges(
         new=new,
         new_as_old=old,
         leave=frozenset(one.ordinal for one in victims) | replaced,
@@ -98,8 +98,8 @@ def step(members: Sequence[Member], size: Size) -> Step:
     )
 
 
-def _extra(members: Sequence[Member], size: Size) -> int:
-    """Members beyond the wanted. While nothing moves, those that are of the new revision stay beside the old."""
+def _extra(members: Sequence[Member], size: SizeBounds) -> int:
+    """Members in excess. While the rollout pauses, those of the new revision stay in addition to the old."""
     old = [one for one in members if one.is_outdated and not one.is_leaving]
     if not old:
         return 0
@@ -109,8 +109,8 @@ def _extra(members: Sequence[Member], size: Size) -> int:
 
 
 def harm(member: Member) -> tuple[object, ...]:
-    """Whoever has the least goes first: those that go anyway, those that serve nobody, old ones, and then by what the
-    user says, by running requests, and by what the caches hold; at last the highest ordinal.
+    """Sort key of removal, least harm first: being deleted already, serving nothing, outdated, then the user's deletion
+    cost, running requests, cached tokens; at last the highest ordinal.
     """
     return (
         not member.is_going,
@@ -130,16 +130,14 @@ def _victims(members: Sequence[Member], count: int) -> list[Member]:
 
 
 def _chosen(members: Sequence[Member], victims: Sequence[Member]) -> frozenset[int]:
-    """The ready ones between which the load decides: empty where all of them go, or none, or others were told
-    before.
-    """
+    """The ready ones among which the load decides: empty where all or none are removed, or others were chosen."""
     fresh = [one for one in victims if one.is_ready]
     equals = [one for one in members if one.is_ready]
     return frozenset(one.ordinal for one in equals) if fresh and len(fresh) < len(equals) else frozenset()
 
 
-def _replaced(members: Sequence[Member], size: Size, total: int) -> tuple[frozenset[int], int]:
-    """The outdated members that are taken down to be made anew in place, and how many more changes may be under way."""
+def _replaced(members: Sequence[Member], size: SizeBounds, total: int) -> tuple[frozenset[int], int]:
+    """The outdated members that are removed and recreated in place, and how many more changes may be in progress."""
     old = [one for one in members if one.is_outdated]
     fresh = [one for one in members if not one.is_outdated]
     missing = max(0, total - len(members))
@@ -158,7 +156,9 @@ def _replaced(members: Sequence[Member], size: Size, total: int) -> tuple[frozen
     return frozenset(one.ordinal for one in replaced), slots
 
 
-def _made(members: Sequence[Member], total: int, slots: int, size: Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _made(
+    members: Sequence[Member], total: int, slots: int, size: SizeBounds
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The lowest free ordinals. Beside old members, no more new ones than may be under way: a revision that never
     becomes ready must not take the place of all that fails meanwhile.
     """
@@ -184,7 +184,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     ``size``: pods that it should have, by the revision of those that are.
     """
 
-    place: Place
+    place: PodPosition
     pods: tuple[Pod, ...]
     size: int
 
@@ -221,8 +221,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """``revision``: what it is made of, and what of it is missing is made of. ``is_whole_revision``: all of its pods
-    are of it. ``is_ready``: all of its roles serve with as many replicas as they should have.
+    """``revision``: of its pods, also of missing ones to create. ``is_whole_revision``: all of its pods are of it.
+    ``is_ready``: all of its roles serve with their desired replicas.
     """
 
     ordinal: int
@@ -252,7 +252,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return [one for one in self.replicas if one.place.role == role]
 
 
-def groups_of(pods: Sequence[Pod], target: Target) -> tuple[Group, ...]:
+def groups_of(pods: Sequence[Pod], target: DesiredState) -> tuple[Group, ...]:
     """By ordinal."""
     by_group: dict[int, list[Pod]] = defaultdict(list)
     for one in pods:
@@ -260,7 +260,7 @@ def groups_of(pods: Sequence[Pod], target: Target) -> tuple[Group, ...]:
     return tuple(_group(ordinal, found, target) for ordinal, found in sorted(by_group.items()))
 
 
-def _group(ordinal: int, pods: Sequence[Pod], target: Target) -> Group:
+def _group(ordinal: int, pods: Sequence[Pod], target: DesiredState) -> Group:
     live = [one for one in pods if not one.is_going] or pods
     hashes = {one.revision for one in live}
     revision = _revision(hashes, target)
@@ -269,7 +269,7 @@ def _group(ordinal: int, pods: Sequence[Pod], target: Target) -> Group:
     for one in pods:
         by_replica[one.place.role, one.place.replica].append(one)
     replicas = tuple(
-        Replica(place=Place(ordinal, role, number), pods=tuple(found), size=_size_of(found, sizes))
+        Replica(place=PodPosition(ordinal, role, number), pods=tuple(found), size=_size_of(found, sizes))
         for (role, number), found in sorted(by_replica.items())
     )
     return Group(
@@ -281,33 +281,33 @@ def _group(ordinal: int, pods: Sequence[Pod], target: Target) -> Group:
     )
 
 
-def _revision(hashes: Iterable[str], target: Target) -> Revision:
-    """The goal where any pod is of it: then the rest is to become so. What nothing is known of becomes the goal."""
+def _revision(hashes: Iterable[str], target: DesiredState) -> Revision:
+    """The goal if any pod is of it: the rest is to become so. A member of unknown revision becomes the goal."""
     known = [found for one in sorted(hashes) if (found := target.history.get(one)) is not None]
     goals = [one for one in known if one.hash == target.goal.hash]
     return next(iter(goals or known), target.goal)
 
 
-def _sizes(target: Target) -> Mapping[str, int]:
+def _sizes(target: DesiredState) -> Mapping[str, int]:
     """Pods of a replica, by the role's revision."""
     known = [target.history.update, *target.history.kept.values()]
     return {role.hash: role.size for one in known for role in one.roles}
 
 
 def _size_of(pods: Sequence[Pod], sizes: Mapping[str, int]) -> int:
-    """Without a revision that tells, what is there is taken for whole."""
+    """Without a known revision, the existing pods are the full size."""
     return max((sizes.get(one.role_revision, len(pods)) for one in pods), default=0)
 
 
-def _serves(replicas: Sequence[Replica], revision: Revision, target: Target) -> bool:
+def _serves(replicas: Sequence[Replica], revision: Revision, target: DesiredState) -> bool:
     """A role may have more replicas than it should while it changes, and those count."""
     ready = [one.place.role for one in replicas if one.is_ready]
     wanted = {one.name: target.replicas_of(revision, one.name) for one in revision.roles}
     return any(wanted.values()) and all(ready.count(role) >= count for role, count in wanted.items())
 
 
-def as_member(group: Group, loads: Mapping[str, Load], *, is_outdated: bool, is_protected: bool) -> Member:
-    """For the choice of what goes."""
+def member_of(group: Group, loads: Mapping[str, PodLoad], *, is_outdated: bool, is_protected: bool) -> Member:
+    """A group as input for the choice of members to remove."""
     return Member(
         ordinal=group.ordinal,
         is_ready=group.is_ready and not group.is_draining,
@@ -321,7 +321,7 @@ def as_member(group: Group, loads: Mapping[str, Load], *, is_outdated: bool, is_
     )
 
 
-def replica_as_member(replica: Replica, loads: Mapping[str, Load], *, is_outdated: bool) -> Member:
+def replica_as_member(replica: Replica, loads: Mapping[str, PodLoad], *, is_outdated: bool) -> Member:
     """The same of one replica of a role."""
     found = [loads.get(one.key) for one in entries([replica])]
     return Member(
@@ -341,6 +341,6 @@ def entries(replicas: Iterable[Replica]) -> list[Pod]:
     return [pod for one in replicas for pod in one.pods if pod.place.index == 0]
 
 
-def _sum(loads: Sequence[Load | None], field: str) -> float:
+def _sum(loads: Sequence[PodLoad | None], field: str) -> float:
     """Infinite as soon as one is unknown: it may be the busiest."""
     return math.inf if None in loads or not loads else sum(getattr(one, field) for one in loads)

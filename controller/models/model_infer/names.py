@@ -33,13 +33,11 @@ DRAINING: Final = PREFIX + "draining"
 ROLLED_OUT_SINCE: Final = PREFIX + "rolled-out-since"
 FAILED: Final = PREFIX + "failed"
 REACHED: Final = PREFIX + "reached"
-# Annotation of a ModelInferRole: the replicas that the template last asked for.
+# Annotation of a ModelInferRole: the replicas of the template when it was last written.
 TEMPLATE_REPLICAS: Final = PREFIX + "template-replicas"
 
-LONGEST_HOST_NAME: Final = 63
 
-
-class Place(msgspec.Struct, frozen=True, order=True):
+class PodPosition(msgspec.Struct, frozen=True, order=True):
     """Where a pod stands. ``group``: ordinal. ``role`` and ``replica``: of the group. ``index``: 0 is the entry pod."""
 
     group: int
@@ -59,22 +57,22 @@ class Place(msgspec.Struct, frozen=True, order=True):
         return {**found, ENTRY: "true"} if self.index == 0 else found
 
 
-def place_of(found: Mapping[str, str]) -> Place | None:
+def pod_identity(found: Mapping[str, str]) -> PodPosition | None:
     """The place that a pod's labels name, None if they name none."""
     try:
         numbers = [int(found[one]) for one in (GROUP, ROLE_REPLICA, WORKER_INDEX)]
         role = found[ROLE]
     except (KeyError, ValueError):
         return None
-    return Place(numbers[0], role, numbers[1], numbers[2])
+    return PodPosition(numbers[0], role, numbers[1], numbers[2])
 
 
-def pod_name(owner: str, place: Place) -> str:
+def pod_name(owner: str, place: PodPosition) -> str:
     """``llama-0-decode-1-0``."""
     return f"{service_name(owner, place)}-{place.index}"
 
 
-def service_name(owner: str, place: Place) -> str:
+def service_name(owner: str, place: PodPosition) -> str:
     """``llama-0-decode-1``: the Service in which the pods of one replica of a role find each other."""
     return f"{owner}-{place.group}-{place.role}-{place.replica}"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pod reports: its place, its revision, whether it serves or goes, and what is wrong with it."""
+"""The state of a pod: its place, its revision, whether it serves or terminates, and its failure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import msgspec
 
 from controller.kube.resources import Object, key_of
 from controller.models.model_infer import names
-from controller.models.model_infer.names import Place, place_of, seconds_of
+from controller.models.model_infer.names import PodPosition, pod_identity, seconds_of
+from extproc.api.errors import replace_unprintable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from controller.models.model_infer.observed import Observed
+    from controller.models.model_infer.model_infer_state import ModelInferState
 
 _DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
 _ENDED: Final = ("Failed", "Succeeded")
@@ -22,15 +23,15 @@ _ENDED: Final = ("Failed", "Succeeded")
 
 class Pod(msgspec.Struct, frozen=True, kw_only=True):
     """``thing``: the object. ``revision`` and ``role_revision``: hashes of what it was made of. ``is_ready``: its Ready
-    condition holds, and it is not going. ``is_going``: it is being deleted. ``draining_at_s``: since when it gets no
-    new requests, None if it does. ``is_waiting``: no node has been found for it. ``deletion_cost``: as the annotation
-    ``controller.kubernetes.io/pod-deletion-cost`` says; 0 without one.
+    condition holds, and it is not being deleted. ``is_going``: it is being deleted. ``draining_at_s``: since when it
+    gets no new requests, None if it does. ``is_waiting``: no node has been found for it. ``deletion_cost``: its
+    annotation ``controller.kubernetes.io/pod-deletion-cost``; 0 without one.
     """
 
     thing: Object
     key: str
     uid: str
-    place: Place
+    place: PodPosition
     revision: str
     role_revision: str
     is_ready: bool
@@ -58,8 +59,8 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pods_of(things: Sequence[Object], owner_uid: str, lost_nodes: Collection[str] = ()) -> tuple[Pod, ...]:
-    """In order of their places. Pods of an owner that had the same name before, and pods without our labels, are not
-    among them. Nothing on ``lost_nodes`` is ready, whatever it said before.
+    """In order of their places. Pods of an earlier owner of the same name, and pods without our labels, are left out.
+    No pod on ``lost_nodes`` is ready, whatever its condition.
     """
     found = (_read(one, lost_nodes) for one in things if is_owned(one, owner_uid))
     return tuple(sorted((one for one in found if one is not None), key=lambda one: one.place))
@@ -74,7 +75,7 @@ def is_owned(thing: Object, owner_uid: str) -> bool:
 def _read(thing: Object, lost_nodes: Collection[str]) -> Pod | None:
     metadata, status = thing["metadata"], thing.get("status") or {}
     given, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
-    place = place_of(given)
+    place = pod_identity(given)
     if place is None:
         return None
     going = bool(metadata.get("deletionTimestamp"))
@@ -107,14 +108,13 @@ def _cost(text: object) -> int:
         return 0
 
 
-# A node that misses a few heartbeats often comes back.
+# A node that misses a few heartbeats often recovers.
 LOST_AFTER_S: Final = 30.0
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """``at_s``: when it began. ``due_s``: how long after that it is for us to act, beside the grace that the user
-    gives.
-    ``is_restarted``: the kubelet starts the container again by itself. ``is_final``: it cannot recover by itself.
+class PodFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """``at_s``: when it began. ``due_s``: after how many seconds recovery may act, in addition to the user's grace.
+    ``is_restarted``: the kubelet restarts the container. ``is_final``: it cannot recover by itself.
     """
 
     pod: Pod
@@ -126,15 +126,15 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     is_final: bool = False
 
 
-def failure_of(pod: Pod, observed: Observed, unresponsive_s: float) -> Failure | None:
-    """None of a pod that runs, starts, or goes. ``unresponsive_s``: how long an engine that has been ready may not be;
-    0 for ever.
+def failure_of(pod: Pod, observed: ModelInferState, unresponsive_s: float) -> PodFailure | None:
+    """None for a pod that runs, starts or terminates. ``unresponsive_s``: how long an engine that was ready may be
+    unready; 0: for ever.
     """
     if pod.is_going:
         return None
     if pod.node in observed.lost_nodes:
         since_s = observed.lost_nodes[pod.node]
-        return Failure(
+        return PodFailure(
             pod=pod, at_s=since_s, reason="NodeLost", message=f"its node {pod.node} is lost", due_s=LOST_AFTER_S
         )
     if pod.is_ended:
@@ -144,7 +144,7 @@ def failure_of(pod: Pod, observed: Observed, unresponsive_s: float) -> Failure |
     return _crashed(pod, observed) or _hung(pod, unresponsive_s)
 
 
-def _ended(pod: Pod, observed: Observed) -> Failure:
+def _ended(pod: Pod, observed: ModelInferState) -> PodFailure:
     status = pod.status
     said = status.get("message") or f"it has ended ({status.get('reason') or status.get('phase')})"
     last = _last_terminated(pod)
@@ -152,28 +152,28 @@ def _ended(pod: Pod, observed: Observed) -> Failure:
         said = _how(last)
     times = [seconds_of(last.get("finishedAt")), seconds_of(pod.condition("Ready").get("lastTransitionTime"))]
     at_s = next((one for one in times if one is not None), pod.created_at_s)
-    return Failure(pod=pod, at_s=at_s, reason="PodFailed", message=said + _tail(pod, observed))
+    return PodFailure(pod=pod, at_s=at_s, reason="PodFailed", message=said + _tail(pod, observed))
 
 
-def _crashed(pod: Pod, observed: Observed) -> Failure | None:
+def _crashed(pod: Pod, observed: ModelInferState) -> PodFailure | None:
     """A container has ended, and the pod has not been ready since."""
     last = _last_terminated(pod)
     at_s = seconds_of(last.get("finishedAt"))
     if not last or at_s is None:
         return None
-    said = f"{_how(last)}, {last['restarts']} restarts" + _tail(pod, observed)
-    return Failure(pod=pod, at_s=at_s, reason="RuntimeUnhealthy", message=said, is_restarted=True)
+    message = f"{_how(last)}, {last['restarts']} restarts" + _tail(pod, observed)
+    return PodFailure(pod=pod, at_s=at_s, reason="RuntimeUnhealthy", message=message, is_restarted=True)
 
 
-def _hung(pod: Pod, unresponsive_s: float) -> Failure | None:
+def _hung(pod: Pod, unresponsive_s: float) -> PodFailure | None:
     """It was ready after its containers started, and is not any more."""
     changed_s = seconds_of(pod.condition("Ready").get("lastTransitionTime"))
     started = [seconds_of(_running(one).get("startedAt")) for one in pod.containers()]
     known = [one for one in started if one is not None]
     if not unresponsive_s or changed_s is None or not known or len(known) < len(started) or changed_s <= max(known):
         return None
-    said = "it runs, was ready, and does not answer any more"
-    return Failure(pod=pod, at_s=changed_s, reason="NotAnswering", message=said, due_s=unresponsive_s)
+    message = "it runs, was ready, and does not answer any more"
+    return PodFailure(pod=pod, at_s=changed_s, reason="NotAnswering", message=message, due_s=unresponsive_s)
 
 
 def _running(container: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -193,17 +193,16 @@ def _last_terminated(pod: Pod) -> Mapping[str, Any]:
 
 def _how(last: Mapping[str, Any]) -> str:
     reason = last.get("reason")
-    said = f"container {last['container']} ended with code {last.get('exitCode')}"
-    return f"{said} ({reason})" if reason and reason != "Error" else said
+    message = f"container {last['container']} ended with code {last.get('exitCode')}"
+    return f"{message} ({reason})" if reason and reason != "Error" else message
 
 
-def _tail(pod: Pod, observed: Observed) -> str:
+def _tail(pod: Pod, observed: ModelInferState) -> str:
     """The last line first: it mostly is the reason, and one line is all that tables of kubectl show.
 
-    Without the characters by which a log would steer the terminal of whoever reads the status.
+    Without the control characters by which a log could control the terminal of a reader.
     """
-    said = observed.log_tails.get(pod.key, "")
-    text = "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in said)
+    text = replace_unprintable(observed.log_tails.get(pod.key, ""), keep="\n\t")
     before, _, last = text.strip().rpartition("\n")
     if not last:
         return ""
@@ -220,27 +219,29 @@ _STUCK: Final = {
 }
 
 
-def stuck(pod: Pod, observed: Observed) -> Failure | None:
-    """What keeps a pod from starting, and somebody else must mend."""
+def stuck_reason(pod: Pod, observed: ModelInferState) -> PodFailure | None:
+    """What keeps a pod from starting and needs a user's change; None of a pod that goes, whose containers are ended."""
+    if pod.is_going:
+        return None
     scheduled = pod.condition("PodScheduled")
-    if scheduled.get("status") == "False" and not pod.is_going:
+    if scheduled.get("status") == "False":
         said = str(scheduled.get("message") or "no node was found for it")
-        return _told(pod, str(scheduled.get("reason") or "Unschedulable"), said)
+        return _failure(pod, str(scheduled.get("reason") or "Unschedulable"), said)
     for one in _all_containers(pod):
         waiting = (one.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") in _STUCK:
             said = f"container {one.get('name')}: {waiting.get('message') or waiting['reason']}"
-            return _told(pod, _STUCK[waiting["reason"]], said)
+            return _failure(pod, _STUCK[waiting["reason"]], said)
     for one in pod.status.get("initContainerStatuses") or ():
         ended = (one.get("state") or {}).get("terminated") or (one.get("lastState") or {}).get("terminated") or {}
         if ended.get("exitCode") and not one.get("ready"):
             said = _how({**ended, "container": one.get("name")}) + _tail(pod, observed)
-            return _told(pod, "ModelLoadFailed", said)
+            return _failure(pod, "ModelLoadFailed", said)
     return None
 
 
-def _told(pod: Pod, reason: str, message: str) -> Failure:
-    return Failure(pod=pod, at_s=pod.created_at_s, reason=reason, message=message)
+def _failure(pod: Pod, reason: str, message: str) -> PodFailure:
+    return PodFailure(pod=pod, at_s=pod.created_at_s, reason=reason, message=message)
 
 
 def _all_containers(pod: Pod) -> Sequence[Mapping[str, Any]]:

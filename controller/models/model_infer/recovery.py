@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made anew because a pod has failed, later each time that it fails again.
+"""Recreates pods after a failure, with a back-off that grows with each further failure.
 
-How often something was made anew, and when, stands in the status: so it outlives this process, and people see it.
+The count and time of recreations are in the status: they survive a restart of the manager, and users see them.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.kube.plan import Delete, Happened
+from controller.kube.plan import Delete, KubeEvent
 from controller.models.model_infer.drain import deletion
-from controller.models.model_infer.names import Place, seconds_of, text_of
-from controller.models.model_infer.pod_state import LOST_AFTER_S, Failure, Pod, failure_of
+from controller.models.model_infer.names import PodPosition, seconds_of, text_of
+from controller.models.model_infer.pod_state import LOST_AFTER_S, Pod, PodFailure, failure_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from controller.kube.resources import Object
     from controller.models.model_infer.groups import Group, Replica
-    from controller.models.model_infer.observed import Observed
-    from controller.models.model_infer.target import Revision, Target
+    from controller.models.model_infer.model_infer_state import ModelInferState
+    from controller.models.model_infer.target import DesiredState, Revision
 
 _FIRST_WAIT_S: Final = 10.0
 _LONGEST_WAIT_S: Final = 300.0
@@ -33,8 +33,8 @@ NO_ROOM: Final = "NoRoom"
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """``name``: group, role, replica and pod, as far as it was made anew at once. ``count``: times in a row. ``at_s``:
-    the last one.
+    """``name``: of the recreated unit: its group, then role, replica and pod if only those were recreated. ``count``:
+    consecutive recreations. ``at_s``: time of the last one.
     """
 
     name: str
@@ -49,38 +49,42 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scope(msgspec.Struct, frozen=True, kw_only=True):
-    """Pods that are made anew together. ``pods``: all of them that are not going. ``places``: of replicas."""
+    """Pods that are recreated together. ``pods``: those that do not terminate yet. ``places``: of replicas."""
 
     name: str
     pods: tuple[Pod, ...]
-    places: frozenset[Place]
+    places: frozenset[PodPosition]
     is_ready: bool
 
 
-class Recovered(msgspec.Struct, frozen=True, kw_only=True):
-    """``places``: replicas that are made anew. ``attempts``: for the status."""
+class RecoveryResult(msgspec.Struct, frozen=True, kw_only=True):
+    """``places``: replicas that are recreated. ``attempts``: for the status."""
 
     deleted: tuple[Delete, ...] = ()
-    places: frozenset[Place] = frozenset()
+    places: frozenset[PodPosition] = frozenset()
     attempts: tuple[Attempt, ...] = ()
-    events: tuple[Happened, ...] = ()
-    look_again_at_s: float | None = None
+    events: tuple[KubeEvent, ...] = ()
+    requeue_at_s: float | None = None
 
 
 def recover(
-    groups: Sequence[Group], target: Target, observed: Observed, unwanted: Collection[Place], now_s: float
-) -> Recovered:
+    groups: Sequence[Group],
+    target: DesiredState,
+    observed: ModelInferState,
+    unwanted: Collection[PodPosition],
+    now_s: float,
+) -> RecoveryResult:
     """``unwanted``: replicas that go anyway."""
     known = {one.name: one for one in attempts_of(target.owner.get("status") or {}) if one.reason != NO_ROOM}
     deleted: list[Delete] = list(_forced(groups, observed, now_s))
-    places: set[Place] = set()
-    events: list[Happened] = []
+    places: set[PodPosition] = set()
+    events: list[KubeEvent] = []
     times: list[float] = []
     attempts: list[Attempt] = []
     for scope, failure in _failing(groups, target, observed, unwanted, now_s):
         before = known.pop(scope.name, None)
         if failure is None:
-            kept = _still_told(scope, before, now_s)
+            kept = _remembered_attempts(scope, before, now_s)
             attempts += kept
             times += [one.at_s + FORGOTTEN_AFTER_S for one in kept if scope.is_ready]
             continue
@@ -93,18 +97,18 @@ def recover(
         places |= scope.places
         attempts.append(_next(scope.name, before, failure, now_s))
         events.append(
-            Happened("Warning", "Recovering", f"pod {failure.pod.key}: {failure.message}; {scope.name} is made anew")
+            KubeEvent("Warning", "Recovering", f"pod {failure.pod.key}: {failure.message}; {scope.name} is made anew")
         )
     # of what is not there yet again
     rest = [one for one in known.values() if now_s < one.at_s + FORGOTTEN_AFTER_S]
     attempts += rest
     times += [one.at_s + FORGOTTEN_AFTER_S for one in rest]
-    return Recovered(
+    return RecoveryResult(
         deleted=tuple({one.uid: one for one in deleted}.values()),
         places=frozenset(places),
         attempts=tuple(attempts),
         events=tuple(events),
-        look_again_at_s=min(times, default=None),
+        requeue_at_s=min(times, default=None),
     )
 
 
@@ -125,15 +129,15 @@ def as_status(attempts: Iterable[Attempt]) -> list[Mapping[str, Any]]:
     ]
 
 
-def _still_told(scope: Scope, before: Attempt | None, now_s: float) -> list[Attempt]:
+def _remembered_attempts(scope: Scope, before: Attempt | None, now_s: float) -> list[Attempt]:
     """Until it has been well for long enough."""
     if before is None or (scope.is_ready and now_s >= before.at_s + FORGOTTEN_AFTER_S):
         return []
     return [before]
 
 
-def _due_s(failure: Failure, before: Attempt | None, target: Target) -> float | None:
-    """None where nothing is made anew."""
+def _due_s(failure: PodFailure, before: Attempt | None, target: DesiredState) -> float | None:
+    """The time at which to recreate; None: never."""
     if target.spec.recovery == "None":
         return None
     grace_s = 0.0 if failure.is_final else target.spec.template.restart_grace_period
@@ -141,14 +145,14 @@ def _due_s(failure: Failure, before: Attempt | None, target: Target) -> float | 
     return at_s if before is None else max(at_s, before.at_s + before.wait_s)
 
 
-def _next(name: str, before: Attempt | None, failure: Failure, now_s: float) -> Attempt:
+def _next(name: str, before: Attempt | None, failure: PodFailure, now_s: float) -> Attempt:
     is_in_a_row = before is not None and failure.at_s - before.at_s < FORGOTTEN_AFTER_S
     count = before.count + 1 if before is not None and is_in_a_row else 1
     return Attempt(name=name, count=count, at_s=now_s, reason=failure.reason)
 
 
-def _forced(groups: Sequence[Group], observed: Observed, now_s: float) -> Iterator[Delete]:
-    """Pods that are going on a node that is lost: nobody else would say that they are gone."""
+def _forced(groups: Sequence[Group], observed: ModelInferState, now_s: float) -> Iterator[Delete]:
+    """Pods being deleted on a lost node: no kubelet will report their end."""
     for group in groups:
         for one in group.pods:
             since_s = observed.lost_nodes.get(one.node)
@@ -157,8 +161,12 @@ def _forced(groups: Sequence[Group], observed: Observed, now_s: float) -> Iterat
 
 
 def _failing(
-    groups: Sequence[Group], target: Target, observed: Observed, unwanted: Collection[Place], now_s: float
-) -> Iterator[tuple[Scope, Failure | None]]:
+    groups: Sequence[Group],
+    target: DesiredState,
+    observed: ModelInferState,
+    unwanted: Collection[PodPosition],
+    now_s: float,
+) -> Iterator[tuple[Scope, PodFailure | None]]:
     """Each scope with the failure that is due first, if it has one."""
     unresponsive_s = target.spec.template.unresponsive_timeout
     revisions = {one.ordinal: one.revision for one in groups}
@@ -166,7 +174,7 @@ def _failing(
         size = sum(one.size for one in replicas)
         found = [failure_of(one, observed, unresponsive_s) for one in scope.pods]
         if len(scope.pods) == 1 and size == 1 and target.spec.recovery != "None":
-            # its kubelet makes the only container anew in place, with the weights that are there
+            # its kubelet restarts the only container in place, with the downloaded weights
             found = [one for one in found if one is not None and not one.is_restarted]
         if target.spec.recovery in ("Group", "Role"):
             found += _vanished(replicas, revisions, now_s)
@@ -174,24 +182,20 @@ def _failing(
         yield scope, min(known, key=lambda one: one.at_s + one.due_s, default=None)
 
 
-def _vanished(replicas: Sequence[Replica], revisions: Mapping[int, Revision], now_s: float) -> list[Failure | None]:
-    """Somebody has deleted some of the pods that work together: the others have lost them. ``revisions``: of groups."""
+def _vanished(replicas: Sequence[Replica], revisions: Mapping[int, Revision], now_s: float) -> list[PodFailure | None]:
+    """Groups of which some pods were deleted: the others cannot work without them. ``revisions``: of groups."""
     live = [pod for one in replicas for pod in one.live]
     going = [
-        pod
-        for one in replicas
-        if not _is_our_doing(one, revisions[one.place.group])
-        for pod in one.pods
-        if pod.is_going
+        pod for one in replicas if not _is_intended(one, revisions[one.place.group]) for pod in one.pods if pod.is_going
     ]
     is_broken = any(len(one.pods) < one.size and any(pod.is_ready for pod in one.live) for one in replicas)
     if not live or not (going or is_broken):
         return []
-    said = "a pod that it works with was deleted"
-    return [Failure(pod=live[0], at_s=now_s, reason="PodDeleted", message=said, is_final=True)]
+    message = "a pod that it works with was deleted"
+    return [PodFailure(pod=live[0], at_s=now_s, reason="PodDeleted", message=message, is_final=True)]
 
 
-def _is_our_doing(replica: Replica, revision: Revision) -> bool:
+def _is_intended(replica: Replica, revision: Revision) -> bool:
     """It was drained, or is of another revision than its group is to have."""
     role = revision.role(replica.place.role)
     return any(
@@ -201,10 +205,10 @@ def _is_our_doing(replica: Replica, revision: Revision) -> bool:
 
 
 def _scopes(
-    groups: Sequence[Group], target: Target, unwanted: Collection[Place]
+    groups: Sequence[Group], target: DesiredState, unwanted: Collection[PodPosition]
 ) -> Iterator[tuple[Scope, list[Replica]]]:
-    """What is made anew together. A group that serves without the replica that fails, which is one of a rollout's
-    surplus, goes on serving: only that replica is made anew.
+    """Pods that are recreated together. A group that serves without the failed replica, which is one of a rollout's
+    surplus, continues to serve: only that replica is recreated.
     """
     for group in groups:
         wanted = [one for one in group.replicas if one.place not in unwanted]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from controller.kube.plan import Annotate, Happened
+from controller.kube.plan import Annotate, KubeEvent
 from controller.kube.resources import CONTROLLER_REVISIONS
 from controller.models.model_infer import names
 from controller.models.model_infer.changes import is_outdated
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from controller.models.model_infer.groups import Group
-    from controller.models.model_infer.target import Target
+    from controller.models.model_infer.target import DesiredState
 
 PAUSED: Final = "Paused"
 BLOCKED: Final = "BlockedByFailedLoad"
@@ -28,18 +28,18 @@ Phase = Literal["UpToDate", "InProgress", "Paused", "BlockedByFailedLoad"]
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """``phase``: a reason of the condition Progressing. ``message``: for people. ``is_moving``: groups may be replaced.
-    ``notes``: what is written on ControllerRevisions, so that the next look knows. ``look_again_at_s``: when it fails,
-    if nothing becomes ready.
+    ``notes``: annotations of ControllerRevisions, read by the next reconcile. ``requeue_at_s``: when it fails, if
+    nothing becomes ready.
     """
 
     phase: Phase
     message: str
     is_moving: bool
     notes: tuple[Annotate, ...] = ()
-    look_again_at_s: float | None = None
+    requeue_at_s: float | None = None
 
 
-def rollout_of(groups: Sequence[Group], target: Target, now_s: float) -> Rollout:
+def rollout_of(groups: Sequence[Group], target: DesiredState, now_s: float) -> Rollout:
     """Deadlines count only while an older revision can serve instead."""
     update, settings = target.history.update, target.spec.rollout
     old = {one.ordinal for one in groups if is_outdated(one, target)}
@@ -54,58 +54,58 @@ def rollout_of(groups: Sequence[Group], target: Target, now_s: float) -> Rollout
     if is_done:
         return Rollout(phase="UpToDate", message=_done(target), is_moving=True, notes=notes)
     if settings.paused and old:
-        said = f"{len(old)} groups wait for the rollout of revision {update.hash}, which is paused"
-        return Rollout(phase=PAUSED, message=said, is_moving=False, notes=notes)
+        message = f"{len(old)} groups wait for the rollout of revision {update.hash}, which is paused"
+        return Rollout(phase=PAUSED, message=message, is_moving=False, notes=notes)
     counts = update.hash != target.current.hash and not update.reached
     fails_at_s = _last_progress_s(groups, target) + settings.progress_deadline
     if counts and now_s >= fails_at_s and (_was_tried(groups, target) or _was_blocked(target)):
         return _failed(target, waiting, notes, now_s)
     if counts and now_s >= fails_at_s and update.uid:
-        # old pods are still going, and nothing has shown yet whether the revision is good
+        # old pods still terminate, and it is not known yet whether the revision is good
         notes += (_note(target, {names.ROLLED_OUT_SINCE: text_of(now_s)}),)
         fails_at_s = now_s + settings.progress_deadline
     new = [one for one in groups if one.is_whole_revision and one.revision.hash == update.hash]
-    said = f"{len(new)} of {target.spec.replicas} groups have revision {update.hash}{_waiting(waiting)}"
+    message = f"{len(new)} of {target.spec.replicas} groups have revision {update.hash}{_waiting(waiting)}"
     # a revision that is only being made has not begun
     at_s = fails_at_s if counts and update.uid else None
-    return Rollout(phase="InProgress", message=said, is_moving=True, notes=notes, look_again_at_s=at_s)
+    return Rollout(phase="InProgress", message=message, is_moving=True, notes=notes, requeue_at_s=at_s)
 
 
-def _was_tried(groups: Sequence[Group], target: Target) -> bool:
+def _was_tried(groups: Sequence[Group], target: DesiredState) -> bool:
     return any(pod.revision == target.history.update.hash for one in groups for pod in one.pods)
 
 
-def _was_blocked(target: Target) -> bool:
-    """The last look told that this revision has failed: it has, even while all of its pods are just being made anew."""
+def _was_blocked(target: DesiredState) -> bool:
+    """Whether the status reports this revision as failed: it is, even while all of its pods are being created again."""
     status = target.owner.get("status") or {}
     reasons = {one.get("type"): one.get("reason") for one in status.get("conditions") or ()}
     return reasons.get("Progressing") == BLOCKED and status.get("updateRevision") == target.history.update.hash
 
 
-def _done(target: Target) -> str:
+def _done(target: DesiredState) -> str:
     update = target.history.update
     if target.first_moving and update.hash != target.current.hash:
         return f"groups from {target.first_moving} on have revision {update.hash}, the others {target.current.hash}"
     return f"all groups have revision {update.hash}"
 
 
-def _failed(target: Target, waiting: Sequence[int], notes: tuple[Annotate, ...], now_s: float) -> Rollout:
+def _failed(target: DesiredState, waiting: Sequence[int], notes: tuple[Annotate, ...], now_s: float) -> Rollout:
     update, settings = target.history.update, target.spec.rollout
-    said = f"revision {update.hash} made no progress for {settings.progress_deadline}{_waiting(waiting)}; "
+    message = f"revision {update.hash} made no progress for {settings.progress_deadline}{_waiting(waiting)}; "
     if settings.on_failure == "RollBack" and update.uid:
         failed = _note(target, {names.FAILED: text_of(now_s)})
-        said += f"going back to {target.current.hash}"
-        return Rollout(phase=BLOCKED, message=said, is_moving=False, notes=(*notes, failed))
-    said += f"it has stopped, and {target.current.hash} serves"
-    return Rollout(phase=BLOCKED, message=said, is_moving=False, notes=notes)
+        message += f"going back to {target.current.hash}"
+        return Rollout(phase=BLOCKED, message=message, is_moving=False, notes=(*notes, failed))
+    message += f"it has stopped, and {target.current.hash} serves"
+    return Rollout(phase=BLOCKED, message=message, is_moving=False, notes=notes)
 
 
-def _gone_back(target: Target, is_moving: bool) -> Rollout:
+def _gone_back(target: DesiredState, is_moving: bool) -> Rollout:
     """``is_moving``: not all groups are back."""
-    said = f"revision {target.history.update.hash} did not become ready; " + (
+    message = f"revision {target.history.update.hash} did not become ready; " + (
         f"groups go back to {target.goal.hash}" if is_moving else f"all groups are back at {target.goal.hash}"
     )
-    return Rollout(phase=BLOCKED, message=said, is_moving=not target.spec.rollout.paused)
+    return Rollout(phase=BLOCKED, message=message, is_moving=not target.spec.rollout.paused)
 
 
 def _waiting(ordinals: Sequence[int]) -> str:
@@ -115,9 +115,9 @@ def _waiting(ordinals: Sequence[int]) -> str:
     return ", waiting for group " + ", ".join(map(str, ordinals[:5])) + more
 
 
-def _last_progress_s(groups: Sequence[Group], target: Target) -> float:
+def _last_progress_s(groups: Sequence[Group], target: DesiredState) -> float:
     """When the rollout began, or when a group of the new revision was last made for the first time, or became ready. A
-    group that failed and was made anew is no progress.
+    group that was recreated after a failure is no progress.
     """
     failed = {one.name.partition("/")[0] for one in attempts_of(target.owner.get("status") or {})}
     times: list[float | None] = [target.history.update.since_s]
@@ -130,7 +130,7 @@ def _last_progress_s(groups: Sequence[Group], target: Target) -> float:
     return max(one for one in times if one is not None)
 
 
-def _notes(target: Target, now_s: float, *, is_done: bool) -> Iterator[Annotate]:
+def _notes(target: DesiredState, now_s: float, *, is_done: bool) -> Iterator[Annotate]:
     update = target.history.update
     if not update.uid:
         return
@@ -140,23 +140,23 @@ def _notes(target: Target, now_s: float, *, is_done: bool) -> Iterator[Annotate]
         yield _note(target, {names.REACHED: text_of(now_s)})
 
 
-def _note(target: Target, annotations: dict[str, str | None]) -> Annotate:
+def _note(target: DesiredState, annotations: dict[str, str | None]) -> Annotate:
     update = target.history.update
     return Annotate(CONTROLLER_REVISIONS, update.key, update.uid, annotations)
 
 
-def told(target: Target, now: Rollout) -> Iterator[Happened]:
-    """Events where the phase is another than the status says. Groups that start or recover are no rollout."""
+def rollout_events(target: DesiredState, now: Rollout) -> Iterator[KubeEvent]:
+    """Events where the phase differs from the status. Groups that start or recover are no rollout."""
     before = target.owner.get("status") or {}
     reasons = {one.get("type"): one.get("reason") for one in before.get("conditions") or ()}
     if reasons.get("Progressing", "UpToDate") == now.phase:
         return
     was_changing = before.get("currentRevision") != before.get("updateRevision")
     if now.phase == BLOCKED:
-        yield Happened("Warning", BLOCKED, now.message)
+        yield KubeEvent("Warning", BLOCKED, now.message)
     elif now.phase == PAUSED:
-        yield Happened("Normal", "RolloutPaused", now.message)
+        yield KubeEvent("Normal", "RolloutPaused", now.message)
     elif now.phase == "InProgress" and target.current.hash != target.history.update.hash:
-        yield Happened("Normal", "RolloutStarted", now.message)
+        yield KubeEvent("Normal", "RolloutStarted", now.message)
     elif now.phase == "UpToDate" and was_changing:
-        yield Happened("Normal", "RolloutDone", now.message)
+        yield KubeEvent("Normal", "RolloutDone", now.message)

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 
 from controller.models.model_infer import names
-from controller.models.model_infer.pod_state import Failure, failure_of, stuck
+from controller.models.model_infer.pod_state import PodFailure, failure_of, stuck_reason
 from controller.models.model_infer.rollout import BLOCKED
-from controller.models.model_infer.target import down
+from controller.models.model_infer.target import round_down
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from controller.kube.resources import Object
     from controller.models.model_infer.groups import Group
-    from controller.models.model_infer.observed import Observed
+    from controller.models.model_infer.model_infer_state import ModelInferState
     from controller.models.model_infer.rollout import Rollout
-    from controller.models.model_infer.target import Target
+    from controller.models.model_infer.target import DesiredState
 
 _LONGEST: Final = 2000
-_TOLD: Final = 3
+_MOST_NAMED: Final = 3
 
 
 class Condition(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class Condition(msgspec.Struct, frozen=True):
     message: str
 
 
-class Problem(msgspec.Struct, frozen=True):
+class DegradedReason(msgspec.Struct, frozen=True):
     """``reason``: one word. ``message``: for people."""
 
     reason: str
@@ -43,14 +43,14 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 def conditions_of(
-    groups: Sequence[Group], target: Target, rollout: Rollout, problems: Sequence[Problem]
+    groups: Sequence[Group], target: DesiredState, rollout: Rollout, problems: Sequence[DegradedReason]
 ) -> list[Condition]:
     """In the order in which people read them."""
     return [
         Condition("Accepted", "True", "Accepted", "it has no mistake"),
         available(groups, target),
         progressing(rollout),
-        degraded(problems),
+        degraded_condition(problems),
     ]
 
 
@@ -59,61 +59,65 @@ def refused_condition(mistakes: Sequence[str]) -> Condition:
     return Condition("Accepted", "False", "InvalidSpec", "; ".join(mistakes)[:_LONGEST])
 
 
-def available(groups: Sequence[Group], target: Target) -> Condition:
+def available(groups: Sequence[Group], target: DesiredState) -> Condition:
     """Enough groups serve: as many as the rollout's ``maxUnavailable`` leaves, and one at least."""
     wanted = target.spec.replicas
     ready = len([one for one in groups if one.is_ready])
-    needed = max(min(1, wanted), wanted - down(target.spec.rollout.max_unavailable, wanted))
-    said = f"{ready} of {wanted} groups are ready"
+    needed = max(min(1, wanted), wanted - round_down(target.spec.rollout.max_unavailable, wanted))
+    message = f"{ready} of {wanted} groups are ready"
     if ready < needed:
-        return Condition("Available", "False", "NotEnoughGroups", said)
-    return Condition("Available", "True", "AllGroupsReady" if ready >= wanted else "EnoughGroupsReady", said)
+        return Condition("Available", "False", "NotEnoughGroups", message)
+    return Condition("Available", "True", "AllGroupsReady" if ready >= wanted else "EnoughGroupsReady", message)
 
 
 def progressing(rollout: Rollout) -> Condition:
-    """True while something is under way that may still succeed."""
+    """True while a change is in progress that may still succeed."""
     status: Literal["True", "False", "Unknown"] = "True" if rollout.phase == "InProgress" else "False"
     return Condition("Progressing", "Unknown" if rollout.phase == "Paused" else status, rollout.phase, rollout.message)
 
 
-def degraded(problems: Sequence[Problem]) -> Condition:
-    """The first problem gives the reason; a few of them are told."""
+def degraded_condition(problems: Sequence[DegradedReason]) -> Condition:
+    """The first problem gives the reason; the message lists the first few."""
     if not problems:
         return Condition("Degraded", "False", "AsExpected", "nothing is wrong")
-    told = "; ".join(one.message for one in problems[:_TOLD])
-    more = f"; and {len(problems) - _TOLD} more" if len(problems) > _TOLD else ""
-    return Condition("Degraded", "True", problems[0].reason, told[:_LONGEST] + more)
+    named = "; ".join(one.message for one in problems[:_MOST_NAMED])
+    more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+    return Condition("Degraded", "True", problems[0].reason, named[:_LONGEST] + more)
 
 
 def problems_of(
-    groups: Sequence[Group], target: Target, observed: Observed, rollout: Rollout, held: Sequence[Problem]
-) -> list[Problem]:
+    groups: Sequence[Group],
+    target: DesiredState,
+    observed: ModelInferState,
+    rollout: Rollout,
+    held: Sequence[DegradedReason],
+) -> list[DegradedReason]:
     """The rollout's first, then those of pods, then those of the cluster. ``held``: of what waits to be made."""
-    found = [Problem(BLOCKED, rollout.message)] if rollout.phase == BLOCKED else []
+    found = [DegradedReason(BLOCKED, rollout.message)] if rollout.phase == BLOCKED else []
     failures = [_as_problem(one, target) for group in groups for one in _failures(group, target, observed)]
     return [*found, *failures, *held]
 
 
-def failed_groups(groups: Sequence[Group], target: Target, observed: Observed) -> frozenset[int]:
+def failed_groups(groups: Sequence[Group], target: DesiredState, observed: ModelInferState) -> frozenset[int]:
     """Ordinals of groups in which a pod has failed."""
     return frozenset(one.ordinal for one in groups if any(_failures(one, target, observed)))
 
 
-def _failures(group: Group, target: Target, observed: Observed) -> Iterator[Failure]:
+def _failures(group: Group, target: DesiredState, observed: ModelInferState) -> Iterator[PodFailure]:
     for pod in group.pods:
         found = failure_of(pod, observed, target.spec.template.unresponsive_timeout) or (
-            None if pod.is_ready else stuck(pod, observed)
+            None if pod.is_ready else stuck_reason(pod, observed)
         )
         if found is not None:
             yield found
 
 
-def _as_problem(failure: Failure, target: Target) -> Problem:
+def _as_problem(failure: PodFailure, target: DesiredState) -> DegradedReason:
     """An engine of a revision that never was ready anywhere has not loaded its model."""
     update = target.history.update
     is_new = failure.pod.revision == update.hash != target.current.hash and not update.reached
     reason = "ModelLoadFailed" if failure.reason == "RuntimeUnhealthy" and is_new else failure.reason
-    return Problem(reason, f"pod {failure.pod.key.partition('/')[2]}: {failure.message}")
+    return DegradedReason(reason, f"pod {failure.pod.key.partition('/')[2]}: {failure.message}")
 
 
 _SUMMARY: Final = 200
@@ -121,14 +125,14 @@ _SUMMARY: Final = 200
 
 def status_of(
     groups: Sequence[Group],
-    target: Target,
+    target: DesiredState,
     rollout: Rollout,
     *,
-    told: Sequence[Condition],
+    conditions: Sequence[Condition],
     failed: Collection[int],
     recoveries: Sequence[Mapping[str, Any]],
 ) -> Mapping[str, Any]:
-    """All of it. ``told``: conditions. ``failed``: ordinals of groups with a failed pod."""
+    """The whole status. ``failed``: ordinals of groups with a failed pod."""
     update = target.history.update
     staying = [one for one in groups if not one.is_going]
     updated = [one for one in staying if one.is_whole_revision and one.revision.hash == update.hash]
@@ -142,25 +146,25 @@ def status_of(
         "currentRevision": _current_after(target, rollout),
         "updateRevision": update.hash,
         "labelSelector": names.selector(target.name, SCALE_UNIT="true"),
-        "summary": _summary(told),
+        "summary": _summary(conditions),
         "groups": dict(sorted((states + Counter({"Missing": max(0, missing)})).items())),
         "roles": [_role(one.name, groups, target) for one in target.spec.template.roles],
         "recoveries": list(recoveries),
-        "conditions": [msgspec.to_builtins(one) for one in told],
+        "conditions": [msgspec.to_builtins(one) for one in conditions],
     }
 
 
 def refused_status(thing: Object, mistakes: Sequence[str]) -> Mapping[str, Any]:
     """Of an object that cannot be acted on; what runs, runs on."""
-    told = refused_condition(mistakes)
+    condition = refused_condition(mistakes)
     return {
         "observedGeneration": thing["metadata"].get("generation", 0),
-        "summary": _summary([told]),
-        "conditions": [msgspec.to_builtins(told)],
+        "summary": _summary([condition]),
+        "conditions": [msgspec.to_builtins(condition)],
     }
 
 
-def _current_after(target: Target, rollout: Rollout) -> str:
+def _current_after(target: DesiredState, rollout: Rollout) -> str:
     """The new revision is the current one as soon as all groups serve with it, none kept back."""
     is_done = rollout.phase == "UpToDate" and target.first_moving == 0
     return target.goal.hash if is_done else target.current.hash
@@ -176,7 +180,7 @@ def _state(group: Group, failed: Collection[int]) -> str:
     return "Failed" if group.ordinal in failed else "Starting"
 
 
-def _role(name: str, groups: Sequence[Group], target: Target) -> Mapping[str, Any]:
+def _role(name: str, groups: Sequence[Group], target: DesiredState) -> Mapping[str, Any]:
     found = [one for group in groups for one in group.of_role(name) if not one.is_going]
     role = target.history.update.role(name)
     return {
@@ -187,17 +191,23 @@ def _role(name: str, groups: Sequence[Group], target: Target) -> Mapping[str, An
     }
 
 
-def _summary(told: Sequence[Condition]) -> str:
+def summarized(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A status whose conditions have changed, with their summary."""
+    conditions = msgspec.convert(status["conditions"], list[Condition])
+    return {**status, "summary": _summary(conditions)}
+
+
+def _summary(conditions: Sequence[Condition]) -> str:
     """The first condition that is not as it should be, in a few words."""
-    by_type = {one.type: one for one in told}
-    accepted, degraded = by_type["Accepted"], by_type.get("Degraded")
-    if accepted.status == "False":
-        said = f"{accepted.reason}: {accepted.message}"
+    by_type = {one.type: one for one in conditions}
+    accepted, degraded = by_type.get("Accepted"), by_type.get("Degraded")
+    if accepted is not None and accepted.status == "False":
+        message = f"{accepted.reason}: {accepted.message}"
     elif degraded is not None and degraded.status == "True":
-        said = f"{degraded.reason}: {degraded.message}"
+        message = f"{degraded.reason}: {degraded.message}"
     elif by_type["Progressing"].status != "False":
-        said = f"{by_type['Progressing'].reason}: {by_type['Available'].message}"
+        message = f"{by_type['Progressing'].reason}: {by_type['Available'].message}"
     else:
-        said = "Ready"
-    line = said.partition("\n")[0]
+        message = "Ready"
+    line = message.partition("\n")[0]
     return line if len(line) <= _SUMMARY else line[: _SUMMARY - 1] + "…"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a ModelInfer asks for: spec, replicas of roles, and the revisions of templates that its pods are made of."""
+"""The desired state of a ModelInfer: spec, replicas of roles, and the template revisions of its pods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from extproc.api.quantities import decode_quantity
 if TYPE_CHECKING:
     from controller.api.common import IntOrPercent
     from controller.api.model_infer import GroupTemplate, Role
-    from controller.models.model_infer.observed import Observed
+    from controller.models.model_infer.model_infer_state import ModelInferState
 
 _DIGITS: Final = 10
 
@@ -84,7 +84,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     kept: Mapping[str, Revision]
 
     def get(self, revision: str) -> Revision | None:
-        """The revision with this hash, None if nothing says what it was."""
+        """The revision with this hash, None if its content is unknown."""
         return self.update if revision == self.update.hash else self.kept.get(revision)
 
     def with_role(self, role_revision: str, first: Revision) -> tuple[Revision, RoleRevision] | None:
@@ -168,7 +168,7 @@ def hash_of(value: object) -> str:
 
 
 def _read(thing: Object) -> Revision | None:
-    """None for what somebody has spoiled."""
+    """None if its content was changed and cannot be read."""
     data, metadata = thing.get("data") or {}, thing["metadata"]
     try:
         # others may write such objects, and pods are made of them: the bounds of our own kind hold here, too
@@ -219,11 +219,11 @@ def owner_reference(owner: Object) -> dict[str, Any]:
     }
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """``owner``: the object. ``history``: its revisions. ``goal``: what groups are to become: the template as it is, or
-    what it was before, if a failed rollout goes back. ``current``: what groups had before the rollout. ``counts``:
-    replicas by role, as the template or the role's own scale says. ``is_restarted``: the rollout begins again: the
-    template has gone back to a state that it had before, or a pause is over.
+class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
+    """``owner``: the object. ``history``: its revisions. ``goal``: the revision that groups are to become: the
+    template's, or the one before, if a failed rollout goes back. ``current``: that of the groups before the rollout.
+    ``counts``: replicas by role, from the template or the role's own scale. ``is_restarted``: the rollout begins again:
+    the template has returned to an earlier state, or a pause is over.
     """
 
     owner: Object
@@ -247,14 +247,14 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def first_moving(self) -> int:
         """Groups with a lower ordinal keep the current revision."""
-        return up(self.spec.rollout.partition, self.spec.replicas)
+        return round_up(self.spec.rollout.partition, self.spec.replicas)
 
     def replicas_of(self, revision: Revision, role: str) -> int:
-        """Of a role in each group. A role that the template has no more keeps what it had."""
+        """Of a role in each group. A role that the template no longer has keeps its replicas."""
         return self.counts.get(role, revision.replicas.get(role, 1))
 
 
-def read(thing: Object) -> ModelInfer | str:
+def parse_model_infer(thing: Object) -> ModelInfer | str:
     """The object, or the mistake in it."""
     metadata = {name: thing["metadata"].get(name, "default") for name in ("name", "namespace")}
     try:
@@ -264,7 +264,7 @@ def read(thing: Object) -> ModelInfer | str:
         return str(error)
 
 
-def target_of(observed: Observed, spec: ModelInferSpec, now_s: float) -> Target:
+def target_of(observed: ModelInferState, spec: ModelInferSpec, now_s: float) -> DesiredState:
     """``spec``: of the observed object."""
     thing = observed.thing
     uid = thing["metadata"]["uid"]
@@ -275,7 +275,7 @@ def target_of(observed: Observed, spec: ModelInferSpec, now_s: float) -> Target:
         history = msgspec.structs.replace(history, update=begun)
     current = _current(observed, history)
     goes_back = spec.rollout.on_failure == "RollBack" and history.update.failed
-    return Target(
+    return DesiredState(
         owner=thing,
         spec=spec,
         history=history,
@@ -293,8 +293,8 @@ def _is_restarted(thing: Object, update: Revision, spec: ModelInferSpec) -> bool
     return was_paused or (status.get("updateRevision") or update.hash) != update.hash
 
 
-def _current(observed: Observed, history: History) -> Revision:
-    """As the status says; else the newest other one that pods have; the template itself, if there is none."""
+def _current(observed: ModelInferState, history: History) -> Revision:
+    """The one in the status; else the newest other one that pods have; else the template's."""
     said = (observed.thing.get("status") or {}).get("currentRevision")
     found = history.get(said) if isinstance(said, str) else None
     if found is not None:
@@ -304,7 +304,7 @@ def _current(observed: Observed, history: History) -> Revision:
     return max(others, key=lambda one: one.number, default=history.update)
 
 
-def _counts(observed: Observed, spec: ModelInferSpec) -> Mapping[str, int]:
+def _counts(observed: ModelInferState, spec: ModelInferSpec) -> Mapping[str, int]:
     """By the roles' own scales, where they are scaled by themselves."""
     own = {names.role_scale_name(observed.thing["metadata"]["name"], one.name): one for one in spec.template.roles}
     counts = {one.name: one.replicas for one in spec.template.roles}
@@ -315,11 +315,11 @@ def _counts(observed: Observed, spec: ModelInferSpec) -> Mapping[str, int]:
     return counts
 
 
-def down(value: IntOrPercent, of: int) -> int:
+def round_down(value: IntOrPercent, of: int) -> int:
     """A number, or a share of ``of``, rounded down."""
     return value if isinstance(value, int) else int(value[:-1]) * of // 100
 
 
-def up(value: IntOrPercent, of: int) -> int:
+def round_up(value: IntOrPercent, of: int) -> int:
     """A number, or a share of ``of``, rounded up."""
     return value if isinstance(value, int) else math.ceil(int(value[:-1]) * of / 100)

@@ -18,11 +18,11 @@ def main(folder: Path) -> int:
     for name in names:
         (folder / name).write_text((source / name).read_text())
     kustomization = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": names}
-    said = (
+    message = (
         "# The presets that are built in, to change or to disable them for a cluster: kubectl apply -k"
         " manifests/runtimes\n"
     )
-    (folder / "kustomization.yaml").write_text(said + yaml.safe_dump(kustomization, sort_keys=False))
+    (folder / "kustomization.yaml").write_text(message + yaml.safe_dump(kustomization, sort_keys=False))
     return 0
 
 

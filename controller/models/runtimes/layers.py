@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import msgspec
 
-from controller.api.engine import EngineConfig
 from controller.api.model import ModelSpec
 from controller.api.pod_shapes import wrong_shapes
+from controller.api.serving_runtime import EngineConfig
 from extproc.api.quantities import decode_quantity
 
 _DIRECTIVE: Final = "$patch"
@@ -47,7 +47,7 @@ _ONE_SOURCE: Final = frozenset({"volumes", "env"})
 _POD_FIELDS: Final = frozenset({"pod", "spotPod"})
 
 
-def typed(*layers: Mapping[str, Any]) -> dict[str, Any]:
+def collect_layers(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Partial ModelSpecs or EngineConfigs as plain data, the lowest first.
 
     Partial PodSpecs are collected in a list, the lowest first: what one of them deletes may stand in a runtime's
@@ -68,13 +68,14 @@ def _all(layers: Iterable[Mapping[str, Any]], keyed: Mapping[str, str]) -> dict[
     return found
 
 
-def folded(value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """The result of ``typed`` as documents have it: one PodSpec where it has collected several."""
+def fold_layers(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """The result of ``collect_layers`` as documents have it: one PodSpec where it has collected several."""
     if isinstance(value, Mapping):
         return {
-            name: strategic(*pod_layers(one)) if name in _POD_FIELDS else folded(one) for name, one in value.items()
+            name: strategic(*pod_layers(one)) if name in _POD_FIELDS else fold_layers(one)
+            for name, one in value.items()
         }
-    return [folded(one) for one in value] if isinstance(value, list) else value
+    return [fold_layers(one) for one in value] if isinstance(value, list) else value
 
 
 def pods_in(value: object, where: str = "spec") -> Iterator[tuple[str, object]]:
@@ -154,13 +155,13 @@ def _items(
 
 
 def _identity(item: Mapping[str, Any], key: str) -> object:
-    """A name or number; of fields that nobody checks, whatever is written."""
+    """A name or number; of fields without a schema, any value."""
     found = item.get(key)
     return found if isinstance(found, Hashable) else repr(found)
 
 
-class Layered(msgspec.Struct, frozen=True):
-    """A Model over its base references. ``spec``: with the defaults of what nobody wrote. ``raw``: without."""
+class LayeredModel(msgspec.Struct, frozen=True):
+    """A Model over its base references. ``spec``: with defaults. ``raw``: without."""
 
     spec: ModelSpec
     raw: Mapping[str, Any]
@@ -178,10 +179,12 @@ class Layered(msgspec.Struct, frozen=True):
 
 
 class NotMergeable(ValueError):
-    """The message says what to correct."""
+    """The message has the correction."""
 
 
-def merged(model: Mapping[str, Any], own: Iterable[Mapping[str, Any]], shared: Iterable[Mapping[str, Any]]) -> Layered:
+def merge_layers(
+    model: Mapping[str, Any], own: Iterable[Mapping[str, Any]], shared: Iterable[Mapping[str, Any]]
+) -> LayeredModel:
     """``own`` and ``shared``: ModelTemplates of the Model's namespace, and of the manager's. Raises NotMergeable."""
     raw = model.get("spec") or {}
     templates = {one["metadata"]["name"]: one for one in (*shared, *own)}
@@ -192,15 +195,15 @@ def merged(model: Mapping[str, Any], own: Iterable[Mapping[str, Any]], shared: I
     for name, layer in (*zip(raw.get("baseRefs") or (), layers, strict=True), ("", raw)):
         if wrong := [one for field, pod in pods_in(layer) for one in wrong_shapes(pod, field)]:
             raise NotMergeable((f"ModelTemplate {name}: " if name else "") + "; ".join(wrong))
-    found = typed(*layers, raw)
+    found = collect_layers(*layers, raw)
     try:
-        return Layered(msgspec.convert(folded(found), ModelSpec, dec_hook=decode_quantity), found)
+        return LayeredModel(msgspec.convert(fold_layers(found), ModelSpec, dec_hook=decode_quantity), found)
     except (msgspec.ValidationError, ValueError) as error:
         raise NotMergeable(f"the object over its base references has a mistake: {error}") from None
 
 
 class ConfigLayers(msgspec.Struct, frozen=True):
-    """``config``: merged. ``pods``: what the layers say of the PodSpec, the lowest first."""
+    """``config``: merged. ``pods``: the layers' parts of the PodSpec, the lowest first."""
 
     config: EngineConfig
     pods: tuple[Mapping[str, Any], ...]
@@ -208,9 +211,9 @@ class ConfigLayers(msgspec.Struct, frozen=True):
 
 def engine_config(*layers: Mapping[str, Any]) -> ConfigLayers:
     """``layers``: the lowest first. Raises NotMergeable."""
-    found = typed(*layers)
+    found = collect_layers(*layers)
     try:
-        config = msgspec.convert(folded(found), EngineConfig, dec_hook=decode_quantity)
+        config = msgspec.convert(fold_layers(found), EngineConfig, dec_hook=decode_quantity)
     except (msgspec.ValidationError, ValueError) as error:
         raise NotMergeable(f"the config over the runtime's has a mistake: {error}") from None
     return ConfigLayers(config, tuple(pod_layers(found.get("pod"))))

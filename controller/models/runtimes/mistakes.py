@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a Model that no schema can tell; webhooks refuse it, and a Model that has it changes nothing."""
+"""Mistakes of a Model that a schema cannot express; webhooks refuse them, and a Model with one changes nothing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from controller.models.runtimes.settings import gpus_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from controller.api.engine import EngineConfig
     from controller.api.model import Backend, ModelSpec
+    from controller.api.serving_runtime import EngineConfig
     from controller.models.runtimes.presets import Preset
 
-# Of nodes: what ``file://`` may name is nothing that a cache may name, whose files any Model of the namespace writes.
+# Directories of nodes for ``file://`` and for caches. They must not overlap: any Model of the namespace writes to a
+# cache.
 FILE_PATHS: Final = ("/models", "/mnt/models")
 CACHE_PATHS: Final = ("/var/lib/attache",)
 # A pod's name is its host name: <ModelInfer>-<group>-<role>-<replica>-<worker>, of at most 63 characters.
@@ -41,7 +42,9 @@ def mistakes(name: str, spec: ModelSpec, file_paths: Sequence[str] = FILE_PATHS)
         yield "autoscaling needs a backend with maxReplicas; write one, or remove autoscaling"
 
 
-def unsupported(preset: Preset, backend: Backend, config: EngineConfig, *, has_adapters: bool) -> Iterator[str]:
+def unsupported_features(
+    preset: Preset, backend: Backend, config: EngineConfig, *, has_adapters: bool
+) -> Iterator[str]:
     """What ``preset`` cannot do for ``backend``."""
     wanted = backend.disaggregation
     if wanted is not None and wanted.connector not in preset.spec.connectors:
@@ -114,7 +117,7 @@ def _backend(backend: Backend, spec: ModelSpec) -> Iterator[str]:
 
 
 def _cannot_disaggregate(backend: Backend, where: str) -> Iterator[str]:
-    """Another preset of the same engine might: only who names none gets one of those that are known here."""
+    """Only for a backend that names no runtime, and so gets a built-in preset: another preset may support it."""
     if backend.runtime is None and backend.engine not in (None, "Custom"):
         known = [one for one in built_in().values() if one.spec.engine == backend.engine]
         if known and not any(one.spec.connectors for one in known):

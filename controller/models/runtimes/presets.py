@@ -14,6 +14,7 @@ import yaml
 
 from controller.api.pod_shapes import wrong_resources, wrong_shapes
 from controller.api.serving_runtime import ServingRuntimeSpec
+from extproc.api.documents import Loader
 from extproc.api.quantities import decode_quantity
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Scope(IntEnum):
-    """Where a preset comes from; what is nearer to the Model is higher."""
+    """The source of a preset; a source nearer to the Model is higher."""
 
     BUILT_IN = 0
     CLUSTER = 1
@@ -29,9 +30,8 @@ class Scope(IntEnum):
 
 
 class Preset(msgspec.Struct, frozen=True):
-    """``name``: what Models call it. ``scope``: where it comes from. ``spec``: how an engine is started.
-    ``raw_config``: ``spec.config`` as it is written, without defaults. ``problem``: why it cannot be used, empty if it
-    can.
+    """``name``: as in Models. ``scope``: its source. ``spec``: how an engine is started. ``raw_config``:
+    ``spec.config`` as it is written, without defaults. ``problem``: why it cannot be used, empty if it can.
     """
 
     name: str
@@ -63,7 +63,7 @@ def preset_of(thing: Mapping[str, Any], scope: Scope) -> Preset:
         return _unusable(name, scope, str(error))
     config = raw.get("config") or {}
     written = (("pod", spec.pod), ("spotPod", spec.spot_pod), ("config.pod", config.get("pod") or {}))
-    wrong = [said for field, pod in written for said in wrong_shapes(pod, field)]
+    wrong = [mistake for field, pod in written for mistake in wrong_shapes(pod, field)]
     wrong += wrong_resources(config.get("resources"), "config.resources")
     if wrong:
         return _unusable(name, scope, "; ".join(wrong))
@@ -85,7 +85,7 @@ def objects() -> list[dict[str, Any]]:
     """The built-in presets as ClusterServingRuntimes."""
     folder = resources.files("controller.models.runtimes") / "builtin"
     files = sorted((one for one in folder.iterdir() if one.name.endswith(".yaml")), key=lambda one: one.name)
-    return [yaml.safe_load(one.read_text()) for one in files]
+    return [yaml.load(one.read_text(), Loader) for one in files]  # noqa: S506 - a safe one
 
 
 Reason = Literal["NoSupportingRuntime", "RuntimeDisabled", "RuntimeNotRecognized", "AmbiguousRuntime"]
@@ -106,7 +106,7 @@ class _Candidate(msgspec.Struct, frozen=True, order=True):
     priority: int
 
 
-def choose(backend: Backend, wanted: ModelFormat, presets: Mapping[str, Preset]) -> Preset | NotChosen:
+def choose_preset(backend: Backend, wanted: ModelFormat, presets: Mapping[str, Preset]) -> Preset | NotChosen:
     """``presets``: all that the namespace has, by name."""
     if backend.runtime is not None:
         return _named(backend.runtime, presets)
@@ -145,7 +145,7 @@ def _rank(preset: Preset, backend: Backend, wanted: ModelFormat) -> _Candidate |
         for one in preset.spec.supports
         if one.name == wanted.name
         and (one.version is None or one.version == wanted.version)
-        # whoever names an engine has chosen
+        # a backend that names an engine has made the choice
         and (one.auto_select or backend.engine is not None)
     ]
     return max(ranks, default=None)

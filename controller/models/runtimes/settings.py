@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Typed fields as settings by name; a preset's rules turn these into arguments; where an engine finds its weights.
 
-A setting that is not set, or has the value that changes nothing (a degree of 1), is not there.
+A setting that is unset, or has a value without effect (a degree of 1), is missing.
 
     name, model, port            the served name, the directory of weights, the engine's port; always there
     format, formatVersion        of the weights
@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from controller.api.engine import Connector, EngineConfig
 from controller.api.model import ModelFormat
+from controller.api.serving_runtime import Connector, EngineConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -46,7 +46,7 @@ NAMES: Final = frozenset(
 Node = Literal["entry", "worker"]
 
 
-class Engine(msgspec.Struct, frozen=True, kw_only=True):
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine is started for. ``served_name``: of the model. ``path`` and ``format``: of its weights. ``port``:
     where it listens. ``config``: all layers merged. ``role`` and ``connector``: of prefill and decode.
     ``has_adapters``: LoRA adapters are loaded into it.
@@ -69,7 +69,7 @@ def gpus_of(config: EngineConfig) -> int | None:
     return None if rest else each
 
 
-def settings_of(engine: Engine, node: Node) -> Mapping[str, str]:
+def settings_of(engine: EngineSettings, node: Node) -> Mapping[str, str]:
     """By name."""
     config, spread, lora = engine.config, engine.config.parallelism, engine.config.lora
     degrees = {"tensor": spread.tensor, "pipeline": spread.pipeline, "data": spread.data, "nodes": config.nodes}
@@ -108,19 +108,19 @@ _PLACE: Final = re.compile(r"(?<!\$)\{([A-Za-z]+)\}")
 _ANY: Final = "*"
 
 
-class Words(NamedTuple):
+class CommandLine(NamedTuple):
     """``args``: of the command line. ``env``: as a container has it."""
 
     args: list[str]
     env: list[dict[str, Any]]
 
 
-def words(rules: Sequence[Arguments], settings: Mapping[str, str]) -> Words:
+def words(rules: Sequence[Arguments], settings: Mapping[str, str]) -> CommandLine:
     """What the rules that hold add, in their order."""
     holding = [one for one in rules if _holds(one.when, settings)]
     env = [msgspec.to_builtins(one) for rule in holding for one in rule.env]
     filled = [{**one, "value": _filled(one["value"], settings)} if one.get("value") else one for one in env]
-    return Words(
+    return CommandLine(
         args=[_filled(one, settings) for rule in holding for one in rule.args],
         env=[{name: value for name, value in one.items() if value is not None} for one in filled],
     )
@@ -163,7 +163,7 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 def format_of(uri: str, written: ModelFormat | None) -> ModelFormat:
-    """What is written, or else what the suffix tells."""
+    """The format in the spec, or else by the file's suffix."""
     return written or ModelFormat(name=_FORMATS.get(_name(uri).suffix, _DEFAULT_FORMAT))
 
 

@@ -1,41 +1,217 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schema cannot say of our kinds: mistakes are refused, and what another object may still mend is warned of."""
+"""Checks of objects as they are applied: mistakes are refused; those that another object may fix cause warnings.
+
+Source of AdmissionReview: ``admission.k8s.io/v1`` in ``k8s.io/api/admission/v1/types.go``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
+from controller.api.autoscaling import GATEWAY_METRICS, schedule_mistakes
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding
-from controller.api.autoscaling_mistakes import schedule_mistakes
-from controller.api.autoscaling_policy import AutoscalingPolicy, AutoscalingPolicySpec
+from controller.api.autoscaling_policy import STRATEGIES, AutoscalingPolicy, AutoscalingPolicySpec
+from controller.api.common import is_of_kind
 from controller.api.model import Model, ModelTemplate
 from controller.api.model_infer import ModelInfer
-from controller.api.model_infer_mistakes import mistakes as model_infer_mistakes
+from controller.api.model_infer import mistakes as model_infer_mistakes
 from controller.api.serving_runtime import ServingRuntime, ServingRuntimeSpec
 from controller.gateway.compile.pools import PREFIX
-from controller.gateway.compile.servers import picker_of
+from controller.gateway.compile.servers import LABEL, compile_picker
 from controller.gateway.compile.sources import source_of
 from controller.models.runtimes.mistakes import mistakes as model_mistakes
 from controller.models.runtimes.settings import NAMES, unknown_settings
-from controller.webhooks.admission.metrics import metric_warnings
-from controller.webhooks.admission.references import (
-    budget_warnings,
-    picker_warnings,
-    policy_warnings,
-    route_warnings,
-    users_of,
-    without_policy,
-)
-from controller.webhooks.admission.reviews import Object, Review, Verdict
 from extproc.api.quantities import decode_quantity
+from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
-    from controller.webhooks.admission.references import Known
+    from collections.abc import Callable, Iterator
+
     from extproc.api.picker_config import PickerCheck
+
+API_VERSION: Final = "admission.k8s.io/v1"
+# An API server cuts warnings at 256 characters, and all of them together at 4,096.
+_LONGEST_WARNING: Final = 256
+_MOST_WARNINGS: Final = 12
+Operation = Literal["CREATE", "UPDATE", "DELETE", "CONNECT"]
+Object = Mapping[str, Any]
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    kind: str
+
+
+class Review(msgspec.Struct, frozen=True, rename="camel"):
+    """The admission request. ``new`` and ``old``: the object after and before; None if there is none."""
+
+    uid: str
+    kind: _Kind
+    operation: Operation
+    name: str = ""
+    namespace: str = ""
+    new: Object | None = msgspec.field(default=None, name="object")
+    old: Object | None = msgspec.field(default=None, name="oldObject")
+
+    @property
+    def key(self) -> str:
+        """``namespace/name``; the name is missing before the server has generated it."""
+        return f"{self.namespace}/{self.name}"
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """``refused``: why the object is refused, empty if it is admitted. ``warnings``: shown to the user."""
+
+    refused: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+class _AdmissionReview(msgspec.Struct, frozen=True):
+    request: Review
+
+
+_DECODER: Final = msgspec.json.Decoder(_AdmissionReview)
+
+
+def read_review(body: bytes) -> Review:
+    """Raises msgspec.DecodeError if ``body`` is no AdmissionReview."""
+    return _DECODER.decode(body).request
+
+
+def admission_response(review: Review, verdict: Verdict) -> bytes:
+    """The body of the answer."""
+    response: dict[str, Any] = {"uid": review.uid, "allowed": not verdict.refused}
+    if verdict.refused:
+        response["status"] = {"code": 422, "reason": "Invalid", "message": verdict.refused}
+    if verdict.warnings:
+        response["warnings"] = [_cut(one) for one in verdict.warnings[:_MOST_WARNINGS]]
+    return msgspec.json.encode({"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": response})
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_WARNING else f"{text[: _LONGEST_WARNING - 3]}..."
+
+
+# Objects by kind and key.
+Known = Mapping[str, Mapping[str, Mapping[str, Any]]]
+_POLICY_TARGETS: Final = frozenset({"GatewayConfig", "ModelRoute", "ModelServer"})
+
+
+def route_warnings(key: str, route: Object, known: Known) -> Iterator[str]:
+    """ModelServers that are not there, names that another route has, and rules that are never reached."""
+    servers = known.get("ModelServer", {})
+    for name in dict.fromkeys(_servers_of(route)):
+        if object_key(namespace_of(key), name) not in servers:
+            yield (
+                f"there is no ModelServer '{name}' in this namespace yet; its requests are answered 503 until there is"
+            )
+    yield from _contested(key, route, known)
+    yield from _unreached(_rules(route))
+
+
+def _rules(route: Object) -> list[Mapping[str, Any]]:
+    rules = (route.get("spec") or {}).get("rules") or ()
+    return [one for one in rules if isinstance(one, Mapping)]
+
+
+def _servers_of(route: Object) -> Iterator[str]:
+    for rule in _rules(route):
+        for target in rule.get("targetModels") or ():
+            if isinstance(target, Mapping) and isinstance(target.get("modelServerName"), str):
+                yield target["modelServerName"]
+
+
+def _contested(key: str, route: Object, known: Known) -> Iterator[str]:
+    names = set(names_of(route))
+    for other, thing in known.get("ModelRoute", {}).items():
+        shared = sorted(names & set(names_of(thing)))
+        if other == key or not shared:
+            continue
+        quoted = ", ".join(f"'{name}'" for name in shared)
+        if _age(thing) < _age(route):
+            yield f"{quoted} belongs to ModelRoute {other}, which is older; a gateway of both does not serve this route"
+        else:
+            yield f"a gateway that serves ModelRoute {other}, which is younger, too will serve that no more: {quoted}"
+
+
+def _age(route: Object) -> tuple[str, str]:
+    """Age as the gateway role compares it; an object that is only being created is the youngest."""
+    metadata = route.get("metadata") or {}
+    return metadata.get("creationTimestamp") or "9", f"{metadata.get('namespace', '')}/{metadata.get('name', '')}"
+
+
+def _unreached(rules: list[Mapping[str, Any]]) -> Iterator[str]:
+    """Rules after one without a match are a mistake, and refused."""
+    matches = [rule.get("modelMatch") for rule in rules]
+    for number, match in enumerate(matches):
+        if match and match in matches[:number]:
+            yield f"spec.rules[{number}] is never reached: spec.rules[{matches.index(match)}] has the same match"
+
+
+def picker_warnings(namespace: str, server: Object, known: Known, check_picker: PickerCheck) -> Iterator[str]:
+    """The ConfigMap of a ModelServer's EndpointPickerConfig: it may be missing or wrong."""
+    name = (server.get("spec") or {}).get("pickerConfig")
+    if not isinstance(name, str):
+        return
+    key = object_key(namespace, name)
+    thing = known.get("ConfigMap", {}).get(key)
+    if thing is None:
+        yield (
+            f"this namespace has no ConfigMap '{name}' with the label {LABEL} yet; the default picker is used until"
+            " then"
+        )
+    elif problem := compile_picker(key, thing, check_picker).problem:
+        yield f"the ConfigMap '{name}' cannot be used, so the default picker is: {problem}"
+
+
+def policy_warnings(namespace: str, policy: Object, known: Known) -> Iterator[str]:
+    """Targets of a ModelAccessPolicy that are not there."""
+    for target in (policy.get("spec") or {}).get("targetRefs") or ():
+        kind, name = target.get("kind"), target.get("name")
+        if kind in _POLICY_TARGETS and object_key(namespace, str(name)) not in known.get(kind, {}):
+            yield f"there is no {kind} '{name}' in this namespace yet; the policy has no effect on it until there is"
+
+
+def without_policy(namespace: str, name: object, known: Known) -> Iterator[str]:
+    """An AutoscalingPolicy that is not there."""
+    if isinstance(name, str) and object_key(namespace, name) not in known.get("AutoscalingPolicy", {}):
+        yield f"there is no AutoscalingPolicy '{name}' in this namespace yet; nothing is scaled until there is"
+
+
+def budget_warnings(binding: Object) -> Iterator[str]:
+    """Kinds of a binding's budget that no target has, or that a target may have, by the names alone."""
+    spec = binding.get("spec") or {}
+    targets = [one for one in spec.get("targets") or () if isinstance(one, Mapping)]
+    kinds = {str(one.get("name")): one["accelerator"] for one in targets if isinstance(one.get("accelerator"), str)}
+    budget = spec.get("budget")
+    limits = budget.get("accelerators") if isinstance(budget, Mapping) else None
+    for limited in limits if isinstance(limits, Mapping) else ():
+        vague = [name for name, kind in kinds.items() if is_of_kind(limited, kind) and not is_of_kind(kind, limited)]
+        for name in vague:
+            yield (
+                f"the budget for '{limited}' does not count target '{name}', whose accelerator is '{kinds[name]}';"
+                f" write '{limited}' there if it is one"
+            )
+        if not vague and not any(is_of_kind(kind, limited) for kind in kinds.values()):
+            named = ", ".join(f"'{one}'" for one in sorted(set(kinds.values()))) or "none"
+            yield f"the budget for '{limited}' limits nothing: no target is of that kind (they name {named})"
+
+
+def users_of(kind: str, key: str, known: Known) -> Iterator[str]:
+    """Objects that still refer to the object to be deleted."""
+    namespace, _, name = key.partition("/")
+    if kind == "ModelServer":
+        for other, route in known.get("ModelRoute", {}).items():
+            if namespace_of(other) == namespace and name in _servers_of(route):
+                yield f"ModelRoute {other} still names it; requests that have no other target are answered 503"
+    elif kind == "AutoscalingPolicy":
+        for other, binding in known.get("AutoscalingPolicyBinding", {}).items():
+            if namespace_of(other) == namespace and (binding.get("spec") or {}).get("policyRef") == name:
+                yield f"AutoscalingPolicyBinding {other} still names it; its targets are not scaled any more"
+
 
 _DOCUMENTS: Final = frozenset({"GatewayConfig", "ModelServer", "ModelRoute", "ModelAccessPolicy"})
 _OTHERS: Final[Mapping[str, type]] = MappingProxyType(
@@ -49,17 +225,17 @@ _OTHERS: Final[Mapping[str, type]] = MappingProxyType(
         "ServingRuntime": ServingRuntime,
     }
 )
-# Fields that say what an object asks for; all else, such as labels and finalizers, may change in spite of mistakes.
+# Fields with an object's desired state; other fields, such as labels and finalizers, may change in spite of mistakes.
 _ASKING: Final = ("spec", "data")
 
 
 def counted_as(kind: str) -> str:
-    """``kind`` in metrics. Whoever reaches the server may write anything: unknown kinds share one name."""
+    """``kind`` in metrics. Requests may contain any kind: unknown kinds share one name."""
     return kind if kind in _DOCUMENTS or kind in _OTHERS or kind == "ConfigMap" else "other"
 
 
-def judge(review: Review, known: Known, check_picker: PickerCheck) -> Verdict:
-    """``known``: the objects of the cluster, by kind and key, as they were last heard."""
+def review_object(review: Review, known: Known, check_picker: PickerCheck) -> Verdict:
+    """``known``: the informers' copies of the cluster's objects, by kind and key."""
     if review.new is None:
         return Verdict(warnings=tuple(users_of(review.kind.kind, review.key, known)))
     mistakes = list(_mistakes(review, review.new, known, check_picker))
@@ -70,7 +246,7 @@ def judge(review: Review, known: Known, check_picker: PickerCheck) -> Verdict:
 
 
 def _asks_for_something_new(review: Review) -> bool:
-    """Whoever only labels an object, or takes off a finalizer, must be able to, whatever is wrong with the rest."""
+    """A change of only labels or finalizers must be allowed, even for an object with mistakes."""
     old, new = review.old or {}, review.new or {}
     if (new.get("metadata") or {}).get("deletionTimestamp"):
         return False
@@ -80,13 +256,13 @@ def _asks_for_something_new(review: Review) -> bool:
 def _mistakes(review: Review, thing: Object, known: Known, check_picker: PickerCheck) -> Iterator[str]:
     kind = review.kind.kind
     if kind in _DOCUMENTS:
-        # a name that the server is still to make is not there yet
+        # a name from ``generateName`` does not exist yet
         named = {**thing, "metadata": {"name": "generated", "namespace": review.namespace, **thing["metadata"]}}
         yield from (one for one in [source_of(named).complaint()] if one)
     elif kind in _OTHERS:
         yield from _wrong(kind, review.name or "generated", thing)
     elif kind == "ConfigMap":
-        yield from (one for one in [picker_of(review.key, thing, check_picker).problem] if one)
+        yield from (one for one in [compile_picker(review.key, thing, check_picker).problem] if one)
     if kind == "ModelServer" and review.name.startswith(PREFIX):
         yield f"names that begin with '{PREFIX}' stand for InferencePools; use another name"
     if kind == "ModelRoute":
@@ -108,7 +284,7 @@ def _wrong(kind: str, name: str, thing: Object) -> Iterator[str]:
         yield f"the object has a mistake: {error}"
         return
     if kind == "Model" and not made.spec.base_refs:
-        # what stands in base references may mend or make mistakes: the Model's status tells those
+        # templates of base references may fix or cause mistakes: the Model's status reports those
         yield from model_mistakes(name, made.spec)
     elif kind == "ModelInfer":
         yield from model_infer_mistakes(made)
@@ -126,7 +302,7 @@ def _repeated_names(route: Object) -> Iterator[str]:
 
 
 def names_of(route: Object) -> list[str]:
-    """What clients may ask for of a ModelRoute."""
+    """The model names of a ModelRoute."""
     spec = route.get("spec") or {}
     own = [spec["modelName"]] if isinstance(spec.get("modelName"), str) else []
     return [*own, *(one for one in spec.get("loraAdapters") or () if isinstance(one, str))]
@@ -161,7 +337,7 @@ def _scaled(target: Mapping[str, Any]) -> tuple[Any, ...]:
 def _warnings(kind: str, key: str, thing: Object, known: Known, check_picker: PickerCheck) -> Iterator[str]:
     namespace = key.partition("/")[0]
     checks: Mapping[str, Callable[[], Iterator[str]]] = {
-        "ModelRoute": lambda: route_warnings(key, thing, known, names_of),
+        "ModelRoute": lambda: route_warnings(key, thing, known),
         "ModelServer": lambda: picker_warnings(namespace, thing, known, check_picker),
         "ModelAccessPolicy": lambda: policy_warnings(namespace, thing, known),
         "AutoscalingPolicy": lambda: metric_warnings(thing.get("spec") or {}),
@@ -177,3 +353,23 @@ def _warnings(kind: str, key: str, thing: Object, known: Known, check_picker: Pi
 def _binding_warnings(namespace: str, binding: Object, known: Known) -> Iterator[str]:
     yield from without_policy(namespace, (binding.get("spec") or {}).get("policyRef"), known)
     yield from budget_warnings(binding)
+
+
+def metric_warnings(spec: Mapping[str, Any]) -> Iterator[str]:
+    """About the metrics of a policy without mistakes."""
+    metrics = spec.get("metrics") or ()
+    users = [name for name, one in STRATEGIES.items() if one.needs == "metrics"]
+    if metrics and all(one.get("name") not in users for one in spec.get("strategies") or ()):
+        yield f"metrics are for the strategy {' or '.join(users)}, which the policy does not name; they have no effect"
+    for one in metrics:
+        name, source = one.get("name"), one.get("prometheus") or {}
+        if one.get("source", "Gateway") == "Gateway" and name not in GATEWAY_METRICS:
+            yield f"the gateway has no metric {name}; it has {', '.join(GATEWAY_METRICS)}"
+        if one.get("source") == "Resource" and name == "memory":
+            yield (
+                "engines take their memory when they start, whatever their load: the metric memory scales nothing well"
+            )
+        if one.get("source") == "Resource" and name not in {"cpu", "memory"}:
+            yield f"there is no resource metric {name}; there are cpu and memory"
+        if source.get("secretRef") and str(source.get("address", "")).startswith("http:"):
+            yield f"the metric {name} has no value: credentials are sent with https alone"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self
 import msgspec
 import numpy as np
 
-from extproc.api.patterns import HEADER_OR_EMPTY
 from extproc.api.picker_flow_control import AGENT_IDENTITY, SESSION_HEADERS, AgentIdentity
 from extproc.api.session_affinity import (
     UNUSED,
@@ -17,6 +16,7 @@ from extproc.api.session_affinity import (
     SessionIdConfig,
     SessionSource,
 )
+from extproc.api.spec import HEADER_OR_EMPTY
 from extproc.scheduling.sessions import SessionNote, address_in
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class SessionIdProducer(msgspec.Struct, frozen=True, rename="camel", forbid_unkn
         {
             "cookieName": "session ids are read in headers; set headerName",
             "lruSize": "some 100,000 sessions are kept",
-            "ttl": "evictionTtlSeconds of the session plugin says how long a session is kept",
+            "ttl": "evictionTtlSeconds of the session plugin sets how long a session is kept",
         }
     )
 
@@ -90,8 +90,8 @@ class LoraAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
         return scores
 
 
-class _SessionKeeper(SessionAffinityParameters, frozen=True):
-    """What the filter and the scorer have in common: where the session is, and what it is to keep of a pick."""
+class _SessionAffinityBase(SessionAffinityParameters, frozen=True):
+    """The common part of the filter and the scorer: the session's endpoint, and the note to keep of a pick."""
 
     WITHOUT_EFFECT: ClassVar = UNUSED
 
@@ -121,7 +121,7 @@ class _SessionKeeper(SessionAffinityParameters, frozen=True):
         return None if address is None else view.table.row_of(address)
 
     def note(self, view: View, row: int) -> SessionNote | None:
-        """What the session keeps of a pick of ``row``.
+        """The note to keep for the session of a pick of ``row``.
 
         A session with an id moves only if its endpoint has left or fails: one that a scorer passed over once stays.
         """
@@ -148,7 +148,7 @@ class _SessionKeeper(SessionAffinityParameters, frozen=True):
         return None
 
 
-class SessionAffinity(_SessionKeeper, frozen=True):
+class SessionAffinity(_SessionAffinityBase, frozen=True):
     """llm-d's ``session-affinity-scorer``: 1 for the endpoint of the request's session, 0 for the others.
 
     ``encoded_endpoint_header``: answers carry a token that names the endpoint, and requests bring it back in the same
@@ -166,7 +166,7 @@ class SessionAffinity(_SessionKeeper, frozen=True):
         return scores
 
 
-class SessionAffinityFilter(_SessionKeeper, frozen=True):
+class SessionAffinityFilter(_SessionAffinityBase, frozen=True):
     """llm-d's ``session-affinity-filter``: keeps only the endpoint of the request's session.
 
     The parameters are those of ``session-affinity-scorer``.
@@ -183,7 +183,7 @@ class SessionAffinityFilter(_SessionKeeper, frozen=True):
 
 
 class ThunderAgent(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``thunder-agent``: sessions of agents stay where they are, as by ``session-affinity-scorer``.
+    """llm-d's ``thunder-agent``: sessions of agents stay on their endpoints, as with ``session-affinity-scorer``.
 
     Named as ``fairnessPolicyRef``, it is ``program-aware-fairness``; as ``saturationDetector``,
     ``utilization-detector``. llm-d's also holds a session back until its KV cache has room on its endpoint.

@@ -26,64 +26,8 @@ _OPERATORS: Final = {
 }
 
 
-class CustomMetric(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """A metric of engines that is an attribute of endpoints. ``metricSpec``: ``name`` or ``name{label=value,...}``."""
-
-    attribute_key: NonEmpty
-    metric_spec: NonEmpty
-    # accepted without effect: no metric has to be there
-    optional: bool = False
-
-
-class EngineConfig(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """What an engine's metrics are called: ``customMetrics`` are read, of every engine.
-
-    The other fields are accepted without effect: the usual metrics are read under the names of the ModelServer's
-    ``engine``.
-    """
-
-    name: str = ""
-    queued_requests_spec: str = ""
-    running_requests_spec: str = ""
-    kv_usage_spec: str = ""
-    lora_spec: str = msgspec.field(default="", name="loraSpec")
-    cache_info_spec: str = ""
-    cache_block_size_label_name: str = ""
-    cache_num_blocks_label_name: str = ""
-    cache_block_size_spec: str = ""
-    cache_num_blocks_spec: str = ""
-    custom_metrics: tuple[CustomMetric, ...] = ()
-
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """The fields that name metrics which are not read."""
-        fields = msgspec.structs.fields(self)
-        return tuple(
-            one.encode_name for one in fields if one.name not in {"name", "custom_metrics"} and getattr(self, one.name)
-        )
-
-
-class MetricsExtractor(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``core-metrics-extractor``: ``customMetrics`` of ``engineConfigs`` are attributes of endpoints.
-
-    They are looked for on the metrics page of every engine. The usual metrics are those of the ModelServer's
-    ``engine``.
-    """
-
-    WITHOUT_EFFECT: ClassVar = MappingProxyType(
-        dict.fromkeys(("defaultEngine", "engineLabelKey"), "engines are of the ModelServer's kind")
-    )
-
-    engine_configs: tuple[EngineConfig, ...] = ()
-
-    @property
-    def custom_metrics(self) -> tuple[CustomMetric, ...]:
-        """Of all engines."""
-        return tuple(metric for engine in self.engine_configs for metric in engine.custom_metrics)
-
-
 class Threshold(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Keeps endpoints whose value compares so with ``value``."""
+    """Keeps endpoints whose value has the relation ``operator`` to ``value``."""
 
     operator: Literal["LessThan", "LessThanOrEqual", "GreaterThan", "GreaterThanOrEqual", "Equal", "NotEqual"]
     value: float

@@ -44,7 +44,7 @@ class LoraLoaded(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
 
 
 class ModelLoaded(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Endpoints whose list of models has the requested one, or whose list is not known."""
+    """Endpoints whose list of models has the requested one, or has not been read."""
 
     def keep(self, view: View, candidates: Bools) -> Bools:
         """Keeps no endpoint if none of the known lists has the model."""
@@ -178,7 +178,7 @@ class Concurrency(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
         return free if free.any() else candidates
 
 
-class Condition(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class MetricLimit(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """An upper bound on one metric."""
 
     metric: Literal["active-requests", "running-requests", "waiting-queue", "kv-cache-utilization"]
@@ -203,7 +203,7 @@ class Utilization(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
 
     WITHOUT_EFFECT: ClassVar = MappingProxyType({"inFlightLoadProducerName": ONE_LEDGER})
 
-    conditions: tuple[Condition, ...] = ()
+    conditions: tuple[MetricLimit, ...] = ()
     fallback_on_empty: bool = False
 
     def keep(self, view: View, candidates: Bools) -> Bools:

@@ -37,6 +37,9 @@ Tokens = Annotated[float, msgspec.Meta(ge=0)]
 class SingleProfile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``single-profile-handler``: runs the only profile."""
 
+    # as in the example of llm-d's own page about file-discovery, which its plugin does not read
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(dict.fromkeys(("scorer", "picker"), NEVER_READ))
+
     def needs(self, profiles: Mapping[str, Profile]) -> str | None:
         """An error message unless there is exactly one profile."""
         return (
@@ -167,10 +170,10 @@ class StageNames(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
 class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``disagg-profile-handler`` and, by its older name and parameters, ``pd-profile-handler``.
 
-    ``decode-first``: run the decode profile, ask the decider about the endpoint that it picked, then run the prefill
-    profile in its group. ``prefill-first``: run the prefill profile in the groups that can decode, then the decode
-    profile in the same group. ``groupKey`` is not in llm-d: a label whose value both endpoints of a pair share. An
-    encode stage is accepted and never run.
+    ``decode-first``: run the decode profile, then the decider for the endpoint that it picked, then, if that requires a
+    prefill, the prefill profile in its group. ``prefill-first``: run the prefill profile in the groups that can decode,
+    then the decode profile in the same group. ``groupKey`` is not in llm-d: a label whose value both endpoints of a
+    pair share. An encode stage is accepted and never run.
     """
 
     WITHOUT_EFFECT: ClassVar = MappingProxyType(
@@ -182,7 +185,7 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
             "prefixPluginType": NEVER_USED,
             "prefixMatchInfoProducerName": ONE_INDEX,
             "hashBlockSize": INDEX_SIZE,
-            "threshold": "a prefix-based-pd-decider says from how many tokens prefill is sent on",
+            "threshold": "a prefix-based-pd-decider sets from how many tokens another endpoint prefills",
         }
     )
 
@@ -223,7 +226,7 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
     def run(
         self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], rng: random.Random
     ) -> Pick:
-        """Pick a decode endpoint and, if the decider wants one, a prefill endpoint of its group."""
+        """Pick a decode endpoint and, if the decider requires one, a prefill endpoint of its group."""
         decode = profiles[self._decode]
         if self.decider is None:
             return decode.pick(view, rng=rng)
@@ -237,14 +240,14 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
             if not _wants_prefill(decider, view, first.rows[0]):
                 return msgspec.structs.replace(first, stage="the decider keeps prefill with decode")
             found = _try(
-                prefill, view.narrowed(groups == groups[first.rows[0]], choices=1, peer_row=first.rows[0]), rng
+                prefill, view.with_candidates(groups == groups[first.rows[0]], choices=1, peer_row=first.rows[0]), rng
             )
             return self._join(first, found, groups)
         can_decode = self._groups_of(decode, view, groups, rng)
-        found = _try(prefill, view.narrowed(can_decode, choices=1), rng)
+        found = _try(prefill, view.with_candidates(can_decode, choices=1), rng)
         if found is None:
             return msgspec.structs.replace(decode.pick(view, rng=rng), stage="the prefill profile found no endpoint")
-        first = decode.pick(view.narrowed(groups == groups[found.rows[0]], peer_row=found.rows[0]), rng=rng)
+        first = decode.pick(view.with_candidates(groups == groups[found.rows[0]], peer_row=found.rows[0]), rng=rng)
         if not _wants_prefill(decider, view, first.rows[0]):
             return msgspec.structs.replace(first, stage="the decider keeps prefill with decode")
         return self._join(first, found, groups)
@@ -263,7 +266,7 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
         can: Bools = groups < 0
         candidates = view.candidates()
         for number in set(groups[candidates].tolist()):
-            if _try(decode, view.narrowed(groups == number, choices=1), rng) is not None:
+            if _try(decode, view.with_candidates(groups == number, choices=1), rng) is not None:
                 can |= groups == number
         return can
 
@@ -328,7 +331,7 @@ class RolloutScreener(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
     """llm-d's ``disaggregatedset-rollout-screener``: endpoints of the revision that a request names, in every profile.
 
     Pairs of prefill and decode are of one revision, as with ``groupKey`` of ``disagg-profile-handler``; a groupKey of
-    the file goes before it. Without a header, revisions share requests by the load of their endpoints, not by their
+    the file takes precedence. Without a header, revisions share requests by the load of their endpoints, not by their
     numbers. A header that names no endpoint's label leaves none.
     """
 
@@ -368,7 +371,7 @@ class Rollout(msgspec.Struct, frozen=True):
         return candidates & has_labels(view.table, required) if required else candidates
 
     def paired(self, handler: ProfileHandler) -> ProfileHandler:
-        """``handler`` with pairs of one revision, if it makes pairs and the file does not say how."""
+        """``handler`` with pairs of one revision, if it makes pairs and the file has no groupKey."""
         if self.group_key and isinstance(handler, Disaggregation) and not handler.group_key:
             return msgspec.structs.replace(handler, group_key=self.group_key)
         return handler

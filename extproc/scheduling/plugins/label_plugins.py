@@ -247,7 +247,7 @@ _APART: Final = len(LEVELS)
 
 
 class TopologyExtractor(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``topology-extractor``: the labels of endpoints that say where they are. ``host``: the same as
+    """llm-d's ``topology-extractor``: the labels of endpoints that give their location. ``host``: the same as
     ``hostname``.
 
     The gateway role gives a pod without the label ``kubernetes.io/hostname`` its node's name there.
@@ -273,8 +273,8 @@ class TopologyExtractor(msgspec.Struct, frozen=True, rename="camel", forbid_unkn
 class TopologyAffinityFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``topology-affinity-filter``: endpoints on the host, or in the rack, zone or region, of the peer.
 
-    The peer is the endpoint that the handler of prefill and decode picked before; without one,
-    ``peerTopologyHeader`` of a gateway's request says where it is, as ``host=a,rack=b,zone=c,region=d``.
+    The peer is the endpoint that the handler of prefill and decode picked before; without one, ``peerTopologyHeader``
+    of a gateway's request has its location, as ``host=a,rack=b,zone=c,region=d``.
     """
 
     min_affinity: Literal["", "host", "rack", "zone", "region"] = "host"
@@ -311,7 +311,7 @@ class NearPeer(msgspec.Struct, frozen=True):
     header: str = ""
 
     def keep(self, view: View, candidates: Bools) -> Bools:
-        """Keeps all endpoints if none is near, or if nobody knows where the peer is: it must not make requests fail."""
+        """Keeps all endpoints if none is near, or if the peer's place is unknown: it must not make requests fail."""
         levels = _levels(view, self.labels, self.header)
         if levels is None:
             return candidates
@@ -371,7 +371,7 @@ def _peer(view: View, labels: tuple[str, ...], header: str) -> tuple[str, ...]:
     if view.peer_row is not None:
         known = view.table.configs[view.peer_row].labels
         return tuple(known.get(label, "") for label in labels)
-    # a client that nobody vouches for does not say where its request goes
+    # an untrusted client must not choose where its request goes
     text = view.request.headers.get(header, "") if header and view.request.is_trusted else ""
-    said = dict(pair.split("=", 1) for pair in text.split(",") if "=" in pair)
-    return tuple(said.get(level, "") for level in LEVELS)
+    pairs = dict(pair.split("=", 1) for pair in text.split(",") if "=" in pair)
+    return tuple(pairs.get(level, "") for level in LEVELS)

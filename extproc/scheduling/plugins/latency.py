@@ -167,8 +167,8 @@ class SloHeadroomTier(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
     """llm-d's ``slo-headroom-tier-filter``: the endpoints expected to meet the request's objectives, or the others.
 
     Two tiers: those that meet every objective that the request has, and those that miss one. If both have endpoints,
-    the first is kept, but the second with the probability ``epsilonExploreNeg``, so that what is expected of its
-    endpoints is put to the test again. The draw is a hash of the request's time.
+    the filter keeps the first. With the probability ``epsilonExploreNeg`` it keeps the second, so that the expectations
+    of its endpoints are tested again. The draw is a hash of the request's time.
     """
 
     WITHOUT_EFFECT: ClassVar = MappingProxyType({"latencyPredictionInfoProducerName": LEARNED_LATENCY})
@@ -193,7 +193,7 @@ _RETRY_AFTER_S: Final = 1
 
 
 class ProbabilisticAdmitter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``probabilistic-admitter``: requests of negative priority are refused at random, ever more as load rises.
+    """llm-d's ``probabilistic-admitter``: requests of negative priority are refused at random, more as load rises.
 
     The probability is ``min(1, k * saturation ** power)``. Saturation is the mean over endpoints of ``max(waiting /
     queueDepthThreshold, kv / kvCacheUtilThreshold)``. With the defaults that is 2% at a saturation of 0.15, 10% at

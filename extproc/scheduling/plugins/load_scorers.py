@@ -55,7 +55,7 @@ class ActiveRequests(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
 
     WITHOUT_EFFECT: ClassVar = MappingProxyType(
         {
-            "requestTimeout": "a request counts until it has ended, which its stream tells",
+            "requestTimeout": "a request counts until its stream ends",
             "inFlightLoadProducerName": ONE_LEDGER,
         }
     )

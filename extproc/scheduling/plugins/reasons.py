@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why parameters of llm-d's and Kthena's plugins have no effect: what does their work here.
+"""Why parameters of llm-d's and Kthena's plugins have no effect: what replaces them here.
 
-A plugin lists such parameters in ``WITHOUT_EFFECT``. They are accepted, so that files run unchanged; notes tell them.
+A plugin lists such parameters in ``WITHOUT_EFFECT``. They are accepted, so that files run unchanged, and are listed in
+notes.
 """
 
 from __future__ import annotations

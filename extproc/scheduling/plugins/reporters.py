@@ -26,7 +26,7 @@ _TOKEN: Final = re.compile(
 _LITERALS: Final = {"true": True, "false": False, "null": None}
 _MOST_CHARACTERS: Final = 4096
 _DEEPEST: Final = 64
-# A chain of signs is as deep when it is evaluated as it is long, and Python's stack has an end.
+# A chain of signs is evaluated with a recursion as deep as it is long, and Python's stack is bounded.
 _MOST_TOKENS: Final = 512
 _SUMS: Final[Mapping[str, Callable[[float, float], float]]] = {"+": operator.add, "-": operator.sub}
 _PRODUCTS: Final[Mapping[str, Callable[[float, float], float]]] = {
@@ -47,7 +47,7 @@ _RELATIONS: Final[Mapping[str, Callable[[float, float], bool]]] = {
 def compile_usage(text: str) -> Evaluate:
     """A function of ``usage``, which raises ArithmeticError, KeyError or TypeError where CEL has no value.
 
-    Raises ValueError, which says what cannot be read.
+    Raises ValueError with the part that cannot be read.
     """
     parser = _Parser(text)
     found = parser.choice()
@@ -311,12 +311,13 @@ class Attribute(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fiel
 
 
 class RequestAttributeReporter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``request-attribute-reporter``: tells the gateway a number that follows from the answer's token usage.
+    """llm-d's ``request-attribute-reporter``: sends the gateway a number that is computed from the answer's token
+    usage.
 
-    It is in the dynamic metadata of the answer's last message, so gateways get it that send answers through here
-    (FULL_DUPLEX_STREAMED). ``expression`` and ``condition`` are in CEL: ``usage.prompt_tokens``,
+    The number is in the dynamic metadata of the answer's last message, so only gateways that send answers through
+    extproc (FULL_DUPLEX_STREAMED) get it. ``expression`` and ``condition`` are in CEL: ``usage.prompt_tokens``,
     ``usage.completion_tokens``, ``usage.total_tokens`` and ``usage.prompt_tokens_details.cached_tokens``. Fractions are
-    cut off. A value of 0, or none, is not told.
+    cut off. A value of 0, or none, is not sent.
     """
 
     attributes: Annotated[tuple[Attribute, ...], msgspec.Meta(min_length=1, max_length=1)]
@@ -339,7 +340,7 @@ class RequestAttributeReporter(msgspec.Struct, frozen=True, rename="camel", forb
 
 
 class Reporter(msgspec.Struct, frozen=True):
-    """Where the value goes, and how it is reckoned."""
+    """The value's key in the metadata, and its computation."""
 
     namespace: str
     name: str
@@ -347,13 +348,13 @@ class Reporter(msgspec.Struct, frozen=True):
     condition: Evaluate | None
 
     def value(self, usage: Mapping[str, object]) -> int:
-        """0 if there is nothing to tell."""
+        """The number; 0 for none."""
         try:
             if self.condition is not None and self.condition(usage) is not True:
                 return 0
             found = self.expression(usage)
         except (ArithmeticError, KeyError, TypeError):
-            # as in llm-d, an answer without the field is told nothing of
+            # as in llm-d, nothing is sent for an answer without the field
             return 0
         if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
             return 0

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from bench.__main__ import main
 from bench.autoscale.cell import Cell, run_cell
-from bench.autoscale.command import kept_results, run_cells
+from bench.autoscale.command import kept_results, run_grid
 from bench.autoscale.fleet import ONE, Fleet
-from bench.autoscale.loads import Half
+from bench.autoscale.load_profiles import Half
 from bench.autoscale.policies import POLICIES
 from bench.workload.sessions import Session, SessionTurn, Workload, one_piece
 
@@ -97,12 +97,12 @@ def test_finished_cells_are_not_run_again_and_a_cut_line_is(tmp_path: Path) -> N
     cells = [Cell("ramps", Half.TUNING, "fixed", knob, 0, duration_s=80.0) for knob in (2.0, 3.0)]
     file = tmp_path / "cells.jsonl"
     console = Console(quiet=True)
-    first = run_cells(cells, file, Path(), console, jobs=1)
+    first = run_grid(cells, file, Path(), console, jobs=1)
     kept = file.read_bytes()
-    assert run_cells(cells, file, Path(), console, jobs=1) == first
+    assert run_grid(cells, file, Path(), console, jobs=1) == first
     assert file.read_bytes() == kept
     file.write_bytes(kept[:-20])
-    again = run_cells(cells, file, Path(), console, jobs=1)
+    again = run_grid(cells, file, Path(), console, jobs=1)
     assert [one.attainment for one in again.values()] == [one.attainment for one in first.values()]
     assert len(kept_results(file)) == 2
 

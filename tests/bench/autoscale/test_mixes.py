@@ -11,22 +11,22 @@ import pytest
 
 from bench.autoscale.cell import kind_first
 from bench.autoscale.fleet import Variant
-from bench.autoscale.loads import LOADS, Mixes, cheapest_plan, mixes_of, worths
+from bench.autoscale.load_profiles import LOADS, VariantMixes, cheapest_plan, variant_mixes, worths
 from bench.autoscale.policies import POLICIES, SECONDS, policies_for
 
 SMALL = (Variant("a", "a100x2", cost=1.0, max_replicas=3), Variant("b", "h100x2", cost=2.2, max_replicas=2))
 
 
-def small() -> Mixes:
+def small() -> VariantMixes:
     counts = np.array(list(itertools.product(range(4), range(3))))
-    return Mixes(SMALL, counts, counts @ np.array([1.0, 2.5]), counts @ np.array([1.0, 2.2]))
+    return VariantMixes(SMALL, counts, counts @ np.array([1.0, 2.5]), counts @ np.array([1.0, 2.2]))
 
 
 @pytest.mark.parametrize(
     ("units", "a", "b"), [(0, 0, 0), (2, 2, 0), (2.5, 0, 1), (3.0, 3, 0), (3.2, 1, 1), (5, 0, 2), (99, 3, 2)]
 )
 def test_the_cheapest_mix_carries_the_work_or_all_that_can_be_carried(units: float, a: int, b: int) -> None:
-    assert small().cheapest(units) == {"a": a, "b": b}
+    assert small().cheapest_mix(units) == {"a": a, "b": b}
 
 
 def cost_of(plan: list[dict[str, int]], initial: dict[str, int], leads_s: dict[str, float]) -> float:
@@ -46,7 +46,8 @@ def test_a_plan_is_as_cheap_as_the_cheapest_of_all_plans() -> None:
         plan = cheapest_plan(mixes, needs, leads_s, initial)
         rows = [[row for row in range(len(mixes.counts)) if mixes.units[row] >= one] for one in needs]
         least = min(
-            cost_of([mixes.named(row) for row in chosen], initial, leads_s) for chosen in itertools.product(*rows)
+            cost_of([mixes.replicas_by_variant(row) for row in chosen], initial, leads_s)
+            for chosen in itertools.product(*rows)
         )
         assert cost_of(plan, initial, leads_s) == pytest.approx(least)
 
@@ -63,7 +64,7 @@ def test_the_second_kind_carries_more_and_can_come_first() -> None:
     assert worths(load)["h100"] == pytest.approx(2.7, abs=0.1)
     turned = kind_first(load, 1)
     assert [one.name for one in turned.variants] == ["h100", "a100"]
-    assert mixes_of(turned, 1).counts[:, 0].min() == 1
+    assert variant_mixes(turned, 1).counts[:, 0].min() == 1
     assert kind_first(load, 0) == load
 
 

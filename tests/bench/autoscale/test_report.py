@@ -13,13 +13,12 @@ import pytest
 from rich.console import Console
 
 from bench.__main__ import main
-from bench.autoscale.cell import Cell, CellResult, Window, tuned
-from bench.autoscale.command import code_fingerprint, kept_results, run_cells
+from bench.autoscale.cell import Cell, CellResult, Window, tune_policies
+from bench.autoscale.command import code_fingerprint, kept_results, run_grid
 from bench.autoscale.fleet import Bill
-from bench.autoscale.loads import Half
-from bench.autoscale.page import NothingToReport, report_of, write_report
+from bench.autoscale.load_profiles import Half
 from bench.autoscale.policies import POLICIES, policy_named
-from bench.autoscale.report import extra_interval
+from bench.autoscale.report import NothingToReport, extra_interval, report_of, write_report
 from bench.reporting.results import distribution
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ def test_refused_and_lost_requests_are_told() -> None:
 def test_settings_that_were_tuned_on_fewer_loads_are_not_compared() -> None:
     whole = [result("kpa", 10.0, 96.0, 12.0, load=load, half=Half.TUNING) for load in ("steps", "sines")]
     partly = [result("kpa", 16.0, 99.0, 5.0, half=Half.TUNING)]
-    found = tuned([*whole, *partly])["kpa"]
+    found = tune_policies([*whole, *partly])["kpa"]
     assert (found.knob, found.trials) == (10.0, 1)
 
 
@@ -164,7 +163,7 @@ def test_the_interval_holds_the_estimate_and_reaches_beyond_a_peer_that_may_not_
 
 def test_a_cell_keeps_which_code_made_it_and_old_lines_are_read(tmp_path: Path) -> None:
     file, cell = tmp_path / "cells.jsonl", Cell("ramps", Half.TUNING, "fixed", 2.0, 0, duration_s=70.0)
-    (made,) = run_cells([cell], file, Path(), Console(quiet=True), jobs=1).values()
+    (made,) = run_grid([cell], file, Path(), Console(quiet=True), jobs=1).values()
     assert made.code == code_fingerprint()
     line = msgspec.json.decode(msgspec.json.encode(made))
     del line["code"]
@@ -194,6 +193,7 @@ def test_a_report_is_written_from_kept_cells_without_running_any(tmp_path: Path)
     assert main(["autoscale", "--report", str(tmp_path / "nothing"), "--out", str(out)]) == 2
 
 
+@pytest.mark.slow
 def test_a_quick_run_plays_every_policy_and_writes_the_report(tmp_path: Path) -> None:
     assert main(["autoscale", "--quick", "--out", str(tmp_path), "--jobs", "2"]) == 0
     found = kept_results(tmp_path / "quick.jsonl")
@@ -226,8 +226,8 @@ def test_the_report_of_a_quick_run_is_written_again_from_its_cells(tmp_path: Pat
 def test_who_waits_for_the_first_cell_is_told_how_many_there_are(tmp_path: Path) -> None:
     said = Console(record=True, file=io.StringIO(), width=160)
     cells = [Cell("ramps", Half.TUNING, "fixed", 2.0, seed, duration_s=70.0) for seed in range(2)]
-    run_cells(cells[:1], tmp_path / "cells.jsonl", Path(), said, jobs=1)
+    run_grid(cells[:1], tmp_path / "cells.jsonl", Path(), said, jobs=1)
     assert said.export_text().startswith("1 cell to run, a line for each when it has ended: seconds to minutes")
-    run_cells(cells, tmp_path / "cells.jsonl", Path(), said, jobs=1)
+    run_grid(cells, tmp_path / "cells.jsonl", Path(), said, jobs=1)
     assert "1 cell to run, a line for each when it has ended: " in (told := said.export_text())
     assert "s of processor time, as those before" in told

@@ -8,17 +8,21 @@ from typing import Any
 
 import pytest
 
-from bench.cluster.fake.answers import Refused, selector
-from bench.cluster.fake.applying import Applying, Owners, keys_in, merged, patched
-from bench.cluster.fake.kinds import Kind, Kinds, faults_in, pruned, unknown_fields, with_defaults
+from bench.cluster.fake.answers import ApiError, selector
+from bench.cluster.fake.kinds import Kinds, ServedKind, faults_in, unknown_fields, with_defaults, without_fields
 from bench.cluster.fake.objects import target_of
+from bench.cluster.fake.patches import FieldOwnership, Owners, apply_json_patch, apply_merge_patch, keys_in
 from bench.cluster.fake.storage import Storage
 from controller.kube.resources import CONFIG_MAPS, NAMESPACES, PODS
 
 
 def test_a_merge_patch_leaves_its_target_alone() -> None:
     target = {"a": {"b": 1, "c": 2}, "d": [1]}
-    assert merged(target, {"a": {"b": None}, "d": [2], "e": {"f": None}}) == {"a": {"c": 2}, "d": [2], "e": {}}
+    assert apply_merge_patch(target, {"a": {"b": None}, "d": [2], "e": {"f": None}}) == {
+        "a": {"c": 2},
+        "d": [2],
+        "e": {},
+    }
     assert target == {"a": {"b": 1, "c": 2}, "d": [1]}
 
 
@@ -33,7 +37,12 @@ def test_a_json_patch_does_what_its_operations_say() -> None:
         {"op": "copy", "from": "/a/b", "path": "/c"},
         {"op": "move", "from": "/a/b", "path": "/d"},
     ]
-    assert patched({"a": {"b": 1}, "list": [1]}, operations) == {"a": {"x/y": 4}, "list": [0, 3], "c": 2, "d": 2}
+    assert apply_json_patch({"a": {"b": 1}, "list": [1]}, operations) == {
+        "a": {"x/y": 4},
+        "list": [0, 3],
+        "c": 2,
+        "d": 2,
+    }
 
 
 @pytest.mark.parametrize(
@@ -47,13 +56,13 @@ def test_a_json_patch_does_what_its_operations_say() -> None:
     ],
 )
 def test_a_json_patch_that_fails_is_refused(operation: dict[str, Any]) -> None:
-    with pytest.raises(Refused):
-        patched({"a": 1}, [operation])
+    with pytest.raises(ApiError):
+        apply_json_patch({"a": 1}, [operation])
 
 
 def applied(live: dict[str, Any], thing: dict[str, Any], owners: Owners, manager: str) -> tuple[dict[str, Any], Owners]:
-    assert not Applying().conflicts(live, thing, owners, manager)
-    return Applying().apply(live, thing, owners, manager)
+    assert not FieldOwnership().conflicts(live, thing, owners, manager)
+    return FieldOwnership().apply(live, thing, owners, manager)
 
 
 def test_what_a_manager_no_longer_applies_goes_unless_another_wants_it() -> None:
@@ -76,9 +85,9 @@ def test_items_with_keys_are_merged_and_other_lists_are_replaced() -> None:
 
 def test_a_field_that_another_owns_is_a_conflict_unless_the_value_is_the_same() -> None:
     live, owners = applied({}, {"spec": {"a": 1}}, {}, "one")
-    assert Applying().conflicts(live, {"spec": {"a": 1}}, owners, "two") == {}
-    assert Applying().conflicts(live, {"spec": {"a": 2}}, owners, "two") == {("spec", "a"): "one"}
-    forced, owners = Applying().apply(live, {"spec": {"a": 2}}, owners, "two")
+    assert FieldOwnership().conflicts(live, {"spec": {"a": 1}}, owners, "two") == {}
+    assert FieldOwnership().conflicts(live, {"spec": {"a": 2}}, owners, "two") == {("spec", "a"): "one"}
+    forced, owners = FieldOwnership().apply(live, {"spec": {"a": 2}}, owners, "two")
     assert forced == {"spec": {"a": 2}}
     assert owners == {"two": {("spec", "a")}}
 
@@ -86,7 +95,7 @@ def test_a_field_that_another_owns_is_a_conflict_unless_the_value_is_the_same() 
 def test_a_plain_write_takes_what_it_changes() -> None:
     live, owners = applied({}, {"spec": {"a": 1, "b": 1}}, {}, "one")
     after = {"spec": {"a": 2, "c": 3}}
-    assert Applying().written(live, after, owners, "kubectl") == {"kubectl": {("spec", "a"), ("spec", "c")}}
+    assert FieldOwnership().written(live, after, owners, "kubectl") == {"kubectl": {("spec", "a"), ("spec", "c")}}
 
 
 def test_an_empty_object_takes_nothing_from_others() -> None:
@@ -98,7 +107,7 @@ def test_an_empty_object_takes_nothing_from_others() -> None:
 def test_a_crd_says_which_of_its_lists_have_keys() -> None:
     ports = {"type": "array", "x-kubernetes-list-map-keys": ["port", "protocol"], "items": {"type": "object"}}
     schema = {"properties": {"spec": {"properties": {"ports": ports, "volumes": {"type": "array"}}}}}
-    applying = Applying(keys_in(schema))
+    applying = FieldOwnership(keys_in(schema))
     live: dict[str, Any] = {}
     owners: Owners = {}
     for manager, protocol in (("one", "TCP"), ("two", "UDP")):
@@ -168,7 +177,7 @@ def test_unknown_fields_are_found_and_pruned() -> None:
     thing = {"metadata": {"x": 1}, "spec": {"size": 1, "sise": 2, "any": {"x": 1}, "items": [{"key": "a", "bad": 1}]}}
     unknown = unknown_fields(thing, SCHEMA)
     assert unknown == ["spec.sise", "spec.items[0].bad"]
-    assert pruned(thing, unknown)["spec"] == {"size": 1, "any": {"x": 1}, "items": [{"key": "a"}]}
+    assert without_fields(thing, unknown)["spec"] == {"size": 1, "any": {"x": 1}, "items": [{"key": "a"}]}
 
 
 @pytest.mark.parametrize(
@@ -212,21 +221,21 @@ def test_paths_name_what_the_server_has() -> None:
 
 def storage(remembered: int = 10) -> Storage:
     made = Storage(lambda: datetime(2030, 1, 1, tzinfo=UTC), remembered)
-    made.create(Kind(NAMESPACES), {"metadata": {"name": "default"}})
+    made.create(ServedKind(NAMESPACES), {"metadata": {"name": "default"}})
     return made
 
 
-POD_KIND = Kind(PODS, has_status=True)
+POD_KIND = ServedKind(PODS, has_status=True)
 
 
 def test_changes_are_remembered_and_then_forgotten() -> None:
-    store, kind = storage(remembered=3), Kind(CONFIG_MAPS)
+    store, kind = storage(remembered=3), ServedKind(CONFIG_MAPS)
     began = store.version
     for number in range(3):
         store.create(kind, {"metadata": {"name": f"c{number}", "namespace": "default"}})
     assert [change.version for change in store.since(began)] == [began + 1, began + 2, began + 3]
     store.create(kind, {"metadata": {"name": "last", "namespace": "default"}})
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         store.since(began)
     assert refused.value.code == 410
     assert len(store.since(began + 1)) == 3
@@ -250,12 +259,12 @@ def test_a_bound_pod_is_marked_and_an_unbound_one_removed() -> None:
 
 
 def test_orphans_stay_and_what_is_in_a_namespace_goes_with_it() -> None:
-    store, kind = storage(), Kind(CONFIG_MAPS)
+    store, kind = storage(), ServedKind(CONFIG_MAPS)
     owner = store.create(kind, {"metadata": {"name": "owner", "namespace": "default"}})
     reference = {"uid": owner["metadata"]["uid"], "name": "owner"}
     metadata = {"name": "owned", "namespace": "default", "ownerReferences": [reference]}
     store.create(kind, {"metadata": metadata})
     store.delete(kind, owner, orphan=True)
     assert store.get(kind, "default", "owned")["metadata"]["ownerReferences"] == []
-    store.delete(Kind(NAMESPACES), store.get(Kind(NAMESPACES), None, "default"))
+    store.delete(ServedKind(NAMESPACES), store.get(ServedKind(NAMESPACES), None, "default"))
     assert store.find(kind, "default", "owned") is None

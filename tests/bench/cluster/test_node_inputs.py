@@ -14,12 +14,11 @@ from bench.cluster.node.pod_network import Addresses, NoAddressLeft
 from bench.cluster.node.pod_spec import (
     IMAGES,
     ImageMissing,
-    Missing,
+    ReferenceMissing,
     Sources,
     command,
     environment,
-    expanded,
-    quantity,
+    expand_variables,
     references,
     repository,
 )
@@ -31,20 +30,6 @@ POD: dict[str, Any] = {
 CONFIG = {"kind": "ConfigMap", "data": {"colour": "red"}, "binaryData": {"blob": base64.b64encode(b"\0").decode()}}
 SECRET = {"kind": "Secret", "data": {"key": base64.b64encode(b"hush").decode()}}
 SOURCES = Sources(config_maps={"c": CONFIG}, secrets={"s": SECRET}, pod_ip="127.1.0.1", host_ip="127.0.0.1")
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("1", 1), ("500m", 0.5), ("2Gi", 2 * 2**30), ("1k", 1000), ("1e3", 1000), ("0.5", 0.5), (3, 3)],
-)
-def test_quantities_are_numbers(text: str | int, number: float) -> None:
-    assert quantity(text) == number
-
-
-@pytest.mark.parametrize("text", ["", "x", "1KB", "Gi"])
-def test_what_is_no_quantity_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no quantity"):
-        quantity(text)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +82,7 @@ def test_variables_come_from_values_references_and_fields() -> None:
         "IP": "127.1.0.1",
         "CPU": "2",
     }
-    assert expanded("$(A)/x", found) == "1/x"
+    assert expand_variables("$(A)/x", found) == "1/x"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +95,7 @@ def test_variables_come_from_values_references_and_fields() -> None:
     ],
 )
 def test_what_is_missing_is_said(given: dict[str, Any], why: str) -> None:
-    with pytest.raises(Missing, match=why):
+    with pytest.raises(ReferenceMissing, match=why):
         environment(POD, {"env": [{"name": "A", "valueFrom": given}]}, SOURCES)
 
 
@@ -145,7 +130,7 @@ def test_volumes_are_files() -> None:
         "fields": {"name": b"one"},
         "none": {},
     }
-    with pytest.raises(Missing):
+    with pytest.raises(ReferenceMissing):
         volume_files({"spec": {"volumes": [{"name": "a", "configMap": {"name": "x"}}]}}, SOURCES)
 
 

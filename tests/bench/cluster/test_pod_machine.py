@@ -5,26 +5,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.cluster.node.pod_machine import NodeTiming, PodMachine, Remove, RunProbe, Start, StatusWriter, Stop
+from bench.cluster.node.pod_machine import (
+    NodeTiming,
+    PodStateMachine,
+    Remove,
+    RunProbe,
+    StartProcess,
+    StatusWriter,
+    Stop,
+)
 from bench.cluster.node.pod_spec import pod_spec
 
 TIMING = NodeTiming(restart_s=10, restart_max_s=40, forget_crashes_s=600, pull_s=10, pull_max_s=20)
 
 
-def machine(containers: list[dict[str, Any]] | None = None, **spec: Any) -> PodMachine:  # noqa: ANN401 - JSON
+def machine(containers: list[dict[str, Any]] | None = None, **spec: Any) -> PodStateMachine:  # noqa: ANN401 - JSON
     metadata = {"name": "one", "namespace": "default", "uid": "u"}
     pod = {"metadata": metadata, "spec": {"containers": containers or [{"name": "main", "image": "i"}], **spec}}
-    return PodMachine(pod_spec(pod), TIMING, 100.0)
+    return PodStateMachine(pod_spec(pod), TIMING, 100.0)
 
 
-def started(one: PodMachine, *names: str, now_s: float = 100.0) -> None:
+def started(one: PodStateMachine, *names: str, now_s: float = 100.0) -> None:
     for name in names:
-        one.started(name, now_s)
+        one.on_started(name, now_s)
 
 
 def test_containers_start_together() -> None:
     one = machine([{"name": "a"}, {"name": "b"}])
-    assert one.step(100) == [Start("a"), Start("b")]
+    assert one.step(100) == [StartProcess("a"), StartProcess("b")]
     assert one.step(100) == [], "each action is returned once"
     assert one.phase == "Pending"
     started(one, "a")
@@ -35,28 +43,28 @@ def test_containers_start_together() -> None:
 
 def test_init_containers_start_one_after_the_other() -> None:
     one = machine(initContainers=[{"name": "first"}, {"name": "second"}])
-    assert one.step(100) == [Start("first")]
+    assert one.step(100) == [StartProcess("first")]
     started(one, "first")
     assert one.step(101) == []
-    one.exited("first", 0, 0, "", 101)
-    assert one.step(101) == [Start("second")]
+    one.on_exit("first", 0, 0, "", 101)
+    assert one.step(101) == [StartProcess("second")]
     started(one, "second")
-    one.exited("second", 0, 0, "", 102)
-    assert one.step(102) == [Start("main")]
+    one.on_exit("second", 0, 0, "", 102)
+    assert one.step(102) == [StartProcess("main")]
     assert one.is_initialized
 
 
 def test_a_sidecar_runs_on_beside_the_others_and_ends_after_them() -> None:
     one = machine(initContainers=[{"name": "side", "restartPolicy": "Always"}])
-    assert one.step(100) == [Start("side")]
+    assert one.step(100) == [StartProcess("side")]
     started(one, "side")
-    assert one.step(100) == [Start("main")]
+    assert one.step(100) == [StartProcess("main")]
     started(one, "main")
     one.delete(30)
     assert one.step(101) == [Stop("main", 30)]
-    one.exited("main", 0, 0, "", 102)
+    one.on_exit("main", 0, 0, "", 102)
     assert one.step(102) == [Stop("side", 30)]
-    one.exited("side", 0, 0, "", 103)
+    one.on_exit("side", 0, 0, "", 103)
     assert one.step(103) == [Remove()]
 
 
@@ -64,7 +72,7 @@ def test_a_failed_init_container_fails_a_pod_that_never_restarts() -> None:
     one = machine(initContainers=[{"name": "first"}], restartPolicy="Never")
     one.step(100)
     started(one, "first")
-    one.exited("first", 2, 0, "", 101)
+    one.on_exit("first", 2, 0, "", 101)
     assert one.phase == "Failed"
     assert one.step(102) == []
 
@@ -74,9 +82,9 @@ def test_crashes_in_a_row_are_waited_for_longer_and_longer() -> None:
     waits = []
     now = 100.0
     for _ in range(5):
-        assert one.step(now) == [Start("main")]
+        assert one.step(now) == [StartProcess("main")]
         started(one, "main", now_s=now)
-        one.exited("main", 1, 0, "", now + 1)
+        one.on_exit("main", 1, 0, "", now + 1)
         due = one.wake_at_s()
         assert due is not None
         waits.append(due - now - 1)
@@ -91,7 +99,7 @@ def test_crashes_are_forgotten_after_a_long_run() -> None:
     for began, ended in ((100.0, 101.0), (101.0, 102.0), (112.0, 1000.0)):
         one.step(began)
         started(one, "main", now_s=began)
-        one.exited("main", 1, 0, "", ended)
+        one.on_exit("main", 1, 0, "", ended)
     assert one.wake_at_s() == 1000
 
 
@@ -99,11 +107,11 @@ def test_on_failure_restarts_what_failed_and_nothing_else() -> None:
     one = machine([{"name": "good"}, {"name": "bad"}], restartPolicy="OnFailure")
     one.step(100)
     started(one, "good", "bad")
-    one.exited("good", 0, 0, "", 101)
-    one.exited("bad", 1, 0, "", 101)
-    assert one.step(101) == [Start("bad")]
+    one.on_exit("good", 0, 0, "", 101)
+    one.on_exit("bad", 1, 0, "", 101)
+    assert one.step(101) == [StartProcess("bad")]
     started(one, "bad")
-    one.exited("bad", 0, 0, "", 102)
+    one.on_exit("bad", 0, 0, "", 102)
     assert one.phase == "Succeeded"
 
 
@@ -113,7 +121,7 @@ def test_a_missing_image_is_asked_for_again() -> None:
     one.cannot_start("main", "ErrImagePull", "no such image", 100)
     assert (one.containers["main"].reason, one.wake_at_s()) == ("ErrImagePull", 110)
     assert one.step(105) == []
-    assert one.step(110) == [Start("main")]
+    assert one.step(110) == [StartProcess("main")]
     one.cannot_start("main", "ErrImagePull", "no such image", 110)
     assert (one.containers["main"].reason, one.wake_at_s()) == ("ImagePullBackOff", 130)
     assert one.phase == "Pending"
@@ -132,12 +140,12 @@ def test_readiness_follows_its_probe() -> None:
     assert one.wake_at_s() == 103
     assert one.step(103) == [RunProbe("main", "readiness")]
     assert one.wake_at_s() is None, "it runs"
-    one.probed("main", "readiness", ok=True)
-    assert one.containers["main"].ready
+    one.on_probe_result("main", "readiness", ok=True)
+    assert one.containers["main"].is_ready
     for now, ready in ((108, True), (113, False)):
         assert one.step(now) == [RunProbe("main", "readiness")]
-        one.probed("main", "readiness", ok=False)
-        assert one.containers["main"].ready is ready
+        one.on_probe_result("main", "readiness", ok=False)
+        assert one.containers["main"].is_ready is ready
     assert one.step(114) == [], "a container that is not ready runs on"
 
 
@@ -146,9 +154,9 @@ def test_the_startup_probe_comes_before_the_others() -> None:
     one.step(100)
     started(one, "main")
     assert one.step(100) == [RunProbe("main", "startup")]
-    one.probed("main", "startup", ok=False)
+    one.on_probe_result("main", "startup", ok=False)
     assert one.step(110) == [RunProbe("main", "startup")]
-    one.probed("main", "startup", ok=True)
+    one.on_probe_result("main", "startup", ok=True)
     assert one.step(110) == [RunProbe("main", "liveness"), RunProbe("main", "readiness")]
 
 
@@ -157,7 +165,7 @@ def test_a_startup_that_takes_too_long_is_ended() -> None:
     one.step(100)
     started(one, "main")
     one.step(100)
-    one.probed("main", "startup", ok=False)
+    one.on_probe_result("main", "startup", ok=False)
     assert one.step(101) == [Stop("main", 7)]
 
 
@@ -166,10 +174,10 @@ def test_a_dead_container_is_stopped_with_the_probes_own_grace() -> None:
     one.step(100)
     started(one, "main")
     one.step(100)
-    one.probed("main", "liveness", ok=False)
+    one.on_probe_result("main", "liveness", ok=False)
     assert one.step(101) == [Stop("main", 2)]
-    one.exited("main", 137, 9, "", 103)
-    assert one.step(103) == [Start("main")]
+    one.on_exit("main", 137, 9, "", 103)
+    assert one.step(103) == [StartProcess("main")]
     assert one.containers["main"].probes == {}, "the next run begins anew"
 
 
@@ -178,9 +186,9 @@ def test_the_result_of_a_run_that_is_over_does_not_count() -> None:
     one.step(100)
     started(one, "main")
     one.step(100)
-    one.exited("main", 1, 0, "", 101)
-    one.probed("main", "liveness", ok=False)
-    assert one.step(101) == [Start("main")]
+    one.on_exit("main", 1, 0, "", 101)
+    one.on_probe_result("main", "liveness", ok=False)
+    assert one.step(101) == [StartProcess("main")]
 
 
 def test_a_pod_that_ends_is_asked_for_its_readiness_only() -> None:
@@ -188,11 +196,11 @@ def test_a_pod_that_ends_is_asked_for_its_readiness_only() -> None:
     one.step(100)
     started(one, "main")
     one.step(100)
-    one.probed("main", "liveness", ok=True)
-    one.probed("main", "readiness", ok=True)
+    one.on_probe_result("main", "liveness", ok=True)
+    one.on_probe_result("main", "readiness", ok=True)
     one.delete(30)
     assert one.step(110) == [Stop("main", 30)]
-    one.exited("main", 0, 0, "", 111)
+    one.on_exit("main", 0, 0, "", 111)
     assert one.step(111) == [Remove()]
     assert one.step(112) == []
 
@@ -238,7 +246,7 @@ def test_the_status_is_that_of_a_kubelet() -> None:
     assert before["phase"] == "Pending"
     assert before["containerStatuses"][0]["state"] == {"waiting": {"reason": "PodInitializing"}}
     started(one, "first")
-    one.exited("first", 0, 0, "", 101)
+    one.on_exit("first", 0, 0, "", 101)
     one.step(101)
     started(one, "main", now_s=102.0)
     running = writer.status({"metadata": {}}, one, 102)

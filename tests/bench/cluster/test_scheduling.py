@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.cluster.node.scheduler import NowhereToGo, choose, requests_of, rooms
+from bench.cluster.node.scheduler import NowhereToGo, choose, node_capacities, requests_of
 
 
 def node(name: str, gpus: int = 2, *, ready: str = "True", **spec: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
@@ -32,7 +32,7 @@ def pod(gpus: int = 0, on: str = "", phase: str = "Pending", **spec: Any) -> dic
 
 
 def chosen(one: dict[str, Any], nodes: list[dict[str, Any]], pods: list[dict[str, Any]]) -> str:
-    return choose(one, rooms(nodes, pods), len(nodes))
+    return choose(one, node_capacities(nodes, pods), len(nodes))
 
 
 def test_a_pod_goes_where_gpus_are_left() -> None:

@@ -10,17 +10,17 @@ import pytest
 from bench.cluster.assets import versions
 from bench.conformance.page import (
     PAGE,
-    Case,
     Remarks,
+    SuiteCase,
     SuiteResult,
     check,
     keep,
     kept_results,
-    page,
     remarks,
-    unexplained,
+    render_page,
+    unexplained_failures,
 )
-from bench.conformance.suites import Suite, Wishes, arguments, chosen, suites
+from bench.conformance.suites import Suite, SuiteOptions, arguments, choose_suites, suites
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 RESULT = SuiteResult(
     "gateway-api-1.2.3",
     (
-        Case("A", "passed", 1.0),
-        Case("B", "failed", 2.0, "no <answer> | none", ("part",)),
-        Case("C", "skipped", 0.0, "suite does not support Mesh"),
+        SuiteCase("A", "passed", 1.0),
+        SuiteCase("B", "failed", 2.0, "no <answer> | none", ("part",)),
+        SuiteCase("C", "skipped", 0.0, "suite does not support Mesh"),
     ),
     {
         "date": "2026-01-02T03:04:05Z",
@@ -49,7 +49,7 @@ NAMES = [one.name for one in suites(versions())]
 
 
 def test_every_case_stands_on_the_page_and_those_that_failed_come_first() -> None:
-    text = page(
+    text = render_page(
         [RESULT],
         Remarks(
             suites={"gateway-api": "About it."},
@@ -68,8 +68,8 @@ def test_every_case_stands_on_the_page_and_those_that_failed_come_first() -> Non
 
 
 def test_a_case_that_did_not_pass_without_a_word_of_ours_is_found() -> None:
-    assert unexplained([RESULT], Remarks()) == ["gateway-api-1.2.3: B", "gateway-api-1.2.3: C"]
-    assert unexplained([RESULT], Remarks(features={"Mesh": "x"}, cases={"B": "x"})) == []
+    assert unexplained_failures([RESULT], Remarks()) == ["gateway-api-1.2.3: B", "gateway-api-1.2.3: C"]
+    assert unexplained_failures([RESULT], Remarks(features={"Mesh": "x"}, cases={"B": "x"})) == []
 
 
 def test_results_are_kept_as_they_are(tmp_path: Path) -> None:
@@ -80,19 +80,19 @@ def test_results_are_kept_as_they_are(tmp_path: Path) -> None:
 def test_the_page_is_what_the_kept_reports_make() -> None:
     """If this fails: ``python -m bench.conformance --rewrite``."""
     results = kept_results(NAMES)
-    assert PAGE.read_text() == page(results, remarks())
+    assert PAGE.read_text() == render_page(results, remarks())
     for result in results:
         check(result.cases, result.report)
-    assert unexplained(results, remarks()) == []
+    assert unexplained_failures(results, remarks()) == []
 
 
 def test_a_report_is_made_with_nothing_but_the_suites_own_settings(tmp_path: Path) -> None:
-    words = arguments(Suite("gateway-api", "1.2.3"), tmp_path / "r.yaml", "10.88.255.250", Wishes())
+    words = arguments(Suite("gateway-api", "1.2.3"), tmp_path / "r.yaml", "10.88.255.250", SuiteOptions())
     assert "-gateway-class=attache" in words
     assert "-conformance-profiles=GATEWAY-HTTP" in words
     assert "-test.run=^TestConformance$" in words
     assert not [one for one in words if "timeout" in one or "features" in one or "skip" in one]
-    wishes = Wishes(run=("HTTPRouteWeight", "HTTPRouteCORS"), features="Gateway,HTTPRoute", quick=True)
+    wishes = SuiteOptions(run=("HTTPRouteWeight", "HTTPRouteCORS"), features="Gateway,HTTPRoute", quick=True)
     wished = set(arguments(Suite("gateway-api", "1.2.3"), tmp_path / "r.yaml", "10.88.255.250", wishes)) - set(words)
     assert {one.partition("=")[0] for one in wished} == {
         "-test.run",
@@ -104,8 +104,8 @@ def test_a_report_is_made_with_nothing_but_the_suites_own_settings(tmp_path: Pat
 
 def test_suites_are_chosen_by_name_or_by_kind() -> None:
     known = [Suite("gateway-api", "1"), Suite("inference-extension", "2"), Suite("inference-extension", "3")]
-    assert chosen([], known) == known
-    assert chosen(["inference-extension"], known) == known[1:]
-    assert chosen(["gateway-api-1", "inference-extension-3"], known) == [known[0], known[2]]
+    assert choose_suites([], known) == known
+    assert choose_suites(["inference-extension"], known) == known[1:]
+    assert choose_suites(["gateway-api-1", "inference-extension-3"], known) == [known[0], known[2]]
     with pytest.raises(KeyError):
-        chosen(["gateway-api-2"], known)
+        choose_suites(["gateway-api-2"], known)

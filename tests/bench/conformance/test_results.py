@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.conformance.page import Case, Disagreement, cases, check
+from bench.conformance.page import Disagreement, SuiteCase, cases, check
 
 OUTPUT = """\
 === RUN   TestConformance
@@ -55,10 +55,10 @@ REPORT = {
 
 def test_each_case_has_its_outcome_and_what_the_suite_said() -> None:
     assert cases(OUTPUT.splitlines(keepends=True)) == [
-        Case("GatewayInfrastructure", "failed", 0.75, "expected labels on the Service, got none"),
-        Case("HTTPRouteCORS", "failed", 2.0, "Received unexpected error:; no answer after 30s", ("preflight",)),
-        Case("HTTPRouteWeight", "passed", 1.25),
-        Case("UDPRouteSimple", "skipped", 0.0, "suite does not support UDPRoute"),
+        SuiteCase("GatewayInfrastructure", "failed", 0.75, "expected labels on the Service, got none"),
+        SuiteCase("HTTPRouteCORS", "failed", 2.0, "Received unexpected error:; no answer after 30s", ("preflight",)),
+        SuiteCase("HTTPRouteWeight", "passed", 1.25),
+        SuiteCase("UDPRouteSimple", "skipped", 0.0, "suite does not support UDPRoute"),
     ]
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.engine.__main__ import parser
-from bench.engine.as_vllm import translated
-from controller.api.engine import EngineConfig, LoraLimits, Parallelism
+from bench.engine.as_vllm import translate_arguments
 from controller.api.model import ModelFormat
+from controller.api.serving_runtime import EngineConfig, LoraLimits, Parallelism
 from controller.models.runtimes.presets import built_in
-from controller.models.runtimes.settings import Engine, settings_of, words
+from controller.models.runtimes.settings import EngineSettings, settings_of, words
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -44,18 +44,18 @@ def test_an_engine_with_adapters_loads_them() -> None:
     ],
 )
 def test_an_engine_serves_under_the_name_that_vllm_would(line: str, name: str) -> None:
-    assert parser().parse_args(translated(line.split())).model == name
+    assert parser().parse_args(translate_arguments(line.split())).model == name
 
 
 def test_flags_in_two_words_are_those_in_one() -> None:
     words = "--model m --port 9000 --enable-lora --gpu-memory-utilization 0.9 --max-loras 4"
-    options = parser().parse_args(translated(words.split()))
+    options = parser().parse_args(translate_arguments(words.split()))
     assert (options.port, options.enable_lora, options.max_loras) == ([9000], True, 4)
 
 
 def started(config: EngineConfig, *, adapters: bool = False) -> Namespace:
     """The simulator's options, of what the preset for vLLM makes of a backend's configuration."""
-    engine = Engine(
+    engine = EngineSettings(
         served_name="llama",
         path="/mnt/models",
         format=ModelFormat(name="huggingface"),
@@ -64,4 +64,16 @@ def started(config: EngineConfig, *, adapters: bool = False) -> Namespace:
         has_adapters=adapters,
     )
     line = words(built_in()["vllm"].spec.arguments, settings_of(engine, "entry")).args
-    return parser().parse_args(translated(line))
+    return parser().parse_args(translate_arguments(line))
+
+
+def test_an_engine_of_a_pair_has_the_side_channel_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.7")
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5700")
+    config = '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}'
+    options = parser().parse_args(translate_arguments(["--model=m", f"--kv-transfer-config={config}"]))
+    assert options.kv_transfer_config[0].kv_role == "kv_producer"
+    assert (options.side_channel_host, options.side_channel_port) == ("127.0.0.7", [5700])
+    # one that the simulator does not know is left out: the engine serves whole requests
+    other = translate_arguments(["--model=m", '--kv-transfer-config={"kv_connector":"MultiConnector"}'])
+    assert parser().parse_args(other).kv_transfer_config is None

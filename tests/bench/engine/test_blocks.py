@@ -17,7 +17,7 @@ def filled(pool: BlockPool, hashes: list[int]) -> list[int]:
     blocks = pool.take(shared, len(hashes) - len(shared))
     assert blocks is not None
     for block, value in zip(blocks, hashes, strict=True):
-        pool.name(block, value)
+        pool.register(block, value)
     return blocks
 
 
@@ -87,7 +87,7 @@ class BlockAccounting(RuleBasedStateMachine):
             self.held[self.next] = []
             return self.next
         for depth, (block, value) in enumerate(zip(blocks, hashes, strict=True), 1):
-            self.pool.name(block, value)
+            self.pool.register(block, value)
             self.stored.add(tuple(text[:depth]))
         self.held[self.next] = blocks
         return self.next

@@ -8,7 +8,6 @@ import json
 from typing import TYPE_CHECKING
 
 import httpx
-import openai
 import pytest
 
 from bench.engine.hardware import PRESETS
@@ -20,6 +19,8 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    import openai
+
 MODEL = "llama"
 PROMPT = "once upon a time " * 40
 
@@ -29,9 +30,8 @@ class Engine:
         self.url = url
         self.server = server
         self.http = httpx.AsyncClient(base_url=url, timeout=20)
-        self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
-    async def complete(self, prompt: str | list[int] = PROMPT, **fields: object) -> httpx.Response:
+    async def complete(self, prompt: object = PROMPT, **fields: object) -> httpx.Response:
         return await self.http.post("/v1/completions", json={"model": MODEL, "prompt": prompt, **fields})
 
     async def metric(self, name: str) -> float:
@@ -68,7 +68,6 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
         await eventually(is_up)
         yield one
         await one.http.aclose()
-        await one.openai.close()
         server.cancel()
 
 
@@ -91,6 +90,66 @@ async def test_a_prompt_may_be_token_ids(engine: Engine) -> None:
     assert second["prompt_tokens_details"]["cached_tokens"] == 64
 
 
+async def test_each_prompt_of_a_list_gets_its_choices(engine: Engine) -> None:
+    ids = list(range(100))
+    for prompts in ([PROMPT, "short"], [ids, [7, 8]], [PROMPT, ids]):
+        answer = (await engine.complete(prompts, max_tokens=3, n=2)).json()
+        assert [one["index"] for one in answer["choices"]] == [0, 1, 2, 3]
+        assert [len(one["text"]) for one in answer["choices"]] == [12] * 4
+        assert answer["usage"]["completion_tokens"] == 12
+    assert answer["usage"]["prompt_tokens"] == 170 + 100
+    streamed = (await engine.complete(["a", "b"], max_tokens=3, stream=True)).text
+    events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    for index in (0, 1):
+        reasons = [one["choices"][0]["finish_reason"] for one in events if one["choices"][0]["index"] == index]
+        assert reasons == [None, None, "length"]
+    assert await engine.metric("vllm:request_success_total") == 3 * 4 + 2
+    assert await engine.metric("vllm:num_requests_running") == 0
+
+
+@pytest.mark.parametrize("prompt", [[], ["a", 1], [[]], [1, [2]], {"a": 1}])
+async def test_a_list_that_is_neither_prompts_nor_tokens_is_refused(engine: Engine, prompt: object) -> None:
+    answer = await engine.http.post("/v1/completions", json={"model": MODEL, "prompt": prompt})
+    assert answer.status_code == 400
+
+
+async def test_a_client_that_leaves_frees_the_places_of_all_choices(engine: Engine) -> None:
+    body = {"model": MODEL, "prompt": ["x", "y"], "max_tokens": 3000, "n": 2}
+    with pytest.raises(httpx.ReadTimeout):
+        await engine.http.post("/v1/completions", json=body, timeout=0.3)
+
+    async def is_idle() -> bool:
+        return await engine.metric("vllm:num_requests_running") == 0
+
+    await eventually(is_idle)
+
+
+SALTED = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", SALTED),
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 1}),
+        ("/v1/responses", {"input": PROMPT, "max_output_tokens": 1}),
+        ("/v1/messages", SALTED),
+    ],
+)
+async def test_prompts_share_cached_blocks_with_the_same_salt_alone(
+    engine: Engine, path: str, body: dict[str, object]
+) -> None:
+    async def cached(**salt: str) -> bool:
+        answer = await engine.http.post(path, json={"model": MODEL, **body, **salt})
+        usage = answer.json()["usage"]
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
+        return bool(details.get("cached_tokens") or details.get("cache_read_input_tokens"))
+
+    assert [await cached() for _ in range(2)] == [False, True]
+    assert [await cached(cache_salt="a") for _ in range(2)] == [False, True]
+    assert [await cached(cache_salt="b"), await cached(cache_salt="a"), await cached()] == [False, True, True]
+
+
 async def test_a_streamed_chat_carries_its_usage_only_if_asked(engine: Engine) -> None:
     asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": True}
     plain = (await engine.http.post("/v1/chat/completions", json=asked)).text
@@ -108,20 +167,32 @@ async def test_a_streamed_chat_carries_its_usage_only_if_asked(engine: Engine) -
 
 
 async def test_the_openai_client_reads_every_api(engine: Engine) -> None:
-    chat = await engine.openai.chat.completions.create(
+    import openai  # noqa: PLC0415 - half a second, which collection need not take in each process
+
+    async with openai.AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0) as client:
+        await check_every_api(client)
+
+
+async def check_every_api(client: openai.AsyncOpenAI) -> None:
+    chat = await client.chat.completions.create(
         model="sql", messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}], max_tokens=2
     )
     assert chat.choices[0].message.content
-    response = await engine.openai.responses.create(model=MODEL, input="hi", max_output_tokens=2)
+    response = await client.responses.create(model=MODEL, input="hi", max_output_tokens=2)
     assert response.usage is not None
     assert response.usage.output_tokens == 2
-    stream = await engine.openai.responses.create(model=MODEL, input="hi", max_output_tokens=2, stream=True)
+    stream = await client.responses.create(model=MODEL, input="hi", max_output_tokens=2, stream=True)
     kinds = [event.type async for event in stream]
-    assert kinds == ["response.created", *["response.output_text.delta"] * 2, "response.completed"]
-    vectors = await engine.openai.embeddings.create(model=MODEL, input=["a", "a", "b"], encoding_format="float")
+    assert kinds == [
+        *("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"),
+        *["response.output_text.delta"] * 2,
+        *("response.output_text.done", "response.content_part.done", "response.output_item.done"),
+        "response.completed",
+    ]
+    vectors = await client.embeddings.create(model=MODEL, input=["a", "a", "b"], encoding_format="float")
     first, second, third = (one.embedding for one in vectors.data)
     assert first == second != third
-    assert [model.id async for model in engine.openai.models.list()] == [MODEL, "sql"]
+    assert [model.id async for model in client.models.list()] == [MODEL, "sql"]
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,9 @@ def test_two_policies_of_one_replay_are_compared_request_by_request(
         (["replay", "--trace", "chat", "--model", "9b"], "there are 7b,"),
         (["replay", "--trace", "chat", "--scrape", "soon"], "soon"),
         (["replay", "--trace", "chat", "--flow-control", "{"], "JSON"),
+        (["replay", "--trace", "chat", "--prefill", "2"], "give both"),
+        (["replay", "--trace", "chat", "--prefill", "2", "--decode", "1", "--engines", "3"], "remove it"),
+        (["replay", "--trace", "chat", "--policies", "pd-attache"], "--prefill N and --decode N"),
         (["compare", "none.json", "none.json"], "cannot be read as the JSON of a replay"),
         (["validate", "--traces", "none"], "none is not a directory"),
         (["autoscale", "--quick", "--traces", "none"], "none is not a directory"),
@@ -217,6 +220,7 @@ def test_the_table_of_the_lab_has_a_line_for_each_policy_and_load(
 ) -> None:
     # to draw takes ten times as long as the rest, and is tested with the replay
     monkeypatch.setattr(html, "_plots", lambda *_: "")
+    monkeypatch.setattr(lab_command, "write_figures", lambda *_: [])
 
     def row(number: int) -> str:
         return json.dumps(
@@ -233,8 +237,9 @@ def test_the_table_of_the_lab_has_a_line_for_each_policy_and_load(
     flags = ["--policies", "attache,random", "--jobs", "1", "--out", str(tmp_path / "out")]
     assert main(["lab", "--traces", str(tmp_path), *flags]) == 0
     page = (tmp_path / "out" / "lab.md").read_text()
-    assert page.count("\n## ") == 6
-    assert page.count("\n| attache |") == page.count("\n| random |") == 6
+    # three loads of two traces, and how the TTFT of each trace grows with the load
+    assert page.count("\n## ") == 8
+    assert page.count("\n| attache |") == page.count("\n| random |") == 8
     assert "Made by `attache lab --traces " in page
     groups = json.loads((tmp_path / "out" / "lab.json").read_text())["groups"]
     assert [one["policies"]["attache"]["requests"] for one in groups] == [30] * 6
@@ -248,6 +253,7 @@ def test_in_a_clone_without_traces_the_lab_plays_generators_and_says_how_to_give
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(html, "_plots", lambda *_: "")
+    monkeypatch.setattr(lab_command, "write_figures", lambda *_: [])
     small = {"chat": "chat:sessions=4,turns=2", "shared-prefix": "shared-prefix:groups=2,prompts=2,prefix=600,output=5"}
     generated = [msgspec.structs.replace(one, name=small[one.name]) for one in lab_command._GENERATED]
     monkeypatch.setattr(lab_command, "_GENERATED", generated)
@@ -257,7 +263,27 @@ def test_in_a_clone_without_traces_the_lab_plays_generators_and_says_how_to_give
     assert "There is no directory of traces" in said
     assert "kvcache-ai/Mooncake" in said
     assert "--traces" in said
-    assert (tmp_path / "bench/out/lab/lab.md").read_text().count("\n## ") == 6
+    # three loads of two traces, and how the TTFT of each grows with the load
+    assert (tmp_path / "bench/out/lab/lab.md").read_text().count("\n## ") == 8
+
+
+def test_the_lab_plays_the_rates_that_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html, "_plots", lambda *_: "")
+    (chat, _) = lab_command._GENERATED
+    monkeypatch.setattr(lab_command, "_GENERATED", [msgspec.structs.replace(chat, name="chat:sessions=4,turns=2")])
+    flags = ["--policies", "attache,random", "--jobs", "1", "--hardware", "h100", "--model", "8b"]
+    assert main(["lab", *flags, "--rates", "0.5,1,4"]) == 0
+    out = tmp_path / "bench/out/lab"
+    assert [line for line in (out / "lab.md").read_text().splitlines() if line.startswith("## chat")][:3] == [
+        "## chat:sessions=4,turns=2, x0.5",
+        "## chat:sessions=4,turns=2, x1",
+        "## chat:sessions=4,turns=2, x4",
+    ]
+    assert (out / "lab.tex").read_text().count("toprule") == 4
+    assert len(list((out / "figures").glob("ttft-by-rate-*.pdf"))) == 1
+    for wrong in ("0", "1,-1", "nan", "fast"):
+        with pytest.raises(SystemExit):
+            main(["lab", "--rates", wrong])
 
 
 def test_a_grid_over_rates_has_a_table_for_each_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,7 +291,8 @@ def test_a_grid_over_rates_has_a_table_for_each_rate(tmp_path: Path, capsys: pyt
     assert replay(*flags, "--json", "out.json", "--html", "out.html") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("rate x1,") == said.count("rate x2,") == 1
-    assert said.count("2 seeds together") == 2
+    # and one of both rates
+    assert said.count("2 seeds together") == 3
     page = (tmp_path / "out.html").read_text()
     assert page.count("<img") == 2
     # a report says what made it

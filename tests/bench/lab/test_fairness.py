@@ -64,17 +64,17 @@ def test_without_counters_two_that_wait_drift_apart_without_bound() -> None:
 
 
 def test_a_flood_hardly_touches_the_others_where_it_would_drown_them_without_counters() -> None:
-    outcomes = {one.policy: one for one in flood(rate=0.9, duration_s=20, engines=1, policies=FLOOD_POLICIES)}
-    assert outcomes["VTC"].factor < 1.1
+    outcomes = {one.policy: one for one in flood(rate=0.9, duration_s=12, engines=1, policies=FLOOD_POLICIES)}
+    assert outcomes["VTC"].slowdown < 1.1
     # and the longer a flood lasts, the worse it gets
-    assert outcomes["FCFS"].factor > 2.25
-    assert outcomes["no queue"].factor > 2.25
+    assert outcomes["FCFS"].slowdown > 2.25
+    assert outcomes["no queue"].slowdown > 2.25
 
 
 def test_a_flood_of_quiet_engines_costs_the_others_little() -> None:
     policies = {"FCFS": FCFS, "VTC": VTC}
     outcomes = {one.policy: one for one in flood(rate=1.45, duration_s=13, engines=4, policies=policies)}
-    assert outcomes["VTC"].factor < 1.5
+    assert outcomes["VTC"].slowdown < 1.5
     assert outcomes["FCFS"].during_s > 3 * outcomes["VTC"].during_s
 
 
@@ -87,13 +87,13 @@ def test_deadlines_are_met_by_their_order_and_means_by_the_shortest_first() -> N
 
 
 def test_bands_that_all_wait_have_their_shares() -> None:
-    found = shares(rate=25, duration_s=8, engines=1).by_band
+    found = shares(rate=25, duration_s=5, engines=1).by_band
     expected = {"critical": 0.80, "high": 0.15, "standard": 0.04, "best-effort": 0.01}
     assert found == {name: pytest.approx(share, abs=0.02) for name, share in expected.items()}
 
 
 def test_locality_is_kept_within_the_deficits() -> None:
-    found = {one.policy: one for one in locality(rate=3, duration_s=10, engines=2)}
+    found = {one.policy: one for one in locality(rate=3, duration_s=6, engines=2)}
     assert found["DLPM"].cached_token_ratio >= 0.85 * found["no queue"].cached_token_ratio
     assert found["DLPM"].cached_token_ratio > found["FCFS"].cached_token_ratio
     # a quantum, and the largest request with its answer

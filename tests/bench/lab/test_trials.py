@@ -9,25 +9,29 @@ import pytest
 
 from bench.lab.hardware import HardwareUnknown, engine_kinds
 from bench.lab.measures import LatencyObjective, measure
+from bench.lab.policies.own_file import PolicyFailed
 from bench.lab.policies.registry import POLICIES
-from bench.lab.trial import Conditions, Trial, TrialReport, run
+from bench.lab.trial import Conditions, Trial, TrialReport, check_trials, run
 
 CHAT = "chat:sessions=60,sessions_per_s=12,system_prompts=6,system_tokens=3000,turns=2"
+SHORT = CHAT.replace("sessions=60", "sessions=20")
 
 
 def play(policy: str, trace: str = CHAT, **conditions: object) -> TrialReport:
     known = {"engines": 3, "hardware": "h100", "model": "8b", "block_size": 16, **conditions}
+    if policy.startswith("pd-"):
+        known = {"prefill": 1, "decode": 2, **known}
     return run(Trial(policy, Conditions(trace, **known)), time.perf_counter)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_policy_serves_everybody_and_can_be_repeated(policy: str) -> None:
-    report = play(policy)
-    assert len(report.rows) == 120
+    report = play(policy, SHORT)
+    assert len(report.rows) == 40
     assert not any(row.error for row in report.rows)
     # nobody is faster than an idle engine that holds all, but by the 15.6 ms of an API server that is counted in both
     assert all(row.ttft_s >= 0.99 * row.ideal_s for row in report.rows)
-    assert play(policy).rows == report.rows
+    assert play(policy, SHORT).rows == report.rows
 
 
 def test_policies_that_know_prefixes_find_more_of_them_than_chance_does() -> None:
@@ -39,6 +43,35 @@ def test_policies_that_know_prefixes_find_more_of_them_than_chance_does() -> Non
     }
     assert all(ratios[name] > ratios["random"] + 0.05 for name in ratios if name != "random")
     assert ratios["attache-precise"] == pytest.approx(ratios["attache"], abs=0.03)
+
+
+def test_pairs_transfer_and_the_whole_fleet_does_not() -> None:
+    roles = {"prefill": 1, "decode": 2, "network": "100gb"}
+    always, whole = play("pd-always", SHORT, **roles), play("attache", SHORT, **roles)
+    assert all(row.prefill == 0 and row.engine in {1, 2} for row in always.rows)
+    assert all(row.prefill == -1 for row in whole.rows)
+    assert {row.engine for row in whole.rows} == {0, 1, 2}
+    pushed = play("pd-always", SHORT, **roles, pushes=True)
+    assert all(row.prefill == 0 for row in pushed.rows)
+    # while one prompt is computed, what was computed of it is on its way
+    assert measure(pushed.rows, 1.0, LatencyObjective()).ttft_s.mean < (
+        measure(always.rows, 1.0, LatencyObjective()).ttft_s.mean
+    )
+
+
+def test_expected_seconds_lose_less_than_a_rule_by_length_where_prefill_engines_are_few() -> None:
+    long = "chat:sessions=60,sessions_per_s=8,system_prompts=60,system_tokens=12000,turns=2"
+    ttft_s = {
+        policy: measure(play(policy, long, network="100gb").rows, 1.0, LatencyObjective()).ttft_s.mean
+        for policy in ("pd-attache", "pd-llm-d", "pd-always")
+    }
+    assert ttft_s["pd-attache"] < 0.7 * ttft_s["pd-llm-d"]
+    assert ttft_s["pd-attache"] < 0.7 * ttft_s["pd-always"]
+
+
+def test_pairs_need_roles() -> None:
+    with pytest.raises(PolicyFailed, match="--prefill N and --decode N"):
+        check_trials([Trial("pd-attache", Conditions(SHORT))])
 
 
 def test_unequal_engines_are_told_apart_without_a_word() -> None:

@@ -11,7 +11,7 @@ import pytest
 from bench.engine.hardware import PER_REQUEST_S, PER_STEP_S
 from bench.engine.scheduler import EngineLimits
 from bench.engine.step_time import Work, batch_of
-from bench.lab.validation import Curve, MeasuredKernels, RecordedRequest, Surface, modelled, real
+from bench.lab.validation import Curve, MeasuredKernels, RecordedRequest, Surface, real, simulate_latencies
 from bench.virtual.engines import EngineKind
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ def test_a_run_is_played_at_its_own_times(profiles: Path) -> None:
     assert was.ttft_s.mean == pytest.approx(0.35)
     assert was.tpot_s.mean == pytest.approx((0.2 + 1.0) / 2)
     assert was.makespan_s == 12.5
-    found = modelled(run, EngineKind(MeasuredKernels(profiles, "x", layers=2), EngineLimits(num_gpu_blocks=100)))
+    found = simulate_latencies(
+        run, EngineKind(MeasuredKernels(profiles, "x", layers=2), EngineLimits(num_gpu_blocks=100))
+    )
     assert 10.0 < found.makespan_s < 10.1
     assert 0 < found.tpot_s.mean < found.ttft_s.mean < 0.02

@@ -2,26 +2,26 @@
 from __future__ import annotations
 
 from bench.micro.figures import Spread, figures
-from bench.micro.overhead import ALONE, BUSY, WHOLE, Found, Load, Measured
-from bench.micro.servers import Case
+from bench.micro.overhead import ALONE, BUSY, WHOLE, CaseResult, OverheadResult, PhaseLoad
+from bench.micro.servers import MeasuredCase
 
 
-def load(rate: float = 1000.0, *, p50_ms: float = 1.0, cpu_us: float = 100.0) -> Load:
-    return Load(rate, p50_ms, 2 * p50_ms, cpu_us, {"main": cpu_us}, busy=0.5)
+def load(rate: float = 1000.0, *, p50_ms: float = 1.0, cpu_us: float = 100.0) -> PhaseLoad:
+    return PhaseLoad(rate, p50_ms, 2 * p50_ms, cpu_us, {"main": cpu_us}, busy=0.5)
 
 
-def measured(alone: list[Load], busy: list[Load]) -> Measured:
-    return Measured(1.0, 2**20, {ALONE.name: alone, BUSY.name: busy, WHOLE.name: busy})
+def measured(alone: list[PhaseLoad], busy: list[PhaseLoad]) -> OverheadResult:
+    return OverheadResult(1.0, 2**20, {ALONE.name: alone, BUSY.name: busy, WHOLE.name: busy})
 
 
-def found() -> Found:
+def found() -> CaseResult:
     alone = {"engine": [0.5, 0.25], "no-op": [1.5, 2.25], "extproc": [2.5, 2.75]}
     busy = {"no-op": [(1000.0, 200.0), (500.0, 400.0)], "extproc": [(500.0, 500.0), (400.0, 600.0)]}
     servers = {
         name: measured([load(p50_ms=ms) for ms in times], [load(rate, cpu_us=us) for rate, us in busy.get(name, [])])
         for name, times in alone.items()
     }
-    return Found(Case(2_000, 8), servers)
+    return CaseResult(MeasuredCase(2_000, 8), servers)
 
 
 def test_latency_is_added_to_the_engine_and_to_the_no_op_server_of_the_same_round() -> None:
@@ -45,5 +45,5 @@ def test_the_baseline_is_the_baseline_of_itself() -> None:
 
 
 def test_a_case_is_found_by_its_name() -> None:
-    assert Case(100_000, 8).name == "100 KB, 8"
-    assert Case(2_000, 100, renamed=False, in_pieces=True).name == "2 KB, 100, own name, in pieces"
+    assert MeasuredCase(100_000, 8).name == "100 KB, 8"
+    assert MeasuredCase(2_000, 100, renamed=False, in_pieces=True).name == "2 KB, 100, own name, in pieces"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.micro.noop import SERVER
+from bench.micro.baselines import SERVER
 from bench.micro.servers import ANSWER_BY_ENVOY, bundle_files
 from bench.stack.stack import documents
 

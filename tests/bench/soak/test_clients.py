@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from bench.soak.clients import Question, flaw
+from bench.soak.clients import SoakRequest, response_error
 
-ASKED = Question("honest", "m1.0", 1, echoes=frozenset({"a.0"}), hosts=frozenset({"127.1.0.1"}))
+ASKED = SoakRequest("honest", "m1.0", 1, echoes=frozenset({"a.0"}), hosts=frozenset({"127.1.0.1"}))
 WHOLE = b'data: {"model":"a.0","choices":[]}\n\ndata: [DONE]\n\n'
 
 
 def test_a_whole_answer_of_the_right_engine_has_no_flaw() -> None:
-    assert flaw(ASKED, 200, "127.1.0.1", WHOLE) == ""
+    assert response_error(ASKED, 200, "127.1.0.1", WHOLE) == ""
 
 
 @pytest.mark.parametrize(
@@ -26,4 +26,4 @@ def test_a_whole_answer_of_the_right_engine_has_no_flaw() -> None:
     ],
 )
 def test_a_flaw_is_told(status: int, served: str, raw: bytes, said: str) -> None:
-    assert said in flaw(ASKED, status, served, raw)
+    assert said in response_error(ASKED, status, served, raw)

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.soak import report
-from bench.soak.__main__ import chosen
+from bench.soak import __main__ as report
+from bench.soak.__main__ import choose_engines
 from bench.soak.hostile import HOSTILE, hostile_host
-from bench.soak.run import bad_lines, summed
-from bench.soak.verdict import Bounds, Latency, Process, Record, Sample, verdict
+from bench.soak.run import bad_lines, sum_series
+from bench.soak.verdict import Latency, Limits, ProcessSample, Sample, SoakRecord, verdict
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 def test_hostile_engines_are_chosen_by_group_and_by_name() -> None:
-    assert chosen("none") == ()
-    assert chosen("all") == tuple(HOSTILE)
-    assert chosen("answers,labels") == ("labels", "dies", "resets", "interim")
+    assert choose_engines("none") == ()
+    assert choose_engines("all") == tuple(HOSTILE)
+    assert choose_engines("answers,labels") == ("labels", "dies", "resets", "interim")
     with pytest.raises(ValueError, match="no hostile engine is called labelz"):
-        chosen("labelz")
+        choose_engines("labelz")
 
 
 def test_every_hostile_engine_has_an_address_of_its_own() -> None:
@@ -40,18 +40,18 @@ def test_a_traceback_is_told_by_its_error_with_a_count(tmp_path: Path) -> None:
 def test_series_are_summed_up() -> None:
     page = '# TYPE a counter\na{x="1"} 2.0\na{x="2"} 3.0\nb 7\n'
 
-    assert summed(page, "a{") == 5
-    assert summed("cluster.x.update_rejected: 2\ncluster.x.update_success: 9\n", "", "update_rejected:") == 2
+    assert sum_series(page, "a{") == 5
+    assert sum_series("cluster.x.update_rejected: 2\ncluster.x.update_success: 9\n", "", "update_rejected:") == 2
 
 
 def test_the_report_has_the_verdict_and_a_picture(tmp_path: Path) -> None:
-    process = Process(1, 0.1, 1, 1)
+    process = ProcessSample(1, 0.1, 1, 1)
     samples = [
         Sample(at_s, {"extproc": process}, {"honest": {"ok": 1}}, Latency(0.1, 0.1, 0.1), {}, 0.1)
         for at_s in (10.0, 20.0)
     ]
-    record = Record(1, 20.0, (), samples=samples)
-    checks = verdict(record, Bounds())
+    record = SoakRecord(1, 20.0, (), samples=samples)
+    checks = verdict(record, Limits())
 
     report.write(record, checks, tmp_path)
 

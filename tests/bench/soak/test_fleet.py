@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.soak.fleet import BROKEN, CHANGES, applied, content, first_fleet, hosts, next_change, spare
+from bench.soak.fleet import BROKEN, CHANGES, apply_change, content, first_fleet, hosts, next_change, spare
 from bench.soak.run import names_of
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import ConfigDirectory
@@ -28,7 +28,7 @@ def test_whatever_changes_the_directory_is_valid_and_of_its_size(tmp_path: Path)
     for _ in range(150):
         change = next_change(fleet, rng, size=SIZE, engines=len(PORTS))
         kinds.add(change.name)
-        fleet = applied(fleet, change)
+        fleet = apply_change(fleet, change)
         if change.after is not None:
             (tmp_path / change.after.file).write_text(content(change.after, PORTS))
         elif change.before is not None:
@@ -52,7 +52,7 @@ def test_every_change_changes_its_file() -> None:
                 change.name == "weight"
             )
         )
-        fleet = applied(fleet, change)
+        fleet = apply_change(fleet, change)
 
 
 def test_no_two_model_servers_share_an_address() -> None:

@@ -8,46 +8,46 @@ import pytest
 
 from bench.soak.verdict import (
     MIB,
-    Bounds,
+    Adoption,
     Latency,
+    Limits,
     Loss,
-    Process,
-    Record,
+    ProcessSample,
     Refusal,
     Sample,
-    Uptake,
+    SoakRecord,
     is_well,
-    longest_silence,
+    longest_stall_s,
     slope_mib_per_hour,
     verdict,
 )
 
-BOUNDS = Bounds()
+BOUNDS = Limits()
 QUIET = Latency(0.01, 0.02, 0.03)
 
 
 def sample(at_s: float, rss_mib: float, **counters: float) -> Sample:
     """With one process, and a feed that has brought something unless ``counters`` say otherwise."""
-    process = Process(round(rss_mib * MIB), cpu_s=at_s / 10, fds=20, threads=5)
+    process = ProcessSample(round(rss_mib * MIB), cpu_s=at_s / 10, fds=20, threads=5)
     counted = {"feed configuration": at_s, "envoy rejected": 0.0, **counters}
     return Sample(at_s, {"extproc": process}, {"honest": {"ok": 150}}, QUIET, counted, 0.01)
 
 
-def good() -> Record:
+def good() -> SoakRecord:
     """An hour in which memory grew in the first ten minutes, and then not any more."""
     samples = [sample(at_s, min(100.0, 50.0 + at_s / 10)) for at_s in range(10, 3601, 10)]
-    return Record(
+    return SoakRecord(
         models=1000,
         seconds=3600.0,
         hostile=(),
         samples=samples,
         totals={"honest": {"ok": 54_000}, "known": {"ok": 4_000}},
-        uptakes=[Uptake("weight", "a.yaml", 10.0, extproc_s=0.2, envoy_s=1.0)],
+        uptakes=[Adoption("weight", "a.yaml", 10.0, extproc_s=0.2, envoy_s=1.0)],
         refusals=[Refusal("no YAML", 30.0, extproc_s=0.1, bundle_s=0.2, mended_s=1.0)],
     )
 
 
-def failed(record: Record) -> list[str]:
+def failed(record: SoakRecord) -> list[str]:
     """The names of the checks that failed."""
     return [one.name for one in verdict(record, BOUNDS) if one.is_ok is False]
 
@@ -67,8 +67,8 @@ def test_a_soak_in_which_nothing_went_wrong_is_well() -> None:
         ({"totals": {"honest": {"ok": 5}, "known": {"lost": 1}}}, "known requests"),
         ({"totals": {}}, "honest requests"),
         ({"uptakes": []}, "changes"),
-        ({"uptakes": [Uptake("weight", "a.yaml", 10.0, extproc_s=31.0)]}, "changes"),
-        ({"uptakes": [Uptake("a", "a", 1.0, extproc_s=1.0), Uptake("b", "b", 9.0)]}, "changes"),
+        ({"uptakes": [Adoption("weight", "a.yaml", 10.0, extproc_s=31.0)]}, "changes"),
+        ({"uptakes": [Adoption("a", "a", 1.0, extproc_s=1.0), Adoption("b", "b", 9.0)]}, "changes"),
         ({"refusals": [Refusal("no YAML", 30.0, extproc_s=0.1)]}, "broken files"),
         ({"samples": [*good().samples, sample(3610.0, 100.0, **{"envoy rejected": 1.0})]}, "Envoy's updates"),
         ({"samples": [*good().samples, sample(3700.0, 100.0, **{"feed configuration": 3600.0})]}, "feed configuration"),
@@ -81,7 +81,7 @@ def test_each_thing_that_goes_wrong_fails_a_check(change: dict[str, object], nam
 def test_what_the_last_seconds_could_not_show_fails_nothing() -> None:
     late = msgspec.structs.replace(
         good(),
-        uptakes=[*good().uptakes, Uptake("weight", "b.yaml", 3590.0)],
+        uptakes=[*good().uptakes, Adoption("weight", "b.yaml", 3590.0)],
         refusals=[Refusal("no YAML", 3590.0, extproc_s=0.1)],
     )
 
@@ -89,7 +89,7 @@ def test_what_the_last_seconds_could_not_show_fails_nothing() -> None:
 
 
 def test_a_change_that_the_next_one_of_its_file_overtook_is_not_late() -> None:
-    overtaken = Uptake("weight", "b.yaml", 10.0, is_superseded=True)
+    overtaken = Adoption("weight", "b.yaml", 10.0, is_superseded=True)
 
     assert failed(msgspec.structs.replace(good(), uptakes=[*good().uptakes, overtaken])) == []
 
@@ -130,5 +130,5 @@ def test_the_slope_is_that_of_the_best_line() -> None:
 
 
 def test_a_feed_is_silent_while_its_counter_stands_still() -> None:
-    assert longest_silence([(0, 1), (10, 2), (20, 2), (50, 2), (60, 3)]) == 40
-    assert longest_silence([]) == 0
+    assert longest_stall_s([(0, 1), (10, 2), (20, 2), (50, 2), (60, 3)]) == 40
+    assert longest_stall_s([]) == 0

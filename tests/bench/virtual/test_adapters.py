@@ -14,7 +14,7 @@ from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import Simulation
 from bench.workload.generators import LoraMix
 from bench.workload.sessions import Workload
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ def play(workload: Workload, *, flow_control: bool = False) -> tuple[Simulation,
     text = documents(ENGINES, gateway={}, adapters=workload.adapters, more=more)
     limits = EngineLimits(num_gpu_blocks=20_000, max_loras=SLOTS)
     kind = roofline_engine(PRESETS["h100-llama-3.1-8b"], limits)
-    simulation = Simulation(load({"all.yaml": text.encode()}), dict.fromkeys(ENGINES, kind))
+    simulation = Simulation(load_snapshot({"all.yaml": text.encode()}), dict.fromkeys(ENGINES, kind))
     return simulation, simulation.run(workload)
 
 

@@ -10,14 +10,14 @@ from bench.stack.stack import documents
 from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import Simulation
 from bench.workload.generators import Conversations, conversations
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 
 SHAPE = Conversations(sessions=120)
 
 
 def simulate(picker: str, hardware: str = "h100-llama-3.1-8b") -> Summary:
     engines = [f"10.0.0.{number}:8000" for number in range(1, 5)]
-    snapshot = load({"all.yaml": documents(engines, picker=picker, gateway={}).encode()})
+    snapshot = load_snapshot({"all.yaml": documents(engines, picker=picker, gateway={}).encode()})
     kind = roofline_engine(PRESETS[hardware], EngineLimits(num_gpu_blocks=3000))
     simulation = Simulation(snapshot, dict.fromkeys(engines, kind))
     return summarize(simulation.run(conversations(SHAPE)), speed=1.0)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bench.lab.workload_command import statistics
 from bench.workload.generators import GENERATORS, generate
 from bench.workload.sessions import join, text_of, with_rate_scale
-from bench.workload.statistics import statistics
 from bench.workload.traces import Excerpt, TraceInvalid, read_trace, runs_of
 from extproc.protocol import TENANT
 

@@ -9,17 +9,19 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.workload.generators import Conversations, conversations
 from bench.workload.sessions import text_of
 from bench.workload.traces import Excerpt, TraceInvalid, read_trace
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
+@settings(max_examples=examples(100))
 @given(st.text(max_size=10), st.text(max_size=10), st.integers(1, 300))
 def test_text_has_its_length_and_depends_on_its_key_alone(key: str, other: str, tokens: int) -> None:
     assert len(text_of(key, tokens)) == 4 * tokens

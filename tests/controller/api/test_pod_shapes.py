@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.api.pod_shapes import wrong_shapes
-from controller.models.model.observed import Observed
+from controller.api.pod_shapes import quantity, requests_of, wrong_shapes
+from controller.models.model.model_state import ModelState
 from controller.models.model.reconcile import reconcile
-from controller.models.model_infer.gang import quantity
-from controller.models.model_infer.observed import NodeRoom
+from controller.models.model_infer.model_infer_state import NodeCapacity
 from tests.controller.models.model.test_reconcile import NOW_S, model
 from tests.model_infer_cluster import Cluster, model_infer, role
 
@@ -51,7 +50,9 @@ def test_any_template_of_a_model_infer_is_decided(pod: dict[str, Any]) -> None:
     spec = {"containers": [{"name": "engine", "image": "vllm:1"}], **pod}
     workers = {"workerReplicas": 1, "workerTemplate": {"spec": spec}}
     cluster = Cluster(model_infer({"name": "all", "entryTemplate": {"spec": spec}, **workers}, template={"gang": {}}))
-    cluster.room = [NodeRoom(name="one", free={"pods": 10.0, "cpu": 8.0}, labels={}, taints=[{"effect": "NoSchedule"}])]
+    cluster.room = [
+        NodeCapacity(name="one", free={"pods": 10.0, "cpu": 8.0}, labels={}, taints=[{"effect": "NoSchedule"}])
+    ]
     assert cluster.look().status is not None
 
 
@@ -62,7 +63,7 @@ def test_any_pod_of_a_model_its_template_and_its_runtime_is_decided(
     thing = model(backends=[{"name": "a", "config": {"pod": own}}], baseRefs=["base"])
     base = {"metadata": {"name": "base"}, "spec": {"backends": [{"name": "a", "config": {"pod": below}}]}}
     spec = {"engine": "vLLM", "supports": [{"name": "huggingface"}], "pod": preset, "config": {"image": "vllm:1"}}
-    observed = Observed(thing=thing, templates=[base], runtimes=[{"metadata": {"name": "mine"}, "spec": spec}])
+    observed = ModelState(thing=thing, templates=[base], runtimes=[{"metadata": {"name": "mine"}, "spec": spec}])
     assert reconcile(observed, NOW_S).status is not None
 
 
@@ -83,3 +84,12 @@ def test_the_message_says_where() -> None:
 )
 def test_no_quantity_is_too_large_or_too_odd(text: str, amount: float) -> None:
     assert quantity(text) == amount
+
+
+def test_an_init_container_runs_beside_the_sidecars_before_it() -> None:
+    def container(cpu: str, **more: str) -> dict[str, object]:
+        return {"resources": {"requests": {"cpu": cpu}}, **more}
+
+    sidecar, init = container("1", restartPolicy="Always"), container("4")
+    assert requests_of({"containers": [container("2")], "initContainers": [sidecar, init]}) == {"cpu": 5.0}
+    assert requests_of({"containers": [container("2")], "initContainers": [init, sidecar]}) == {"cpu": 4.0}

@@ -11,7 +11,7 @@ import pytest
 
 from controller.api import strategies
 from controller.api.autoscaling_policy import STRATEGIES, AutoscalingPolicySpec, Strategy
-from controller.api.strategies import StrategyType, installed
+from controller.api.strategies import StrategyType, installed_strategies
 from controller.autoscaler.decision.decide import strategies_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def test_other_packages_bring_strategies_but_take_no_name_of_ours(
         ]
 
     monkeypatch.setattr(strategies, "entry_points", listed)
-    found = installed()
+    found = installed_strategies()
     assert found["Theirs"] is THEIRS
     assert found["Work"] is STRATEGIES["Work"]
     assert {"Broken", "Odd"}.isdisjoint(found)

@@ -21,17 +21,16 @@ from bench.stack.stack import documents
 from controller.bundle.acknowledgements import (
     PATIENCE_S,
     Acknowledgements,
-    EnvoyState,
-    read_state,
     subscriptions_of,
     version_of,
     versions_of,
 )
+from controller.bundle.admin import EnvoyState, read_state
 from controller.bundle.metrics import BundleSeries, serve_metrics
 from controller.bundle.sync import BundleSync, write_once
 from controller.commands.bundle import main
 from controller.gateway.statuses import read_report
-from extproc.api.load import ConfigDirectory, load
+from extproc.api.load import ConfigDirectory, load_snapshot
 from extproc.api.status_pages import ConfigReport
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ ENGINES = "cluster.server/default/llama"
 @pytest.fixture
 def snapshot(tmp_path: Path) -> Snapshot:
     """Its bundle is in ``tmp_path``."""
-    found = load({"a.yaml": documents(["127.0.0.1:8000"], gateway={}).encode()})
+    found = load_snapshot({"a.yaml": documents(["127.0.0.1:8000"], gateway={}).encode()})
     write_once(found, tmp_path, str(tmp_path))
     return found
 
@@ -135,12 +134,40 @@ def test_a_refused_file_is_said_at_once_with_the_reason_and_when_it_is_well_agai
     assert record.levelno == logging.ERROR
     assert "Envoy refused cds.json and keeps what it had: it does not please" in record.getMessage()
 
+    # it stays refused while other files change
+    moved = load_snapshot({"a.yaml": documents(["127.0.0.1:8001"], gateway={}).encode()})
+    write_once(moved, tmp_path, str(tmp_path))
+    acknowledgements.expect(moved, tmp_path, 200.0)
+    verdict = acknowledgements.poll(201.0)
+    assert (verdict.status, verdict.files) == ("Refused", ("cds.json",))
+
     # the next one is not refused because the last one was
-    acknowledgements.expect(snapshot, tmp_path, 200.0)
-    assert acknowledgements.poll(201.0).status == "Behind"
+    policy = {"trafficPolicy": {"connectTimeout": "2s"}}
+    other = load_snapshot({"a.yaml": documents(["127.0.0.1:8000"], gateway={}, more=policy).encode()})
+    write_once(other, tmp_path, str(tmp_path))
+    acknowledgements.expect(other, tmp_path, 201.0)
+    assert acknowledgements.poll(202.0).status == "Behind"
+    good = taking(other, tmp_path)
     envoys.states[ADMIN] = msgspec.structs.replace(good, refused={CLUSTERS: 1})
-    assert acknowledgements.poll(202.0).status == "Taken"
+    assert acknowledgements.poll(203.0).status == "Taken"
     assert caplog.records[-1].getMessage() == "Envoy uses the bundle as it is"
+
+
+def test_a_file_that_is_refused_while_others_are_still_written_is_refused(snapshot: Snapshot, tmp_path: Path) -> None:
+    envoys, good = Envoys(), taking(snapshot, tmp_path)
+    envoys.states[ADMIN] = good
+    acknowledgements = started(envoys, snapshot, tmp_path)
+    assert acknowledgements.poll(101.0).status == "Taken"
+    acknowledgements.begin_write()
+    moved = load_snapshot({"a.yaml": documents(["127.0.0.1:8000"], gateway={"listen": "127.0.0.1:1"}).encode()})
+    write_once(moved, tmp_path, str(tmp_path))
+    after = taking(moved, tmp_path)
+    versions = {**after.versions, "listener_manager.lds": good.versions["listener_manager.lds"]}
+    envoys.states[ADMIN] = msgspec.structs.replace(after, versions=versions, refused={"listener_manager.lds": 1})
+    acknowledgements.poll(112.0)
+    acknowledgements.expect(moved, tmp_path, 113.0)
+    verdict = acknowledgements.poll(114.0)
+    assert (verdict.status, verdict.files) == ("Refused", ("lds.json",))
 
 
 def test_a_file_that_is_not_taken_up_in_time_is_said(
@@ -188,7 +215,7 @@ def test_who_answers_what_nobody_can_read_is_none(body: bytes) -> None:
             self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             assert read_state(f"127.0.0.1:{server.server_port}") is None
@@ -332,7 +359,7 @@ def test_the_report_is_a_page_beside_the_metrics(snapshot: Snapshot, tmp_path: P
     (config / "a.yaml").write_text(documents(["127.0.0.1:8000"], gateway={}))
     follower = BundleSync(ConfigDirectory(config), tmp_path / "out", "/x")
     follower.start(lambda: 0.0)
-    serve_metrics(follower, ("127.0.0.1", port))
+    serve_metrics(follower, ("127.0.0.1", port), CollectorRegistry())
     assert read_report(f"127.0.0.1:{port}") == ConfigReport(files=snapshot.digests)
     (config / "b.yaml").write_text("kind: Nonsense")
     follower.sync_once(lambda: 1.0)
@@ -374,7 +401,7 @@ def test_a_probe_is_told_what_envoy_says_of_itself(tmp_path: Path) -> None:
     (config / "a.yaml").write_text(documents(["127.0.0.1:8000"], gateway={"admin": f"127.0.0.1:{envoy.server_port}"}))
     acknowledgements = Acknowledgements(lambda _: None, "/x/bootstrap.json")
     follower = BundleSync(ConfigDirectory(config), tmp_path / "out", "/x", acknowledgements)
-    serve_metrics(follower, ("127.0.0.1", port))
+    serve_metrics(follower, ("127.0.0.1", port), CollectorRegistry())
 
     def probe() -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", port)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from controller.bundle.envoy.bundle import BundleWriter, build
+from controller.bundle.envoy.bundle import BundleWriter, build_bundle
 from controller.bundle.envoy.secrets import Authorities, Certificate, EngineKey
 from controller.bundle.secret_files import SIGNS_NOTHING, KeyFiles, SecretFiles
-from controller.bundle.sync import BundleSync, remove_orphans, steps, write, write_once
+from controller.bundle.sync import BundleSync, remove_orphans, steps, write_once, write_step
 from extproc.api.authentication import has_usable_key
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import ConfigDirectory, load
+from extproc.api.load import ConfigDirectory, load_snapshot
 from tests.certificates import Authority
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ kind: ModelServer
 metadata: {{name: s}}
 spec: {{model: m, endpoints: []}}
 """
-    return load({"a.yaml": text.encode()})
+    return load_snapshot({"a.yaml": text.encode()})
 
 
 def with_key(**fields: object) -> Snapshot:
@@ -213,6 +213,25 @@ def test_all_ways_to_give_a_key_end_in_its_digest(tmp_path: Path) -> None:
         assert filled(KeyFiles({"A_KEY": f"{KEY}\n"}), with_key(**given)) == {"a": digest(KEY)}
 
 
+def test_names_of_files_are_relative_to_the_configuration_wherever_the_writer_runs(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(KEY)
+    (tmp_path / "set.json").write_text(JWKS)
+    config = tmp_path / "config"
+    config.mkdir()
+    remote = {"uri": "https://b/jwks", "caFile": "../ca.pem"}
+    issuers = [
+        {"name": "a", "issuer": "a", "jwksFile": "../set.json", "anyAudience": True},
+        {"name": "b", "issuer": "b", "remoteJwks": remote, "anyAudience": True},
+    ]
+    assert filled(KeyFiles({}, config), with_key(keyFile="../key")) == {"a": digest(KEY)}
+    given = configured(json.dumps({"jwt": issuers}))
+    authentication = KeyFiles({}, config).fill(given, NOW).gateway.authentication
+    assert authentication is not None
+    local, fetched = authentication.jwt
+    assert local.jwks == JWKS
+    assert fetched.file == str(config / "../ca.pem")
+
+
 def test_an_unchanged_configuration_gives_the_same_object() -> None:
     files, snapshot = KeyFiles({}), with_key(key=KEY)
     assert files.fill(snapshot, NOW).gateway is files.fill(snapshot, NOW).gateway
@@ -222,12 +241,12 @@ def test_a_key_is_left_out_from_the_moment_it_expires_and_its_file_need_not_stay
     files = KeyFiles({})
     snapshot = with_key(keyFile="/nowhere", expiresAt="2029-12-31T23:59:59Z")
     assert filled(files, snapshot) == {}
-    text = build(files.fill(snapshot, NOW), "/x")["keys.json"]
+    text = build_bundle(files.fill(snapshot, NOW), "/x")["keys.json"]
     assert "local CLIENTS = {}" in text
 
 
 def test_envoy_itself_knows_when_a_key_expires() -> None:
-    text = build(with_key(key=KEY, expiresAt="2030-01-01T00:00:01Z"), "/x")["keys.json"]
+    text = build_bundle(with_key(key=KEY, expiresAt="2030-01-01T00:00:01Z"), "/x")["keys.json"]
     assert json.dumps(f'["{digest(KEY)}"]=1893456001000').strip('"') in text
 
 
@@ -261,7 +280,7 @@ def test_a_file_that_everybody_can_read_is_warned_of_once(tmp_path: Path, caplog
     for _ in range(3):
         filled(files, with_key(keyFile=str(file)))
     (record,) = caplog.records
-    assert record.levelno >= logging.WARNING
+    assert record.levelno == logging.WARNING
     assert "chmod 600" in record.getMessage()
     assert no_secret_in(record.getMessage())
 
@@ -308,11 +327,11 @@ def test_an_issuer_without_its_key_set_stays_and_none_of_its_tokens_is_good(tmp_
     (issuer,) = found.gateway.authentication.jwt
     assert issuer.jwks == SIGNS_NOTHING
     assert has_usable_key(SIGNS_NOTHING)
-    assert "signs-nothing" in build(found, "/x")["tokens.json"]
+    assert "signs-nothing" in build_bundle(found, "/x")["tokens.json"]
     file.write_text(JWKS)
     found, mistakes = files.fill_available(snapshot, NOW)
     assert mistakes == []
-    assert "signs-nothing" not in build(found, "/x")["tokens.json"]
+    assert "signs-nothing" not in build_bundle(found, "/x")["tokens.json"]
 
 
 def test_a_missing_key_keeps_no_pod_from_being_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -396,7 +415,9 @@ def test_files_with_credentials_are_their_owners_alone(tmp_path: Path) -> None:
 
 def test_files_of_credentials_that_are_not_used_any_more_go(tmp_path: Path) -> None:
     keys, tokens = with_key(key=KEY), configured(f"{{jwt: [{{name: l, issuer: i, audiences: [a], jwks: '{JWKS}'}}]}}")
-    without = load({"a.yaml": b"apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\nspec: {}"})
+    without = load_snapshot(
+        {"a.yaml": b"apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\nspec: {}"}
+    )
     writer = BundleWriter("/x")
     for before, after, present in (
         (None, keys, {"keys"}),
@@ -404,9 +425,9 @@ def test_files_of_credentials_that_are_not_used_any_more_go(tmp_path: Path) -> N
         (tokens, without, set()),
     ):
         for step in steps(before, after, writer):
-            write(tmp_path, step)
+            write_step(tmp_path, step)
         assert {file.stem for file in tmp_path.glob("*.json")} == {"bootstrap", "cds", "lds", "rds", *present}
-    write(tmp_path, steps(None, keys, writer)[0])
+    write_step(tmp_path, steps(None, keys, writer)[0])
     remove_orphans(tmp_path, without)
     assert not (tmp_path / "keys.json").exists()
 

@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import pytest
 
-from bench.sizes.configuration import Gateway, Sizes, configuration
+from bench.sizes.configuration import GatewayPorts, Sizes, configuration
 from controller.__main__ import main
-from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES, BundleWriter, build
+from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES, BundleWriter, build_bundle
 from controller.bundle.envoy.clusters import backend_cluster, backend_resource
 from controller.bundle.envoy.envoy_json import to_json
+from controller.bundle.envoy.filters import BODY_FILTERS
 from controller.bundle.envoy.local_replies import local_replies
-from controller.bundle.sync import GOLDEN_PATH, Step, remove_orphans, steps, write
+from controller.bundle.envoy.without_extproc import CHANGES_FILTER
+from controller.bundle.sync import GOLDEN_PATH, PublishStep, remove_orphans, steps, write_step
 from extproc.api.http_route import Backend, BackendSpec
-from extproc.api.load import load, load_directory
+from extproc.api.load import load_directory, load_snapshot
 from extproc.api.make_before_break import DrainingServers, with_servers
 from extproc.api.spec import Metadata
 from tests.waiting import eventually
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from bench.stack.guard import Guard
     from extproc.api.snapshot import Snapshot
 
-GATEWAY = Gateway(listen="127.0.0.1:8080", admin="127.0.0.1:9901", extproc="127.0.0.1:9002", engines=8000)
+GATEWAY = GatewayPorts(listen="127.0.0.1:8080", admin="127.0.0.1:9901", extproc="127.0.0.1:9002", engines=8000)
 ENVOY = Path(__file__).parents[3] / "envoy"
 SERVER = """
 apiVersion: attache.dev/v1alpha1
@@ -64,7 +66,7 @@ def snapshot_of(*servers: str, gateway: str = "{}", second: str = "two") -> Snap
     gateway_document = (
         f"apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {{name: g}}\nspec: {gateway}\n"
     )
-    return load({"all.yaml": (documents + gateway_document).encode()})
+    return load_snapshot({"all.yaml": (documents + gateway_document).encode()})
 
 
 def resources(files: Mapping[str, str], name: str) -> list[dict[str, Any]]:
@@ -77,7 +79,7 @@ def routes(files: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def test_a_server_is_a_cluster_with_a_file_of_endpoints() -> None:
-    files = build(snapshot_of("one", "two"), "/x")
+    files = build_bundle(snapshot_of("one", "two"), "/x")
     clusters = {cluster["name"]: cluster for cluster in resources(files, "cds.json")}
     assert set(clusters) == {"attache-extproc", "server/default/one", "server/default/two"}
     source = clusters["server/default/one"]["eds_cluster_config"]["eds_config"]["path_config_source"]
@@ -94,8 +96,8 @@ def test_what_extproc_decides_has_a_route_for_each_time_limit_and_number_of_retr
     slow = "  trafficPolicy: {timeout: 2h, retry: {attempts: 0}}\n---"
     text = SERVER.replace("NAME", "one") + SERVER.replace("NAME", "two").replace("---", slow)
     text += SERVER.replace("NAME", "three").replace("---", slow) + ROUTE.replace("SECOND", "two")
-    snapshot = load({"all.yaml": text.encode()})
-    special, default, *_ = routes(build(snapshot, "/x"))
+    snapshot = load_snapshot({"all.yaml": text.encode()})
+    _, special, default, *_ = routes(build_bundle(snapshot, "/x"))
 
     named = {"name": "x-attache-server", "present_match": True}
     # what extproc writes of the servers is what the route matches
@@ -110,7 +112,7 @@ def test_what_extproc_decides_has_a_route_for_each_time_limit_and_number_of_retr
 def test_routes_grow_with_hosts_plus_models_and_not_with_their_product() -> None:
     def count(models: int, hosts: int, mode: Literal["Open", "Close"]) -> int:
         made = configuration(Sizes(models, models + hosts, hosts, models, models, 1, 1), GATEWAY, mode)
-        return len(routes(build(load(made), "/x")))
+        return len(routes(build_bundle(load_snapshot(made), "/x")))
 
     for mode in ("Open", "Close"):
         base, more_models, more_hosts = count(10, 10, mode), count(40, 10, mode), count(10, 40, mode)
@@ -118,14 +120,16 @@ def test_routes_grow_with_hosts_plus_models_and_not_with_their_product() -> None
 
 
 def test_the_list_of_models_without_extproc_may_be_longer_than_envoys_4_kib() -> None:
-    files = build(load(configuration(Sizes(models=60, routes=60, hosts=1, adapters=60), GATEWAY, "Open")), "/x")
+    files = build_bundle(
+        load_snapshot(configuration(Sizes(models=60, routes=60, hosts=1, adapters=60), GATEWAY, "Open")), "/x"
+    )
     listed = next(one for one in routes(files) if one["name"] == "models-without-extproc")
     size = len(listed["direct_response"]["body"]["inline_string"])
     assert 4096 < size < resources(files, "rds.json")[0]["max_direct_response_body_size_bytes"]
 
 
 def test_no_cluster_keeps_envoys_limit_of_1024_streams() -> None:
-    clusters = resources(build(snapshot_of("one", "two"), "/x"), "cds.json")
+    clusters = resources(build_bundle(snapshot_of("one", "two"), "/x"), "cds.json")
     assert [cluster["name"] for cluster in clusters] == ["attache-extproc", "server/default/one", "server/default/two"]
     for cluster in clusters:
         (limits,) = cluster["circuit_breakers"]["thresholds"]
@@ -133,7 +137,7 @@ def test_no_cluster_keeps_envoys_limit_of_1024_streams() -> None:
 
 
 def test_rules_weights_and_names_hold_without_extproc() -> None:
-    found = {route["name"]: route for route in routes(build(snapshot_of("one", "two"), "/x"))}
+    found = {route["name"]: route for route in routes(build_bundle(snapshot_of("one", "two"), "/x"))}
     testers, rest = found["without-extproc/default/chat/0"], found["without-extproc/default/chat/1"]
     assert testers["match"]["prefix"] == "/v1/chat"
     assert {"name": "x-tester", "string_match": {"exact": "yes"}} in testers["match"]["headers"]
@@ -153,7 +157,7 @@ def test_rules_weights_and_names_hold_without_extproc() -> None:
 
 def test_what_a_server_allows_is_left_alone_without_extproc() -> None:
     text = SERVER.replace("NAME", "one").replace("---", "  allowedFields: [priority, data_parallel_rank]\n---", 1)
-    found = routes(build(load({"all.yaml": (text + ROUTE.replace("SECOND", "one")).encode()}), "/x"))
+    found = routes(build_bundle(load_snapshot({"all.yaml": (text + ROUTE.replace("SECOND", "one")).encode()}), "/x"))
     (changes,) = next(one for one in found if one["name"].endswith("/0"))["typed_per_filter_config"].values()
     assert changes["filter_context"]["allowed"] == {"priority": True, "data_parallel_rank": True}
 
@@ -168,26 +172,70 @@ def test_bodies_are_not_read_where_extproc_has_decided() -> None:
 
 
 def test_a_closed_gateway_has_no_way_around_extproc() -> None:
-    files = build(snapshot_of("one", "two", gateway="{failureMode: Close}"), "/x")
-    assert [route["name"] for route in routes(files)] == ["decided/default"]
-    assert "failure_mode_allow" not in files["lds.json"]
-    assert "without_extproc" not in files["lds.json"]
+    closed = snapshot_of("one", "two", gateway="{failureMode: Close}")
+    files = build_bundle(closed, "/x")
+    assert [route["name"] for route in routes(files)] == ["health", "decided/default", "model_not_found"]
+    assert refuses_without_extproc(closed)
+    assert not [name for name in (*BODY_FILTERS, CHANGES_FILTER) if f'"{name}"' in files["lds.json"]]
 
 
 def test_a_route_with_limits_closes_the_gateway_unless_it_is_opened() -> None:
     limits = ROUTE.replace("SECOND", "two").replace("  rules:", "  rateLimits: [{requests: 10}]\n  rules:")
     text = SERVER.replace("NAME", "one") + SERVER.replace("NAME", "two") + limits
-    files = build(load({"all.yaml": text.encode()}), "/x")
-    assert [route["name"] for route in routes(files)] == ["decided/default"]
-    assert "failure_mode_allow" not in files["lds.json"]
+    closed = load_snapshot({"all.yaml": text.encode()})
+    assert [route["name"] for route in routes(build_bundle(closed, "/x"))] == [
+        "health",
+        "decided/default",
+        "model_not_found",
+    ]
+    assert refuses_without_extproc(closed)
     opened = "apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\nspec: {failureMode: Open}\n"
-    files = build(load({"all.yaml": (text + opened).encode()}), "/x")
-    assert any(route["name"].startswith("without-extproc/") for route in routes(files))
-    assert "failure_mode_allow" in files["lds.json"]
+    snapshot = load_snapshot({"all.yaml": (text + opened).encode()})
+    assert any(route["name"].startswith("without-extproc/") for route in routes(build_bundle(snapshot, "/x")))
+    assert not refuses_without_extproc(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("gateway", "asks"),
+    [
+        ("{failureMode: Open}", 1),
+        ("{failureMode: Close}", 2),
+        ("{failureMode: Open, extprocWorkers: 2}", 2),
+        ("{failureMode: Close, extprocWorkers: 2}", 2),
+    ],
+)
+def test_extproc_is_asked_again_where_another_worker_may_answer_or_somebody_must_refuse(
+    gateway: str, asks: int
+) -> None:
+    snapshot = snapshot_of("one", "two", gateway=gateway)
+    filters = filters_of(snapshot)
+    found = [name for name in filters if name in {"envoy.filters.http.ext_proc", AGAIN}]
+    assert len(found) == asks
+    # answers that run outlive the process that decided them
+    assert filters["envoy.filters.http.ext_proc"]["failure_mode_allow"] is True
+    assert refuses_without_extproc(snapshot) == ("Close" in gateway)
+    # the second has what routes say of the first, and is off where the first is
+    for route in routes(build_bundle(snapshot, "/x")):
+        configs = route.get("typed_per_filter_config", {})
+        assert asks == 1 or configs.get(AGAIN) == configs.get("envoy.filters.http.ext_proc")
+
+
+AGAIN = "attache.extproc_again"
+
+
+def refuses_without_extproc(snapshot: Snapshot) -> bool:
+    """Whether a request that extproc has not decided goes no further."""
+    again = filters_of(snapshot).get(AGAIN)
+    if again is None:
+        return False
+    (decided,) = again["xds_matcher"]["matcher_list"]["matchers"]
+    assert "x-attache-server" in json.dumps(decided["predicate"])
+    assert "SkipFilter" in json.dumps(decided["on_match"])
+    return "failure_mode_allow" not in again["extension_config"]["typed_config"]
 
 
 def filters_of(snapshot: Snapshot) -> dict[str, Any]:
-    (listener,) = resources(build(snapshot, "/etc/attache"), "lds.json")
+    (listener,) = resources(build_bundle(snapshot, "/etc/attache"), "lds.json")
     manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
     return {one["name"]: one.get("typed_config") for one in manager["http_filters"]} | {"manager": manager}
 
@@ -196,7 +244,7 @@ def test_envoy_waits_for_messages_as_configured_and_for_held_requests_as_extproc
     held = "  flowControl: {timeout: 90s, noEndpointTimeout: 7m}\n---"
     text = SERVER.replace("NAME", "one").replace("---", held, 1) + SERVER.replace("NAME", "two")
     text += ROUTE.replace("SECOND", "two")
-    filters = filters_of(load({"all.yaml": text.encode()}))
+    filters = filters_of(load_snapshot({"all.yaml": text.encode()}))
     assert filters["envoy.filters.http.ext_proc"]["message_timeout"] == "5s"
     assert filters["envoy.filters.http.ext_proc"]["max_message_timeout"] == "3600s"
     assert filters["manager"]["stream_idle_timeout"] == "720s"
@@ -207,7 +255,7 @@ def test_envoy_gives_a_request_without_engines_the_time_to_wait_for_one() -> Non
     held = "  flowControl: {timeout: 90s}\n  activation: {holdTimeout: 10m}\n---"
     text = SERVER.replace("NAME", "one").replace("---", held, 1) + SERVER.replace("NAME", "two")
     text += ROUTE.replace("SECOND", "two")
-    manager = filters_of(load({"all.yaml": text.encode()}))["manager"]
+    manager = filters_of(load_snapshot({"all.yaml": text.encode()}))["manager"]
     # the queue after the wait, too
     assert manager["stream_idle_timeout"] == "990s"
     assert manager["request_timeout"] == "810s"
@@ -216,12 +264,26 @@ def test_envoy_gives_a_request_without_engines_the_time_to_wait_for_one() -> Non
         "\n---\napiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\nspec: {requestTimeout:"
         " 0s}\n"
     )
-    manager = filters_of(load({"all.yaml": (text + unlimited).encode()}))["manager"]
+    manager = filters_of(load_snapshot({"all.yaml": (text + unlimited).encode()}))["manager"]
     assert manager["request_timeout"] == "0s"
 
 
+def test_a_server_of_a_cluster_that_comes_back_and_holds_requests_changes_no_listener() -> None:
+    """Envoy would close the connections of all clients, one by one."""
+    marked = 'metadata: {name: one, annotations: {attache.dev/of-cluster: "true"}}'
+    text = SERVER.replace("metadata: {name: NAME}", marked)
+    assert marked in text
+    held = text.replace("---", "  activation: {holdTimeout: 60s}\n---", 1)
+    managers = [
+        filters_of(load_snapshot({"all.yaml": (one + ROUTE.replace("SECOND", "one")).encode()}))["manager"]
+        for one in (text, held)
+    ]
+    assert managers[0] == managers[1]
+    assert managers[0]["request_timeout"] == "180s"
+
+
 def test_silent_connections_of_clients_are_probed() -> None:
-    (listener,) = resources(build(snapshot_of("one", "two"), "/etc/attache"), "lds.json")
+    (listener,) = resources(build_bundle(snapshot_of("one", "two"), "/etc/attache"), "lds.json")
     assert listener["tcp_keepalive"] == {"keepalive_time": 30, "keepalive_interval": 10, "keepalive_probes": 3}
 
 
@@ -236,7 +298,7 @@ schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer}]}]
 flowControl: {defaultRequestTTL: 20s, noEndpointRequestTTL: 40s}
 """
     files = {"all.yaml": (text + ROUTE.replace("SECOND", "one")).encode(), "epp.yaml": epp.encode()}
-    assert filters_of(load(files))["manager"]["stream_idle_timeout"] == "340s"
+    assert filters_of(load_snapshot(files))["manager"]["stream_idle_timeout"] == "340s"
 
 
 def stripped(gateway: str) -> tuple[set[str], set[str]]:
@@ -259,14 +321,27 @@ def test_what_clients_say_of_themselves_is_removed_unless_they_are_our_own_gatew
 def test_keys_are_told_apart_before_all_else_and_go_no_further() -> None:
     keys = "{authentication: {apiKeys: [{name: acme-1, key: sk-acme-secret, tenant: acme}]}}"
     snapshot = snapshot_of("one", "two", gateway=keys)
-    files = build(snapshot, "/x")
-    assert list(filters_of(snapshot))[:2] == ["attache.keys", "attache.identified"]
+    files = build_bundle(snapshot, "/x")
+    assert list(filters_of(snapshot))[1:3] == ["attache.keys", "attache.identified"]
     (known,) = resources(files, "keys.json")
     script = known["typed_config"]["default_source_code"]["inline_string"]
     assert f'["{hashlib.sha256(b"sk-acme-secret").hexdigest()}"]="acme-1"' in script
     assert 'headers:remove("authorization")' in script
     assert 'headers:remove("x-api-key")' in script
     assert not [name for name, text in files.items() if "sk-acme-secret" in text]
+
+
+def test_health_is_answered_before_callers_are_identified_unless_it_is_turned_off() -> None:
+    name = "envoy.filters.http.health_check"
+    for mode, needed in (("Close", {"attache-extproc": {"value": 1.0}}), ("Open", None)):
+        snapshot = snapshot_of("one", "two", gateway=f"{{failureMode: {mode}, healthPath: /up}}")
+        filters = filters_of(snapshot)
+        assert next(iter(filters)) == name
+        assert filters[name].get("cluster_min_healthy_percentages") == needed
+        assert routes(build_bundle(snapshot, "/x"))[0]["match"] == {"path": "/up"}
+    off = snapshot_of("one", "two", gateway='{healthPath: ""}')
+    assert name not in filters_of(off)
+    assert "health" not in [route["name"] for route in routes(build_bundle(off, "/x"))]
 
 
 def test_extproc_is_told_that_a_bundle_asks() -> None:
@@ -276,23 +351,23 @@ def test_extproc_is_told_that_a_bundle_asks() -> None:
 
 def test_equal_snapshots_give_equal_files_and_endpoints_change_their_own_file_alone() -> None:
     before = snapshot_of("one", "two")
-    assert build(before, "/x") == build(snapshot_of("one", "two"), "/x")
+    assert build_bundle(before, "/x") == build_bundle(snapshot_of("one", "two"), "/x")
     documents = "".join(SERVER.replace("NAME", name) for name in ("one", "two")) + ROUTE.replace("SECOND", "two")
-    after = load({"all.yaml": documents.replace("10.0.0.1", "10.0.0.9", 1).encode()})
-    changed = {name for name, text in build(after, "/x").items() if build(before, "/x")[name] != text}
+    after = load_snapshot({"all.yaml": documents.replace("10.0.0.1", "10.0.0.9", 1).encode()})
+    changed = {name for name, text in build_bundle(after, "/x").items() if build_bundle(before, "/x")[name] != text}
     assert changed == {"eds/default/one.json"}
 
 
 @pytest.mark.parametrize("name", sorted(source.name for source in (ENVOY / "sources").iterdir()))
 def test_golden_bundles_are_what_their_sources_give(name: str) -> None:
     snapshot = load_directory(ENVOY / "sources" / name)
-    fresh = build(snapshot, GOLDEN_PATH)
+    fresh = build_bundle(snapshot, GOLDEN_PATH)
     kept = ENVOY / "bundles" / name
     files = {str(file.relative_to(kept)): file.read_text() for file in kept.rglob("*.json")}
     assert files == fresh, "run `make generate`"
 
 
-def names_by_step(planned: list[Step], file: str) -> list[set[str]]:
+def names_by_step(planned: list[PublishStep], file: str) -> list[set[str]]:
     return [{one["name"] for one in resources(step.files, file)} for step in planned if file in step.files]
 
 
@@ -325,21 +400,21 @@ def test_servers_that_become_few_or_many_have_their_endpoints_at_every_step(
     old, new = numbered(*range(before)), numbered(*range(1, after + 1))
     writer = BundleWriter(str(tmp_path))
     for step in [*steps(None, old, writer), *steps(old, new, writer)]:
-        write(tmp_path, step)
+        write_step(tmp_path, step)
         for cluster in resources({"cds.json": (tmp_path / "cds.json").read_text()}, "cds.json"):
             if "eds_cluster_config" in cluster:
                 assert Path(cluster["eds_cluster_config"]["eds_config"]["path_config_source"]["path"]).is_file()
             else:
                 assert "load_assignment" in cluster
     kept = {str(file.relative_to(tmp_path)): file.read_text() for file in tmp_path.rglob("*.json")}
-    assert kept == build(new, str(tmp_path))
+    assert kept == build_bundle(new, str(tmp_path))
 
 
 def connected(connection: str, *addresses: str) -> Snapshot:
     listed = ", ".join(f"{{address: '{one}'}}" for one in addresses)
     spec = f"spec: {{model: m, endpoints: [{listed}], connection: {connection}}}"
     text = f"apiVersion: attache.dev/v1alpha1\nkind: ModelServer\nmetadata: {{name: one}}\n{spec}\n"
-    return load({"all.yaml": text.encode()})
+    return load_snapshot({"all.yaml": text.encode()})
 
 
 TLS = "{tls: {caFile: ca.pem, serverName: a.b}}"
@@ -356,7 +431,7 @@ TLS = "{tls: {caFile: ca.pem, serverName: a.b}}"
 def test_no_cluster_ever_reads_endpoints_that_are_reached_in_another_way(before: Snapshot, after: Snapshot) -> None:
     """Not even for the moment in which clusters and endpoints change."""
     planned = steps(before, after, BundleWriter("/x"))
-    (old,), (new,) = (endpoints_in(build(one, "/x")) for one in (before, after))
+    (old,), (new,) = (endpoints_in(build_bundle(one, "/x")) for one in (before, after))
     assert old != new
     assert all(old not in step.files for step in planned)
     assert old in planned[-1].gone
@@ -380,7 +455,7 @@ kind: HTTPRoute
 metadata: {{name: all}}
 spec: {{rules: [{{backendRefs: [{{group: attache.dev, kind: Backend, name: {name}}}]}}]}}
 """
-    return load({"all.yaml": text.encode()})
+    return load_snapshot({"all.yaml": text.encode()})
 
 
 def test_clusters_of_backends_come_before_their_routes_and_go_after_them() -> None:
@@ -431,16 +506,18 @@ def test_a_server_that_leaves_lingers_for_a_while_unless_it_comes_back() -> None
 
 
 def test_files_are_replaced_whole_and_only_if_they_change(tmp_path: Path) -> None:
-    write(tmp_path, Step(0, {"eds/default/one.json": "1", "rds.json": "a"}))
+    write_step(tmp_path, PublishStep(0, {"eds/default/one.json": "1", "rds.json": "a"}))
     inode = (tmp_path / "rds.json").stat().st_ino
-    write(tmp_path, Step(0, {"eds/default/one.json": "2", "rds.json": "a"}, gone=("eds/default/none.json",)))
+    write_step(
+        tmp_path, PublishStep(0, {"eds/default/one.json": "2", "rds.json": "a"}, gone=("eds/default/none.json",))
+    )
     assert (tmp_path / "rds.json").stat().st_ino == inode
     assert (tmp_path / "eds/default/one.json").read_text() == "2"
     assert {file.name for file in tmp_path.rglob("*")} == {"eds", "default", "one.json", "rds.json"}
 
 
 def test_what_an_earlier_writer_left_behind_is_removed(tmp_path: Path) -> None:
-    write(tmp_path, Step(0, {"eds/default/one.json": "1", "eds/default/old.json": "1"}))
+    write_step(tmp_path, PublishStep(0, {"eds/default/one.json": "1", "eds/default/old.json": "1"}))
     remove_orphans(tmp_path, snapshot_of("one", second="one"))
     assert [file.name for file in (tmp_path / "eds").rglob("*.json")] == ["one.json"]
 
@@ -508,6 +585,10 @@ async def test_a_bundle_that_is_followed_says_what_it_refuses_and_keeps_the_last
         await until(lambda: "'nowhere' is not an address" in log.read_text())
         assert "the last good bundle stays" in log.read_text()
         assert (out / "eds" / "default" / "one.json").read_text() == before
+
+        (config / "a.yaml").write_text(good)
+        await until(lambda: "the configuration can be used again" in log.read_text())
+        assert log.read_text().count("the bundle has configuration") == 1
 
         gateway = "apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\n"
         (config / "b.yaml").write_text(gateway + "spec: {admin: '127.0.0.1:9999'}\n")

@@ -3,22 +3,26 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from controller.commands.epp import FLAGS, FlagInvalid, Plan, for_conformance, plan, read_flags
+from controller.commands.epp import EppPlan, LaunchContext, for_conformance, main, plan_launch
+from controller.commands.epp_flags import FLAGS, FlagInvalid, read_flags
 from controller.gateway.compile.pools import server_of
 from controller.gateway.compile.sources import source_of
+from extproc.api.picker_config import check_shape_alone
 from extproc.cli.serve import parser
 
 ROOT = Path(__file__).parents[3]
 
 
-def planned(*words: str, namespace: str = "team") -> Plan:
-    return plan(read_flags(words), namespace=namespace, address="0.0.0.0", trusts_headers=True)  # noqa: S104 - not opened
+def planned(*words: str, namespace: str = "team", has_cluster: bool = True) -> EppPlan:
+    context = LaunchContext(namespace=namespace, address="0.0.0.0", has_cluster=has_cluster)  # noqa: S104 - not opened
+    return plan_launch(read_flags(words), context)
 
 
 # As llm-d-router's chart writes them, with its default values.
@@ -40,6 +44,46 @@ def test_the_charts_command_line_runs_as_it_stands() -> None:
     assert options.trust_headers
     assert options.pool == "team/llama"
     assert found.metrics == "0.0.0.0:9091"
+
+
+@pytest.mark.parametrize(
+    ("words", "has_cluster", "guarded"),
+    [
+        ([], True, "0.0.0.0:9090"),
+        (["--metrics-endpoint-auth", "--metrics-port=9190"], True, "0.0.0.0:9190"),
+        (["--metrics-endpoint-auth=false"], True, ""),
+        ([], False, ""),
+        (["--metrics-endpoint-auth=false"], False, ""),
+    ],
+)
+def test_extproc_serves_its_metrics_itself_only_where_they_are_for_all(
+    words: list[str], has_cluster: bool, guarded: str
+) -> None:
+    found = planned("--pool-name", "llama", *words, has_cluster=has_cluster)
+    assert found.guarded_pages == guarded
+    assert ("--metrics" in found.extproc) == (not guarded)
+
+
+def test_without_a_cluster_that_could_check_tokens_metrics_cannot_be_guarded() -> None:
+    with pytest.raises(FlagInvalid, match="without a cluster nobody can check tokens"):
+        planned("--metrics-endpoint-auth", has_cluster=False)
+
+
+def test_names_of_files_are_relative_to_the_file_of_the_operator(tmp_path: Path) -> None:
+    def files(*words: str) -> str:
+        options = parser().parse_args(["--config", "x", *planned("--pool-name", "llama", *words).extproc])
+        return str(options.files)
+
+    assert files("--config-file", str(tmp_path / "epp.yaml")) == str(tmp_path)
+    assert files("--config-file", "a/epp.yaml") == str(Path.cwd() / "a")
+    assert files() == files("--config-text", "{}") == str(Path.cwd())
+
+
+def test_an_address_of_ipv6_is_listened_on() -> None:
+    context = LaunchContext(namespace="team", address="::1")
+    found = plan_launch(read_flags(["--pool-name", "llama"]), context)
+    options = parser().parse_args(["--config", "x", *found.extproc])
+    assert (options.listen, found.guarded_pages, found.metrics) == ("[::1]:9002", "[::1]:9090", "[::1]:9091")
 
 
 def test_what_has_no_effect_is_told() -> None:
@@ -77,6 +121,14 @@ def test_pods_may_be_selected_without_a_pool() -> None:
     assert server["spec"]["workloadPort"] == {"port": 8000, "rankPorts": [8001]}
 
 
+@pytest.mark.parametrize(
+    ("words", "pool"),
+    [([], "team/epp"), (["--pool-name", "Slurm_job 42"], "team/slurm-job-42"), (["--pool-name=__"], "team/epp")],
+)
+def test_without_a_cluster_the_pools_name_is_any_text(words: list[str], pool: str) -> None:
+    assert planned(*words, has_cluster=False).pool == pool
+
+
 def test_names_of_metrics_say_which_engine_it_is() -> None:
     words = ["--pool-name", "llama", "--total-queued-requests-metric", "sglang:num_queue_reqs"]
     assert planned(*words).server_fields["engine"] == "SGLang"
@@ -96,6 +148,14 @@ def test_tritons_names_are_those_of_tensorrt_llm_and_its_page_is_tritons() -> No
     assert "metricsPath" not in planned(*words[:3], "trtllm_num_requests_waiting").server_fields
 
 
+def test_the_page_of_metrics_may_be_elsewhere_and_behind_tls() -> None:
+    words = ["--pool-name", "llama", "--model-server-metrics-port", "9999", "--model-server-metrics-scheme=https"]
+    fields = planned(*words).server_fields
+    assert fields["metricsPort"] == 9999
+    assert fields["connection"] == {"tls": {"insecureSkipVerify": True}}
+    assert not {"metricsPort", "connection"} & planned("--pool-name", "llama").server_fields.keys()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -106,12 +166,26 @@ def test_tritons_names_are_those_of_tensorrt_llm_and_its_page_is_tritons() -> No
         (["--pool-name", "a", "--no-such"], "there is no flag '--no-such'"),
         (["--pool-name", "a", "--tracing=maybe"], "write true or false"),
         (["--pool-name", "a", "--grpc-port", "x"], "write a number"),
+        (["--pool-name", "a", "--grpc-port=--5"], "write a number"),
+        (["--pool-name", "a", "--grpc-port", "0"], "--grpc-port=0: write a port from 1 to 65535"),
+        (["--pool-name", "a", "--metrics-port", "65535"], "write a port from 1 to 65534"),
+        (["--pool-name", "a", "--model-server-metrics-port", "-1"], "write a port from 1 to 65535"),
+        (["--pool-name", "a/b"], "--pool-name=a/b is not a name"),
+        (["--pool-name", "a", "--pool-namespace", "x/y"], "--pool-namespace=x/y is not a namespace"),
         (["--pool-name", "a", "--config-file", "f", "--config-text", "t"], "write one of them"),
         (["--pool-name", "a", "--pool-group", "x.dev"], "--pool-group=x.dev: write"),
         (["--pool-name", "a", "--drain-timeout", "soon"], "write a duration"),
         (["--pool-name", "a", "--metrics-cert-dir", "/c"], "metrics have no TLS"),
         (["--pool-name", "a", "--disable-endpoint-subset-filter"], "the subset hint is always obeyed"),
-        (["--pool-name", "a", "--model-server-metrics-port", "9999"], "each endpoint's own port"),
+        (["--pool-name", "a", "--model-server-metrics-scheme", "ftp"], "write http or https"),
+        (
+            [
+                *("--pool-name", "a", "--model-server-metrics-scheme", "https"),
+                "--model-server-metrics-https-insecure-skip-verify=false",
+            ],
+            "caCertPath",
+        ),
+        (["--pool-name", "a", "--engine-label-key", "engine"], "write engineLabelKey"),
         (["--pool-name", "a", "--lora-info-metric", "x", "--total-queued-requests-metric", "my:queue"], "no engine"),
         (
             [
@@ -146,7 +220,7 @@ def test_for_the_conformance_suite_extproc_obeys_a_header_and_reads_no_plugins()
 
 def test_the_annotation_on_the_page_about_moving_is_valid() -> None:
     page = (ROOT / "docs" / "migrating.md").read_text()
-    (text,) = re.findall(r"```yaml\n(metadata:\n.*?)```", page, re.DOTALL)
+    (text,) = re.findall(r"```yaml\n(apiVersion: inference\S+\nkind: InferencePool\n[^`]*)```", page)
     spec = {"selector": {"matchLabels": {"app": "llama"}}, "targetPorts": [{"number": 8000}]}
     metadata = {"name": "llama", "namespace": "team", **yaml.safe_load(text)["metadata"]}
     found = server_of({"metadata": metadata, "spec": spec}, prefix="")
@@ -159,3 +233,35 @@ def test_every_pool_among_the_manifests_can_be_served() -> None:
     found = server_of({**pool, "metadata": {**pool["metadata"], "namespace": "team"}}, prefix="")
     assert found.server is not None, found.complaint
     assert source_of(found.server).complaint() == ""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ("{}", "'address' is missing or wrong"),
+        ("{address: 'h'}", "write HOST:PORT"),
+        ("{address: 'h:x'}", "write HOST:PORT"),
+        ("{address: 'h:99999'}", "write HOST:PORT"),
+        ("{address: 'u@h:1'}", "write HOST:PORT"),
+        ("{address: 'h:1?db=2'}", "write HOST:PORT"),
+        ("{address: ['h:1']}", "write HOST:PORT"),
+        ("{address: 'h:1', db: -1}", "'db' is no number"),
+        ("{address: 'h:1', db: x}", "'db' is no number"),
+        ("{address: 'h:1', passwordEnv: NO_SUCH_VARIABLE}", "the variable NO_SUCH_VARIABLE is not set"),
+        ("{address: 'h:1', passwordFile: pipe}", "is not a regular file"),
+        ("{address: 'h:1', passwordFile: .}", "is not a regular file"),
+        ('{address: "h:1", passwordFile: "a\\0b"}', "null byte"),
+    ],
+)
+def test_a_redis_syncer_that_cannot_be_is_told(
+    parameters: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    text = f"""apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins: [{{type: redis-syncer, parameters: {parameters}}}, {{type: random-picker}}]
+schedulingProfiles: [{{name: default, plugins: [{{pluginRef: random-picker}}]}}]
+"""
+    assert main(["--pool-name=llama", f"--config-text={text}"], "epp", check_shape_alone) == 2
+    assert said in capsys.readouterr().err

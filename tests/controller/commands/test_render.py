@@ -68,6 +68,26 @@ def test_an_object_that_is_not_used_as_it_is_written_is_exit_status_1(
     assert condition(shown(capsys), "ModelServer", "ResolvedRefs") == ("False", "PickerConfigInvalid")
 
 
+LISTED = {"model": "m", "endpoints": [{"address": "10.1.2.3:8000"}]}
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "accepted"),
+    [
+        ([], 1, "False"),
+        (["--endpoint-networks", "10.9.0.0/16"], 1, "False"),
+        (["--endpoint-networks", "10.9.0.0/16,10.1.0.0/16"], 0, "True"),
+        (["--namespace", "default"], 0, "True"),
+    ],
+)
+def test_listed_endpoints_are_taken_as_a_gateway_with_these_options_takes_them(
+    words: list[str], status: int, accepted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(tmp_path / "in", resource("ModelServer", "llama", LISTED))
+    assert main(["render", str(folder), *words]) == status
+    assert condition(shown(capsys), "ModelServer", "Accepted")[0] == accepted
+
+
 def test_files_are_written_that_extproc_and_envoy_can_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = resource("GatewayConfig", "main", {"listen": "127.0.0.1:1234"})
     folder = written(tmp_path / "in", server(), route(), config, make_pod("a"))

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from controller.commands.convert import main
-from controller.convert.convert import check, convert
-from controller.convert.fields import Invalid, quantity, target_names
+from controller.commands.convert import convert, main, validate_objects
+from controller.convert.fields import ConversionFailed, quantity, unique_target_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,7 +68,7 @@ def test_files_of_users_become_what_is_committed(name: str, capsys: pytest.Captu
         committed.write_text(both)
     assert both == committed.read_text()
     for thing in yaml.safe_load_all(said.out):
-        check(thing)
+        validate_objects(thing)
 
 
 def test_nothing_is_left_out_in_silence() -> None:
@@ -202,7 +201,7 @@ def test_what_cannot_be_understood_is_told(things: list[dict[str, Any]], said: s
         # bounds that contradict each other are for the API server's rules
         assert convert(things).objects
         return
-    with pytest.raises(Invalid, match=said):
+    with pytest.raises(ConversionFailed, match=said):
         convert(things)
 
 
@@ -213,7 +212,7 @@ def test_quantities_are_read_as_kubernetes_does() -> None:
 
 def test_names_of_targets_are_short_and_differ() -> None:
     names = ["llama", "llama", "3b", "a-model-with-a-long-name-h100", "A.Model.With.A.Long.Name.h100", "x" * 30]
-    found = target_names(names)
+    found = unique_target_names(names)
     assert found == ["llama", "llama-2", "t-3b", "a-long-name-h100", "a-long-name-h100-2", "x" * 20]
 
 

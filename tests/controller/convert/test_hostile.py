@@ -15,9 +15,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.commands.convert import main
-from controller.convert.convert import check, convert
-from controller.convert.fields import Invalid, target_names
+from controller.commands.convert import convert, main, validate_objects
+from controller.convert.fields import ConversionFailed, unique_target_names
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,15 +70,15 @@ def hostile(draw: st.DrawFn) -> list[dict[str, Any]]:
     return [one for one in things if one.get("kind") and one.get("apiVersion")]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(hostile())
 def test_whatever_is_written_is_converted_or_refused_in_words(things: list[dict[str, Any]]) -> None:
     try:
         found = convert(things)
-    except Invalid:
+    except ConversionFailed:
         return
     for thing in found.objects:
-        check(thing)
+        validate_objects(thing)
         for at in paths(thing["spec"]):
             value: Any = thing["spec"]
             for key in at:
@@ -88,7 +88,7 @@ def test_whatever_is_written_is_converted_or_refused_in_words(things: list[dict[
 
 @pytest.mark.parametrize("count", [20_000])
 def test_many_equal_names_are_told_apart_without_trying_all(count: int) -> None:
-    found = target_names(["llama-70b"] * count)
+    found = unique_target_names(["llama-70b"] * count)
     assert len(set(found)) == count
     variants = [
         {
@@ -119,7 +119,7 @@ def test_two_objects_of_one_name_are_refused() -> None:
         "metadata": {"name": "chat", "namespace": "shop"},
         "spec": {"policyRef": {"name": "chat"}, "homogeneousTarget": {"target": {"targetRef": {"name": "other"}}}},
     }
-    with pytest.raises(Invalid, match="AutoscalingPolicyBinding shop/chat: two of these would be written"):
+    with pytest.raises(ConversionFailed, match="AutoscalingPolicyBinding shop/chat: two of these would be written"):
         convert([policy, binding])
 
 

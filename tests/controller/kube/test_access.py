@@ -12,7 +12,7 @@ import yaml
 
 from bench.cluster.certificates import Authority
 from bench.cluster.control_plane import write_kubeconfig
-from controller.kube.access import Access, find_access, from_kubeconfig, in_cluster
+from controller.kube.access import ClusterAccess, find_access, from_kubeconfig, in_cluster
 from controller.kube.errors import AccessInvalid
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def kubeconfig(path: Path, user: dict[str, Any], cluster: dict[str, Any] | None 
 
 def test_the_current_context_counts_unless_another_is_named(tmp_path: Path) -> None:
     path = kubeconfig(tmp_path / "config", {"token": "t"})
-    assert from_kubeconfig(path) == Access("https://kube.test:6443", namespace="here", token="t")  # noqa: S106 - not one
-    assert from_kubeconfig(path, "two") == Access("https://kube.test:6443")
+    assert from_kubeconfig(path) == ClusterAccess("https://kube.test:6443", namespace="here", token="t")  # noqa: S106 - not one
+    assert from_kubeconfig(path, "two") == ClusterAccess("https://kube.test:6443")
     with pytest.raises(AccessInvalid, match="no context 'three'"):
         from_kubeconfig(path, "three")
 
@@ -51,7 +51,7 @@ def test_certificates_are_read_from_the_file_or_from_beside_it(tmp_path: Path) -
     access = from_kubeconfig(kubeconfig(tmp_path / "config", user, {"certificate-authority-data": data}))
     assert (access.ca, access.certificate, access.key) == (authority.certificate, certificate, key)
     assert access.tls() is not None
-    assert Access("http://kube.test").tls() is None
+    assert ClusterAccess("http://kube.test").tls() is None
 
 
 def test_a_token_file_is_read_anew_for_each_call(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_file_that_is_no_kubeconfig_is_refused(tmp_path: Path, content: str) -
 
 def test_bad_certificates_are_said_before_the_first_call() -> None:
     with pytest.raises(AccessInvalid, match=r"kube\.test"):
-        Access("https://kube.test", ca="no certificate").tls()
+        ClusterAccess("https://kube.test", ca="no certificate").tls()
 
 
 def test_a_pod_has_its_service_account(tmp_path: Path) -> None:
@@ -118,11 +118,11 @@ def test_kubeconfig_comes_before_the_pod_and_the_pod_before_the_home(tmp_path: P
 
 
 def test_what_is_written_is_read_and_only_by_its_owner(tmp_path: Path) -> None:
-    access = Access("https://kube.test", ca="CA", namespace="here", token="t")  # noqa: S106 - not one
+    access = ClusterAccess("https://kube.test", ca="CA", namespace="here", token="t")  # noqa: S106 - not one
     path = write_kubeconfig(tmp_path / "config", access)
     assert from_kubeconfig(path) == access
     assert path.stat().st_mode & 0o077 == 0
 
 
 def test_a_credential_is_never_shown() -> None:
-    assert "hush" not in repr(Access("https://kube.test", token="hush", key="hush"))  # noqa: S106 - that is the point
+    assert "hush" not in repr(ClusterAccess("https://kube.test", token="hush", key="hush"))  # noqa: S106 - that is the point

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from controller.kube.authorizer import ACCESS_REVIEWS, Action, Callers, Page, User
+from controller.kube.authorizer import ACCESS_REVIEWS, Action, Page, RequestAuthorizer, User
 from controller.kube.errors import Unreachable
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Server:
 
 async def test_answers_are_kept_for_seconds() -> None:
     server, now = Server(), [100.0]
-    callers = Callers(cast("Client", server), lambda: now[0])
+    callers = RequestAuthorizer(cast("Client", server), lambda: now[0])
     for _ in range(3):
         user = await callers.user_of("Bearer good")
         assert user == User("scraper", ("a",))
@@ -51,7 +51,7 @@ async def test_answers_are_kept_for_seconds() -> None:
 
 async def test_who_has_no_good_token_is_nobody() -> None:
     server = Server()
-    callers = Callers(cast("Client", server), lambda: 0.0)
+    callers = RequestAuthorizer(cast("Client", server), lambda: 0.0)
     for header in ("", "Bearer", "Bearer ", "Basic good", "Bearer " + "x" * 20_000):
         assert await callers.user_of(header) is None
     assert server.asked == []
@@ -62,7 +62,7 @@ async def test_who_has_no_good_token_is_nobody() -> None:
 
 async def test_the_right_is_asked_for_by_what_is_done() -> None:
     server = Server()
-    callers = Callers(cast("Client", server), lambda: 0.0)
+    callers = RequestAuthorizer(cast("Client", server), lambda: 0.0)
     action = Action("list", "external.metrics.k8s.io", "wva_desired_replicas", "shop")
     assert not await callers.may(User("stranger"), action)
     assert not await callers.may(User("stranger"), action)

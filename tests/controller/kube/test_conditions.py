@@ -6,25 +6,25 @@ from __future__ import annotations
 from typing import Any
 
 from controller.kube.conditions import (
-    Wanted,
+    WantedCondition,
     WantedEntry,
     WantedList,
     WantedStatus,
     fails,
     holds,
-    merged,
+    merge_status,
     transitions,
 )
 
 EARLY, LATE = "2026-11-01T00:00:00Z", "2026-11-02T00:00:00Z"
 
 
-def wanted(*conditions: Wanted, generation: int = 1, **fields: int) -> WantedStatus:
+def wanted(*conditions: WantedCondition, generation: int = 1, **fields: int) -> WantedStatus:
     return WantedStatus(kind="ModelServer", key="a/b", generation=generation, conditions=conditions, fields=fields)
 
 
 def written(status: WantedStatus, observed: dict[str, Any], now: str) -> dict[str, Any]:
-    found = merged(status, observed, now)
+    found = merge_status(status, observed, now)
     assert found is not None
     return found
 
@@ -32,7 +32,7 @@ def written(status: WantedStatus, observed: dict[str, Any], now: str) -> dict[st
 def test_a_settled_status_is_not_written() -> None:
     status = written(wanted(holds("Accepted"), ready=1), {}, EARLY)
     assert status["ready"] == 1
-    assert merged(wanted(holds("Accepted"), ready=1), status, LATE) is None
+    assert merge_status(wanted(holds("Accepted"), ready=1), status, LATE) is None
 
 
 def test_the_time_of_a_condition_changes_with_its_status_alone() -> None:
@@ -60,7 +60,7 @@ def test_messages_are_bounded() -> None:
 OURS, THEIRS = "attache.dev/gateway", "example.com/other"
 
 
-def parent(gateway: str, *conditions: Wanted) -> WantedEntry:
+def parent(gateway: str, *conditions: WantedCondition) -> WantedEntry:
     reference = {"kind": "Gateway", "name": gateway}
     return WantedEntry(identity={"parentRef": reference, "controllerName": OURS}, conditions=conditions)
 
@@ -80,9 +80,9 @@ def test_items_of_other_controllers_stay_and_stale_ones_of_ours_go() -> None:
     status = written(route(parent("web", holds("Accepted"))), {"parents": [stale, theirs]}, EARLY)
     assert parents(status) == [("x", THEIRS), ("web", OURS)]
     assert "observedGeneration" not in status
-    assert merged(route(parent("web", holds("Accepted"))), status, LATE) is None
-    assert merged(route(), {"parents": [theirs]}, LATE) is None
-    assert merged(route(), {}, LATE) is None
+    assert merge_status(route(parent("web", holds("Accepted"))), status, LATE) is None
+    assert merge_status(route(), {"parents": [theirs]}, LATE) is None
+    assert merge_status(route(), {}, LATE) is None
 
 
 def test_a_role_of_one_gateway_leaves_what_other_roles_of_ours_say() -> None:

@@ -21,11 +21,11 @@ class Copies:
 
     def hear(self, thing: Object, resource: Resource = PODS) -> None:
         self.objects[resource, key_of(thing)] = thing
-        self.expectations.observed(resource, key_of(thing))
+        self.expectations.on_object(resource, key_of(thing))
 
     def lose(self, thing: Object, resource: Resource = PODS) -> None:
         del self.objects[resource, key_of(thing)]
-        self.expectations.observed(resource, key_of(thing))
+        self.expectations.on_object(resource, key_of(thing))
 
 
 def pod(version: str, uid: str = "u", **more: Any) -> Object:  # noqa: ANN401 - JSON
@@ -64,7 +64,7 @@ def test_a_deletion_is_seen_as_a_mark_as_an_absence_or_as_another_object() -> No
     for then in (pod("11", deletionTimestamp="2026-11-01T00:00:00Z"), None, pod("12", uid="other")):
         copies = Copies()
         copies.hear(pod("10"))
-        copies.expectations.deleted("work", PODS, "n/a", "u", 0.0)
+        copies.expectations.expect_deletion("work", PODS, "n/a", "u", 0.0)
         assert copies.expectations.left_s("work", 1.0) == 4.0
         if then is None:
             copies.lose(pod("10"))

@@ -19,7 +19,7 @@ from bench.stack.processes import free_ports
 from controller.kube import gateway_reports as demand
 from controller.kube.gateway_reports import DemandFeed, DemandRelay
 from controller.kube.pages import pages
-from extproc.api.status_pages import DEMAND_PATH, LOADS_LABEL, Demand, ServerDemand, completed
+from extproc.api.status_pages import DEMAND_PATH, LOADS_LABEL, Demand, ServerDemand, complete_status
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Stand:
 
     def set(self, **pods: dict[str, Any]) -> None:
         self.pods = {f"default/{name}": pod for name, pod in pods.items()}
-        self.feed.look()
+        self.feed.gateways_changed()
 
     def names(self, key: str) -> set[str]:
         return {one.instance for one in self.heard.get(f"default/{key}", [])}
@@ -123,7 +123,7 @@ async def test_messages_are_heard_as_they_come_while_the_pod_is_there() -> None:
         stand.set(g=gateway(address), pending=gateway(address, phase="Pending"))
         await eventually(lambda: len(stand.heard.get("default/g", [])) >= 3)
         assert [one.sequence for one in stand.heard["default/g"][:3]] == [1, 2, 3]
-        assert stand.feed.present() == {"default/g": address}
+        assert stand.feed.addresses() == {"default/g": address}
         stand.set()
         await asyncio.sleep(0.1)
         count = len(stand.heard["default/g"])
@@ -223,7 +223,7 @@ async def test_fifty_gateways_are_followed_and_of_those_nobody_vouches_for_a_few
         async with following() as stand:
             stand.set(**pods)
             await eventually(lambda: len(stand.heard) == 32)
-            assert len(stand.feed.present()) == 50
+            assert len(stand.feed.addresses()) == 50
 
 
 def waiting(requests: int) -> ServerDemand:
@@ -269,7 +269,7 @@ async def test_a_pod_tells_its_followers_changes_if_they_ask_for_these() -> None
     assert all(one.servers.keys() == {"a", "b"} and not one.since for one in lines["watch"])
     known: Demand | None = None
     for said in lines["watch=changes"]:
-        is_first, known = known is None, completed(said, known)
+        is_first, known = known is None, complete_status(said, known)
         assert known is not None
         assert known.servers == {"a": waiting(1), "b": waiting(known.servers["b"].queued)}
         assert is_first or list(said.servers) == ["b"]

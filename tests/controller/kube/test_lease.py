@@ -7,7 +7,15 @@ from datetime import UTC, datetime
 
 import pytest
 
-from controller.kube.lease import LeaseTiming, Sight, may_lead, new_lease, released, seen, taken
+from controller.kube.lease import (
+    LeaseTiming,
+    ObservedLease,
+    acquire_lease,
+    may_lead,
+    new_lease,
+    observe_lease,
+    release_lease,
+)
 
 TIMING = LeaseTiming()
 WALL = datetime(2030, 1, 2, 3, 4, 5, 678, tzinfo=UTC)
@@ -20,22 +28,22 @@ def versioned(version: str, holder: str = "other") -> dict[str, object]:
 
 
 def test_a_lease_runs_out_when_it_was_seen_unchanged_for_its_duration() -> None:
-    sight = seen(None, versioned("1"), 100.0)
+    sight = observe_lease(None, versioned("1"), 100.0)
     for now, may in ((100.0, False), (114.9, False), (115.0, True)):
-        sight = seen(sight, versioned("1"), now)
+        sight = observe_lease(sight, versioned("1"), now)
         assert may_lead(sight, "me", now) is may
 
 
 def test_a_renewal_starts_the_time_anew() -> None:
-    sight = seen(seen(None, versioned("1"), 100.0), versioned("2"), 110.0)
+    sight = observe_lease(observe_lease(None, versioned("1"), 100.0), versioned("2"), 110.0)
     assert sight.seen_at_s == 110.0
     assert not may_lead(sight, "me", 120.0)
 
 
 def test_ones_own_lease_and_one_of_nobody_may_be_taken_at_once() -> None:
-    assert may_lead(Sight(versioned("1", "me"), 100.0), "me", 100.0)
-    assert may_lead(Sight(released(versioned("1"), WALL), 100.0), "me", 100.0)
-    assert may_lead(Sight({"metadata": {}}, 100.0), "me", 100.0), "a Lease without a spec"
+    assert may_lead(ObservedLease(versioned("1", "me"), 100.0), "me", 100.0)
+    assert may_lead(ObservedLease(release_lease(versioned("1"), WALL), 100.0), "me", 100.0)
+    assert may_lead(ObservedLease({"metadata": {}}, 100.0), "me", 100.0), "a Lease without a spec"
 
 
 def test_a_transition_is_counted_when_the_holder_changes() -> None:
@@ -48,9 +56,9 @@ def test_a_transition_is_counted_when_the_holder_changes() -> None:
         "renewTime": "2030-01-02T03:04:05.000678Z",
     }
     later = WALL.replace(hour=4)
-    renewed = taken(first, "a", TIMING, later)
+    renewed = acquire_lease(first, "a", TIMING, later)
     assert (renewed["spec"]["leaseTransitions"], renewed["spec"]["acquireTime"]) == (0, first["spec"]["acquireTime"])
-    robbed = taken(renewed, "b", TIMING, later)
+    robbed = acquire_lease(renewed, "b", TIMING, later)
     assert (robbed["spec"]["leaseTransitions"], robbed["spec"]["acquireTime"][11:13]) == (1, "04")
     assert first["spec"]["holderIdentity"] == "a", "what was read is not changed"
 

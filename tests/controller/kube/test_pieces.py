@@ -82,15 +82,15 @@ def test_the_server_says_when_to_come_again() -> None:
 def test_waits_double_and_are_spread() -> None:
     backoff = Backoff(1.0, 8.0, Random(1))
     for most in (1, 2, 4, 8, 8):
-        assert most / 2 <= backoff.failed() <= most
-    backoff.succeeded()
-    assert backoff.failed() <= 1
+        assert most / 2 <= backoff.record_failure() <= most
+    backoff.reset()
+    assert backoff.record_failure() <= 1
 
 
 def test_a_wait_is_never_shorter_than_the_server_asked() -> None:
     backoff = Backoff(1.0, 8.0, Random(1))
-    assert 7 <= backoff.failed(TooManyRequests(429, retry_after_s=7)) <= 8
-    assert backoff.failed(Unreachable("gone")) <= 2
+    assert 7 <= backoff.record_failure(TooManyRequests(429, retry_after_s=7)) <= 8
+    assert backoff.record_failure(Unreachable("gone")) <= 2
 
 
 @given(st.lists(st.integers(1, 30), max_size=20), st.integers(0, 5))

@@ -10,17 +10,18 @@ import aiohttp
 import pytest
 
 from bench.stack.processes import free_ports
+from controller.api.pod_shapes import quantity, requests_of
 from controller.kube.errors import Conflict, ServerError
-from controller.kube.executor import yielded
+from controller.kube.executor import yielded_fields
 from controller.kube.informer import trimmed_node, trimmed_pod
-from controller.kube.plan import Happened, without
+from controller.kube.plan import KubeEvent, without_paths
 from controller.kube.recorder import Recorder, with_failure, write_status
 from controller.kube.resources import MODEL_INFERS as RESOURCE
 from controller.kube.resources import key_of
 from controller.models.adapter import GatewayLoads
-from controller.models.model_infer.observed import Load
+from controller.models.model_infer.model_infer_state import PodLoad
 from controller.models.model_infer_adapter import crash_of
-from controller.models.node_capacity import LostNodes, quantity, requests_of, room, trimmed_to_requests
+from controller.models.node_capacity import LostNodes, node_capacities, trimmed_to_requests
 from extproc.api.status_pages import LOADS_LABEL
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def test_a_pod_asks_for_its_containers_or_its_largest_init_container() -> None:
         "initContainers": [container(cpu="3", memory="1Gi"), {**container(cpu="250m"), "restartPolicy": "Always"}],
         "overhead": {"memory": "1Mi"},
     }
-    asked = {"cpu": 3.0, "nvidia.com/gpu": 2.0, "memory": 2.0**30 + 2.0**20, "pods": 1.0}
+    asked = {"cpu": 3.0, "nvidia.com/gpu": 2.0, "memory": 2.0**30 + 2.0**20}
     assert requests_of(spec) == asked
 
 
@@ -99,7 +100,7 @@ def test_room_is_what_running_pods_leave_on_nodes_that_take_pods() -> None:
     running = pod(spec={"nodeName": "one", "containers": [container(cpu="1")]}, status={"phase": "Running"})
     ended = pod(spec={"nodeName": "one", "containers": [container(cpu="1")]}, status={"phase": "Succeeded"})
     nodes = [trimmed_node(one) for one in (node(), node("bad", ready="Unknown"), node("shut", unschedulable=True))]
-    (found,) = room(nodes, [trimmed_to_requests(running), trimmed_to_requests(ended)])
+    (found,) = node_capacities(nodes, [trimmed_to_requests(running), trimmed_to_requests(ended)])
     assert (found.name, found.free) == ("one", {"cpu": 3.0, "memory": 8 * 2.0**30, "pods": 9.0})
 
 
@@ -107,12 +108,12 @@ def test_a_lost_node_is_lost_since_it_was_not_ready_or_since_it_was_missed() -> 
     nodes = {"good": node("good"), "bad": node("bad", ready="Unknown")}
     lost = LostNodes(nodes.get)
     not_ready_s = 1795305600.0
-    assert lost.among(["good", "bad", "gone"], 50.0) == {"bad": not_ready_s, "gone": 50.0}
-    assert lost.among(["gone"], 60.0) == {"gone": 50.0}
+    assert lost.lost_of(["good", "bad", "gone"], 50.0) == {"bad": not_ready_s, "gone": 50.0}
+    assert lost.lost_of(["gone"], 60.0) == {"gone": 50.0}
     nodes["gone"] = node("gone")
-    assert lost.among(["gone"], 70.0) == {}
+    assert lost.lost_of(["gone"], 70.0) == {}
     del nodes["gone"]
-    assert lost.among(["gone"], 80.0) == {"gone": 80.0}
+    assert lost.lost_of(["gone"], 80.0) == {"gone": 80.0}
 
 
 def test_what_nobody_reads_is_not_kept() -> None:
@@ -144,14 +145,14 @@ async def test_the_same_reason_is_told_once_a_minute() -> None:
     recorder = Recorder(server, "manager", lambda: clock[0], lambda *_: None)  # type: ignore[arg-type]
     for seconds in (0, 1, 2, 59):
         clock[0] = 100.0 + seconds
-        await recorder.record(thing(), [Happened("Warning", "Crashed", "it crashed")])
-    await recorder.record(thing(), [Happened("Normal", "Ready", "it is ready")])
+        await recorder.record(thing(), [KubeEvent("Warning", "Crashed", "it crashed")])
+    await recorder.record(thing(), [KubeEvent("Normal", "Ready", "it is ready")])
     clock[0] = 161.0
-    await recorder.record(thing(), [Happened("Warning", "Crashed", "it crashed")])
+    await recorder.record(thing(), [KubeEvent("Warning", "Crashed", "it crashed")])
     said = [one["message"] for one in server.written]
     assert said == ["it crashed", "it is ready", "it crashed (and 3 more since the last such Event)"]
     server.error = ServerError(500)
-    await recorder.record(thing(), [Happened("Normal", "Other", "nobody hears of it")])
+    await recorder.record(thing(), [KubeEvent("Normal", "Other", "nobody hears of it")])
 
 
 async def test_a_status_is_written_where_it_says_something_new() -> None:
@@ -184,9 +185,9 @@ def test_what_the_server_refuses_is_one_condition_beside_the_others() -> None:
 def test_of_a_conflict_only_what_may_be_yielded_is() -> None:
     causes = [{"field": ".spec.replicas"}, {"field": ".spec.template.roles"}]
     conflict = Conflict(409, "Conflict", "", details={"causes": causes})
-    assert yielded(conflict, [("spec", "replicas"), ("spec", "paused")]) == [("spec", "replicas")]
+    assert yielded_fields(conflict, [("spec", "replicas"), ("spec", "paused")]) == [("spec", "replicas")]
     before = {"spec": {"replicas": 1, "paused": True}}
-    assert without(before, [("spec", "replicas"), ("status", "x")]) == {"spec": {"paused": True}}
+    assert without_paths(before, [("spec", "replicas"), ("status", "x")]) == {"spec": {"paused": True}}
     assert before == {"spec": {"replicas": 1, "paused": True}}
 
 
@@ -199,7 +200,7 @@ class Heard:
         self.objects = {key_of(one): one for one in things}
 
 
-def teller(namespace: str, port: int, name: str = "gateway") -> Object:
+def reports_address(namespace: str, port: int, name: str = "gateway") -> Object:
     """A pod that says that it is a gateway."""
     metadata = {"name": name, "namespace": namespace, "labels": {LOADS_LABEL: str(port)}}
     return {"metadata": metadata, "status": {"podIP": "127.0.0.1", "phase": "Running"}}
@@ -215,17 +216,17 @@ async def test_who_calls_himself_a_gateway_speaks_for_his_own_namespace_alone() 
     theirs, ours = engine("theirs"), engine("ours")
     pods = {key_of(one): one for one in (theirs, ours)}
     async with aiohttp.ClientSession() as http:
-        only = Heard(teller("theirs", silent))
+        only = Heard(reports_address("theirs", silent))
         asked = GatewayLoads(http, only, pods.get)  # type: ignore[arg-type]
         assert await asked.ask(pods) == {}, "who is not believed may still have requests under way"
-        ended = teller("attache-system", silent)
+        ended = reports_address("attache-system", silent)
         ended["status"]["phase"] = "Succeeded"
-        heard = Heard(teller("theirs", silent), ended)
+        heard = Heard(reports_address("theirs", silent), ended)
         found = await GatewayLoads(http, heard, pods.get, {"attache-system"}).ask(pods)  # type: ignore[arg-type]
-        assert found == {"ours/llama": Load(0, 0)}
-        heard = Heard(teller("attache-system", silent))
+        assert found == {"ours/llama": PodLoad(0, 0)}
+        heard = Heard(reports_address("attache-system", silent))
         assert await GatewayLoads(http, heard, pods.get, {"attache-system"}).ask(pods) == {}  # type: ignore[arg-type]
-        many = Heard(*(teller("theirs", silent, f"gateway-{number}") for number in range(1000)))
+        many = Heard(*(reports_address("theirs", silent, f"gateway-{number}") for number in range(1000)))
         asked = GatewayLoads(http, many, pods.get)  # type: ignore[arg-type]
         assert await asked.ask(["theirs/llama"]) == {}, "nobody is asked"
 
@@ -235,8 +236,8 @@ async def test_who_calls_himself_a_gateway_speaks_for_his_own_namespace_alone() 
 )
 async def test_a_gateway_that_does_not_run_has_nothing_under_way(phase: str, is_known: bool) -> None:
     """Pods that nobody believes and that wait for a node, or have ended, hold up no drain."""
-    elsewhere, ours = teller("theirs", free_ports(1)[0]), engine("ours")
+    elsewhere, ours = reports_address("theirs", free_ports(1)[0]), engine("ours")
     elsewhere["status"]["phase"] = phase
     async with aiohttp.ClientSession() as http:
         asked = GatewayLoads(http, Heard(elsewhere), {key_of(ours): ours}.get)  # type: ignore[arg-type]
-        assert await asked.ask(["ours/llama"]) == ({"ours/llama": Load(0, 0)} if is_known else {})
+        assert await asked.ask(["ours/llama"]) == ({"ours/llama": PodLoad(0, 0)} if is_known else {})

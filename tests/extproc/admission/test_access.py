@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.admission.access import Access, Wish
+from extproc.admission.access import AccessRequest, Authorizer
 from extproc.admission.identity import Identities, Subject
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ HTTP_ROUTES, LISTENERS = ("default/h", ""), ("one", "two")
 PATTERNS = ("llama", "llama*", "*sql", "*", "nothing", "sql*")
 
 
-def access_to(*policies: tuple[str, Mapping[str, Any]], **gateway: object) -> Access:
+def access_to(*policies: tuple[str, Mapping[str, Any]], **gateway: object) -> Authorizer:
     """By policies, each with its namespace and its spec, in a directory that has what they are attached to."""
     documents = [
         _document("GatewayConfig", "default", "g", {"listeners": [_listener(one) for one in LISTENERS], **gateway})
@@ -43,7 +43,7 @@ def access_to(*policies: tuple[str, Mapping[str, Any]], **gateway: object) -> Ac
     )
     for number, (namespace, spec) in enumerate(policies):
         documents.append(_document("ModelAccessPolicy", namespace, f"p{number}", spec))
-    return Access(load({"all.json": json.dumps(documents).encode()}))
+    return Authorizer(load_snapshot({"all.json": json.dumps(documents).encode()}))
 
 
 def _document(kind: str, namespace: str, name: str, spec: Mapping[str, object]) -> dict[str, object]:
@@ -60,8 +60,10 @@ def target(kind: str, name: str, **more: str) -> dict[str, str]:
     return {"kind": kind, "name": name, "group": group, **more}
 
 
-def wish(model: str | None, **fields: str) -> Wish:
-    return Wish(**{"model": model, "base_model": "llama", "server": "default/a", "route": "default/r", **fields})
+def wish(model: str | None, **fields: str) -> AccessRequest:
+    return AccessRequest(
+        **{"model": model, "base_model": "llama", "server": "default/a", "route": "default/r", **fields}
+    )
 
 
 ACME, BELL = Subject("acme", "alice"), Subject("bell")
@@ -168,7 +170,7 @@ def test_a_name_that_could_not_be_read_gets_round_nothing() -> None:
 def test_long_names_are_compared_as_callers_have_them() -> None:
     long = "x" * 300
     access = access_to(("default", {"rules": [{"from": [{"users": [long]}]}]}))
-    identities = Identities(load({}))
+    identities = Identities(load_snapshot({}))
     assert access.may_use(identities.subject({"x-attache-user": long}), wish("llama"))
     assert not access.may_use(identities.subject({"x-attache-user": long + "y"}), wish("llama"))
 
@@ -201,8 +203,8 @@ RESTRICTED = {
     ],
 )
 def test_a_caller_has_the_models_of_both_its_key_and_its_tenant(headers: dict[str, str], models: set[str]) -> None:
-    snapshot = load({"a.json": json.dumps(_document("GatewayConfig", "default", "g", RESTRICTED)).encode()})
-    access, subject = Access(snapshot), Identities(snapshot).subject(headers)
+    snapshot = load_snapshot({"a.json": json.dumps(_document("GatewayConfig", "default", "g", RESTRICTED)).encode()})
+    access, subject = Authorizer(snapshot), Identities(snapshot).subject(headers)
     assert access.restricts
     assert {model for model in ("chat", "sql", "law") if access.may_use(subject, wish(model))} == models
     assert access.may_use_everything(subject) == (len(models) == 3)
@@ -232,7 +234,7 @@ def _describes(callers: Mapping[str, Any], subject: Subject) -> bool:
     return all(set(one["values"]) & set(subject.claims.get(one["name"], ())) for one in claims)
 
 
-def _covers(rule: Mapping[str, Any], subject: Subject, asked: Wish) -> bool:
+def _covers(rule: Mapping[str, Any], subject: Subject, asked: AccessRequest) -> bool:
     callers = rule.get("from", [])
     if callers and not any(_describes(one, subject) for one in callers):
         return False
@@ -247,7 +249,7 @@ def _covers(rule: Mapping[str, Any], subject: Subject, asked: Wish) -> bool:
     return any(_fits(one, asked.model) for one in rule.get("models", ()))
 
 
-def _is_about(namespace: str, ref: Mapping[str, str], asked: Wish) -> bool:
+def _is_about(namespace: str, ref: Mapping[str, str], asked: AccessRequest) -> bool:
     key = f"{namespace}/{ref['name']}"
     match ref["kind"]:
         case "GatewayConfig":
@@ -261,7 +263,7 @@ def _is_about(namespace: str, ref: Mapping[str, str], asked: Wish) -> bool:
             return asked.http_route == key
 
 
-def reads_as_allowed(policies: Sequence[tuple[str, Mapping[str, Any]]], subject: Subject, asked: Wish) -> bool:
+def reads_as_allowed(policies: Sequence[tuple[str, Mapping[str, Any]]], subject: Subject, asked: AccessRequest) -> bool:
     by_target: dict[str, list[Mapping[str, Any]]] = {}
     for namespace, spec in policies:
         for ref in spec.get("targetRefs", []):
@@ -328,7 +330,7 @@ SUBJECTS = st.builds(
     claims=st.dictionaries(st.sampled_from(["groups", "role"]), st.frozensets(st.sampled_from(["ml", "ops", "hr"]))),
 )
 WISHES = st.builds(
-    Wish,
+    AccessRequest,
     model=st.sampled_from((*MODELS, None)),
     base_model=st.sampled_from(BASES),
     server=st.sampled_from(SERVERS),
@@ -341,7 +343,7 @@ WISHES = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(policies=POLICIES, subject=SUBJECTS, asked=st.lists(WISHES, min_size=1, max_size=20))
 def test_the_decision_is_that_of_a_plain_reading(
-    policies: list[tuple[str, dict[str, Any]]], subject: Subject, asked: list[Wish]
+    policies: list[tuple[str, dict[str, Any]]], subject: Subject, asked: list[AccessRequest]
 ) -> None:
     access = access_to(*policies)
     decided = [access.may_use(subject, one) for one in asked]

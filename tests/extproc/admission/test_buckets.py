@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.admission.buckets import Bucket, Claim, Limit
+from extproc.admission.buckets import Bucket, Limit, Reservation
 
 LIMIT = Limit(rate=10.0, capacity=100.0)
 
@@ -62,7 +62,7 @@ def test_using_more_than_reserved_leaves_a_debt() -> None:
 class Taken:
     """A reservation and its settlement."""
 
-    def __init__(self, filled_at_s: float, claim: Claim) -> None:
+    def __init__(self, filled_at_s: float, claim: Reservation) -> None:
         self.filled_at_s = filled_at_s
         self.claim = claim
         self.used = claim.amount

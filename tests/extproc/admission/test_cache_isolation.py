@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 
 from extproc.admission.identity import CacheIsolation, Caller
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.protocol import Api
-from extproc.request.parsing import parse
+from extproc.request.body_parser import parse_body
 
 KEYS = """
   authentication:
@@ -38,10 +38,10 @@ spec:
   listen: 127.0.0.1:1
 {gateway}
 """
-    snapshot = load({"a.yaml": text.encode()})
+    snapshot = load_snapshot({"a.yaml": text.encode()})
     body = json.dumps({"model": "m", "messages": [], "input": "i", **fields}).encode()
     caller = caller or Caller(tenant="acme", user="ann")
-    return CacheIsolation(snapshot).salt(parse(api, body), snapshot.servers[0].spec, caller, {"x-team": header})
+    return CacheIsolation(snapshot).salt(parse_body(api, body), snapshot.servers[0].spec, caller, {"x-team": header})
 
 
 def test_authenticated_tenants_are_apart_by_default_and_others_share() -> None:

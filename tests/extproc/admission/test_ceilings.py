@@ -16,19 +16,19 @@ def soft(bands: int) -> SoftReflectiveCeilings:
     """All bands in use."""
     ceilings = SoftReflectiveCeilings(bands)
     for band in range(bands):
-        ceilings.asked(band)
+        ceilings.on_arrival(band)
     return ceilings
 
 
 def pause_ms(ceilings: SoftReflectiveCeilings, band: int, saturation: float) -> float:
     """After a request at time 0, how long the band is closed; 0: not at all."""
-    ceilings.sent(band, saturation, 0.0)
+    ceilings.on_dispatch(band, saturation, 0.0)
     if ceilings.is_open(band, saturation, 0.0):
         return 0.0
-    opens_at_s = ceilings.opens_at_s([band], 0.0)
-    assert not ceilings.is_open(band, saturation, opens_at_s - 1e-6)
-    assert ceilings.is_open(band, saturation, opens_at_s)
-    return opens_at_s * 1000
+    next_open_at_s = ceilings.next_open_at_s([band], 0.0)
+    assert not ceilings.is_open(band, saturation, next_open_at_s - 1e-6)
+    assert ceilings.is_open(band, saturation, next_open_at_s)
+    return next_open_at_s * 1000
 
 
 @pytest.mark.parametrize(
@@ -54,17 +54,17 @@ def test_the_pace_of_a_band(bands: int, band: int, saturation: float, expected_m
 
 def test_only_bands_that_requests_came_to_count() -> None:
     ceilings = SoftReflectiveCeilings(4)
-    ceilings.asked(2)
+    ceilings.on_arrival(2)
     assert pause_ms(ceilings, 2, 0.9) == 0, "the only one is the highest"
-    ceilings.asked(0)
+    ceilings.on_arrival(0)
     assert pause_ms(ceilings, 2, 0.9) == pytest.approx(9)
 
 
 def test_full_engines_get_nothing_and_nobody_waits_for_a_time() -> None:
     ceilings = soft(2)
     assert [ceilings.is_open(band, 1.0, 0.0) for band in (0, 1)] == [False, False]
-    ceilings.sent(1, 1.0, 0.0)
-    assert ceilings.opens_at_s([0, 1], 0.0) == math.inf
+    ceilings.on_dispatch(1, 1.0, 0.0)
+    assert ceilings.next_open_at_s([0, 1], 0.0) == math.inf
 
 
 @given(st.integers(2, 6), st.floats(0, 0.999), st.data())

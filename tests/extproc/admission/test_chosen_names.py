@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from extproc.admission.identity import Caller
-from extproc.admission.limits import MOST_NAMES, OTHERS, ChosenNames, LocalLimits, Usage
+from extproc.admission.limits import MOST_NAMES, OTHERS, ChosenNames, Usage
+from extproc.admission.local_limits import LocalLimits
 from extproc.api.admission import RateLimit
 from extproc.errors import RateLimited
 from tests.extproc.admission.test_limits import route
@@ -50,7 +51,7 @@ def test_new_values_of_a_header_are_no_new_allowance_without_end() -> None:
 
 
 def test_values_of_one_tenant_push_out_no_bucket_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extproc.admission.limits.MAX_BUCKETS", 10)
+    monkeypatch.setattr("extproc.admission.local_limits.MAX_BUCKETS", 10)
     limits, one = LocalLimits(), route(LIMIT, RateLimit(requests=1, unit="hour"))
     bell = one.charges(Caller(tenant="bell"), {"x-who": "me"}, ONE, 0.0)
     limits.reserve(bell, 0.0)

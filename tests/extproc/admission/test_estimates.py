@@ -4,16 +4,30 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.admission.estimates import InputEstimate, InputEstimates, OutputEstimate
+from extproc.admission.estimates import InputEstimate, InputEstimates, TokenQuantile
+
+if TYPE_CHECKING:
+    import random
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=256, max_size=600))
-def test_95_of_100_recent_answers_were_not_longer(lengths: list[float]) -> None:
-    estimate = OutputEstimate()
+@given(
+    # drawn one by one they would take hypothesis most of the time
+    some=st.lists(st.floats(0, 1e6), min_size=1, max_size=20),
+    count=st.integers(256, 600),
+    is_repeating=st.booleans(),
+    rng=st.randoms(use_true_random=True),
+)
+def test_95_of_100_recent_answers_were_not_longer(
+    some: list[float], count: int, is_repeating: bool, rng: random.Random
+) -> None:
+    lengths = some + [rng.choice(some) if is_repeating else rng.uniform(0, 1e6) for _ in range(count)]
+    rng.shuffle(lengths)
+    estimate = TokenQuantile()
     for length in lengths:
         estimate.learn(length)
     recent = lengths[-256:]
@@ -24,7 +38,7 @@ def test_95_of_100_recent_answers_were_not_longer(lengths: list[float]) -> None:
 
 @given(st.lists(st.floats(0, 1e6), max_size=255))
 def test_until_there_are_many_the_first_guess_is_one_of_them(lengths: list[float]) -> None:
-    estimate = OutputEstimate()
+    estimate = TokenQuantile()
     for length in lengths:
         estimate.learn(length)
     assert estimate.tokens == sorted([1_000.0, *lengths])[math.ceil(0.95 * (len(lengths) + 1)) - 1]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from extproc.admission.identity import ANONYMOUS_CALLER, Identities
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 
 CONFIG = b"""
 apiVersion: attache.dev/v1alpha1
@@ -30,7 +30,7 @@ spec: {priority: -5}
 
 @pytest.fixture
 def identities() -> Identities:
-    return Identities(load({"all.yaml": CONFIG}))
+    return Identities(load_snapshot({"all.yaml": CONFIG}))
 
 
 def test_untrusted_headers_are_ignored(identities: Identities) -> None:

@@ -7,11 +7,14 @@ import pytest
 
 from extproc.admission.estimates import InputEstimate
 from extproc.admission.identity import Caller
-from extproc.admission.limits import LocalLimits, RouteLimits, Usage, granted_headers
+from extproc.admission.limits import RouteLimits, Usage
+from extproc.admission.local_limits import LocalLimits
+from extproc.admission.refusals import granted_headers
 from extproc.api.admission import RateLimit
 from extproc.api.model_route import ModelRoute, ModelRouteSpec, RouteRule, TargetModel
 from extproc.api.spec import Metadata
 from extproc.errors import RateLimited
+from extproc.protocol import truncate_name
 
 ALICE = Caller(tenant="acme", user="alice", api_key="acme-1")
 BOB = Caller(tenant="acme", user="bob", api_key="acme-2")
@@ -42,6 +45,42 @@ def test_whose_bucket(limit: RateLimit, buckets: int) -> None:
         route(limit).charges(caller, given, USAGE) for caller, given in zip((ALICE, BOB, CAROL), headers, strict=True)
     ]
     assert len({charges[0].key for charges in asked}) == buckets
+
+
+@pytest.mark.parametrize(
+    ("limit", "holders"),
+    [
+        (RateLimit(requests=1), "alice bob carol"),
+        (RateLimit(requests=1, tenants=("acme",)), "alice bob"),
+        (RateLimit(requests=1, users=("alice",)), "alice carol"),
+        (RateLimit(requests=1, tenants=("acme",), users=("alice",)), "alice"),
+        (RateLimit(requests=1, api_keys=("bell-1", "acme-2")), "bob carol"),
+        (RateLimit(requests=1, tenants=("other",)), ""),
+    ],
+)
+def test_for_whom_a_limit_holds(limit: RateLimit, holders: str) -> None:
+    callers = {"alice": ALICE, "bob": BOB, "carol": CAROL}
+    limits = route(limit)
+    assert [name for name, caller in callers.items() if limits.charges(caller, {}, USAGE)] == holders.split()
+
+
+def test_a_limit_for_others_holds_for_those_whom_no_limit_names() -> None:
+    limits = route(
+        RateLimit(requests=100, tenants=("acme",)),
+        RateLimit(requests=3, per="User", users=("alice",)),
+        RateLimit(requests=10, others=True),
+        RateLimit(requests=1000, per="Route"),
+    )
+    granted = {
+        name: [round(charge.limit.capacity) for charge in limits.charges(caller, {}, USAGE)]
+        for name, caller in {"alice": ALICE, "bob": BOB, "carol": CAROL, "dora": Caller(tenant="dent")}.items()
+    }
+    assert granted == {"alice": [100, 3, 1000], "bob": [100, 1000], "carol": [3, 1000], "dora": [10, 1000]}
+
+
+def test_a_limit_that_names_callers_of_long_names_holds_for_them() -> None:
+    name = "x" * 300
+    assert route(RateLimit(requests=1, tenants=(name,))).charges(Caller(tenant=truncate_name(name)), {}, USAGE)
 
 
 def test_a_slash_in_a_tenants_name_makes_it_nobody_elses_user() -> None:
@@ -125,7 +164,7 @@ def test_headers_are_those_of_the_emptiest_bucket() -> None:
 
 
 def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extproc.admission.limits.MAX_BUCKETS", 10)
+    monkeypatch.setattr("extproc.admission.local_limits.MAX_BUCKETS", 10)
     limits, one = LocalLimits(), route(RateLimit(requests=1))
     for number in range(30):
         limits.reserve(one.charges(Caller(tenant=f"t{number}"), {}, USAGE), 0.0)
@@ -155,8 +194,8 @@ def test_an_estimate_is_rarely_too_low() -> None:
 
 def test_a_guess_of_the_output_never_exceeds_what_a_bucket_holds() -> None:
     limits = route(RateLimit(output_tokens=500), RateLimit(total_tokens=800))
-    guess, said = Usage(100.0, 1000.0, is_guess=True), Usage(100.0, 1000.0)
+    guess, said = Usage(100.0, 1000.0, Usage(100.0, 0.0)), Usage(100.0, 1000.0)
     assert [charge.amount for charge in limits.charges(ALICE, {}, guess)] == [500.0, 800.0]
     assert [charge.amount for charge in limits.charges(ALICE, {}, said)] == [1000.0, 1100.0]
     # a prompt that alone is too long is still refused
-    assert limits.charges(ALICE, {}, Usage(900.0, 1000.0, is_guess=True))[1].amount == 900.0
+    assert limits.charges(ALICE, {}, Usage(900.0, 1000.0, Usage(900.0, 0.0)))[1].amount == 900.0

@@ -10,7 +10,7 @@ from extproc.admission.flows import CacheLocality, FlowKey, QueuedRequest
 BOTH = np.array([True, True])
 
 
-class Scene:
+class WaitingRequests:
     """Two engines; those that wait are named by their tickets."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Scene:
 
 
 def test_the_longest_match_at_an_engine_with_room_is_nearest() -> None:
-    scene = Scene()
+    scene = WaitingRequests()
     scene.add("short", (0, 10.0))
     scene.add("long", (1, 500.0))
     assert scene.nearest() == "long"
@@ -37,7 +37,7 @@ def test_the_longest_match_at_an_engine_with_room_is_nearest() -> None:
 
 
 def test_one_that_may_not_go_is_passed_over() -> None:
-    scene = Scene()
+    scene = WaitingRequests()
     scene.add("short", (0, 10.0))
     scene.add("long", (0, 500.0))
     found = scene.locality.longest_match(BOTH, lambda queued: queued.ticket != "long")
@@ -46,7 +46,7 @@ def test_one_that_may_not_go_is_passed_over() -> None:
 
 
 def test_those_that_have_gone_are_swept_out_when_they_are_the_most() -> None:
-    scene = Scene()
+    scene = WaitingRequests()
     for number in range(200):
         scene.add(f"t{number}", (number % 2, float(number)))
     scene.waiting.intersection_update({"t3", "t10"})

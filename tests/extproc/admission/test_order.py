@@ -65,8 +65,8 @@ def test_a_long_prompt_yields_only_to_arrivals_within_the_ageing_bound() -> None
 
 def test_the_session_that_has_just_ended_a_request_goes_first() -> None:
     order = SessionBoost(AGEING_S)
-    order.served(queued(0.0, session="old"), 10, 50.0)
-    order.served(queued(0.0, session="fresh"), 10, 99.0)
+    order.on_request_ended(queued(0.0, session="old"), 10, 50.0)
+    order.on_request_ended(queued(0.0, session="fresh"), 10, 99.0)
     waiting = queued(98.0), queued(100.0, session="old"), queued(100.0, session="fresh")
     assert first(order, *waiting) == 2
     assert first(order, *waiting[:2]) == 0
@@ -74,15 +74,15 @@ def test_the_session_that_has_just_ended_a_request_goes_first() -> None:
 
 def test_the_program_with_the_least_service_goes_first() -> None:
     order = LeastAttained(AGEING_S)
-    order.served(queued(0.0, session="greedy"), 40_000, 50.0)
-    order.served(queued(0.0, session="modest"), 1_000, 50.0)
+    order.on_request_ended(queued(0.0, session="greedy"), 40_000, 50.0)
+    order.on_request_ended(queued(0.0, session="modest"), 1_000, 50.0)
     assert first(order, queued(100.0, session="greedy"), queued(101.0, session="modest"), queued(102.0)) == 1
 
 
 @pytest.mark.parametrize("order", [SessionBoost(AGEING_S), LeastAttained(AGEING_S)])
 def test_sessions_are_remembered_in_bounded_number(order: OrderingPolicy) -> None:
     for number in range(10_000):
-        order.served(queued(0.0, session=f"s{number}"), 1, 0.0)
+        order.on_request_ended(queued(0.0, session=f"s{number}"), 1, 0.0)
     (remembered,) = (held for held in vars(order).values() if hasattr(held, "popitem"))
     assert len(remembered) == 4096
 
@@ -97,7 +97,7 @@ def test_no_request_is_overtaken_by_one_beyond_the_ageing_bound(
     name: str, gap_s: float, early: tuple[float, float, str], late: tuple[float, float, str]
 ) -> None:
     order = ORDERS[name](AGEING_S)
-    order.served(queued(0.0, session="a"), 1e6, 999.0)
+    order.on_request_ended(queued(0.0, session="a"), 1e6, 999.0)
     arrived_at_s = 1000.0
     one = queued(arrived_at_s, uncached=early[0], deadline_at_s=arrived_at_s + early[1], session=early[2])
     late_s = arrived_at_s + AGEING_S + gap_s

@@ -10,7 +10,7 @@ import pytest
 
 from extproc.admission.flows import FlowKey, QueuedRequest
 from extproc.admission.queue import FairQueue
-from extproc.admission.saturation import Capacity
+from extproc.admission.saturation import EndpointHeadroom
 from extproc.api.admission import Band, FlowControl, SaturationSpec
 from extproc.api.quantities import ByteSize, Duration
 from extproc.endpoints.ledger import begin_request
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from extproc.endpoints.table import Bools
 
 
-class Scene:
+class TwoEngines:
     """A queue before two engines that take one request each."""
 
     def __init__(self, **control: object) -> None:
@@ -45,7 +45,7 @@ class Scene:
         self.table.in_flight[:] = 0
         for row in range(busy):
             begin_request(self.table, row, work=0, now=now)
-        found = self.queue.next(Capacity(self.table, self.control.saturation.limits(), now), now)
+        found = self.queue.next(EndpointHeadroom(self.table, self.control.saturation.limits(), now), now)
         if found is None:
             return None
         self.queue.begin_service(found[0], service, now)
@@ -62,7 +62,7 @@ def only(row: int) -> Bools:
 
 
 def test_no_request_is_dispatched_while_all_engines_are_full() -> None:
-    scene = Scene()
+    scene = TwoEngines()
     ticket = scene.enqueue()
     assert scene.next(busy=2) is None
     assert scene.next(busy=1) == ticket
@@ -70,7 +70,7 @@ def test_no_request_is_dispatched_while_all_engines_are_full() -> None:
 
 
 def test_flows_share_by_cost() -> None:
-    scene = Scene()
+    scene = TwoEngines()
     for _ in range(6):
         scene.enqueue("acme")
         scene.enqueue("bell")
@@ -79,7 +79,7 @@ def test_flows_share_by_cost() -> None:
 
 
 def test_a_tenant_of_twice_the_weight_gets_twice_as_much() -> None:
-    scene = Scene(weights={"acme": 2.0})
+    scene = TwoEngines(weights={"acme": 2.0})
     for _ in range(20):
         scene.enqueue("acme")
         scene.enqueue("bell")
@@ -87,7 +87,7 @@ def test_a_tenant_of_twice_the_weight_gets_twice_as_much() -> None:
 
 
 def test_bands_get_their_shares_and_borrow_unused_ones() -> None:
-    scene = Scene()
+    scene = TwoEngines()
     for _ in range(400):
         scene.enqueue("critical", priority=10)
         scene.enqueue("high", priority=5)
@@ -96,7 +96,7 @@ def test_bands_get_their_shares_and_borrow_unused_ones() -> None:
     went = scene.drain(400)
     assert [went.count(name) for name in ("critical", "high", "standard", "besteffort")] == [320, 60, 16, 4]
 
-    alone = Scene()
+    alone = TwoEngines()
     for _ in range(100):
         alone.enqueue("high", priority=5)
         alone.enqueue("standard", priority=0)
@@ -106,7 +106,7 @@ def test_bands_get_their_shares_and_borrow_unused_ones() -> None:
 
 @pytest.mark.parametrize(("ageing", "latest_s"), [("5s", 5.0), ("1h", 60.0)])
 def test_ageing_bounds_how_long_short_requests_overtake_a_long_one(ageing: str, latest_s: float) -> None:
-    scene = Scene(order="ShortestFirst", ageing=Duration(ageing))
+    scene = TwoEngines(order="ShortestFirst", ageing=Duration(ageing))
     long, now = scene.enqueue(input_tokens=100_000.0, uncached_tokens=100_000.0, expires_at_s=1e9), 0.0
     # ten short ones a second, and ten turns a second
     while now < 60.0:
@@ -118,7 +118,7 @@ def test_ageing_bounds_how_long_short_requests_overtake_a_long_one(ageing: str, 
 
 
 def test_strict_bands_serve_the_higher_first() -> None:
-    scene = Scene(sharing="Strict")
+    scene = TwoEngines(sharing="Strict")
     for _ in range(3):
         scene.enqueue("standard", priority=0)
         scene.enqueue("critical", priority=12)
@@ -127,14 +127,14 @@ def test_strict_bands_serve_the_higher_first() -> None:
 
 def test_a_band_at_its_ceiling_does_not_block_lower_bands() -> None:
     bands = (Band(name="high", priority=1, share=99, ceiling=0.4), Band(name="low", priority=0, share=1))
-    scene = Scene(bands=bands)
+    scene = TwoEngines(bands=bands)
     high, low = scene.enqueue("high", priority=1), scene.enqueue("low", priority=0)
     assert scene.next(busy=1) == low
     assert scene.next(busy=0) == high
 
 
 def test_a_head_without_room_does_not_block_the_band_below() -> None:
-    scene = Scene(sharing="Strict")
+    scene = TwoEngines(sharing="Strict")
     scene.enqueue("critical", priority=10, eligible=lambda: only(0))
     low = scene.enqueue("standard", priority=0)
     # the first engine is busy, and kept for the critical one; the second is free
@@ -142,7 +142,7 @@ def test_a_head_without_room_does_not_block_the_band_below() -> None:
 
 
 def test_no_request_overtakes_a_blocked_head_at_the_engine_set_aside_for_it() -> None:
-    scene = Scene(fairness="GlobalStrict")
+    scene = TwoEngines(fairness="GlobalStrict")
     head = scene.enqueue("acme", eligible=lambda: only(0))
     scene.enqueue("bell", eligible=lambda: only(0))
     assert scene.next(busy=1) is None
@@ -151,7 +151,7 @@ def test_no_request_overtakes_a_blocked_head_at_the_engine_set_aside_for_it() ->
 
 def test_a_small_request_overtakes_a_large_one_only_without_delaying_it() -> None:
     limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=None, max_tokens=1000)
-    scene = Scene(saturation=limits, fairness="GlobalStrict")
+    scene = TwoEngines(saturation=limits, fairness="GlobalStrict")
     table = scene.table
     begin_request(table, 0, work=0, tokens=500, now=0.0)
     begin_request(table, 1, work=0, tokens=600, now=0.0)
@@ -159,22 +159,22 @@ def test_a_small_request_overtakes_a_large_one_only_without_delaying_it() -> Non
     for _ in range(2):
         scene.enqueue("small", input_tokens=300.0)
     # the large one will go to the first engine, which has more capacity: that is kept
-    found = scene.queue.next(Capacity(table, limits.limits(), 0.0), 0.0)
+    found = scene.queue.next(EndpointHeadroom(table, limits.limits(), 0.0), 0.0)
     assert found is not None
     assert found[0].ticket == "small-2"
     assert found[1].nonzero()[0].tolist() == [1]
     begin_request(table, 1, work=0, tokens=300, now=0.0)
-    assert scene.queue.next(Capacity(table, limits.limits(), 0.0), 0.0) is None
+    assert scene.queue.next(EndpointHeadroom(table, limits.limits(), 0.0), 0.0) is None
     # and a request larger than any engine goes to one that is empty
     table.in_flight[0], table.in_flight_tokens[0] = 0, 0.0
     scene.enqueue("huge", input_tokens=5000.0, now=-1.0)
-    huge = scene.queue.next(Capacity(table, limits.limits(), 0.0), 0.0)
+    huge = scene.queue.next(EndpointHeadroom(table, limits.limits(), 0.0), 0.0)
     assert huge is not None
     assert huge[0].ticket == "huge-4"
 
 
 def test_locality_serves_what_a_free_engine_has_cached_within_the_deficits() -> None:
-    scene = Scene(fairness="DeficitLocality", quantum=1000)
+    scene = TwoEngines(fairness="DeficitLocality", quantum=1000)
     begin_request(scene.table, 0, work=0, now=0.0)
 
     def enqueue(who: str, row: int, cached: float) -> str:
@@ -191,7 +191,7 @@ def test_locality_serves_what_a_free_engine_has_cached_within_the_deficits() -> 
 
 
 def test_locality_delays_no_request_beyond_the_ageing_bound() -> None:
-    scene = Scene(fairness="DeficitLocality", ageing=Duration("10s"))
+    scene = TwoEngines(fairness="DeficitLocality", ageing=Duration("10s"))
     old = scene.enqueue("acme", input_tokens=900.0, uncached_tokens=900.0)
     near = scene.enqueue("acme", now=5.0, input_tokens=900.0, uncached_tokens=10.0, holders=((1, 890.0),))
     assert scene.next(busy=1, now=11.0) == old
@@ -203,7 +203,7 @@ def test_a_full_band_refuses_and_a_full_queue_evicts_from_the_lowest_band() -> N
         Band(name="high", priority=1, share=1, max_requests=2),
         Band(name="low", priority=0, share=1, max_requests=9),
     )
-    scene = Scene(bands=bands, max_requests=4)
+    scene = TwoEngines(bands=bands, max_requests=4)
     for _ in range(4):
         scene.enqueue("low")
     with pytest.raises(QueueFull):
@@ -217,7 +217,7 @@ def test_a_full_band_refuses_and_a_full_queue_evicts_from_the_lowest_band() -> N
 
 
 def test_bytes_are_bounded_too_and_released() -> None:
-    scene = Scene(max_bytes=ByteSize("1Ki"))
+    scene = TwoEngines(max_bytes=ByteSize("1Ki"))
     ticket = scene.enqueue(size_bytes=1000)
     with pytest.raises(QueueFull):
         scene.enqueue(size_bytes=100)
@@ -227,7 +227,7 @@ def test_bytes_are_bounded_too_and_released() -> None:
 
 
 def test_an_eviction_that_would_not_help_evicts_nothing() -> None:
-    scene = Scene(max_bytes=ByteSize("1Ki"))
+    scene = TwoEngines(max_bytes=ByteSize("1Ki"))
     low = scene.enqueue("low", size_bytes=100, priority=-1)
     with pytest.raises(QueueFull):
         scene.enqueue("high", size_bytes=2000, priority=5)
@@ -235,7 +235,7 @@ def test_an_eviction_that_would_not_help_evicts_nothing() -> None:
 
 
 def test_a_withdrawn_request_frees_its_place_at_once_and_is_skipped() -> None:
-    scene = Scene()
+    scene = TwoEngines()
     tickets = [scene.enqueue() for _ in range(30)]
     for ticket in tickets[:29]:
         scene.queue.withdraw(ticket)
@@ -246,7 +246,7 @@ def test_a_withdrawn_request_frees_its_place_at_once_and_is_skipped() -> None:
 
 
 def test_requests_expire_in_order() -> None:
-    scene = Scene()
+    scene = TwoEngines()
     late = scene.enqueue(expires_at_s=9.0)
     early = scene.enqueue(expires_at_s=5.0)
     gone = scene.enqueue(expires_at_s=4.0)
@@ -259,7 +259,7 @@ def test_requests_expire_in_order() -> None:
 
 def test_idle_flows_are_forgotten_the_least_indebted_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("extproc.admission.flows.MAX_IDLE_FLOWS", 10)
-    scene = Scene()
+    scene = TwoEngines()
     for number in range(10):
         ticket = scene.enqueue(f"t{number}")
         assert scene.next(service=float(number)) == ticket
@@ -274,7 +274,7 @@ def test_idle_flows_are_forgotten_the_least_indebted_first(monkeypatch: pytest.M
 
 
 def test_those_that_gave_way_in_vain_wait_on() -> None:
-    scene = Scene(bands=(Band("high", 10, 1.0), Band("low", 0, 1.0)), max_requests=100, max_bytes=ByteSize("1Ki"))
+    scene = TwoEngines(bands=(Band("high", 10, 1.0), Band("low", 0, 1.0)), max_requests=100, max_bytes=ByteSize("1Ki"))
     low = scene.enqueue(size_bytes=200)
     scene.enqueue(size_bytes=800, priority=10)
     with pytest.raises(QueueFull):
@@ -285,7 +285,7 @@ def test_those_that_gave_way_in_vain_wait_on() -> None:
 
 
 def test_the_times_at_which_those_that_left_would_have_expired_are_not_kept() -> None:
-    scene = Scene()
+    scene = TwoEngines()
     stays = scene.enqueue(now=0.5)
     for _ in range(3000):
         scene.queue.withdraw(scene.enqueue())

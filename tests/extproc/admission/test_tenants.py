@@ -20,7 +20,7 @@ LARGEST = 500.0
 QUANTUM = 1_000.0
 
 
-class Scene:
+class Backlog:
     """Flows that always have a request waiting, served one after the other."""
 
     def __init__(self, policies: tuple[FairnessPolicy, FairnessPolicy], keys: list[FlowKey], seed: int) -> None:
@@ -66,7 +66,7 @@ def test_a_tenants_part_does_not_grow_with_its_users(
         "DeficitLocality": lambda: DeficitLocality(QUANTUM),
     }[kind]
     keys = [FlowKey("many", part=f"user-{number}") for number in range(users)]
-    scene = Scene((make(), make()), [*keys, FlowKey("one", part="alone")], seed)
+    scene = Backlog((make(), make()), [*keys, FlowKey("one", part="alone")], seed)
     for step in range(rounds):
         scene.serve(float(step))
     assert abs(scene.of("many") - scene.of("one")) <= bound
@@ -74,7 +74,7 @@ def test_a_tenants_part_does_not_grow_with_its_users(
 
 def test_the_users_of_a_tenant_share_its_part() -> None:
     keys = [FlowKey("many", part=f"user-{number}") for number in range(10)]
-    scene = Scene((VirtualTokenCounter(), VirtualTokenCounter()), [*keys, FlowKey("one")], 1)
+    scene = Backlog((VirtualTokenCounter(), VirtualTokenCounter()), [*keys, FlowKey("one")], 1)
     for step in range(2_000):
         scene.serve(float(step))
     parts = [scene.served[key] for key in keys]
@@ -83,7 +83,7 @@ def test_the_users_of_a_tenant_share_its_part() -> None:
 
 def test_tenants_take_turns_whatever_the_number_of_their_models() -> None:
     keys = [FlowKey("many", f"adapter-{number}") for number in range(8)]
-    scene = Scene((RoundRobin(), RoundRobin()), [*keys, FlowKey("one", "base")], 1)
+    scene = Backlog((RoundRobin(), RoundRobin()), [*keys, FlowKey("one", "base")], 1)
     order = []
     for step in range(16):
         before = scene.of("one")
@@ -94,7 +94,7 @@ def test_tenants_take_turns_whatever_the_number_of_their_models() -> None:
 
 def test_the_tenant_with_most_waiting_gives_up_a_place_not_the_largest_flow() -> None:
     keys = [FlowKey("many", part=f"user-{number}") for number in range(20)]
-    scene = Scene((VirtualTokenCounter(), VirtualTokenCounter()), [*keys, FlowKey("one")], 1)
+    scene = Backlog((VirtualTokenCounter(), VirtualTokenCounter()), [*keys, FlowKey("one")], 1)
     for _ in range(5):
         scene.enqueue(FlowKey("one"))
     assert scene.flows.newest_of_largest().flow.tenant == "many"

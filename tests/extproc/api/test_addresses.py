@@ -5,16 +5,63 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.api.addresses import parse_address, parse_endpoint, parse_target
+from extproc.api.addresses import (
+    is_guarded,
+    is_in,
+    parse_address,
+    parse_endpoint,
+    parse_networks,
+    parse_target,
+)
 from extproc.api.errors import ConfigInvalid
 from extproc.api.gateway_config import GatewayConfigSpec, unreachable_listener
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 
 GATEWAY = """apiVersion: attache.dev/v1alpha1
 kind: GatewayConfig
 metadata: {{name: gateway}}
 spec: {{{field}: "{text}"}}
 """
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1",
+        "169.254.169.254",
+        "fd00:ec2::254",
+        "100.100.100.200",
+        "192.0.0.192",
+        "168.63.129.16",
+        "::ffff:168.63.129.16",
+        "64:ff9b::a9fe:a9fe",
+        "64:ff9b:1::6464:64c8",
+        "2002:a9fe:a9fe::1",
+        "::169.254.169.254",
+        "fe80::1%eth0",
+        "localhost",
+    ],
+)
+def test_addresses_of_this_machine_and_of_metadata_services_are_guarded_in_every_form(host: str) -> None:
+    assert is_guarded(host)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1", "64:ff9b::a00:1", "2002:a00:1::1", "100.100.100.201", "a.b"])
+def test_other_addresses_are_not(host: str) -> None:
+    assert not is_guarded(host)
+
+
+def test_an_address_is_in_a_network_if_all_that_it_may_stand_for_is() -> None:
+    known = parse_networks("10.20.0.0/16, fd00::/8,64:ff9b::/96")
+    assert is_in("10.20.0.1", known)
+    assert is_in("::ffff:10.20.0.1", known)
+    assert is_in("fd00::1", known)
+    assert is_in("64:ff9b::a14:1", known)
+    assert not is_in("64:ff9b::a15:1", known)
+    assert not is_in("10.21.0.1", known)
+    assert not is_in("10.20.0.1", ())
+    with pytest.raises(ValueError, match="host bits"):
+        parse_networks("10.20.0.1/16")
 
 
 def test_localhost_is_an_address_to_listen_on_and_to_call() -> None:
@@ -69,10 +116,10 @@ def test_a_server_has_an_ip_address_or_a_name(text: str) -> None:
 def test_a_gateway_takes_names_where_it_calls_and_not_where_it_listens(field: str, text: str, said: str) -> None:
     content = {"a.yaml": GATEWAY.format(field=field, text=text).encode()}
     if not said:
-        assert getattr(load(content).gateway, field) == text
+        assert getattr(load_snapshot(content).gateway, field) == text
         return
     with pytest.raises(ConfigInvalid) as caught:
-        load(content)
+        load_snapshot(content)
     (mistake,) = caught.value.mistakes
     assert said in str(mistake)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.api.snapshot import failure_mode_of
 
 ISSUER: dict[str, Any] = {"name": "login", "issuer": "https://login.example", "audiences": ["attache"]}
@@ -21,7 +21,7 @@ def document(kind: str, **spec: object) -> dict[str, Any]:
 
 def mistakes(*documents: dict[str, Any]) -> str:
     with pytest.raises(ConfigInvalid) as caught:
-        load({"a.json": json.dumps(documents).encode()})
+        load_snapshot({"a.json": json.dumps(documents).encode()})
     return "\n".join(map(str, caught.value.mistakes))
 
 
@@ -51,7 +51,7 @@ def test_key_sets_are_fetched_over_tls_from_a_host(uri: str) -> None:
 
 @pytest.mark.parametrize("uri", ["https://login.example", "https://127.0.0.1:8443/a/b?c=d", "https://[::1]/keys"])
 def test_addresses_of_key_sets(uri: str) -> None:
-    found = load({"a.json": json.dumps(issuer(remoteJwks={"uri": uri})).encode()})
+    found = load_snapshot({"a.json": json.dumps(issuer(remoteJwks={"uri": uri})).encode()})
     assert found.gateway.authentication is not None
     assert found.gateway.authentication.jwt[0].remote_jwks is not None
 
@@ -117,7 +117,7 @@ def test_a_policy_for_what_is_not_there_is_refused(target: dict[str, str], said:
 
 def test_a_policy_and_failure_mode_open_do_not_go_together() -> None:
     policy = document("ModelAccessPolicy")
-    assert failure_mode_of(load({"a.json": json.dumps(policy).encode()})) == "Close"
+    assert failure_mode_of(load_snapshot({"a.json": json.dumps(policy).encode()})) == "Close"
     said = mistakes(policy, document("GatewayConfig", failureMode="Open"))
     assert (
         "spec.failureMode: without extproc, requests would get round ModelAccessPolicy default/one; write Close" in said

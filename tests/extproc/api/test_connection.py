@@ -9,7 +9,7 @@ import pytest
 
 from extproc.api.addresses import HostPort, parse_endpoint
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 
 
 def refusals(spec: str) -> str:
@@ -19,7 +19,7 @@ metadata: {{name: a}}
 spec: {{model: m, {spec}}}
 """
     with pytest.raises(ConfigInvalid) as caught:
-        load({"a.yaml": text.encode()})
+        load_snapshot({"a.yaml": text.encode()})
     return str(caught.value)
 
 
@@ -91,7 +91,7 @@ def test_connections_that_can_be_checked_are_taken(connection: str) -> None:
     text = (
         f"apiVersion: attache.dev/v1alpha1\nkind: ModelServer\nmetadata: {{name: a}}\nspec: {{model: m, {connection}}}"
     )
-    assert load({"a.yaml": text.encode()}).servers
+    assert load_snapshot({"a.yaml": text.encode()}).servers
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from extproc.api.documents import Document, read, split
+from extproc.api.documents import Document, parse_document, split_documents
 from extproc.api.errors import ConfigInvalid
 
 
@@ -31,7 +31,7 @@ from extproc.api.errors import ConfigInvalid
 )
 def test_documents_are_those_that_yaml_sees(text: str) -> None:
     expected = [value for value in yaml.load_all(text, yaml.CSafeLoader) if value is not None]
-    values = [read(document)[0] for document in split("a.yaml", text)]
+    values = [parse_document(document)[0] for document in split_documents("a.yaml", text)]
     assert [value for value in values if value is not None] == expected
 
 
@@ -40,15 +40,17 @@ def test_documents_are_those_that_yaml_sees(text: str) -> None:
 )
 def test_json_is_an_object_or_an_array_of_them(text: str) -> None:
     value = yaml.safe_load(text)
-    assert [read(one)[0] for one in split("a.json", text)] == (value if isinstance(value, list) else [value])
+    assert [parse_document(one)[0] for one in split_documents("a.json", text)] == (
+        value if isinstance(value, list) else [value]
+    )
 
 
 def test_a_mistake_is_on_its_line_in_the_file() -> None:
     text = "# comment\na: 1\n---\nb:\n  - c: 1\n  - d: 2\n"
-    _, second = split("x.yaml", text)
+    _, second = split_documents("x.yaml", text)
     found = second.mistakes([(("b", 1, "d"), "wrong"), (("b", 0, "missing", "deep"), "gone"), ((), "whole")])
     assert [one.line for one in found] == [6, 5, 4]
-    items = split("x.json", '[\n  {"a": 1},\n  {\n    "b": {\n      "c": 2}}]')
+    items = split_documents("x.json", '[\n  {"a": 1},\n  {\n    "b": {\n      "c": 2}}]')
     assert [one.line for one in items[1].mistakes([(("b", "c"), "wrong"), ((), "whole")])] == [5, 3]
 
 
@@ -69,7 +71,7 @@ def test_where_json_is_not_yaml_the_line_is_that_of_the_document() -> None:
 )
 def test_broken_syntax_is_placed(file: str, text: str, line: int, message: str) -> None:
     with pytest.raises(ConfigInvalid, match=message) as caught:
-        [read(document) for document in split(file, text)]
+        [parse_document(document) for document in split_documents(file, text)]
     assert caught.value.mistakes[0].line == line
 
 
@@ -77,7 +79,7 @@ def test_broken_syntax_is_placed(file: str, text: str, line: int, message: str) 
     ("file", "text"), [("x.yaml", "a:\n  b: 1\n  b: 2\n"), ("x.json", '{"a": {\n"b": 1,\n"b": 2}}')]
 )
 def test_a_repeated_key_is_found(file: str, text: str) -> None:
-    (document,) = split(file, text)
-    (mistake,) = document.mistakes(read(document)[1])
+    (document,) = split_documents(file, text)
+    (mistake,) = document.mistakes(parse_document(document)[1])
     assert (mistake.line, mistake.path) == (3, "a.b")
     assert "is written twice" in mistake.message

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
 
 from extproc.api.addresses import worker_addresses
 from extproc.api.decode import decode
-from extproc.api.documents import split
+from extproc.api.documents import split_documents
 from extproc.api.errors import ConfigInvalid
-from extproc.api.gateway_config import GatewayConfigSpec, unreachable_listener
-from extproc.api.load import load
+from extproc.api.gateway_config import GatewayConfigSpec, UsageLog, unreachable_listener
+from extproc.api.load import load_snapshot
 from extproc.cli.check import main
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ spec:
 {listeners}
 {more}"""
     with pytest.raises(ConfigInvalid) as caught:
-        load({"gateway.yaml": text.encode()})
+        load_snapshot({"gateway.yaml": text.encode()})
     return str(caught.value)
 
 
@@ -84,11 +85,11 @@ def test_callers_known_by_certificate_need_listeners_that_ask_for_one() -> None:
 def test_where_gateways_bring_the_listeners_a_config_need_not_have_any() -> None:
     names = "clientCertificates: [{name: spiffe, field: URI, pattern: 'spiffe://a/{tenant}'}]"
     head = "{apiVersion: attache.dev/v1alpha1, kind: GatewayConfig, metadata: {name: a}, spec: {authentication: {"
-    (document,) = split("gateway.yaml", f"{head}{names}}}}}}}")
+    (document,) = split_documents("gateway.yaml", f"{head}{names}}}}}}}")
     assert decode(document, listeners_may_come=True)[1] == []
     assert len(decode(document)[1]) == 1
     plain = "listeners: [{name: a, address: '0.0.0.0:80'}], authentication"
-    (document,) = split("gateway.yaml", f"{head.replace('authentication', plain)}{names}}}}}}}")
+    (document,) = split_documents("gateway.yaml", f"{head.replace('authentication', plain)}{names}}}}}}}")
     assert len(decode(document, listeners_may_come=True)[1]) == 1
 
 
@@ -169,3 +170,64 @@ def test_check_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main([str(tmp_path), "--listen", "127.0.0.1:9002", "--workers", "2"]) == 2
     with pytest.raises(SystemExit):
         main([str(tmp_path), "--listen", "nowhere"])
+
+
+def logging_to(file: str) -> bytes:
+    head = "apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\n"
+    return f"{head}spec: {{usageLog: {{path: {file}}}}}\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("usage.log", "depends on where Envoy was started"),
+        ("/var/lib/attache/", "is a directory; write a file in it, such as /var/lib/attache/usage.log"),
+        ("/dev/stdout", "is no file that can be read again"),
+        ("/var/../dev/null", "is no file that can be read again"),
+    ],
+)
+def test_a_usage_log_is_a_file_that_can_be_read_and_rotated(file: str, said: str) -> None:
+    with pytest.raises(ConfigInvalid, match=re.escape(said)):
+        load_snapshot({"gateway.yaml": logging_to(file)})
+
+
+def test_a_usage_log_with_an_absolute_path_is_accepted() -> None:
+    gateway = load_snapshot({"gateway.yaml": logging_to("/var/lib/attache/usage.log")}).gateway
+    assert gateway.usage_log == UsageLog(path="/var/lib/attache/usage.log")
+
+
+def test_costs_are_not_told_where_cached_tokens_are_hidden() -> None:
+    shown = logging_to("/u.log, costHeader: true")
+    assert load_snapshot({"gateway.yaml": shown}).gateway.usage_log == UsageLog(path="/u.log", cost_header=True)
+    with pytest.raises(ConfigInvalid, match="tells how much was cached, which cachedTokens: Hidden hides"):
+        load_snapshot({"gateway.yaml": shown.replace(b"spec: {", b"spec: {cachedTokens: Hidden, ")})
+
+
+@pytest.mark.parametrize(
+    ("tracing", "said"),
+    [
+        (
+            "{endpoint: 'http://c:4317'}",
+            "spec.tracing.endpoint: 'http://c:4317' is a URL; write host:port",
+        ),
+        ("{endpoint: collector}", "spec.tracing.endpoint: 'collector' is not an address"),
+        ("{endpoint: 'c:4317', samplingPercent: 101}", "spec.tracing.samplingPercent"),
+        ("{endpoint: 'c:4317', samplingPercent: -1}", "spec.tracing.samplingPercent"),
+        ("{endpoint: 'c:4317', protocol: udp}", "spec.tracing.protocol"),
+        ("{endpoint: 'c:4317', resource: {service.name: x}}", "has a field of its own; write serviceName"),
+    ],
+)
+def test_mistakes_in_tracing_are_refused(tracing: str, said: str) -> None:
+    assert said in refusals("  - {name: a, address: 0.0.0.0:80}", f"  tracing: {tracing}")
+
+
+def test_check_notes_that_the_collectors_authorities_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\n"
+        "spec: {tracing: {endpoint: 'collector:4317', tls: {caFile: missing.pem}}}\n"
+    )
+    assert main([str(tmp_path)]) == 0
+    assert "tracing: " in (shown := "".join(capsys.readouterr()))
+    assert "no spans are sent" in shown

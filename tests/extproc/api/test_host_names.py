@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.api.errors import ConfigInvalid
-from extproc.api.host_names import KnownNames, Patience, ResolvedDirectory, names_in, with_addresses
-from extproc.api.load import ConfigDirectory, load
-from extproc.cli.resolver import lookup
+from extproc.api.host_names import KnownNames, ResolutionTiming, ResolvedDirectory, names_in, with_addresses
+from extproc.api.load import ConfigDirectory, load_snapshot
+from extproc.cli.system import lookup
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -30,52 +30,52 @@ spec:
 
 
 def known(*, keep_s: float = 10.0, settle_s: float = 0.0) -> KnownNames:
-    return KnownNames(Patience(keep_s=keep_s, settle_s=settle_s))
+    return KnownNames(ResolutionTiming(keep_s=keep_s, settle_s=settle_s))
 
 
 def test_an_address_stays_for_a_while_after_it_was_answered_last() -> None:
     names = known(keep_s=10.0)
-    names.heard("a", ["10.0.0.1", "10.0.0.2"], 0.0)
-    names.heard("a", ["10.0.0.2"], 2.0)
+    names.add_resolution("a", ["10.0.0.1", "10.0.0.2"], 0.0)
+    names.add_resolution("a", ["10.0.0.2"], 2.0)
     assert names.usable(2.0) == {"a": ("10.0.0.1", "10.0.0.2")}
-    names.heard("a", ["10.0.0.2"], 10.5)
+    names.add_resolution("a", ["10.0.0.2"], 10.5)
     assert names.usable(10.5) == {"a": ("10.0.0.2",)}
 
 
 def test_a_name_that_no_longer_resolves_keeps_its_addresses() -> None:
     names = known(keep_s=10.0)
-    names.heard("a", ["10.0.0.1"], 0.0)
+    names.add_resolution("a", ["10.0.0.1"], 0.0)
     assert names.usable(10_000.0) == {"a": ("10.0.0.1",)}
-    names.heard("a", ["10.0.0.2"], 10_000.0)
+    names.add_resolution("a", ["10.0.0.2"], 10_000.0)
     assert names.usable(10_000.0) == {"a": ("10.0.0.2",)}
 
 
 def test_a_new_address_waits_while_another_one_serves() -> None:
     names = known(settle_s=4.0)
-    names.heard("a", ["10.0.0.1"], 0.0)
+    names.add_resolution("a", ["10.0.0.1"], 0.0)
     assert names.usable(0.0) == {"a": ("10.0.0.1",)}
-    names.heard("a", ["10.0.0.1", "10.0.0.2"], 5.0)
+    names.add_resolution("a", ["10.0.0.1", "10.0.0.2"], 5.0)
     assert names.usable(5.0) == {"a": ("10.0.0.1",)}
     assert names.usable(9.0) == {"a": ("10.0.0.1", "10.0.0.2")}
 
 
 def test_a_new_address_does_not_wait_where_it_is_the_only_one_answered() -> None:
     names = known(settle_s=4.0)
-    names.heard("a", ["10.0.0.1"], 0.0)
-    names.heard("a", ["10.0.0.2"], 5.0)
+    names.add_resolution("a", ["10.0.0.1"], 0.0)
+    names.add_resolution("a", ["10.0.0.2"], 5.0)
     assert names.usable(5.0) == {"a": ("10.0.0.1", "10.0.0.2")}
 
 
 def test_names_that_nobody_asks_for_are_forgotten() -> None:
     names = known()
-    names.heard("a", ["10.0.0.1"], 0.0)
-    names.heard("b", ["10.0.0.2"], 0.0)
+    names.add_resolution("a", ["10.0.0.1"], 0.0)
+    names.add_resolution("b", ["10.0.0.2"], 0.0)
     names.forget_all_but(["b"])
     assert names.usable(0.0) == {"b": ("10.0.0.2",)}
 
 
 def test_each_address_of_a_name_is_an_endpoint_with_what_is_said_of_the_name() -> None:
-    snapshot = load({"a.yaml": CONFIG.encode()})
+    snapshot = load_snapshot({"a.yaml": CONFIG.encode()})
     assert names_in(snapshot) == {"engines.example"}
     resolved = with_addresses(snapshot, {"engines.example": ("10.0.0.1", "10.0.0.2", "fd00::1")})
     endpoints = resolved.servers[0].spec.endpoints
@@ -97,7 +97,7 @@ def test_each_address_of_a_name_is_an_endpoint_with_what_is_said_of_the_name() -
 )
 def test_tls_asks_for_the_name_unless_another_is_configured(tls: str, expected: str | None) -> None:
     text = CONFIG.replace('  - {address: "10.0.0.1:8000"}\n', "") + tls
-    resolved = with_addresses(load({"a.yaml": text.encode()}), {"engines.example": ("10.0.0.2",)})
+    resolved = with_addresses(load_snapshot({"a.yaml": text.encode()}), {"engines.example": ("10.0.0.2",)})
     assert resolved.servers[0].spec.endpoints[0].server_name == expected
 
 
@@ -119,7 +119,7 @@ spec: {endpoints: ["web.example:80", "localhost:81", "10.0.0.9:80"]}
 
 
 def test_names_of_kv_events_and_backends_are_resolved_too() -> None:
-    snapshot = load({"a.yaml": WITH_EVENTS.encode()})
+    snapshot = load_snapshot({"a.yaml": WITH_EVENTS.encode()})
     assert names_in(snapshot) == {"events.example", "localhost", "engines.example", "web.example"}
     answers = {
         "events.example": ("10.0.0.5",),
@@ -138,7 +138,7 @@ def test_names_of_kv_events_and_backends_are_resolved_too() -> None:
 
 
 def test_an_engine_whose_events_have_a_name_that_does_not_resolve_is_used_without_them() -> None:
-    resolved = with_addresses(load({"a.yaml": WITH_EVENTS.encode()}), {})
+    resolved = with_addresses(load_snapshot({"a.yaml": WITH_EVENTS.encode()}), {})
     assert [(one.address, one.kv_events) for one in resolved.servers[0].spec.endpoints] == [
         ("10.0.0.1:8000", "events.example:5557")
     ]
@@ -165,7 +165,7 @@ class Names:
 
 def directory(path: Path, names: Names) -> ResolvedDirectory:
     (path / "a.yaml").write_text(CONFIG)
-    patience = Patience(keep_s=10.0, settle_s=0.0)
+    patience = ResolutionTiming(keep_s=10.0, settle_s=0.0)
     return ResolvedDirectory(ConfigDirectory(path), patience, lookup=names.lookup, clock=names.clock)
 
 
@@ -218,8 +218,16 @@ def test_addresses_of_version_4_are_preferred() -> None:
 def test_a_name_of_a_clusters_server_leads_to_no_address_of_the_gateways_own(own: str) -> None:
     """Its author may own the name: Envoy's admin interface and a cloud's metadata are none of theirs."""
     answers = {"engines.example": (own, "10.0.0.2")}
-    by_hand = load({"a.yaml": CONFIG.encode()})
+    by_hand = load_snapshot({"a.yaml": CONFIG.encode()})
     assert len(with_addresses(by_hand, answers).servers[0].spec.endpoints) == 3
     compiled = CONFIG.replace("{name: llama}", '{name: llama, annotations: {attache.dev/of-cluster: "true"}}')
-    resolved = with_addresses(load({"a.yaml": compiled.encode()}), answers)
+    resolved = with_addresses(load_snapshot({"a.yaml": compiled.encode()}), answers)
+    assert [one.address for one in resolved.servers[0].spec.endpoints] == ["10.0.0.1:8000", "10.0.0.2:8000"]
+
+
+def test_a_name_of_a_clusters_server_leads_to_addresses_of_the_networks_that_may_be_listed_alone() -> None:
+    answers = {"engines.example": ("10.9.0.1", "10.0.0.2")}
+    annotations = 'annotations: {attache.dev/of-cluster: "true", attache.dev/endpoint-networks: "10.0.0.0/24,fd00::/8"}'
+    compiled = CONFIG.replace("{name: llama}", f"{{name: llama, {annotations}}}")
+    resolved = with_addresses(load_snapshot({"a.yaml": compiled.encode()}), answers)
     assert [one.address for one in resolved.servers[0].spec.endpoints] == ["10.0.0.1:8000", "10.0.0.2:8000"]

@@ -10,7 +10,7 @@ import pytest
 
 from extproc.api.errors import ConfigInvalid
 from extproc.api.http_route import HTTPRouteSpec, check_http_route
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.api.quantities import decode_quantity
 from extproc.api.spec import ParentReference, is_attached
 
@@ -52,7 +52,7 @@ spec:
 
 
 def read(text: str) -> Snapshot:
-    return load({"all.yaml": (DIRECTORY + text).encode()})
+    return load_snapshot({"all.yaml": (DIRECTORY + text).encode()})
 
 
 def mistakes_of(text: str) -> list[str]:

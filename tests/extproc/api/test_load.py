@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load, load_directory
+from extproc.api.load import load_directory, load_snapshot
 from extproc.api.snapshot import decided_by_extproc, failure_mode_of, limits_without_redis
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ spec:
 
 def mistakes_of(*files: bytes) -> list[str]:
     with pytest.raises(ConfigInvalid) as caught:
-        load({f"{number}.yaml": content for number, content in enumerate(files)})
+        load_snapshot({f"{number}.yaml": content for number, content in enumerate(files)})
     return [str(mistake) for mistake in caught.value.mistakes]
 
 
 def test_a_route_and_a_server_make_a_snapshot() -> None:
-    snapshot = load({"server.yaml": SERVER, "route.yaml": ROUTE})
+    snapshot = load_snapshot({"server.yaml": SERVER, "route.yaml": ROUTE})
 
     (route,), (server,) = snapshot.routes, snapshot.servers
     assert (route.spec.model_name, route.spec.lora_adapters) == ("chat", ("sql",))
@@ -53,7 +53,7 @@ def test_a_route_and_a_server_make_a_snapshot() -> None:
 
 
 def test_several_documents_may_share_a_file() -> None:
-    snapshot = load({"all.yaml": SERVER + b"---\n" + ROUTE})
+    snapshot = load_snapshot({"all.yaml": SERVER + b"---\n" + ROUTE})
 
     assert [server.metadata.key for server in snapshot.servers] == ["default/llama"]
     assert [route.metadata.key for route in snapshot.routes] == ["default/chat"]
@@ -62,8 +62,8 @@ def test_several_documents_may_share_a_file() -> None:
 def test_equal_content_has_an_equal_version_and_any_change_another() -> None:
     files = {"a.yaml": SERVER, "b.yaml": ROUTE}
 
-    assert load(files).version == load(dict(reversed(files.items()))).version
-    assert load(files).version != load({**files, "b.yaml": ROUTE.replace(b"sql", b"sqm")}).version
+    assert load_snapshot(files).version == load_snapshot(dict(reversed(files.items()))).version
+    assert load_snapshot(files).version != load_snapshot({**files, "b.yaml": ROUTE.replace(b"sql", b"sqm")}).version
 
 
 def test_hidden_files_folders_and_other_suffixes_are_left_out(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ spec: {priority: high}
         "spec.rateLimits[1]: per: Header and the field 'header' go together",
         "spec.rateLimits[2].withoutRedis: has no effect on a Local limit",
         "spec.rules[0].ttftTarget: 'later' is not a duration",
-        "spec.authentication: write apiKeys (or apiKeySecrets), jwt or clientCertificates",
+        "spec.authentication: write apiKeys (or apiKeySecrets, or virtualKeys), jwt or clientCertificates",
         "spec.authentication.apiKeys[1].name: 'a' is there already",
         "spec.authentication.apiKeys[1].key: another name has this key",
         "spec.tenants[1].name: 't' is there already",
@@ -195,7 +195,7 @@ def gateway(spec: str) -> bytes:
     ],
 )
 def test_models_that_not_everybody_may_use_are_not_left_to_envoy_alone(spec: str, mode: str) -> None:
-    found = load({"server.yaml": SERVER, "route.yaml": ROUTE, "gateway.yaml": gateway(spec)})
+    found = load_snapshot({"server.yaml": SERVER, "route.yaml": ROUTE, "gateway.yaml": gateway(spec)})
     assert failure_mode_of(found) == mode
     assert ("GatewayConfig: models of tenants or keys" in decided_by_extproc(found)) == ("models" in spec)
 
@@ -232,7 +232,7 @@ def test_global_limits_without_a_redis_are_warned_of() -> None:
         b"  rateLimits: [{requests: 1, scope: Global}, {requests: 1}, {requests: 1, scope: Global, withoutRedis:"
         b" Refuse}]\n"
     )
-    found = load({"server.yaml": SERVER, "route.yaml": ROUTE + limits})
+    found = load_snapshot({"server.yaml": SERVER, "route.yaml": ROUTE + limits})
     first, second = limits_without_redis(found)
     assert first.startswith("ModelRoute default/chat: rateLimits[0] is Global")
     assert second.endswith("all its requests get 503")
@@ -250,6 +250,6 @@ def test_the_length_of_a_secret_is_told_and_the_secret_is_not(secret: str, said:
         f"apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {{name: g}}\nspec: {{cacheSecret: {secret}}}"
     )
     with pytest.raises(ConfigInvalid) as caught:
-        load({"a.yaml": text.encode()})
+        load_snapshot({"a.yaml": text.encode()})
     (mistake,) = caught.value.mistakes
     assert (mistake.path, mistake.message) == ("spec.cacheSecret", said)

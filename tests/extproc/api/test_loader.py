@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import Loader, load
+from extproc.api.load import Loader, load_snapshot
 
 SERVER = """apiVersion: attache.dev/v1alpha1
 kind: ModelServer
@@ -59,7 +59,7 @@ def test_in_a_changed_file_the_documents_that_stay_are_the_same_objects(*, is_js
     assert after.servers[0].spec.endpoints[0].address == "10.0.0.9:8000"
     assert after.servers[1] is before.servers[1]
     assert after.routes[0] is before.routes[0]
-    assert after == load(file(moved, server("b"), route("a")))
+    assert after == load_snapshot(file(moved, server("b"), route("a")))
 
 
 def test_a_file_under_another_name_is_not_decoded_again() -> None:
@@ -90,7 +90,7 @@ def test_references_are_checked_anew_though_neither_document_has_changed() -> No
 
 def test_names_are_unique_in_their_namespace_and_routes_refer_to_their_own() -> None:
     documents = [server("a", namespace="team-1"), server("a", namespace="team-2"), route("a", namespace="team-2")]
-    found = load({"all.yaml": "---\n".join(documents).encode()})
+    found = load_snapshot({"all.yaml": "---\n".join(documents).encode()})
     assert [one.metadata.key for one in found.servers] == ["team-1/a", "team-2/a"]
     (only,) = found.routes
     assert only.server_key(only.spec.rules[0].target_models[0]) == "team-2/a"
@@ -107,25 +107,25 @@ def test_a_model_has_one_route_in_all_namespaces() -> None:
 def test_json_is_held_to_the_same_rules() -> None:
     wrong = as_json(server("a").replace("1s", "soon").replace("model: m", "model: 7"))
     with pytest.raises(ConfigInvalid) as caught:
-        load({"a.json": wrong})
+        load_snapshot({"a.json": wrong})
     said = [str(one) for one in caught.value.mistakes]
     assert said[0].startswith("a.json:1: spec.model: 7 is a number; put it in quotes")
     assert said[1].startswith("a.json:1: spec.scrapeInterval: 'soon' is not a duration")
     twice = b'{"apiVersion": "attache.dev/v1alpha1", "kind": "ModelServer",\n "metadata": {"name": "a", "name": "b"},'
     with pytest.raises(ConfigInvalid, match=r"a.json:2: metadata.name: is written twice"):
-        load({"a.json": twice + b'"spec": {"model": "m", "endpoints": []}}'})
+        load_snapshot({"a.json": twice + b'"spec": {"model": "m", "endpoints": []}}'})
 
 
 def test_json_of_other_programs_is_left_alone() -> None:
     keys = b'{"keys": [{"kty": "RSA"}]}'
-    assert load({"jwks.json": keys, "a.yaml": server("a").encode()}).servers
+    assert load_snapshot({"jwks.json": keys, "a.yaml": server("a").encode()}).servers
     with pytest.raises(ConfigInvalid, match="'ModelSrever' is not a kind"):
-        load({"a.json": as_json(server("a").replace("ModelServer", "ModelSrever"))})
+        load_snapshot({"a.json": as_json(server("a").replace("ModelServer", "ModelSrever"))})
 
 
 def test_a_kind_of_the_cluster_is_not_taken_for_a_misspelt_one() -> None:
     with pytest.raises(ConfigInvalid, match="Model is read in a cluster only; here write a ModelServer"):
-        load({"a.yaml": server("a").replace("kind: ModelServer", "kind: Model").encode()})
+        load_snapshot({"a.yaml": server("a").replace("kind: ModelServer", "kind: Model").encode()})
 
 
 def test_a_picker_file_keeps_its_decoded_form_and_tells_mistakes_where_it_now_stands() -> None:
@@ -153,7 +153,7 @@ def test_a_picker_file_keeps_its_decoded_form_and_tells_mistakes_where_it_now_st
 def test_mistakes_in_a_picker_file_are_found_when_it_is_read(old: str, new: str, mistake: str) -> None:
     text = PICKER.replace("20s}", "20s, saturationDetector: {pluginRef: concurrency-detector}}").replace(old, new)
     with pytest.raises(ConfigInvalid) as caught:
-        load({"epp.yaml": text.encode()})
+        load_snapshot({"epp.yaml": text.encode()})
     assert mistake in str(caught.value)
 
 

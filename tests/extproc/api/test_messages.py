@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 
 TEXT = """apiVersion: attache.dev/v1alpha1
 kind: ModelServer
@@ -77,14 +77,14 @@ spec:
 )
 def test_one_mistake_is_one_message(old: str, new: str, said: str) -> None:
     with pytest.raises(ConfigInvalid) as caught:
-        load({"a.yaml": TEXT.replace(old, new, 1).encode()})
+        load_snapshot({"a.yaml": TEXT.replace(old, new, 1).encode()})
     (mistake,) = caught.value.mistakes
     assert said in str(mistake)
 
 
 def test_a_field_beside_its_parent_is_told_where_it_belongs() -> None:
     with pytest.raises(ConfigInvalid) as caught:
-        load({"a.yaml": TEXT.replace("    timeout", "  timeout").encode()})
+        load_snapshot({"a.yaml": TEXT.replace("    timeout", "  timeout").encode()})
     first, second = map(str, caught.value.mistakes)
     assert "spec.trafficPolicy: has no value; write fields, indented, such as timeout:" in first
     assert "spec.timeout: there is no such field; 'trafficPolicy' has one: indent it below that" in second

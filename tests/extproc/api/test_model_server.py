@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.api.model_server import AdapterSource
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ spec: {model: m, endpoints: [], activation: {%s}}
 
 
 def test_defaults() -> None:
-    (server,) = load({"a.yaml": (SERVER % "").encode()}).servers
+    (server,) = load_snapshot({"a.yaml": (SERVER % "").encode()}).servers
     activation = server.spec.activation
     assert activation is not None
     assert (activation.hold_timeout, activation.start_time, activation.max_requests) == (600.0, 60.0, 1000)
@@ -42,7 +42,7 @@ def test_defaults() -> None:
 )
 def test_what_is_wrong_is_told_with_its_place(given: str, place: str) -> None:
     with pytest.raises(ConfigInvalid) as caught:
-        load({"a.yaml": (SERVER % given).encode()})
+        load_snapshot({"a.yaml": (SERVER % given).encode()})
     assert place in str(caught.value)
 
 
@@ -55,7 +55,7 @@ kind: ModelServer
 metadata: {{name: llama}}
 spec: {{model: m, endpoints: [{{address: "10.0.0.1:8000"}}], {spec}}}
 """
-    return load({"a.yaml": text.encode()})
+    return load_snapshot({"a.yaml": text.encode()})
 
 
 def test_adapters_have_names_and_sources_and_a_request_waits_a_minute() -> None:
@@ -79,10 +79,7 @@ def test_adapters_have_names_and_sources_and_a_request_waits_a_minute() -> None:
         ),
         (
             f"engine: SGLang, adapterLoading: {{adapters: [{ONE}]}}",
-            (
-                "spec.adapterLoading: SGLang is asked to load nothing; write port, of the runtime agents beside the"
-                " engines"
-            ),
+            ("spec.adapterLoading: extproc cannot ask SGLang to load adapters; write port, that of the runtime agents"),
         ),
         (
             f"pdGroup: {{prefillLabels: {{a: p}}, decodeLabels: {{a: d}}}}, adapterLoading: {{adapters: [{ONE}]}}",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 
 if TYPE_CHECKING:
     from extproc.api.admission import FlowControl
@@ -43,7 +43,7 @@ flowControl:
 
 
 def snapshot(epp: str = EPP) -> Snapshot:
-    return load({"server.yaml": SERVER, "epp.yaml": epp.encode()})
+    return load_snapshot({"server.yaml": SERVER, "epp.yaml": epp.encode()})
 
 
 def control(epp: str = EPP) -> FlowControl | None:
@@ -87,7 +87,7 @@ def test_no_end_ends_before_an_hour() -> None:
 
 def test_the_servers_own_goes_before_its_files() -> None:
     text = SERVER.decode().replace("pickerConfig: epp.yaml}", "pickerConfig: epp.yaml, flowControl: {timeout: 7s}}")
-    found = load({"server.yaml": text.encode(), "epp.yaml": EPP.encode()})
+    found = load_snapshot({"server.yaml": text.encode(), "epp.yaml": EPP.encode()})
     own = found.flow_control_of(found.servers[0].spec)
     assert own is not None
     assert str(own.timeout) == "7s"

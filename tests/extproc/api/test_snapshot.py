@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attache.__main__ import main
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.api.snapshot import decided_by_extproc, failure_mode_of
 
 if TYPE_CHECKING:
@@ -67,14 +67,14 @@ NOT_UNDONE = [
 
 @pytest.mark.parametrize(("text", "what"), UNDONE)
 def test_a_directory_with_decisions_to_get_round_is_closed_by_default(text: bytes, what: str) -> None:
-    snapshot = load({"a.yaml": text})
+    snapshot = load_snapshot({"a.yaml": text})
     assert decided_by_extproc(snapshot) == [what]
     assert failure_mode_of(snapshot) == "Close"
 
 
 @pytest.mark.parametrize("text", NOT_UNDONE)
 def test_a_directory_without_them_is_open(text: bytes) -> None:
-    snapshot = load({"a.yaml": text})
+    snapshot = load_snapshot({"a.yaml": text})
     assert decided_by_extproc(snapshot) == []
     assert failure_mode_of(snapshot) == "Open"
 
@@ -82,7 +82,7 @@ def test_a_directory_without_them_is_open(text: bytes) -> None:
 @pytest.mark.parametrize("mode", ["Open", "Close"])
 def test_what_is_configured_holds(mode: str) -> None:
     for fields in (f"failureMode: {mode}", f"failureMode: {mode}, {KEYS}"):
-        assert failure_mode_of(load({"a.yaml": directory(gateway=fields)})) == mode
+        assert failure_mode_of(load_snapshot({"a.yaml": directory(gateway=fields)})) == mode
 
 
 @pytest.mark.parametrize(("text", "what"), UNDONE)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from extproc.api.admission import Band, FlowControl
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.api.picker_flow_control import SESSION_HEADERS, PriorityHoldback
 
 DIRECTORY = """
@@ -44,7 +44,7 @@ def flow_control(plugin: str, *, name: str = "", objectives: dict[int, str] | No
     """``objectives``: namespace by priority."""
     text = DIRECTORY + "".join(OBJECTIVE % (abs(one), space, one) for one, space in (objectives or {}).items())
     reference = f"  usageLimitPolicyPluginRef: {name}" if name else ""
-    snapshot = load({"all.yaml": text.encode(), "epp.yaml": (EPP % (plugin, reference)).encode()})
+    snapshot = load_snapshot({"all.yaml": text.encode(), "epp.yaml": (EPP % (plugin, reference)).encode()})
     (server,) = snapshot.servers
     control = snapshot.flow_control_of(server.spec, "default")
     assert control is not None

@@ -10,7 +10,7 @@ import yaml
 
 from bench.stack.stack import documents
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.api.matches import MAX_PROGRAM_SIZE
 
 _SERVED = [{"modelServerName": "llama"}]
@@ -41,7 +41,7 @@ def mistakes(
 ) -> list[str]:
     text = documents(["127.0.0.1:8000"], gateway=gateway or {}, more=more, route=route)
     try:
-        load({"a.yaml": text.encode()})
+        load_snapshot({"a.yaml": text.encode()})
     except ConfigInvalid as error:
         found = error.mistakes
     else:
@@ -140,7 +140,7 @@ def test_a_name_does_not_end_with_a_line_break() -> None:
         }
     )
     with pytest.raises(ConfigInvalid) as caught:
-        load({"a.yaml": text.encode()})
+        load_snapshot({"a.yaml": text.encode()})
     assert [one.path for one in caught.value.mistakes] == ["metadata.name", "metadata.namespace"]
 
 

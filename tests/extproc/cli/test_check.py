@@ -90,8 +90,9 @@ def test_models_that_no_route_serves_are_noted(tmp_path: Path, capsys: pytest.Ca
     assert "sk-0123456789" not in said
 
 
-def test_files_of_certificates_that_are_not_here_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_cannot_be_read_here_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "here.pem").write_text("")
+    (tmp_path / "folder").mkdir()
     (tmp_path / "a.yaml").write_text("""
 apiVersion: attache.dev/v1alpha1
 kind: GatewayConfig
@@ -101,6 +102,10 @@ spec:
   - name: web
     address: 0.0.0.0:443
     tls: {certificates: [{certFile: here.pem, keyFile: gone.pem}]}
+  authentication:
+    apiKeys:
+    - {name: web, tenant: a, keyFile: keys/web}
+    - {name: other, tenant: a, keyFile: folder}
 ---
 apiVersion: attache.dev/v1alpha1
 kind: ModelServer
@@ -109,12 +114,58 @@ spec:
   model: m
   endpoints: [{address: engine.example:443}]
   connection: {tls: {caFile: here.pem}, apiKeyFile: /no/such/key}
+  tokenizer: {path: model}
 """)
     assert main([str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert f"listener web: there is no file '{tmp_path}/gone.pem' here" in said
-    assert "ModelServer default/llama: there is no file '/no/such/key' here" in said
-    assert "here.pem' here" not in said
+    gone = "cannot be read here: No such file or directory; without it"
+    assert f"listener web: '{tmp_path}/gone.pem' {gone} this is not served" in said
+    assert f"ModelServer default/llama: '/no/such/key' {gone} this is not served" in said
+    assert f"ModelServer default/llama: '{tmp_path}/model/tokenizer.json' {gone} the index" in said
+    assert f"key web: '{tmp_path}/keys/web' {gone} these callers get 401" in said
+    assert f"key other: '{tmp_path}/folder' cannot be read here: is not a regular file; without it these" in said
+    assert "here.pem" not in said
+
+
+def test_files_of_issuers_that_cannot_be_read_here_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yaml").write_text("""
+apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {name: g}
+spec:
+  authentication:
+    jwt:
+    - {name: login, issuer: i, jwksFile: set.json, anyAudience: true}
+    - {name: remote, issuer: j, remoteJwks: {uri: "https://j/jwks", caFile: ca.pem}, anyAudience: true}
+""")
+    assert main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    gone = "cannot be read here: No such file or directory; without it these callers get 401"
+    assert f"issuer login: '{tmp_path}/set.json' {gone}" in said
+    assert f"issuer remote: '{tmp_path}/ca.pem' {gone}" in said
+
+
+def test_files_of_an_endpoint_picker_config_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml").write_text("""
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec: {model: m, endpoints: [{address: "127.0.0.1:1"}], pickerConfig: epp.yaml}
+""")
+    (tmp_path / "epp.yaml").write_text("""
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- {type: metrics-data-source, parameters: {scheme: https, insecureSkipVerify: false, caCertPath: ca.pem}}
+""")
+    assert main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert f"epp.yaml: '{tmp_path}/ca.pem' cannot be read here: No such file or directory; without it engines'" in said
+    (tmp_path / "ca.pem").write_text("")
+    assert main([str(tmp_path)]) == 0
+    assert "cannot be read here" not in capsys.readouterr().out
 
 
 ROUTED = """
@@ -171,3 +222,10 @@ spec: {loraAdapters: [sql], rules: [{targetModels: [{modelServerName: llama}]}]}
     said = capsys.readouterr().out
     assert "no ModelRoute sends requests for the adapter 'law' there; add it to loraAdapters of one" in said
     assert "'sql'" not in said
+
+
+def test_listeners_and_keys_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listeners = "listeners: [{name: a, address: 127.0.0.1:1}, {name: b, address: 127.0.0.1:2}]"
+    (tmp_path / "a.yaml").write_text(CONFIG.replace("failureMode: Open", listeners))
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("1 ModelServer with 0 endpoints, 2 listeners, 1 API key\n")

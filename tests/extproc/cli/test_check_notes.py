@@ -66,6 +66,24 @@ def test_limits_of_somebody_are_not_noted(check: Check) -> None:
     assert check(ModelRoute=limited("Route")) == []
 
 
+def naming(**named: object) -> dict[str, Any]:
+    return {**limited(), "rateLimits": [{"requests": 5, "per": "Route", **named}]}
+
+
+@pytest.mark.parametrize("named", [{"tenants": ["acme"]}, {"users": ["ann"]}, {"apiKeys": ["a"]}])
+def test_a_limit_for_callers_whom_nobody_is(check: Check, named: dict[str, Any]) -> None:
+    (note,) = check(ModelRoute=naming(**named))
+    assert note.startswith("ModelRoute default/llama: rateLimits[0] holds for nobody, as no client has a")
+
+
+def test_a_limit_for_callers_who_have_no_key(check: Check) -> None:
+    keyed = {"authentication": KEYS}
+    assert check(ModelRoute=naming(tenants=["acme"], apiKeys=["a"]), GatewayConfig=keyed) == []
+    (note,) = check(ModelRoute=naming(tenants=["acmee"]), GatewayConfig=keyed)
+    assert note == "ModelRoute default/llama: rateLimits[0]: no key is, or is of, 'acmee'; did you mean 'acme'?"
+    assert check(ModelRoute=naming(tenants=["acmee"]), GatewayConfig={"clients": "Trusted"}) == []
+
+
 def test_a_server_that_no_route_names(check: Check) -> None:
     (note,) = check(ModelServer_spare=SERVER)
     assert note.startswith("ModelServer default/spare: no ModelRoute or HTTPRoute names it")
@@ -162,3 +180,112 @@ def test_engines_that_are_read_less_often_than_written_are_noted(check: Check, m
     reads, descriptors = check(ModelServer={**SERVER, "endpoints": endpoints})
     assert "all intervals are 2 times as long as written (0.2 s is 0.4 s)" in reads
     assert "the engines want 100 file descriptors, and a process may have 1024" in descriptors
+
+
+def budgeted(*budgets: dict[str, Any]) -> dict[str, Any]:
+    usual = {"window": "Month", "per": "Route", "max": {"requests": 5}}
+    given = [{"name": f"b{number}", **usual, **one} for number, one in enumerate(budgets)]
+    return {**limited(), "rateLimits": [], "budgets": given}
+
+
+PRICED = {**SERVER, "pricing": [{"perMillion": {"input": "2.5"}}]}
+
+
+def test_a_budget_for_each_of_what_nobody_is(check: Check) -> None:
+    (note,) = check(ModelRoute=budgeted({"per": "Tenant"}))
+    assert note.startswith("ModelRoute default/llama: the budget 'b0' is one budget for all clients together")
+    (note,) = check(ModelRoute=budgeted({"tenants": ["acme"]}))
+    assert "the budget 'b0' holds for nobody" in note
+    (note,) = check(ModelRoute=budgeted({"tenants": ["acmee"]}), GatewayConfig={"authentication": KEYS})
+    assert note.endswith("no key is, or is of, 'acmee'; did you mean 'acme'?")
+
+
+def tiered(**tiers: object) -> dict[str, Any]:
+    targets = [{"modelServerName": "llama"}, {"modelServerName": "spare"}]
+    return {**limited(), "rateLimits": [], "rules": [{"targetModels": targets, "tiers": tiers}]}
+
+
+def test_tiers_that_cannot_do_what_they_say(check: Check) -> None:
+    priced = {"ModelServer": PRICED, "ModelServer_spare": PRICED}
+    assert check(ModelRoute=tiered(ttft="1s"), **priced) == []
+    (note,) = check(ModelRoute=tiered(), **priced)
+    assert note.startswith("ModelRoute default/llama: rules[0].tiers: there is no objective, so the cheapest")
+    notes = check(ModelRoute=tiered(ttft="1s", wait="2s"), **priced)
+    assert [note.partition("tiers: ")[2] for note in notes] == [
+        f"no request waits for ModelServer default/{name}; write flowControl there, or no wait"
+        for name in ("llama", "spare")
+    ]
+    euros = {**SERVER, "pricing": [{"currency": "EUR", "perMillion": {"input": "2.5"}}]}
+    (note,) = check(ModelRoute=tiered(tpot="1s"), **{**priced, "ModelServer_spare": euros})
+    assert note.endswith("tiers: costs in EUR and USD cannot be compared; write prices in one currency")
+    notes = check(ModelRoute=tiered(tpot="1s"), ModelServer=PRICED, ModelServer_spare=SERVER)
+    assert notes[1].endswith("tiers: ModelServer default/spare has no price, and counts as the dearest; write pricing")
+
+
+def test_servers_without_a_price_are_noted_where_others_have_one(check: Check) -> None:
+    rules = [{"targetModels": [{"modelServerName": "llama"}, {"modelServerName": "spare"}]}]
+    route = {**limited(), "rateLimits": [], "rules": rules}
+    assert check(ModelRoute=route, ModelServer_spare=SERVER) == []
+    (note,) = check(ModelRoute=route, ModelServer_spare=PRICED)
+    assert note.startswith("ModelServer default/llama: has no price while others have")
+
+
+def test_a_budget_of_money_over_servers_without_a_price_or_of_another_currency(check: Check) -> None:
+    route = budgeted({"max": {"money": 5}})
+    (note,) = check(ModelRoute=route)
+    assert "the budget 'b0' is of money, and requests of default/llama are unpriced and spend no money budget" in note
+    euros = {**SERVER, "pricing": [{"currency": "EUR", "perRequest": "0.01"}]}
+    (note,) = check(ModelRoute=route, ModelServer=euros)
+    assert "is in USD, and prices of its ModelServers are in EUR" in note
+    assert check(ModelRoute=route, ModelServer=PRICED) == []
+    assert check(ModelRoute=budgeted({"max": {"money": 5}, "currency": "EUR"}), ModelServer=euros) == []
+
+
+def test_a_payload_log_of_which_one_half_is_missing(check: Check) -> None:
+    route = {"modelName": "llama", "rules": RULES, "payloadLog": {}}
+    (note,) = check(ModelRoute=route)
+    assert note.startswith("ModelRoute default/llama: has payloadLog, but nothing is kept")
+    sink = {"payloadLog": {"path": "/var/lib/attache/payload.log"}}
+    (note,) = check(GatewayConfig=sink)
+    assert note.startswith("GatewayConfig: has payloadLog, but no ModelRoute has")
+    assert check(ModelRoute=route, GatewayConfig=sink) == []
+
+
+def test_a_guard_of_which_one_half_is_missing(check: Check) -> None:
+    def route(mode: str) -> dict[str, Any]:
+        return {"modelName": "llama", "rules": RULES, "guard": {"name": "pi", "failureMode": mode}}
+
+    (note,) = check(ModelRoute=route("Close"))
+    assert note == (
+        "ModelRoute default/llama: the GatewayConfig has no guard 'pi', so its requests are refused; there is none"
+    )
+    guards: dict[str, Any] = {"guards": [{"name": "pii", "url": "http://127.0.0.1:1/"}]}
+    (note, unused) = check(ModelRoute=route("Open"), GatewayConfig=guards)
+    assert note.endswith("so its requests go on without it; did you mean 'pii'?")
+    assert unused.startswith("GatewayConfig: no ModelRoute names the guard 'pii'")
+    guards["guards"][0]["name"] = "pi"
+    assert check(ModelRoute=route("Close"), GatewayConfig=guards) == []
+    (note,) = check(ModelRoute=route("Close"), GatewayConfig={**guards, "failureMode": "Open"})
+    assert note.startswith("ModelRoute default/llama: guard has no effect while extproc is down")
+    guards["guards"][0]["apiKeyFile"] = "none.key"
+    (note,) = check(ModelRoute=route("Close"), GatewayConfig=guards)
+    assert note.startswith("guard pi: ")
+
+
+def test_objectives_that_cannot_be_what_they_seem(check: Check) -> None:
+    def notes(*classes: dict[str, Any], server: dict[str, Any] | None = None, **rule: object) -> list[str]:
+        route = {"modelName": "llama", "rules": [{**RULES[0], **rule}], "slo": list(classes)}
+        return check(ModelRoute=route, ModelServer=SERVER | (server or {}))
+
+    usual = {"name": "chat", "ttft": "1s", "tpot": "50ms", "e2e": "1m"}
+    assert notes(usual) == []
+    (loose,) = notes({**usual, "share": 0.9})
+    assert "promises 0.9: the alert at 14.4 times the error budget can never fire" in loose
+    (unseen,) = notes(usual, server={"streamUsage": "AsRequested"})
+    assert "has tpot, and ModelServer default/llama has streamUsage: AsRequested" in unseen
+    (order,) = notes(usual, ttftTarget="2s")
+    assert "promises ttft 1s, and a rule has ttftTarget 2s" in order
+    urgent = {"name": "urgent", "priority": 0, "e2e": "1s"}
+    (empty,) = notes(usual, urgent)
+    assert "the class 'chat' of slo has no requests" in empty
+    assert notes(usual, urgent, priority=-1) == []

@@ -80,3 +80,32 @@ def test_plugins_that_cannot_be_read_are_not_missed_where_profiles_name_them(
     assert "there is no such field; did you mean 'parameters'?" in said
     (said,) = check(tmp_path, capsys, epp=text.replace("parameter:", "parameters:").replace("name: d", "nam: d"))
     assert "nam: there is no such field; did you mean 'name'?" in said
+
+
+def test_an_endpoint_picker_config_is_checked_as_a_file_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "epp.yaml"
+    file.write_text(GOOD)
+    assert main([str(file)]) == 0
+    assert capsys.readouterr().out == f"{file} is a valid EndpointPickerConfig\n"
+    file.write_text(PICKER)
+    assert main([str(file)]) == 2
+    assert set(OF_PLUGINS) < set(capsys.readouterr().err.splitlines())
+    file.write_text(SERVER)
+    assert main([str(file)]) == 2
+    assert "name the directory that it is in" in capsys.readouterr().err
+    file.write_bytes(GOOD.encode() + b"\xff")
+    assert main([str(file)]) == 2
+    assert "not UTF-8" in capsys.readouterr().err
+
+
+GOOD = """\
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: queue-scorer
+- type: max-score-picker
+schedulingProfiles:
+- {name: default, plugins: [{pluginRef: queue-scorer}, {pluginRef: max-score-picker}]}
+"""

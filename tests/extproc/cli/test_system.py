@@ -34,7 +34,7 @@ def answering(raw: bytes) -> Iterator[str]:
                 self.wfile.write(raw)
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             yield f"127.0.0.1:{server.server_port}"

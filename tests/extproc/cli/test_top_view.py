@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.__main__ import main
-from extproc.cli.top_view import UNBOUNDED, Sample, render
+from extproc.cli.top_view import UNBOUNDED, MetricsSnapshot, render
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,7 @@ QWEN_A = {"server": "qwen", "endpoint": "a"}
 
 
 def test_labels_that_are_not_named_may_have_any_value() -> None:
-    now = Sample()
+    now = MetricsSnapshot()
     for labels, value in ((LLAMA_A, 1), (LLAMA_B, 2), (QWEN_A, 4)):
         now.add("attache_prompt_tokens_total", labels, value)
     assert now.sum("attache_prompt_tokens_total") == 7
@@ -32,7 +32,7 @@ def test_labels_that_are_not_named_may_have_any_value() -> None:
 
 
 def test_a_series_without_a_named_label_does_not_count() -> None:
-    now = Sample()
+    now = MetricsSnapshot()
     now.add("attache_picks_total", {}, 5)
     assert now.get("attache_picks_total", server="") is None
     assert now.get("attache_picks_total") == 5
@@ -40,12 +40,30 @@ def test_a_series_without_a_named_label_does_not_count() -> None:
 
 
 def test_what_is_added_after_a_question_counts_in_the_next() -> None:
-    now = Sample()
+    now = MetricsSnapshot()
     assert now.get("attache_picks_total", server="llama") is None
     now.add("attache_picks_total", {"server": "llama"}, 5)
     assert now.get("attache_picks_total", server="llama") == 5
     now.add("attache_picks_total", {"server": "llama"}, 2)
     assert now.get("attache_picks_total", server="llama") == 7
+
+
+def test_an_engine_that_lists_other_models_is_named_with_what_to_write() -> None:
+    now = MetricsSnapshot()
+    where = {"server": "default/qwen", "endpoint": "10.0.0.1:8000"}
+    for name in ("in_flight", "engine_report_age_seconds"):
+        now.add(f"attache_{name}", where, 1)
+    # two processes that know the same
+    for _ in range(2):
+        labels = {**where, "model": "qwen3-8b", "lists": "'Qwen/Qwen3-8B'"}
+        now.add("attache_engine_model_missing", labels, 1)
+    lines = render(MetricsSnapshot(), now, seconds=1.0, tenants=0, width=UNBOUNDED).splitlines()
+    assert lines[1] == "engines: 1 no model"
+    assert (
+        "10.0.0.1:8000 of default/qwen lists 'Qwen/Qwen3-8B' and not 'qwen3-8b', the model of its ModelServer; "
+        "write one of its names as 'model'"
+    ) in lines
+    assert any("NO MODEL" in line for line in lines)
 
 
 class Counted(str):
@@ -64,13 +82,13 @@ class Counted(str):
 
 
 def looks_for(engines: int) -> int:
-    now = Sample()
+    now = MetricsSnapshot()
     for index in range(engines):
         labels = {"server": "default/llama", "endpoint": Counted(f"10.0.0.{index}:8000")}
         for name in ("in_flight", "engine_running", "engine_report_age_seconds", "prompt_tokens_total"):
             now.add(f"attache_{name}", labels, 1)
     Counted.looks = 0
-    render(Sample(), now, seconds=1.0, tenants=0, width=UNBOUNDED)
+    render(MetricsSnapshot(), now, seconds=1.0, tenants=0, width=UNBOUNDED)
     return Counted.looks
 
 
@@ -78,8 +96,8 @@ def test_each_engine_is_looked_at_as_often_however_many_there_are() -> None:
     assert looks_for(200) <= 2.2 * looks_for(100)
 
 
-def reading(**samples: float) -> Sample:
-    made = Sample()
+def reading(**samples: float) -> MetricsSnapshot:
+    made = MetricsSnapshot()
     for text, value in samples.items():
         name, *pairs = text.split("__")
         labels = dict(pair.split("_is_") for pair in pairs)
@@ -94,11 +112,13 @@ def test_counters_are_rates_and_gauges_are_as_they_are() -> None:
 
 
 def test_what_every_process_sees_whole_is_not_added_up() -> None:
-    now = Sample()
+    now = MetricsSnapshot()
     for _ in range(2):
         now.add("attache_in_flight", {"server": "default/llama", "endpoint": "e"}, 5)
         now.add("attache_prompt_tokens_total", {"server": "default/llama", "endpoint": "e"}, 50)
-    engine = next(line for line in render(Sample(), now, seconds=1.0, tenants=9).splitlines() if "llama" in line)
+    engine = next(
+        line for line in render(MetricsSnapshot(), now, seconds=1.0, tenants=9).splitlines() if "llama" in line
+    )
     assert engine.split() == ["default/llama", "e", "serving", "5", "-", "-", "-", "-", "0%", "100", "0%"]
 
 
@@ -115,12 +135,12 @@ def test_queues_show_who_waits_and_how_long() -> None:
 
 
 def test_tenants_are_shown_by_their_share_and_the_largest_first() -> None:
-    now = Sample()
+    now = MetricsSnapshot()
     for tenant, service, refused in (("acme", 100.0, 0.0), ("bell", 300.0, 4.0), ("zero", 0.0, 0.0)):
         now.add("attache_tenant_requests_total", {"tenant": tenant, "outcome": "picked"}, 10)
         now.add("attache_tenant_requests_total", {"tenant": tenant, "outcome": "rate_limited"}, refused)
         now.add("attache_tenant_service_tokens_total", {"tenant": tenant, "server": "default/llama"}, service)
-    lines = render(Sample(), now, seconds=2.0, tenants=2).splitlines()
+    lines = render(MetricsSnapshot(), now, seconds=2.0, tenants=2).splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("TENANT"))
     assert [line.split() for line in lines[start + 1 : start + 3]] == [
         ["bell", "5.0", "150", "75%", "0.00", "2.0"],
@@ -129,14 +149,14 @@ def test_tenants_are_shown_by_their_share_and_the_largest_first() -> None:
     assert "zero" not in "\n".join(lines)
 
 
-def engine(now: Sample, endpoint: str, **values: float) -> None:
+def engine(now: MetricsSnapshot, endpoint: str, **values: float) -> None:
     where = {"server": "default/llama", "endpoint": endpoint}
     now.add("attache_in_flight", where, 0)
     for name, value in values.items():
         now.add(f"attache_{name}", where, value)
 
 
-def one_of_each(now: Sample) -> None:
+def one_of_each(now: MetricsSnapshot) -> None:
     """An engine that serves, one that is dead, one that hangs, and one that answers with errors."""
     now.add("attache_engine_reports_total", {"server": "default/llama", "result": "read"}, 50)
     said = {"engine_running": 7, "engine_waiting": 3, "engine_kv_usage": 0.5, "endpoint_ttft_seconds": 0.05}
@@ -151,9 +171,9 @@ def one_of_each(now: Sample) -> None:
 
 
 def test_an_engine_that_does_not_serve_is_told_with_why_and_since_when() -> None:
-    now = Sample()
+    now = MetricsSnapshot()
     one_of_each(now)
-    lines = render(Sample(), now, seconds=1.0, tenants=9, wall_now_s=1041.0).splitlines()
+    lines = render(MetricsSnapshot(), now, seconds=1.0, tenants=9, wall_now_s=1041.0).splitlines()
     assert lines[1] == "engines: 1 serving, 2 avoided, 1 silent"
     assert lines[3].startswith("10.0.0.2:8000 of default/llama is avoided since 00:16:40 UTC (41 s ago): it cannot be")
     assert lines[3].endswith("it last said how it is 42 s ago")
@@ -171,34 +191,34 @@ def test_an_engine_that_does_not_serve_is_told_with_why_and_since_when() -> None
 
 
 def test_an_engine_that_is_back_and_was_not_tried_yet() -> None:
-    now = Sample()
+    now = MetricsSnapshot()
     one_of_each(now)
     now.add("attache_engine_report_age_seconds", {"server": "default/llama", "endpoint": "10.0.0.2:8000"}, 0.2)
-    lines = render(Sample(), now, seconds=1.0, tenants=9, wall_now_s=1041.0).splitlines()
-    assert lines[3].endswith("it says how it is again, and the next request that suits it best tries it")
+    lines = render(MetricsSnapshot(), now, seconds=1.0, tenants=9, wall_now_s=1041.0).splitlines()
+    assert lines[3].endswith("it reports again, and the next request for which it is the best choice tries it")
 
 
 def test_a_report_from_before_the_failure_does_not_say_that_an_engine_is_back() -> None:
-    now = Sample()
+    now = MetricsSnapshot()
     one_of_each(now)
     now.add("attache_engine_report_age_seconds", {"server": "default/llama", "endpoint": "10.0.0.2:8000"}, 2.0)
-    lines = render(Sample(), now, seconds=1.0, tenants=9, wall_now_s=1001.0).splitlines()
+    lines = render(MetricsSnapshot(), now, seconds=1.0, tenants=9, wall_now_s=1001.0).splitlines()
     assert "10.0.0.2:8000 of default/llama is avoided" in lines[3]
-    assert "says how it is again" not in lines[3]
+    assert "it reports again" not in lines[3]
 
 
 def test_engines_that_nobody_reads_are_not_silent() -> None:
-    now = Sample()
+    now = MetricsSnapshot()
     engine(now, "10.0.0.1:8000")
-    assert render(Sample(), now, seconds=1.0, tenants=9).splitlines()[1] == "engines: 1 serving"
+    assert render(MetricsSnapshot(), now, seconds=1.0, tenants=9).splitlines()[1] == "engines: 1 serving"
 
 
 def test_the_process_with_the_freshest_report_counts() -> None:
-    now = Sample()
+    now = MetricsSnapshot()
     for age_s in (30.0, 0.5):
         now.add("attache_engine_reports_total", {"server": "default/llama", "result": "read"}, 5)
         engine(now, "10.0.0.1:8000", engine_report_age_seconds=age_s, endpoint_ttft_seconds=0.2)
-    text = render(Sample(), now, seconds=1.0, tenants=9)
+    text = render(MetricsSnapshot(), now, seconds=1.0, tenants=9)
     assert "engines: 1 serving" in text
     assert "200 ms" in text
 
@@ -208,7 +228,7 @@ def test_what_clients_get_by_server_with_fallbacks() -> None:
     for status, first, count in (("2xx", "yes", 20), ("2xx", "no", 6), ("5xx", "yes", 2), ("none", "yes", 4)):
         labels = {"server": "llama", "status_class": status, "first_choice": first}
         now.add("attache_answers_total", labels, count)
-    lines = render(Sample(), now, seconds=2.0, tenants=9).splitlines()
+    lines = render(MetricsSnapshot(), now, seconds=2.0, tenants=9).splitlines()
     start = next(index for index, line in enumerate(lines) if "FALLBACKS/S" in line)
     assert lines[start + 1].split() == ["llama", "20.0", "13.0", "0.0", "1.0", "2.0", "3.0"]
 
@@ -218,7 +238,7 @@ def test_no_line_is_longer_than_the_terminal(width: int) -> None:
     now = reading(queue_waiting__server_is_llama__band_is_high=12, picks_total__server_is_llama=150)
     one_of_each(now)
     now.add("attache_tenant_requests_total", {"tenant": "acme", "outcome": "picked"}, 10)
-    text = render(Sample(), now, seconds=1.0, tenants=9, wall_now_s=1041.0, width=width)
+    text = render(MetricsSnapshot(), now, seconds=1.0, tenants=9, wall_now_s=1041.0, width=width)
     assert max(map(len, text.splitlines())) <= width
     for needed in ("STATE", "TTFT", "FAILED", "FALLBACKS/S", "SATURATION"):
         assert needed in text
@@ -282,9 +302,19 @@ def test_words_that_are_no_addresses(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_plugin_that_fails_is_named_until_extproc_starts_anew() -> None:
-    before, now = Sample(), Sample()
+    before, now = MetricsSnapshot(), MetricsSnapshot()
     for sample, count in ((before, 4), (now, 10)):
         sample.add("attache_plugin_failures_total", {"server": "default/llama", "plugin": "newest"}, count)
     text = render(before, now, seconds=2.0, tenants=9)
     assert "plugin newest of default/llama has failed 10 times (3.0/s): requests are decided without it" in text
-    assert "has failed" not in render(Sample(), Sample(), seconds=2.0, tenants=9)
+    assert "has failed" not in render(MetricsSnapshot(), MetricsSnapshot(), seconds=2.0, tenants=9)
+
+
+def test_budgets_show_who_has_used_most_and_processes_are_not_added_up() -> None:
+    now = MetricsSnapshot()
+    for caller, used in (("acme", 0.25), ("bell", 0.875), ("acme", 0.5)):
+        labels = {"budget": "default/chat/team", "caller": caller, "unit": "cost_micros"}
+        now.add("attache_budget_used_ratio", labels, used)
+    text = render(MetricsSnapshot(), now, seconds=1.0, tenants=20)
+    lines = [line.split() for line in text.splitlines() if "default/chat/team" in line]
+    assert lines == [["default/chat/team", "bell", "money", "88%"], ["default/chat/team", "acme", "money", "50%"]]

@@ -16,26 +16,28 @@ import msgspec
 import numpy as np
 import pytest
 
-from extproc.admission.limits import LocalLimits
+from extproc.admission.local_limits import LocalLimits
 from extproc.core import running
 from extproc.core.core import Core
 from extproc.core.effects import (
+    AskGuard,
     AskLimits,
     AskTokens,
     AwaitAdapter,
     AwaitEngine,
+    Broadcast,
     Decision,
     Effect,
     Held,
     Hold,
     LoadAdapter,
-    Refused,
-    Settled,
+    RequestRefused,
+    RequestSettled,
     SettleGrant,
-    Tell,
     WakeAt,
 )
-from extproc.core.peers import SILENCE_S, Alive, EventBatch, Learned, PeerEvent, Spent
+from extproc.core.guards import GuardFailed, GuardReply
+from extproc.core.peers import SILENCE_S, EventBatch, LimitSpent, OutcomeKnown, PeerEvent, ProcessAlive
 from extproc.core.record import Head, LoadResult, Outcome
 from extproc.core.states import TRANSITIONS, Event, State
 from extproc.engines.answers import LoadProblem
@@ -71,6 +73,11 @@ GOES_ON = {
     State.QUEUED: Event.DISPATCHED,
 }
 HELD = frozenset(GOES_ON)
+GUARD_ANSWERS = {
+    "granted": GuardReply(200, b'{"action": "change", "fields": {"messages": [{"role": "user", "content": "x"}]}}'),
+    "refused": GuardReply(200, b'{"action": "refuse"}'),
+    "nobody": GuardFailed("timeout", "no answer"),
+}
 # Ticks that one wake-up may lead to; far more than there are requests.
 _MOST_TICKS = 500
 
@@ -90,7 +97,9 @@ class Life:
         self.store = LocalLimits()
         self.unsettled: list[Grant] = []
         # own requests: whose streams wait for something, which were sent and are not closed, all that there were
-        self.pending: dict[str, AskLimits | AskTokens | Held] = {}
+        self.pending: dict[str, AskLimits | AskGuard | AskTokens | Held] = {}
+        # by when the gateways of held ones are answered, as they were told
+        self.answer_by_s: dict[str, float] = {}
         # loads that were asked for and have not ended
         self.loads: list[LoadAdapter] = []
         self.decided: list[str] = []
@@ -116,12 +125,12 @@ class Life:
         before = {ticket: self.core.state_of(ticket) for ticket in self.seen}
         before.setdefault(subject, State.ABSENT)
         effects = verb()
-        ends = {one.ticket: one for one in effects if isinstance(one, Decision | Refused)}
+        ends = {one.ticket: one for one in effects if isinstance(one, Decision | RequestRefused)}
         for ticket, state in before.items():
             after = self.core.state_of(ticket)
             happened = event if ticket == subject else None
             if ticket in ends:
-                gave_up = isinstance(ends[ticket], Refused)
+                gave_up = isinstance(ends[ticket], RequestRefused)
                 happened = Event.GIVEN_UP if gave_up else GOES_ON[state]
             elif happened is None and after is not state and {state, after} <= HELD:
                 happened = Event.ENGINES_GONE if after is State.AWAITING_ENGINE else GOES_ON[state]
@@ -154,14 +163,14 @@ class Life:
         grants, run = self.sent.pop(ticket, ((), None))
         if run is None:
             return
-        used: Usage = run.reserved if outcome is None else run.used(outcome)
+        used: Usage = run.reserved if outcome is None else run.used_tokens(outcome)
         for charge in (charge for grant in grants if not grant.is_global for charge in grant.charges):
             self.used[charge.key] += used.of(charge.resource)
 
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case Decision() | Refused():
+                case Decision() | RequestRefused():
                     # delivered to a stream that waits, and nobody else
                     assert isinstance(self.pending.pop(effect.ticket), Held)
                     self.follow(effect)
@@ -170,7 +179,7 @@ class Life:
                 case SettleGrant():
                     self.unsettled.remove(effect.grant)
                     self.store.settle(effect.grant, effect.used, self.now)
-                case Tell(Spent() as spent):
+                case Broadcast(LimitSpent() as spent):
                     self.spent[spent.key] += spent.amount
                 case WakeAt():
                     self.wake_at_s = effect.at_s if self.wake_at_s is None else min(self.wake_at_s, effect.at_s)
@@ -189,13 +198,15 @@ class Life:
         self.loads.remove(ask)
         gone = () if ask.unload is None or problem is LoadProblem.UNREACHABLE else (ask.unload,)
         result = LoadResult(ask.server, ask.address, ask.adapter, problem, unloaded=gone)
-        self.happens(None, "", lambda: self.core.take_load(result, self.now))
+        self.happens(None, "", lambda: self.core.on_adapter_load(result, self.now))
         self.must_wake()
 
     def follow(self, own: RequestEffect | None) -> None:
         match own:
-            case AskLimits() | AskTokens() | AwaitEngine() | AwaitAdapter() | Hold():
+            case AskLimits() | AskGuard() | AskTokens() | AwaitEngine() | AwaitAdapter() | Hold():
                 self.pending[own.ticket] = own
+                if isinstance(own, Held):
+                    self.answer_by_s[own.ticket] = self.now + own.longest_s
             case Decision():
                 self.decided.append(own.ticket)
                 run = self.core._records[own.ticket].run
@@ -206,7 +217,7 @@ class Life:
 
     def must_wake(self) -> None:
         """Room may have come up: whoever waits is looked at soon."""
-        assert not self.core.count(State.QUEUED, State.LOADING) or (
+        assert not self.core.count_requests(State.QUEUED, State.LOADING) or (
             self.wake_at_s is not None and self.wake_at_s <= self.now
         )
 
@@ -223,7 +234,7 @@ class Life:
         headers = {"x-attache-tenant": tenant, "x-urgency": urgency}
         head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=True)
         for _ in range(count):
-            arrival = self.core.intake.receive(Api.CHAT, head, body(words, stream=stream, model=model))
+            arrival = self.core.builder.build(Api.CHAT, head, body(words, stream=stream, model=model))
             ticket = f"t-{len(self.own) + 1:x}"
 
             def verb() -> list[Effect]:
@@ -249,6 +260,8 @@ class Life:
         answer: Answer = None
         if isinstance(ask, AskLimits) and kind != "nobody":
             answer = self.grant(ask) if kind == "granted" else RateLimited("", kind="", headers={}, retry_after_s=1)
+        elif isinstance(ask, AskGuard):
+            answer = GUARD_ANSWERS[kind]
         elif isinstance(ask, AskTokens) and kind == "granted":
             answer = list(range(100))
         self.resume(ticket, answer)
@@ -272,7 +285,7 @@ class Life:
     def make(self, event: Event, ticket: str, status: int = 200, tokens: int | None = 70) -> None:
         if event is Event.OUTCOME:
             outcome = outcome_of(ticket, status, tokens)
-            self.settle(outcome, lambda: self.core.settle(outcome, self.now))
+            self.settle(outcome, lambda: self.core.on_outcome(outcome, self.now))
         elif event is Event.STARTED_ELSEWHERE:
             self.hear("p", msgspec.structs.replace(STARTED, ticket=ticket))
         else:
@@ -282,7 +295,7 @@ class Life:
         if self.pending.pop(ticket, None) is None and ticket in self.decided:
             self.decided.remove(ticket)
         changes = self.core.state_of(ticket) not in {State.ABSENT, State.ENDED}
-        verb = self.core.leave if event is Event.LEFT else self.core.finish
+        verb = self.core.on_disconnect if event is Event.LEFT else self.core.on_stream_closed
         self.happens(event, ticket, lambda: verb(ticket, self.now))
         if changes:
             self.must_wake()
@@ -291,7 +304,7 @@ class Life:
         ticket, state = outcome.ticket, self.core.state_of(outcome.ticket)
         effects = self.happens(Event.OUTCOME, ticket, verb)
         counts = state in {State.RUNNING, State.ENDED}
-        assert len([one for one in effects if isinstance(one, Settled)]) == counts
+        assert len([one for one in effects if isinstance(one, RequestSettled)]) == counts
         if counts:
             self.account(ticket, outcome)
 
@@ -305,6 +318,8 @@ class Life:
             assert ticks < _MOST_TICKS
         self.now = until
         for record in self.core._records.values():
+            if record.state in HELD:
+                assert self.answer_by_s[record.ticket] > self.now - 1e-6, "its gateway does not wait any longer"
             if record.state is State.LOADING:
                 assert record.loading_since_s + 10.0 > self.now, "its client should have been told"
             if record.state is State.AWAITING_ENGINE:
@@ -315,8 +330,9 @@ class Life:
                 assert record.queued is not None
                 assert record.queued.expires_at_s > self.now, "its client should have been told"
 
-    def configure(self, endpoints: str, gate: str, limits: str, activation: str = "") -> None:
-        self.happens(None, "", lambda: self.core.apply(snapshot(endpoints, gate, limits, activation), self.now))
+    def configure(self, endpoints: str, gate: str, limits: str, activation: str = "", guard: str = "") -> None:
+        made = snapshot(endpoints, gate, limits, activation, guard)
+        self.happens(None, "", lambda: self.core.apply(made, self.now))
         self.must_wake()
 
     def set_feed(self, *, is_there: bool) -> None:
@@ -333,7 +349,7 @@ class Life:
 
     def hear(self, name: str, said: PeerEvent) -> None:
         self.heard_at_s[name] = self.now
-        verb = lambda: self.core.hear(EventBatch(name, [said]), self.now)  # noqa: E731 - short
+        verb = lambda: self.core.ingest(EventBatch(name, [said]), self.now)  # noqa: E731 - short
         match said:
             case RequestStarted(ticket=ticket):
                 is_new = self.core.state_of(ticket) is State.ABSENT
@@ -341,9 +357,9 @@ class Life:
                 self.happens(Event.STARTED_ELSEWHERE, ticket, verb)
                 if is_new and is_known:
                     self.elsewhere[ticket] = name
-            case Learned(outcome=outcome):
+            case OutcomeKnown(outcome=outcome):
                 self.settle(outcome, verb)
-            case Alive(running=stays):
+            case ProcessAlive(running=stays):
                 self.happens(None, "", verb)
                 self.over(ticket for ticket, at in self.elsewhere.items() if at == name and ticket not in stays)
             case _:
@@ -360,14 +376,14 @@ class Life:
     def beat(self, seconds: float) -> None:
         """Workers that were not heard of for long are taken for gone."""
         self.pass_time(seconds)
-        effects = self.happens(None, "", lambda: self.core.beat(self.now))
-        (alive,) = [one for one in told(effects) if isinstance(one, Alive)]
+        effects = self.happens(None, "", lambda: self.core.heartbeat(self.now))
+        (alive,) = [one for one in told(effects) if isinstance(one, ProcessAlive)]
         assert sorted(alive.running) == sorted(self.decided)
         gone = {name for name, at_s in self.heard_at_s.items() if self.now - at_s > SILENCE_S}
         for name in gone:
             del self.heard_at_s[name]
         self.over(ticket for ticket, name in self.elsewhere.items() if name in gone)
-        assert self.core.mirror.peers == len(self.heard_at_s)
+        assert self.core.peer_view.peers == len(self.heard_at_s)
         self.must_wake()
 
     def holds(self) -> None:
@@ -382,12 +398,12 @@ class Life:
         assert {ticket for ticket, one in self.pending.items() if isinstance(one, Held)} == {
             one.ticket for one in records if one.state in HELD
         }
-        waiting = {name for group in self.core._awaiting._groups.values() for name in group.records}
+        waiting = {name for group in self.core._pipeline.engines._groups.values() for name in group.records}
         assert waiting == {one.ticket for one in records if one.state is State.AWAITING_ENGINE}
-        groups = self.core._awaiting._groups.values()
+        groups = self.core._pipeline.engines._groups.values()
         everybody = [one for group in groups for one in group.records.values()]
         for held, theirs in [
-            (self.core._awaiting._held, everybody),
+            (self.core._pipeline.engines._held, everybody),
             *((g.held, [*g.records.values()]) for g in groups),
         ]:
             tenants = Counter(one.arrived.caller.tenant for one in theirs)
@@ -396,7 +412,7 @@ class Life:
             assert held._bytes.keys() == tenants.keys()
         assert {*self.decided, *self.elsewhere} == {one.ticket for one in records if one.state in IN_FLIGHT}
         # beside those that have ended and wait for their outcomes, there is nothing else
-        assert len(records) == len(self.pending) + len(self.decided) + len(self.elsewhere) + self.core.count(
+        assert len(records) == len(self.pending) + len(self.decided) + len(self.elsewhere) + self.core.count_requests(
             State.ENDED
         )
 
@@ -420,7 +436,7 @@ class Life:
     def _gates_hold_who_waits_and_flows_what_runs(self) -> None:
         records = self.core._records.values()
         for gate in self.core.admission.gates.values():
-            assert len(gate.queue) == self.core.count(State.QUEUED)
+            assert len(gate.queue) == self.core.count_requests(State.QUEUED)
             not_settled = [
                 one for one in records if one.run and one.run.gate is gate and one.state in {State.RUNNING, State.ENDED}
             ]
@@ -459,7 +475,7 @@ class Life:
         # whoever is held is told within the longest wait, without anything else happening
         self.pass_time(41.0)
         assert not self.pending
-        assert not self.core._loading.groups
+        assert not self.core._pipeline.adapters._groups
         for ask in list(self.loads):
             self.load_ends(ask, LoadProblem.UNREACHABLE)
         for ticket in list(self.decided):
@@ -467,7 +483,7 @@ class Life:
         self.beat(SILENCE_S + 1)
         assert self.elsewhere == {}
         for ticket in self.seen:
-            self.settle(one := outcome_of(ticket), lambda one=one: self.core.settle(one, self.now))
+            self.settle(one := outcome_of(ticket), lambda one=one: self.core.on_outcome(one, self.now))
         assert self.core._records == {}, [
             (one.ticket, one.state.name, one.origin) for one in self.core._records.values()
         ]

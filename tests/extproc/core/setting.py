@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import json
 import random
-from functools import cache
 from typing import TYPE_CHECKING
 
 from extproc.admission.flows import FlowKey
-from extproc.api.load import load
 from extproc.core.core import Core
-from extproc.core.effects import AwaitAdapter, Decision, Effect, LoadAdapter, Tell
+from extproc.core.effects import AwaitAdapter, Broadcast, Decision, Effect, LoadAdapter
 from extproc.core.record import Head, LoadResult, Outcome
 from extproc.core.states import TRANSITIONS, Event, State
 from extproc.prefix.index import Tail
 from extproc.protocol import Api
 from extproc.scheduling.pool import RequestStarted
+from tests.extproc.scenes import ONE_AT_A_TIME, configuration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,41 +27,36 @@ SERVER = "default/llama"
 LOCAL = "{unit: hour, requests: 40, outputTokens: 4000}"
 LIMITS = ["", LOCAL, f"{LOCAL}, {{unit: hour, requests: 60, scope: Global}}"]
 LIMITS.append("{unit: hour, requests: 30}, {unit: hour, requests: 60, scope: Global, withoutRedis: Refuse}")
-FLOW_CONTROL = """
-  flowControl:
-    saturation: {queueDepth: null, kvUsage: null, maxWait: null, maxRequests: 1}
-    maxRequests: 4
-    timeout: %s
-    noEndpointTimeout: 20s
+FLOW_CONTROL = f"""
+flowControl:
+  {ONE_AT_A_TIME}
+  maxRequests: 4
+  timeout: %s
+  noEndpointTimeout: 20s
 """
-CONFIGURATION = """
-apiVersion: attache.dev/v1alpha1
-kind: ModelServer
-metadata: {name: llama}
-spec:
-  model: m
-  scrapeInterval: 0s
-  kvEvents: {port: 5557}
-  endpoints: [%s]
-  adapterLoading: {slots: 1, timeout: 10s, adapters: [{name: sql, source: /sql}, {name: law, source: /law}]}
-  %s
----
-apiVersion: attache.dev/v1alpha1
-kind: ModelRoute
-metadata: {name: chat}
-spec:
-  modelName: m
-  loraAdapters: [sql, law]
-  rules:
-    - {priority: 10, modelMatch: {headers: {x-urgency: {exact: high}}}, targetModels: [{modelServerName: llama}]}
-    - {priority: -1, modelMatch: {headers: {x-urgency: {exact: low}}}, targetModels: [{modelServerName: llama}]}
-    - {targetModels: [{modelServerName: llama}]}
-  rateLimits: [%s]
+ROUTE = """
+loraAdapters: [sql, law]
+rules:
+  - {priority: 10, modelMatch: {headers: {x-urgency: {exact: high}}}, targetModels: [{modelServerName: llama}]}
+  - {priority: -1, modelMatch: {headers: {x-urgency: {exact: low}}}, targetModels: [{modelServerName: llama}]}
+  - {targetModels: [{modelServerName: llama}]}
+"""
+SPEC = """
+scrapeInterval: 0s
+kvEvents: {port: 5557}
+adapterLoading: {slots: 1, timeout: 10s, adapters: [{name: sql, source: /sql}, {name: law, source: /law}]}
 """
 ONE, TWO = "{address: '10.0.0.1:8000'}", "{address: '10.0.0.1:8000'}, {address: '10.0.0.2:8000'}"
 GATES = ("", FLOW_CONTROL % "20s", FLOW_CONTROL % "15s")
+GUARD = """
+apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {name: gateway}
+spec: {guards: [{name: pii, url: 'http://127.0.0.1:1/'}]}
+"""
+GUARDS = ("", "guard: {name: pii}", "guard: {name: pii, failureMode: Open}")
 LEAVING = "{address: '10.0.0.1:8000', draining: true}"
-ACTIVATIONS = ("", "\n  activation: {holdTimeout: 8s, maxRequests: 6}", "\n  activation: {holdTimeout: 5s}")
+ACTIVATIONS = ("", "activation: {holdTimeout: 8s, maxRequests: 6}", "activation: {holdTimeout: 5s}")
 # Ended requests whose outcome is waited for: few, so that some are given up.
 MOST_ENDED = 3
 
@@ -71,9 +65,10 @@ LEGAL = [(state, event) for state in State for event in Event if TRANSITIONS[sta
 IN_FLIGHT = frozenset({State.RUNNING, State.SETTLED})
 
 
-@cache
-def snapshot(endpoints: str = TWO, gate: str = "", limits: str = "", activation: str = "") -> Snapshot:
-    return load({"a.yaml": (CONFIGURATION % (endpoints, gate + activation, limits)).encode()})
+def snapshot(endpoints: str = TWO, gate: str = "", limits: str = "", activation: str = "", guard: str = "") -> Snapshot:
+    server = f"{SPEC}\nendpoints: [{endpoints}]\n{gate}\n{activation}"
+    route = f"{ROUTE}\nrateLimits: [{limits}]\n{guard}"
+    return configuration(servers={"llama": server}, routes={"chat": route}, others=GUARD)
 
 
 def body(words: int, *, stream: bool, model: str = "m") -> bytes:
@@ -86,7 +81,7 @@ def outcome_of(ticket: str, status: int = 200, tokens: int | None = 100) -> Outc
 
 
 def told(effects: Iterable[Effect]) -> list[PeerEvent]:
-    return [one.event for one in effects if isinstance(one, Tell)]
+    return [one.event for one in effects if isinstance(one, Broadcast)]
 
 
 # Of a request that another worker has sent.
@@ -119,7 +114,7 @@ class Worker:
 
     def starts(self, words: int, now: float, model: str = "m") -> list[PeerEvent]:
         head = Head("POST", "/v1/chat/completions", {"x-attache-tenant": "a"}, has_body=True, is_trusted=True)
-        arrival = self.core.intake.receive(Api.CHAT, head, body(words, stream=False, model=model))
+        arrival = self.core.builder.build(Api.CHAT, head, body(words, stream=False, model=model))
         own, effects = self.core.arrive(arrival, now)
         said = list(effects)
         if isinstance(own, AwaitAdapter):
@@ -128,11 +123,11 @@ class Worker:
             for one in [one for one in effects if isinstance(one, LoadAdapter)]:
                 gone = () if one.unload is None else (one.unload,)
                 loaded = LoadResult(one.server, one.address, one.adapter, unloaded=gone)
-                effects += [*self.core.take_load(loaded, now), *self.core.tick(now)]
+                effects += [*self.core.on_adapter_load(loaded, now), *self.core.tick(now)]
             said += effects
         self.running += [one.ticket for one in said if isinstance(one, Decision)]
         return told(said)
 
     def ends(self, ticket: str, now: float) -> list[PeerEvent]:
         self.running.remove(ticket)
-        return told([*self.core.finish(ticket, now), *self.core.settle(outcome_of(ticket), now)])
+        return told([*self.core.on_stream_closed(ticket, now), *self.core.on_outcome(outcome_of(ticket), now)])

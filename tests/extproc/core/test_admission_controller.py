@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from hashlib import blake2b
@@ -12,45 +11,30 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.admission.flows import FlowKey
-from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Hold
-from extproc.core.record import Head
-from extproc.protocol import Api
+from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, request
 
 if TYPE_CHECKING:
     from extproc.admission.flows import QueuedRequest
+    from extproc.api.snapshot import Snapshot
 
-CONFIG = """
-apiVersion: attache.dev/v1alpha1
-kind: ModelServer
-metadata: {name: llama}
-spec:
-  model: m
-  scrapeInterval: 0s
-  endpoints: [{address: '10.0.0.1:8000'}, {address: '10.0.0.2:8000'}]
-  %s
----
-apiVersion: attache.dev/v1alpha1
-kind: ModelRoute
-metadata: {name: chat}
-spec:
-  modelName: chat
-  loraAdapters: [sql]
-  rules: [{targetModels: [{modelServerName: llama}]%s}]
-"""
+ENGINES = endpoints("10.0.0.1:8000", "10.0.0.2:8000")
+
+
+def snapshot_of(more: str = "", rule: str = "", engines: str = ENGINES) -> Snapshot:
+    route = f"modelName: chat\nloraAdapters: [sql]\nrules: [{{targetModels: [{{modelServerName: llama}}]{rule}}}]"
+    return configuration(servers={"llama": f"scrapeInterval: 0s\n{engines}\n{more}"}, routes={"chat": route})
 
 
 def core_of(flow_control: str = "{}", rule: str = "") -> Core:
-    config = CONFIG % (f"flowControl: {flow_control}" if flow_control else "", rule)
-    return Core(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
+    snapshot = snapshot_of(f"flowControl: {flow_control}" if flow_control else "", rule)
+    return Core(snapshot, rng=random.Random(0), ticket_prefix="t")
 
 
 def decided(core: Core, text: str = "hello", now: float = 0.0, *, model: str = "chat", **headers: str) -> Decision:
     trusted = {name.replace("_", "-"): value for name, value in headers.items()}
-    head = Head("POST", "/v1/chat/completions", trusted, has_body=True, is_trusted=True)
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": text}]}).encode()
-    own, _ = core.arrive(core.intake.receive(Api.CHAT, head, body), now)
+    own, _ = core.arrive(request(core, text, model=model, headers=trusted), now)
     assert isinstance(own, Decision)
     return own
 
@@ -110,43 +94,36 @@ def test_an_entry_says_how_much_of_the_prompt_is_cached_and_where() -> None:
 def test_a_gate_stays_as_long_as_its_flow_control_does() -> None:
     core = core_of("{timeout: 5s}")
     gate = core.admission.gates["default/llama"]
-    core.apply(load({"a.yaml": (CONFIG % ("flowControl: {timeout: 5s}", ", priority: 3")).encode()}), 0.0)
+    core.apply(snapshot_of("flowControl: {timeout: 5s}", ", priority: 3"), 0.0)
     assert core.admission.gates["default/llama"] is gate
-    core.apply(load({"a.yaml": (CONFIG % ("flowControl: {timeout: 6s}", "")).encode()}), 0.0)
+    core.apply(snapshot_of("flowControl: {timeout: 6s}", ""), 0.0)
     assert core.admission.gates["default/llama"] is not gate
-    core.apply(load({"a.yaml": (CONFIG % ("", "")).encode()}), 0.0)
+    core.apply(snapshot_of("", ""), 0.0)
     assert core.admission.gates == {}
 
 
 def test_routes_without_limits_charge_nothing() -> None:
     core = core_of("")
-    head = Head("POST", "/v1/chat/completions", {}, has_body=True)
-    body = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hi"}]}).encode()
-    own, _ = core.arrive(core.intake.receive(Api.CHAT, head, body), 0.0)
+    own, _ = core.arrive(request(core, "hi", model="chat"), 0.0)
     assert isinstance(own, Decision)
     assert own.grants == ()
     assert core.admission.limits.buckets == 0
 
 
-PAIRS = """
-  pdGroup: {groupKey: group, prefillLabels: {role: prefill}, decodeLabels: {role: decode}}
-  flowControl: {saturation: {queueDepth: null, kvUsage: null, maxWait: null, maxRequests: 1}}
+PAIRS = f"""
+pdGroup: {{groupKey: group, prefillLabels: {{role: prefill}}, decodeLabels: {{role: decode}}}}
+flowControl: {{{ONE_AT_A_TIME}}}
 """
 
 
 def test_a_pair_needs_room_at_its_prefill_and_at_its_decode_endpoint() -> None:
-    endpoints = "[{address: '10.0.0.1:8000', labels: {role: prefill, group: a}}, "
-    endpoints += "{address: '10.0.0.2:8000', labels: {role: decode, group: a}}]"
-    config = (CONFIG % (PAIRS.strip(), "")).replace(
-        "[{address: '10.0.0.1:8000'}, {address: '10.0.0.2:8000'}]", endpoints
-    )
-    core = Core(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
+    engines = "endpoints: [{address: '10.0.0.1:8000', labels: {role: prefill, group: a}}, "
+    engines += "{address: '10.0.0.2:8000', labels: {role: decode, group: a}}]"
+    core = Core(snapshot_of(PAIRS, engines=engines), rng=random.Random(0), ticket_prefix="t")
     first = decided(core, "hello " * 2000)
     assert first.assignment.prefill is not None
-    head = Head("POST", "/v1/chat/completions", {}, has_body=True)
-    body = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "another"}]}).encode()
-    own, _ = core.arrive(core.intake.receive(Api.CHAT, head, body), 0.0)
+    own, _ = core.arrive(request(core, "another", model="chat"), 0.0)
     assert isinstance(own, Hold)
-    core.finish(first.ticket, 1.0)
+    core.on_stream_closed(first.ticket, 1.0)
     (released,) = [one for one in core.tick(1.0) if isinstance(one, Decision)]
     assert released.ticket == own.ticket

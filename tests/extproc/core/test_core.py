@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.core import running
 from extproc.core.core import Core
 from extproc.core.record import Head, Outcome
@@ -60,7 +60,7 @@ def outcome_of(decision: Decision, **changes: object) -> Outcome:
 @pytest.fixture(autouse=True)
 def _serve_under_the_engines_name(core: Core) -> None:
     """Clients of these tests ask for the model by the name that engines know, unless they say so."""
-    core.apply(load({"all.yaml": CONFIG.replace(b"modelName: chat", b"modelName: llama-3.1-8b")}), 0.0)
+    core.apply(load_snapshot({"all.yaml": CONFIG.replace(b"modelName: chat", b"modelName: llama-3.1-8b")}), 0.0)
 
 
 def test_a_request_goes_to_an_endpoint_with_the_others_behind_it(core: Core) -> None:
@@ -77,7 +77,7 @@ def test_tickets_differ(core: Core) -> None:
 
 def test_the_next_turn_goes_where_its_prefix_is(core: Core) -> None:
     first = arrive(core, chat())
-    core.finish(first.ticket, 0.0)
+    core.on_stream_closed(first.ticket, 0.0)
     turn = json.loads(chat())
     turn["messages"] += [{"role": "assistant", "content": "more"}, {"role": "user", "content": "and more"}]
     second = arrive(core, json.dumps(turn).encode(), now=1.0)
@@ -87,7 +87,7 @@ def test_the_next_turn_goes_where_its_prefix_is(core: Core) -> None:
 
 
 def test_an_adapter_does_not_share_its_bases_prefixes(core: Core) -> None:
-    core.finish(arrive(core, chat()).ticket, 0.0)
+    core.on_stream_closed(arrive(core, chat()).ticket, 0.0)
 
     assert arrive(core, chat(model="sql")).assignment.cached_tokens == 0
 
@@ -98,13 +98,13 @@ def test_requests_in_flight_are_counted_from_pick_to_end(core: Core, pool: Pool)
     assert pool.table.in_flight.sum() == 6
     assert sorted(pool.table.in_flight[:3]) == [2, 2, 2]
     for decision in decisions:
-        core.finish(decision.ticket, 0.0)
-        core.finish(decision.ticket, 0.0)  # a second end changes nothing
+        core.on_stream_closed(decision.ticket, 0.0)
+        core.on_stream_closed(decision.ticket, 0.0)  # a second end changes nothing
     assert pool.table.in_flight.sum() == 0
 
 
 def test_the_body_goes_on_under_the_engines_model_name(core: Core) -> None:
-    core.apply(load({"all.yaml": CONFIG}), 0.0)
+    core.apply(load_snapshot({"all.yaml": CONFIG}), 0.0)
     decision = arrive(core, chat(model="chat", top_p=0.5))
 
     assert decision.body is not None
@@ -126,7 +126,7 @@ def test_usage_is_left_alone_where_the_server_says_so(core: Core) -> None:
     quiet = CONFIG.replace(b"  endpoints:", b"  streamUsage: AsRequested\n  endpoints:").replace(
         b": chat\n  lora", b": llama-3.1-8b\n  lora"
     )
-    core.apply(load({"all.yaml": quiet}), 0.0)
+    core.apply(load_snapshot({"all.yaml": quiet}), 0.0)
 
     assert arrive(core, chat(stream=True)).body is None
 
@@ -142,14 +142,14 @@ def test_usage_is_left_alone_where_the_server_says_so(core: Core) -> None:
 )
 def test_what_headers_already_show_is_refused_before_the_body(core: Core, head: Head, refusal: type) -> None:
     with pytest.raises(refusal):
-        core.intake.admit(head)
+        core.builder.admit(head)
 
 
 def test_a_refused_request_counts_nowhere(core: Core, pool: Pool) -> None:
     with pytest.raises(UnknownModel):
         arrive(core, chat(model="nobody"))
     core.apply(
-        load(
+        load_snapshot(
             {
                 "all.yaml": b"\n".join(line for line in CONFIG.splitlines() if b"endpoints" not in line).replace(
                     b"  model: llama-3.1-8b", b"  model: llama-3.1-8b\n  endpoints: []"
@@ -169,7 +169,10 @@ def test_a_new_configuration_keeps_what_is_known_of_endpoints_that_stay(core: Co
     used = first.assignment.addresses[0].encode()
     gone = next(address for address in (b"10.0.0.1:8000", b"10.0.0.2:8000") if address != used)
     core.apply(
-        load({"all.yaml": CONFIG.replace(gone, b"10.0.0.9:8000").replace(b"Name: chat", b"Name: llama-3.1-8b")}), 0.0
+        load_snapshot(
+            {"all.yaml": CONFIG.replace(gone, b"10.0.0.9:8000").replace(b"Name: chat", b"Name: llama-3.1-8b")}
+        ),
+        0.0,
     )
 
     second = arrive(core, chat(), now=5.0)
@@ -180,8 +183,8 @@ def test_a_new_configuration_keeps_what_is_known_of_endpoints_that_stay(core: Co
 
 def test_a_server_that_leaves_the_configuration_takes_its_requests_with_it_quietly(core: Core) -> None:
     decision = arrive(core, chat())
-    core.apply(load({}), 0.0)
-    core.finish(decision.ticket, 0.0)
+    core.apply(load_snapshot({}), 0.0)
+    core.on_stream_closed(decision.ticket, 0.0)
 
     assert settle(core, outcome_of(decision), 1.0) is not None
 
@@ -189,8 +192,8 @@ def test_a_server_that_leaves_the_configuration_takes_its_requests_with_it_quiet
 def test_an_outcome_settles_its_ticket_once_before_or_after_the_end(core: Core) -> None:
     early, late = arrive(core, chat()), arrive(core, chat())
     assert settle(core, outcome_of(early), 1.0) is not None
-    core.finish(early.ticket, 0.0)
-    core.finish(late.ticket, 0.0)
+    core.on_stream_closed(early.ticket, 0.0)
+    core.on_stream_closed(late.ticket, 0.0)
     assert settle(core, outcome_of(late), 1.0) is not None
 
     assert settle(core, outcome_of(early), 2.0) is None
@@ -207,9 +210,9 @@ def test_outcomes_that_never_come_do_not_pile_up(core: Core, monkeypatch: pytest
     # 65,536 in service: the same, and many seconds
     monkeypatch.setattr(running, "MOST_ENDED", 50)
     first = arrive(core, chat("hi"))
-    core.finish(first.ticket, 0.0)
+    core.on_stream_closed(first.ticket, 0.0)
     for _ in range(50):
-        core.finish(arrive(core, chat("hi")).ticket, 0.0)
+        core.on_stream_closed(arrive(core, chat("hi")).ticket, 0.0)
 
     assert settle(core, outcome_of(first), 1.0) is None
     assert in_some_state(core) == 50
@@ -218,7 +221,7 @@ def test_outcomes_that_never_come_do_not_pile_up(core: Core, monkeypatch: pytest
 def test_an_endpoint_that_was_passed_over_is_avoided_until_it_serves(core: Core) -> None:
     first = arrive(core, chat())
     dead, served = first.assignment.addresses[:2]
-    core.finish(first.ticket, 0.0)
+    core.on_stream_closed(first.ticket, 0.0)
     settle(core, outcome_of(first, served=served), 10.0)
 
     again = arrive(core, chat(), now=10.5)
@@ -250,20 +253,20 @@ def test_the_prefill_rate_is_learned_from_streamed_answers_only(core: Core, pool
         before = pool.table.prefill_rate[row]
         settle(core, outcome_of(decision, ttfb_s=0.05, prompt_tokens=3250, cached_tokens=0), 1.0)
         assert bool(pool.table.prefill_rate[row] > before) is streamed
-        core.finish(decision.ticket, 0.0)
+        core.on_stream_closed(decision.ticket, 0.0)
 
 
 def test_a_restarted_engine_is_known_by_its_first_unexpected_miss(core: Core, pool: Pool) -> None:
     prompts = [f"{number} {LONG}" for number in range(4)]
     for now, prompt in enumerate(prompts):
         decision = arrive(core, chat(prompt), float(now))
-        core.finish(decision.ticket, now + 0.4)
+        core.on_stream_closed(decision.ticket, now + 0.4)
         settle(core, outcome_of(decision, prompt_tokens=3250, cached_tokens=16), now + 0.5)
     # asked again, one of the prompts is not there any more
     again = arrive(core, chat(prompts[3]), now=100.0)
     row = again.assignment.endpoint.row
     assert again.assignment.cached_tokens > 2000
-    core.finish(again.ticket, 100.4)
+    core.on_stream_closed(again.ticket, 100.4)
     settle(core, outcome_of(again, prompt_tokens=3250), 100.5)
 
     # only what was just sent remains there
@@ -276,12 +279,12 @@ def test_an_endpoint_may_hold_its_share_of_what_the_process_remembers(
     monkeypatch.setattr("extproc.prefix.index.MOST_BLOCKS_IN_ALL", 3 * 50)
     core.apply(core.snapshot, 0.0)
     for number in range(8):
-        core.finish(arrive(core, chat(f"{number} {LONG}"), float(number)).ticket, number + 0.5)
+        core.on_stream_closed(arrive(core, chat(f"{number} {LONG}"), float(number)).ticket, number + 0.5)
 
     assert 0 < max(pool.caches.index.blocks_held(row) for row in range(3)) <= 50
     monkeypatch.undo()
     core.apply(core.snapshot, 10.0)
-    core.finish(arrive(core, chat(f"9 {LONG}"), 11.0).ticket, 12.0)
+    core.on_stream_closed(arrive(core, chat(f"9 {LONG}"), 11.0).ticket, 12.0)
     assert max(pool.caches.index.blocks_held(row) for row in range(3)) > 50
 
 
@@ -294,7 +297,7 @@ def test_what_a_running_request_holds_is_not_thought_evicted_however_much_is_sen
         pool.caches.index.set_capacity(row, 2.5 * 13_000)
     arrive(core, chat(prompts[0]))
     for now, prompt in enumerate(prompts[1:], 1):
-        core.finish(arrive(core, chat(prompt), float(now)).ticket, now + 0.5)
+        core.on_stream_closed(arrive(core, chat(prompt), float(now)).ticket, now + 0.5)
 
     def held(prompt: str) -> float:
         return arrive(core, chat(prompt), 100.0).assignment.cached_tokens
@@ -323,9 +326,9 @@ def test_siblings_of_a_burst_go_where_the_first_one_went(core: Core) -> None:
 
 def chain_of(text: str) -> list[int]:
     from extproc.prefix.index import hash_blocks  # noqa: PLC0415
-    from extproc.request.parsing import parse  # noqa: PLC0415
+    from extproc.request.body_parser import parse_body  # noqa: PLC0415
 
-    return hash_blocks(parse(Api.CHAT, chat(text)).prompt, "llama-3.1-8b")
+    return hash_blocks(parse_body(Api.CHAT, chat(text)).prompt, "llama-3.1-8b")
 
 
 def test_a_miss_right_behind_its_sibling_is_no_news(core: Core, pool: Pool) -> None:
@@ -340,7 +343,7 @@ def test_a_miss_right_behind_its_sibling_is_no_news(core: Core, pool: Pool) -> N
 
 def test_the_same_seed_and_requests_give_the_same_decisions() -> None:
     def run() -> list[tuple[str, ...]]:
-        core = Core(load({"all.yaml": CONFIG}), rng=random.Random(5), ticket_prefix="t")
+        core = Core(load_snapshot({"all.yaml": CONFIG}), rng=random.Random(5), ticket_prefix="t")
         return [arrive(core, chat(str(n), model="chat")).assignment.addresses for n in range(50)]
 
     assert run() == run()
@@ -366,7 +369,7 @@ spec: {modelName: llama, rules: [{targetModels: [{modelServerName: llama}]}]}
 
 
 def test_a_pair_is_charged_told_and_let_go_together(core: Core) -> None:
-    core.apply(load({"a.yaml": PAIRS}), 0.0)
+    core.apply(load_snapshot({"a.yaml": PAIRS}), 0.0)
     table = core.pools["default/llama"].table
     # no prefill engine is in group b: it takes nothing as long as a can
     table.in_flight[table.row_of("10.0.0.3:8000")] = 100
@@ -380,7 +383,7 @@ def test_a_pair_is_charged_told_and_let_go_together(core: Core) -> None:
     prefill, decode = (table.row_of(f"10.0.0.{number}:8000") for number in (1, 2))
     assert (table.in_flight[prefill], table.in_flight[decode]) == (1, 1)
     assert (table.backlog_tokens[prefill] > 3000, table.backlog_tokens[decode]) == (True, 0)
-    core.finish(decision.ticket, 0.0)
+    core.on_stream_closed(decision.ticket, 0.0)
     assert (table.in_flight[prefill], table.in_flight[decode]) == (0, 0)
     # both hold the prompt now, so it need not be sent on again
     again = arrive(core, chat(model="llama"), now=1.0)
@@ -399,20 +402,20 @@ def test_an_adapter_goes_only_where_it_is_served(core: Core) -> None:
 
 def test_a_draining_endpoint_gets_nothing_while_others_are_there(core: Core) -> None:
     drained = CONFIG.replace(b'{address: "10.0.0.1:8000"}', b'{address: "10.0.0.1:8000", draining: true}')
-    core.apply(load({"a.yaml": drained.replace(b"modelName: chat", b"modelName: llama-3.1-8b")}), 0.0)
+    core.apply(load_snapshot({"a.yaml": drained.replace(b"modelName: chat", b"modelName: llama-3.1-8b")}), 0.0)
     for number in range(10):
         assert "10.0.0.1:8000" not in arrive(core, chat(f"{number} hello")).assignment.addresses
     only = CONFIG.replace(
         b'[{address: "10.0.0.1:8000"}, {address: "10.0.0.2:8000"}, {address: "10.0.0.3:8000"}]',
         b'[{address: "10.0.0.1:8000", draining: true}]',
     )
-    core.apply(load({"a.yaml": only.replace(b"modelName: chat", b"modelName: llama-3.1-8b")}), 0.0)
+    core.apply(load_snapshot({"a.yaml": only.replace(b"modelName: chat", b"modelName: llama-3.1-8b")}), 0.0)
     assert arrive(core, chat()).assignment.addresses == ("10.0.0.1:8000",)
 
 
 def test_tenants_whose_caches_are_parted_share_no_prefix(core: Core) -> None:
     scoped = CONFIG.replace(b"scrapeInterval: 0s", b"scrapeInterval: 0s\n  cacheScopeHeader: X-Tenant")
-    core.apply(load({"a.yaml": scoped.replace(b"modelName: chat", b"modelName: llama-3.1-8b")}), 0.0)
+    core.apply(load_snapshot({"a.yaml": scoped.replace(b"modelName: chat", b"modelName: llama-3.1-8b")}), 0.0)
 
     def cached(tenant: str) -> float:
         head = Head("POST", "/v1/chat/completions", {"x-tenant": tenant}, has_body=True)

@@ -5,66 +5,56 @@ from __future__ import annotations
 
 import json
 import random
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.api.status_pages import (
     TPOT_BOUNDS_S,
     TTFT_BOUNDS_S,
-    Counted,
     Demand,
     EngineDemand,
+    RequestCounters,
     ServerDemand,
     bucket_of,
     is_news_at,
 )
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Refused, Tell
+from extproc.core.effects import Broadcast, Decision, RequestRefused
 from extproc.core.peers import EventBatch
 from extproc.core.record import Head, Outcome
 from extproc.endpoints.engine_reports import apply_report
 from extproc.engines.metrics import EngineReport
 from extproc.protocol import Api
+from tests.extproc.scenes import configuration, request
+
+if TYPE_CHECKING:
+    from extproc.api.snapshot import Snapshot
 
 SERVER = "default/llama"
 FIRST = "10.0.0.1:8000"
-CONFIGURATION = """
-apiVersion: attache.dev/v1alpha1
-kind: ModelServer
-metadata: {name: llama}
-spec:
-  model: m
-  endpoints: [%s]
-  %s
----
-apiVersion: attache.dev/v1alpha1
-kind: ModelRoute
-metadata: {name: chat}
-spec:
-  modelName: m
-  loraAdapters: [sql]
-  rules: [{targetModels: [{modelServerName: llama}]}]
-"""
 ONE = f"{{address: '{FIRST}'}}"
 GATE = (
     "flowControl: {timeout: 20s, noEndpointTimeout: 20s, saturation: {queueDepth: null, kvUsage: null, maxRequests: 1}}"
 )
 PAIR = "{address: 'p:1', labels: {role: p}}, {address: 'd:1', labels: {role: d}}, {address: 'b:1', labels: {role: b}}"
-ROLES = "pdGroup: {prefillLabels: {role: p}, decodeLabels: {role: d}}"
+ROLES = "pdGroup: {prefillLabels: {role: p}, decodeLabels: {role: d}, decideBy: UncachedTokens}"
+
+
+def snapshot_of(endpoints: str = ONE, more: str = "") -> Snapshot:
+    server = f"endpoints: [{endpoints}]\n{more}"
+    return configuration(servers={"llama": server}, routes={"chat": "loraAdapters: [sql]"})
 
 
 def core_of(endpoints: str = ONE, more: str = "") -> Core:
-    snapshot = load({"a.yaml": (CONFIGURATION % (endpoints, more)).encode()})
-    return Core(snapshot, rng=random.Random(0), ticket_prefix="t")
+    return Core(snapshot_of(endpoints, more), rng=random.Random(0), ticket_prefix="t")
 
 
 def arrive(core: Core, now: float = 0.0, *, words: int = 400, model: str = "m", stream: bool = True) -> str:
-    messages = [{"role": "user", "content": "word " * words}]
-    body = json.dumps({"model": model, "messages": messages, "stream": stream, "max_tokens": 50}).encode()
-    head = Head("POST", "/v1/chat/completions", {}, has_body=True)
-    return core.arrive(core.intake.receive(Api.CHAT, head, body), now)[0].ticket
+    arrival = request(core, "word " * words, model=model, stream=stream, max_tokens=50)
+    return core.arrive(arrival, now)[0].ticket
 
 
 def outcome(ticket: str, **changes: object) -> Outcome:
@@ -76,7 +66,7 @@ def server(core: Core, now: float = 0.0) -> ServerDemand:
     return core.demand(now).servers[SERVER]
 
 
-def counted(core: Core, model: str = "m") -> Counted:
+def counted(core: Core, model: str = "m") -> RequestCounters:
     return server(core).counted[model]
 
 
@@ -90,9 +80,9 @@ def test_each_step_of_a_request_counts_once() -> None:
     assert counted(core).arrivals == 1
     work = counted(core).prefill_work
     assert 500 < work < 530
-    core.settle(outcome(first), 2.0)
-    core.settle(outcome(first), 2.0)
-    core.finish(first, 2.0)
+    core.on_outcome(outcome(first), 2.0)
+    core.on_outcome(outcome(first), 2.0)
+    core.on_stream_closed(first, 2.0)
     assert counted(core).finished == 1
     assert counted(core).prompt_tokens == 300
     assert counted(core).output_tokens == 51
@@ -103,19 +93,19 @@ def test_a_prompt_counts_at_its_end_as_the_engine_says_or_as_it_was_estimated() 
     core = core_of()
     said, estimated = arrive(core), arrive(core, 2.0)
     assert counted(core).prompt_tokens == 0.0
-    core.settle(outcome(said), 3.0)
+    core.on_outcome(outcome(said), 3.0)
     assert (counted(core).prompt_tokens, counted(core).cached_tokens) == (300.0, 100.0)
-    core.settle(outcome(estimated, prompt_tokens=None, cached_tokens=None), 4.0)
+    core.on_outcome(outcome(estimated, prompt_tokens=None, cached_tokens=None), 4.0)
     # 2,000 bytes and a little, at four bytes a token
     assert 800 < counted(core).prompt_tokens < 820
 
 
 def test_a_client_that_hangs_up_costs_what_was_expected_of_its_prompt() -> None:
     core = core_of()
-    core.settle(outcome(arrive(core)), 2.0)
+    core.on_outcome(outcome(arrive(core)), 2.0)
     before = counted(core)
     left = arrive(core, 3.0, words=1000)
-    core.settle(outcome(left, status=0, prompt_tokens=None, completion_tokens=None, has_left=True), 4.0)
+    core.on_outcome(outcome(left, status=0, prompt_tokens=None, completion_tokens=None, has_left=True), 4.0)
     assert counted(core).finished == 2
     assert counted(core).prompt_tokens > before.prompt_tokens
     assert before.output_tokens < counted(core).output_tokens <= before.output_tokens + 50
@@ -128,23 +118,23 @@ def test_adapters_count_apart_and_invented_names_do_not() -> None:
     head = Head("POST", "/v1/chat/completions", {}, has_body=True)
     for name in ("sql", "invented", "also"):
         body = json.dumps({"model": name, "messages": []}).encode()
-        core.arrive(core.intake.receive_chosen(SERVER, head, body), 0.0)
+        core.arrive(core.builder.build_for_server(SERVER, head, body), 0.0)
     assert {name: one.arrivals for name, one in server(core).counted.items()} == {"m": 3, "sql": 2}
 
 
 def test_times_count_from_the_arrival_and_only_those_of_streams() -> None:
     core = core_of(more=GATE)
     first, second = arrive(core), arrive(core, 1.0)
-    core.settle(outcome(first), 2.0)
-    core.finish(first, 2.0)
+    core.on_outcome(outcome(first), 2.0)
+    core.on_stream_closed(first, 2.0)
     assert any(isinstance(one, Decision) and one.ticket == second for one in core.tick(2.0))
-    core.settle(outcome(second, duration_s=4.0, ttfb_s=1.5), 5.0)
-    core.finish(second, 5.0)
+    core.on_outcome(outcome(second, duration_s=4.0, ttfb_s=1.5), 5.0)
+    core.on_stream_closed(second, 5.0)
     whole = arrive(core, 6.0, stream=False)
-    core.settle(outcome(whole), 8.0)
-    core.finish(whole, 8.0)
+    core.on_outcome(outcome(whole), 8.0)
+    core.on_stream_closed(whole, 8.0)
     failed = arrive(core, 9.0)
-    core.settle(outcome(failed, status=500), 10.0)
+    core.on_outcome(outcome(failed, status=500), 10.0)
     said = server(core)
     assert {at for at, count in enumerate(said.ttft) if count} == {bucket_of(one, TTFT_BOUNDS_S) for one in (0.5, 1.5)}
     assert {at for at, count in enumerate(said.tpot) if count} == {
@@ -163,7 +153,7 @@ def test_what_waits_is_told_with_its_tokens_and_its_age() -> None:
     # they share their prefix, of which the engine has the first 400 words
     assert 3_500 < said.queued_tokens < 5_100
     assert said.counted["m"].prefill_work > work + said.queued_tokens
-    core.leave(held, 6.0)
+    core.on_disconnect(held, 6.0)
     assert (server(core, 6.0).queued, server(core, 6.0).oldest_wait_s) == (1, 4.0)
 
 
@@ -171,7 +161,7 @@ def test_work_of_a_request_that_waited_counts_when_it_came() -> None:
     core = core_of(more=GATE)
     first, second = arrive(core), arrive(core, 1.0)
     work = counted(core).prefill_work
-    core.finish(first, 2.0)
+    core.on_stream_closed(first, 2.0)
     assert any(isinstance(one, Decision) and one.ticket == second for one in core.tick(2.0))
     assert counted(core).prefill_work == work
 
@@ -182,8 +172,8 @@ def test_who_waits_for_engines_that_are_not_there_is_missed_once() -> None:
     first, second = arrive(core), arrive(core)
     assert core.meter.alarms == before + 1
     assert server(core).at_zero == 2
-    core.leave(first, 1.0)
-    core.leave(second, 1.0)
+    core.on_disconnect(first, 1.0)
+    core.on_disconnect(second, 1.0)
     assert server(core).at_zero == 0
     arrive(core, 2.0)
     assert core.meter.alarms == before + 2
@@ -200,13 +190,13 @@ def test_far_more_requests_than_a_follower_knows_of_are_told_once() -> None:
     tickets += [arrive(core) for _ in range(12)]
     assert core.meter.crowded == set()
     for one in tickets[3:]:
-        core.finish(one, 1.0)
+        core.on_stream_closed(one, 1.0)
     # nobody was told that they have ended
     tickets = [arrive(core) for _ in range(9)]
     assert (core.meter.unfinished(SERVER), core.meter.crowded) == (12, set())
     # one who knows of these twelve, and one who knows of sixteen
     for known in (12, 16):
-        core.meter.tell_at(SERVER, is_news_at(known))
+        core.meter.notify_at(SERVER, is_news_at(known))
     tickets += [arrive(core) for _ in range(12)]
     assert core.meter.crowded == set()
     arrive(core)
@@ -247,8 +237,8 @@ def test_engines_tell_their_reports_and_speeds_once_there_are_any() -> None:
     )
     for number in range(16):
         ticket = arrive(core, 5.0 + number, words=1000)
-        core.settle(outcome(ticket, prompt_tokens=1200, cached_tokens=0), 7.0 + number)
-        core.finish(ticket, 7.0 + number)
+        core.on_outcome(outcome(ticket, prompt_tokens=1200, cached_tokens=0), 7.0 + number)
+        core.on_stream_closed(ticket, 7.0 + number)
     learned = server(core).engines[FIRST]
     assert learned.prefill_tokens_per_s is not None
     assert learned.step_s is not None
@@ -266,14 +256,14 @@ def test_engines_have_roles_by_their_labels_and_both_of_a_pair_are_busy() -> Non
 def test_what_has_left_the_configuration_is_told_while_it_answers() -> None:
     core = core_of()
     ticket = arrive(core)
-    other = CONFIGURATION % ("{address: '10.0.0.2:8000'}", "")
-    core.apply(load({"a.yaml": other.encode()}), 1.0)
+    other = snapshot_of("{address: '10.0.0.2:8000'}")
+    core.apply(other, 1.0)
     assert {address: one.in_flight for address, one in server(core).engines.items()} == {FIRST: 1, "10.0.0.2:8000": 0}
-    core.apply(load({}), 2.0)
+    core.apply(load_snapshot({}), 2.0)
     assert server(core).engines[FIRST].in_flight == 1
-    core.finish(ticket, 3.0)
+    core.on_stream_closed(ticket, 3.0)
     assert core.demand(3.0).servers == {}
-    core.apply(load({"a.yaml": other.encode()}), 4.0)
+    core.apply(other, 4.0)
     assert counted(core).arrivals == 1
 
 
@@ -284,13 +274,13 @@ def test_requests_of_other_processes_are_theirs_to_tell() -> None:
     messages = [{"role": "user", "content": "word " * 400}]
     body = json.dumps({"model": "m", "messages": messages}).encode()
     own, effects = there.arrive(
-        there.intake.receive(Api.CHAT, Head("POST", "/v1/chat/completions", {}, has_body=True), body), 0.0
+        there.builder.build(Api.CHAT, Head("POST", "/v1/chat/completions", {}, has_body=True), body), 0.0
     )
-    told = tuple(one.event for one in effects if isinstance(one, Tell))
+    told = tuple(one.event for one in effects if isinstance(one, Broadcast))
     assert told
-    here.hear(EventBatch("there", told), 0.1)
+    here.ingest(EventBatch("there", told), 0.1)
     assert here.pools[SERVER].table.in_flight.sum() == 1
-    here.settle(outcome(own.ticket), 0.2)
+    here.on_outcome(outcome(own.ticket), 0.2)
     assert server(here).counted == {}
     assert server(here).engines[FIRST].in_flight == 0
     assert server(there).engines[FIRST].in_flight == 1
@@ -310,6 +300,6 @@ def test_what_is_refused_is_told(more: str) -> None:
     core = core_of("", more)
     ticket = arrive(core)
     if more:
-        refused = [one for one in core.tick(21.0) if isinstance(one, Refused)]
+        refused = [one for one in core.tick(21.0) if isinstance(one, RequestRefused)]
         assert [one.ticket for one in refused] == [ticket]
     assert (counted(core).arrivals, counted(core).refused, server(core).queued) == (1, 1, 0)

@@ -3,41 +3,27 @@
 
 from __future__ import annotations
 
-import json
-import random
+from typing import TYPE_CHECKING
 
-from extproc.api.load import load
-from extproc.core.core import Core
-from extproc.core.effects import Decision, Refused
-from extproc.core.record import Head, Outcome
-from extproc.protocol import Api
+from extproc.core.effects import Decision, RequestRefused
+from extproc.core.record import Outcome
+from tests.extproc.scenes import core_of, endpoints, request
 
-CONFIG = b"""
-apiVersion: attache.dev/v1alpha1
-kind: ModelServer
-metadata: {name: llama}
-spec: {model: m, scrapeInterval: 0s, endpoints: [{address: '10.0.0.1:8000'}]}
----
-apiVersion: attache.dev/v1alpha1
-kind: ModelRoute
-metadata: {name: chat}
-spec:
-  modelName: chat
-  rules: [{targetModels: [{modelServerName: llama}]}]
-  rateLimits: [{per: Tenant, inputTokens: 20000, unit: minute}]
-"""
+if TYPE_CHECKING:
+    from extproc.core.core import Core
+
+LIMITED = "modelName: chat\nrateLimits: [{per: Tenant, inputTokens: 20000, unit: minute}]"
 
 
-def ask(core: Core, tenant: str, size: int, now: float) -> Decision | Refused:
-    head = Head("POST", "/v1/chat/completions", {"x-attache-tenant": tenant}, has_body=True, is_trusted=True)
-    body = json.dumps({"model": "chat", "max_tokens": 5, "messages": [{"role": "user", "content": "x" * size}]})
-    own, _ = core.arrive(core.intake.receive(Api.CHAT, head, body.encode()), now)
-    assert isinstance(own, Decision | Refused)
+def ask(core: Core, tenant: str, size: int, now: float) -> Decision | RequestRefused:
+    arrival = request(core, "x" * size, model="chat", headers={"x-attache-tenant": tenant}, max_tokens=5)
+    own, _ = core.arrive(arrival, now)
+    assert isinstance(own, Decision | RequestRefused)
     return own
 
 
 def test_a_tenant_with_dense_prompts_makes_nobody_elses_too_long() -> None:
-    core = Core(load({"a.yaml": CONFIG}), rng=random.Random(0), ticket_prefix="t")
+    core = core_of(servers={"llama": "scrapeInterval: 0s\n" + endpoints("10.0.0.1:8000")}, routes={"chat": LIMITED})
     for number in range(5):
         sent = ask(core, "dense", 1000, 100.0 * number)
         assert isinstance(sent, Decision)
@@ -51,7 +37,7 @@ def test_a_tenant_with_dense_prompts_makes_nobody_elses_too_long() -> None:
             completion_tokens=5,
             cached_tokens=None,
         )
-        core.finish(sent.ticket, 100.0 * number + 1)
-        core.settle(outcome, 100.0 * number + 2)
-    assert isinstance(ask(core, "dense", 40_000, 1000.0), Refused)
+        core.on_stream_closed(sent.ticket, 100.0 * number + 1)
+        core.on_outcome(outcome, 100.0 * number + 2)
+    assert isinstance(ask(core, "dense", 40_000, 1000.0), RequestRefused)
     assert isinstance(ask(core, "other", 40_000, 1000.0), Decision)

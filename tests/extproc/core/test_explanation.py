@@ -9,18 +9,26 @@ import json
 import random
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from extproc.__main__ import main
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.core.effects import Decision
-from extproc.core.explanation import to_text
+from extproc.core.explanation import (
+    EndpointScores,
+    Explanation,
+    FilterStep,
+    ProfileExplanation,
+    to_text,
+    why_chosen,
+)
 from extproc.core.record import Head, Outcome
 from extproc.endpoints.engine_reports import apply_report
-from extproc.endpoints.health import Failure
+from extproc.endpoints.health import EngineFailure
 from extproc.endpoints.outliers import record_failure
 from extproc.engines.metrics import EngineReport
 from extproc.metrics.decision_log import DecisionLog
@@ -32,6 +40,7 @@ from extproc.streams.context import GatewayOptions
 from tests.extproc.conftest import CONFIG, settle
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from extproc.core.record import Arrival
@@ -61,17 +70,19 @@ def core_of(*, configured: bool) -> Core:
         if configured
         else CONFIG
     )
-    return Core(load({"all.yaml": config, "epp.yaml": PICKER.encode()}), rng=random.Random(0), ticket_prefix="t")
+    return Core(
+        load_snapshot({"all.yaml": config, "epp.yaml": PICKER.encode()}), rng=random.Random(0), ticket_prefix="t"
+    )
 
 
-def explained(core: Core) -> Decision:
-    own, _ = core.arrive(arrival_of(core), 0.0, wants_reasons=True)
+def explained(core: Core, head: Head = HEAD) -> Decision:
+    own, _ = core.arrive(core.builder.build(Api.CHAT, head, BODY), 0.0, wants_reasons=True)
     assert isinstance(own, Decision)
     return own
 
 
 def arrival_of(core: Core) -> Arrival:
-    return core.intake.receive(Api.CHAT, HEAD, BODY)
+    return core.builder.build(Api.CHAT, HEAD, BODY)
 
 
 def test_filters_and_scores_are_shown_with_their_weights() -> None:
@@ -107,7 +118,7 @@ def test_an_engine_that_is_avoided_is_named_with_why() -> None:
     assert "avoided" not in to_text(core.explain(arrival_of(core), 0.0))
     table = core.pools["default/llama"].table
     record_failure(table, 0, 100.0)
-    table.healths[1].reasons.add(Failure.CUT)
+    table.healths[1].reasons.add(EngineFailure.CUT)
     shown = core.explain(arrival_of(core), 100.2)
     assert shown.avoided == {
         "10.0.0.1:8000": "it cannot be reached, or answers nothing; not tried for 1 s more",
@@ -134,6 +145,16 @@ def test_a_picture_fits_a_terminal_and_says_what_its_columns_are() -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert "[1] seconds until the first token: shown, does not count" in text
     assert "[6] cost in seconds: counts -1 times" in text
+
+
+def test_the_caller_is_named_and_without_one_how_to_ask_as_one() -> None:
+    core = core_of(configured=False)
+    assert "for the tenant anonymous; as another one: --header 'x-attache-tenant: NAME'" in to_text(
+        core.explain(arrival_of(core), 0.0)
+    )
+    headers = {"x-attache-tenant": "acme", "x-attache-user": "ann"}
+    asked = core.builder.build(Api.CHAT, msgspec.structs.replace(HEAD, headers=headers, is_trusted=True), BODY)
+    assert "  for the tenant acme, user ann" in to_text(core.explain(asked, 0.0)).splitlines()
 
 
 def test_explaining_changes_nothing() -> None:
@@ -232,7 +253,9 @@ def test_the_command_decides_by_a_configuration_alone(tmp_path: Path, capsys: py
     assert main(["explain", "--config", str(tmp_path), "--server", "llama", "--path", "/any", str(body)]) == 0
     assert "profile PrefixAware: 3 candidates" in capsys.readouterr().out
     assert main(["explain", "--config", str(tmp_path), "--listener", "gone", str(body)]) == 1
-    assert "does not exist" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "does not exist" in said
+    assert said.endswith("to ask a ModelServer without a route, write --server NAME; there are: default/llama\n")
     body.write_bytes(b"{}")
     assert main(["explain", "--config", str(tmp_path), str(body)]) == 1
     assert "refused with 400" in capsys.readouterr().err
@@ -240,21 +263,70 @@ def test_the_command_decides_by_a_configuration_alone(tmp_path: Path, capsys: py
     assert "--debug" in capsys.readouterr().err
 
 
+def chosen_by(*totals: float, weights: Mapping[str, float], scores: Sequence[Mapping[str, float]]) -> Explanation:
+    """A profile with the endpoints 1, 2, ..., the best first, whose first one was chosen."""
+    endpoints = tuple(
+        EndpointScores(str(number), dict(own), total)
+        for number, (total, own) in enumerate(zip(totals, scores, strict=True), start=1)
+    )
+    profile = ProfileExplanation("one", 3, (FilterStep("near", ("9",), 2),), dict(weights), endpoints)
+    return Explanation("s", "m", 1.0, 0.0, ("1",), 0.1, None, "", (profile,))
+
+
+@pytest.mark.parametrize(
+    ("one", "sentence"),
+    [
+        (
+            chosen_by(-1, -2, weights={"cost": -1, "seen": 0}, scores=[{"cost": 1, "seen": 7}, {"cost": 2, "seen": 0}]),
+            "1 wins over 2 by cost: 1 against 2 (seen: 7 against 0)",
+        ),
+        (
+            chosen_by(
+                5, 4, weights={"queue": 1, "cache": 3}, scores=[{"queue": 2, "cache": 1}, {"queue": 4, "cache": 0}]
+            ),
+            "1 wins over 2 by cache: 1 against 0",
+        ),
+        (chosen_by(1, 1, 1, weights={"a": 1}, scores=[{"a": 1}] * 3), "1 was drawn: 2 and 3 have the same total"),
+        (
+            chosen_by(1, 3, weights={"a": 1}, scores=[{"a": 1}, {"a": 3}]),
+            "1 was drawn although 2 has a higher total (3, not 1)",
+        ),
+        (chosen_by(1, weights={"a": 1}, scores=[{"a": 1}]), "1 is the only endpoint that near left"),
+        (Explanation("s", "m", 1.0, 0.0, ("1",), 0.1, None, "", ()), ""),
+    ],
+    ids=["cost", "weights", "equals", "at random", "alone", "unscored"],
+)
+def test_a_sentence_tells_why_an_endpoint_was_chosen(one: Explanation, sentence: str) -> None:
+    assert why_chosen(one) == sentence
+    assert not sentence or f"  {sentence}\n" in to_text(one)
+
+
 def test_a_sample_of_decisions_and_their_outcomes_is_written_down() -> None:
     core, file = core_of(configured=True), io.StringIO()
     log = DecisionLog(file, share=1.0, rng=random.Random(0), wall_clock=lambda: 17.0)
     metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0, log)
     assert log.samples()
-    decision = explained(core)
-    metrics.count(decision)
+    headers = {"x-attache-tenant": "acme", "x-attache-user": "ann", "x-request-id": "5e1f"}
+    decision = explained(core, msgspec.structs.replace(HEAD, headers=headers, is_trusted=True))
+    metrics.count_effect(decision)
     served = decision.assignment.endpoint.address
     settled = settle(core, Outcome(decision.ticket, 200, served, 1.0, 0.5, 700, 5, 64), 1.0)
     assert settled is not None
-    metrics.count(settled)
+    metrics.count_effect(settled)
     made, came = map(json.loads, file.getvalue().splitlines())
     assert (made["kind"], came["kind"], made["ticket"]) == ("decision", "outcome", came["ticket"])
     assert made["profiles"][0]["weights"] == {"queue-scorer": 2.0, "prefix-cache-scorer": 3.0}
     assert (came["cached_tokens"], came["predicted_cached_tokens"], came["at"]) == (64, 0.0, 17.0)
+    for line in (made, came):
+        assert (line["tenant"], line["user"], line["api_key"], line["request_id"]) == ("acme", "ann", "", "5e1f")
+        assert line["server"] == "default/llama"
+    used = {
+        kind: metrics.registry.get_sample_value(
+            f"attache_tenant_{kind}_tokens_total", {"server": "default/llama", "tenant": "acme"}
+        )
+        for kind in ("prompt", "cached", "output")
+    }
+    assert used == {"prompt": 700, "cached": 64, "output": 5}
 
 
 def test_only_the_share_is_written_and_a_full_disk_ends_the_log_alone() -> None:
@@ -268,5 +340,5 @@ def test_only_the_share_is_written_and_a_full_disk_ends_the_log_alone() -> None:
     assert not DecisionLog(None, share=1.0, rng=rng, wall_clock=lambda: 0.0).samples()
     core = core_of(configured=True)
     log = DecisionLog(Full(), share=1.0, rng=rng, wall_clock=lambda: 0.0)
-    log.decided(explained(core))
+    log.log_decision(explained(core))
     assert not log.samples()

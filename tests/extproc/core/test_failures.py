@@ -11,10 +11,20 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from extproc.admission.limits import LocalLimits
-from extproc.api.load import load
+from extproc.admission.local_limits import LocalLimits
+from extproc.api.load import load_snapshot
 from extproc.core.core import Core
-from extproc.core.effects import AskLimits, Decision, Effect, Fault, Hold, Refused, Settled, SettleGrant, WakeAt
+from extproc.core.effects import (
+    AskLimits,
+    Decision,
+    Effect,
+    Fault,
+    Hold,
+    RequestRefused,
+    RequestSettled,
+    SettleGrant,
+    WakeAt,
+)
 from extproc.core.record import Head, Outcome
 from extproc.core.states import State
 from extproc.errors import BadRequest, InternalError, NoEndpoint
@@ -51,12 +61,12 @@ HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
 
 
 def core_of(text: str) -> Core:
-    return Core(load({"all.yaml": text.encode()}), rng=random.Random(0), ticket_prefix="t")
+    return Core(load_snapshot({"all.yaml": text.encode()}), rng=random.Random(0), ticket_prefix="t")
 
 
 def arrive(core: Core, text: str = "hi", **fields: object) -> tuple[RequestEffect, list[Effect]]:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], **fields}).encode()
-    return core.arrive(core.intake.receive(Api.CHAT, HEAD, body), 0.0)
+    return core.arrive(core.builder.build(Api.CHAT, HEAD, body), 0.0)
 
 
 def levels(core: Core) -> list[float]:
@@ -82,7 +92,7 @@ def test_a_mistake_of_ours_leaves_no_record_no_load_and_no_grant(flow_control: s
     pool.picker = BrokenPicker(pool.picker)  # type: ignore[assignment]
     own, _ = arrive(core, "long " * 200)
 
-    assert isinstance(own, Refused)
+    assert isinstance(own, RequestRefused)
     assert isinstance(own.refusal, InternalError)
     assert isinstance(own.refusal.__cause__, ZeroDivisionError)
     assert in_some_state(core) == 0
@@ -116,9 +126,9 @@ def test_a_request_goes_without_the_plugins_that_fail_and_each_is_told(flow_cont
     # each at one place, though what their sessions keep fails, too
     assert [(one.server, one.plugin) for one in faults] == [("default/llama", "admits"), ("default/llama", "scores")]
     assert all(isinstance(one.error, ZeroDivisionError) for one in faults)
-    assert core.explain(core.intake.receive(Api.CHAT, HEAD, BODY), 0.0).failed.keys() == {"admits", "scores"}
-    core.finish(own.ticket, 1.0)
-    core.settle(replace(OUTCOME, ticket=own.ticket), 1.0)
+    assert core.explain(core.builder.build(Api.CHAT, HEAD, BODY), 0.0).failed.keys() == {"admits", "scores"}
+    core.on_stream_closed(own.ticket, 1.0)
+    core.on_outcome(replace(OUTCOME, ticket=own.ticket), 1.0)
     assert in_some_state(core) == 0
     assert pool.table.in_flight.sum() == 0
 
@@ -135,7 +145,7 @@ def test_a_failure_before_the_pick_gives_back_what_was_granted(monkeypatch: pyte
     monkeypatch.setattr(core.admission, "queue_entry", fail)
     refused, _ = core.resume(own.ticket, grant, 0.0)
 
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RequestRefused)
     assert isinstance(refused.refusal, InternalError)
     assert in_some_state(core) == 0
     assert 10 in levels(core)
@@ -149,11 +159,11 @@ def test_a_held_request_whose_pick_fails_is_refused_and_those_behind_it_go() -> 
     assert isinstance(broken, Hold)
     pool.picker = BrokenPicker(pool.picker)  # type: ignore[assignment]
     for ticket in running:
-        core.finish(ticket, 1.0)
+        core.on_stream_closed(ticket, 1.0)
     effects = core.tick(1.0)
 
-    ends = {one.ticket: type(one) for one in effects if isinstance(one, Decision | Refused)}
-    assert ends == {broken.ticket: Refused, fine.ticket: Decision}
+    ends = {one.ticket: type(one) for one in effects if isinstance(one, Decision | RequestRefused)}
+    assert ends == {broken.ticket: RequestRefused, fine.ticket: Decision}
 
 
 def test_a_server_that_goes_while_its_freed_requests_wait_for_their_turn_refuses_each_once() -> None:
@@ -161,12 +171,12 @@ def test_a_server_that_goes_while_its_freed_requests_wait_for_their_turn_refuses
     for number in range(2):
         arrive(core, f"{number}")
     held = arrive(core)[0].ticket
-    core.apply(load({"all.yaml": (SERVER + ROUTE).encode()}), 1.0)
-    (refused,) = [one for one in core.apply(load({}), 1.0) if isinstance(one, Refused)]
+    core.apply(load_snapshot({"all.yaml": (SERVER + ROUTE).encode()}), 1.0)
+    (refused,) = [one for one in core.apply(load_snapshot({}), 1.0) if isinstance(one, RequestRefused)]
 
     assert refused.ticket == held
     assert not [one for one in core.tick(1.0) if not isinstance(one, WakeAt)]
-    assert core.count(State.QUEUED) == 0
+    assert core.count_requests(State.QUEUED) == 0
 
 
 @pytest.mark.parametrize("flow_control", ["", FLOW_CONTROL])
@@ -176,11 +186,11 @@ def test_a_request_whose_server_was_replaced_while_it_asked_for_limits_is_refuse
     own, _ = arrive(core)
     assert isinstance(own, AskLimits)
     grant = LocalLimits().reserve(own.charges, 0.0)
-    core.apply(load({}), 1.0)
-    core.apply(load({"all.yaml": text.replace("10.0.0.1", "10.0.0.2").encode()}), 2.0)
+    core.apply(load_snapshot({}), 1.0)
+    core.apply(load_snapshot({"all.yaml": text.replace("10.0.0.1", "10.0.0.2").encode()}), 2.0)
     refused, _ = core.resume(own.ticket, grant, 3.0)
 
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RequestRefused)
     assert isinstance(refused.refusal, NoEndpoint)
     assert in_some_state(core) == 0
     assert 10 in levels(core)
@@ -191,7 +201,7 @@ def test_a_global_grant_of_a_request_that_is_not_served_any_more_goes_back_to_it
     own, _ = arrive(core)
     assert isinstance(own, AskLimits)
     grant = replace(LocalLimits().reserve(own.charges, 0.0), is_global=True)
-    core.apply(load({}), 1.0)
+    core.apply(load_snapshot({}), 1.0)
     _, effects = core.resume(own.ticket, grant, 1.0)
 
     assert [one.grant for one in effects if isinstance(one, SettleGrant)] == [grant]
@@ -223,26 +233,26 @@ def test_what_runs_keeps_neither_the_body_nor_the_tokens_of_its_prompt() -> None
 OUTCOME = Outcome("", 200, "10.0.0.1:8000", 1.0, 0.5, 30, 20, 0)
 
 
-@pytest.mark.parametrize("function", ["judge", "learn"])
+@pytest.mark.parametrize("function", ["record_endpoint_outcome", "update_estimates"])
 def test_an_outcome_that_cannot_be_learned_from_is_settled_all_the_same(
     monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
     core = core_of(SERVER + FLOW_CONTROL + LIMITED)
     own, _ = arrive(core, max_tokens=100)
     assert levels(core) == [9, 900]
-    core.finish(own.ticket, 0.0)
+    core.on_stream_closed(own.ticket, 0.0)
 
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(f"extproc.core.running.{function}", fail)
-    effects = core.settle(replace(OUTCOME, ticket=own.ticket), 0.0)
+    effects = core.on_outcome(replace(OUTCOME, ticket=own.ticket), 0.0)
 
     assert levels(core) == [9, 980]
     assert in_some_state(core) == 0
     (fault,) = [one for one in effects if isinstance(one, Fault)]
     assert isinstance(fault.error, ZeroDivisionError)
-    assert [one.outcome.ticket for one in effects if isinstance(one, Settled)] == [own.ticket]
+    assert [one.outcome.ticket for one in effects if isinstance(one, RequestSettled)] == [own.ticket]
 
 
 def test_a_queue_that_fails_loses_nothing_that_was_decided_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +266,7 @@ def test_a_queue_that_fails_loses_nothing_that_was_decided_before(monkeypatch: p
     gates = core.admission.gates
     gate, serves = gates["default/llama"], gates["default/llama"].next
     for ticket in running:
-        core.finish(ticket, 1.0)
+        core.on_stream_closed(ticket, 1.0)
     calls: list[float] = []
 
     def fails_second(now: float) -> object:

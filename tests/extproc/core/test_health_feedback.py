@@ -10,7 +10,7 @@ import pytest
 
 from extproc.core.effects import Decision, HealthChanged
 from extproc.core.record import Outcome
-from extproc.endpoints.health import Failure
+from extproc.endpoints.health import EngineFailure
 from extproc.protocol import Api
 from tests.extproc.core.test_core import HEAD, arrive, chat
 
@@ -49,7 +49,7 @@ class Drill:
             while self.running and self.running[0][0] <= self.now:
                 self._end(*self.running.pop(0)[1:])
             body = chat(f"{self.number} is another question", model="chat")
-            arrival = self.core.intake.receive(Api.CHAT, HEAD, body)
+            arrival = self.core.builder.build(Api.CHAT, HEAD, body)
             decision, effects = self.core.arrive(arrival, self.now)
             assert isinstance(decision, Decision)
             self.effects += effects
@@ -66,11 +66,11 @@ class Drill:
         if changes is None:
             return
         outcome = msgspec.structs.replace(GOOD, ticket=ticket, served=addresses[0])
-        self.effects += self.core.settle(msgspec.structs.replace(outcome, **changes), self.now)
-        self.effects += self.core.finish(ticket, self.now)
+        self.effects += self.core.on_outcome(msgspec.structs.replace(outcome, **changes), self.now)
+        self.effects += self.core.on_stream_closed(ticket, self.now)
 
     @property
-    def warnings(self) -> list[Failure | None]:
+    def warnings(self) -> list[EngineFailure | None]:
         return [one.failure for one in self.effects if isinstance(one, HealthChanged)]
 
 
@@ -80,20 +80,54 @@ NO_USAGE: dict[str, Any] = {"prompt_tokens": None, "completion_tokens": None, "c
 @pytest.mark.parametrize(
     ("changes", "failure"),
     [
-        ({"status": 500, **NO_USAGE}, Failure.ERROR),
-        ({"status": 429, **NO_USAGE}, Failure.ERROR),
-        ({"status": 400, **NO_USAGE}, Failure.REFUSED),
-        (NO_USAGE, Failure.NO_USAGE),
-        ({"was_cut": True, **NO_USAGE}, Failure.CUT),
+        ({"status": 500, **NO_USAGE}, EngineFailure.ERROR),
+        ({"status": 429, **NO_USAGE}, EngineFailure.ERROR),
+        ({"status": 400, **NO_USAGE}, EngineFailure.REFUSED),
+        (NO_USAGE, EngineFailure.NO_USAGE),
+        ({"was_cut": True, **NO_USAGE}, EngineFailure.CUT),
     ],
 )
 def test_an_engine_that_fails_while_the_others_serve_is_avoided_and_warned_of_once(
-    core: Core, changes: dict[str, Any], failure: Failure
+    core: Core, changes: dict[str, Any], failure: EngineFailure
 ) -> None:
     drill = Drill(core, lambda _ticket, _addresses: changes)
     drill.run(150)
     assert drill.run(600) < 0.01
     assert drill.warnings == [failure]
+
+
+def refusing(core: Core, *tenants: str, refuses: Callable[[str, tuple[str, ...]], bool]) -> list[EngineFailure | None]:
+    """What is reported of engines while each of ``tenants`` asks in turn. ``refuses``: a tenant, by addresses.
+
+    A tenant's prompts have a long beginning in common, so each tenant has an engine.
+    """
+    effects: list[Effect] = []
+    for number in range(900):
+        now, tenant = number / 30, tenants[number % len(tenants)]
+        head = msgspec.structs.replace(HEAD, headers={"x-attache-tenant": tenant}, is_trusted=True)
+        arrival = core.builder.build(Api.CHAT, head, chat(f"{tenant * 500}, and then {number}?", model="chat"))
+        decision, _ = core.arrive(arrival, now)
+        assert isinstance(decision, Decision)
+        addresses = decision.assignment.addresses
+        changes = {"status": 400, **NO_USAGE} if refuses(tenant, addresses) else {}
+        outcome = msgspec.structs.replace(GOOD, ticket=decision.ticket, served=addresses[0], **changes)
+        effects += core.on_outcome(outcome, now + 0.02)
+        effects += core.on_stream_closed(decision.ticket, now + 0.02)
+    return [one.failure for one in effects if isinstance(one, HealthChanged)]
+
+
+def test_a_tenant_whose_requests_are_all_refused_makes_no_engine_avoided(core: Core) -> None:
+    assert refusing(core, "acme", "evil", "bell", "evil", refuses=lambda tenant, _: tenant == "evil") == []
+
+
+def test_an_engine_that_refuses_what_several_tenants_ask_is_avoided(core: Core) -> None:
+    ill: list[str] = []
+
+    def refuses(_: str, addresses: tuple[str, ...]) -> bool:
+        ill.append(addresses[0])
+        return addresses[0] == ill[0]
+
+    assert EngineFailure.REFUSED in refusing(core, *(f"tenant-{number}" for number in range(12)), refuses=refuses)
 
 
 def test_an_engine_whose_requests_go_on_to_the_next_is_avoided(core: Core) -> None:
@@ -106,7 +140,7 @@ def test_an_engine_that_never_answers_is_avoided(core: Core) -> None:
     drill = Drill(core, lambda _ticket, _addresses: None, took_s=2.0)
     drill.run(600)
     assert drill.run(600) < 0.01
-    assert drill.warnings == [Failure.SILENT]
+    assert drill.warnings == [EngineFailure.SILENT]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +167,7 @@ def test_an_engine_that_is_well_again_gets_its_part_again(core: Core) -> None:
     illness.clear()
     drill.run(300)
     assert drill.run(300) > 0.2
-    assert drill.warnings == [Failure.ERROR, None]
+    assert drill.warnings == [EngineFailure.ERROR, None]
 
 
 def test_a_bad_request_that_is_sent_again_and_again_makes_no_engine_a_suspect(core: Core) -> None:
@@ -147,8 +181,8 @@ def test_a_bad_request_that_is_sent_again_and_again_makes_no_engine_a_suspect(co
         outcome = msgspec.structs.replace(GOOD, ticket=decision.ticket, served=decision.assignment.addresses[0])
         if is_bad:
             outcome = msgspec.structs.replace(outcome, status=400, **NO_USAGE)
-        effects = core.settle(outcome, now)
-        core.finish(decision.ticket, now)
+        effects = core.on_outcome(outcome, now)
+        core.on_stream_closed(decision.ticket, now)
         warnings += [one for one in effects if isinstance(one, HealthChanged)]
     assert warnings == []
 
@@ -171,7 +205,7 @@ def test_streams_that_were_not_asked_for_usage_may_end_without(core: Core) -> No
         outcome = msgspec.structs.replace(GOOD, ticket=decision.ticket, served=served)
         if number % 2:
             outcome = msgspec.structs.replace(outcome, **NO_USAGE)
-        warnings += [one for one in core.settle(outcome, now) if isinstance(one, HealthChanged)]
-        core.finish(decision.ticket, now)
+        warnings += [one for one in core.on_outcome(outcome, now) if isinstance(one, HealthChanged)]
+        core.on_stream_closed(decision.ticket, now)
     assert warnings == []
     assert sum(health.failed for health in core.pools["default/llama"].table.healths) == 0

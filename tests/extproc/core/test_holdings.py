@@ -25,7 +25,7 @@ FOUR = Bounds(requests=4, bytes=1_000_000)
 def arrival(tenant: str) -> Arrival:
     core = Zero(small=[engine(1)], more={SMALL: "flowControl: {}"}).core
     head = Head("POST", "/v1/chat/completions", {"x-attache-tenant": tenant}, has_body=True, is_trusted=True)
-    return core.intake.receive(Api.CHAT, head, json.dumps({"model": "chat", "messages": []}).encode())
+    return core.builder.build(Api.CHAT, head, json.dumps({"model": "chat", "messages": []}).encode())
 
 
 def held(**counts: int) -> tuple[Holdings, list[Record]]:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Effect, Refused, Tell
-from extproc.core.peers import AskLevels, EventBatch, Levels, decode, encode
+from extproc.core.effects import Broadcast, Decision, Effect, RequestRefused
+from extproc.core.peers import AskLevels, EventBatch, Levels, decode_events, encode_events
 from extproc.core.record import Head
 from extproc.protocol import Api
 from tests.extproc.conftest import CONFIG
@@ -30,24 +30,24 @@ class Process:
     def __init__(self, name: str, wire: list[Process], *, machine: str | None = "here") -> None:
         self.name = name
         self.wire = wire
-        self.core = Core(load({"a.yaml": LIMITED}), rng=random.Random(0), ticket_prefix=name, machine=machine)
+        self.core = Core(load_snapshot({"a.yaml": LIMITED}), rng=random.Random(0), ticket_prefix=name, machine=machine)
         wire.append(self)
 
     def perform(self, effects: Iterable[Effect], now: float) -> None:
-        events = [one.event for one in effects if isinstance(one, Tell)]
+        events = [one.event for one in effects if isinstance(one, Broadcast)]
         if events:
-            batch = decode(encode(EventBatch(self.name, events)))
+            batch = decode_events(encode_events(EventBatch(self.name, events)))
             for other in [one for one in self.wire if one is not self]:
-                other.perform(other.core.hear(batch, now), now)
+                other.perform(other.core.ingest(batch, now), now)
 
     def beat(self, now: float) -> None:
-        self.perform(self.core.beat(now), now)
+        self.perform(self.core.heartbeat(now), now)
 
     def ask(self, now: float) -> bool:
         """Whether a request is granted."""
-        own, effects = self.core.arrive(self.core.intake.receive(Api.CHAT, HEAD, BODY), now)
+        own, effects = self.core.arrive(self.core.builder.build(Api.CHAT, HEAD, BODY), now)
         self.perform(effects, now)
-        assert isinstance(own, Decision | Refused)
+        assert isinstance(own, Decision | RequestRefused)
         return isinstance(own, Decision)
 
     def granted(self, now: float) -> int:
@@ -123,16 +123,21 @@ def test_only_who_has_asked_takes_levels() -> None:
     wire: list[Process] = []
     one, other = Process("a", wire), Process("b", [])
     assert one.granted(0.0) == 10
-    (told,) = [one.event for one in one.core.hear(EventBatch("c", [AskLevels("here")]), 0.0) if isinstance(one, Tell)]
+    (told,) = [
+        one.event for one in one.core.ingest(EventBatch("c", [AskLevels("here")]), 0.0) if isinstance(one, Broadcast)
+    ]
     assert isinstance(told, Levels)
-    other.core.hear(EventBatch("a", [told]), 0.0)
+    other.core.ingest(EventBatch("a", [told]), 0.0)
     assert other.granted(0.0) == 10
 
 
 def test_a_process_that_is_alone_stops_asking() -> None:
     alone = Process("a", [])
     asked = [
-        any(isinstance(one, Tell) and isinstance(one.event, AskLevels) for one in alone.core.beat(float(second)))
+        any(
+            isinstance(one, Broadcast) and isinstance(one.event, AskLevels)
+            for one in alone.core.heartbeat(float(second))
+        )
         for second in range(60)
     ]
     assert asked[0]
@@ -140,12 +145,12 @@ def test_a_process_that_is_alone_stops_asking() -> None:
 
 
 def test_what_is_told_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extproc.admission.limits.MOST_LEVELS", 5)
+    monkeypatch.setattr("extproc.admission.local_limits.MOST_LEVELS", 5)
     trusted = LIMITED
-    core = Core(load({"a.yaml": trusted}), rng=random.Random(0), ticket_prefix="a", machine="here")
+    core = Core(load_snapshot({"a.yaml": trusted}), rng=random.Random(0), ticket_prefix="a", machine="here")
     for number in range(20):
         head = Head("POST", HEAD.path, {"x-attache-tenant": f"t{number}"}, has_body=True, is_trusted=True)
-        core.arrive(core.intake.receive(Api.CHAT, head, BODY), 0.0)
+        core.arrive(core.builder.build(Api.CHAT, head, BODY), 0.0)
     levels = core.admission.limits.levels(0.0)
     # those that were used last
     assert [one.key.rpartition("/")[2] for one in levels] == [f"t{number}" for number in range(19, 14, -1)]

@@ -3,69 +3,48 @@
 
 from __future__ import annotations
 
-import json
-import random
+from typing import TYPE_CHECKING
 
-from extproc.api.load import load
 from extproc.api.status_pages import EndpointLoad, total
 from extproc.core.core import Core
-from extproc.core.record import Head
 from extproc.endpoints.engine_reports import apply_report
 from extproc.engines.metrics import EngineReport
-from extproc.protocol import Api
+from tests.extproc.scenes import configuration, core_of, endpoints, request
 
-ROUTE = """
-apiVersion: attache.dev/v1alpha1
-kind: ModelRoute
-metadata: {name: chat}
-spec:
-  modelName: m
-  rules: [{targetModels: [{modelServerName: llama}]}]
----
-apiVersion: attache.dev/v1alpha1
-kind: ModelServer
-metadata: {name: llama}
-spec:
-  model: m
-"""
-ONE = ROUTE + '  endpoints: [{address: "10.0.0.1:8000"}]\n'
-OTHER = ROUTE + '  endpoints: [{address: "10.0.0.2:8000"}]\n'
-HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
+if TYPE_CHECKING:
+    from extproc.core.core import Core
 
-
-def core_of(text: str) -> Core:
-    return Core(load({"all.yaml": text.encode()}), rng=random.Random(0), ticket_prefix="t")
+ONE, OTHER = ({"llama": endpoints(f"10.0.0.{number}:8000")} for number in (1, 2))
 
 
 def send(core: Core, text: str = "word " * 400) -> str:
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
-    own, _ = core.arrive(core.intake.receive(Api.CHAT, HEAD, body), 0.0)
+    own, _ = core.arrive(request(core, text), 0.0)
     return own.ticket
 
 
 def test_a_request_counts_at_its_engine_until_its_stream_is_closed() -> None:
-    core = core_of(ONE)
+    core = core_of(servers=ONE)
     assert core.loads() == {"10.0.0.1:8000": EndpointLoad(0, 0)}
     ticket = send(core)
     # 2,000 characters are a little under 500 tokens at the initial 4 bytes a token, kept in whole blocks
     there = core.loads()["10.0.0.1:8000"]
     assert there.in_flight == 1
     assert 300 < there.cached_tokens <= 520
-    core.finish(ticket, 1.0)
+    core.on_stream_closed(ticket, 1.0)
     assert core.loads()["10.0.0.1:8000"].in_flight == 0
 
 
 def test_an_engine_that_has_left_the_configuration_counts_while_it_answers() -> None:
-    core = core_of(ONE)
+    core = core_of(servers=ONE)
     ticket = send(core)
-    core.apply(load({"all.yaml": OTHER.encode()}), 1.0)
+    core.apply(configuration(servers=OTHER), 1.0)
     assert core.loads() == {"10.0.0.1:8000": EndpointLoad(1, 0), "10.0.0.2:8000": EndpointLoad(0, 0)}
-    core.finish(ticket, 2.0)
+    core.on_stream_closed(ticket, 2.0)
     assert core.loads() == {"10.0.0.2:8000": EndpointLoad(0, 0)}
 
 
 def test_what_an_engine_reports_counts_where_it_is_more_than_was_sent() -> None:
-    core = core_of(ONE)
+    core = core_of(servers=ONE)
     table = core.pools["default/llama"].table
     apply_report(table, table.row_of("10.0.0.1:8000"), EngineReport(waiting=1, running=2), 0.5)
     told = core.loads()["10.0.0.1:8000"]

@@ -10,21 +10,21 @@ import pytest
 
 from extproc.admission.fairness import VirtualTokenCounter
 from extproc.admission.flows import FlowKey
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.core import running
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Effect, Settled, Tell
+from extproc.core.effects import Broadcast, Decision, Effect, RequestSettled
 from extproc.core.peers import (
     SILENCE_S,
-    Alive,
-    Ended,
-    EngineSaid,
+    EngineReported,
     EventBatch,
-    Learned,
+    LimitSpent,
+    OutcomeKnown,
     PeerEvent,
-    Spent,
-    decode,
-    encode,
+    ProcessAlive,
+    RequestEnded,
+    decode_events,
+    encode_events,
 )
 from extproc.core.record import Head, Outcome
 from extproc.core.states import State
@@ -44,21 +44,21 @@ class Process:
 
     def __init__(self, name: str, config: bytes = CONFIG, *, machine: str = "here") -> None:
         self.name = name
-        self.core = Core(load({"a.yaml": config}), rng=random.Random(0), ticket_prefix=name, machine=machine)
+        self.core = Core(load_snapshot({"a.yaml": config}), rng=random.Random(0), ticket_prefix=name, machine=machine)
         self.pool = self.core.pools["default/llama"]
 
-    def hear(self, other: Process, *events: PeerEvent, now: float = 0.0) -> list[Effect]:
-        return self.core.hear(decode(encode(EventBatch(other.name, list(events)))), now)
+    def ingest(self, other: Process, *events: PeerEvent, now: float = 0.0) -> list[Effect]:
+        return self.core.ingest(decode_events(encode_events(EventBatch(other.name, list(events)))), now)
 
     def decide(self, text: str, now: float = 0.0, head: Head = HEAD) -> tuple[Decision, PeerEvent]:
-        own, effects = self.core.arrive(self.core.intake.receive(Api.CHAT, head, body(text)), now)
+        own, effects = self.core.arrive(self.core.builder.build(Api.CHAT, head, body(text)), now)
         assert isinstance(own, Decision)
         (started,) = told(effects)
         return own, started
 
 
 def told(effects: list[Effect]) -> list[PeerEvent]:
-    return [one.event for one in effects if isinstance(one, Tell)]
+    return [one.event for one in effects if isinstance(one, Broadcast)]
 
 
 @pytest.fixture
@@ -69,19 +69,19 @@ def pair() -> tuple[Process, Process]:
 def test_a_request_counts_everywhere_until_it_ends(pair: tuple[Process, Process]) -> None:
     one, other = pair
     decision, started = one.decide("hello " * 200)
-    other.hear(one, started)
+    other.ingest(one, started)
     address = decision.assignment.endpoint.address
     row, its_row = one.pool.table.row_of(address), other.pool.table.row_of(address)
     assert other.pool.table.in_flight[its_row] == 1
     assert other.pool.table.backlog_tokens[its_row] == one.pool.table.backlog_tokens[row] > 0
-    other.hear(one, Ended(decision.ticket))
+    other.ingest(one, RequestEnded(decision.ticket))
     assert other.pool.table.in_flight.sum() == 0
 
 
 def test_a_prefix_that_one_sent_is_known_to_the_other(pair: tuple[Process, Process]) -> None:
     one, other = pair
     first, started = one.decide("the same long beginning " * 300)
-    other.hear(one, started)
+    other.ingest(one, started)
     second, _ = other.decide("the same long beginning " * 300)
     assert second.assignment.endpoint.address == first.assignment.endpoint.address
     assert second.assignment.cached_tokens > 1000
@@ -90,15 +90,15 @@ def test_a_prefix_that_one_sent_is_known_to_the_other(pair: tuple[Process, Proce
 def test_an_outcome_that_comes_to_one_teaches_both_and_is_counted_by_its_owner(pair: tuple[Process, Process]) -> None:
     one, other = pair
     decision, started = one.decide("hello " * 2000)
-    other.hear(one, started)
+    other.ingest(one, started)
     served = decision.assignment.endpoint.address
     outcome = Outcome(decision.ticket, 200, served, 1.0, 0.5, 3000, 10, 0)
-    effects = other.core.settle(outcome, 1.0)
-    assert told(effects) == [Learned(outcome)]
-    (settled,) = [effect for effect in effects if isinstance(effect, Settled)]
+    effects = other.core.on_outcome(outcome, 1.0)
+    assert told(effects) == [OutcomeKnown(outcome)]
+    (settled,) = [effect for effect in effects if isinstance(effect, RequestSettled)]
     assert not settled.is_ours
-    (ours,) = one.hear(other, Learned(outcome), now=1.0)
-    assert isinstance(ours, Settled)
+    (ours,) = one.ingest(other, OutcomeKnown(outcome), now=1.0)
+    assert isinstance(ours, RequestSettled)
     assert ours.is_ours
     rows = [process.pool.table.row_of(served) for process in pair]
     rates = [process.pool.table.prefill_rate[row] for process, row in zip(pair, rows, strict=True)]
@@ -110,28 +110,28 @@ def test_an_outcome_that_comes_to_one_teaches_both_and_is_counted_by_its_owner(p
 def test_what_was_lost_on_the_way_is_mended_by_the_heartbeat(pair: tuple[Process, Process]) -> None:
     one, other = pair
     sent = [one.decide(f"number {number} " * 50) for number in range(3)]
-    other.hear(one, *(started for _, started in sent))
+    other.ingest(one, *(started for _, started in sent))
     assert other.pool.table.in_flight.sum() == 3
     # the end of the second was lost
-    other.hear(one, Alive([sent[0][0].ticket, sent[2][0].ticket]))
+    other.ingest(one, ProcessAlive([sent[0][0].ticket, sent[2][0].ticket]))
     assert other.pool.table.in_flight.sum() == 2
-    other.hear(one, Alive([]))
+    other.ingest(one, ProcessAlive([]))
     assert other.pool.table.in_flight.sum() == 0
 
 
 def test_a_process_that_is_gone_has_no_requests(pair: tuple[Process, Process]) -> None:
     one, other = pair
-    other.hear(one, one.decide("hello")[1], now=10.0)
-    other.core.beat(10.0 + SILENCE_S)
-    assert (other.pool.table.in_flight.sum(), other.core.mirror.peers) == (1, 1)
-    other.core.beat(10.1 + SILENCE_S)
-    assert (other.pool.table.in_flight.sum(), other.core.mirror.peers) == (0, 0)
+    other.ingest(one, one.decide("hello")[1], now=10.0)
+    other.core.heartbeat(10.0 + SILENCE_S)
+    assert (other.pool.table.in_flight.sum(), other.core.peer_view.peers) == (1, 1)
+    other.core.heartbeat(10.1 + SILENCE_S)
+    assert (other.pool.table.in_flight.sum(), other.core.peer_view.peers) == (0, 0)
 
 
 def test_the_same_word_twice_counts_once(pair: tuple[Process, Process]) -> None:
     one, other = pair
     _, started = one.decide("hello")
-    other.hear(one, started, started)
+    other.ingest(one, started, started)
     assert other.pool.table.in_flight.sum() == 1
 
 
@@ -142,13 +142,13 @@ def test_a_request_that_a_late_message_starts_anew_is_not_given_up_for_its_first
     one, other = pair
     first, started = one.decide("hello")
     outcome = Outcome(first.ticket, 200, first.assignment.addresses[0], 1.0, 0.5, 100, 10, 0)
-    other.hear(one, started, Ended(first.ticket), Learned(outcome), started)
+    other.ingest(one, started, RequestEnded(first.ticket), OutcomeKnown(outcome), started)
     for number in range(2):
         decision, begun = one.decide(f"{number} hello")
-        other.hear(one, begun, Ended(decision.ticket))
+        other.ingest(one, begun, RequestEnded(decision.ticket))
     assert other.core.state_of(first.ticket) is State.RUNNING
     # the next beat of its process ends it
-    other.hear(one, Alive([]))
+    other.ingest(one, ProcessAlive([]))
     assert other.pool.table.in_flight.sum() == 0
 
 
@@ -156,23 +156,25 @@ def test_what_only_one_is_configured_for_is_passed_over() -> None:
     one = Process("a")
     other = Process("b", CONFIG.replace(b'{address: "10.0.0.1:8000"}, {address: "10.0.0.2:8000"}, ', b""))
     for number in range(9):
-        other.hear(one, one.decide(f"{number} hello")[1])
+        other.ingest(one, one.decide(f"{number} hello")[1])
     assert 1 <= other.pool.table.in_flight.sum() < 9
 
 
 def test_one_asks_the_engines_for_all(pair: tuple[Process, Process]) -> None:
     one, other = pair
-    said = EngineSaid("default/llama", "10.0.0.2:8000", EngineReport(waiting=4, running=2), CacheConfig(16, 64_000))
-    other.hear(
-        one, said, EngineSaid("default/llama", "10.0.0.2:8000", EngineReport(), models=frozenset({"sql"})), now=5.0
+    said = EngineReported("default/llama", "10.0.0.2:8000", EngineReport(waiting=4, running=2), CacheConfig(16, 64_000))
+    other.ingest(
+        one, said, EngineReported("default/llama", "10.0.0.2:8000", EngineReport(), models=frozenset({"sql"})), now=5.0
     )
     row = other.pool.table.row_of("10.0.0.2:8000")
     assert row is not None
     assert (other.pool.table.waiting[row], other.pool.table.reported_at_s[row]) == (4, 5.0)
     assert other.pool.table.loras[row].served == frozenset({"sql"})
     assert other.pool.caches.index.first_block_bytes == 64
-    other.hear(
-        one, EngineSaid("gone", "10.0.0.2:8000", EngineReport()), EngineSaid("default/llama", "gone:1", EngineReport())
+    other.ingest(
+        one,
+        EngineReported("gone", "10.0.0.2:8000", EngineReport()),
+        EngineReported("default/llama", "gone:1", EngineReport()),
     )
 
 
@@ -182,11 +184,11 @@ LIMITED = CONFIG.replace(b"  loraAdapters: [sql]", b"  loraAdapters: [sql]\n  ra
 def test_what_one_worker_grants_of_a_local_limit_is_gone_for_the_others_of_its_machine() -> None:
     a, b = (Process(name, LIMITED) for name in ("a", "b"))
     elsewhere = Process("c", LIMITED, machine="there")
-    own, effects = a.core.arrive(a.core.intake.receive(Api.CHAT, HEAD, body("hello")), 0.0)
+    own, effects = a.core.arrive(a.core.builder.build(Api.CHAT, HEAD, body("hello")), 0.0)
     assert isinstance(own, Decision)
-    (spent,) = [event for event in told(effects) if isinstance(event, Spent)]
+    (spent,) = [event for event in told(effects) if isinstance(event, LimitSpent)]
     for other in (b, elsewhere):
-        other.hear(a, *4 * [spent])
+        other.ingest(a, *4 * [spent])
     levels = [decide(process.core, HEAD, body("hello")).grants[0].levels for process in (b, elsewhere)]
     assert levels == [[5.0], [9.0]]
 
@@ -198,7 +200,7 @@ def test_a_flow_is_charged_everywhere_for_what_it_had_anywhere() -> None:
     a, b = Process("a", QUEUED), Process("b", QUEUED)
     head = Head("POST", "/v1/chat/completions", {"x-attache-tenant": "acme"}, has_body=True, is_trusted=True)
     decision, started = a.decide("hello " * 500, head=head)
-    b.hear(a, started)
+    b.ingest(a, started)
 
     def counter(one: Process) -> float:
         flows = one.core.admission.gates["default/llama"].queue.band_of(0).flows
@@ -208,7 +210,7 @@ def test_a_flow_is_charged_everywhere_for_what_it_had_anywhere() -> None:
 
     assert counter(a) == counter(b) > 500
     outcome = Outcome(decision.ticket, 200, decision.assignment.addresses[0], 1.0, 0.5, 600, 10, 0)
-    b.hear(a, *told(a.core.settle(outcome, 1.0)))
+    b.ingest(a, *told(a.core.on_outcome(outcome, 1.0)))
     assert counter(a) == counter(b) == 620
 
 
@@ -219,9 +221,9 @@ def test_a_request_that_starts_again_after_its_end_is_not_forgotten_while_it_run
     one, other = pair
     decision, started = one.decide("hello")
     served = decision.assignment.endpoint.address
-    learned = Learned(Outcome(decision.ticket, 200, served, 1.0, 0.5, 10, 10, None))
-    other.hear(one, started, Ended(decision.ticket), learned, started)
+    learned = OutcomeKnown(Outcome(decision.ticket, 200, served, 1.0, 0.5, 10, 10, None))
+    other.ingest(one, started, RequestEnded(decision.ticket), learned, started)
     own, _ = other.decide("mine")
-    other.core.finish(own.ticket, 1.0)
+    other.core.on_stream_closed(own.ticket, 1.0)
     assert other.core.state_of(decision.ticket) is State.RUNNING
     assert other.core.state_of(own.ticket) is State.ENDED

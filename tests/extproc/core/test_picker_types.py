@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Hold, Refused
+from extproc.core.effects import Decision, Hold, RequestRefused
 from extproc.core.record import Head
 from extproc.errors import Shed
 from extproc.protocol import Api
@@ -57,7 +57,7 @@ plugins:
 
 def core_of(plugins: str, gates: str = "", flow_control: str = "") -> Core:
     files = {"a.yaml": DIRECTORY.encode(), "epp.yaml": (PICKER % (gates, plugins) + flow_control).encode()}
-    return Core(load(files), rng=random.Random(1), ticket_prefix="t")
+    return Core(load_snapshot(files), rng=random.Random(1), ticket_prefix="t")
 
 
 def table_of(core: Core) -> EndpointTable:
@@ -71,7 +71,7 @@ def asked(core: Core, now: float = 0.0, **headers: str) -> Effect:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     head = Head("POST", "/v1/chat/completions", named, has_body=True, is_trusted=True)
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}).encode()
-    own, _ = core.arrive(core.intake.receive(Api.CHAT, head, body), now)
+    own, _ = core.arrive(core.builder.build(Api.CHAT, head, body), now)
     return own
 
 
@@ -82,7 +82,7 @@ def test_busy_engines_refuse_what_may_be_shed(gates: str) -> None:
     # one engine has room, but their mean saturation is 0.5: everything of negative priority is refused
     table_of(core).kv_usage[:2] = 0.8, 0.0
     own = asked(core, x_llm_d_inference_objective="batch")
-    assert isinstance(own, Refused)
+    assert isinstance(own, RequestRefused)
     assert isinstance(own.refusal, Shed)
     assert own.refusal.retry_after_s == 1
     assert isinstance(asked(core, x_llm_d_inference_objective="chat"), Decision)
@@ -95,7 +95,7 @@ def test_hopeless_objectives_are_refused_if_they_may_be_shed() -> None:
     table.running[:2], table.in_flight[:2], table.kv_usage[:2], table.rate_samples[:2] = 1.0, 1.0, 0.5, 9
     table.backlog_tokens[:2] = 50_000.0
     own = asked(core, x_llm_d_inference_objective="batch", x_llm_d_slo_ttft_ms="1000")
-    assert isinstance(own, Refused)
+    assert isinstance(own, RequestRefused)
     assert isinstance(own.refusal, Shed)
     assert isinstance(asked(core, x_llm_d_inference_objective="batch", x_llm_d_slo_ttft_ms="9000"), Decision)
     assert isinstance(asked(core, x_llm_d_inference_objective="chat", x_llm_d_slo_ttft_ms="1000"), Decision)

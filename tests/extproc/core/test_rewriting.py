@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose streams end with usage: who asked, and who would not see it."""
+"""Bodies that are changed: whose streams end with usage, and which model engines are asked for."""
 
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from extproc.api.model_server import ModelServerSpec
+from extproc.core.core import Core
 from extproc.core.dispatch import asks_for_usage
+from extproc.core.effects import Decision
 from extproc.core.record import BUNDLE, Arrival, Attachment, Head
 from extproc.protocol import Api
-from extproc.request.parsing import parse
+from extproc.request.body_parser import parse_body
 from extproc.routing.resolve import Destination
+from tests.extproc.scenes import configuration
 
 ELSEWHERE = Attachment(passes_usage=True)
 
@@ -26,7 +31,7 @@ def asks(attachment: Attachment, *, trusted: bool, spec: ModelServerSpec | None 
     text = json.dumps(body).encode()
     pool: Any = SimpleNamespace(spec=spec or ModelServerSpec(model="m"))
     head = Head("POST", "/v1/chat/completions", {}, has_body=True, is_trusted=trusted)
-    arrival = Arrival(parse(Api.CHAT, text), Destination("default/m", "m"), pool, head, text)
+    arrival = Arrival(parse_body(Api.CHAT, text), Destination("default/m", "m"), pool, head, text)
     return asks_for_usage(arrival, attachment)
 
 
@@ -45,3 +50,35 @@ def test_usage_is_asked_for_where_the_client_said_nothing(attachment: Attachment
 def test_a_client_that_declines_usage_would_not_see_it(attachment: Attachment, trusted: bool, is_asked: bool) -> None:
     """A gateway of somebody else may write trusted headers, and passes answers on as they are."""
     assert asks(attachment, trusted=trusted, include_usage=False) == is_asked
+
+
+REWRITES = """
+endpoints: [{address: "10.0.0.1:8000"}]
+modelRewrites:
+  - {models: [chat, gpt], targets: [{model: v1, weight: 9}, {model: canary, weight: 1}]}
+  - {targets: [{model: base}]}
+"""
+
+
+def asked_of_engine(model: str, count: int = 1, headers: dict[str, str] | None = None) -> Counter[str]:
+    """The models in the bodies that engines get."""
+    core = Core(configuration(servers={"llama": REWRITES}, routes={}), rng=random.Random(0), ticket_prefix="t")
+    head = Head("POST", "/v1/chat/completions", headers or {}, has_body=True, is_trusted=True)
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "a"}]}).encode()
+    found = Counter[str]()
+    for _ in range(count):
+        own, _ = core.arrive(core.builder.build_for_pool("default/llama", head, body), 0.0, ELSEWHERE)
+        assert isinstance(own, Decision)
+        found[json.loads(own.body or body)["model"]] += 1
+    return found
+
+
+def test_a_pool_renames_models_by_weight_and_others_by_the_rule_for_all() -> None:
+    drawn = asked_of_engine("gpt", 400)
+    assert drawn.keys() == {"v1", "canary"}
+    assert 15 <= drawn["canary"] <= 75
+    assert asked_of_engine("whatever") == {"base": 1}
+
+
+def test_a_rewrite_goes_before_the_gateways_header() -> None:
+    assert asked_of_engine("else", headers={"x-llm-d-model-name-rewrite": "v7"}) == {"base": 1}

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.api.session_affinity import session_headers
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Tell
+from extproc.core.effects import Broadcast, Decision
 from extproc.core.peers import EventBatch
 from extproc.core.record import Attachment, Head
 from extproc.protocol import Api
@@ -41,7 +41,7 @@ IDS = """
 
 def snapshot_of(plugins: str, config: bytes = SERVER) -> Snapshot:
     epp = f"apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins:{plugins}"
-    return load({"all.yaml": config, "epp.yaml": epp.encode()})
+    return load_snapshot({"all.yaml": config, "epp.yaml": epp.encode()})
 
 
 def core_of(plugins: str, *, seed: int = 0, machine: str | None = None) -> Core:
@@ -52,9 +52,9 @@ def sent(core: Core, now: float = 0.0, *, is_trusted: bool = False, **headers: s
     """Of a request that has ended at once."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     head = Head("POST", "/v1/chat/completions", named, has_body=True, is_trusted=is_trusted)
-    own, _ = core.arrive(core.intake.receive(Api.CHAT, head, BODY), now)
+    own, _ = core.arrive(core.builder.build(Api.CHAT, head, BODY), now)
     assert isinstance(own, Decision)
-    core.leave(own.ticket, now)
+    core.on_disconnect(own.ticket, now)
     return own
 
 
@@ -215,10 +215,10 @@ def test_other_processes_learn_where_a_session_is() -> None:
     here, there = core_of(IDS, machine="m"), core_of(IDS, seed=1, machine="m")
     for number in range(20):
         head = Head("POST", "/v1/chat/completions", {"x-session-id": f"s{number}"}, has_body=True)
-        own, effects = here.arrive(here.intake.receive(Api.CHAT, head, BODY), 5.0)
+        own, effects = here.arrive(here.builder.build(Api.CHAT, head, BODY), 5.0)
         assert isinstance(own, Decision)
-        started = [one.event for one in effects if isinstance(one, Tell) and isinstance(one.event, RequestStarted)]
-        there.hear(EventBatch("t0", list(started)), 1000.0)
+        started = [one.event for one in effects if isinstance(one, Broadcast) and isinstance(one.event, RequestStarted)]
+        there.ingest(EventBatch("t0", list(started)), 1000.0)
         assert where(there, 1001.0, x_session_id=f"s{number}") == own.assignment.endpoint.address
 
 
@@ -247,7 +247,7 @@ def test_parameters_that_mean_nothing_are_refused(wrong: str) -> None:
 def test_explaining_binds_no_session() -> None:
     core = core_of(IDS)
     head = Head("POST", "/v1/chat/completions", {"x-session-id": "s"}, has_body=True)
-    core.explain(core.intake.receive(Api.CHAT, head, BODY), 0.0)
+    core.explain(core.builder.build(Api.CHAT, head, BODY), 0.0)
     assert len(core.pools["default/llama"].sessions) == 0
 
 
@@ -268,7 +268,7 @@ LABELLED_AFTER = """
 def forged(core: Core, address: str, *, subset: tuple[str, ...] | None = None) -> str | None:
     """Where a request goes whose client wrote the token of ``address`` itself; None if it is refused or held."""
     head = Head("POST", "/v1/chat/completions", {"x-session-token": session_token(address)}, has_body=True)
-    own, _ = core.arrive(core.intake.receive(Api.CHAT, head, BODY), 0.0, attachment=Attachment(subset=subset))
+    own, _ = core.arrive(core.builder.build(Api.CHAT, head, BODY), 0.0, attachment=Attachment(subset=subset))
     return own.assignment.endpoint.address if isinstance(own, Decision) else None
 
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from bench.sizes.configuration import Gateway, Sizes, configuration, model_route
+from bench.sizes.configuration import GatewayPorts, Sizes, configuration, model_route
 from extproc.api.load import Loader
-from extproc.core import request_builder as intake
+from extproc.core import request_builder as builder
 from extproc.core.core import Core
 from extproc.core.record import Head
-from extproc.core.request_builder import Visit
+from extproc.core.request_builder import CallerAccess
 from extproc.protocol import CLIENT
 from extproc.routing import resolve
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SIZES = Sizes(models=50, routes=100, hosts=10, adapters=100, endpoints=100, keys=40, tenants=20)
-GATEWAY = Gateway("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", 80)
+GATEWAY = GatewayPorts("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", 80)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[object]:
@@ -56,10 +56,10 @@ def test_a_change_of_one_route_compiles_that_one(files: dict[str, bytes], monkey
     core.apply(loader.load({**files, "routes-0.json": msgspec.json.encode(documents)}), 1.0)
     assert len(compiled) == 1
     head = Head("GET", "/v1/models", {CLIENT: "key-0"}, has_body=False, is_trusted=True)
-    names = {one.name for one in core.intake.models}
+    names = {one.name for one in core.builder.models}
     assert "renamed" in names
     assert "model-3" not in names
-    assert core.intake.model_for(head, "model-4") is not None
+    assert core.builder.model_for(head, "model-4") is not None
 
 
 def test_another_model_of_a_server_compiles_its_routes(files: dict[str, bytes]) -> None:
@@ -67,7 +67,7 @@ def test_another_model_of_a_server_compiles_its_routes(files: dict[str, bytes]) 
     core = core_of(loader, files)
     servers = files["servers-0.json"].replace(b'"org/model-3"', b'"org/other"')
     core.apply(loader.load({**files, "servers-0.json": servers}), 1.0)
-    route = core.intake.models_for(Head("GET", "/v1/models", {CLIENT: "key-0"}, has_body=False, is_trusted=True))
+    route = core.builder.models_for(Head("GET", "/v1/models", {CLIENT: "key-0"}, has_body=False, is_trusted=True))
     assert len(route) == SIZES.model_routes + SIZES.adapters
     found = resolve.RoutingTable(core.snapshot).destinations("model-3")
     assert [one.model for one in found] == ["org/other"]
@@ -78,41 +78,41 @@ def test_the_list_of_models_is_judged_once_for_a_caller_and_one_model_by_itself(
     files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = core_of(Loader(), files)
-    judged = counted(monkeypatch, Visit, "may_list")
+    judged = counted(monkeypatch, CallerAccess, "may_list")
     heads = [
         Head("GET", "/v1/models", {CLIENT: f"key-{number}"}, has_body=False, is_trusted=True) for number in range(2)
     ]
-    first = core.intake.models_for(heads[0])
+    first = core.builder.models_for(heads[0])
     assert len(judged) == len(first) == SIZES.model_routes + SIZES.adapters
-    assert core.intake.models_for(heads[0]) == first
+    assert core.builder.models_for(heads[0]) == first
     assert len(judged) == len(first)
-    core.intake.models_for(heads[1])
+    core.builder.models_for(heads[1])
     assert len(judged) == 2 * len(first)
     judged.clear()
-    model = core.intake.model_for(heads[0], "model-3")
+    model = core.builder.model_for(heads[0], "model-3")
     assert model is not None
     assert model.name == "model-3"
-    assert core.intake.model_for(heads[0], "absent") is None
+    assert core.builder.model_for(heads[0], "absent") is None
     assert len(judged) == 1
 
 
 def test_lists_of_many_callers_are_bounded(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "_MOST_LISTS", 3)
+    monkeypatch.setattr(builder, "_MOST_LISTS", 3)
     core = core_of(Loader(), files)
     for number in range(10):
-        core.intake.models_for(Head("GET", "/v1/models", {CLIENT: f"key-{number}"}, has_body=False, is_trusted=True))
-    assert len(core.intake._lists) == 3
+        core.builder.models_for(Head("GET", "/v1/models", {CLIENT: f"key-{number}"}, has_body=False, is_trusted=True))
+    assert len(core.builder._lists) == 3
 
 
 def test_a_caller_whose_list_is_not_kept_takes_nobodys_kept_list_away(
     files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "_MOST_LISTS", 1)
+    monkeypatch.setattr(builder, "_MOST_LISTS", 1)
     core = core_of(Loader(), files)
     kept = Head("GET", "/v1/models", {CLIENT: "key-0"}, has_body=False, is_trusted=True)
-    first = core.intake.models_for(kept)
+    first = core.builder.models_for(kept)
     with_claims = msgspec.structs.replace(kept, claims={"team": ["a"]})
-    assert core.intake.models_for(with_claims) == first
-    judged = counted(monkeypatch, Visit, "may_list")
-    assert core.intake.models_for(kept) == first
+    assert core.builder.models_for(with_claims) == first
+    judged = counted(monkeypatch, CallerAccess, "may_list")
+    assert core.builder.models_for(kept) == first
     assert judged == []

@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 )
 
 from extproc.core.core import Core
-from extproc.core.effects import AskLimits
-from extproc.core.peers import SILENCE_S, AdapterChanged, Alive, Ended, EngineSaid
+from extproc.core.effects import AskGuard, AskLimits
+from extproc.core.peers import SILENCE_S, AdapterChanged, EngineReported, ProcessAlive, RequestEnded
 from extproc.core.record import Head
 from extproc.core.states import TRANSITIONS, Event, IllegalEvent, State
 from extproc.engines.answers import LoadProblem
@@ -29,10 +29,12 @@ from extproc.engines.metrics import EngineReport
 from extproc.errors import Refusal
 from extproc.protocol import Api
 from extproc.scheduling.pool import RequestStarted
-from tests.extproc.core.life import Life
+from tests.examples import examples
+from tests.extproc.core.life import GUARD_ANSWERS, Life
 from tests.extproc.core.setting import (
     ACTIVATIONS,
     GATES,
+    GUARDS,
     LEAVING,
     LEGAL,
     LIMITS,
@@ -70,7 +72,7 @@ def test_every_state_can_be_reached_and_left() -> None:
 def test_an_illegal_event_names_the_request_and_changes_nothing() -> None:
     core = Core(snapshot(), rng=random.Random(0), ticket_prefix="t")
     head = Head("POST", "/v1/chat/completions", {}, has_body=True)
-    own, _ = core.arrive(core.intake.receive(Api.CHAT, head, body(1, stream=False)), 0.0)
+    own, _ = core.arrive(core.builder.build(Api.CHAT, head, body(1, stream=False)), 0.0)
     with pytest.raises(IllegalEvent, match=r"ANSWERED is not legal while request t-1 is in state RUNNING"):
         core.resume(own.ticket, None, 0.0)
     assert core.state_of(own.ticket) is State.RUNNING
@@ -114,8 +116,9 @@ class Requests(Life, RuleBasedStateMachine):
     def a_client_leaves_and_the_answer_comes_too_late(self, data: st.DataObject) -> None:
         ticket = self.some_ticket(data, among=self.asking())
         ask = self.pending.pop(ticket)
-        self.happens(Event.LEFT, ticket, lambda: self.core.leave(ticket, self.now))
-        self.resume(ticket, self.grant(ask) if isinstance(ask, AskLimits) else [1, 2])
+        self.happens(Event.LEFT, ticket, lambda: self.core.on_disconnect(ticket, self.now))
+        late = GUARD_ANSWERS["granted"] if isinstance(ask, AskGuard) else [1, 2]
+        self.resume(ticket, self.grant(ask) if isinstance(ask, AskLimits) else late)
         assert self.core.state_of(ticket) is State.ABSENT
 
     @precondition(lambda self: self.own)
@@ -124,7 +127,11 @@ class Requests(Life, RuleBasedStateMachine):
         ticket = self.some_ticket(data, among=self.own)
         state = self.core.state_of(ticket)
         answer: Answer = (
-            [1, 2] if state is State.ASKING_LIMITS else Refusal("") if state is State.ASKING_TOKENS else None
+            [1, 2]
+            if state in {State.ASKING_LIMITS, State.ASKING_GUARD}
+            else Refusal("")
+            if state is State.ASKING_TOKENS
+            else None
         )
         if state is not State.ABSENT:
             with pytest.raises(IllegalEvent):
@@ -138,7 +145,7 @@ class Requests(Life, RuleBasedStateMachine):
             ticket = self.some_ticket(data)
             if ticket in self.elsewhere and event in {Event.LEFT, Event.FINISHED}:
                 # only its own worker can end it
-                self.hear(data.draw(st.sampled_from("pq")), Ended(ticket))
+                self.hear(data.draw(st.sampled_from("pq")), RequestEnded(ticket))
             else:
                 self.make(event, ticket, *data.draw(st.sampled_from([(0, None), (200, None), (200, 70), (503, None)])))
 
@@ -151,9 +158,10 @@ class Requests(Life, RuleBasedStateMachine):
         gate=st.sampled_from(GATES),
         limits=st.sampled_from(LIMITS),
         activation=st.sampled_from(ACTIVATIONS),
+        guard=st.sampled_from(GUARDS),
     )
-    def the_configuration_changes(self, endpoints: str, gate: str, limits: str, activation: str) -> None:
-        self.configure(endpoints, gate, limits, activation)
+    def the_configuration_changes(self, endpoints: str, gate: str, limits: str, activation: str, guard: str) -> None:
+        self.configure(endpoints, gate, limits, activation, guard)
 
     @rule(is_there=st.booleans())
     def a_feed_comes_or_goes(self, *, is_there: bool) -> None:
@@ -162,11 +170,11 @@ class Requests(Life, RuleBasedStateMachine):
     @rule(waiting=st.integers(0, 3), restarted=st.booleans(), name=st.sampled_from(["", "p"]))
     def an_engine_reports(self, waiting: int, name: str, *, restarted: bool) -> None:
         report = EngineReport(waiting=waiting, running=1)
-        said = EngineSaid(SERVER, "10.0.0.1:8000", report, has_restarted=restarted)
+        said = EngineReported(SERVER, "10.0.0.1:8000", report, has_restarted=restarted)
         if name:
             self.hear(name, said)
         else:
-            self.happens(None, "", lambda: self.core.take_report(said, self.now))
+            self.happens(None, "", lambda: self.core.on_metrics(said, self.now))
             self.must_wake()
 
     @precondition(lambda self: self.loads)
@@ -179,8 +187,8 @@ class Requests(Life, RuleBasedStateMachine):
     )
     def an_engine_lists_its_models(self, address: str, adapters: set[str]) -> None:
         """Whatever it lists: others may load and unload, too."""
-        said = EngineSaid(SERVER, address, EngineReport(), models=frozenset({"m", *adapters}))
-        self.happens(None, "", lambda: self.core.take_report(said, self.now))
+        said = EngineReported(SERVER, address, EngineReport(), models=frozenset({"m", *adapters}))
+        self.happens(None, "", lambda: self.core.on_metrics(said, self.now))
         self.must_wake()
 
     @rule(
@@ -211,7 +219,7 @@ class Requests(Life, RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("pq"), is_restarted=st.booleans())
     def a_worker_says_what_it_runs(self, name: str, *, is_restarted: bool) -> None:
-        self.hear(name, Alive([] if is_restarted else list(self.workers[name].running)))
+        self.hear(name, ProcessAlive([] if is_restarted else list(self.workers[name].running)))
 
     @rule(seconds=st.sampled_from([0.0, 1.0, SILENCE_S + 1]))
     def this_worker_says_what_it_runs(self, seconds: float) -> None:
@@ -239,7 +247,7 @@ def test_whatever_happens_nothing_is_left_behind() -> None:
         lambda: Requests(reached),
         # without shrinking, which takes minutes here; the failing steps are few enough to read
         settings=settings(
-            phases=[Phase.explicit, Phase.reuse, Phase.generate], max_examples=120, stateful_step_count=40
+            phases=[Phase.explicit, Phase.reuse, Phase.generate], max_examples=examples(600), stateful_step_count=40
         ),
     )
     assert set(reached) <= set(LEGAL)
@@ -264,7 +272,8 @@ def in_state(life: Life, state: State) -> str:
     waits = state is State.QUEUED
     has_engines = state is not State.AWAITING_ENGINE
     limits = LIMITS[2 if state is State.ASKING_LIMITS else 1]
-    life.configure(TWO if has_engines else "", GATES[1], limits, ACTIVATIONS[0 if has_engines else 1])
+    guard = GUARDS[1 if state is State.ASKING_GUARD else 0]
+    life.configure(TWO if has_engines else "", GATES[1], limits, ACTIVATIONS[0 if has_engines else 1], guard)
     life.set_feed(is_there=state is State.ASKING_TOKENS)
     if state is State.ABSENT:
         return "unknown"

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.admission.buckets import Limit, StoreMemory
-from extproc.admission.limits import Charge, Grant, LocalLimits, Usage
+from extproc.admission.limits import Charge, Grant, Usage
+from extproc.admission.local_limits import LocalLimits
 from extproc.core.accounts import Accounts
-from extproc.core.effects import Effect, Owe, SettleGrant
+from extproc.core.effects import Effect, Overdraft, SettleGrant
 from extproc.errors import RateLimited
 from tests.examples import examples
 from tests.store_model import Store
@@ -54,7 +55,7 @@ class Process:
             if self.store.is_there:
                 stated = self.memory.state("k", LIMIT, now)
                 found, level = self.store.reserve(self.name, charge, stated, now)
-                self.memory.answered("k", stated, level, store_at_s=now, now=now)
+                self.memory.on_store_answer("k", stated, level, store_at_s=now, now=now)
                 self.accounts.store_answered()
                 if isinstance(found, RateLimited):
                     return None
@@ -79,19 +80,19 @@ class Process:
     def perform(self, effects: Sequence[Effect], now: float) -> None:
         for effect in effects:
             match effect:
-                case Owe():
-                    self.memory.owe(effect.charge.key, effect.charge.limit, effect.amount)
+                case Overdraft():
+                    self.memory.record_overdraft(effect.charge.key, effect.charge.limit, effect.amount)
                 case SettleGrant() if self.store.is_there:
                     stated = self.memory.state("k", LIMIT, now)
                     level = self.store.settle(self.name, effect.grant, effect.used, stated, now)
-                    self.memory.answered("k", stated, level, store_at_s=now, now=now)
+                    self.memory.on_store_answer("k", stated, level, store_at_s=now, now=now)
 
     def pay(self, now: float) -> None:
         """As soon as the store is back."""
         for key, limit in self.memory.owing(10):
             stated = self.memory.state(key, limit, now)
             _, level = self.store.reserve(self.name, Charge(key, limit, "requests", 0.0), stated, now)
-            self.memory.answered(key, stated, level, store_at_s=now, now=now)
+            self.memory.on_store_answer(key, stated, level, store_at_s=now, now=now)
 
 
 EVENTS = st.lists(

@@ -13,9 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from extproc.admission.buckets import Limit, Statement, StoreMemory
-from extproc.admission.limits import Charge, Grant, LocalLimits, Usage
+from extproc.admission.limits import Charge, Grant, Usage
+from extproc.admission.local_limits import LocalLimits
 from extproc.core.accounts import Accounts
-from extproc.core.effects import Effect, Owe, SettleGrant
+from extproc.core.effects import Effect, Overdraft, SettleGrant
 from extproc.errors import RateLimited
 from tests.examples import examples
 from tests.store_model import Store
@@ -114,7 +115,7 @@ class World:
         self.sent.remove(one)
         is_late = one.settles is None and not one.is_awaited and not one.is_payment
         if not is_late and one.level is not None:
-            self.memory.answered("k", one.stated, one.level, store_at_s=one.store_at_s, now=self.now)
+            self.memory.on_store_answer("k", one.stated, one.level, store_at_s=one.store_at_s, now=self.now)
             self.read_at_s = max(self.read_at_s, one.store_at_s)
         if isinstance(one.found, Grant) and one.is_awaited:
             # the limit counts from when the store granted it, and its bucket has filled since
@@ -142,7 +143,9 @@ class World:
         self.sent = []
         for one in lost:
             if one.settles is not None and one.settles[1] is not None:
-                self.memory.owe("k", self.limit, max(0.0, one.settles[1].output_tokens - one.charge.amount))
+                self.memory.record_overdraft(
+                    "k", self.limit, max(0.0, one.settles[1].output_tokens - one.charge.amount)
+                )
 
     def _grant_alone(self, charge: Charge) -> None:
         out: list[Effect] = []
@@ -162,8 +165,8 @@ class World:
     def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             match effect:
-                case Owe():
-                    self.memory.owe("k", self.limit, effect.amount)
+                case Overdraft():
+                    self.memory.record_overdraft("k", self.limit, effect.amount)
                 case SettleGrant():
                     self._settle(effect.grant, effect.used)
 
@@ -341,6 +344,6 @@ def test_what_was_reserved_in_a_lost_bucket_does_not_come_back_in_another() -> N
 
 def test_a_refund_of_what_the_store_may_have_taken_does_not_hide_later_debts() -> None:
     world = play(steps("late", "ask", "pay", "arrive"), rate=1e-9, amount=10.0)
-    world.memory.owe("k", world.limit, -4.0)
-    world.memory.owe("k", world.limit, 4.0)
+    world.memory.record_overdraft("k", world.limit, -4.0)
+    world.memory.record_overdraft("k", world.limit, 4.0)
     assert world.memory.state("k", world.limit, world.now).owed == 14.0

@@ -5,23 +5,22 @@ from __future__ import annotations
 
 import json
 import random
-from functools import cache
 from typing import TYPE_CHECKING
 
-from extproc.api.load import load
 from extproc.core.core import Core
 from extproc.core.effects import (
     AwaitEngine,
     Decision,
+    EngineNeeded,
     EngineStarted,
     Held,
     LoadAdapter,
-    Refused,
-    WaitsForEngine,
+    RequestRefused,
     WakeAt,
 )
 from extproc.core.record import BUNDLE, Attachment, Head, LoadResult
 from extproc.protocol import Api
+from tests.extproc.scenes import configuration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,28 +32,13 @@ if TYPE_CHECKING:
 SMALL, BIG = "default/small", "default/big"
 ACTIVATION = "activation: {holdTimeout: 60s, startTime: 30s}"
 GATE = "flowControl: {saturation: {queueDepth: null, kvUsage: null, maxWait: null, maxRequests: 2}, timeout: 50s}"
-_SERVER = """
-apiVersion: attache.dev/v1alpha1
-kind: ModelServer
-metadata: {name: %s}
-spec:
-  model: m
-  scrapeInterval: 0s
-  endpoints: [%s]
-  %s
----
-"""
 _ROUTE = """
-apiVersion: attache.dev/v1alpha1
-kind: ModelRoute
-metadata: {name: chat}
-spec:
-  modelName: chat
-  loraAdapters: [sql]
-  rules:
-    - {priority: 5, modelMatch: {headers: {x-urgency: {exact: high}}}, targetModels: [%s]}
-    - targetModels: [%s]
-  rateLimits: [{unit: hour, requests: 10000}]
+modelName: chat
+loraAdapters: [sql]
+rules:
+  - {priority: 5, modelMatch: {headers: {x-urgency: {exact: high}}}, targetModels: [%s]}
+  - targetModels: [%s]
+rateLimits: [{unit: hour, requests: 10000}]
 """
 
 
@@ -64,23 +48,16 @@ def engine(number: int, *, labels: Mapping[str, str] | None = None, draining: bo
     return f"{{address: '10.0.0.{number}:8000'{named}{', draining: true' if draining else ''}}}"
 
 
-def configuration(
-    servers: Mapping[str, Sequence[str]], more: Mapping[str, str], weights: Mapping[str, int]
-) -> Snapshot:
+def snapshot_of(servers: Mapping[str, Sequence[str]], more: Mapping[str, str], weights: Mapping[str, int]) -> Snapshot:
     """``servers``: their engines by name; ``more``: the rest of their specs; ``weights``: of the route's targets."""
-    text = "".join(
-        _SERVER % (name.partition("/")[2], ", ".join(engines), more.get(name, "").replace("\n", "\n  "))
+    specs = {
+        name.partition("/")[2]: f"scrapeInterval: 0s\nendpoints: [{', '.join(engines)}]\n{more.get(name, '')}"
         for name, engines in servers.items()
-    )
+    }
     targets = ", ".join(
         f"{{modelServerName: {key.partition('/')[2]}, weight: {value}}}" for key, value in weights.items()
     )
-    return _loaded(text + _ROUTE % (targets, targets))
-
-
-@cache
-def _loaded(text: str) -> Snapshot:
-    return load({"a.yaml": text.encode()})
+    return configuration(servers=specs, routes={"chat": _ROUTE % (targets, targets)})
 
 
 class Zero:
@@ -100,7 +77,7 @@ class Zero:
         self.servers: dict[str, list[str]] = {SMALL: list(small), BIG: list(big)}
         self.now = 100.0
         self.core = Core(self._snapshot(), rng=random.Random(seed), ticket_prefix="t")
-        self.ends: dict[str, Decision | Refused] = {}
+        self.ends: dict[str, Decision | RequestRefused] = {}
         self.order: list[str] = []
         # whether decisions have reasons
         self.explains = False
@@ -114,7 +91,7 @@ class Zero:
         self.wake_at_s: float | None = None
 
     def _snapshot(self) -> Snapshot:
-        return configuration(self.servers, self.more, self.weights)
+        return snapshot_of(self.servers, self.more, self.weights)
 
     def apply(self) -> None:
         """The configuration as it is now."""
@@ -133,14 +110,14 @@ class Zero:
                 endpoint = effect.assignment.endpoint
                 self.sent_to_leaving |= self.core.pools[effect.server].table.configs[endpoint.row].is_draining
             match effect:
-                case Decision() | Refused():
+                case Decision() | RequestRefused():
                     assert effect.ticket not in self.ends, "answered twice"
                     self.ends[effect.ticket] = effect
                     self.took_s[effect.ticket] = self.now - self.asked_at_s.get(effect.ticket, self.now)
                     self.order.append(effect.ticket)
                 case LoadAdapter():
                     done = LoadResult(effect.server, effect.address, effect.adapter)
-                    self.perform(self.core.take_load(done, self.now))
+                    self.perform(self.core.on_adapter_load(done, self.now))
                 case WakeAt():
                     self.wake_at_s = effect.at_s if self.wake_at_s is None else min(effect.at_s, self.wake_at_s)
 
@@ -161,7 +138,7 @@ class Zero:
         head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=bool(tenant))
         for _ in range(count):
             own, effects = self.core.arrive(
-                self.core.intake.receive(Api.CHAT, head, body), self.now, attachment, wants_reasons=self.explains
+                self.core.builder.build(Api.CHAT, head, body), self.now, attachment, wants_reasons=self.explains
             )
             tickets.append(own.ticket)
             self.asked_at_s[own.ticket] = self.now
@@ -179,11 +156,11 @@ class Zero:
         self.now = until
 
     def leave(self, ticket: str) -> None:
-        self.perform(self.core.leave(ticket, self.now))
+        self.perform(self.core.on_disconnect(ticket, self.now))
         self.passes(0.0)
 
     def finish(self, ticket: str) -> None:
-        self.perform(self.core.finish(ticket, self.now))
+        self.perform(self.core.on_stream_closed(ticket, self.now))
         self.passes(0.0)
 
     def went(self, ticket: str) -> str:
@@ -197,7 +174,7 @@ class Zero:
 
     def refusal(self, ticket: str) -> Refusal:
         end = self.ends[ticket]
-        assert isinstance(end, Refused), end
+        assert isinstance(end, RequestRefused), end
         return end.refusal
 
     def waiting(self) -> dict[str, int]:
@@ -205,7 +182,7 @@ class Zero:
 
     def told(self) -> list[str]:
         """The servers of which the shell was told that somebody waits."""
-        return [one.server for one in self.effects if isinstance(one, WaitsForEngine)]
+        return [one.server for one in self.effects if isinstance(one, EngineNeeded)]
 
     def starts(self) -> list[float]:
         return [one.after_s for one in self.effects if isinstance(one, EngineStarted)]

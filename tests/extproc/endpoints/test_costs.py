@@ -109,3 +109,21 @@ def test_old_samples_are_forgotten() -> None:
     fit = RelativeLeastSquares(2)
     learn_line(fit, 200, offset=2.0, slope=3.0)
     assert learn_line(fit, 4000, offset=1.0, slope=5.0) == pytest.approx([1.0, 5.0], rel=0.01)
+
+
+def test_nine_of_ten_answers_are_within_the_spread_of_the_decode_speed() -> None:
+    rng, speed = random.Random(0), DecodeSpeed()
+    speed.learn_spread(tokens=1000, tpot_s=1.0)
+    assert speed.spread == 1.0
+    for _ in range(200):
+        speed.learn(tokens=rng.uniform(1_000, 100_000), tpot_s=0.03)
+    beyond = 0
+    for number in range(2_000):
+        ratio = rng.uniform(1.0, 2.0)
+        predicted = speed.step_s + speed.step_s_per_token * 10_000
+        beyond += number >= 1_000 and ratio > speed.spread
+        speed.learn_spread(tokens=10_000, tpot_s=ratio * predicted)
+    assert 50 < beyond < 150
+    for _ in range(2_000):
+        speed.learn_spread(tokens=10_000, tpot_s=1e9)
+    assert speed.spread == 4.0

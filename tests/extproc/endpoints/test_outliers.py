@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from extproc.endpoints.health import Failure
+from extproc.endpoints.health import EngineFailure
 from extproc.endpoints.outliers import (
     begin_probe,
     record_bad_answer,
@@ -51,7 +51,7 @@ def test_after_the_pause_one_request_at_a_time_tries_the_endpoint() -> None:
 def test_a_suspects_good_answer_lets_the_next_probe_go_and_no_more() -> None:
     table = EndpointTable()
     table.replace(["a"])
-    table.healths[0].reasons.add(Failure.ERROR)
+    table.healths[0].reasons.add(EngineFailure.ERROR)
     record_failure(table, 0, now=100.0)
     begin_probe(table, 0, 101.0)
     record_success(table, 0)
@@ -66,7 +66,7 @@ def test_a_suspects_good_answer_lets_the_next_probe_go_and_no_more() -> None:
 def test_a_probe_that_takes_long_counts_although_others_follow() -> None:
     table = EndpointTable()
     table.replace(["a"])
-    table.healths[0].reasons.add(Failure.ERROR)
+    table.healths[0].reasons.add(EngineFailure.ERROR)
     record_failure(table, 0, now=100.0)
     begin_probe(table, 0, 101.0)
     begin_probe(table, 0, 106.0)
@@ -97,7 +97,7 @@ def serve(table: EndpointTable, rows: range, answers: int, *, failing: frozenset
         for row in rows:
             if row not in failing:
                 record_good_answer(table, row, now=1.0, sent_at_s=0.5)
-            elif record_bad_answer(table, row, Failure.ERROR, now=1.0):
+            elif record_bad_answer(table, row, EngineFailure.ERROR, now=1.0):
                 news.append(row)
     return news
 
@@ -143,9 +143,9 @@ def test_an_endpoint_without_others_is_no_suspect() -> None:
 def test_another_failure_of_a_suspect_is_news_again() -> None:
     table = table_of(3)
     serve(table, range(3), 30, failing=frozenset({1}))
-    assert not record_bad_answer(table, 1, Failure.ERROR, now=1.0)
-    assert record_bad_answer(table, 1, Failure.NO_USAGE, now=1.0)
-    assert not record_bad_answer(table, 1, Failure.ERROR, now=1.0), "once each, if they take turns"
+    assert not record_bad_answer(table, 1, EngineFailure.ERROR, now=1.0)
+    assert record_bad_answer(table, 1, EngineFailure.NO_USAGE, now=1.0)
+    assert not record_bad_answer(table, 1, EngineFailure.ERROR, now=1.0), "once each, if they take turns"
 
 
 def test_a_suspect_is_cleared_by_good_answers_in_a_row_to_probes() -> None:
@@ -155,7 +155,7 @@ def test_a_suspect_is_cleared_by_good_answers_in_a_row_to_probes() -> None:
     # sent before the probe: it says nothing of now
     assert not any(record_good_answer(table, 1, now=11.0, sent_at_s=5.0) for _ in range(9))
     assert not record_good_answer(table, 1, now=11.0, sent_at_s=10.0)
-    record_bad_answer(table, 1, Failure.ERROR, now=1.0)
+    record_bad_answer(table, 1, EngineFailure.ERROR, now=1.0)
     cleared = [record_good_answer(table, 1, now=11.0, sent_at_s=10.0) for _ in range(3)]
     assert cleared == [False, False, True]
     assert not table.healths[1].is_suspect

@@ -7,7 +7,15 @@ import json
 
 import pytest
 
-from extproc.engines.answers import LoadProblem, Unreadable, answer_to_load, is_unloaded, message_of, models_in
+from extproc.engines.answers import (
+    ListedModels,
+    LoadProblem,
+    Unreadable,
+    answer_to_load,
+    is_unloaded,
+    message_of,
+    models_in,
+)
 from extproc.feeds.tokens import most_tokens, tokens_in_answer
 
 
@@ -96,7 +104,7 @@ NESTED = b'{"data":' + b"[" * 100_000
 
 def test_models_are_read_by_their_names() -> None:
     listed = {"object": "list", "data": [{"id": "m", "permission": [{"id": "p"}]}, {"id": "sql", "parent": "m"}]}
-    assert models_in(json.dumps(listed).encode()) == {"m", "sql"}
+    assert models_in(json.dumps(listed).encode()) == ListedModels(frozenset({"m", "sql"}), frozenset({"m"}))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from extproc.engines.dialects import DIALECTS
+from extproc.engines.dialects import DIALECTS, ENGINE_TYPES
 from extproc.engines.metrics import CacheConfig, LoraState, MetricsReader
 from extproc.engines.pages import PageRefused
 
@@ -49,6 +49,13 @@ def page(count: float = 4.0, total: float = 2.0) -> bytes:
 
 def reader(engine: str = "vLLM") -> MetricsReader:
     return MetricsReader(DIALECTS[engine])
+
+
+@pytest.mark.parametrize("name", ENGINE_TYPES)
+def test_a_page_without_anything_is_no_report_of_any_type(name: str) -> None:
+    reading = MetricsReader(ENGINE_TYPES[name]).read(b"")
+    assert not reading.is_report
+    assert (reading.report.ttft_s, reading.report.tpot_s, reading.report.waiting) == (None, None, None)
 
 
 def test_a_page_of_vllm() -> None:

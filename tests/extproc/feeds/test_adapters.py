@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from bench.stack.processes import free_ports
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.core.effects import LoadAdapter
 from extproc.engines.answers import LoadProblem
@@ -81,7 +81,7 @@ spec:
   endpoints: [{{address: "{agent.engine}"}}]
   adapterLoading: {{port: {agent.port}, adapters: [{{name: sql, source: /sql}}]}}
 """
-    core = Core(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
+    core = Core(load_snapshot({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
     clock = asyncio.get_running_loop().time
     one = AdapterLoader(core, EngineAccess({}, clock), clock=clock, deliver=agent.results.put_nowait)
     yield one
@@ -136,7 +136,7 @@ spec:
   endpoints: [{{address: "{agent.engine}"}}]
   adapterLoading: {{adapters: [{{name: sql, source: /sql}}]}}
 """
-    pool.update(load({"a.yaml": text.encode()}).servers[0].spec, pool.picker)
+    pool.update(load_snapshot({"a.yaml": text.encode()}).servers[0].spec, pool.picker)
     loader.start(ask(agent, "sql"))
     assert (await agent.results.get()).problem is LoadProblem.UNREACHABLE
 

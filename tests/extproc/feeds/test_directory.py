@@ -16,6 +16,7 @@ from extproc.api.status_pages import ConfigReport, content_digest
 from extproc.core.core import Core
 from extproc.core.record import Head
 from extproc.errors import NoEndpoint
+from extproc.feeds import directory
 from extproc.feeds.directory import DirectoryFeed, endpoints_in_envoy
 from extproc.metrics.registry import Metrics
 from extproc.scheduling.framework import ConfiguredPicker
@@ -129,7 +130,7 @@ class Watched:
         return self.envoy.pop(0) if len(self.envoy) > 1 else self.envoy[0]
 
     def names(self) -> list[str]:
-        return [model.name for model in self.core.intake.models]
+        return [model.name for model in self.core.builder.models]
 
     def sample(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(name, labels)
@@ -142,7 +143,8 @@ class Watched:
 
 
 @pytest.fixture
-async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
+async def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
+    monkeypatch.setattr(directory, "_ASK_S", 0.02)
     one = Watched(tmp_path)
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(one.feed.watch())
@@ -161,8 +163,9 @@ async def test_a_replaced_file_is_applied(watched: Watched) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"kind: [", CONFIG[: len(CONFIG) // 2], b"kind: ModelRoot\n"])
 async def test_a_broken_or_half_written_file_changes_nothing_until_it_is_mended(
-    watched: Watched, content: bytes
+    watched: Watched, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     in_use = watched.feed.report.files
     assert in_use == {"all.yaml": content_digest(CONFIG)}
     watched.file.write_bytes(content)
@@ -175,6 +178,7 @@ async def test_a_broken_or_half_written_file_changes_nothing_until_it_is_mended(
     await watched.until(lambda: watched.sample("attache_config_valid") == 1)
     assert watched.names() == ["chat", "sql"]
     assert watched.feed.report == ConfigReport(files=in_use)
+    assert "which is in use, is what the directory has again" in caplog.records[-1].getMessage()
 
 
 async def test_a_directory_that_is_gone_for_a_while_changes_nothing(watched: Watched) -> None:
@@ -246,6 +250,36 @@ async def test_a_server_that_envoy_never_has_is_not_waited_for_for_ever(watched:
     assert watched.now == 15.0
 
 
+async def test_a_server_that_is_gone_again_before_envoy_has_it_is_not_waited_for(watched: Watched) -> None:
+    new = CONFIG.split(b"---")[0].replace(b"name: llama}", b"name: %s}") + b"---" + CONFIG
+    watched.envoy = [{}, {}, {}, {"default/third": ()}]
+    watched.file.write_bytes(new % b"skipped")
+    await watched.until(lambda: len(watched.envoy) < 4)
+    watched.file.write_bytes(new % b"third")
+    await watched.until(lambda: "default/third" in watched.core.pools)
+    assert "default/skipped" not in watched.core.pools
+    assert watched.now <= 5.0
+    assert watched.sample("attache_config_reloads_total", result="applied") == 2
+
+
+async def test_what_is_read_while_a_server_is_waited_for_is_used_afterwards(watched: Watched) -> None:
+    new = CONFIG.split(b"---")[0].replace(b"name: llama}", b"name: other}") + b"---" + CONFIG
+    watched.envoy = [{}, {}, {}, {"default/other": ()}]
+    watched.file.write_bytes(new)
+    await watched.until(lambda: len(watched.envoy) < 4)
+    watched.file.write_bytes(new.replace(b"modelName: chat", b"modelName: talk"))
+    await watched.until(lambda: watched.names() == ["talk", "sql"])
+    assert "default/other" in watched.core.pools
+
+
+async def test_an_envoy_that_is_busy_for_a_moment_is_asked_again(watched: Watched) -> None:
+    new = CONFIG.split(b"---")[0].replace(b"name: llama}", b"name: other}") + b"---" + CONFIG
+    watched.envoy = [{}, None, None, {"default/other": ()}]
+    watched.file.write_bytes(new)
+    await watched.until(lambda: "default/other" in watched.core.pools)
+    assert watched.now == 4.0
+
+
 PICKER = b"""
 apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
@@ -287,7 +321,7 @@ spec:
 
 def chosen(watched: Watched, server: str) -> Arrival:
     """A request for which Envoy has chosen ``server``."""
-    return watched.core.intake.receive_chosen(server, Head("GET", "/team", {}, has_body=False), b"")
+    return watched.core.builder.build_for_server(server, Head("GET", "/team", {}, has_body=False), b"")
 
 
 async def test_a_server_that_leaves_as_its_http_route_moves_is_served_until_envoy_has_moved_too(

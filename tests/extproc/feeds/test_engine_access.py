@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from extproc.api.connection import EngineConnection, EngineTls
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.api.model_server import ModelServerSpec, StaticEndpoint
 from extproc.core.core import Core
 from extproc.core.record import Head
@@ -113,16 +113,17 @@ spec:
   model: base
   endpoints: [{{address: "127.0.0.1:{runner.addresses[0][1]}"}}]
   connection: {{tls: {{caFile: {tmp_path}/ca, serverName: engine.example}}, apiKeyEnv: KEY}}
+  tokenizer: {{timeout: 60s}}
 ---
 apiVersion: attache.dev/v1alpha1
 kind: ModelRoute
 metadata: {{name: llama}}
 spec: {{modelName: llama, rules: [{{targetModels: [{{modelServerName: llama}}]}}]}}
 """
-    core = Core(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
+    core = Core(load_snapshot({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
     body = json.dumps({"model": "llama", "prompt": "hi"}).encode()
     head = Head("POST", "/v1/completions", {}, has_body=True)
-    arrival = core.intake.receive(Api.COMPLETIONS, head, body)
+    arrival = core.builder.build(Api.COMPLETIONS, head, body)
     tokenizers = EngineTokenizers(EngineAccess({"KEY": "sk-1"}, Clock()))
     try:
         assert await tokenizers.of(core.pools["default/llama"]).tokens(arrival) == [1, 2, 3]

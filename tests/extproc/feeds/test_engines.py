@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import ssl
 from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -14,18 +15,21 @@ import pytest
 from aiohttp import web
 
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.engines.metrics import LoraState
+from extproc.feeds import engines
 from extproc.feeds.engine_access import EngineAccess
-from extproc.feeds.engines import EngineScraper
+from extproc.feeds.engines import EngineScraper, back_off_s
 from extproc.metrics.registry import Metrics
+from tests.certificates import Authority
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
-    from extproc.core.peers import EngineSaid
+    from extproc.core.peers import EngineReported
     from extproc.scheduling.pool import Pool
 
 CONFIG = """
@@ -84,7 +88,7 @@ class Engine:
 
 @asynccontextmanager
 async def scraped(
-    engine: Engine, *more: str, config: str = CONFIG, before: Callable[[EngineSaid], None] = lambda _: None
+    engine: Engine, *more: str, config: str = CONFIG, before: Callable[[EngineReported], None] = lambda _: None
 ) -> AsyncIterator[tuple[Pool, Metrics, Core, str]]:
     """``before``: gets each report before the core does."""
     app = web.Application()
@@ -95,13 +99,15 @@ async def scraped(
     await site.start()
     address = f"127.0.0.1:{runner.addresses[0][1]}"
     endpoints = ", ".join(f'{{address: "{one}"}}' for one in (address, *more))
-    core = Core(load({"a.yaml": config.format(endpoints=endpoints).encode()}), rng=random.Random(0), ticket_prefix="t")
+    core = Core(
+        load_snapshot({"a.yaml": config.format(endpoints=endpoints).encode()}), rng=random.Random(0), ticket_prefix="t"
+    )
     clock = asyncio.get_running_loop().time
     metrics = Metrics(core.pools.values, lambda: 0.0, clock)
 
-    def deliver(event: EngineSaid) -> None:
+    def deliver(event: EngineReported) -> None:
         before(event)
-        core.take_report(event, clock())
+        core.on_metrics(event, clock())
 
     scraper = EngineScraper(
         core,
@@ -168,11 +174,20 @@ async def test_a_failing_engine_is_scraped_less_often_and_the_others_go_on() -> 
         await eventually(lambda: pool.table.waiting[0] == 5)
 
 
+def test_an_engine_that_is_back_is_read_within_two_seconds_however_long_it_was_away() -> None:
+    pauses = [0.2]
+    for _ in range(20):
+        pauses.append(back_off_s(pauses[-1], 0.2))
+    assert pauses[:5] == [0.2, 0.4, 0.8, 1.6, 2.0]
+    assert pauses[-1] == 2.0
+    assert back_off_s(5.0, 5.0) == 5.0, "of very many engines"
+
+
 async def test_a_removed_endpoint_is_not_scraped() -> None:
     engine = Engine()
     async with scraped(engine) as (_, _, core, _):
         await eventually(lambda: engine.asked > 2)
-        core.apply(load({"a.yaml": CONFIG.format(endpoints="").encode()}), 0.0)
+        core.apply(load_snapshot({"a.yaml": CONFIG.format(endpoints="").encode()}), 0.0)
         await asyncio.sleep(0.3)
         asked = engine.asked
         await asyncio.sleep(0.15)
@@ -195,7 +210,7 @@ async def test_a_removed_endpoint_leaves_nothing_to_the_collector() -> None:
         gc.collect()
         gc.disable()
         try:
-            core.apply(load({"a.yaml": CONFIG.format(endpoints="").encode()}), 0.0)
+            core.apply(load_snapshot({"a.yaml": CONFIG.format(endpoints="").encode()}), 0.0)
             await eventually(lambda: there() <= before)
         finally:
             gc.enable()
@@ -254,15 +269,134 @@ async def test_metrics_are_where_the_engine_shows_them_or_where_the_server_says(
         assert pool.table.kv_usage[0] == 0.9
 
 
+@asynccontextmanager
+async def page_elsewhere(text: str, context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    """The port of a page that has nothing but metrics, as a sidecar's."""
+
+    async def show(_: web.Request) -> web.Response:
+        return web.Response(text=text)
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", show)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+ELSEWHERE = 'vllm:num_requests_waiting{model_name="m"} 7\nvllm:num_requests_running{model_name="m"} 1\n'
+
+
+async def test_metrics_may_have_a_port_of_their_own_and_models_stay_on_the_endpoints() -> None:
+    engine = Engine()
+    engine.models = ["llama", "sql"]
+    async with page_elsewhere(ELSEWHERE) as port:
+        config = CONFIG.replace("  model: llama\n", f"  model: llama\n  metricsPort: {port}\n")
+        async with scraped(engine, config=config) as (pool, metrics, _, _):
+            await eventually(lambda: pool.table.waiting[0] == 7 and pool.table.loras[0].served is not None)
+            assert pool.table.loras[0].served == frozenset({"llama", "sql"})
+            reads = metrics.registry.get_sample_value
+            labels = {"server": "default/llama", "result": "read"}
+            known = reads("attache_engine_reports_total", labels) or 0
+            await eventually(lambda: (reads("attache_engine_reports_total", labels) or 0) > known + 3)
+            assert engine.asked == 0
+
+
+SOURCE = """
+---
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+  - {{type: metrics-data-source, parameters: {parameters}}}
+  - {{type: random-picker}}
+"""
+
+
+def source_of(parameters: str) -> str:
+    """A file with such a source, as text that is formatted."""
+    return SOURCE.replace("{parameters}", parameters.replace("{", "{{").replace("}", "}}"))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "{port: PORT}",
+        "{port: PORT, scheme: https}",
+        "{port: PORT, scheme: https, insecureSkipVerify: false, caCertPath: AUTHORITY, interval: 10ms}",
+        "{port: PORT, scheme: https, clientCertPath: CERT, clientKeyPath: KEY}",
+    ],
+)
+async def test_llm_ds_source_of_metrics_says_where_they_are(tmp_path: Path, parameters: str) -> None:
+    authority, clients = Authority("engines"), Authority("clients")
+    files = authority.issue(ips=["127.0.0.1"]).write(tmp_path, "engine")
+    shown = clients.issue("scraper").write(tmp_path, "client")
+    (tmp_path / "ca.pem").write_bytes(authority.cert)
+    (tmp_path / "clients.pem").write_bytes(clients.cert)
+    context = None
+    if "https" in parameters:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(files["certFile"], files["keyFile"])
+    if context is not None and "clientCertPath" in parameters:
+        context.load_verify_locations(tmp_path / "clients.pem")
+        context.verify_mode = ssl.CERT_REQUIRED
+    async with page_elsewhere(ELSEWHERE, context) as port:
+        names = {"PORT": str(port), "AUTHORITY": str(tmp_path / "ca.pem"), "CERT": shown["certFile"]}
+        names["KEY"] = shown["keyFile"]
+        for name, value in names.items():
+            parameters = parameters.replace(name, value)
+        config = CONFIG.replace("  model: llama\n", "  model: llama\n  pickerConfig: a.yaml\n")
+        async with scraped(Engine(), config=config + source_of(parameters)) as (pool, _, _, _):
+            await eventually(lambda: pool.table.waiting[0] == 7)
+
+
+async def test_a_certificate_of_another_authority_is_not_taken(tmp_path: Path) -> None:
+    files = Authority("engines").issue(ips=["127.0.0.1"]).write(tmp_path, "engine")
+    (tmp_path / "ca.pem").write_bytes(Authority("others").cert)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files["certFile"], files["keyFile"])
+    parameters = f"{{scheme: https, insecureSkipVerify: false, caCertPath: {tmp_path / 'ca.pem'}, port: "
+    async with page_elsewhere(ELSEWHERE, context) as port:
+        config = CONFIG.replace("  model: llama\n", "  model: llama\n  pickerConfig: a.yaml\n")
+        async with scraped(Engine(), config=config + source_of(f"{parameters}{port}}}")) as (pool, metrics, _, _):
+            labels = {"server": "default/llama", "result": "failed"}
+            await eventually(lambda: metrics.registry.get_sample_value("attache_engine_reports_total", labels) == 1)
+            assert pool.table.waiting[0] == 0
+
+
+SGLANG = "sglang:num_running_reqs 4\nsglang:num_queue_reqs 3\nsglang:token_usage 0.25\n"
+
+
+@pytest.mark.parametrize("label", ["llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type"])
+async def test_engines_of_one_pool_may_be_of_several_types(label: str) -> None:
+    engine = Engine()
+    async with page_elsewhere(SGLANG) as port:
+        config = CONFIG.replace(
+            "[{endpoints}]", f'[{{endpoints}}, {{{{address: "127.0.0.1:{port}", labels: {{{{{label}: sglang}}}}}}}}]'
+        )
+        async with scraped(engine, config=config) as (pool, _, _, _):
+            await eventually(lambda: pool.table.waiting[0] == 2 and pool.table.waiting[1] == 3)
+            assert pool.table.kv_usage.tolist()[:2] == [0.5, 0.25]
+
+
+async def test_an_engine_of_a_type_with_few_metrics_keeps_no_other_from_being_read() -> None:
+    typed = '{{address: "127.0.0.1:1", labels: {{llm-d.ai/engine-type: triton}}}}'
+    async with scraped(Engine(), config=CONFIG.replace("[{endpoints}]", f"[{typed}, {{endpoints}}]")) as (pool, *_):
+        await eventually(lambda: pool.table.waiting[1] == 2)
+
+
 @pytest.mark.parametrize("path", ["metrics", "", "/a b", "/a\\r\\nx-evil: 1", "/é"])
 def test_a_path_that_cannot_stand_in_a_request_is_refused(path: str) -> None:
     config = CONFIG.replace("  model: llama\n", f'  model: llama\n  metricsPath: "{path}"\n')
     with pytest.raises(ConfigInvalid, match="metricsPath"):
-        load({"a.yaml": config.format(endpoints='{address: "127.0.0.1:1"}').encode()})
+        load_snapshot({"a.yaml": config.format(endpoints='{address: "127.0.0.1:1"}').encode()})
 
 
-async def test_adapters_are_read_though_no_route_names_them() -> None:
+async def test_adapters_are_read_though_no_route_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a gateway with one pool there are no routes, and plugins ask for the state of adapters all the same."""
+    monkeypatch.setattr(engines, "_MODELS_LONG_INTERVAL_S", 0.2)
     engine = Engine()
     engine.models = ["llama", "poet"]
     engine.text = engine.page() + (
@@ -272,7 +406,11 @@ async def test_adapters_are_read_though_no_route_names_them() -> None:
     async with scraped(engine, config=config) as (pool, _, _, _):
         await eventually(lambda: pool.table.loras[0].served is not None and bool(pool.table.loras[0].active))
         assert pool.table.loras[0] == LoraState(
-            active=frozenset({"poet"}), waiting=frozenset({"sql"}), max_active=4, served=frozenset({"llama", "poet"})
+            active=frozenset({"poet"}),
+            waiting=frozenset({"sql"}),
+            max_active=4,
+            served=frozenset({"llama", "poet"}),
+            base=frozenset({"llama", "poet"}),
         )
         assert pool.adapters == frozenset()
         eligible = pool.eligible("poet", None)
@@ -337,7 +475,7 @@ async def test_our_own_failure_on_one_engine_is_logged_once_and_it_is_scraped_ag
     engine, other = Engine(), Engine()
     is_broken = True
 
-    def fail(event: EngineSaid) -> None:
+    def fail(event: EngineReported) -> None:
         if is_broken and event.address == broken and (event.models is None) is (fails_on == "metrics"):
             raise ZeroDivisionError("of this test")
 

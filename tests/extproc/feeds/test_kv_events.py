@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 
 from bench.engine.blocks import Journal
 from bench.engine.publisher import Form, KvEventPublisher, KvEventsConfig
 from bench.engine.text import tokens_of
 from bench.stack.processes import free_ports
 from extproc.api.host_names import with_addresses
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.failures import Supervisor
 from extproc.feeds.kv_events import KvEventFeed, publishers_of
@@ -51,11 +53,13 @@ class Engine:
         self._answering = asyncio.create_task(self._publisher.answer_replays())
 
     async def stop(self) -> None:
-        assert self._publisher is not None
-        assert self._answering is not None
+        """If it runs."""
+        if self._publisher is None or self._answering is None:
+            return
         self._answering.cancel()
         await asyncio.wait([self._answering])
         self._publisher.close()
+        self._publisher = None
 
     def drop(self, count: int) -> None:
         assert self._publisher is not None
@@ -136,14 +140,41 @@ spec:
   kvEvents: {{topic: "kv@"}}
   endpoints: [{", ".join(endpoints)}]
 """
-    core = Core(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
+    async with following(config, *engines) as (core, metrics):
+        yield core.pools["default/s"], metrics
+
+
+@asynccontextmanager
+async def following(config: str, *engines: Engine) -> AsyncIterator[tuple[Core, Metrics]]:
+    """``engines`` end, too, however the test ends: a context that is garbage may wait for its sockets without end."""
+    core = Core(load_snapshot({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
     metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)
     task = asyncio.create_task(KvEventFeed(core, metrics, Supervisor(metrics.feed_failed)).run())
     try:
-        yield core.pools["default/s"], metrics
+        yield core, metrics
     finally:
         task.cancel()
         await asyncio.wait([task])
+        for engine in engines:
+            await engine.stop()
+
+
+async def subscription_arrives(engine: Engine, metrics: Metrics) -> None:
+    """A PUB socket drops what it sends before; without replays that is lost. Messages without a number make the
+    feed begin anew.
+    """
+
+    def unreadable() -> float:
+        labels = {"server": "default/s", "result": "unreadable"}
+        return metrics.registry.get_sample_value("attache_kv_events_total", labels) or 0
+
+    before = unreadable()
+
+    async def arrives() -> bool:
+        await engine.send_frames([b"kv@e", b""])
+        return unreadable() > before
+
+    await eventually(arrives)
 
 
 @pytest.mark.parametrize("form", ["maps", "arrays"])
@@ -157,7 +188,6 @@ async def test_stored_and_removed_blocks_are_followed(form: Form) -> None:
         await eventually(lambda: held(pool, block("a") + block("b")) == 8)
         await engine.remove(ord("b"))
         await eventually(lambda: held(pool, block("a") + block("b")) == 4)
-    await engine.stop()
 
 
 async def test_events_before_the_subscription_are_replayed() -> None:
@@ -167,7 +197,6 @@ async def test_events_before_the_subscription_are_replayed() -> None:
     async with subscribed(engine) as (pool, _):
         await eventually(lambda: held(pool, block("a")) == 4)
         assert is_whole(pool)
-    await engine.stop()
 
 
 async def test_lost_messages_are_replayed() -> None:
@@ -186,33 +215,34 @@ async def test_lost_messages_are_replayed() -> None:
             metrics.registry.get_sample_value("attache_kv_events_total", {"server": "default/s", "result": "replayed"})
             or 0
         ) >= 2
-    await engine.stop()
 
 
 @pytest.mark.parametrize("replays", [True, False])
 async def test_a_restarted_engine_has_an_empty_cache(*, replays: bool) -> None:
     engine = Engine(replays=replays)
     engine.start()
-    async with subscribed(engine) as (pool, _):
+    async with subscribed(engine) as (pool, metrics):
         await eventually(lambda: bool(pool.caches.partial_feeds | pool.caches.whole_feeds))
+        await subscription_arrives(engine, metrics)
         await engine.store(block("a"))
         await eventually(lambda: held(pool, block("a")) == 4)
         await engine.stop()
         await eventually(lambda: held(pool, block("a")) == 0 and not is_whole(pool))
         engine.start()
         await eventually(lambda: bool(pool.caches.partial_feeds | pool.caches.whole_feeds))
+        await subscription_arrives(engine, metrics)
         await engine.store(block("b"))
         await eventually(lambda: held(pool, block("b")) == 4)
         assert held(pool, block("a")) == 0
         assert is_whole(pool)
-    await engine.stop()
 
 
 async def test_without_a_replay_a_gap_is_not_trusted() -> None:
     engine = Engine(replays=False)
     engine.start()
-    async with subscribed(engine) as (pool, _):
+    async with subscribed(engine) as (pool, metrics):
         await eventually(lambda: pool.caches.partial_feeds == 1)
+        await subscription_arrives(engine, metrics)
         await engine.store(block("a"))
         await eventually(lambda: is_whole(pool))
         engine.drop(1)
@@ -221,7 +251,29 @@ async def test_without_a_replay_a_gap_is_not_trusted() -> None:
         await eventually(lambda: held(pool, block("z")) == 4)
         assert held(pool, block("a")) == 0, "it may have been removed: it was"
         assert pool.caches.partial_feeds == 1
-    await engine.stop()
+
+
+async def test_no_socket_is_left_when_a_subscription_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, left = list[zmq.asyncio.Socket](), list[zmq.asyncio.Socket]()
+    socket, destroy = zmq.asyncio.Context.socket, zmq.asyncio.Context.destroy
+
+    def noted(self: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
+        opened.append(socket(self, kind))
+        return opened[-1]
+
+    def destroyed(self: zmq.asyncio.Context, linger: int) -> None:
+        left.extend(one for one in opened if one.context is self and not one.closed)
+        destroy(self, linger)
+
+    engine = Engine()
+    engine.start()
+    monkeypatch.setattr(zmq.asyncio.Context, "socket", noted)
+    monkeypatch.setattr(zmq.asyncio.Context, "destroy", destroyed)
+    async with subscribed(engine) as (pool, _):
+        await eventually(lambda: is_whole(pool))
+        # of the events, of its monitor, and of the replay
+        assert len(opened) == 3
+    assert left == []
 
 
 async def test_without_a_publisher_the_approximate_index_decides() -> None:
@@ -238,7 +290,6 @@ async def test_without_a_publisher_the_approximate_index_decides() -> None:
         # it was subscribed all the time
         engine.start()
         await eventually(lambda: is_whole(pool))
-    await engine.stop()
 
 
 async def test_an_unreadable_replay_does_not_end_the_subscription() -> None:
@@ -255,7 +306,6 @@ async def test_an_unreadable_replay_does_not_end_the_subscription() -> None:
         await engine.store(block("a"))
         await eventually(lambda: held(pool, block("a")) == 4)
         assert not is_whole(pool)
-    await engine.stop()
 
 
 def test_events_at_a_name_wait_until_it_is_resolved() -> None:
@@ -270,7 +320,7 @@ spec:
   - {address: "10.0.0.1:1", kvEvents: "events.example:5557"}
   - {address: "10.0.0.2:1", kvEvents: "10.0.0.2:5557", kvReplay: "events.example:5558"}
 """
-    snapshot = load({"a.yaml": config.encode()})
+    snapshot = load_snapshot({"a.yaml": config.encode()})
 
     def known(snapshot: Snapshot) -> list[tuple[str, str | None]]:
         core = Core(snapshot, rng=random.Random(0), ticket_prefix="t")
@@ -327,8 +377,6 @@ async def test_a_publisher_that_makes_its_subscription_fail_costs_no_other_one(
         await eventually(is_back, pause_s=0.1)
         assert pool.caches.partial_feeds == 0b10, "it has missed events"
     assert caplog.text.count("Traceback") == 1
-    await good.stop()
-    await bad.stop()
 
 
 NUMBER = (1).to_bytes(8, "big")
@@ -363,7 +411,6 @@ async def test_messages_and_replays_of_odd_frames_are_unreadable_and_the_feed_go
         await engine.store(block("a"))
         await eventually(lambda: held(pool, block("a")) == 4)
         assert not metrics.registry.get_sample_value("attache_feed_restarts_total", {"feed": "kv_events"})
-    await engine.stop()
 
 
 async def test_a_replay_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +423,6 @@ async def test_a_replay_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPat
         await eventually(lambda: bool(metrics.registry.get_sample_value("attache_kv_events_total", labels)))
         await engine.store(block("a"))
         await eventually(lambda: held(pool, block("a")) == 4)
-    await engine.stop()
 
 
 async def test_a_rank_that_is_not_configured_any_more_leaves_the_feed_to_the_others() -> None:
@@ -391,20 +437,15 @@ spec:
   kvEvents: {topic: "kv@", dataParallelSize: %d}
   endpoints: [{address: "127.0.0.1:1", kvEvents: "127.0.0.1:%d", kvReplay: "127.0.0.1:%d"}]
 """
-    texts = [(config % (ranks, engine.port, engine.replay)).encode() for ranks in (2, 1)]
-    core = Core(load({"a.yaml": texts[0]}), rng=random.Random(0), ticket_prefix="t")
-    metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)
-    task = asyncio.create_task(KvEventFeed(core, metrics, Supervisor(metrics.feed_failed)).run())
-    pool = core.pools["default/s"]
-    await engine.store(block("a"))
-    await eventually(lambda: held(pool, block("a")) == 4)
-    assert not is_whole(pool), "nobody publishes as the other rank"
-    core.apply(load({"a.yaml": texts[1]}), 0.0)
-    await eventually(lambda: is_whole(pool))
-    assert held(pool, block("a")) == 4
-    task.cancel()
-    await asyncio.wait([task])
-    await engine.stop()
+    texts = [config % (ranks, engine.port, engine.replay) for ranks in (2, 1)]
+    async with following(texts[0], engine) as (core, _):
+        pool = core.pools["default/s"]
+        await engine.store(block("a"))
+        await eventually(lambda: held(pool, block("a")) == 4)
+        assert not is_whole(pool), "nobody publishes as the other rank"
+        core.apply(load_snapshot({"a.yaml": texts[1].encode()}), 0.0)
+        await eventually(lambda: is_whole(pool))
+        assert held(pool, block("a")) == 4
 
 
 async def test_an_engine_with_more_than_is_followed_is_told_and_not_whole(
@@ -421,4 +462,3 @@ async def test_an_engine_with_more_than_is_followed_is_told_and_not_whole(
         labels = {"server": "default/s", "result": "truncated"}
         await eventually(lambda: metrics.registry.get_sample_value("attache_kv_events_total", labels) == 2)
     assert caplog.text.count("than are followed") == 1
-    await engine.stop()

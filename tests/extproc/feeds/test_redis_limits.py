@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.admission.buckets import Claim, Limit
+from extproc.admission.buckets import Limit, Reservation
 from extproc.admission.limits import Charge, Grant, StoreAway, Usage
 from extproc.feeds.redis_limits import RedisLimits
 from extproc.metrics.registry import Metrics
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 LIMIT = Limit(1.0, 100.0)
 CHARGE = Charge("default/chat/0/requests/acme", LIMIT, "requests", 1.0)
-GRANT = Grant([CHARGE], [Claim(1.0, 1.0, 1)], [99.0], is_global=True)
+GRANT = Grant([CHARGE], [Reservation(1.0, 1.0, 1)], [99.0], is_global=True)
 ODD = {
     "nothing": b"$-1\r\n",
     "a number": b":1\r\n",
     "text": b"$2\r\nhi\r\n",
-    "no numbers": b"*5\r\n:1\r\n$1\r\n1\r\n$1\r\nx\r\n$1\r\n1\r\n$1\r\n1\r\n",
+    "no numbers": b"*6\r\n:1\r\n:1\r\n$1\r\n1\r\n$1\r\nx\r\n$1\r\n1\r\n$1\r\n1\r\n",
     "too few": b"*1\r\n:1\r\n",
-    "too many": b"*6\r\n:1\r\n:1\r\n:1\r\n:1\r\n:1\r\n:1\r\n",
-    "lists": b"*5\r\n*0\r\n*0\r\n*0\r\n*0\r\n*0\r\n",
-    "not a number": b"*5\r\n:1\r\n$1\r\n1\r\n$3\r\nnan\r\n$1\r\n1\r\n$1\r\n1\r\n",
-    "infinite": b"*5\r\n:1\r\n$1\r\n1\r\n$1\r\n1\r\n$1\r\n1\r\n$3\r\ninf\r\n",
+    "too many": b"*7\r\n" + 7 * b":1\r\n",
+    "lists": b"*6\r\n" + 6 * b"*0\r\n",
+    "not a number": b"*6\r\n:1\r\n:1\r\n$1\r\n1\r\n$3\r\nnan\r\n$1\r\n1\r\n$1\r\n1\r\n",
+    "infinite": b"*6\r\n:1\r\n:1\r\n$1\r\n1\r\n$1\r\n1\r\n$1\r\n1\r\n$3\r\ninf\r\n",
     "an error": b"-ERR no\r\n",
     "no length": b"$x\r\n",
     "no protocol": b"HTTP/1.1 400 Bad Request\r\n\r\n",
@@ -42,10 +42,13 @@ async def answered(answer: bytes) -> AsyncIterator[tuple[RedisLimits, Metrics]]:
     """Limits in a Redis that answers scripts so, and everything else well."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError):
+        try:
             while request := await reader.read(1 << 16):
                 writer.write(answer if b"EVALSHA" in request else b"+OK\r\n" * request.count(b"*"))
-        writer.close()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
@@ -88,6 +91,6 @@ async def test_an_odd_answer_to_a_settlement_ends_nothing(answer: bytes) -> None
 @pytest.mark.parametrize("answer", ODD.values(), ids=ODD.keys())
 async def test_an_odd_answer_to_a_debt_leaves_it_owed(answer: bytes) -> None:
     async with answered(answer) as (limits, metrics):
-        limits.owe(CHARGE, 5.0)
+        limits.record_overdraft(CHARGE, 5.0)
         await eventually(lambda: failed(metrics) == 1)
         assert limits._memory.has_debts

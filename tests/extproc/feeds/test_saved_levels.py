@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.admission.buckets import Limit
-from extproc.admission.limits import Charge, LocalLimits, Usage
+from extproc.admission.limits import Charge, Usage
+from extproc.admission.local_limits import LocalLimits
 from extproc.errors import RateLimited
 from extproc.feeds.saved_levels import SavedLevels
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.core.record import Head
 from extproc.endpoints.outliers import record_failure
@@ -22,12 +23,14 @@ from extproc.protocol import Api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
 
+# the engines share the test's event loop: on a busy machine they need more than the usual 200 ms
 CONFIG = """
 apiVersion: attache.dev/v1alpha1
 kind: ModelServer
 metadata: {name: llama}
-spec: {model: base, endpoints: [%s]}
+spec: {model: base, endpoints: [%s], tokenizer: {%s}}
 ---
 apiVersion: attache.dev/v1alpha1
 kind: ModelRoute
@@ -70,14 +73,14 @@ async def start(servers: list[TestServer], engine: Engine) -> str:
     return f"127.0.0.1:{server.port}"
 
 
-def core_with(*addresses: str) -> Core:
-    config = CONFIG % ", ".join(f"{{address: '{one}'}}" for one in addresses)
-    return Core(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
+def core_with(*addresses: str, tokenizer: str = "timeout: 30s") -> Core:
+    config = CONFIG % (", ".join(f"{{address: '{one}'}}" for one in addresses), tokenizer)
+    return Core(load_snapshot({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
 
 
 async def tokens(core: Core) -> Sequence[int] | None:
     body = json.dumps({"model": "llama", "prompt": "hi"}).encode()
-    arrival = core.intake.receive(Api.COMPLETIONS, Head("POST", "/v1/completions", {}, has_body=True), body)
+    arrival = core.builder.build(Api.COMPLETIONS, Head("POST", "/v1/completions", {}, has_body=True), body)
     tokenizers = EngineTokenizers(EngineAccess({}, lambda: 0.0))
     try:
         return await tokenizers.of(core.pools["default/llama"]).tokens(arrival)
@@ -89,6 +92,12 @@ async def test_the_least_busy_engine_is_asked(servers: list[TestServer]) -> None
     core = core_with(await start(servers, Engine(1)), await start(servers, Engine(2)))
     core.pools["default/llama"].table.in_flight[0] = 1
     assert await tokens(core) == [2]
+
+
+async def test_a_burst_is_spread_over_engines_without_requests(servers: list[TestServer]) -> None:
+    core = core_with(await start(servers, Engine(1)), await start(servers, Engine(2)))
+    found = await asyncio.gather(*(tokens(core) for _ in range(40)))
+    assert {tuple(one or ()) for one in found} == {(1,), (2,)}
 
 
 async def test_an_engine_that_is_gone_is_not_the_only_one_to_be_asked(servers: list[TestServer]) -> None:
@@ -112,6 +121,7 @@ async def test_an_engine_that_fails_is_asked_if_there_is_no_other(servers: list[
 async def test_what_one_engine_refuses_no_other_is_asked(servers: list[TestServer]) -> None:
     other = Engine(2)
     core = core_with(await start(servers, Engine(1, status=400)), await start(servers, other))
+    core.pools["default/llama"].table.in_flight[1] = 1
     with pytest.raises(ValueError, match="400"):
         await tokens(core)
     assert other.asked == 0
@@ -123,6 +133,24 @@ async def test_a_pool_without_an_engine_that_is_there() -> None:
         await tokens(core)
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({"chat_template": "{{ x }}"}, [7]), ({"documents": [{}]}, None), ({"input_ids": [1]}, None)],
+)
+async def test_a_chat_is_tokenized_with_all_that_its_template_gets_or_not_at_all(
+    servers: list[TestServer], fields: dict[str, object], expected: list[int] | None
+) -> None:
+    engine = Engine(7)
+    core = core_with(await start(servers, engine))
+    body = json.dumps({"model": "llama", "messages": [], **fields}).encode()
+    arrival = core.builder.build(Api.CHAT, Head("POST", "/v1/chat/completions", {}, has_body=True), body)
+    tokenizers = EngineTokenizers(EngineAccess({}, lambda: 0.0))
+    found = await tokenizers.of(core.pools["default/llama"]).tokens(arrival)
+    await tokenizers.close()
+    assert found == expected
+    assert found is None or fields.items() <= engine.body.items()
+
+
 async def test_a_body_of_the_messages_api_is_tokenized_as_the_chat_that_engines_make_of_it(
     servers: list[TestServer],
 ) -> None:
@@ -130,7 +158,7 @@ async def test_a_body_of_the_messages_api_is_tokenized_as_the_chat_that_engines_
     core = core_with(await start(servers, engine))
     asked = {"model": "llama", "max_tokens": 1, "system": "be short", "messages": [{"role": "user", "content": "hi"}]}
     head = Head("POST", "/v1/messages", {}, has_body=True)
-    arrival = core.intake.receive(Api.MESSAGES, head, json.dumps(asked).encode())
+    arrival = core.builder.build(Api.MESSAGES, head, json.dumps(asked).encode())
     tokenizers = EngineTokenizers(EngineAccess({}, lambda: 0.0))
     try:
         assert list(await tokenizers.of(arrival.pool).tokens(arrival) or []) == [7]
@@ -145,6 +173,7 @@ async def test_a_redirect_is_not_followed_and_the_next_engine_is_asked(servers: 
     trap = Engine(9)
     location = f"http://{await start(servers, trap)}/tokenize"
     core = core_with(await start(servers, Engine(1, status, location=location)), await start(servers, Engine(2)))
+    core.pools["default/llama"].table.in_flight[1] = 1
     assert await tokens(core) == [2]
     assert trap.asked == 0
 
@@ -163,6 +192,7 @@ async def test_a_redirect_is_not_followed_and_the_next_engine_is_asked(servers: 
 )
 async def test_what_one_engine_answers_oddly_another_one_is_asked(servers: list[TestServer], text: str) -> None:
     core = core_with(await start(servers, Engine(1, text=text)), await start(servers, Engine(2)))
+    core.pools["default/llama"].table.in_flight[1] = 1
     assert await tokens(core) == [2]
 
 
@@ -174,12 +204,25 @@ async def test_without_good_tokens_the_approximate_index_decides(
     metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)
     tokenizers = Tokenizers(metrics, EngineAccess({}, lambda: 0.0))
     body = json.dumps({"model": "llama", "prompt": "hi"}).encode()
-    arrival = core.intake.receive(Api.COMPLETIONS, Head("POST", "/v1/completions", {}, has_body=True), body)
+    arrival = core.builder.build(Api.COMPLETIONS, Head("POST", "/v1/completions", {}, has_body=True), body)
     try:
         assert [await tokenizers.tokens_of(arrival) for _ in range(3)] == [None] * 3
     finally:
         await tokenizers.close()
     assert sum("using the approximate index" in one.getMessage() for one in caplog.records) == 1
+
+
+async def test_the_path_of_a_tokenizer_is_relative_to_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    words = {"type": "WordLevel", "vocab": {"hi": 7}, "unk_token": "hi"}
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words}))
+    core = core_with("127.0.0.1:1", tokenizer="path: model")
+    access = EngineAccess({}, lambda: 0.0, tmp_path)
+    tokenizers = Tokenizers(Metrics(core.pools.values, lambda: 0.0, lambda: 0.0), access)
+    body = json.dumps({"model": "llama", "prompt": "hi"}).encode()
+    arrival = core.builder.build(Api.COMPLETIONS, Head("POST", "/v1/completions", {}, has_body=True), body)
+    assert await tokenizers.tokens_of(arrival) == [7]
+    await tokenizers.close()
 
 
 async def test_what_nobody_has_foreseen_stops_no_request(
@@ -193,7 +236,7 @@ async def test_what_nobody_has_foreseen_stops_no_request(
 
     monkeypatch.setattr(EngineTokenizer, "tokens", fail)
     body = json.dumps({"model": "llama", "prompt": "hi"}).encode()
-    arrival = core.intake.receive(Api.COMPLETIONS, Head("POST", "/v1/completions", {}, has_body=True), body)
+    arrival = core.builder.build(Api.COMPLETIONS, Head("POST", "/v1/completions", {}, has_body=True), body)
     assert [await tokenizers.tokens_of(arrival) for _ in range(3)] == [None] * 3
     await tokenizers.close()
     assert [bool(one.exc_info) for one in caplog.records] == [True], "once, with its traceback"

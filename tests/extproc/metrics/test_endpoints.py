@@ -8,9 +8,9 @@ import random
 from prometheus_client import CollectorRegistry, generate_latest
 
 from bench.stack.stack import documents
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.core.core import Core
-from extproc.endpoints.health import Failure
+from extproc.endpoints.health import EngineFailure
 from extproc.endpoints.outliers import record_bad_answer, record_failure, record_good_answer, record_success
 from extproc.metrics.endpoints import EndpointSeries
 
@@ -18,7 +18,7 @@ ADDRESSES = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
 
 
 def test_an_avoided_endpoint_is_told_with_how_it_fails_and_since_when() -> None:
-    snapshot = load({"a.yaml": documents(ADDRESSES, gateway={}).encode()})
+    snapshot = load_snapshot({"a.yaml": documents(ADDRESSES, gateway={}).encode()})
     core = Core(snapshot, rng=random.Random(0), ticket_prefix="test")
     (pool,) = core.pools.values()
     clock = {"now": 0.0}
@@ -36,10 +36,10 @@ def test_an_avoided_endpoint_is_told_with_how_it_fails_and_since_when() -> None:
     for second in range(100, 120):
         for other in pool.table.active_rows:
             if other == row:
-                record_bad_answer(pool.table, row, Failure.ERROR, now=second)
+                record_bad_answer(pool.table, row, EngineFailure.ERROR, now=second)
             else:
                 record_good_answer(pool.table, other, now=second, sent_at_s=second)
-    record_bad_answer(pool.table, row, Failure.CUT, now=150.0)
+    record_bad_answer(pool.table, row, EngineFailure.CUT, now=150.0)
     clock["now"] = 200.0
     label = f'endpoint="{ADDRESSES[1]}"'
     # eight answers at least, and all of them within the loop

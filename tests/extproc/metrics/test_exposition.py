@@ -16,12 +16,19 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from bench.sizes.configuration import Gateway, Sizes, address_of, configuration
-from extproc.api.load import load
+from bench.sizes.configuration import GatewayPorts, Sizes, address_of, configuration
+from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.endpoints.engine_reports import apply_report
 from extproc.engines.metrics import EngineReport
-from extproc.metrics.exposition import _MOST_PENDING, Counters, DeferredHistogram, DeferredHistograms, Family, Registry
+from extproc.metrics.exposition import (
+    _MOST_PENDING,
+    Counters,
+    DeferredHistogram,
+    DeferredHistograms,
+    MetricFamily,
+    Registry,
+)
 from extproc.metrics.registry import Metrics
 
 if TYPE_CHECKING:
@@ -53,7 +60,10 @@ def test_gauges_and_counters_are_written_as_the_library_writes_them(
     for one, two, value in samples:
         gauge.add_metric([one, two], value)
         counter.add_metric([one, two], value)
-    for family, expected in ((Family("a", text, labels), gauge), (Family("b", text, labels, "counter"), counter)):
+    for family, expected in (
+        (MetricFamily("a", text, labels), gauge),
+        (MetricFamily("b", text, labels, "counter"), counter),
+    ):
         written = "".join(family.pieces(family.line((one, two), value) for one, two, value in samples))
         assert written == theirs(expected)
 
@@ -84,8 +94,8 @@ def test_the_librarys_own_collectors_are_on_the_page_too() -> None:
 def test_thousands_of_endpoints_are_many_pieces_and_no_piece_is_long() -> None:
     """So that the event loop turns between them; and a reader who stops has the rest never written."""
     sizes = Sizes(models=20, routes=20, hosts=1, adapters=1, endpoints=4_000)
-    files = configuration(sizes, Gateway("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", 80), "Open")
-    core = Core(load(files), rng=random.Random(0), ticket_prefix="t")
+    files = configuration(sizes, GatewayPorts("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", 80), "Open")
+    core = Core(load_snapshot(files), rng=random.Random(0), ticket_prefix="t")
     metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 9.0)
     for pool in core.pools.values():
         for row in pool.table.active_rows:

@@ -26,7 +26,7 @@ def test_who_waits_how_long_and_what_a_start_took() -> None:
     zero.passes(12.0)
     zero.have(SMALL, engine(1))
     for effect in zero.effects:
-        metrics.count(effect)
+        metrics.count_effect(effect)
     assert sample("attache_activation_waiting") is None
     assert sample("attache_engine_wait_seconds_sum") == 24.0
     assert sample("attache_engine_start_seconds_sum") == 12.0
@@ -40,5 +40,5 @@ def test_a_line_of_the_decision_log_says_how_long_a_request_waited_for_an_engine
     zero.passes(7.0)
     zero.have(SMALL, engine(1))
     for end in zero.decisions():
-        log.decided(end)
+        log.log_decision(end)
     assert json.loads(file.getvalue())["engine_wait_s"] == 7.0

@@ -22,6 +22,8 @@ from extproc.prefix.index import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from extproc.prefix.index import Pin
 
 CAPACITY = 64 * 1024
@@ -206,14 +208,9 @@ class AgainstAPlainModel(RuleBasedStateMachine):
         chain = chain_of(*parts)
         self.index.record(row, chain, self.now)
         self.recorded.setdefault(row, []).append(chain)
-        self._use(row, chain)
-        kept = self.lru[row]
-        in_use = self._in_use(row)
-        for block in reversed(chain):
-            if block in kept and block not in in_use:
-                kept.remove(block)
-                kept.append(block)
-        self._evict(row)
+        # a request that ends as it begins: until then it holds its blocks
+        self._use(row, chain, held=chain)
+        self._release(row, chain)
 
     @rule(row=ROWS, parts=st.lists(st.integers(0, 2), min_size=1, max_size=40))
     def hold(self, row: int, parts: list[int]) -> None:
@@ -231,6 +228,9 @@ class AgainstAPlainModel(RuleBasedStateMachine):
         self.now += 1
         row, chain, pin = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         self.index.unpin(row, pin, self.now)
+        self._release(row, chain)
+
+    def _release(self, row: int, chain: list[int]) -> None:
         in_use = self._in_use(row)
         kept = self.lru.get(row, [])
         for block in reversed(chain):
@@ -242,16 +242,16 @@ class AgainstAPlainModel(RuleBasedStateMachine):
     def _in_use(self, row: int) -> set[int]:
         return {block for other, chain, _ in self.running if other == row for block in chain}
 
-    def _use(self, row: int, chain: list[int]) -> None:
+    def _use(self, row: int, chain: list[int], held: Sequence[int] = ()) -> None:
         kept = self.lru.setdefault(row, [])
         for block in reversed(chain):
             if block not in kept:
                 kept.append(block)
-        self._evict(row)
+        self._evict(row, held)
 
-    def _evict(self, row: int) -> None:
+    def _evict(self, row: int, held: Sequence[int] = ()) -> None:
         kept = self.lru.get(row, [])
-        in_use = self._in_use(row)
+        in_use = self._in_use(row).union(held)
         free = [block for block in kept if block not in in_use]
         while free and sum(map(_bytes, kept)) > CAPACITY:
             kept.remove(free.pop(0))

@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.prefix.kv_events import (
-    Cleared,
-    Ignored,
-    Removed,
-    Stored,
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    IgnoredEvent,
     UnreadableEvents,
     decode_batch,
 )
-from extproc.prefix.kv_index import KvIndex, KvStream, Source
+from extproc.prefix.kv_index import EventSource, KvIndex, KvStream
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,9 +70,9 @@ ARRAYS = [
     1,
 ]
 EVENTS = (
-    Stored((11, 12), None, (1, 2, 3, 4), 2, "GPU", "sql", (["sql"], None)),
-    Removed((11,), "CPU"),
-    Cleared(),
+    BlocksStored((11, 12), None, (1, 2, 3, 4), 2, "GPU", "sql", (["sql"], None)),
+    BlocksRemoved((11,), "CPU"),
+    AllBlocksCleared(),
 )
 
 
@@ -83,12 +84,12 @@ def test_maps_and_arrays_are_read_alike(batch: object) -> None:
 
 def test_trailing_fields_may_be_missing() -> None:
     payload = msgspec.msgpack.encode([0.0, [["BlockStored", [b"\x01" * 32], b"\x02" * 32, [1, 2], 2]]])
-    assert list(decode_batch(payload)) == [Stored((b"\x01" * 32,), b"\x02" * 32, (1, 2), 2)]
+    assert list(decode_batch(payload)) == [BlocksStored((b"\x01" * 32,), b"\x02" * 32, (1, 2), 2)]
 
 
 def test_blocks_of_sliding_windows_hold_no_prefix() -> None:
     event = {**MAPS["events"][0], "kv_cache_spec_kind": "sliding_window"}  # type: ignore[index]
-    assert list(decode_batch(msgspec.msgpack.encode([0.0, [event]]))) == [Ignored()]
+    assert list(decode_batch(msgspec.msgpack.encode([0.0, [event]]))) == [IgnoredEvent()]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_blocks_of_sliding_windows_hold_no_prefix() -> None:
 )
 def test_events_that_change_nothing_are_read_in_slices_too(event: list[object]) -> None:
     payload = msgspec.msgpack.encode([0.0, [event] * 20_000])
-    assert finish(KvStream(KvIndex(), Source(0)).apply(0, payload)) >= 20
+    assert finish(KvStream(KvIndex(), EventSource(0)).apply(0, payload)) >= 20
 
 
 @pytest.mark.parametrize(
@@ -142,10 +143,10 @@ def finish(slices: Iterator[None]) -> int:
 
 
 def test_sequence_numbers_tell_gaps_and_restarts() -> None:
-    stream = KvStream(KvIndex(), Source(0))
+    stream = KvStream(KvIndex(), EventSource(0))
     assert [receive(stream, number) for number in (0, 1, 2)] == [None, None, None]
     assert receive(stream, 5) == 3, "ask for what is missing"
-    finish(stream.replayed(3, [(number, message(number)) for number in (3, 4, 5)]))
+    finish(stream.apply_replay(3, [(number, message(number)) for number in (3, 4, 5)]))
     assert (receive(stream, 6), stream.is_whole) == (None, True)
     assert stream.is_old(6)
     # backwards: a restart
@@ -154,13 +155,13 @@ def test_sequence_numbers_tell_gaps_and_restarts() -> None:
 
 
 def test_a_stream_joined_late_is_replayed_from_its_start() -> None:
-    stream = KvStream(KvIndex(), Source(0))
+    stream = KvStream(KvIndex(), EventSource(0))
     assert receive(stream, 17) == 0
-    finish(stream.missed(17, message(17)))
+    finish(stream.restart_from(17, message(17)))
     assert stream.is_whole is False
-    finish(stream.replayed(0, [(16, message(16)), (17, message(17))]))
+    finish(stream.apply_replay(0, [(16, message(16)), (17, message(17))]))
     assert stream.is_whole is False, "the replay's memory is too short"
-    finish(stream.replayed(0, []))
+    finish(stream.apply_replay(0, []))
     assert stream.is_whole is True, "an engine that has said nothing"
 
 
@@ -168,10 +169,10 @@ def test_media_are_the_same_in_any_case() -> None:
     stored = {**MAPS["events"][0], "medium": "cpu"}  # type: ignore[index]
     removed = {"type": "BlockRemoved", "block_hashes": [11], "medium": "Gpu"}
     batch = decode_batch(msgspec.msgpack.encode({"ts": 1.0, "events": [stored, removed]}))
-    assert [one.medium for one in batch if isinstance(one, (Stored, Removed))] == ["CPU", "GPU"]
+    assert [one.medium for one in batch if isinstance(one, (BlocksStored, BlocksRemoved))] == ["CPU", "GPU"]
     index = KvIndex()
-    index.apply(Source(0), [Stored((1,), None, (1, 2), 2, "CPU")])
-    index.apply(Source(0), decode_batch(msgspec.msgpack.encode([1.0, [["BlockRemoved", [1], "cpu"]], 0])))
+    index.apply(EventSource(0), [BlocksStored((1,), None, (1, 2), 2, "CPU")])
+    index.apply(EventSource(0), decode_batch(msgspec.msgpack.encode([1.0, [["BlockRemoved", [1], "cpu"]], 0])))
     assert index.blocks_held(0) == 0
 
 
@@ -211,20 +212,20 @@ def applied(payload: bytes) -> None:
     index = KvIndex()
     try:
         for event in decode_batch(payload):
-            index.apply(Source(0), [event])
+            index.apply(EventSource(0), [event])
     except UnreadableEvents:
         event = None
     index.match(index.keys(list(range(100)), adapter=None, salt=None), 0.0)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(500))
 @given(st.lists(EVENT | ODD, max_size=4), VALUES, VALUES)
 def test_whatever_msgpack_holds_is_read_or_unreadable(events: list[object], ts: object, rank: object) -> None:
     applied(msgspec.msgpack.encode([ts, events, rank]))
     applied(msgspec.msgpack.encode({"ts": ts, "events": events, "data_parallel_rank": rank}))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(500))
 @given(st.binary(max_size=200))
 def test_whatever_bytes_come_are_read_or_unreadable(payload: bytes) -> None:
     applied(payload)
@@ -242,29 +243,29 @@ def test_two_hundred_thousand_levels_are_unreadable(before: bytes, level: bytes)
 def test_an_event_with_many_blocks_comes_in_pieces_that_say_the_same() -> None:
     hashes, tokens = list(range(2_000)), list(range(8_000))
     salts = [["salt"] if one % 7 == 0 else None for one in hashes]
-    whole = Stored(tuple(hashes), None, tuple(tokens), 4, extra_keys=tuple(salts))
+    whole = BlocksStored(tuple(hashes), None, tuple(tokens), 4, extra_keys=tuple(salts))
     payload = msgspec.msgpack.encode([0.0, [["BlockStored", hashes, None, tokens, 4, None, "GPU", None, salts]]])
     pieces = list(decode_batch(payload))
-    assert max(len(one.hashes) for one in pieces if isinstance(one, Stored)) <= 512
+    assert max(len(one.hashes) for one in pieces if isinstance(one, BlocksStored)) <= 512
     one, other = KvIndex(), KvIndex()
-    one.apply(Source(0), [whole])
-    other.apply(Source(0), pieces)
+    one.apply(EventSource(0), [whole])
+    other.apply(EventSource(0), pieces)
     assert one._on_gpu.masks == other._on_gpu.masks
     assert other.blocks_held(0) == 2_000
     removed = decode_batch(msgspec.msgpack.encode([0.0, [["BlockRemoved", hashes, None]]]))
-    other.apply(Source(0), removed)
+    other.apply(EventSource(0), removed)
     assert other.blocks_held(0) == 0
 
 
 def test_blocks_without_all_their_tokens_are_left_out() -> None:
     payload = msgspec.msgpack.encode([0.0, [["BlockStored", list(range(1_000)), None, [7] * 6, 4]]])
-    assert list(decode_batch(payload)) == [Stored((0,), None, (7, 7, 7, 7), 4)]
+    assert list(decode_batch(payload)) == [BlocksStored((0,), None, (7, 7, 7, 7), 4)]
 
 
 def test_a_large_message_is_applied_in_slices() -> None:
     hashes = list(range(100_000))
     payload = msgspec.msgpack.encode([0.0, [["BlockStored", hashes, None, hashes, 1]]])
-    stream = KvStream(index := KvIndex(), Source(0))
+    stream = KvStream(index := KvIndex(), EventSource(0))
     assert finish(stream.apply(0, payload)) >= 90
     assert index.blocks_held(0) == 100_000
     cleared = msgspec.msgpack.encode([0.0, [["AllBlocksCleared"]] * 50_000])
@@ -278,7 +279,7 @@ def test_more_events_than_a_step_has_are_unreadable() -> None:
 
 def test_a_stream_that_is_not_followed_further_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("extproc.prefix.kv_index._MOST_BLOCKS", 2)
-    stream = KvStream(KvIndex(), Source(0))
+    stream = KvStream(KvIndex(), EventSource(0))
     for number in range(3):
         assert receive(stream, number) is None
     assert stream.is_whole is False

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.prefix.kv_events import Cleared, Removed, Stored
-from extproc.prefix.kv_index import SPECULATION_S, KvIndex, Source, chain_keys
+from extproc.prefix.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored
+from extproc.prefix.kv_index import SPECULATION_S, EventSource, KvIndex, chain_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 SIZE = 4
 
 
-def stored(tokens: Sequence[int], hashes: Sequence[int], *, parent: int | None = None, **more: object) -> Stored:
-    return Stored(tuple(hashes), parent, tuple(tokens), SIZE, **more)  # type: ignore[arg-type]
+def stored(tokens: Sequence[int], hashes: Sequence[int], *, parent: int | None = None, **more: object) -> BlocksStored:
+    return BlocksStored(tuple(hashes), parent, tuple(tokens), SIZE, **more)  # type: ignore[arg-type]
 
 
 def held(
@@ -40,9 +40,9 @@ def held(
 def test_the_longest_run_from_the_beginning_counts() -> None:
     index = KvIndex()
     tokens = list(range(16))
-    index.apply(Source(0), [stored(tokens[:8], [1, 2])])
-    index.apply(Source(1), [stored(tokens, [91, 92, 93, 94])])
-    index.apply(Source(2), [stored([7, 7, 7, 7], [5])])
+    index.apply(EventSource(0), [stored(tokens[:8], [1, 2])])
+    index.apply(EventSource(1), [stored(tokens, [91, 92, 93, 94])])
+    index.apply(EventSource(2), [stored([7, 7, 7, 7], [5])])
     assert held(index, tokens) == {0: 8.0, 1: 16.0}
     assert held(index, [*tokens, 99]) == {0: 8.0, 1: 16.0}
     assert held(index, [5, *tokens]) == {}
@@ -53,14 +53,14 @@ def test_successors_are_found_by_the_engines_own_hashes() -> None:
     index = KvIndex()
     tokens = list(range(12))
     index.apply(
-        Source(0), [stored(tokens[:4], [b"a" * 32]), stored(tokens[4:], [b"b" * 32, b"c" * 32], parent=b"a" * 32)]
+        EventSource(0), [stored(tokens[:4], [b"a" * 32]), stored(tokens[4:], [b"b" * 32, b"c" * 32], parent=b"a" * 32)]
     )  # type: ignore[list-item, arg-type]
     assert held(index, tokens) == {0: 12.0}
 
 
 def test_a_successor_of_an_unknown_block_is_counted_and_ignored() -> None:
     index = KvIndex()
-    index.apply(Source(0), [stored([1, 2, 3, 4], [2], parent=1)])
+    index.apply(EventSource(0), [stored([1, 2, 3, 4], [2], parent=1)])
     assert index.orphans == 1
     assert held(index, [1, 2, 3, 4]) == {}
 
@@ -68,17 +68,17 @@ def test_a_successor_of_an_unknown_block_is_counted_and_ignored() -> None:
 def test_a_block_that_was_removed_ends_the_run() -> None:
     index = KvIndex()
     tokens = list(range(12))
-    index.apply(Source(0), [stored(tokens, [1, 2, 3]), Removed((2,))])
+    index.apply(EventSource(0), [stored(tokens, [1, 2, 3]), BlocksRemoved((2,))])
     assert held(index, tokens) == {0: 4.0}
-    index.apply(Source(0), [stored(tokens[4:8], [2], parent=1)])
+    index.apply(EventSource(0), [stored(tokens[4:8], [2], parent=1)])
     assert held(index, tokens) == {0: 12.0}
 
 
 def test_a_cleared_cache_is_empty_and_the_others_stay() -> None:
     index = KvIndex()
-    index.apply(Source(0), [stored([1, 2, 3, 4], [1])])
-    index.apply(Source(1), [stored([1, 2, 3, 4], [1])])
-    index.apply(Source(0), [Cleared()])
+    index.apply(EventSource(0), [stored([1, 2, 3, 4], [1])])
+    index.apply(EventSource(1), [stored([1, 2, 3, 4], [1])])
+    index.apply(EventSource(0), [AllBlocksCleared()])
     assert held(index, [1, 2, 3, 4]) == {1: 4.0}
     index.forget(1)
     assert held(index, [1, 2, 3, 4]) == {}
@@ -87,8 +87,8 @@ def test_a_cleared_cache_is_empty_and_the_others_stay() -> None:
 
 def test_adapters_and_salts_share_nothing() -> None:
     index = KvIndex()
-    index.apply(Source(0), [stored([1, 2, 3, 4], [1], lora_name="sql", extra_keys=(["sql"],))])
-    index.apply(Source(1), [stored(range(8), [2, 3], extra_keys=(["tenant"], None))])
+    index.apply(EventSource(0), [stored([1, 2, 3, 4], [1], lora_name="sql", extra_keys=(["sql"],))])
+    index.apply(EventSource(1), [stored(range(8), [2, 3], extra_keys=(["tenant"], None))])
     assert held(index, [1, 2, 3, 4], adapter="sql") == {0: 4.0}
     assert held(index, [1, 2, 3, 4]) == {}
     assert held(index, range(8), salt="tenant") == {1: 8.0}
@@ -98,27 +98,27 @@ def test_adapters_and_salts_share_nothing() -> None:
 def test_host_memory_counts_less() -> None:
     index = KvIndex()
     tokens = list(range(8))
-    index.apply(Source(0), [stored(tokens, [1, 2])])
+    index.apply(EventSource(0), [stored(tokens, [1, 2])])
     # offloaded: the event repeats no tokens
-    index.apply(Source(0), [Stored((2,), None, (), SIZE, "CPU"), Removed((2,), "GPU")])
+    index.apply(EventSource(0), [BlocksStored((2,), None, (), SIZE, "CPU"), BlocksRemoved((2,), "GPU")])
     assert held(index, tokens) == {0: 4 + 0.8 * 4}
-    index.apply(Source(0), [Removed((2,), "CPU")])
+    index.apply(EventSource(0), [BlocksRemoved((2,), "CPU")])
     assert held(index, tokens) == {0: 4.0}
 
 
 def test_ranks_of_one_endpoint_are_kept_apart_and_seen_together() -> None:
     index = KvIndex()
     for rank in (0, 1):
-        index.apply(Source(3, rank), [stored([1, 2, 3, 4], [1])])
-    index.apply(Source(3, 0), [Removed((1,))])
+        index.apply(EventSource(3, rank), [stored([1, 2, 3, 4], [1])])
+    index.apply(EventSource(3, 0), [BlocksRemoved((1,))])
     assert held(index, [1, 2, 3, 4]) == {3: 4.0}
-    index.apply(Source(3, 1), [Removed((1,))])
+    index.apply(EventSource(3, 1), [BlocksRemoved((1,))])
     assert held(index, [1, 2, 3, 4]) == {}
 
 
 def test_a_prompt_just_sent_counts_for_a_while() -> None:
     index = KvIndex()
-    index.apply(Source(0), [stored([9, 9, 9, 9], [9])])
+    index.apply(EventSource(0), [stored([9, 9, 9, 9], [9])])
     tokens = list(range(8))
     index.speculate(2, index.keys(tokens, adapter=None, salt=None), 10.0)
     assert held(index, tokens, now=10.0 + SPECULATION_S - 0.1) == {2: 8.0}
@@ -128,8 +128,8 @@ def test_a_prompt_just_sent_counts_for_a_while() -> None:
 def test_engines_with_blocks_of_different_sizes_are_matched_each_in_its_own() -> None:
     index = KvIndex()
     tokens = list(range(16))
-    index.apply(Source(0), [stored(tokens[:12], [1, 2, 3])])
-    index.apply(Source(1), [Stored((7,), None, tuple(tokens[:8]), 8)])
+    index.apply(EventSource(0), [stored(tokens[:12], [1, 2, 3])])
+    index.apply(EventSource(1), [BlocksStored((7,), None, tuple(tokens[:8]), 8)])
     assert held(index, tokens) == {0: 12.0, 1: 8.0}
 
 
@@ -147,15 +147,15 @@ def test_it_agrees_with_sets_of_prefixes(actions: list[tuple[int, list[int], str
             for block in blocks:
                 parent = hash(block[:-SIZE]) if len(block) > SIZE else None
                 if block not in model[row]:
-                    index.apply(Source(row), [stored(block[-SIZE:], [hash(block)], parent=parent)])
+                    index.apply(EventSource(row), [stored(block[-SIZE:], [hash(block)], parent=parent)])
                     model[row].add(block)
         elif action == "remove" and blocks and blocks[-1] in model[row]:
             # engines let go of children before parents
             below = {one for one in model[row] if one[: len(blocks[-1])] == blocks[-1]}
-            index.apply(Source(row), [Removed(tuple(map(hash, below)))])
+            index.apply(EventSource(row), [BlocksRemoved(tuple(map(hash, below)))])
             model[row] -= below
         elif action == "clear":
-            index.apply(Source(row), [Cleared()])
+            index.apply(EventSource(row), [AllBlocksCleared()])
             model[row].clear()
     expected = {}
     for row, blocks_held in model.items():
@@ -177,14 +177,14 @@ def test_keys_depend_on_all_that_comes_before() -> None:
 
 def test_a_prompt_of_two_blocks_with_one_key_is_held_until_both_are_gone() -> None:
     index = KvIndex()
-    index.apply(Source(0), [stored([1, 2, 3, 4], [1]), stored([1, 2, 3, 4], [2]), Removed((1,))])
+    index.apply(EventSource(0), [stored([1, 2, 3, 4], [1]), stored([1, 2, 3, 4], [2]), BlocksRemoved((1,))])
     assert held(index, [1, 2, 3, 4]) == {0: 4.0}
-    index.apply(Source(0), [Removed((2,))])
+    index.apply(EventSource(0), [BlocksRemoved((2,))])
     assert held(index, [1, 2, 3, 4]) == {}
 
 
 MEDIA = ("GPU", "CPU", "DISK")
-SOURCES = (Source(0, 0), Source(0, 1), Source(1, 0))
+SOURCES = (EventSource(0, 0), EventSource(0, 1), EventSource(1, 0))
 # blocks that begin a prompt: few, so that ranks and media hold the same
 STORE = st.tuples(
     st.just("store"), st.sampled_from(SOURCES), st.sampled_from(MEDIA), st.integers(0, 3), st.integers(0, 5)
@@ -199,30 +199,30 @@ class Model:
     """What each source holds: by medium and the engine's hash, the block's content."""
 
     def __init__(self) -> None:
-        self.held: dict[Source, dict[tuple[str, int], int]] = {source: {} for source in SOURCES}
+        self.held: dict[EventSource, dict[tuple[str, int], int]] = {source: {} for source in SOURCES}
 
     def play(self, index: KvIndex, action: tuple[object, ...]) -> None:
         match action:
-            case ("store", Source() as source, str() as medium, int() as content, int() as value):
+            case ("store", EventSource() as source, str() as medium, int() as content, int() as value):
                 index.apply(source, [stored([content] * SIZE, [value], medium=medium)])
                 self.held[source].setdefault((medium, value), content)
-            case ("copy", Source() as source, str() as medium, int() as value):
-                index.apply(source, [Stored((value,), None, (), SIZE, medium)])
+            case ("copy", EventSource() as source, str() as medium, int() as value):
+                index.apply(source, [BlocksStored((value,), None, (), SIZE, medium)])
                 known = [content for (_, other), content in self.held[source].items() if other == value]
                 if known:
                     # of contents that an engine says of one hash, any
                     self.held[source].setdefault((medium, value), known[0])
-            case ("remove", Source() as source, medium, int() as value):
-                index.apply(source, [Removed((value,), medium)])  # type: ignore[arg-type]
+            case ("remove", EventSource() as source, medium, int() as value):
+                index.apply(source, [BlocksRemoved((value,), medium)])  # type: ignore[arg-type]
                 self.held[source] = {
                     key: one
                     for key, one in self.held[source].items()
                     if key[1] != value or medium not in {None, key[0]}
                 }
-            case ("cleared", Source() as source):
-                index.apply(source, [Cleared()])
+            case ("cleared", EventSource() as source):
+                index.apply(source, [AllBlocksCleared()])
                 self.held[source] = {}
-            case ("clear", Source() as source):
+            case ("clear", EventSource() as source):
                 index.clear(source)
                 self.held[source] = {}
             case ("forget", int() as row):
@@ -279,19 +279,19 @@ def ranks(blocks: int, each: int = 2) -> KvIndex:
     for rank in range(each):
         for start in range(0, blocks, 500):
             tokens = [token for one in range(start, start + 500) for token in (rank, one, 0, 0)]
-            index.apply(Source(0, rank), [stored(tokens, range(start, start + 500))])
+            index.apply(EventSource(0, rank), [stored(tokens, range(start, start + 500))])
     return index
 
 
 def test_what_an_eviction_costs_does_not_grow_with_the_blocks_of_other_ranks() -> None:
-    removed = [Removed((value,)) for value in range(100)]
-    small, large = (calls(partial(ranks(size).apply, Source(0, 0), removed)) for size in (500, 5_000))
+    removed = [BlocksRemoved((value,)) for value in range(100)]
+    small, large = (calls(partial(ranks(size).apply, EventSource(0, 0), removed)) for size in (500, 5_000))
     assert small == large
 
 
 def test_a_large_cache_counts_no_more_at_once_and_is_dropped_in_slices() -> None:
     index, small = ranks(10_000), ranks(5_000)
-    cost = [calls(partial(one.clear, Source(0, 0))) for one in (index, small)]
+    cost = [calls(partial(one.clear, EventSource(0, 0))) for one in (index, small)]
     assert cost[0] == cost[1], "it does not grow with the blocks"
     assert index.blocks_held(0) == 10_000
     assert held(index, [0, 9_000, 0, 0]) == {}
@@ -301,7 +301,7 @@ def test_a_large_cache_counts_no_more_at_once_and_is_dropped_in_slices() -> None
     assert slices == 4
     # a row that is given to another endpoint meanwhile has nothing of the last one
     index.forget(0)
-    index.apply(Source(0, 0), [stored([8, 8, 8, 8], [1])])
+    index.apply(EventSource(0, 0), [stored([8, 8, 8, 8], [1])])
     for content in range(500):
         assert held(index, [1, content, 0, 0]) == {}
     assert held(index, [8, 8, 8, 8]) == {0: 4.0}
@@ -312,8 +312,8 @@ def test_caches_that_are_cleared_again_and_again_do_not_pile_up() -> None:
     for number in range(50):
         for start in range(0, 4_000, 500):
             tokens = [token for one in range(500) for token in (number, start + one, 0, 0)]
-            index.apply(Source(0), [stored(tokens, range(start, start + 500))])
-        index.apply(Source(0), [Cleared()])
+            index.apply(EventSource(0), [stored(tokens, range(start, start + 500))])
+        index.apply(EventSource(0), [AllBlocksCleared()])
     assert len(index._row_of_bit) <= 4
 
 
@@ -344,10 +344,10 @@ def test_what_a_prompt_costs_grows_neither_with_the_caches_nor_with_those_that_c
     def costs(engines: int) -> tuple[int, int]:
         index = KvIndex()
         for row in range(engines):
-            index.apply(Source(row), [stored(tokens[: (row % 64 + 1) * SIZE], range(row % 64 + 1))])
+            index.apply(EventSource(row), [stored(tokens[: (row % 64 + 1) * SIZE], range(row % 64 + 1))])
         chains = index.keys(tokens, adapter=None, salt=None)
         first = lines(partial(index.match, chains, 0.0))
-        index.apply(Source(engines), [stored([1] * SIZE, [1]), Cleared()])
+        index.apply(EventSource(engines), [stored([1] * SIZE, [1]), AllBlocksCleared()])
         return first, lines(partial(index.match, chains, 0.0))
 
     (first, later), (first_of_many, later_of_many) = costs(200), costs(2_000)
@@ -359,33 +359,33 @@ def test_an_engine_with_more_blocks_than_are_followed_is_not_complete(monkeypatc
     monkeypatch.setattr("extproc.prefix.kv_index._MOST_BLOCKS", 10)
     index = KvIndex()
     for value in range(8):
-        index.apply(Source(0), [stored([value] * SIZE, [value])])
-    assert index.is_complete(Source(0))
+        index.apply(EventSource(0), [stored([value] * SIZE, [value])])
+    assert index.is_complete(EventSource(0))
     for value in range(8):
-        index.apply(Source(0), [stored([value] * SIZE, [value], medium="CPU")])
+        index.apply(EventSource(0), [stored([value] * SIZE, [value], medium="CPU")])
     assert index.blocks_held(0) == 10, "over all media"
-    assert not index.is_complete(Source(0))
-    index.apply(Source(0), [Cleared(), stored([1] * SIZE, [1])])
-    assert index.is_complete(Source(0))
+    assert not index.is_complete(EventSource(0))
+    index.apply(EventSource(0), [AllBlocksCleared(), stored([1] * SIZE, [1])])
+    assert index.is_complete(EventSource(0))
 
 
 def test_media_and_block_sizes_of_a_hostile_engine_are_bounded() -> None:
     index, tokens = KvIndex(), list(range(2_000))
-    index.apply(Source(1), [stored(tokens[:8], [1, 2])])
+    index.apply(EventSource(1), [stored(tokens[:8], [1, 2])])
     for number in range(2_000):
-        index.apply(Source(0), [stored([7] * SIZE, [number], medium=f"M{number}")])
+        index.apply(EventSource(0), [stored([7] * SIZE, [number], medium=f"M{number}")])
     for size in range(1, 2_000):
-        index.apply(Source(2), [Stored((size,), None, tuple(tokens[:size]), size)])
+        index.apply(EventSource(2), [BlocksStored((size,), None, tuple(tokens[:size]), size)])
     assert index.blocks_held(0) == 4
     assert len(index.keys(tokens, adapter=None, salt=None)) <= 4
     assert held(index, tokens)[1] == 8.0, "honest engines are followed"
-    assert [index.is_complete(Source(row)) for row in range(3)] == [False, True, False]
+    assert [index.is_complete(EventSource(row)) for row in range(3)] == [False, True, False]
 
 
 def test_a_medium_that_is_empty_makes_room_for_another() -> None:
     index = KvIndex()
     for number in range(20):
-        index.apply(Source(0), [stored([7] * SIZE, [1], medium=f"M{number}")])
+        index.apply(EventSource(0), [stored([7] * SIZE, [1], medium=f"M{number}")])
         assert held(index, [7] * SIZE) == {0: 0.8 * SIZE}
-        index.apply(Source(0), [Removed((1,))])
-    assert index.is_complete(Source(0))
+        index.apply(EventSource(0), [BlocksRemoved((1,))])
+    assert index.is_complete(EventSource(0))

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.admission.buckets import Limit
-from extproc.core.peers import Alive, EventBatch, PeerEvent, Spent, encode
+from extproc.core.peers import EventBatch, LimitSpent, PeerEvent, ProcessAlive, encode_events
 from extproc.metrics.registry import Metrics
-from extproc.replication.buses import LocalBus
+from extproc.replication.buses import LocalBus, RedisBus, RedisUnusable
 from extproc.replication.peers import Peers
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-SPENT = Spent("here", "default/chat/0/requests/acme", Limit(1.0, 10.0), 1.0)
+SPENT = LimitSpent("here", "default/chat/0/requests/acme", Limit(1.0, 10.0), 1.0)
 
 
 class MemoryBus:
@@ -56,29 +57,29 @@ def test_what_comes_over_two_buses_is_repeated_once() -> None:
         one, other = (Peers([MemoryBus(wire) for wire in wires], metrics(), origin=name) for name in "ab")
         async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(one.run(hear=lambda _: None, beat=lambda: None)),
-                tasks.create_task(other.run(hear=lambda batch: heard.extend(batch.events), beat=lambda: None)),
+                tasks.create_task(one.run(on_batch=lambda _: None, heartbeat=lambda: None)),
+                tasks.create_task(other.run(on_batch=lambda batch: heard.extend(batch.events), heartbeat=lambda: None)),
             ]
             for number in range(1, 4):
-                one.tell(SPENT)
+                one.publish(SPENT)
                 await until(lambda number=number: len(heard) >= number)  # type: ignore[misc]
-            one.tell(Alive([]))
-            await until(lambda: Alive([]) in heard)
+            one.publish(ProcessAlive([]))
+            await until(lambda: ProcessAlive([]) in heard)
             for task in running:
                 task.cancel()
 
     asyncio.run(talk())
-    assert heard == [SPENT, SPENT, SPENT, Alive([])]
+    assert heard == [SPENT, SPENT, SPENT, ProcessAlive([])]
 
 
 def test_a_batch_that_cannot_be_repeated_does_not_end_the_process(caplog: pytest.LogCaptureFixture) -> None:
     found = metrics()
     peers = Peers([], found, origin="a")
 
-    def hear(batch: EventBatch) -> None:
+    def on_batch(batch: EventBatch) -> None:
         raise OverflowError(batch.origin)
 
-    peers._receive(hear, encode(EventBatch("b", [Alive([])], 1)))
+    peers._receive(on_batch, encode_events(EventBatch("b", [ProcessAlive([])], 1)))
     assert "could not be repeated" in caplog.text
     assert found.registry.get_sample_value("attache_shared_messages_total", {"result": "failed"}) == 1
 
@@ -87,12 +88,22 @@ def test_batches_without_a_number_are_all_repeated() -> None:
     heard: list[EventBatch] = []
     peers = Peers([], metrics(), origin="a")
     for _ in range(2):
-        peers._receive(heard.append, encode(EventBatch("b", [SPENT])))
+        peers._receive(heard.append, encode_events(EventBatch("b", [SPENT])))
     assert len(heard) == 2
 
 
 @pytest.mark.parametrize(
-    "payload", [b"", b"\xc1", b"\x91\xa1\xff", b"\x93\xa1\xff\x90\x01", b"\x91" * 200_000, b"[]", b"\xff" * 9]
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\x91\xa1\xff",
+        b"\x93\xa1\xff\x90\x01",
+        b"\x91" * 200_000,
+        b"[]",
+        b"\xff" * 9,
+        b"\x92\xa1a\x91\x91\xa5\x1b[2J\n",
+    ],
 )
 def test_a_message_that_is_no_batch_is_counted_and_told_once(payload: bytes, caplog: pytest.LogCaptureFixture) -> None:
     found = metrics()
@@ -100,7 +111,49 @@ def test_a_message_that_is_no_batch_is_counted_and_told_once(payload: bytes, cap
     for _ in range(3):
         peers._receive(lambda _: None, payload)
     assert found.registry.get_sample_value("attache_shared_messages_total", {"result": "unreadable"}) == 3
-    assert caplog.text.count("cannot be read") == 1
+    (line,) = caplog.messages
+    assert "cannot be read" in line
+    assert line.isprintable()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"$x\r\n", b"*2\r\n$1\r\na\r\n", b"\xff\xfe\r\n", b"+OK\r\n" * 9, b"_\r\n", b"HTTP/1.1 400\r\n"]
+)
+async def test_what_is_not_redis_protocol_ends_no_bus(answer: bytes) -> None:
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        try:
+            await reader.read(1)
+            writer.write(answer)
+            await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        bus = RedisBus(f"redis://127.0.0.1:{port}", "attache")
+        running = asyncio.create_task(bus.run(lambda _: None))
+        await eventually(lambda: connections >= 2 or running.done())
+        assert not running.done()
+        with pytest.raises(OSError, match=r"[A-Za-z]"):
+            await bus.send(b"x")
+        running.cancel()
+        await asyncio.wait([running])
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://:s3cret/x@h:1", "redis://h:x", "http://s3cret@h:1", "redis://h:99999", "redis://h:1?db=s3cret"]
+)
+def test_what_is_no_url_of_a_redis_is_told_without_its_password(url: str) -> None:
+    with pytest.raises(RedisUnusable, match="write redis://") as refused:
+        RedisBus(url, "attache")
+    assert "s3cret" not in str(refused.value)
+    assert refused.value.__cause__ is None
 
 
 async def test_a_bus_between_workers_can_be_run_again(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from extproc.errors import BadRequest
 from extproc.protocol import Api
 from extproc.request.anthropic import chat_of
-from extproc.request.parsing import parse
+from extproc.request.body_parser import parse_body
 
 CACHE: Final = {"cache_control": {"type": "ephemeral"}}
 PICTURE: Final = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGVsbG8="}}
@@ -30,11 +30,13 @@ def body(*messages: tuple[str, Any], **fields: object) -> bytes:
 
 
 def prompt(*messages: tuple[str, Any], **fields: object) -> bytes:
-    return parse(Api.MESSAGES, body(*messages, **fields)).prompt
+    return parse_body(Api.MESSAGES, body(*messages, **fields)).prompt
 
 
 def test_a_request_is_read() -> None:
-    request = parse(Api.MESSAGES, body(("user", "hello"), stream=True, system="be short", thinking={"type": "enabled"}))
+    request = parse_body(
+        Api.MESSAGES, body(("user", "hello"), stream=True, system="be short", thinking={"type": "enabled"})
+    )
     assert (request.model, request.is_streamed, request.max_output_tokens) == ("m", True, 7)
     assert not request.leaves_usage_out, "its streams end with usage, and it cannot be asked for"
     assert request.prompt.index(b"be short") < request.prompt.index(b"hello")
@@ -42,7 +44,7 @@ def test_a_request_is_read() -> None:
 
 def test_the_same_conversation_has_the_same_prefix_by_either_api() -> None:
     chat = {"model": "m", "messages": [{"role": "system", "content": "be short"}, {"role": "user", "content": "hé"}]}
-    assert prompt(("user", "hé"), system="be short") == parse(Api.CHAT, json.dumps(chat).encode()).prompt
+    assert prompt(("user", "hé"), system="be short") == parse_body(Api.CHAT, json.dumps(chat).encode()).prompt
 
 
 def test_what_clients_move_from_turn_to_turn_is_no_part_of_the_prompt() -> None:
@@ -91,31 +93,49 @@ def test_tools_results_thoughts_and_pictures_are_told_apart() -> None:
 
 def test_pictures_are_counted_and_their_bytes_are_not_text() -> None:
     nested = {**RESULT, "content": [text("see"), PICTURE]}
-    request = parse(Api.MESSAGES, body(("user", [text("look"), PICTURE, nested])))
+    request = parse_body(Api.MESSAGES, body(("user", [text("look"), PICTURE, nested])))
     assert request.media.tokens == 2_000
     assert request.text_bytes < len(request.prompt) - 100
     assert not request.is_text
 
 
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "redacted_thinking", "data": "x" * 4_000},
+        {"type": "search_result", "source": "a", "title": "b", "content": [text("x" * 4_000)]},
+        {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x" * 4_000}},
+        {"type": "document", "source": PICTURE["source"], "context": "x" * 4_000},
+        {**RESULT, "content": [{"type": "tool_reference", "tool_name": "x" * 4_000}]},
+    ],
+)
+def test_text_in_every_block_counts_and_tells_prompts_apart(block: dict[str, Any]) -> None:
+    content = body(("user", [text("hello"), block]))
+    request = parse_body(Api.MESSAGES, content)
+    assert request.text_bytes > 4_000
+    assert request.prompt != parse_body(Api.MESSAGES, content.replace(b"x" * 4_000, b"y" * 4_000)).prompt
+    assert prompt(("user", [text("hello"), {**block, **CACHE}])) == request.prompt
+
+
 def test_counting_tokens_computes_nothing_that_could_be_cached() -> None:
-    request = parse(Api.COUNT_TOKENS, body(("user", "hello" * 100)))
+    request = parse_body(Api.COUNT_TOKENS, body(("user", "hello" * 100)))
     assert (request.prompt, request.answers, request.asks_for_usage) == (b"", 0, False)
 
 
 @pytest.mark.parametrize("messages", ["hello", [{"content": "hello"}], [7]])
 def test_a_body_of_another_shape_is_refused(messages: object) -> None:
     with pytest.raises(BadRequest, match=r"messages|role"):
-        parse(Api.MESSAGES, json.dumps({"model": "m", "messages": messages}).encode())
+        parse_body(Api.MESSAGES, json.dumps({"model": "m", "messages": messages}).encode())
 
 
 @pytest.mark.parametrize("content", [None, 7, {"type": "text"}, [7], [["x"]], [{"type": 7}]])
 def test_what_is_no_content_is_the_engines_to_refuse(content: object) -> None:
-    assert parse(Api.MESSAGES, body(("user", content), system=content, tools=content)).model == "m"
+    assert parse_body(Api.MESSAGES, body(("user", content), system=content, tools=content)).model == "m"
 
 
 def test_a_large_body_is_renamed_without_reading_its_messages_again() -> None:
     large = body(("user", "x" * 20_000), ("assistant", [text("y" * 20_000)]))
-    request = parse(Api.MESSAGES, large)
+    request = parse_body(Api.MESSAGES, large)
     assert request.contents is not None
     start, end = request.contents
     assert large[start:end].startswith(b'"xx')

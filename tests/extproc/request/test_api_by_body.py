@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from extproc.protocol import Api
-from extproc.request.parsing import api_by_body
+from extproc.request.body_parser import api_by_body
 
 CLAUDE = {"anthropic-version": "2023-06-01"}
 

@@ -12,7 +12,7 @@ import pytest
 from bench.fuzz.mutants import content_of
 from extproc.errors import BadRequest
 from extproc.protocol import Api
-from extproc.request.parsing import parse
+from extproc.request.body_parser import parse_body
 
 if TYPE_CHECKING:
     from extproc.request.model import InferenceRequest
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def test_speech_is_as_long_as_its_text() -> None:
     text = "a" * 298
-    asked = parse(Api.SPEECH, json.dumps({"model": "m", "input": text, "voice": "alloy"}).encode())
+    asked = parse_body(Api.SPEECH, json.dumps({"model": "m", "input": text, "voice": "alloy"}).encode())
     assert asked.prompt == f'"{text}'.encode()
     # 300 characters with their quotes: 20 seconds
     assert (asked.answers, asked.max_output_tokens) == (1, 500)
@@ -37,7 +37,7 @@ def wav(seconds: int, *, samples_per_s: int = 16_000, channels: int = 1, bits: i
 
 def transcription(file: bytes, **fields: object) -> InferenceRequest:
     content, content_type = content_of(Api.TRANSCRIPTIONS, {"model": "m", **fields, "file": file})
-    return parse(Api.TRANSCRIPTIONS, content, {"content-type": content_type})
+    return parse_body(Api.TRANSCRIPTIONS, content, {"content-type": content_type})
 
 
 def test_audio_counts_by_its_seconds() -> None:
@@ -80,7 +80,7 @@ def test_a_transcription_needs_a_file() -> None:
     for fields in ({"model": "m"}, {"model": "m", "file": "text"}):
         content, content_type = content_of(Api.TRANSCRIPTIONS, fields)
         with pytest.raises(BadRequest) as caught:
-            parse(Api.TRANSCRIPTIONS, content, {"content-type": content_type})
+            parse_body(Api.TRANSCRIPTIONS, content, {"content-type": content_type})
         assert caught.value.param == "file"
 
 

@@ -7,12 +7,12 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.errors import BadRequest
 from extproc.protocol import Api
-from extproc.request.bounds import (
+from extproc.request.body_parser import (
     MOST_COMMAS,
     MOST_MEMBERS,
     MOST_OBJECTS,
@@ -21,8 +21,9 @@ from extproc.request.bounds import (
     Counts,
     check_bounds,
     count_outside_strings,
+    parse_body,
 )
-from extproc.request.parsing import parse
+from tests.examples import examples
 
 
 def chat(messages: int) -> bytes:
@@ -32,14 +33,14 @@ def chat(messages: int) -> bytes:
 @pytest.mark.parametrize("role", [b'"role"', b'"rol\\u0065"', b'"role" \n'])
 def test_a_body_of_empty_messages_is_refused_however_it_is_written(role: bytes) -> None:
     with pytest.raises(BadRequest, match="more than 16384 JSON objects"):
-        parse(Api.CHAT, chat(150_000).replace(b'"role"', role))
+        parse_body(Api.CHAT, chat(150_000).replace(b'"role"', role))
 
 
 def test_the_bound_is_exact() -> None:
     # the body itself is an object, too
-    assert parse(Api.CHAT, chat(MOST_OBJECTS - 1)).model == "m"
+    assert parse_body(Api.CHAT, chat(MOST_OBJECTS - 1)).model == "m"
     with pytest.raises(BadRequest):
-        parse(Api.CHAT, chat(MOST_OBJECTS))
+        parse_body(Api.CHAT, chat(MOST_OBJECTS))
 
 
 def test_a_body_of_many_fields_is_refused() -> None:
@@ -51,7 +52,7 @@ def test_a_body_of_many_fields_is_refused() -> None:
 @pytest.mark.parametrize("text", ['{ "a": 1, "b\\": {} } ', "\\", '\\"{:', '"{:\\'])
 def test_text_may_have_as_many_braces_and_colons_as_it_likes(text: str) -> None:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text * 400_000}]}).encode()
-    assert parse(Api.CHAT, body).model == "m"
+    assert parse_body(Api.CHAT, body).model == "m"
 
 
 values = st.recursive(
@@ -77,12 +78,14 @@ def counted(value: object) -> Counts:
     return own
 
 
+@settings(max_examples=examples(250))
 @given(values)
 def test_objects_and_members_are_counted_as_a_decoder_counts_them(value: object) -> None:
     body = json.dumps(value, ensure_ascii=False).encode()
     assert count_outside_strings(np.frombuffer(body, np.uint8), is_inside=False) == (counted(value), False)
 
 
+@settings(max_examples=examples(250))
 @given(values, st.integers(min_value=1))
 def test_a_text_may_be_counted_in_pieces(value: object, cut: int) -> None:
     body = json.dumps(value, ensure_ascii=False).encode()
@@ -98,7 +101,7 @@ def test_bodies_longer_than_a_chunk_are_counted_as_a_whole() -> None:
     # every escape is divided by some multiple of the chunk's size minus a few bytes
     for pad in range(6):
         text = "x" * pad + '\\"{:,' * 700_000
-        assert parse(Api.CHAT, json.dumps({"model": "m", "messages": [{"role": "u", "content": text}]}).encode())
+        assert parse_body(Api.CHAT, json.dumps({"model": "m", "messages": [{"role": "u", "content": text}]}).encode())
 
 
 @pytest.mark.parametrize(
@@ -113,13 +116,13 @@ def test_bodies_longer_than_a_chunk_are_counted_as_a_whole() -> None:
 )
 def test_a_list_of_more_prompts_or_tokens_than_any_real_one_is_refused(prompt: bytes) -> None:
     with pytest.raises(BadRequest, match="fewer messages or prompts"):
-        parse(Api.COMPLETIONS, b'{"model":"m","prompt":[' + prompt + b"]}")
+        parse_body(Api.COMPLETIONS, b'{"model":"m","prompt":[' + prompt + b"]}")
 
 
 def test_a_million_tokens_and_texts_full_of_commas_pass() -> None:
     tokens = b'{"model":"m","prompt":[' + b"12," * 1_000_000 + b"1]}"
-    assert parse(Api.COMPLETIONS, tokens).prompts.token_ids == 1_000_001
-    assert parse(Api.COMPLETIONS, b'{"model":"m","prompt":"' + b"," * 2 * MOST_COMMAS + b'"}').model == "m"
+    assert parse_body(Api.COMPLETIONS, tokens).prompts.token_ids == 1_000_001
+    assert parse_body(Api.COMPLETIONS, b'{"model":"m","prompt":"' + b"," * 2 * MOST_COMMAS + b'"}').model == "m"
 
 
 @pytest.mark.parametrize(
@@ -127,4 +130,4 @@ def test_a_million_tokens_and_texts_full_of_commas_pass() -> None:
 )
 def test_other_fields_are_not_as_long_as_prompts(rest: bytes) -> None:
     with pytest.raises(BadRequest, match="beside the messages"):
-        parse(Api.CHAT, b'{"model":"m","messages":[{"role":"u","content":"hello"}],' + rest + b"}")
+        parse_body(Api.CHAT, b'{"model":"m","messages":[{"role":"u","content":"hello"}],' + rest + b"}")

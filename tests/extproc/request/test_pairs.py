@@ -10,7 +10,7 @@ import pytest
 
 from extproc.errors import BadRequest
 from extproc.protocol import Api
-from extproc.request.parsing import parse
+from extproc.request.body_parser import parse_body
 
 if TYPE_CHECKING:
     from extproc.request.model import InferenceRequest
@@ -20,11 +20,11 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO
 
 
 def rerank(query: object, documents: object) -> InferenceRequest:
-    return parse(Api.RERANK, json.dumps({"model": "m", "query": query, "documents": documents}).encode())
+    return parse_body(Api.RERANK, json.dumps({"model": "m", "query": query, "documents": documents}).encode())
 
 
 def score(**fields: object) -> InferenceRequest:
-    return parse(Api.SCORE, json.dumps({"model": "m", **fields}).encode())
+    return parse_body(Api.SCORE, json.dumps({"model": "m", **fields}).encode())
 
 
 def test_a_query_counts_once_for_each_document() -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from extproc.protocol import Api
-from extproc.request.parsing import parse
+from extproc.request.body_parser import parse_body
 from extproc.request.rewrite import is_plain, span_of, with_changes
+from tests.examples import examples
 
 CHANGES: dict[str, object] = {"model": "b", "stream_options": {"include_usage": True}}
 # longer than what parse gives no span for
@@ -87,6 +88,7 @@ def check(body: bytes, changed: bytes) -> None:
     assert members(changed) == list(expected.items())
 
 
+@settings(max_examples=examples(250))
 @given(objects())
 @example(b'{"model":"a","mod\\u0065l":"evil","contents":1}')
 @example(b'{"contents":{"model":"nested"},"x":"\\"model\\":\\"text\\"","model":"a"}')
@@ -95,6 +97,7 @@ def test_only_the_changes_change(body: bytes) -> None:
     check(body, with_changes(body, CHANGES))
 
 
+@settings(max_examples=examples(250))
 @given(objects())
 @example(b'{"contents":[1],"model":"a","contents":[2]}')
 @example(b'{"model":{"contents":1},"contents":2}')
@@ -108,12 +111,13 @@ def test_the_span_of_the_contents_makes_no_difference(body: bytes) -> None:
     assert with_changes(body, CHANGES, span) == with_changes(body, CHANGES)
 
 
+@settings(max_examples=examples(250))
 @given(st.lists(values, min_size=1, max_size=4), st.booleans(), values)
 def test_conversations_with_long_contents_are_changed_alike(contents: list[Any], is_first: bool, tools: object) -> None:
     messages = [{"role": "user", "content": content, "name": PLACEHOLDER} for content in [*contents, LONG]]
     fields = {"model": "a", "messages": messages, "tools": tools, "stream": True}
     body = json.dumps(fields if is_first else dict(reversed(fields.items())), indent=1).encode()
-    span = parse(Api.CHAT, body).contents
+    span = parse_body(Api.CHAT, body).contents
     assert span is not None
 
     changed = with_changes(body, CHANGES, span)

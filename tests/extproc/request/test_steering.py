@@ -10,9 +10,8 @@ import pytest
 
 from extproc.errors import BadRequest
 from extproc.protocol import Api
-from extproc.request.bounds import MOST_OBJECTS
+from extproc.request.body_parser import MOST_OBJECTS, parse_body, steering_of_unread
 from extproc.request.model import STEERING_FIELDS
-from extproc.request.parsing import parse, steering_of_unread
 
 HELLO = [{"role": "user", "content": "hello"}]
 BODIES = {
@@ -30,23 +29,23 @@ BODIES = {
 @pytest.mark.parametrize("api", BODIES)
 def test_they_are_found_beside_the_others_and_in_what_vllm_passes_on(api: Api, name: str) -> None:
     plain = {"model": "m", **BODIES[api]}
-    assert parse(api, json.dumps(plain | {"vllm_xargs": {"ngram_size": 30}}).encode()).internal_fields == ()
+    assert parse_body(api, json.dumps(plain | {"vllm_xargs": {"ngram_size": 30}}).encode()).internal_fields == ()
     for steering in ({name: 1}, {"vllm_xargs": {"ngram_size": 30, name: "a"}}):
         body = json.dumps(plain | steering).encode()
-        assert parse(api, body).internal_fields == (name,)
+        assert parse_body(api, body).internal_fields == (name,)
         assert steering_of_unread(body) == (name,)
 
 
 @pytest.mark.parametrize("arguments", [None, [], "kv_transfer_params", 7])
 def test_what_is_no_object_is_for_the_engine_to_refuse(arguments: object) -> None:
     body = json.dumps({"model": "m", "messages": HELLO, "vllm_xargs": arguments}).encode()
-    assert parse(Api.CHAT, body).internal_fields == ()
+    assert parse_body(Api.CHAT, body).internal_fields == ()
 
 
 def test_a_body_beyond_our_bounds_hides_none() -> None:
     many = json.dumps({"pad": [{}] * (MOST_OBJECTS + 1), "model": "m", "messages": HELLO, "kv_transfer_params": {}})
     with pytest.raises(BadRequest):
-        parse(Api.CHAT, many.encode())
+        parse_body(Api.CHAT, many.encode())
     assert steering_of_unread(many.encode()) == ("kv_transfer_params",)
 
 

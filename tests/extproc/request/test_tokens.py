@@ -10,7 +10,7 @@ import pytest
 
 from extproc.errors import BadRequest
 from extproc.protocol import Api
-from extproc.request.parsing import parse
+from extproc.request.body_parser import parse_body
 from extproc.request.tokens import tokens_in
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def generate(**fields: object) -> InferenceRequest:
     sent = {"model": "m", "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 7, "n": 2}, **fields}
-    return parse(Api.GENERATE, json.dumps(sent).encode())
+    return parse_body(Api.GENERATE, json.dumps(sent).encode())
 
 
 def test_a_request_is_read() -> None:

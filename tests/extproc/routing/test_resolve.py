@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.errors import UnknownModel
 from extproc.routing.resolve import Destination, ListedModel, RoutingTable
 
@@ -50,7 +50,7 @@ spec:
     - modelMatch: {headers: {x-team: {prefix: te}}}
       targetModels: [{modelServerName: stable}, {modelServerName: canary, weight: 0}]
 """
-TABLE = RoutingTable(load({"all.yaml": CONFIG}))
+TABLE = RoutingTable(load_snapshot({"all.yaml": CONFIG}))
 
 
 def resolve(model: str, path: str = "/v1/chat/completions", **headers: str) -> Destination:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import random
 import time
 from typing import TYPE_CHECKING
 
@@ -15,15 +13,12 @@ import msgspec
 import pytest
 
 from bench.stack.processes import free_ports
-from extproc.api.load import load
-from extproc.api.status_pages import DEMAND_PATH, ConfigReport, Demand, completed
-from extproc.core.core import Core
-from extproc.core.record import Head
+from extproc.api.status_pages import DEMAND_PATH, ConfigReport, Demand, complete_status
 from extproc.metrics.exposition import Registry
-from extproc.protocol import Api
 from extproc.runtime import demand_watch
 from extproc.runtime.demand_watch import MOST_WATCHERS, DemandWatch
 from extproc.runtime.pages import serve_pages
+from tests.extproc.scenes import core_of, request
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -31,23 +26,9 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
+    from extproc.core.core import Core
+
 SERVER = "default/llama"
-CONFIGURATION = b"""
-apiVersion: attache.dev/v1alpha1
-kind: ModelServer
-metadata: {name: llama}
-spec:
-  model: m
-  endpoints: [%s]
-  flowControl: {}
----
-apiVersion: attache.dev/v1alpha1
-kind: ModelRoute
-metadata: {name: chat}
-spec:
-  modelName: m
-  rules: [{targetModels: [{modelServerName: llama}]}]
-"""
 
 
 class Page:
@@ -60,16 +41,14 @@ class Page:
         self.runner = runner
 
     def arrive(self) -> str:
-        head = Head("POST", "/v1/chat/completions", {}, has_body=True)
-        arrival = self.core.intake.receive(Api.CHAT, head, json.dumps({"model": "m", "messages": []}).encode())
-        own, _ = self.core.arrive(arrival, time.monotonic())  # noqa: TID251 - a real clock for a real page
-        self.watch.look()
+        own, _ = self.core.arrive(request(self.core), time.monotonic())  # noqa: TID251 - a real clock for a real page
+        self.watch.notify_followers()
         return own.ticket
 
 
 @contextlib.asynccontextmanager
 async def page(endpoints: str = "") -> AsyncIterator[Page]:
-    core = Core(load({"a.yaml": CONFIGURATION % endpoints.encode()}), rng=random.Random(0), ticket_prefix="t")
+    core = core_of(servers={"llama": f"flowControl: {{}}\nendpoints: [{endpoints}]"})
     watch = DemandWatch(core, time.monotonic)  # noqa: TID251 - a real clock for a real page
     port = free_ports(1)[0]
     runner = await serve_pages(
@@ -239,7 +218,7 @@ async def test_followers_are_few_and_make_room_when_they_leave() -> None:
         async with http.get(url) as refused:
             assert refused.status == 503
         answers[0].close()
-        await eventually(lambda: stand.watch.has_room)
+        await eventually(lambda: stand.watch.accepts_followers)
         async with http.get(url) as welcome:
             assert welcome.status == 200
 
@@ -270,10 +249,10 @@ async def test_what_changes_say_is_what_whole_lines_say() -> None:
         async with http.get(f"{stand.url}?watch=changes") as answer:
             known: Demand | None = None
             for at in range(4):
-                known = completed(await next_line(answer), known)
+                known = complete_status(await next_line(answer), known)
                 assert known is not None
                 if at == 1:
-                    stand.core.leave(stand.arrive(), time.monotonic())  # noqa: TID251 - a real clock
+                    stand.core.on_disconnect(stand.arrive(), time.monotonic())  # noqa: TID251 - a real clock
         async with http.get(stand.url) as answer:
             whole = msgspec.json.decode(await answer.read(), type=Demand)
     assert known.servers == whole.servers

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import msgspec
+from aiohttp import web
 
-from bench.sizes.configuration import Gateway, Sizes, configuration
+from bench.sizes.configuration import GatewayPorts, Sizes, configuration
 from bench.stack.processes import free_ports
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.api.status_pages import ConfigReport, EndpointLoad
 from extproc.core.core import Core
 from extproc.metrics.registry import Metrics
+from extproc.runtime import pages
 from extproc.runtime.demand_watch import DemandWatch
 from extproc.runtime.pages import serve_pages
 from tests.waiting import eventually
@@ -33,8 +35,8 @@ SIZES = Sizes(models=100, routes=100, hosts=1, adapters=1, endpoints=5_000)
 @contextlib.asynccontextmanager
 async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[int, list[int], Core]]:
     """The port, the lengths of the pieces of /metrics, and the core."""
-    files = configuration(SIZES, Gateway("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", 80), "Open")
-    core = Core(load(files), rng=random.Random(0), ticket_prefix="t")
+    files = configuration(SIZES, GatewayPorts("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", 80), "Open")
+    core = Core(load_snapshot(files), rng=random.Random(0), ticket_prefix="t")
     clock = asyncio.get_running_loop().time
     metrics = Metrics(core.pools.values, lambda: 0.0, clock)
     whole, written = metrics.registry.pieces, list[int]()
@@ -90,6 +92,13 @@ async def test_the_event_loop_turns_between_two_pieces_of_a_page(monkeypatch: py
 
 async def test_nothing_is_written_for_a_reader_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("extproc.runtime.pages._SLOWEST_S", 0.2)
+    is_taken, write = list[bool](), pages._written
+
+    async def note(request: web.Request, answer: web.StreamResponse, content: bytes) -> bool:
+        is_taken.append(await write(request, answer, content))
+        return is_taken[-1]
+
+    monkeypatch.setattr(pages, "_written", note)
     async with served(monkeypatch) as (port, written, _):
         slow = socket.socket()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -97,10 +106,9 @@ async def test_nothing_is_written_for_a_reader_that_does_not_read(monkeypatch: p
         loop = asyncio.get_running_loop()
         await loop.sock_connect(slow, ("127.0.0.1", port))
         await loop.sock_sendall(slow, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
-        await eventually(lambda: bool(written))
-        await asyncio.sleep(0.5)
-        so_far = sum(written)
         # it is let go
+        await eventually(lambda: is_taken[-1:] == [False])
+        so_far = sum(written)
         with contextlib.suppress(ConnectionResetError):
             while await loop.sock_recv(slow, 65536):
                 pass

@@ -4,70 +4,50 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import random
 from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.load import load
-from extproc.core.core import Core
-from extproc.core.effects import Decision, Fault, Hold, Refused, WakeAt
-from extproc.core.record import Head
+from extproc.core.effects import Decision, Fault, Hold, RequestRefused, WakeAt
 from extproc.core.states import State
 from extproc.errors import InternalError, QueueTimeout
 from extproc.feeds.engine_access import EngineAccess
+from extproc.feeds.guards import Guards
 from extproc.feeds.tokens import Tokenizers
 from extproc.metrics.registry import Metrics
-from extproc.protocol import Api
-from extproc.runtime.performer import Performer
+from extproc.runtime.performer import Performer, Services
+from tests.extproc.scenes import ONE_AT_A_TIME, core_of, endpoints, request
 
 if TYPE_CHECKING:
     from extproc.core.effects import RequestEffect
 
-CONFIG = b"""
-apiVersion: attache.dev/v1alpha1
-kind: ModelServer
-metadata: {name: llama}
-spec:
-  model: m
-  scrapeInterval: 0s
-  endpoints: [{address: "10.0.0.1:8000"}]
-  flowControl:
-    saturation: {queueDepth: null, kvUsage: null, maxWait: null, maxRequests: 1}
-    timeout: 50ms
----
-apiVersion: attache.dev/v1alpha1
-kind: ModelRoute
-metadata: {name: chat}
-spec:
-  modelName: m
-  rules: [{targetModels: [{modelServerName: llama}]}]
+SPEC = f"""
+scrapeInterval: 0s
+flowControl: {{{ONE_AT_A_TIME}, timeout: 50ms}}
+{endpoints("10.0.0.1:8000")}
 """
-BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
 
 
 class Shell:
     """A performer over one engine that takes one request at a time. Made inside the event loop."""
 
     def __init__(self) -> None:
-        self.core = Core(load({"a.yaml": CONFIG}), rng=random.Random(0), ticket_prefix="t")
+        self.core = core_of(servers={"llama": SPEC})
         self.clock = asyncio.get_running_loop().time
         metrics = Metrics(lambda: list(self.core.pools.values()), lambda: 0.0, self.clock)
-        tokenizers = Tokenizers(metrics, EngineAccess({}, self.clock))
+        access = EngineAccess({}, self.clock)
+        services = Services(Tokenizers(metrics, access), Guards(access, clock=self.clock, source="urn:x"))
         self.performer = Performer(
             self.core,
             metrics,
             clock=self.clock,
-            tokenizers=tokenizers,
-            limits=None,
-            tell=lambda _: None,
+            services=services,
+            publish=lambda _: None,
             load=lambda _: None,
         )
 
     def arrive(self) -> RequestEffect:
-        head = Head("POST", "/v1/chat/completions", {}, has_body=True)
-        own, effects = self.core.arrive(self.core.intake.receive(Api.CHAT, head, BODY), self.clock())
+        own, effects = self.core.arrive(request(self.core), self.clock())
         self.performer.perform(effects, own)
         return own
 
@@ -77,7 +57,7 @@ class Shell:
         return own, asyncio.create_task(self.performer.answer_to(own))
 
     def close(self, ticket: str) -> None:
-        self.performer.perform(self.core.leave(ticket, self.clock()))
+        self.performer.perform(self.core.on_disconnect(ticket, self.clock()))
 
 
 async def test_a_stream_cancelled_between_its_decision_and_its_turn_frees_the_engine_for_the_next() -> None:
@@ -85,7 +65,7 @@ async def test_a_stream_cancelled_between_its_decision_and_its_turn_frees_the_en
     first = shell.arrive()
     (held, waiting), (_, next_waiting) = shell.held(), shell.held()
     await asyncio.sleep(0)
-    shell.performer.perform(shell.core.finish(first.ticket, shell.clock()))
+    shell.performer.perform(shell.core.on_stream_closed(first.ticket, shell.clock()))
     # the decision is delivered here, and the stream has not run yet
     shell.performer.perform(shell.core.tick(shell.clock()))
     waiting.cancel()
@@ -95,7 +75,7 @@ async def test_a_stream_cancelled_between_its_decision_and_its_turn_frees_the_en
 
     decision = await next_waiting
     assert isinstance(decision, Decision)
-    assert shell.core.count(State.RUNNING) == 1
+    assert shell.core.count_requests(State.RUNNING) == 1
     assert shell.core.pools["default/llama"].table.in_flight.sum() == 1
     assert shell.performer._waits == {}
 
@@ -120,7 +100,7 @@ async def test_a_request_that_waits_is_woken_at_its_timeout_though_nothing_else_
     _, waiting = shell.held()
     refused = await asyncio.wait_for(waiting, 120)
 
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RequestRefused)
     assert isinstance(refused.refusal, QueueTimeout)
 
 
@@ -131,7 +111,7 @@ async def test_a_wake_up_now_does_not_lose_the_one_that_was_asked_for_later() ->
     for at_s in (shell.clock() + 3600, 0.0):
         shell.performer.perform([WakeAt(at_s)])
 
-    assert isinstance(await asyncio.wait_for(waiting, 120), Refused)
+    assert isinstance(await asyncio.wait_for(waiting, 120), RequestRefused)
 
 
 async def test_the_cause_of_a_failed_decision_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -140,10 +120,10 @@ async def test_the_cause_of_a_failed_decision_is_logged(caplog: pytest.LogCaptur
     pool.picker = None  # type: ignore[assignment]  # the mistake
     own = shell.arrive()
 
-    assert isinstance(own, Refused)
+    assert isinstance(own, RequestRefused)
     assert isinstance(own.refusal, InternalError)
     assert "AttributeError" in caplog.text
-    assert isinstance(shell.arrive(), Refused)
+    assert isinstance(shell.arrive(), RequestRefused)
     assert caplog.text.count("AttributeError") == 1, "only the first of its kind"
 
 

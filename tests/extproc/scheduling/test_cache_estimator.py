@@ -8,8 +8,8 @@ import pytest
 from extproc.endpoints.table import EndpointTable
 from extproc.engines.metrics import CacheConfig
 from extproc.prefix.index import Turn, Turns, tail_of
-from extproc.prefix.kv_events import Stored
-from extproc.prefix.kv_index import KvIndex, Source
+from extproc.prefix.kv_events import BlocksStored
+from extproc.prefix.kv_index import EventSource, KvIndex
 from extproc.scheduling.cache_estimator import CacheEstimator, Prompt
 
 
@@ -56,8 +56,23 @@ def test_prompts_sent_before_a_change_of_block_size_are_still_known() -> None:
     caches.set_cache_config(0, CacheConfig(32, 100_000))
     assert caches.index.first_block_bytes == 32
     assert cached(caches, table, Prompt(b"a" * 2000 + b"b" * 100, "m")) == [0.0, 1920.0]
-    caches.forget(1)
+    caches.forget_endpoint(1)
     assert cached(caches, table, Prompt(b"a" * 2000 + b"b" * 100, "m")) == [0.0, 0.0]
+
+
+def test_what_an_old_block_size_has_is_kept_for_ten_minutes_and_nothing_if_it_is_empty() -> None:
+    caches, table = CacheEstimator(), table_of(2)
+    caches.set_cache_config(0, CacheConfig(16, 100_000))
+    assert caches._previous is None
+    caches, prompt = CacheEstimator(), Prompt(b"a" * 2000, "m")
+    caches.record_sent(1, caches.expect(prompt, table, 0.0), 0.0)
+    caches.set_cache_config(0, CacheConfig(16, 100_000))
+    longer = Prompt(b"a" * 2000 + b"b" * 100, "m")
+    assert cached(caches, table, longer, now=50.0)[1] > 0
+    assert cached(caches, table, longer, now=600.0)[1] > 0
+    # the request that finds it too old is the last to use it
+    assert cached(caches, table, longer, now=650.0)[1] > 0
+    assert cached(caches, table, longer, now=651.0)[1] == 0
 
 
 def test_capacity_is_what_the_engine_reports() -> None:
@@ -117,8 +132,8 @@ def test_events_overrule_the_approximate_index_with_a_complete_feed() -> None:
         caches.record_sent(row, caches.expect(Prompt(text, "m"), table, 0.0), 0.0)
     caches.set_feed_state(0, is_whole=True)
     caches.set_feed_state(1, is_whole=False)
-    caches.kv_index.apply(Source(0), [Stored((1,), None, tuple(tokens[:16]), 16)])
-    caches.kv_index.apply(Source(1), [Stored((1,), None, tuple(tokens[:16]), 16)])
+    caches.kv_index.apply(EventSource(0), [BlocksStored((1,), None, tuple(tokens[:16]), 16)])
+    caches.kv_index.apply(EventSource(1), [BlocksStored((1,), None, tuple(tokens[:16]), 16)])
     prompt = Prompt(text, "m", tokens=tokens)
     # by its own word 16; by the better of both 255; without a feed 255
     assert cached(caches, table, prompt, now=100.0) == [16.0, 255.0, 255.0]

@@ -15,7 +15,7 @@ import pytest
 from extproc.api.errors import ConfigInvalid
 from extproc.errors import NoEndpoint, Shed
 from extproc.llmd.profiles import BuiltPicker, picker_from_text
-from extproc.llmd.registry import BUILT_IN, Kind, PluginType, installed
+from extproc.llmd.registry import BUILT_IN, Kind, PluginType, installed_plugins
 from extproc.scheduling.external_plugins import try_out
 from extproc.scheduling.picker import Pick, View
 from extproc.scheduling.pickers import PrefixAware, PrefixAwareParameters
@@ -108,7 +108,7 @@ def test_what_a_scorer_gives_to_endpoints_that_are_out_does_not_matter() -> None
     view = busy()
     scores = plugin("scorer", lambda _, candidates: np.where(candidates, np.arange(candidates.size) / 9, np.nan))
     only = np.arange(view.table.is_active.size) < 2
-    assert built(scores).picker.pick(view.narrowed(only), rng=random.Random(0)).rows == [1, 0]
+    assert built(scores).picker.pick(view.with_candidates(only), rng=random.Random(0)).rows == [1, 0]
     assert view.failed == []
 
 
@@ -167,7 +167,7 @@ def test_where_a_picker_fails_the_default_picker_decides(order: Callable[..., ob
 
 
 def test_a_picker_that_names_more_than_it_is_asked_for_fails() -> None:
-    view = busy().narrowed(np.ones(8, np.bool_), choices=2)
+    view = busy().with_candidates(np.ones(8, np.bool_), choices=2)
     assert built(plugin("picker", lambda *_: [0, 1, 2])).picker.pick(view, rng=random.Random(0)).rows == [2, 1]
     assert [str(one).partition(" (")[0] for one in view.failed] == [
         "TypeError: 'order' returned [0, 1, 2]; return 1 to 2 different positions below 3"
@@ -353,7 +353,7 @@ def test_a_package_that_cannot_be_used_harms_only_the_file_that_names_it(
     name = f"odd_{abs(hash(source))}"
     install_plugin(tmp_path, source, {"theirs": f"{name}:THEIRS"}, name)
     monkeypatch.syspath_prepend(tmp_path)
-    known = installed()
+    known = installed_plugins()
     picker_from_text("epp.yaml", f"{HEADER}plugins: [{{type: queue-scorer}}]\n", known)
     with pytest.raises(ConfigInvalid, match=said):
         picker_from_text("epp.yaml", f"{HEADER}plugins: [{{type: theirs}}]\n", known)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.llmd.pickers import picker_notes, pickers_for
 
 SERVER = b"""
@@ -169,8 +169,6 @@ plugins:
 schedulingProfiles: [{name: default, plugins: [{pluginRef: here}, {pluginRef: gpu}]}]
 """,
         [
-            "engine 'mine': queuedRequestsSpec, loraSpec: no effect",
-            "engineLabelKey has no effect",
             "gpu: no endpoint has a value: no core-metrics-extractor has 'heat' in customMetrics; requests fail",
         ],
     ),
@@ -260,7 +258,7 @@ schedulingProfiles: [{name: prefill, plugins: []}, {name: decode, plugins: [{plu
 def test_a_file_is_loaded_and_what_has_no_effect_is_told(what: str, version: str) -> None:
     text, told = FILES[what]
     files = {"server.yaml": SERVER, "epp.yaml": f"apiVersion: {version}\nkind: EndpointPickerConfig{text}".encode()}
-    snapshot = load(files)
+    snapshot = load_snapshot(files)
     assert set(pickers_for(snapshot, {})) == {"default/llama"}
     notes = "\n".join(picker_notes(snapshot, tries_plugins=True))
     assert [one for one in told if one not in notes] == []

@@ -16,9 +16,11 @@ from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.outliers import record_failure
 from extproc.endpoints.table import EndpointConfig, EndpointTable
 from extproc.errors import NoEndpoint
+from extproc.scheduling.disaggregation import ExpectedSeconds, UncachedTokens
 from extproc.scheduling.picker import Demand, RequestFacts, View
 from extproc.scheduling.pickers import (
     CACHED,
+    LOCAL,
     NO_PREFILL,
     SENT_ON,
     PairParameters,
@@ -27,9 +29,10 @@ from extproc.scheduling.pickers import (
     PrefixAwareParameters,
 )
 
-PICKER = PrefillDecodePairs(
-    PairParameters("group", {"role": "prefill"}, {"role": "decode"}, 512.0), PrefixAware(PrefixAwareParameters())
-)
+ROLES = PairParameters("group", {"role": "prefill"}, {"role": "decode"})
+COSTS = PrefixAware(PrefixAwareParameters())
+PICKER = PrefillDecodePairs(ROLES, COSTS, ExpectedSeconds(512.0))
+BY_LENGTH = PrefillDecodePairs(ROLES, COSTS, UncachedTokens(512.0))
 
 
 def view_of(*endpoints: str, input_tokens: float = 4000.0, cached: dict[int, float] | None = None) -> View:
@@ -62,14 +65,45 @@ def test_a_prompt_that_is_nearly_cached_where_it_is_decoded_stays_there() -> Non
     assert (pick.rows[0], pick.prefill_row, pick.stage) == (1, None, CACHED)
     # 3488 of 4000 are cached: 512 missing is not less than 512
     view = view_of("p/a", "d/a", cached={1: 3488})
+    assert BY_LENGTH.pick(view, rng=random.Random(0)).prefill_row == 0
+    pick = PICKER.pick(view, rng=random.Random(0))
+    assert (pick.prefill_row, pick.stage) == (None, LOCAL)
+
+
+def test_answers_that_would_be_stopped_send_the_prefill_on() -> None:
+    view = view_of("p/a", "d/a", cached={1: 2000})
+    assert PICKER.pick(view, rng=random.Random(0)).prefill_row is None
+    for _ in range(20):
+        begin_request(view.table, 1, work=0, now=0.0)
     assert PICKER.pick(view, rng=random.Random(0)).prefill_row == 0
+
+
+def test_decode_engines_help_where_prefill_engines_have_a_queue() -> None:
+    view = view_of("p/a", "d/a")
+    assert PICKER.pick(view, rng=random.Random(0)).prefill_row == 0
+    begin_request(view.table, 0, work=500_000, now=0.0)
+    assert PICKER.pick(view, rng=random.Random(0)).prefill_row is None
+    # a rule by length alone waits in that queue
+    assert BY_LENGTH.pick(view, rng=random.Random(0)).prefill_row == 0
+
+
+def test_the_prefill_engine_with_the_faster_link_is_taken() -> None:
+    picker = PrefillDecodePairs(ROLES, COSTS, ExpectedSeconds(512.0))
+    for _ in range(100):
+        picker.transfers.learn("e0:1", "e2:1", tokens=4000, seconds=0.4)
+        picker.transfers.learn("e1:1", "e2:1", tokens=4000, seconds=0.1)
+    view = view_of("p/a", "p/a", "d/a")
+    for _ in range(20):
+        begin_request(view.table, 2, work=0, now=0.0)
+    for seed in range(10):
+        assert picker.pick(view, rng=random.Random(seed)).prefill_row == 1
 
 
 def test_a_group_without_a_ready_decode_engine_is_never_picked() -> None:
     view = view_of("p/a", "d/b", "p/b")
     begin_request(view.table, 2, work=500_000, now=0.0)
     for seed in range(20):
-        pick = PICKER.pick(view, rng=random.Random(seed))
+        pick = BY_LENGTH.pick(view, rng=random.Random(seed))
         assert (pick.rows, pick.prefill_row) == ([1], 2)
     view = view_of("p/a", "d/a", "p/b", "d/b")
     record_failure(view.table, 1, now=0.0)
@@ -79,6 +113,17 @@ def test_a_group_without_a_ready_decode_engine_is_never_picked() -> None:
 def test_a_group_without_prefill_serves_whole_requests() -> None:
     pick = PICKER.pick(view_of("d/a", "d/a"), rng=random.Random(0))
     assert (len(pick.rows), pick.prefill_row, pick.stage) == (2, None, NO_PREFILL)
+
+
+def test_decode_engines_that_cannot_prefill_never_get_a_prompt_alone() -> None:
+    roles = msgspec.structs.replace(ROLES, decodes_alone=False)
+    picker = PrefillDecodePairs(roles, COSTS, UncachedTokens(0))
+    short = view_of("d/a", "p/b", "d/b", input_tokens=10.0, cached={0: 10.0, 2: 10.0})
+    for seed in range(10):
+        pick = picker.pick(short, rng=random.Random(seed))
+        assert (pick.rows, pick.prefill_row) == ([2], 1)
+    with pytest.raises(NoEndpoint, match="No prefill engine"):
+        picker.pick(view_of("d/a", "d/b"), rng=random.Random(0))
 
 
 def test_without_any_decode_engine_the_refusal_says_so() -> None:

@@ -42,6 +42,13 @@ def test_usage_that_is_no_count_is_ignored(value: float | str) -> None:
     assert (found.prompt_tokens, found.completion_tokens, found.cached_tokens) == (None, 7, None)
 
 
+def test_parts_of_the_input_and_the_output_are_read() -> None:
+    counts = {"prompt_tokens": 9.0, "created_tokens": 4.0, "completion_tokens": 7.0, "reasoning_tokens": 5.0}
+    found = read_outcome(write(HttpAccessLogEntry(), "t", **counts))
+    assert (found.prompt_tokens, found.created_tokens) == (9, 4)
+    assert (found.completion_tokens, found.reasoning_tokens) == (7, 5)
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("1500", 0.0015), ("²", None), ("9" * 5000, None), ("-", None)])
 def test_a_time_that_is_no_number_is_unknown(text: str, seconds: float | None) -> None:
     entry = write(HttpAccessLogEntry(), "t")
@@ -56,7 +63,7 @@ def test_one_bad_entry_loses_no_other_and_is_logged_once(
     message = StreamAccessLogsMessage()
     for ticket in tickets:
         write(message.http_logs.log_entry.add(), ticket, prompt_tokens=3.0)
-    settle, settled = core.settle, list[str]()
+    settle, settled = core.on_outcome, list[str]()
 
     def sometimes(outcome: object, now: float) -> object:
         ticket: str = outcome.ticket  # type: ignore[attr-defined]  # an Outcome
@@ -65,7 +72,7 @@ def test_one_bad_entry_loses_no_other_and_is_logged_once(
         settled.append(ticket)
         return settle(outcome, now)  # type: ignore[arg-type]  # an Outcome
 
-    monkeypatch.setattr(core, "settle", sometimes)
+    monkeypatch.setattr(core, "on_outcome", sometimes)
     context = shell(core, Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0))
     with caplog.at_level(logging.ERROR):
         receive_entries(message, context, 1.0, FailureLog(logging.getLogger("test")))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.metrics.registry import Metrics
 from extproc.streams.duplex import Duplex
@@ -54,7 +54,7 @@ LIMIT = b"\n  rateLimits: [{requests: 1, unit: hour}]\n"
 
 
 def core_of(text: bytes) -> Core:
-    return Core(load({"all.yaml": text}), rng=random.Random(0), ticket_prefix="t")
+    return Core(load_snapshot({"all.yaml": text}), rng=random.Random(0), ticket_prefix="t")
 
 
 class Conversation:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.metrics.registry import Metrics
 from extproc.streams.duplex import Duplex
@@ -265,7 +265,7 @@ kind: ModelServer
 metadata: {name: pool}
 spec: {model: base, endpoints: [{address: "10.0.0.1:8000"}]}
 """
-    core = Core(load({"a.yaml": config}), rng=random.Random(0), ticket_prefix="t")
+    core = Core(load_snapshot({"a.yaml": config}), rng=random.Random(0), ticket_prefix="t")
     for method, path, body in [
         ("POST", "/v1/chat/completions", CHAT),
         ("POST", "/v1/chat/completions", b"not json"),
@@ -281,7 +281,7 @@ spec: {model: base, endpoints: [{address: "10.0.0.1:8000"}]}
         )
         assert pick_of(head) == ["10.0.0.1:8000"]
         assert sent_on(rest)[0] == (body or b"")
-    core.apply(load({"a.yaml": config.replace(b"name: pool", b"name: other")}), 0.0)
+    core.apply(load_snapshot({"a.yaml": config.replace(b"name: pool", b"name: other")}), 0.0)
     gateway = Gateway(core, pool="default/pool")
     (answer,) = gateway.headers("/anything", method="GET", end=True)
     assert answer.immediate_response.status.code == 503
@@ -289,7 +289,7 @@ spec: {model: base, endpoints: [{address: "10.0.0.1:8000"}]}
 
 def test_a_body_that_cannot_be_read_gets_round_no_limit() -> None:
     limited = CONFIG.replace(b"modelName: chat", b"modelName: chat\n  rateLimits: [{requests: 1}]")
-    core = Core(load({"a.yaml": limited}), rng=random.Random(0), ticket_prefix="t")
+    core = Core(load_snapshot({"a.yaml": limited}), rng=random.Random(0), ticket_prefix="t")
     for body in (b"not json", CHAT.replace(b'"chat"', b'"chat", "max_tokens": -5')):
         gateway = Gateway(core, pool="default/llama")
         (answer,) = gateway.headers() + gateway.body(body)
@@ -317,18 +317,6 @@ def test_conformance_tests_choose_by_header_where_that_is_allowed(core: Core) ->
         picks.add(pick_of(gateway.body(CHAT)[0])[0])
         gateway.exchange.close()
     assert picks == ALL
-
-
-def test_answers_are_spared_the_way_where_the_gateway_allows_it(core: Core) -> None:
-    gateway = Gateway(core, overrides_mode=True)
-    gateway.headers()
-    mode = gateway.body(CHAT)[0].mode_override
-    assert (mode.response_header_mode, mode.response_body_mode, mode.response_trailer_mode) == (1, 0, 2)
-    head = ProcessingRequest()
-    head.response_headers.headers.headers.add(key=":status", raw_value=b"200")
-    assert len(gateway.send(head)) == 1
-    gateway.exchange.close()
-    assert core.pools["default/llama"].table.in_flight.sum() == 0
 
 
 def test_messages_out_of_order_are_named_as_the_mistake(core: Core) -> None:
@@ -363,8 +351,8 @@ def test_a_gateways_own_time_limit_is_known_by_its_status(
     core: Core, monkeypatch: pytest.MonkeyPatch, status: int, *, has_timed_out: bool
 ) -> None:
     outcomes: list[Outcome] = []
-    settle = core.settle
-    monkeypatch.setattr(core, "settle", lambda told, now: (outcomes.append(told), settle(told, now))[1])
+    settle = core.on_outcome
+    monkeypatch.setattr(core, "on_outcome", lambda told, now: (outcomes.append(told), settle(told, now))[1])
     gateway = Gateway(core)
     gateway.headers()
     gateway.body(CHAT)
@@ -380,7 +368,7 @@ def test_a_fault_at_the_end_of_an_answer_keeps_no_engine_busy(core: Core, monkey
     gateway = Gateway(core)
     gateway.headers()
     gateway.body(CHAT)
-    monkeypatch.setattr(core, "settle", broken)
+    monkeypatch.setattr(core, "on_outcome", broken)
     with pytest.raises(RuntimeError):
         gateway.answer(200, b"{}")
     assert core.pools["default/llama"].table.in_flight.sum() == 0
@@ -391,7 +379,7 @@ REWRITES = CONFIG.replace(b"modelName: chat", b"modelName: routed")
 
 @pytest.mark.parametrize("header", ["x_llm_d_model_name_rewrite", "x_gateway_model_name_rewrite"])
 def test_a_trusted_gateway_names_the_engines_model(header: str) -> None:
-    core = Core(load({"a.yaml": REWRITES}), rng=random.Random(0), ticket_prefix="t")
+    core = Core(load_snapshot({"a.yaml": REWRITES}), rng=random.Random(0), ticket_prefix="t")
 
     def asked(model: str, *, trusts: bool) -> str:
         gateway = Gateway(core, pool="default/llama", trusts_headers=trusts)
@@ -407,7 +395,7 @@ def test_a_trusted_gateway_names_the_engines_model(header: str) -> None:
 
 
 def test_what_a_trusted_gateway_leaves_out_changes_nothing() -> None:
-    core = Core(load({"a.yaml": REWRITES}), rng=random.Random(0), ticket_prefix="t")
+    core = Core(load_snapshot({"a.yaml": REWRITES}), rng=random.Random(0), ticket_prefix="t")
     gateway = Gateway(core, pool="default/llama", trusts_headers=True)
     gateway.headers(x_llm_d_model_name_rewrite="")
     _, *rest = gateway.body(CHAT)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.load import load
-from extproc.core.effects import Decision, Hold, Refused
+from extproc.api.load import load_snapshot
+from extproc.core.effects import Decision, Hold, RequestRefused
 from extproc.core.states import State
 from extproc.metrics.registry import Metrics
 from extproc.streams.duplex import Duplex
@@ -223,7 +223,7 @@ def says_it_is_acme(core: Core, *, is_trusted: bool, duplex: bool) -> str:
 
 @pytest.mark.parametrize("duplex", [False, True])
 def test_who_asks_is_read_only_where_a_gateway_vouches_for_it(core: Core, *, duplex: bool) -> None:
-    core.apply(load({"all.yaml": TENANTS}), 0.0)
+    core.apply(load_snapshot({"all.yaml": TENANTS}), 0.0)
     assert says_it_is_acme(core, is_trusted=False, duplex=duplex) == "anonymous"
     assert says_it_is_acme(core, is_trusted=True, duplex=duplex) == "acme"
 
@@ -243,7 +243,7 @@ spec: {clients: Trusted, tenants: [{name: acme, models: [sql]}]}
 @pytest.mark.parametrize("duplex", [False, True])
 @pytest.mark.parametrize(("model", "status"), [(b"sql", None), (b"chat", 403), (b"none", 403)])
 def test_a_tenant_gets_its_own_models_alone(core: Core, model: bytes, status: int | None, *, duplex: bool) -> None:
-    core.apply(load({"all.yaml": RESTRICTED}), 0.0)
+    core.apply(load_snapshot({"all.yaml": RESTRICTED}), 0.0)
     metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0)
     exchange = Exchange(shell(core, metrics), Duplex, is_trusted=lambda: True)
     message = ProcessingRequest()
@@ -265,7 +265,7 @@ ONE_ENGINE = b', {address: "10.0.0.2:8000"}, {address: "10.0.0.3:8000"}'
 
 def held_behind_another(core: Core, *, is_trusted: bool = False) -> tuple[Conversation, Conversation]:
     """Two requests before one engine that takes one at a time: the second waits."""
-    core.apply(load({"all.yaml": TENANTS.replace(ONE_ENGINE, b"")}), 0.0)
+    core.apply(load_snapshot({"all.yaml": TENANTS.replace(ONE_ENGINE, b"")}), 0.0)
     first, second = Conversation(core), Conversation(core, is_trusted=is_trusted)
     first.send_headers()
     first.send_body(CHAT)
@@ -295,7 +295,7 @@ def test_a_held_request_is_answered_when_its_wait_ends(core: Core, now: float, a
     first, second = held_behind_another(core)
     if answer == "request_body":
         first.exchange.close()
-    (end,) = [one for one in core.tick(now) if isinstance(one, Decision | Refused)]
+    (end,) = [one for one in core.tick(now) if isinstance(one, Decision | RequestRefused)]
     (told,) = second.exchange.resume(end)
     assert ProcessingResponse.FromString(told).WhichOneof("response") == answer
     assert second.exchange.pending is None
@@ -328,7 +328,7 @@ def test_a_gateway_with_one_pool_gets_a_pick_for_models_of_no_route(core: Core, 
 
 def test_a_client_that_leaves_while_its_request_is_held_leaves_nothing_behind(core: Core) -> None:
     core.apply(
-        load(
+        load_snapshot(
             {
                 "all.yaml": TENANTS.replace(b"10.0.0.2:8000", b"10.0.0.1:8001").replace(
                     b', {address: "10.0.0.3:8000"}', b""
@@ -346,7 +346,7 @@ def test_a_client_that_leaves_while_its_request_is_held_leaves_nothing_behind(co
     held = conversations[2].exchange
     assert isinstance(held.pending, Hold)
     held.close()
-    assert not core.count(State.QUEUED)
+    assert not core.count_requests(State.QUEUED)
     for one in conversations[:2]:
         one.exchange.close()
     assert core.pools["default/llama"].table.in_flight.sum() == 0

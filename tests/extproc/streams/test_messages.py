@@ -8,7 +8,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import HttpHeaders, ProcessingRe
 from envoy_data_plane.google.protobuf import Struct, Value
 
 from extproc.streams import messages
-from tools.envoy_messages import derived
+from tools.envoy_messages import derived_files
 
 
 def test_a_request_reads_the_same_as_written_by_envoy_data_plane() -> None:
@@ -28,5 +28,5 @@ def test_a_request_reads_the_same_as_written_by_envoy_data_plane() -> None:
 
 
 def test_the_generated_files_are_those_of_the_installed_schema() -> None:
-    for path, content in derived().items():
+    for path, content in derived_files().items():
         assert path.read_bytes() == content, f"{path.name}: run `make generate`"

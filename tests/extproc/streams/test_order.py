@@ -87,17 +87,24 @@ ANSWERS: Final = [
 def orders(request: BodyMode, answer: BodyMode) -> Iterator[tuple[list[ProcessingRequest], Message, bool]]:
     """Every stream's messages; what is asked; and whether the answer began before the whole request had come.
 
-    What is left of a request whose answer has begun does not come, or comes among the answer's messages.
+    What is left of a request whose answer has begun does not come, or comes among the answer's messages. Different
+    requests and answers can make the same messages, for example where bodies are buffered: each stream comes once.
     """
+    seen = set()
     for asked, told in itertools.product(REQUESTS, ANSWERS):
+        there = asked.sent("request", request)
         for headers, trailers in itertools.product((True, False), repeat=2):
-            there = asked.sent("request", request)
             back = told.sent("response", answer, headers=headers, trailers=trailers)
             for begun in range(len(there) + 1):
                 is_early = begun < len(there)
-                yield there[:begun] + back, asked, is_early
+                streams = [there[:begun] + back]
                 if is_early and begun and back:
-                    yield there[:begun] + back[:1] + there[begun:] + back[1:], asked, is_early
+                    streams.append(there[:begun] + back[:1] + there[begun:] + back[1:])
+                for messages in streams:
+                    key = tuple(one.SerializeToString() for one in messages), is_early
+                    if key not in seen:
+                        seen.add(key)
+                        yield messages, asked, is_early
 
 
 class Gateway:
@@ -162,7 +169,7 @@ def test_every_legal_order_is_answered(core: Core, request_mode: BodyMode, answe
             check_asked(asking, asked, in_pieces=request_mode is DUPLEX, is_refused=is_refused)
         gateway.exchange.close()
         assert table.in_flight.sum() == 0
-        assert metrics.registry.get_sample_value("attache_requests_total", {"outcome": "internal_error"}) is None
+    assert metrics.registry.get_sample_value("attache_requests_total", {"outcome": "internal_error"}) is None
 
 
 def decides(asked: Message, mode: BodyMode, pool: str | None) -> bool:

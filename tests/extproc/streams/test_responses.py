@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.admission.buckets import Claim, Limit
+from extproc.admission.buckets import Limit, Reservation
 from extproc.admission.limits import Charge, Grant
 from extproc.core.effects import Decision
 from extproc.endpoints.table import EndpointRef
@@ -71,7 +71,7 @@ def decided(
         cost_s=0.0,
         prefill=None if prefill is None else EndpointRef(prefill, 1, 0),
     )
-    return Decision(ticket, server, assignment, body, grants=grants, policy=policy)
+    return Decision(ticket, server, "acme", assignment, body, grants=grants, policy=policy)
 
 
 def set_header(common: CommonResponse, name: str, value: str) -> None:
@@ -125,22 +125,12 @@ def test_decisions_are_written_as_protobuf_writes_them(
     decision = decided(ticket=ticket, server=server, addresses=addresses, prefill=prefill, body=body, policy=policy)
 
     check(decision_answer(decision), expected(decision, is_duplex=False))
-    check(duplex_decision_answer(decision, overrides_mode=False), expected(decision, is_duplex=True))
-
-
-def test_an_override_asks_for_no_bodies_of_answers() -> None:
-    message = expected(decided(), is_duplex=True)
-    mode = message.mode_override
-    # SEND but for trailers of answers, bodies FULL_DUPLEX_STREAMED and NONE
-    mode.request_header_mode = mode.request_trailer_mode = mode.response_header_mode = 1
-    mode.request_body_mode, mode.response_body_mode, mode.response_trailer_mode = 4, 0, 2
-
-    check(duplex_decision_answer(decided(), overrides_mode=True), message)
+    check(duplex_decision_answer(decision), expected(decision, is_duplex=True))
 
 
 def test_what_limits_granted_stands_beside_the_ticket() -> None:
     ask = Charge("key", Limit(rate=1.0, capacity=10.0), "requests", 1.0)
-    decision = decided(grants=(Grant([ask], [Claim(1.0, 1.0, 0)], [9.0]),))
+    decision = decided(grants=(Grant([ask], [Reservation(1.0, 1.0, 0)], [9.0]),))
     message = expected(decision, is_duplex=False)
     own = message.dynamic_metadata.fields["attache"].struct_value.fields
     own["x-ratelimit-limit-requests"].string_value = "10"

@@ -10,12 +10,14 @@ import grpc
 import pytest
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
 from prometheus_client import CollectorRegistry
 
 from bench.cluster.certificates import Authority
-from extproc.metrics.registry import TlsMetrics
-from extproc.streams.tls import CertificateInvalid, FollowedCertificate, TlsFiles, self_signed
+from extproc.metrics.registry import Metrics, TlsMetrics
+from extproc.rpc.server import RpcServer
+from extproc.streams.health import Health
+from extproc.streams.tls import CertificateInvalid, FollowedCertificate, TlsFiles, TlsLimits, self_signed
+from tests.extproc.runtime.test_app import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,22 +70,20 @@ async def test_new_connections_get_the_new_certificate_and_open_ones_go_on(
     first, second = Authority(NOW), Authority(NOW)
     issue(files, first)
     one = followed(files, registry)
-    server = grpc.aio.server()
-    health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), server)
-    port = server.add_secure_port("localhost:0", one.credentials)
-    await server.start()
+    port, server = free_port(), RpcServer(Health(Metrics(list, lambda: 0.0, lambda: 0.0)).handlers)
+    await server.start(f"127.0.0.1:{port}", one.context)
     try:
         trust = grpc.ssl_channel_credentials(first.certificate.encode())
         async with grpc.aio.secure_channel(f"localhost:{port}", trust) as open_one:
             stub = health_pb2_grpc.HealthStub(open_one)
             await stub.Check(REQUEST, timeout=120)
             issue(files, second)
-            one.look(files)
+            one.reload()
             assert await answers(port, second)
             assert not await answers(port, first)
             await stub.Check(REQUEST, timeout=120)
     finally:
-        await server.stop(None)
+        await server.close()
     assert loads(registry, "used") == 2
 
 
@@ -98,10 +98,10 @@ def test_a_pair_that_does_not_fit_is_refused_once_and_the_last_stays(
     fitting = files.key.read_text()
     files.key.write_text(key)
     for _ in range(3):
-        one.look(files)
+        one.reload()
     assert (loads(registry, "used"), loads(registry, "refused")) == (1, 1)
     files.key.write_text(fitting)
-    one.look(files)
+    one.reload()
     assert loads(registry, "used") == 2
 
 
@@ -110,7 +110,7 @@ def test_files_that_are_gone_leave_the_last(files: TlsFiles, registry: Collector
     one = followed(files, registry)
     files.key.unlink()
     for _ in range(3):
-        one.look(files)
+        one.reload()
     assert loads(registry, "refused") == 1
 
 
@@ -144,3 +144,11 @@ def test_our_own_certificate_is_valid_for_years_and_its_end_is_told(registry: Co
     found = x509.load_pem_x509_certificate(self_signed(NOW).certificate)
     assert expires == found.not_valid_after_utc.timestamp()
     assert found.not_valid_after_utc - NOW > dt.timedelta(days=3000)
+
+
+def test_suites_of_tls_12_can_be_chosen_and_those_that_are_none_are_told() -> None:
+    chosen = TlsLimits(ciphers="ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-RSA-AES256-GCM-SHA384").context()
+    names = {one["name"] for one in chosen.get_ciphers() if one["protocol"] == "TLSv1.2"}
+    assert names == {"ECDHE-ECDSA-AES128-GCM-SHA256", "ECDHE-RSA-AES256-GCM-SHA384"}
+    with pytest.raises(ValueError, match="OpenSSL has no cipher suite of 'NONE-AT-ALL'"):
+        TlsLimits(ciphers="NONE-AT-ALL").context()

@@ -36,23 +36,23 @@ def test_a_template_takes_values_of_any_size(size: int) -> None:
     template = Template(nested(MARK))
 
     for _ in range(2):
-        assert b"".join(template.filled(b"x" * size)) == nested("x" * size).SerializeToString()
+        assert b"".join(template.fill(b"x" * size)) == nested("x" * size).SerializeToString()
 
 
 @given(st.text(min_size=1, max_size=300))
 def test_a_template_takes_any_text(value: str) -> None:
-    assert b"".join(Template(nested(MARK)).filled(value.encode())) == nested(value).SerializeToString()
+    assert b"".join(Template(nested(MARK)).fill(value.encode())) == nested(value).SerializeToString()
 
 
 def test_an_empty_value_reads_as_none() -> None:
-    assert ProcessingResponse.FromString(b"".join(Template(nested(MARK)).filled(b""))) == nested("")
+    assert ProcessingResponse.FromString(b"".join(Template(nested(MARK)).fill(b""))) == nested("")
 
 
 def test_a_template_of_a_map() -> None:
     def message(value: str) -> Struct:
         return Struct(fields={"key": Value(string_value=value)})
 
-    assert b"".join(Template(message(MARK)).filled(b"value")) == message("value").SerializeToString()
+    assert b"".join(Template(message(MARK)).fill(b"value")) == message("value").SerializeToString()
 
 
 def test_a_template_needs_a_mark() -> None:

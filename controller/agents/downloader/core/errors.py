@@ -7,7 +7,7 @@ from typing import ClassVar
 
 
 class DownloadError(Exception):
-    """Any failure. The message says what to do and holds no credentials."""
+    """Any failure. The message has the correction and no credentials."""
 
     exit_status: ClassVar[int] = 1
     reason: ClassVar[str] = "Failed"
@@ -35,7 +35,7 @@ class NotThere(DownloadError):
 
 
 class AccessRefused(DownloadError):
-    """The source wants other credentials, or any."""
+    """The source requires credentials, or other ones."""
 
     exit_status = 4
     reason = "AccessRefused"
@@ -44,7 +44,7 @@ class AccessRefused(DownloadError):
 class Unavailable(DownloadError):
     """The source did not answer, stalled, or failed, more often than it may. Later it may work.
 
-    ``retry_after_s``: the source asked to be left alone for so long. ``is_temporary``: worth another attempt at once.
+    ``retry_after_s``: the delay that the source requested. ``is_temporary``: worth another attempt at once.
     """
 
     exit_status = 5
@@ -57,14 +57,14 @@ class Unavailable(DownloadError):
 
 
 class SourceChanged(DownloadError):
-    """A file is not the one that was listed: somebody replaced it meanwhile. The next run takes the new one."""
+    """A file differs from the listed one: it was replaced meanwhile. The next run takes the new one."""
 
     exit_status = 5
     reason = "SourceChanged"
 
 
 class ChecksumMismatch(DownloadError):
-    """A file came with other bytes than the source says it has. The file was removed."""
+    """A file's bytes do not match the source's checksum. The file was removed."""
 
     exit_status = 6
     reason = "ChecksumMismatch"
@@ -85,7 +85,7 @@ class DiskFull(DownloadError):
 
 
 class TimeIsUp(DownloadError):
-    """The download as a whole took longer than it may. What is there is kept, and the next run goes on from it."""
+    """The download as a whole took longer than it may. Fetched ranges are kept, and the next run resumes from them."""
 
     exit_status = 8
     reason = "TimedOut"

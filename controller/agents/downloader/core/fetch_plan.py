@@ -1,17 +1,187 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which byte ranges are missing, from a journal of those on the disk; when to retry; when a server sends too slowly."""
+"""The selected files of a model, the key of their cache entry, and their missing byte ranges.
+
+The key depends on the bytes alone, not on the caller. File names are checked: all are safe to write. A journal has the
+ranges on the disk. This module decides when to retry, and when a server sends too slowly.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import hashlib
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
+from controller.agents.downloader.core.errors import ContentRefused, NotThere, UriInvalid
+from controller.agents.downloader.core.uri import Location
+
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from controller.agents.downloader.core.listing import Listing, RemoteFile
+Archive = Literal["", "zip", "tar", "tar.gz", "tar.zst"]
+_ENDINGS: Final[Mapping[str, Archive]] = {
+    ".zip": "zip",
+    ".tar": "tar",
+    ".tar.gz": "tar.gz",
+    ".tgz": "tar.gz",
+    ".tar.zst": "tar.zst",
+}
+_LONGEST_PART: Final = 255
+_LONGEST_PATH: Final = 1024
+_MOST_FILES: Final = 100_000
+
+
+class Checksum(msgspec.Struct, frozen=True):
+    """A file's checksum from its source, in hexadecimal digits.
+
+    ``md5-parts``: the MD5 of the MD5s of parts of ``part_size`` bytes, as S3 makes it of an upload in parts.
+    ``git-sha1``: the SHA-1 that git gives a blob.
+    """
+
+    algorithm: Literal["sha256", "md5", "md5-parts", "git-sha1", "crc32", "crc32c"]
+    value: str
+    part_size: int = 0
+
+
+class RemoteFile(msgspec.Struct, frozen=True):
+    """A file that can be fetched.
+
+    ``path``: below the model's directory. ``size``: None if the server does not report it. ``locator``: by which its
+    source finds it. ``version``: the ETag that responses must have; empty: not compared. ``ranges``: range requests are
+    supported. ``archive``: unpack it; ``only``: of the archive, what lies in this folder, without the folder.
+    """
+
+    path: str
+    size: int | None
+    locator: str
+    checksum: Checksum | None = None
+    version: str = ""
+    ranges: bool = True
+    archive: Archive = ""
+    only: str = ""
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """All files at ``revision``, a text that changes whenever any of their bytes does."""
+
+    revision: str
+    files: tuple[RemoteFile, ...]
+
+    @property
+    def size(self) -> int:
+        """Of all files whose size is known, in bytes."""
+        return sum(file.size or 0 for file in self.files)
+
+
+def safe_path(path: str) -> str:
+    """``path``, if it stays below the directory that it is written to; raises ContentRefused."""
+    parts = path.split("/")
+    if not path or "\0" in path or "\\" in path or any(part in ("", ".", "..") for part in parts):
+        raise ContentRefused(f"{path!r} is no path below the model's directory")
+    if len(path.encode()) > _LONGEST_PATH or any(len(part.encode()) > _LONGEST_PART for part in parts):
+        raise ContentRefused(f"{path[:80]!r}... is too long for a path")
+    return path
+
+
+def archive_of(path: str) -> Archive:
+    """The kind of archive by the name's suffix; empty: none."""
+    lower = path.lower()
+    return next((kind for ending, kind in _ENDINGS.items() if lower.endswith(ending)), "")
+
+
+def is_wanted(path: str, allow: Sequence[str], ignore: Sequence[str]) -> bool:
+    """Some pattern of ``allow`` fits (or there is none), and none of ``ignore``. ``*`` also fits ``/``; ``dir/``: all
+    in it.
+    """
+    return (not allow or _fits(path, allow)) and not _fits(path, ignore)
+
+
+def choose_files(listing: Listing, allow: Sequence[str], ignore: Sequence[str], sha256: Mapping[str, str]) -> Listing:
+    """What is to be fetched, in order of names, with the user's checksums; raises NotThere and ContentRefused.
+
+    Archives are always fetched: the patterns are for what is in them.
+    """
+    found = (one for one in listing.files if one.archive or is_wanted(one.path, allow, ignore))
+    wanted = sorted(found, key=lambda one: one.path)
+    if not wanted:
+        raise NotThere("there is no file" + (" that the patterns leave" if listing.files else ""))
+    if len(wanted) > _MOST_FILES:
+        raise ContentRefused(f"{len(wanted)} files are too many; choose some with --allow")
+    paths = {safe_path(one.path) for one in wanted}
+    if len(paths) != len(wanted):
+        raise ContentRefused("two files have the same name")
+    for path in paths:
+        parts = path.split("/")
+        if any("/".join(parts[:length]) in paths for length in range(1, len(parts))):
+            raise ContentRefused(f"{path!r} lies in a file")
+    unknown = sorted(set(sha256) - paths)
+    if unknown:
+        raise UriInvalid(f"--sha256 names a file that is not fetched: {unknown[0]!r}")
+    return Listing(listing.revision, tuple(_checked(one, sha256) for one in wanted))
+
+
+def single_archive(listing: Listing) -> Listing:
+    """A listing that is one archive has it unpacked; every other one is as it was."""
+    if len(listing.files) != 1 or listing.files[0].archive:
+        return listing
+    (file,) = listing.files
+    return Listing(listing.revision, (msgspec.structs.replace(file, archive=archive_of(file.path)),))
+
+
+def _checked(file: RemoteFile, sha256: Mapping[str, str]) -> RemoteFile:
+    value = sha256.get(file.path)
+    return msgspec.structs.replace(file, checksum=Checksum("sha256", value)) if value else file
+
+
+def _fits(path: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(path, one + "*" if one.endswith("/") else one) for one in patterns)
+
+
+# Of how entries are laid out: an entry of another layout is never taken for one of this.
+_LAYOUT: Final = 1
+
+
+class FileSelection(msgspec.Struct, frozen=True):
+    """The user's selection of files. ``sha256``: pairs of file and digest; they are part of the selection."""
+
+    place: Location
+    revision: str = ""
+    allow: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    sha256: tuple[tuple[str, str], ...] = ()
+    unpack: bool = True
+
+
+def content_key(wanted: FileSelection, listing: Listing) -> str:
+    """The name of the directory of ``wanted`` at the listing's revision."""
+    files = [(one.path, one.size, one.version, one.archive, one.only, one.checksum) for one in listing.files]
+    return _digest([_LAYOUT, wanted.place.canonical(), listing.revision, *_choice(wanted), files])
+
+
+def question_key(wanted: FileSelection, who: str) -> str:
+    """Name of the file that stores the last listing of ``wanted`` for the caller ``who``."""
+    return _digest([_LAYOUT, who, wanted.place.canonical(), asked_revision(wanted), *_choice(wanted)])
+
+
+def asked_revision(wanted: FileSelection) -> str:
+    """The revision from the option or the URI; empty if neither has one."""
+    return wanted.revision or str(getattr(wanted.place, "revision", "") or getattr(wanted.place, "reference", ""))
+
+
+def listing_digest(parts: object) -> str:
+    """A short text that changes with any of ``parts``: the revision of a source that has no revisions."""
+    return _digest(parts)
+
+
+def _choice(wanted: FileSelection) -> list[object]:
+    return [sorted(wanted.allow), sorted(wanted.ignore), sorted(wanted.sha256), wanted.unpack]
+
+
+def _digest(parts: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
+
 
 _HEAD: Final = "attache-journal-1"
 
@@ -31,7 +201,7 @@ class Part(msgspec.Struct, frozen=True):
     end: int | None
 
 
-def merged(spans: Iterable[Span]) -> list[Span]:
+def merge_ranges(spans: Iterable[Span]) -> list[Span]:
     """The same bytes in order, without overlaps or neighbours."""
     found: list[Span] = []
     for span in sorted(one for one in spans if one.end > one.start):
@@ -42,11 +212,11 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def missing(size: int, there: Sequence[Span]) -> list[Span]:
+def missing_ranges(size: int, there: Sequence[Span]) -> list[Span]:
     """What of ``size`` bytes is not ``there``."""
     found: list[Span] = []
     at = 0
-    for span in merged(there):
+    for span in merge_ranges(there):
         if span.start > at:
             found.append(Span(at, min(span.start, size)))
         at = max(at, span.end)
@@ -58,10 +228,10 @@ def missing(size: int, there: Sequence[Span]) -> list[Span]:
 def parts_of(index: int, file: RemoteFile, there: Sequence[Span], part_size: int) -> Iterator[Part]:
     """The requests that complete a file; one for all of it, if it cannot be had in ranges."""
     if file.size is None or not file.ranges:
-        if file.size is None or missing(file.size, there):
+        if file.size is None or missing_ranges(file.size, there):
             yield Part(index, 0, file.size)
         return
-    for span in missing(file.size, there):
+    for span in missing_ranges(file.size, there):
         for start in range(span.start, span.end, part_size):
             yield Part(index, start, min(start + part_size, span.end))
 
@@ -72,17 +242,19 @@ def journal_head(listing: Listing, digest: str) -> str:
 
 
 def journal_line(file: int, span: Span) -> str:
-    """Says that these bytes of a file are on the disk."""
+    """Records that these bytes of a file are on the disk."""
     return f"{file} {span.start} {span.end}\n"
 
 
 def forgetting_line(file: int) -> str:
-    """Says that nothing of a file is there any more."""
+    """Records that nothing of a file is on the disk any more."""
     return f"{file} 0 0\n"
 
 
 def read_journal(text: str, head: str) -> dict[int, list[Span]] | None:
-    """What is there, by file. None: the journal is of another listing. A last line cut short by a crash is left out."""
+    """The ranges on the disk, by file. None: the journal is of another listing. A last line cut short by a crash is
+    left out.
+    """
     if not text.startswith(head):
         return None
     there: dict[int, list[Span]] = {}
@@ -95,7 +267,7 @@ def read_journal(text: str, head: str) -> dict[int, list[Span]] | None:
             there[file] = []
         else:
             there.setdefault(file, []).append(Span(start, end))
-    return {file: merged(spans) for file, spans in there.items()}
+    return {file: merge_ranges(spans) for file, spans in there.items()}
 
 
 class RetryPolicy(msgspec.Struct, frozen=True):
@@ -107,10 +279,10 @@ class RetryPolicy(msgspec.Struct, frozen=True):
 
 
 def wait_s(retry: RetryPolicy, failures: int, asked_s: float | None, chance: random.Random) -> float | None:
-    """How long to wait after so many ``failures`` in a row; None: give up.
+    """The wait after so many consecutive ``failures``; None: no further attempt.
 
-    Full jitter: pods that failed together do not come back together. A server's own ``Retry-After`` is a lower bound,
-    up to ten times the longest wait.
+    Full jitter: pods that failed together do not retry together. A server's own ``Retry-After`` is a lower bound, up to
+    ten times the longest wait.
     """
     if failures >= retry.attempts:
         return None

@@ -33,7 +33,7 @@ _SIGNING: Final = re.compile(
 )
 
 
-class HubPlace(msgspec.Struct, frozen=True):
+class HubLocation(msgspec.Struct, frozen=True):
     """A repository of a Hugging Face hub, and optionally a folder or file in it. No revision: ``main``."""
 
     repo: str
@@ -45,7 +45,7 @@ class HubPlace(msgspec.Struct, frozen=True):
         return f"hf://{self.repo}" + (f"/{self.path}" if self.path else "")
 
 
-class BucketPlace(msgspec.Struct, frozen=True):
+class BucketLocation(msgspec.Struct, frozen=True):
     """An object of a bucket, or all objects below a prefix. ``scheme``: s3 or gs."""
 
     scheme: str
@@ -57,7 +57,7 @@ class BucketPlace(msgspec.Struct, frozen=True):
         return f"{self.scheme}://{self.bucket}/{self.prefix}"
 
 
-class AzurePlace(msgspec.Struct, frozen=True):
+class AzureLocation(msgspec.Struct, frozen=True):
     """A blob of a container, or all blobs below a prefix. No account: that of the environment."""
 
     account_host: str
@@ -69,7 +69,7 @@ class AzurePlace(msgspec.Struct, frozen=True):
         return f"az://{self.account_host}/{self.container}/{self.prefix}"
 
 
-class WebPlace(msgspec.Struct, frozen=True):
+class WebLocation(msgspec.Struct, frozen=True):
     """A file on a web server. ``url`` has its query, which may hold credentials."""
 
     url: str
@@ -77,11 +77,11 @@ class WebPlace(msgspec.Struct, frozen=True):
     def canonical(self) -> str:
         """One text for the same place: without what signs the URL, and so without credentials."""
         parts = urlsplit(self.url)
-        told = [(name, value) for name, value in parse_qsl(parts.query, True) if not _SIGNING.fullmatch(name)]
-        return parts._replace(query=urlencode(told), fragment="").geturl()
+        kept = [(name, value) for name, value in parse_qsl(parts.query, True) if not _SIGNING.fullmatch(name)]
+        return parts._replace(query=urlencode(kept), fragment="").geturl()
 
 
-class OciPlace(msgspec.Struct, frozen=True):
+class OciLocation(msgspec.Struct, frozen=True):
     """An artefact or image of a registry. ``reference``: a tag, or a digest, which wins over a tag."""
 
     registry: str
@@ -93,7 +93,7 @@ class OciPlace(msgspec.Struct, frozen=True):
         return f"oci://{self.registry}/{self.repository}"
 
 
-class HdfsPlace(msgspec.Struct, frozen=True):
+class HdfsLocation(msgspec.Struct, frozen=True):
     """A file or directory of HDFS, by the name node's HTTP address."""
 
     authority: str
@@ -104,7 +104,7 @@ class HdfsPlace(msgspec.Struct, frozen=True):
         return f"hdfs://{self.authority}{self.path}"
 
 
-class ClaimPlace(msgspec.Struct, frozen=True):
+class ClaimLocation(msgspec.Struct, frozen=True):
     """A path on a PersistentVolumeClaim that is mounted into the pod."""
 
     claim: str
@@ -115,7 +115,7 @@ class ClaimPlace(msgspec.Struct, frozen=True):
         return f"pvc://{self.claim}/{self.path}"
 
 
-class FilePlace(msgspec.Struct, frozen=True):
+class FileLocation(msgspec.Struct, frozen=True):
     """An absolute path of the container."""
 
     path: str
@@ -125,10 +125,19 @@ class FilePlace(msgspec.Struct, frozen=True):
         return f"file://{self.path}"
 
 
-Place = HubPlace | BucketPlace | AzurePlace | WebPlace | OciPlace | HdfsPlace | ClaimPlace | FilePlace
+Location = (
+    HubLocation
+    | BucketLocation
+    | AzureLocation
+    | WebLocation
+    | OciLocation
+    | HdfsLocation
+    | ClaimLocation
+    | FileLocation
+)
 
 
-def parse_uri(uri: str) -> Place:
+def parse_uri(uri: str) -> Location:
     """The place that ``uri`` names; raises UriInvalid, whose message never repeats credentials."""
     scheme, found, rest = uri.partition("://")
     read = _READERS.get(scheme.lower())
@@ -139,7 +148,7 @@ def parse_uri(uri: str) -> Place:
     return read(scheme.lower(), rest)
 
 
-def shown(uri: str) -> str:
+def redact_uri(uri: str) -> str:
     """``uri`` as logs and messages may show it: without query and user information."""
     head, found, rest = uri.partition("://")
     bare = rest.partition("?")[0].partition("#")[0]
@@ -149,30 +158,30 @@ def shown(uri: str) -> str:
     return f"{head}{found}{authority}{slash}{path}"
 
 
-def _hub(_: str, rest: str) -> HubPlace:
+def _hub(_: str, rest: str) -> HubLocation:
     found = _HUB.fullmatch(rest.rstrip("/"))
     if found is None:
         raise UriInvalid("write hf://ORGANISATION/MODEL, hf://ORGANISATION/MODEL@REVISION or .../MODEL@REVISION/FOLDER")
-    return HubPlace(found["repo"], found["revision"] or "", _relative(found["path"] or ""))
+    return HubLocation(found["repo"], found["revision"] or "", _relative(found["path"] or ""))
 
 
-def _bucket(scheme: str, rest: str) -> BucketPlace:
+def _bucket(scheme: str, rest: str) -> BucketLocation:
     bucket, _, prefix = rest.partition("/")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}", bucket):
         raise UriInvalid(f"write {scheme}://BUCKET/PATH")
-    return BucketPlace(scheme, bucket, prefix)
+    return BucketLocation(scheme, bucket, prefix)
 
 
-def _azure(_: str, rest: str) -> AzurePlace:
+def _azure(_: str, rest: str) -> AzureLocation:
     host, container, prefix = "", *rest.partition("/")[::2]
     if "." in container:
         host, (container, prefix) = container, prefix.partition("/")[::2]
     if not re.fullmatch(r"\$root|\$web|[a-z0-9](?:[a-z0-9-]{1,61}[a-z0-9])", container):
         raise UriInvalid("write az://CONTAINER/PATH or az://ACCOUNT.blob.core.windows.net/CONTAINER/PATH")
-    return AzurePlace(host, container, prefix)
+    return AzureLocation(host, container, prefix)
 
 
-def _web(scheme: str, rest: str) -> WebPlace:
+def _web(scheme: str, rest: str) -> WebLocation:
     try:
         parts = urlsplit(f"{scheme}://{rest}")
         has_host, _ = bool(parts.hostname), parts.port
@@ -182,34 +191,34 @@ def _web(scheme: str, rest: str) -> WebPlace:
         raise UriInvalid("no user or password in the URL: put ATTACHE_HTTP_HEADERS into a Secret instead")
     if not has_host:
         raise UriInvalid("the URL has no host")
-    return WebPlace(parts._replace(fragment="").geturl())
+    return WebLocation(parts._replace(fragment="").geturl())
 
 
-def _oci(_: str, rest: str) -> OciPlace:
+def _oci(_: str, rest: str) -> OciLocation:
     found = _OCI.fullmatch(rest)
     if found is None:
         raise UriInvalid("write oci://REGISTRY/REPOSITORY:TAG or oci://REGISTRY/REPOSITORY@sha256:DIGEST")
-    return OciPlace(found["registry"], found["repository"], found["digest"] or found["tag"] or "latest")
+    return OciLocation(found["registry"], found["repository"], found["digest"] or found["tag"] or "latest")
 
 
-def _hdfs(_: str, rest: str) -> HdfsPlace:
+def _hdfs(_: str, rest: str) -> HdfsLocation:
     authority, slash, path = rest.partition("/")
     if not slash or "@" in authority or not re.fullmatch(r"[A-Za-z0-9.\[\]:-]+", authority):
         raise UriInvalid("write hdfs://NAMENODE:PORT/PATH with the port of WebHDFS (9870)")
-    return HdfsPlace(authority, "/" + _relative(unquote(path)))
+    return HdfsLocation(authority, "/" + _relative(unquote(path)))
 
 
-def _claim(_: str, rest: str) -> ClaimPlace:
+def _claim(_: str, rest: str) -> ClaimLocation:
     claim, _, path = rest.partition("/")
     if not _CLAIM.fullmatch(claim):
         raise UriInvalid("write pvc://CLAIM/PATH")
-    return ClaimPlace(claim, _relative(path))
+    return ClaimLocation(claim, _relative(path))
 
 
-def _file(_: str, rest: str) -> FilePlace:
+def _file(_: str, rest: str) -> FileLocation:
     if not rest.startswith("/"):
         raise UriInvalid("write file:///ABSOLUTE/PATH")
-    return FilePlace("/" + _relative(unquote(rest)))
+    return FileLocation("/" + _relative(unquote(rest)))
 
 
 def _relative(path: str) -> str:
@@ -220,7 +229,7 @@ def _relative(path: str) -> str:
     return "/".join(parts)
 
 
-_READERS: Final[Mapping[str, Callable[[str, str], Place]]] = {
+_READERS: Final[Mapping[str, Callable[[str, str], Location]]] = {
     "hf": _hub,
     "s3": _bucket,
     "gs": _bucket,

@@ -17,14 +17,14 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from controller.agents.downloader.core.errors import AccessRefused, NotThere, Unavailable, UriInvalid
-from controller.agents.downloader.core.listing import Checksum, Listing, RemoteFile, listing_digest
+from controller.agents.downloader.core.fetch_plan import Checksum, Listing, RemoteFile, listing_digest
 from controller.agents.downloader.environment import library
-from controller.agents.downloader.transfer import Request
+from controller.agents.downloader.transfer import HttpRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from controller.agents.downloader.core.uri import AzurePlace, BucketPlace
+    from controller.agents.downloader.core.uri import AzureLocation, BucketLocation
     from controller.agents.downloader.environment import Environment
     from controller.agents.downloader.transfer import Transfer
 
@@ -54,7 +54,7 @@ class S3Source:
     Further settings: ``AWS_NO_SIGN_REQUEST`` for public buckets, ``AWS_S3_ADDRESSING_STYLE`` (path, virtual, auto).
     """
 
-    def __init__(self, place: BucketPlace, environment: Environment) -> None:
+    def __init__(self, place: BucketLocation, environment: Environment) -> None:
         self._place = place
         boto3 = library("boto3", "s3")
         botocore = library("botocore", "s3")
@@ -63,7 +63,7 @@ class S3Source:
         settings: dict[str, Any] = {
             "s3": {"addressing_style": style},
             "signature_version": botocore.UNSIGNED if environment.is_on("AWS_NO_SIGN_REQUEST") else "s3v4",
-            "retries": {"total_max_attempts": 1},  # whoever asks repeats
+            "retries": {"total_max_attempts": 1},  # the caller retries
             "connect_timeout": 10,
             "read_timeout": 30,
             "max_pool_connections": _HEADS_AT_ONCE,
@@ -98,15 +98,17 @@ class S3Source:
         pinned = listing_digest(sorted((one.path, one.size, one.version, one.locator) for one in files))
         return Listing(pinned, files)
 
-    async def request(self, file: RemoteFile, start: int, end: int | None) -> Request:
+    async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """A URL that is signed for an hour."""
         key, _, version = file.locator.partition("\n")
-        asked = {"Bucket": self._place.bucket, "Key": key} | ({"VersionId": version} if version else {})
-        url = await asyncio.to_thread(self._called, self._signed, asked)
-        return Request(url)
+        parameters = {"Bucket": self._place.bucket, "Key": key} | ({"VersionId": version} if version else {})
+        url = await asyncio.to_thread(self._called, self._signed, parameters)
+        return HttpRequest(url)
 
-    def _signed(self, asked: Mapping[str, str]) -> str:
-        return str(self._client.generate_presigned_url("get_object", Params=dict(asked), ExpiresIn=_S3_SIGNED_FOR_S))
+    def _signed(self, parameters: Mapping[str, str]) -> str:
+        return str(
+            self._client.generate_presigned_url("get_object", Params=dict(parameters), ExpiresIn=_S3_SIGNED_FOR_S)
+        )
 
     def _keys(self) -> list[str]:
         place = self._place
@@ -122,7 +124,7 @@ class S3Source:
                 first = self._client.head_object(Bucket=bucket, Key=key, PartNumber=1)
                 head["FirstPart"] = first.get("ContentLength")
             except self._errors.ClientError:
-                head["FirstPart"] = None  # not every server knows parts; the size is checked in any case
+                head["FirstPart"] = None  # not every server supports parts; the size is checked in any case
         return head
 
     def _file(self, key: str, head: Mapping[str, Any]) -> RemoteFile:
@@ -213,7 +215,7 @@ class GoogleSource:
     any.
     """
 
-    def __init__(self, place: BucketPlace, transfer: Transfer, environment: Environment) -> None:
+    def __init__(self, place: BucketLocation, transfer: Transfer, environment: Environment) -> None:
         self._place = place
         self._transfer = transfer
         emulator = environment.get("STORAGE_EMULATOR_HOST").rstrip("/")
@@ -234,7 +236,7 @@ class GoogleSource:
         while True:
             query = {"prefix": self._place.prefix, "fields": _GOOGLE_FIELDS} | ({"pageToken": token} if token else {})
             url = f"{self._server}/storage/v1/b/{quote(self._place.bucket, safe='')}/o?{urlencode(query)}"
-            answer = await self._transfer.document(Request(url, await self._headers()))
+            answer = await self._transfer.document(HttpRequest(url, await self._headers()))
             try:
                 page = msgspec.json.decode(answer.body, type=_GooglePage)
             except msgspec.DecodeError as error:
@@ -246,10 +248,10 @@ class GoogleSource:
         files = [self._file(one) for one in found if path_below(self._place.prefix, one.name)]
         return Listing(listing_digest(sorted((one.path, one.locator) for one in files)), tuple(files))
 
-    async def request(self, file: RemoteFile, start: int, end: int | None) -> Request:
+    async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """The object's generation, as it is stored: the server would unpack gzip, and then has no ranges."""
         packed = {"Accept-Encoding": "gzip"} if file.locator in self._packed else {}
-        return Request(file.locator, await self._headers() | packed)
+        return HttpRequest(file.locator, await self._headers() | packed)
 
     def _file(self, item: _GoogleItem) -> RemoteFile:
         path = f"/storage/v1/b/{quote(self._place.bucket, safe='')}/o/{quote(item.name, safe='')}"
@@ -276,7 +278,7 @@ class GoogleSource:
             if self._credentials is None:
                 self._credentials, _ = auth.default(scopes=[_GOOGLE_SCOPE])
             if not self._credentials.valid or _now_s() - self._refreshed_at_s > _GOOGLE_TOKEN_S:
-                self._credentials.refresh(library("google.auth.transport.requests", "gs").Request())
+                self._credentials.refresh(library("google.auth.transport.requests", "gs").HttpRequest())
                 self._refreshed_at_s = _now_s()
         except errors.DefaultCredentialsError as error:
             raise AccessRefused(
@@ -305,7 +307,7 @@ class AzureSource:
     ``AZURE_STORAGE_SAS_TOKEN`` and ``AZURE_STORAGE_ANONYMOUS=true``; else an identity, as azure-identity finds it.
     """
 
-    def __init__(self, place: AzurePlace, environment: Environment) -> None:
+    def __init__(self, place: AzureLocation, environment: Environment) -> None:
         self._place = place
         account = environment.get("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME")
         endpoint = environment.get("AZURE_STORAGE_ENDPOINT")
@@ -331,17 +333,17 @@ class AzureSource:
         files = tuple(await asyncio.to_thread(self._called, self._list))
         return Listing(listing_digest(sorted((one.path, one.size, one.version) for one in files)), files)
 
-    async def request(self, file: RemoteFile, start: int, end: int | None) -> Request:
+    async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """A URL that is signed for an hour, or a header with an identity's token."""
         url = f"{self._endpoint}/{quote(self._place.container)}/{quote(file.locator)}"
         if self._key:
-            return Request(f"{url}?{await asyncio.to_thread(self._called, self._signed)}")
+            return HttpRequest(f"{url}?{await asyncio.to_thread(self._called, self._signed)}")
         if self._signature:
-            return Request(f"{url}?{self._signature}")
+            return HttpRequest(f"{url}?{self._signature}")
         if self._identity is None:
-            return Request(url, {"x-ms-version": _AZURE_VERSION})
+            return HttpRequest(url, {"x-ms-version": _AZURE_VERSION})
         token = await asyncio.to_thread(self._called, lambda: self._identity.get_token(_AZURE_SCOPE).token)
-        return Request(url, {"Authorization": f"Bearer {token}", "x-ms-version": _AZURE_VERSION})
+        return HttpRequest(url, {"Authorization": f"Bearer {token}", "x-ms-version": _AZURE_VERSION})
 
     def _signed(self) -> str:
         return str(

@@ -8,12 +8,12 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from controller.agents.downloader.core.errors import AccessRefused, NotThere, Unavailable
-from controller.agents.downloader.core.listing import Checksum, Listing, RemoteFile
+from controller.agents.downloader.core.fetch_plan import Checksum, Listing, RemoteFile
 from controller.agents.downloader.environment import library
-from controller.agents.downloader.transfer import Request, failure
+from controller.agents.downloader.transfer import HttpRequest, failure
 
 if TYPE_CHECKING:
-    from controller.agents.downloader.core.uri import HubPlace
+    from controller.agents.downloader.core.uri import HubLocation
     from controller.agents.downloader.environment import Environment
 
 _PUBLIC: Final = "https://huggingface.co"
@@ -21,13 +21,13 @@ _API_TIMEOUT_S: Final = 30.0
 
 
 class HubSource:
-    """``HF_ENDPOINT`` names a mirror, ``HF_TOKEN`` is sent to the hub and to nobody that it redirects to.
+    """``HF_ENDPOINT`` names a mirror; ``HF_TOKEN`` is sent to the hub alone, and to no host that it redirects to.
 
-    The library says which commit and which files, with sizes and checksums. The files come through our own fetcher:
-    the library's downloader keeps no ranges across a crash and does not compare checksums.
+    The library lists the commit and the files, with sizes and checksums. The files come through our own fetcher: the
+    library's downloader keeps no ranges across a crash and does not compare checksums.
     """
 
-    def __init__(self, place: HubPlace, environment: Environment) -> None:
+    def __init__(self, place: HubLocation, environment: Environment) -> None:
         self._place = place
         self._endpoint = (environment.get("HF_ENDPOINT") or _PUBLIC).rstrip("/")
         self._token = environment.get("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -42,10 +42,10 @@ class HubSource:
         files = [self._file(one, commit) for one in info.siblings or ()]
         return Listing(commit, tuple(one for one in files if one is not None))
 
-    async def request(self, file: RemoteFile, start: int, end: int | None) -> Request:
-        """The hub redirects to where large files are, with a signature that expires: asked anew each time."""
+    async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
+        """The hub redirects large files to a signed URL that expires: it is requested again for each range."""
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        return Request(file.locator, headers)
+        return HttpRequest(file.locator, headers)
 
     def _info(self, revision: str) -> Any:  # noqa: ANN401 - the library's ModelInfo
         api = self._hub.HfApi(endpoint=self._endpoint, token=self._token or False)

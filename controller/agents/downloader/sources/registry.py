@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """oci://: artefacts and images of a container registry, fetched without a container runtime.
 
-The registry asks for tokens, which it issues for the credentials of a Docker configuration.
+The registry requires tokens, which it issues for the credentials of a Docker configuration.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from controller.agents.downloader.core.errors import (
     Unavailable,
     UriInvalid,
 )
-from controller.agents.downloader.core.listing import Checksum, Listing, RemoteFile
-from controller.agents.downloader.transfer import Request
+from controller.agents.downloader.core.fetch_plan import Checksum, Listing, RemoteFile
+from controller.agents.downloader.transfer import HttpRequest
 
 if TYPE_CHECKING:
-    from controller.agents.downloader.core.listing import Archive
-    from controller.agents.downloader.core.uri import OciPlace
+    from controller.agents.downloader.core.fetch_plan import Archive
+    from controller.agents.downloader.core.uri import OciLocation
     from controller.agents.downloader.environment import Environment
     from controller.agents.downloader.transfer import Document, Transfer
 
@@ -78,11 +78,11 @@ class _Manifest(msgspec.Struct, frozen=True, rename="camel"):
 class RegistrySource:
     """Everything is named by its SHA-256: the manifest is compared with its digest, layers with theirs.
 
-    Layers with a title are files, or archives if their type says so; those of an image are unpacked one over the other,
+    Layers with a title are files, or archives, by their media type; those of an image are unpacked one over the other,
     and what is below ``/models`` is kept.
     """
 
-    def __init__(self, place: OciPlace, transfer: Transfer, environment: Environment, machine: str) -> None:
+    def __init__(self, place: OciLocation, transfer: Transfer, environment: Environment, machine: str) -> None:
         self._place = place
         self._access = RegistryAccess(place, transfer, environment)
         self._architecture = _ARCHITECTURES.get(machine, machine)
@@ -96,7 +96,7 @@ class RegistrySource:
         is_image = manifest.config is not None and manifest.config.media_type in _IMAGE
         return Listing(digest, tuple(_file(one, index, is_image=is_image) for index, one in enumerate(layers)))
 
-    async def request(self, file: RemoteFile, start: int, end: int | None) -> Request:
+    async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """The blob; registries mostly redirect to where they keep them."""
         return await self._access.request(f"blobs/{file.locator}")
 
@@ -109,7 +109,7 @@ class RegistrySource:
         return digest, _decoded(answer, self._place.canonical())
 
     def _own(self, choices: list[_Descriptor]) -> _Descriptor:
-        """The manifest for this machine; the only one, or the first, if none says which machine it is for."""
+        """The manifest for this machine; the only one, or the first, if none names a machine."""
         for one in choices:
             if one.platform is not None and (one.platform.os, one.platform.architecture) == (
                 "linux",
@@ -158,7 +158,7 @@ class _Token(msgspec.Struct, frozen=True):
 class RegistryAccess:
     """Calls to one repository. ``ATTACHE_PLAIN_REGISTRIES`` lists registries without TLS; loopback ones are."""
 
-    def __init__(self, place: OciPlace, transfer: Transfer, environment: Environment) -> None:
+    def __init__(self, place: OciLocation, transfer: Transfer, environment: Environment) -> None:
         self._place = place
         self._transfer = transfer
         plain = environment.get("ATTACHE_PLAIN_REGISTRIES").split(",")
@@ -169,22 +169,22 @@ class RegistryAccess:
         self._authorization = ""
         self._expires_at_s = 0.0
 
-    async def request(self, path: str, accept: str = "") -> Request:
+    async def request(self, path: str, accept: str = "") -> HttpRequest:
         """A request with a token that still holds."""
         if self._authorization and _now_s() >= self._expires_at_s:
-            await self._authorize(Request(self._base + path))
+            await self._authorize(HttpRequest(self._base + path))
         headers = {"Authorization": self._authorization} if self._authorization else {}
-        return Request(self._base + path, headers | ({"Accept": accept} if accept else {}))
+        return HttpRequest(self._base + path, headers | ({"Accept": accept} if accept else {}))
 
     async def document(self, path: str, accept: str) -> Document:
-        """A small answer; asks for a token if the registry wants one."""
+        """A small answer; requests a token if the registry requires one."""
         answer = await self._transfer.document(await self.request(path, accept), allow=(401,))
         if answer.status != 401:
             return answer
-        await self._authorize(Request(self._base + path), answer.headers.get("www-authenticate", ""))
+        await self._authorize(HttpRequest(self._base + path), answer.headers.get("www-authenticate", ""))
         return await self._transfer.document(await self.request(path, accept))
 
-    async def _authorize(self, asked: Request, challenge: str = "") -> None:
+    async def _authorize(self, asked: HttpRequest, challenge: str = "") -> None:
         if not challenge:
             answer = await self._transfer.document(asked, allow=(401, 404), method="HEAD")
             challenge = answer.headers.get("www-authenticate", "")
@@ -192,21 +192,21 @@ class RegistryAccess:
         if kind.lower() == "basic" and self._basic:
             self._authorization, self._expires_at_s = f"Basic {self._basic}", float("inf")
             return
-        said = dict(_PARAMETER.findall(rest))
-        if kind.lower() != "bearer" or not said.get("realm", "").startswith(("http://", "https://")):
+        bearer = dict(_PARAMETER.findall(rest))
+        if kind.lower() != "bearer" or not bearer.get("realm", "").startswith(("http://", "https://")):
             raise AccessRefused(
                 f"{self._place.registry} wants credentials; mount a Docker configuration (DOCKER_CONFIG)"
             )
-        await self._fetch_token(said)
+        await self._fetch_token(bearer)
 
-    async def _fetch_token(self, said: dict[str, str]) -> None:
-        realm = said["realm"]
+    async def _fetch_token(self, bearer: dict[str, str]) -> None:
+        realm = bearer["realm"]
         if self._base.startswith("https:") and urlsplit(realm).scheme != "https":
             raise AccessRefused(f"{self._place.registry} sends credentials to {realm} without TLS")
-        scope = said.get("scope") or f"repository:{self._place.repository}:pull"
-        query = urlencode({"scope": scope} | ({"service": said["service"]} if said.get("service") else {}))
+        scope = bearer.get("scope") or f"repository:{self._place.repository}:pull"
+        query = urlencode({"scope": scope} | ({"service": bearer["service"]} if bearer.get("service") else {}))
         headers = {"Authorization": f"Basic {self._basic}"} if self._basic else {}
-        answer = await self._transfer.document(Request(f"{realm}{'&' if '?' in realm else '?'}{query}", headers))
+        answer = await self._transfer.document(HttpRequest(f"{realm}{'&' if '?' in realm else '?'}{query}", headers))
         try:
             given = msgspec.json.decode(answer.body, type=_Token)
         except msgspec.DecodeError as error:

@@ -6,19 +6,26 @@ from __future__ import annotations
 import platform
 from typing import TYPE_CHECKING, Protocol
 
-from controller.agents.downloader.core.uri import AzurePlace, BucketPlace, HdfsPlace, HubPlace, OciPlace, WebPlace
+from controller.agents.downloader.core.uri import (
+    AzureLocation,
+    BucketLocation,
+    HdfsLocation,
+    HubLocation,
+    OciLocation,
+    WebLocation,
+)
 from controller.agents.downloader.sources.buckets import AzureSource, GoogleSource, S3Source
 from controller.agents.downloader.sources.hub import HubSource
 from controller.agents.downloader.sources.registry import RegistrySource
 from controller.agents.downloader.sources.web import HdfsSource, WebSource
 
 if TYPE_CHECKING:
-    from controller.agents.downloader.core.listing import Listing, RemoteFile
+    from controller.agents.downloader.core.fetch_plan import Listing, RemoteFile
     from controller.agents.downloader.environment import Environment
-    from controller.agents.downloader.transfer import Request, Transfer
+    from controller.agents.downloader.transfer import HttpRequest, Transfer
 
 
-class Source(Protocol):
+class RemoteSource(Protocol):
     """A remote place. All of them serve files over HTTP, so that one fetcher does ranges, time-outs and memory."""
 
     async def resolve(self, revision: str) -> Listing:
@@ -28,31 +35,31 @@ class Source(Protocol):
         """
         ...
 
-    async def request(self, file: RemoteFile, start: int, end: int | None) -> Request:
-        """How to ask for the file from ``start`` up to ``end``, asked before every attempt: signatures expire.
+    async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
+        """The request for the file from ``start`` up to ``end``, made before every attempt, as signatures expire.
 
-        Most ignore the range, because a header of the fetcher says it.
+        Most ignore the range, because the fetcher sends it in a header.
         """
         ...
 
 
-RemotePlace = HubPlace | BucketPlace | AzurePlace | WebPlace | OciPlace | HdfsPlace
+RemotePlace = HubLocation | BucketLocation | AzureLocation | WebLocation | OciLocation | HdfsLocation
 
 
-def source_for(place: RemotePlace, transfer: Transfer, environment: Environment) -> Source:  # noqa: PLR0911 - one a scheme
-    """Raises LibraryMissing, which says what to install, and UriInvalid for settings that cannot be used."""
+def source_for(place: RemotePlace, transfer: Transfer, environment: Environment) -> RemoteSource:  # noqa: PLR0911 - one a scheme
+    """Raises LibraryMissing with the package to install, and UriInvalid for settings that cannot be used."""
     match place:
-        case HubPlace():
+        case HubLocation():
             return HubSource(place, environment)
-        case BucketPlace(scheme="s3"):
+        case BucketLocation(scheme="s3"):
             return S3Source(place, environment)
-        case BucketPlace():
+        case BucketLocation():
             return GoogleSource(place, transfer, environment)
-        case AzurePlace():
+        case AzureLocation():
             return AzureSource(place, environment)
-        case WebPlace():
+        case WebLocation():
             return WebSource(place, transfer, environment)
-        case OciPlace():
+        case OciLocation():
             return RegistrySource(place, transfer, environment, platform.machine())
-        case HdfsPlace():
+        case HdfsLocation():
             return HdfsSource(place, transfer, environment)

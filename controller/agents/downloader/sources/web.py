@@ -12,11 +12,11 @@ from urllib.parse import quote, unquote, urlencode, urlsplit
 import msgspec
 
 from controller.agents.downloader.core.errors import ContentRefused, Unavailable, UriInvalid
-from controller.agents.downloader.core.listing import Listing, RemoteFile, listing_digest
-from controller.agents.downloader.transfer import Request, etag_in
+from controller.agents.downloader.core.fetch_plan import Listing, RemoteFile, listing_digest
+from controller.agents.downloader.transfer import HttpRequest, etag_in
 
 if TYPE_CHECKING:
-    from controller.agents.downloader.core.uri import HdfsPlace, WebPlace
+    from controller.agents.downloader.core.uri import HdfsLocation, WebLocation
     from controller.agents.downloader.environment import Environment
     from controller.agents.downloader.transfer import Document, Transfer
 
@@ -26,7 +26,7 @@ class WebSource:
     alone.
     """
 
-    def __init__(self, place: WebPlace, transfer: Transfer, environment: Environment) -> None:
+    def __init__(self, place: WebLocation, transfer: Transfer, environment: Environment) -> None:
         self._place = place
         self._transfer = transfer
         given = environment.get("ATTACHE_HTTP_HEADERS")
@@ -34,7 +34,7 @@ class WebSource:
             headers = msgspec.json.decode(given, type=dict[str, str]) if given else {}
         except msgspec.DecodeError as error:
             raise UriInvalid("ATTACHE_HTTP_HEADERS is no JSON object of texts") from error
-        self._request = Request(place.url, headers)
+        self._request = HttpRequest(place.url, headers)
 
     async def resolve(self, revision: str) -> Listing:
         """Size, ETag and date of the file are its revision."""
@@ -48,13 +48,13 @@ class WebSource:
         pinned = listing_digest([version, size, answer.headers.get("last-modified", "")])
         return Listing(pinned, (file,))
 
-    async def request(self, file: RemoteFile, start: int, end: int | None) -> Request:
+    async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """The URL itself."""
         return self._request
 
 
 def _size_of(answer: Document) -> tuple[int | None, bool]:
-    """The file's size, if the server says it, and whether parts can be asked for."""
+    """The file's size, if the server sends it, and whether it supports ranges."""
     total = answer.headers.get("content-range", "").rpartition("/")[2]
     if answer.status in (206, 416):  # 416: nothing has a first byte
         return (int(total), total != "0") if total.isdecimal() else (None, False)
@@ -82,12 +82,12 @@ class _Listed(msgspec.Struct, frozen=True):
 
 
 class HdfsSource:
-    """``HADOOP_USER_NAME`` or ``WEBHDFS_TOKEN`` (a delegation token) say who we are; Kerberos itself is not spoken.
+    """``HADOOP_USER_NAME`` or ``WEBHDFS_TOKEN`` (a delegation token) identify us; Kerberos is not supported.
 
     ``WEBHDFS_SCHEME=https`` for a cluster with TLS. HDFS' checksums depend on its blocks: only sizes are compared.
     """
 
-    def __init__(self, place: HdfsPlace, transfer: Transfer, environment: Environment) -> None:
+    def __init__(self, place: HdfsLocation, transfer: Transfer, environment: Environment) -> None:
         self._place = place
         self._transfer = transfer
         scheme = environment.get("WEBHDFS_SCHEME") or "http"
@@ -122,14 +122,14 @@ class HdfsSource:
                     raise ContentRefused(f"hdfs://{self._place.authority}{self._place.path} has too many files")
         return Listing(listing_digest(sorted(times)), tuple(files))
 
-    async def request(self, file: RemoteFile, start: int, end: int | None) -> Request:
+    async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """The range is in the query, not in a header."""
         length = {} if end is None else {"length": str(end - start)}
-        return Request(self._url(file.locator, op="OPEN", offset=str(start), **length), has_range=True)
+        return HttpRequest(self._url(file.locator, op="OPEN", offset=str(start), **length), has_range=True)
 
     async def _list(self, folder: str) -> list[_Status]:
         path = f"{self._place.path.rstrip('/')}/{folder}".rstrip("/") or "/"
-        answer = await self._transfer.document(Request(self._url(path, op="LISTSTATUS")))
+        answer = await self._transfer.document(HttpRequest(self._url(path, op="LISTSTATUS")))
         try:
             return msgspec.json.decode(answer.body, type=_Listed).statuses.file_status
         except msgspec.DecodeError as error:

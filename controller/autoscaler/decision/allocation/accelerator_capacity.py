@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many more replicas nodes have accelerators for, and what bindings leave each other of them.
+"""The further replicas for which nodes have accelerators, and the share of each binding.
 
-No binding counts what another one was promised already: replicas without a node are promised room that nodes still show
-as free. A claim that comes before another one, by priority and then by age, is also left what it lacks. Neither counts
-for more than what would fit.
+Accelerators reserved for another binding do not count: those of its replicas without a node, which nodes still show as
+free. For a claim that precedes, by priority and then by age, the replicas that it lacks are reserved as well. Neither
+reservation exceeds what fits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 
-from controller.api.accelerators import is_of_kind
+from controller.api.common import is_of_kind
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ _RESOURCES: Final = re.compile(
 
 
 class FreeNode(Protocol):
-    """A node that takes pods. ``free``: what the pods of everybody leave, by resource. ``labels``: the node's."""
+    """A schedulable node. ``free``: allocatable minus the requests of all pods, by resource. ``labels``: the node's."""
 
     @property
     def free(self) -> Mapping[str, float]:
@@ -47,37 +47,40 @@ class FreeNode(Protocol):
         ...
 
 
-class Place(NamedTuple):
+class NodeResource(NamedTuple):
     """Where accelerators are: the index of a node, and one of its resources."""
 
     node: int
     resource: str
 
 
-def places_of(nodes: Sequence[FreeNode], kind: str) -> frozenset[Place]:
-    """Where accelerators of a kind are, free or not. A kind is the name of a resource, or what a label of the node
-    says.
+def places_of(nodes: Sequence[FreeNode], kind: str) -> frozenset[NodeResource]:
+    """Nodes' resources of an accelerator kind, free or not. A kind is the name of a resource or the value of a node's
+    label.
 
-    The latter by ``is_of_kind``: spelling matters little. All accelerators of a node are of the kind of its label.
+    Labels are compared by ``is_of_kind``, which ignores most of the spelling. All accelerators of a node are of its
+    label's kind.
     """
     return frozenset(
-        Place(index, resource)
+        NodeResource(index, resource)
         for index, node in enumerate(nodes)
         for resource in _resources(node)
         if resource == kind or any(is_of_kind(label, kind) for label in _labels(node))
     )
 
 
-def free_at(nodes: Sequence[FreeNode], places: Iterable[Place]) -> int:
+def free_at(nodes: Sequence[FreeNode], places: Iterable[NodeResource]) -> int:
     """Accelerators that are free there."""
     return sum(max(0, int(nodes[one.node].free[one.resource])) for one in places)
 
 
-def fitting_replicas(nodes: Sequence[FreeNode], places: Collection[Place], accelerators: int, pods: int = 1) -> int:
+def fitting_replicas(
+    nodes: Sequence[FreeNode], places: Collection[NodeResource], accelerators: int, pods: int = 1
+) -> int:
     """Further replicas that fit there, each of ``pods`` pods with an equal part of its accelerators.
 
-    A pod fits only where one node has all that it asks for: four nodes with two free each have no room for a pod of
-    eight.
+    A pod fits only on one node that has all that it requests: four nodes with two free accelerators each do not fit a
+    pod of eight.
     """
     share = -(-accelerators // max(1, pods))
     if share == 0:
@@ -125,7 +128,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     lacks: int = 0
 
 
-class Claim(msgspec.Struct, frozen=True):
+class AcceleratorClaim(msgspec.Struct, frozen=True):
     """A binding's."""
 
     order: Order
@@ -133,13 +136,13 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Nodes:
-    """What nodes have left at one instant. Kinds are asked about again and again, so what was found is kept."""
+    """Free accelerators of nodes at one instant. Results are cached by kind, as kinds are queried repeatedly."""
 
     def __init__(self, nodes: Iterable[FreeNode] = ()) -> None:
         self._nodes = list(nodes)
         self._free: dict[Kinds, int] = {}
         self._fits: dict[tuple[str, int, int], int] = {}
-        self._of_kind: dict[str, frozenset[Place]] = {}
+        self._of_kind: dict[str, frozenset[NodeResource]] = {}
 
     def free(self, kinds: Kinds) -> int:
         """Accelerators of these kinds; those that are of several of them count once."""
@@ -148,11 +151,11 @@ class Nodes:
         return self._free[kinds]
 
     def fits(self, share: Share) -> int:
-        """Replicas that would find nodes, were there nobody else."""
-        asked = share.kind, share.accelerators, share.pods
-        if asked not in self._fits:
-            self._fits[asked] = fitting_replicas(self._nodes, self._places(share.kind), share.accelerators, share.pods)
-        return self._fits[asked]
+        """Replicas that fit on the nodes while no other pod runs there."""
+        shape = share.kind, share.accelerators, share.pods
+        if shape not in self._fits:
+            self._fits[shape] = fitting_replicas(self._nodes, self._places(share.kind), share.accelerators, share.pods)
+        return self._fits[shape]
 
     def has(self, kind: str) -> bool:
         """Whether a node has accelerators of a kind, free or not."""
@@ -183,17 +186,17 @@ class Nodes:
     def _is_within(self, kind: str, other: str) -> bool:
         return self.has(kind) and self._places(kind) <= self._places(other)
 
-    def _of_any(self, kinds: Kinds) -> frozenset[Place]:
+    def _of_any(self, kinds: Kinds) -> frozenset[NodeResource]:
         return self._places(kinds[0]) if len(kinds) == 1 else frozenset().union(*map(self._places, kinds))
 
-    def _places(self, kind: str) -> frozenset[Place]:
+    def _places(self, kind: str) -> frozenset[NodeResource]:
         if kind not in self._of_kind:
             self._of_kind[kind] = places_of(self._nodes, kind)
         return self._of_kind[kind]
 
 
-def left_for(mine: Claim, kinds: Kinds, nodes: Nodes, others: Iterable[Claim]) -> int:
-    """Accelerators of these kinds together that ``mine`` may still ask for. ``others``: all claims, with or without
+def left_for(mine: AcceleratorClaim, kinds: Kinds, nodes: Nodes, others: Iterable[AcceleratorClaim]) -> int:
+    """Accelerators of these kinds together that ``mine`` may still request. ``others``: all claims, with or without
     ``mine``.
     """
     left = nodes.free(kinds) - sum(_promised(one, nodes) for one in _of(mine, kinds, nodes))
@@ -211,7 +214,7 @@ def headroom_of(share: Share, left: int, nodes: Nodes) -> int:
     return min(left // share.accelerators, max(0, nodes.fits(share) - share.promised))
 
 
-def _of(claim: Claim, kinds: Kinds, nodes: Nodes) -> Sequence[Share]:
+def _of(claim: AcceleratorClaim, kinds: Kinds, nodes: Nodes) -> Sequence[Share]:
     return [one for one in claim.shares if nodes.overlap(kinds, one.kind)]
 
 

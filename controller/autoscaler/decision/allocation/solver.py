@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lightest replicas of variants, by branch and bound: exact, unless that takes more effort than is allowed.
+"""The lightest replicas of variants, by branch and bound: exact, unless the limit of effort is reached.
 
 Variants are decided one after the other. What the undecided ones weigh at least comes from relaxations: replicas may be
 divided there, and limits are priced in. A search that ends early is followed by small changes that make its answer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SHARES: Final = 1000
 
 
-class Pool(msgspec.Struct, frozen=True):
+class ResourcePool(msgspec.Struct, frozen=True):
     """Something of which there is only so much. ``what``: for people. ``left``: beyond what the lower bounds take.
     ``units``: what a replica of each variant takes of it. ``free_until``: replicas of each variant that take nothing.
     """
@@ -35,7 +35,7 @@ class Pool(msgspec.Struct, frozen=True):
     free_until: Sequence[int]
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
+class AllocationProblem(msgspec.Struct, frozen=True, kw_only=True):
     """Minimise the sum of weights, with ``need`` carried and no pool exceeded.
 
     ``lows``, ``highs``: bounds of replicas by variant. ``capacity``: of a replica. ``running``: replicas that need no
@@ -52,7 +52,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     kept: Sequence[int]
     fresh: Sequence[int]
     missing: int
-    pools: Sequence[Pool] = ()
+    pools: Sequence[ResourcePool] = ()
     on_demand: int = 0
     spot: Sequence[bool] = ()
 
@@ -84,14 +84,14 @@ _STEPS: Final = 16
 _PATIENCE: Final = 10
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Solution(msgspec.Struct, frozen=True):
     """``replicas``: by variant. ``is_proven``: nothing is lighter."""
 
     replicas: tuple[int, ...]
     is_proven: bool
 
 
-def lightest(problem: Problem, effort: int = EFFORT) -> Answer | None:
+def lightest(problem: AllocationProblem, effort: int = EFFORT) -> Solution | None:
     """None: no answer keeps the share on demand, or none was found with ten times the effort."""
     if problem.on_demand and not problem.has_balance:
         return None
@@ -100,7 +100,7 @@ def lightest(problem: Problem, effort: int = EFFORT) -> Answer | None:
     if search.best is None:
         return None
     is_proven = search.effort > 0
-    return Answer(search.best if is_proven else improved(problem, search.best), is_proven)
+    return Solution(search.best if is_proven else local_search(problem, search.best), is_proven)
 
 
 class _Relaxed:
@@ -110,21 +110,24 @@ class _Relaxed:
 
     __slots__ = ("fresh", "kept", "prices", "tables")
 
-    def __init__(self, problem: Problem, prices: Prices, parts: Sequence[Segment], order: Sequence[int]) -> None:
+    def __init__(
+        self, problem: AllocationProblem, prices: Prices, parts: Sequence[Segment], order: Sequence[int]
+    ) -> None:
         places = {variant: place for place, variant in enumerate(order)} | {-1: len(order)}
         self.prices = (prices.on_demand, *prices.pools)
         self.tables = [Table([one for one in parts if places[one.variant] >= depth]) for depth in range(len(order) + 1)]
-        self.kept = [priced(problem, prices, index, is_fresh=False) for index in range(len(order))]
-        self.fresh = [priced(problem, prices, index, is_fresh=True) for index in range(len(order))]
+        self.kept = [scaled_weight(problem, prices, index, is_fresh=False) for index in range(len(order))]
+        self.fresh = [scaled_weight(problem, prices, index, is_fresh=True) for index in range(len(order))]
 
 
 class _Search:
-    """One search, for one problem.
+    """The search of one problem.
 
-    A state is the balance of what is decided with the lower bounds of the rest, then what is left of each pool.
+    A state is the balance of the variants decided so far with the lower bounds of the rest, then what is left of each
+    pool.
     """
 
-    def __init__(self, problem: Problem, effort: int) -> None:
+    def __init__(self, problem: AllocationProblem, effort: int) -> None:
         self.effort = effort
         self.best: tuple[int, ...] | None = None
         self._problem = problem
@@ -304,7 +307,7 @@ def _descended(bounds: Callable[[int], int], at: int, value: int, end: int) -> t
     return found, bounds(found), bounds(found - step)
 
 
-def _order(parts: Sequence[Segment], problem: Problem) -> list[int]:
+def _order(parts: Sequence[Segment], problem: AllocationProblem) -> list[int]:
     """Variants by their lightest segment; those that nothing can be added to last.
 
     With a share on demand, spot comes after the others, so that the room for it is known.
@@ -343,21 +346,21 @@ class Prices(msgspec.Struct, frozen=True):
     on_demand: int = 0
 
 
-def segments(problem: Problem, prices: Prices) -> list[Segment]:
+def segments(problem: AllocationProblem, prices: Prices) -> list[Segment]:
     """What may be added to the lower bounds, the lightest for its capacity first."""
     found = []
     for index, (low, high) in enumerate(zip(problem.lows, problem.highs, strict=True)):
         running = min(max(problem.running[index], low), high)
         for is_fresh, count in ((False, running - low), (True, high - running)):
             if count > 0:
-                weight = priced(problem, prices, index, is_fresh=is_fresh)
+                weight = scaled_weight(problem, prices, index, is_fresh=is_fresh)
                 found.append(Segment(index, is_fresh, weight, problem.capacity[index], count))
     if problem.need > 0:
         found.append(Segment(-1, True, problem.missing * SCALE, 1, problem.need))
     return sorted(found, key=lambda one: one.weight * _FINE // one.capacity)
 
 
-def priced(problem: Problem, prices: Prices, index: int, *, is_fresh: bool) -> int:
+def scaled_weight(problem: AllocationProblem, prices: Prices, index: int, *, is_fresh: bool) -> int:
     """The scaled weight of one replica."""
     weight = (problem.fresh if is_fresh else problem.kept)[index] * SCALE
     for price, pool in zip(prices.pools, problem.pools, strict=True):
@@ -400,7 +403,7 @@ class Table:
         return found
 
 
-def prices_of(problem: Problem, need: int) -> Prices:
+def prices_of(problem: AllocationProblem, need: int) -> Prices:
     """Good prices for what carrying ``need`` would exceed: coordinate ascent, each price by halving a range."""
     limits = [float(pool.left) for pool in problem.pools]
     limits.append(float(sum(problem.balance(i, low) for i, low in enumerate(problem.lows))))
@@ -421,7 +424,7 @@ def prices_of(problem: Problem, need: int) -> Prices:
 _Row = tuple[float, float, float, tuple[float, ...]]
 
 
-def _rows(problem: Problem, need: int) -> list[_Row]:
+def _rows(problem: AllocationProblem, need: int) -> list[_Row]:
     nothing = Prices((0,) * len(problem.pools))
     rows: list[_Row] = []
     for part in segments(problem, nothing):
@@ -492,7 +495,7 @@ _PASSES: Final = 5
 _Amounts = tuple[int, ...]
 
 
-def improved(problem: Problem, replicas: Sequence[int]) -> tuple[int, ...]:
+def local_search(problem: AllocationProblem, replicas: Sequence[int]) -> tuple[int, ...]:
     """The lightest neighbour, and its lightest neighbour, and so on, within all limits."""
     found = list(replicas)
     for _ in range(_PASSES):
@@ -504,7 +507,7 @@ def improved(problem: Problem, replicas: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _best_change(problem: Problem, replicas: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
+def _best_change(problem: AllocationProblem, replicas: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
     ups = [(index, _change(problem, index, n, 1)) for index, n in enumerate(replicas) if n < problem.highs[index]]
     downs = [(index, _change(problem, index, n, -1)) for index, n in enumerate(replicas) if n > problem.lows[index]]
     limits = _limits(problem, replicas)
@@ -524,7 +527,7 @@ def _best_change(problem: Problem, replicas: Sequence[int]) -> tuple[tuple[int, 
     return best
 
 
-def _change(problem: Problem, index: int, replicas: int, by: int) -> _Amounts:
+def _change(problem: AllocationProblem, index: int, replicas: int, by: int) -> _Amounts:
     weight = problem.weight(index, replicas + by) - problem.weight(index, replicas)
     pools = [
         pool.units[index] * (max(0, replicas - pool.free_until[index]) - max(0, replicas + by - pool.free_until[index]))
@@ -534,7 +537,7 @@ def _change(problem: Problem, index: int, replicas: int, by: int) -> _Amounts:
     return weight, problem.capacity[index] * by, balance, *pools
 
 
-def _limits(problem: Problem, replicas: Sequence[int]) -> list[int]:
+def _limits(problem: AllocationProblem, replicas: Sequence[int]) -> list[int]:
     """The balance, and what is left of each pool."""
     found = [sum(problem.balance(index, n) for index, n in enumerate(replicas)) if problem.on_demand else 0]
     for pool in problem.pools:

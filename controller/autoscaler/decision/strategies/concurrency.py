@@ -24,9 +24,9 @@ import msgspec
 from controller.api.autoscaling import Panic
 from controller.api.common import Positive, Utilization
 from controller.api.strategies import StrategyType
-from controller.autoscaler.decision.behavior import PanicState, follow, held
+from controller.autoscaler.decision.behavior import PanicState, next_override, with_answer
 from controller.autoscaler.decision.decision import Recommendation
-from controller.autoscaler.decision.strategies.reading import (
+from controller.autoscaler.decision.strategies.engine_units import (
     gateway_metric,
     growth_only,
     ready_units,
@@ -44,8 +44,8 @@ _BUCKET_S: Final = 1.0
 
 class ConcurrencyParameters(Spec, frozen=True):
     """Knative's KPA. ``target``: requests in flight that one replica should have. ``target_utilization``: the share of
-    it that is aimed at. ``stable_window``: over which concurrency is averaged; the policy's ``panic`` says what a panic
-    is. ``max_scale_up_rate`` and ``max_scale_down_rate``: the largest factors of one change.
+    it that is aimed at. ``stable_window``: over which concurrency is averaged; the policy's ``panic`` defines panic.
+    ``max_scale_up_rate`` and ``max_scale_down_rate``: the largest factors of one change.
     """
 
     target: Positive = 100.0
@@ -55,7 +55,7 @@ class ConcurrencyParameters(Spec, frozen=True):
     max_scale_down_rate: Annotated[float, msgspec.Meta(gt=1, le=1e6)] = 2.0
 
 
-class Sample(msgspec.Struct, frozen=True):
+class InFlightSample(msgspec.Struct, frozen=True):
     """Requests in flight at an instant. ``is_lower_bound``: some engines were unknown."""
 
     at_s: float
@@ -66,7 +66,7 @@ class Sample(msgspec.Struct, frozen=True):
 class ConcurrencyMemory(msgspec.Struct, frozen=True):
     """``samples``: of the stable window, by time, at most one a second. ``panic``: None if there is none."""
 
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[InFlightSample, ...] = ()
     panic: PanicState | None = None
 
 
@@ -80,13 +80,15 @@ class ConcurrencyStrategy(msgspec.Struct, frozen=True):
     def recommend(
         self, situation: Situation, memory: ConcurrencyMemory | None
     ) -> tuple[Recommendation, ConcurrencyMemory | None]:
-        """What the windows ask for, and the samples with the present one."""
+        """The recommendation from both windows, and the samples with the current one."""
         metric = gateway_metric("requests_in_flight", situation)
         ready = ready_units(situation)
         if metric.total is None or not math.isfinite(metric.total):
             return Recommendation(self.name, None, metric.problem or "requests in flight are not a number"), memory
         before = memory if memory is not None else _after_start(situation, ready)
-        samples = _with(before.samples, Sample(situation.now_s, metric.total, metric.is_lower_bound), self._stable_s)
+        samples = _with(
+            before.samples, InFlightSample(situation.now_s, metric.total, metric.is_lower_bound), self._stable_s
+        )
         stable = mean_of(samples, self._stable_s, situation.now_s)
         short = mean_of(samples, self._panic_s, situation.now_s)
         desired, panic = self.desired(before.panic, stable=stable, short=short, ready=ready, situation=situation)
@@ -109,7 +111,7 @@ class ConcurrencyStrategy(msgspec.Struct, frozen=True):
         least = rounded_down(there / self.parameters.max_scale_down_rate, situation)
         most = rounded_up(there * self.parameters.max_scale_up_rate, situation)
         asked = rounded_up(short / self._target, situation)
-        state = follow(
+        state = next_override(
             panic,
             asked=asked,
             ready=ready,
@@ -120,7 +122,7 @@ class ConcurrencyStrategy(msgspec.Struct, frozen=True):
         desired = min(max(rounded_up(stable / self._target, situation), least), most)
         if state is None:
             return desired, None
-        state = held(state, max(desired, min(max(asked, least), most)))
+        state = with_answer(state, max(desired, min(max(asked, least), most)))
         return state.most, state
 
     @property
@@ -144,8 +146,8 @@ class ConcurrencyStrategy(msgspec.Struct, frozen=True):
         return float(self.panic.hold) if self.panic is not None else self._stable_s
 
 
-def mean_of(samples: tuple[Sample, ...], window_s: float, now_s: float) -> float:
-    """The mean over time of the window's part that is known; each sample counts for the time since the one before."""
+def mean_of(samples: tuple[InFlightSample, ...], window_s: float, now_s: float) -> float:
+    """The mean over the part of the window that has samples; each sample counts for the time since the one before."""
     area, span_s, began_s = 0.0, 0.0, now_s - window_s
     for before, sample in itertools.pairwise(samples):
         length_s = sample.at_s - max(before.at_s, began_s)
@@ -158,13 +160,13 @@ def _after_start(situation: Situation, ready: float) -> ConcurrencyMemory:
     return ConcurrencyMemory(panic=PanicState(situation.now_s, ready) if ready > 1.0 else None)
 
 
-def _with(samples: tuple[Sample, ...], new: Sample, window_s: float) -> tuple[Sample, ...]:
+def _with(samples: tuple[InFlightSample, ...], new: InFlightSample, window_s: float) -> tuple[InFlightSample, ...]:
     """The samples of the window and one before it. Within a second the largest counts, so that they stay few."""
     kept = samples
     if kept and kept[-1].at_s // _BUCKET_S == new.at_s // _BUCKET_S:
         last = kept[-1]
         is_lower_bound = last.is_lower_bound or new.is_lower_bound
-        kept, new = kept[:-1], Sample(new.at_s, max(last.value, new.value), is_lower_bound)
+        kept, new = kept[:-1], InFlightSample(new.at_s, max(last.value, new.value), is_lower_bound)
     began_s = new.at_s - window_s
     first = next((index for index, sample in enumerate(kept) if sample.at_s > began_s), len(kept))
     return (*kept[max(first - 1, 0) :], new)

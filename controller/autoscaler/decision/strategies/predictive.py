@@ -9,8 +9,9 @@ Each ``window`` gives one observation: arrivals a second. From these:
   them so far. It needs one whole season; until then Holt's method alone answers.
 
 The largest forecast between now and ``lead`` ahead counts: replicas that are needed on the way are needed too. From
-requests to replicas it is the same work as in the strategy Work, at ``utilization``. While too little is known the
-strategy asks for nothing, and the other strategies decide. The means of past seasons outlive a restart of the manager.
+requests to replicas it is the same work as in the strategy Work, at ``utilization``. Without enough observations the
+strategy recommends nothing, and the other strategies decide. The means of past seasons outlive a restart of the
+manager.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.api.common import Utilization
-from controller.api.strategies import Kept, StrategyType
+from controller.api.strategies import LearnedState, StrategyType
 from controller.autoscaler.decision.decision import Recommendation
-from controller.autoscaler.decision.load import load_of
+from controller.autoscaler.decision.offered_load import load_of
 from controller.autoscaler.decision.speeds import work_of
 from extproc.api.quantities import Duration
 from extproc.api.spec import Spec
@@ -38,7 +39,8 @@ _MOST: Final = 1e15
 
 
 class PredictiveParameters(Spec, frozen=True):
-    """The work of some time ahead. ``season``: after which load repeats; without it the trend of Holt's method alone.
+    """The work of some time ahead. ``season``: the period after which load repeats; without it, only the trend of
+    Holt's method.
     ``lead``: how far ahead; left out, the measured start time. ``utilization``: as in the strategy Work.
     ``window``: of one observation.
     """
@@ -65,22 +67,22 @@ class PredictiveMemory(msgspec.Struct, frozen=True):
 
 
 class KeptSeason(msgspec.Struct, frozen=True):
-    """``profile``: with three digits, which are more than anybody knows. ``season_s``: of what season."""
+    """``profile``: rounded to three digits, finer than its accuracy. ``season_s``: length of the season."""
 
     profile: tuple[float, ...]
     season_s: float
 
 
-def kept_season(memory: object) -> KeptSeason | None:
+def season_to_save(memory: object) -> KeptSeason | None:
     """What of a strategy's memory is slow to learn; None if nothing is."""
     if not isinstance(memory, PredictiveMemory) or max(memory.profile, default=-1.0) < 0:
         return None
     return KeptSeason(tuple(float(f"{one:.{_DIGITS}g}") for one in memory.profile[:MOST_PLACES]), memory.season_s)
 
 
-def remembered_season(kept: KeptSeason, now_s: float) -> PredictiveMemory | None:
-    """As after a restart: level, trend and how today compares are measured anew, the profile goes on. None for what
-    cannot have been measured.
+def restore_season(kept: KeptSeason, now_s: float) -> PredictiveMemory | None:
+    """The memory after a restart: level, trend and today's ratio are measured anew; the profile is kept. None for
+    implausible values.
     """
     is_possible = len(kept.profile) <= MOST_PLACES and 0 <= kept.season_s <= _MOST
     if not is_possible or not all(0 <= one <= _MOST for one in kept.profile):
@@ -192,5 +194,5 @@ PREDICTIVE: Final = StrategyType(
     make=lambda parameters, _: PredictiveStrategy(parameters),
     defaults=PredictiveParameters(),
     is_lower_bound=True,
-    kept=Kept(KeptSeason, kept_season, remembered_season),
+    kept=LearnedState(KeptSeason, season_to_save, restore_season),
 )

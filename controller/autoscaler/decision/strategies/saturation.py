@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mean saturation of engines between two thresholds.
 
-Source: the design of llm-d's workload-variant-autoscaler. An engine's saturation is
-``max(kv_usage, min(waiting / max_queue, 1))``; one of which nothing is known is saturated, 1. The mean over ready
-engines above ``scale_up_threshold`` asks for ``scale_up_increment`` more, below ``scale_down_threshold`` for
-``scale_down_increment`` fewer; on a threshold and between them nothing changes.
+Source: the design of llm-d's workload-variant-autoscaler. An engine's saturation is ``max(kv_usage, min(waiting /
+max_queue, 1))``; one without data counts as saturated, 1. A mean over ready engines above ``scale_up_threshold``
+recommends ``scale_up_increment`` more, one below ``scale_down_threshold`` ``scale_down_increment`` fewer; on a
+threshold and between them nothing changes.
 
-Beyond that design: replicas that were asked for and do not serve yet count as idle in the mean that scales out.
-Otherwise each decision until they serve would add another increment. The mean that scales in is of ready engines alone.
+Beyond that design: pending replicas count as idle in the mean that scales out. Otherwise each decision until they serve
+would add another increment. The mean that scales in is of ready engines alone.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import msgspec
 from controller.api.common import Count, Utilization
 from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
-from controller.autoscaler.decision.strategies.reading import (
+from controller.autoscaler.decision.strategies.engine_units import (
     is_unknown,
     kv_and_queue,
+    nothing_measured,
     one_fewer,
     pending_units,
     ready_loads,
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
 
 class SaturationParameters(Spec, frozen=True):
     """The mean over engines of the larger of KV usage and waiting requests over a full queue. ``max_queue``: requests
-    that fill a queue. ``scale_up_threshold``: above it there are to be more. ``scale_down_threshold``: below it, fewer.
-    In between nothing changes. ``scale_up_increment``: how many more. ``scale_down_increment``: how many fewer.
+    that fill a queue. ``scale_up_threshold``: above it, replicas are added. ``scale_down_threshold``: below it,
+    replicas are removed. In between nothing changes. ``scale_up_increment``: replicas added. ``scale_down_increment``:
+    replicas removed.
     """
 
     CEL: ClassVar = (
@@ -59,10 +61,10 @@ class SaturationStrategy(msgspec.Struct, frozen=True):
     name: str = "Saturation"
 
     def recommend(self, situation: Situation, memory: None) -> tuple[Recommendation, None]:  # noqa: ARG002 - it needs none
-        """An increment more, one fewer, or what there is."""
+        """An increment more, a decrement fewer, or the current replicas."""
         loads, current = ready_loads(situation), situation.current
-        if all(is_unknown(load.report) for load in loads):
-            return Recommendation(self.name, None, "no ready engine says what it has, so nothing is measured"), None
+        if nothing := nothing_measured(self.name, loads):
+            return nothing, None
         units = sum(load.units for load in loads)
         saturated = sum(load.units * saturation_of(load.report, self.parameters.max_queue) for load in loads)
         mean = saturated / units
@@ -70,18 +72,20 @@ class SaturationStrategy(msgspec.Struct, frozen=True):
         inputs = {"mean_saturation": mean, "with_pending": coming, "ready_replicas": units}
         up, down = self.parameters.scale_up_threshold, self.parameters.scale_down_threshold
         unknown = sum(is_unknown(load.report) for load in loads)
-        said = f"mean saturation is {mean:.2f}" + (f" ({unknown} engines unknown, so full)" if unknown else "")
+        message = f"mean saturation is {mean:.2f}" + (f" ({unknown} engines unknown, so full)" if unknown else "")
         if coming > up:
             desired = current + self.parameters.scale_up_increment
-            return Recommendation(self.name, desired, f"{said}, above {up:g}", inputs), None
+            return Recommendation(self.name, desired, f"{message}, above {up:g}", inputs), None
         if mean < down:
             desired = one_fewer(situation, self.parameters.scale_down_increment)
             if unknown:
-                return Recommendation(self.name, None, f"{said}, below {down:g}, but not all are known", inputs), None
-            return Recommendation(self.name, desired, f"{said}, below {down:g}", inputs), None
+                return Recommendation(
+                    self.name, None, f"{message}, below {down:g}, but not all are known", inputs
+                ), None
+            return Recommendation(self.name, desired, f"{message}, below {down:g}", inputs), None
         if mean > up:
-            said = f"{said}, {coming:.2f} with replicas that are starting"
-        return Recommendation(self.name, current, f"{said}, not outside {down:g} to {up:g}", inputs), None
+            message = f"{message}, {coming:.2f} with replicas that are starting"
+        return Recommendation(self.name, current, f"{message}, not outside {down:g} to {up:g}", inputs), None
 
 
 def saturation_of(report: EngineReport | None, max_queue: int) -> float:

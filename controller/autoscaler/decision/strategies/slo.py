@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured latency as a share of what is promised.
+"""Measured latency as a share of the objective.
 
 Source: llm-d, ``docs/architecture/autoscaling/slo-aware-keda.md``. With ``n`` replicas, ``r`` of them ready::
 
@@ -8,9 +8,9 @@ Source: llm-d, ``docs/architecture/autoscaling/slo-aware-keda.md``. With ``n`` r
     s > scale_up_threshold:   n + ceil(n * (s * c / scale_up_threshold - 1)), c = r / n while some start, else 1
     s < scale_down_threshold: n - floor(n * (1 - s / scale_down_threshold))
 
-The credit ``c`` keeps replicas that are starting from being ordered again; it never scales in. What is different from
-the original: a latency that is not known is unknown, not 0. It is 0 only if nobody has come and nothing is on its way:
-that is known. And the last replica stays.
+The credit ``c`` prevents a second order of starting replicas; it never scales in. Differences from the original: a
+latency without samples is unknown, not 0. It is 0 only if no request arrived and none is in progress. And the last
+replica stays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from controller.api.autoscaling import LatencyObjective
 from controller.api.common import Utilization
 from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
-from controller.autoscaler.decision.strategies.reading import (
+from controller.autoscaler.decision.strategies.engine_units import (
     one_fewer,
     ready_loads,
     ready_units,
@@ -118,7 +118,7 @@ class SloStrategy(msgspec.Struct, frozen=True):
 
 
 def share_of(situation: Situation, objective: LatencyObjective) -> float | None:
-    """The larger latency as a share of its objective; None if none is known, or one that is promised may be missed."""
+    """The largest known latency as a share of its objective; if none is known, 0 when idle, else None."""
     traffic, now_s, percent = situation.traffic, situation.now_s, objective.percentile
     shares = []
     for promised, measured in (
@@ -133,7 +133,7 @@ def share_of(situation: Situation, objective: LatencyObjective) -> float | None:
 
 
 def is_idle(situation: Situation) -> bool:
-    """Whether it is known that nobody has come in the window, and that nothing waits or is answered."""
+    """Whether data show that no request arrived in the window, and that none waits or is in progress."""
     rates = situation.traffic.rates(LATENCY_WINDOW_S, situation.now_s)
     if rates is None or rates.arrivals > 0 or situation.waiting.requests or situation.freshness.silent:
         return False

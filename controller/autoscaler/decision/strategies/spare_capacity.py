@@ -4,14 +4,14 @@
 Source: llm-d's workload-variant-autoscaler, ``internal/saturation/analyzer.go`` (first form). Over N ready engines,
 with the cache usage ``kv`` and the queue ``q`` of each::
 
-    scale out if  kv_cache_threshold - mean(kv) < kv_spare_trigger  or  queue_length_threshold - mean(q) <
-    queue_spare_trigger scale in if   N >= 2, and with mean(kv) * N/(N-1) and mean(q) * N/(N-1) there is still that much
-    room
+    scale out if  kv_cache_threshold - mean(kv) < kv_spare_trigger
+                  or queue_length_threshold - mean(q) < queue_spare_trigger
+    scale in if   N >= 2, and with mean(kv) * N/(N-1) and mean(q) * N/(N-1) both differences reach their triggers
 
 What is different from the original, each for a fault that its users met:
 
 - Saturated engines are in the means. The original leaves them out, and takes an engine away beside one that is full.
-- An engine of which nothing is known counts as saturated. The original reads what is missing as 0.
+- An engine without data counts as saturated. The original reads missing values as 0.
 - Replicas that do not serve yet count as empty for scaling out, instead of forbidding every change.
 """
 
@@ -24,10 +24,11 @@ import msgspec
 from controller.api.common import Positive, Utilization
 from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
-from controller.autoscaler.decision.strategies.reading import (
-    Load,
+from controller.autoscaler.decision.strategies.engine_units import (
+    EngineUnits,
     is_unknown,
     kv_and_queue,
+    nothing_measured,
     one_fewer,
     pending_units,
     ready_loads,
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
 class SpareCapacityParameters(Spec, frozen=True):
     """llm-d's workload-variant-autoscaler, first form. ``kv_cache_threshold`` and ``queue_length_threshold``: an engine
-    at one of them is saturated. ``kv_spare_trigger`` and ``queue_spare_trigger``: with less room than this on average,
-    one more; one fewer if the rest keeps as much.
+    at one of them is saturated. ``kv_spare_trigger`` and ``queue_spare_trigger``: with less spare capacity than this on
+    average, one replica is added; one is removed if the others keep as much.
     """
 
     kv_cache_threshold: Utilization = 0.8
@@ -57,30 +58,30 @@ class SpareCapacityStrategy(msgspec.Struct, frozen=True):
     name: str = "SpareCapacity"
 
     def recommend(self, situation: Situation, memory: None) -> tuple[Recommendation, None]:  # noqa: ARG002 - it needs none
-        """One more, one fewer, or what there is."""
+        """One more, one fewer, or the current replicas."""
         loads, current = ready_loads(situation), situation.current
-        if all(is_unknown(load.report) for load in loads):
-            return Recommendation(self.name, None, "no ready engine says what it has, so nothing is measured"), None
+        if nothing := nothing_measured(self.name, loads):
+            return nothing, None
         units = sum(load.units for load in loads)
         kv, queue = self._sums(loads)
         with_pending = units + pending_units(situation)
         kv_spare, queue_spare = self._spare(kv / with_pending, queue / with_pending)
         inputs = {"kv_spare": kv_spare, "queue_spare": queue_spare, "ready_replicas": units}
-        said = f"{kv_spare:.2f} of a cache and {queue_spare:.1f} places in queue are free in the mean"
+        message = f"{kv_spare:.2f} of a cache and {queue_spare:.1f} places in queue are free in the mean"
         if self._is_short(kv_spare, queue_spare):
-            return Recommendation(self.name, current + 1, f"{said}, too little", inputs), None
+            return Recommendation(self.name, current + 1, f"{message}, too little", inputs), None
         if units < 2:
-            return Recommendation(self.name, current, f"{said}, enough; the last engine stays", inputs), None
+            return Recommendation(self.name, current, f"{message}, enough; the last engine stays", inputs), None
         kv_left, queue_left = self._spare(kv / (units - 1), queue / (units - 1))
         left = f"{kv_left:.2f} and {queue_left:.1f} without one engine"
         inputs |= {"kv_spare_after": kv_left, "queue_spare_after": queue_left}
         if self._is_short(kv_left, queue_left):
-            return Recommendation(self.name, current, f"{said}, enough; {left} would be too little", inputs), None
+            return Recommendation(self.name, current, f"{message}, enough; {left} would be too little", inputs), None
         if unknown := [load.name for load in loads if is_unknown(load.report)]:
-            return Recommendation(self.name, None, f"{said}, but {unknown[0]} is unknown", inputs), None
-        return Recommendation(self.name, one_fewer(situation), f"{said}; still {left}", inputs), None
+            return Recommendation(self.name, None, f"{message}, but {unknown[0]} is unknown", inputs), None
+        return Recommendation(self.name, one_fewer(situation), f"{message}; still {left}", inputs), None
 
-    def _sums(self, loads: tuple[Load, ...]) -> tuple[float, float]:
+    def _sums(self, loads: tuple[EngineUnits, ...]) -> tuple[float, float]:
         full = self.parameters.kv_cache_threshold, self.parameters.queue_length_threshold
         known = [(load.units, kv_and_queue(load.report) or full) for load in loads]
         return sum(units * one[0] for units, one in known), sum(units * one[1] for units, one in known)

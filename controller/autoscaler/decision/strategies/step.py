@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps: the further a metric is from its target, the more replicas come or go at once.
+"""Steps: the further a metric is from its target, the more replicas are added or removed at once.
 
 Source: Amazon EC2 Auto Scaling, "Step and simple scaling policies". With ``n`` replicas, ``r`` of them ready, and for
 each metric of the policy its value of one ready replica (of all, if ``total``) over its target::
@@ -26,7 +26,7 @@ from controller.api.common import Count, Positive
 from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.situation import EngineState, Metric
-from controller.autoscaler.decision.strategies.reading import gateway_metric, one_fewer, ready_units, rounded_up
+from controller.autoscaler.decision.strategies.engine_units import gateway_metric, one_fewer, ready_units, rounded_up
 from extproc.api.spec import Rule, Spec
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class StepAdjustment(Spec, frozen=True):
     value: Count
     type: Literal["Pods", "Percent"] = "Pods"
 
-    def change(self, replicas: float, situation: Situation) -> float:
+    def replica_delta(self, replicas: float, situation: Situation) -> float:
         """How many of ``replicas`` it adds or takes away."""
         if self.type == "Pods":
             return float(self.value)
@@ -73,7 +73,9 @@ class StepParameters(Spec, frozen=True):
 
 
 class Ratio(NamedTuple):
-    """Of a metric to its target. ``value``: None if unknown; ``problem`` says why. ``is_sure``: it is not larger."""
+    """Of a metric to its target. ``value``: None if unknown; ``problem`` has the reason. ``is_sure``: it is no
+    larger.
+    """
 
     value: float | None
     problem: str = ""
@@ -88,7 +90,7 @@ class StepStrategy(msgspec.Struct, frozen=True):
     name: str = "Step"
 
     def recommend(self, situation: Situation, memory: None) -> tuple[Recommendation, None]:  # noqa: ARG002 - it needs none
-        """One step up or down, or what there is."""
+        """One step up or down, or the current replicas."""
         found = {one.name: ratio_of(one, situation) for one in self.metrics}
         known = {name: one.value for name, one in found.items() if one.value is not None}
         doubts = "; ".join(f"{name}: {one.problem}" for name, one in found.items() if one.value is None)
@@ -101,7 +103,7 @@ class StepStrategy(msgspec.Struct, frozen=True):
         above = [one for one in self.parameters.scale_up if ratio > one.ratio]
         if above:
             step = max(above, key=lambda one: one.ratio)
-            desired = max(current, ready + step.change(ready, situation))
+            desired = max(current, ready + step.replica_delta(ready, situation))
             return Recommendation(self.name, desired, f"{reason}, above {step.ratio:g}", inputs), None
         below = [one for one in self.parameters.scale_down if ratio < one.ratio]
         if not below:
@@ -110,7 +112,7 @@ class StepStrategy(msgspec.Struct, frozen=True):
         if doubts or not all(one.is_sure for one in found.values()):
             why = doubts or "values of some engines are unknown"
             return Recommendation(self.name, None, f"{why}; {reason}, which is no reason to scale in", inputs), None
-        desired = one_fewer(situation, step.change(current, situation))
+        desired = one_fewer(situation, step.replica_delta(current, situation))
         return Recommendation(self.name, desired, f"{reason}, below {step.ratio:g}", inputs), None
 
 

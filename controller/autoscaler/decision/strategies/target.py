@@ -4,7 +4,7 @@
 Source: kubernetes, ``pkg/controller/podautoscaler/replica_calculator.go`` and ``horizontal.go`` (1.36). As there,
 values are whole thousandths, so that a rounding error never costs a replica.
 
-| metric | usage ratio | replicas asked for |
+| metric | usage ratio | recommended replicas |
 |---|---|---|
 | by engine | mean of engines / target | ``ceil(ratio * engines)`` |
 | total, target of one replica (``AverageValue``) | total / (target * current) | ``ceil(total / target)`` |
@@ -16,8 +16,8 @@ would grow; if that turns the direction, nothing changes. Of several metrics the
 unknown, only growth is allowed.
 
 Beyond Kubernetes: an engine that drains counts nowhere (there, it is still ready for a target of all). And if
-``careful``: with a value missing, only growth is allowed, and a replica that was asked for and has no pod yet counts as
-an engine that is not ready (there, pods are made before the next look).
+``careful``: with a value missing, only growth is allowed, and a replica in the spec without a pod yet counts as an
+engine that is not ready (there, pods are created before the next reconcile).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.behavior import DEFAULT_TOLERANCE, tolerance_of
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.situation import EngineState, Metric, Situation
-from controller.autoscaler.decision.strategies.reading import gateway_metric, is_whole
+from controller.autoscaler.decision.strategies.engine_units import gateway_metric, is_whole
 
 if TYPE_CHECKING:
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
@@ -50,7 +50,7 @@ class Tolerance(msgspec.Struct, frozen=True):
         return 1.0 - self.down <= ratio <= 1.0 + self.up
 
 
-class Pool(msgspec.Struct, frozen=True):
+class EnginePool(msgspec.Struct, frozen=True):
     """Engines as the calculation sees them, each with the units that it counts. ``unready``: not serving yet."""
 
     current: float
@@ -64,8 +64,8 @@ class Pool(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """What one metric asks for; ``replicas`` is None, with ``reason``, if that is unknown. ``is_sure``: it may ask for
-    less.
+    """The recommendation from one metric; ``replicas`` is None, with ``reason``, if unknown. ``is_sure``: it may scale
+    in.
     """
 
     replicas: float | None
@@ -100,7 +100,7 @@ class TargetStrategy(msgspec.Struct, frozen=True):
             ), None
         return Recommendation(self.name, largest.replicas, largest.reason, inputs), None
 
-    def proposal(self, wanted: MetricTarget, situation: Situation, pool: Pool) -> Proposal:
+    def proposal(self, wanted: MetricTarget, situation: Situation, pool: EnginePool) -> Proposal:
         """Of one metric."""
         if wanted.source == "Gateway":
             metric = gateway_metric(wanted.name, situation)
@@ -124,7 +124,7 @@ class TargetStrategy(msgspec.Struct, frozen=True):
         return Proposal(found.replicas, reason, found.ratio, is_sure)
 
 
-def pool_of(situation: Situation, *, with_ordered: bool = False) -> Pool:
+def pool_of(situation: Situation, *, with_ordered: bool = False) -> EnginePool:
     """The engines of all targets. Those that drain are left out. ``with_ordered``: replicas without a pod are
     unready.
     """
@@ -138,10 +138,10 @@ def pool_of(situation: Situation, *, with_ordered: bool = False) -> Pool:
         ordered = (target.current or 0) - len(target.having(EngineState.READY)) - len(coming)
         if with_ordered and ordered > 0:
             unready[f"{target.name}: ordered"] = ordered * target.capacity
-    return Pool(current=situation.current, ready=ready, unready=unready, whole=is_whole(situation))
+    return EnginePool(current=situation.current, ready=ready, unready=unready, whole=is_whole(situation))
 
 
-def by_engine(values: Mapping[str, int], target: int, pool: Pool, tolerance: Tolerance) -> Proposal:
+def by_engine(values: Mapping[str, int], target: int, pool: EnginePool, tolerance: Tolerance) -> Proposal:
     """A metric by engine; ``values`` and ``target`` in thousandths."""
     measured = [name for name in pool.ready if name in values]
     if not measured:
@@ -160,7 +160,7 @@ def by_engine(values: Mapping[str, int], target: int, pool: Pool, tolerance: Tol
 
 
 def _corrected(
-    first: Proposal, pool: Pool, tolerance: Tolerance, *, total: float, units: float, target: int
+    first: Proposal, pool: EnginePool, tolerance: Tolerance, *, total: float, units: float, target: int
 ) -> Proposal:
     """With what engines without values may have: at the target against shrinking, idle against growing."""
     missing, ratio = sum(pool.ready.values()) - units, first.ratio
@@ -178,7 +178,7 @@ def _corrected(
     return Proposal(asked, f"{first.reason}; engines without values were counted against a change", corrected)
 
 
-def of_total(total: int, target: int, pool: Pool, tolerance: Tolerance, *, for_all: bool) -> Proposal:
+def of_total(total: int, target: int, pool: EnginePool, tolerance: Tolerance, *, for_all: bool) -> Proposal:
     """One value for all replicas, in thousandths. ``for_all``: so is the target."""
     reason = f"is {total / 1000:g} in all"
     divisor = target if for_all else target * pool.current
@@ -192,7 +192,7 @@ def of_total(total: int, target: int, pool: Pool, tolerance: Tolerance, *, for_a
     return Proposal(pool.ceil(total / target), reason, ratio if pool.current else 1.0)
 
 
-def _summed(metric: Metric, pool: Pool) -> Metric:
+def _summed(metric: Metric, pool: EnginePool) -> Metric:
     values = {name: value for name, value in (metric.by_engine or {}).items() if math.isfinite(value)}
     is_lower_bound = not pool.ready.keys() <= values.keys()
     return Metric(at_s=metric.at_s, total=sum(values.values()), is_lower_bound=is_lower_bound)

@@ -14,10 +14,10 @@ engine, with the mean prompt ``I`` and answer ``O`` of the last five minutes::
     demand / scale_up_utilization - capacity of ready and pending replicas > 0: as many more
     capacity of ready replicas - demand / scale_down_utilization > 0: as many whole replicas fewer
 
-What is different from the original: the gateways' waiting tokens are counted, not guessed from bytes; an engine that
-does not say how full its cache is has what gateways have sent to it; one of which nothing is known counts as at the
-upper utilisation, and forbids scaling in; a target without ready engines has what it had when it last had any, else
-what another target has, in proportion to ``capacity``.
+What is different from the original: the gateways' waiting tokens are counted, not guessed from bytes; the usage of an
+engine that does not report its cache is the tokens that gateways have sent to it; an engine without data counts as at
+the upper utilisation, and prevents scale-in; a target without ready engines has the capacity of its last ready ones,
+else that of another target in proportion to ``capacity``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import msgspec
 from controller.api.common import Count, Positive, Utilization
 from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
-from controller.autoscaler.decision.strategies.reading import (
-    Load,
+from controller.autoscaler.decision.strategies.engine_units import (
+    EngineUnits,
     kv_and_queue,
     one_fewer,
     pending_units,
@@ -43,7 +43,7 @@ from controller.autoscaler.decision.strategies.reading import (
 from extproc.api.spec import Rule, Spec
 
 if TYPE_CHECKING:
-    from controller.autoscaler.decision.situation import Situation, Target
+    from controller.autoscaler.decision.situation import Situation, TargetSituation
 
 LENGTH_WINDOW_S: Final = 300.0
 _OBSERVATIONS: Final = 10
@@ -85,7 +85,7 @@ class Lengths(msgspec.Struct, frozen=True):
 
 class TokensMemory(msgspec.Struct, frozen=True):
     """``observed``: tokens in use of engines with full queues, by target and length class. ``capacities``: of a
-    replica, by target. ``lengths``: the last that were known.
+    replica, by target. ``lengths``: the last known ones.
     """
 
     observed: Mapping[str, tuple[float, ...]] = {}
@@ -121,19 +121,19 @@ class TokensStrategy(msgspec.Struct, frozen=True):
         required = demand / up - ready - pending_units(situation) * unit
         spare = ready - demand / self.parameters.scale_down_utilization
         inputs = {"demand_tokens": demand, "ready_capacity_tokens": ready, "replica_capacity_tokens": unit}
-        said = f"{demand:.0f} tokens in use or waiting, {ready:.0f} fit into ready engines, {unit:.0f} into one"
+        message = f"{demand:.0f} tokens in use or waiting, {ready:.0f} fit into ready engines, {unit:.0f} into one"
         current = situation.current
         if required > 0:
             desired = current + rounded_up(required / unit, situation)
             return Recommendation(
-                self.name, desired, f"{said}; above {up:g} of that and what is starting", inputs
+                self.name, desired, f"{message}; above {up:g} of that and what is starting", inputs
             ), after
         fewer = rounded_down(max(spare, 0.0) / unit, situation)
         if fewer <= 0:
-            return Recommendation(self.name, current, f"{said}; enough, and no replica too many", inputs), after
+            return Recommendation(self.name, current, f"{message}; enough, and no replica too many", inputs), after
         if counted.unknown:
-            return Recommendation(self.name, None, f"{said}, but the load of some engines is unknown", inputs), after
-        return Recommendation(self.name, one_fewer(situation, fewer), f"{said}; fewer carry that", inputs), after
+            return Recommendation(self.name, None, f"{message}, but the load of some engines is unknown", inputs), after
+        return Recommendation(self.name, one_fewer(situation, fewer), f"{message}; fewer carry that", inputs), after
 
     def _count(self, situation: Situation, memory: TokensMemory) -> _Counted:
         lengths = _lengths(situation) or memory.lengths
@@ -192,14 +192,14 @@ def _lengths(situation: Situation) -> Lengths | None:
     return Lengths(rates.prompt_tokens / rates.finished, rates.output_tokens / rates.finished)
 
 
-def _cache(load: Load, target: Target) -> float:
-    """Tokens that an engine's cache holds: as it says, as learned, as declared; 0 if unknown."""
+def _cache(load: EngineUnits, target: TargetSituation) -> float:
+    """Tokens that an engine's cache holds: reported, else learned, else declared; 0 if unknown."""
     reported = load.report.kv_capacity_tokens if load.report is not None else 0.0
     learned = target.speed.kv_tokens if target.speed is not None else None
     return reported or learned or target.spec.capacity.kv_tokens or 0.0
 
 
-def _used(load: Load, cache: float) -> tuple[float, float]:
+def _used(load: EngineUnits, cache: float) -> tuple[float, float]:
     """Tokens in use and requests that wait in the engine. What gateways have sent includes what waits there."""
     known = kv_and_queue(load.report) if load.report is not None and load.report.kv_usage is not None else None
     if known is not None and cache:
@@ -207,8 +207,8 @@ def _used(load: Load, cache: float) -> tuple[float, float]:
     return (load.report.in_flight_tokens, 0.0) if load.report is not None else (0.0, 0.0)
 
 
-def _capacity_of(target: Target, situation: Situation, memory: TokensMemory) -> float | None:
-    """Tokens that a replica of the target can hold; None if nobody knows."""
+def _capacity_of(target: TargetSituation, situation: Situation, memory: TokensMemory) -> float | None:
+    """Tokens that a replica of the target can hold; None if unknown."""
     if known := memory.capacities.get(target.name):
         return known
     others = [

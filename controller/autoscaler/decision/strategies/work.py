@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default strategy: work to come over what an engine may carry, plus what waits, checked by measured latency.
+"""The default strategy: expected work over an engine's capacity, plus the backlog, corrected by measured latency.
 
     need = correction * max(carried(rate in start time), carried(rate) * crowd), and at least what drains the backlog
 
@@ -8,38 +8,38 @@ is one; of what is beyond all load of the last hour, half. ``carried``: replicas
 (headroom), the largest of four bounds (``speeds``): engines' time for the objective's TPOT (or ``utilization``),
 waiting for prefill for its TTFT, tokens in caches, and nine tenths of all time. The reason names the bound.
 
-Correction: the model may be wrong about engines, so a factor moves until it says what is measured.
+Correction: the model may be wrong about engines, so a factor is adjusted until it matches the measurements.
 
 Crowd: by Little's law, requests in flight are arrivals a second times how long an answer takes. Where they are more
-than the objective allows although there have been enough replicas for a minute, engines are slower than the model says
-or load has risen since it was measured. This shows sooner than any latency, and asks for up to half as many again.
+than the objective allows although there have been enough replicas for a minute, engines are slower than the model
+assumes or load has risen since it was measured. This shows sooner than any latency, and adds up to half as many
+replicas again.
 
 Backlog: work that waits at the gateways and in the engines' queues. It is carried forward to the time when a replica
 ordered now would be ready. Until then engines that serve, and those that start as they become ready, take work off it,
 and arrivals add to it. Only what is left then calls for more replicas, as many as do it within ``drain_budget``, or
-half of the start time if that is longer. So what replicas that are starting will mend is not ordered twice.
+half of the start time if that is longer. So replicas that are starting are not ordered twice.
 
-Scale-in: the answer for n - 1 replicas has to hold with 15% more load as well, so load at an edge does not make
-replicas come and go.
+Scale-in: the answer for n - 1 replicas has to hold with 15% more load as well, so load at a threshold does not add and
+remove replicas alternately.
 
-Unknown speeds: the strategy then asks for ``_IN_FLIGHT`` requests for each replica, and never for fewer than there are.
+Unknown speeds: the strategy then recommends a replica for each ``_IN_FLIGHT`` requests, and never fewer than now.
 
-Headroom: replicas take a minute and more to start, and until then a rise that nobody could foresee is served by those
-that there are. Room for a multiple of load pays where load rises again soon, and is wasted at a peak, which is where it
-costs most. What load has been is the best guess at how far it may rise. So there is room for ``headroom`` times the
-load of now, but not for more than the largest load of the last hour. While no more than minutes are known, all of it is
-kept.
+Headroom: replicas take a minute and more to start, and until then the existing ones serve an unforeseen rise. Headroom
+for a multiple of load pays where load rises again soon, and is wasted at a peak, where it costs most. Past load is the
+best estimate of how far load may rise. So there is headroom for ``headroom`` times the current load, but not for more
+than the largest load of the last hour. While the history covers only minutes, all of it is kept.
 
-The factor: learned speeds have errors, and the model leaves things out. Measured TPOT says how busy engines were: 1 -
-alpha / TPOT. The factor moves towards what makes the model say the same, so errors of learned speeds cancel out but for
-alpha's.
+The factor: learned speeds have errors, and the model leaves things out. Measured TPOT gives the utilisation of engines:
+1 - alpha / TPOT. The factor moves towards the value at which the model gives the same, so errors of learned speeds
+cancel out but for alpha's.
 
 - Latency within the objective: it moves both ways. Answers of the last minute were served by the replicas of that time,
-  so the most that there were count; after many have gone, nothing is concluded.
-- Latency above the objective: it only grows. The fewest replicas of that time count. Besides, where no more were called
-  for than are ready since a while, it grows slowly whatever TPOT says: TTFT may be what is late.
+  so their maximum counts; after many were removed, the factor does not move.
+- Latency above the objective: it only grows. The fewest replicas of that time count. Besides, where no more are
+  recommended than are ready for a while, it grows slowly at any TPOT: TTFT may be late.
 
-It stays within its bounds, and without news it falls back to 1 over hours.
+It stays within its bounds, and without measurements it returns to 1 over hours.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 
 from controller.api.common import Utilization
-from controller.api.strategies import Kept, StrategyType
+from controller.api.strategies import LearnedState, StrategyType
 from controller.autoscaler.decision.decision import Recommendation
-from controller.autoscaler.decision.load import Load, load_of
+from controller.autoscaler.decision.offered_load import OfferedLoad, load_of
 from controller.autoscaler.decision.situation import EngineState, Situation, Speed
 from controller.autoscaler.decision.speeds import (
     MOST_UTILIZATION,
@@ -68,8 +68,8 @@ from extproc.api.spec import Spec
 
 if TYPE_CHECKING:
     from controller.api.autoscaling import LatencyObjective
-    from controller.autoscaler.decision.load import Load, PerRequest
-    from controller.autoscaler.decision.situation import Situation, Speed, Target
+    from controller.autoscaler.decision.offered_load import OfferedLoad, PerRequest
+    from controller.autoscaler.decision.situation import Situation, Speed, TargetSituation
     from controller.autoscaler.decision.speeds import RequestWork
 
 _REMEMBERED_S: Final = 3600.0
@@ -81,11 +81,11 @@ _KNOWN_S: Final = 300.0
 
 
 class WorkParameters(Spec, frozen=True):
-    """Work to come, in seconds of engines. ``utilization``: the share of its time that an engine may be busy; left out,
-    it follows from the objective's TPOT, and is 0.8 without one. ``window``: over which rates are measured.
-    ``headroom``: for how many times the load of now there is room, as far as the last hour has seen as much.
-    ``drain_budget``: in which what waits should be done. ``trend``: whether the rates are continued over the time that
-    an engine takes to start. ``guard``: whether measured latencies above the objective call for more.
+    """Expected work, in engine seconds. ``utilization``: the share of its time that an engine may be busy; left out, it
+    follows from the objective's TPOT, and is 0.8 without one. ``window``: over which rates are measured. ``headroom``:
+    the multiple of the current load for which there is capacity, up to the peak of the last hour. ``drain_budget``:
+    time in which waiting requests should be served. ``trend``: whether the rates are continued over the time that an
+    engine takes to start. ``guard``: whether measured latencies above the objective add replicas.
     """
 
     utilization: Utilization | None = None
@@ -104,12 +104,14 @@ class Peak(msgspec.Struct, frozen=True):
 
 
 class Peaks(msgspec.Struct, frozen=True):
-    """The last hour. ``since_s``: since when load is known without a gap of an hour. ``places``: by time."""
+    """The load of the last hour. ``since_s``: since when it has been measured without a gap of an hour. ``places``: by
+    time.
+    """
 
     since_s: float
     places: tuple[Peak, ...] = ()
 
-    def seen(self, per_s: float, now_s: float) -> Peaks:
+    def with_load(self, per_s: float, now_s: float) -> Peaks:
         """With the load of now."""
         places = [one for one in self.places if now_s - _REMEMBERED_S < one.at_s <= now_s]
         since_s = self.since_s if places else now_s
@@ -119,41 +121,43 @@ class Peaks(msgspec.Struct, frozen=True):
             places.append(Peak(now_s, per_s))
         return Peaks(since_s, tuple(places))
 
-    def most(self, now_s: float) -> float:
-        """The highest load; infinite while too little is known."""
+    def highest_load(self, now_s: float) -> float:
+        """The highest load; infinite while the history is too short."""
         if now_s - self.since_s <= _KNOWN_S:
             return math.inf
         return max((one.per_s for one in self.places), default=math.inf)
 
 
-def with_room(per_s: float, headroom: float, most: float) -> float:
+def with_headroom(per_s: float, headroom: float, most: float) -> float:
     """The load that replicas should be able to carry. ``most``: see ``Peaks``."""
     return max(per_s, min(per_s * headroom, most))
 
 
 # In which the factor follows what is measured.
 _FOLLOWING_S: Final = 60.0
-# Where more replicas than that share have just gone, measured answers say nothing about those that are left.
+# Where more replicas than that share were just removed, measured latencies do not describe the remaining ones.
 _AS_MANY: Final = 1.15
 # It grows by so much of itself in a second for each multiple of the objective. It halves its distance from 1 in an
-# hour: what the model does not know of an engine stays so, and each trial of less makes replicas come and go.
+# hour: errors of the model for an engine are lasting, and each trial of fewer replicas removes some and adds them
+# again.
 _GROWTH_PER_S: Final = 1 / 240
 _HALVING_S: Final = 3600.0
 _SETTLED_S: Final = 180.0
 _MOST_ELAPSED_S: Final = 60.0
 
 
-class Extreme(msgspec.Struct, frozen=True):
+class PeakReplicas(msgspec.Struct, frozen=True):
     """A number of replicas, and when there were as many."""
 
     replicas: float
     at_s: float
 
 
-class Correction(msgspec.Struct, frozen=True, kw_only=True):
-    """``factor``: see the module. ``at_s``: when it was looked at last. ``enough_since_s``: since when no more replicas
-    were called for than were ready; None: they are now. ``ready``: replicas; ``steady_since_s``: since when they are as
-    many, nothing waits and none is starting. ``most`` and ``fewest``: replicas ready in the time of measured answers.
+class ModelCorrection(msgspec.Struct, frozen=True, kw_only=True):
+    """``factor``: see the module. ``at_s``: time of its last update. ``enough_since_s``: since when no more replicas
+    were called for than were ready; None: more are called for. ``ready``: replicas; ``steady_since_s``: since when
+    their number is constant, nothing waits and none starts. ``most`` and ``fewest``: replicas ready in the time of
+    measured answers.
     """
 
     at_s: float
@@ -161,26 +165,26 @@ class Correction(msgspec.Struct, frozen=True, kw_only=True):
     enough_since_s: float | None = None
     ready: float = 0.0
     steady_since_s: float = 0.0
-    most: Extreme | None = None
-    fewest: Extreme | None = None
+    most: PeakReplicas | None = None
+    fewest: PeakReplicas | None = None
 
 
-def corrected(
+def correct_for_latency(
     situation: Situation,
-    before: Correction | None,
+    before: ModelCorrection | None,
     *,
     needed: float,
     work: RequestWork,
     speed: Speed,
     guard: bool,
-) -> Correction:
+) -> ModelCorrection:
     """``needed``: replicas for load as it is, by the model. ``guard``: whether measured latencies count at all."""
     now_s, ready = situation.now_s, situation.units(EngineState.READY)
-    before = before or Correction(at_s=now_s, ready=ready, steady_since_s=now_s)
+    before = before or ModelCorrection(at_s=now_s, ready=ready, steady_since_s=now_s)
     elapsed_s = min(_MOST_ELAPSED_S, max(0.0, now_s - before.at_s))
     is_calm = not situation.waiting.requests and not situation.starting
     steady_since_s = before.steady_since_s if is_calm and ready == before.ready else now_s
-    # what waits is late for another reason: it came when there were too few
+    # waiting requests are late for another reason: they arrived when there were too few replicas
     is_enough = needed * before.factor <= ready and not situation.waiting.requests
     since_s = (before.enough_since_s if before.enough_since_s is not None else now_s) if is_enough else None
     most, fewest = _extreme(before.most, ready, now_s, sign=1), _extreme(before.fewest, ready, now_s, sign=-1)
@@ -198,7 +202,7 @@ def corrected(
         elif not situation.waiting.requests and most.replicas <= _AS_MANY * ready:
             measured = measured_correction(situation, most.replicas, work, speed)
             factor = factor if measured is None else _towards(before.factor, measured, elapsed_s)
-    return Correction(
+    return ModelCorrection(
         at_s=now_s,
         factor=min(MOST_CORRECTION, max(LEAST_CORRECTION, factor)),
         enough_since_s=since_s,
@@ -213,16 +217,16 @@ def _towards(before: float, measured: float, elapsed_s: float) -> float:
     return before + (measured - before) * min(1.0, elapsed_s / _FOLLOWING_S)
 
 
-def _extreme(before: Extreme | None, ready: float, now_s: float, *, sign: int) -> Extreme:
+def _extreme(before: PeakReplicas | None, ready: float, now_s: float, *, sign: int) -> PeakReplicas:
     """The most (``sign`` 1) or fewest (-1) replicas that were ready in the time of the measured answers."""
     if before is None or (ready - before.replicas) * sign >= 0 or now_s - before.at_s > ANSWERED_S:
-        return Extreme(ready, now_s)
+        return PeakReplicas(ready, now_s)
     return before
 
 
 LEAST_CORRECTION: Final = 0.5
 MOST_CORRECTION: Final = 2.0
-# Measured steps that are hardly slower than idle ones say little about how busy an engine is.
+# Measured steps that are hardly slower than idle ones are a poor measure of utilisation.
 _LEAST_BUSY: Final = 0.1
 # Only from this share of the objective on can measured TPOT call for more than the model does.
 _NEAR_OBJECTIVE: Final = 0.62
@@ -233,7 +237,7 @@ ANSWERED_S: Final = 90.0
 _FEWEST_ANSWERS: Final = 20
 
 
-def crowd(situation: Situation, load: Load, work: RequestWork) -> float:
+def crowd(situation: Situation, load: OfferedLoad, work: RequestWork) -> float:
     """In flight over what would be at the objective, by Little's law, within bounds: engines that are slower than
     expected, or load that has risen since it was measured, show here first.
     """
@@ -279,7 +283,7 @@ def worst_latency(situation: Situation) -> float | None:
     return max(shares) if shares else None
 
 
-# More digits than anybody knows of a load; times are whole seconds.
+# Digits kept of a load, finer than its accuracy; times are whole seconds.
 _DIGITS: Final = 3
 _MOST_PER_S: Final = 1e12
 
@@ -288,20 +292,20 @@ class WorkMemory(msgspec.Struct, frozen=True):
     """``at_s``: of the last answer. ``correction``: None before the first one. ``peaks``: None as well."""
 
     at_s: float
-    correction: Correction | None = None
+    correction: ModelCorrection | None = None
     peaks: Peaks | None = None
 
     def without_load(self, now_s: float) -> WorkMemory:
-        """As of now, after a look at which nothing came: nothing is measured then."""
+        """After a reconcile without arrivals: nothing is measured then."""
         correction = self.correction
         if correction is not None:
             correction = msgspec.structs.replace(correction, at_s=now_s, enough_since_s=None)
         return WorkMemory(now_s, correction, self.peaks)
 
 
-def kept_peaks(memory: object) -> Peaks | None:
-    """What of a strategy's memory is slow to learn; None if nothing is. Without it, a restart would look like a load of
-    which nothing is known, and call for room at once.
+def peaks_to_save(memory: object) -> Peaks | None:
+    """The slow-to-learn part of the strategy's memory; None if there is none. Without it, a restart has no history of
+    the load, and so adds all headroom at once.
     """
     if not isinstance(memory, WorkMemory) or memory.peaks is None:
         return None
@@ -309,7 +313,7 @@ def kept_peaks(memory: object) -> Peaks | None:
     return Peaks(round(memory.peaks.since_s), places)
 
 
-def remembered_peaks(kept: Peaks, now_s: float) -> WorkMemory | None:
+def restore_peaks(kept: Peaks, now_s: float) -> WorkMemory | None:
     """As after a restart; None for what cannot have been seen."""
     times = [kept.since_s, *(one.at_s for one in kept.places)]
     is_seen = times == sorted(times) and times[0] >= 0 and times[-1] <= now_s + 1
@@ -324,7 +328,7 @@ _SCALE_IN_ROOM: Final = 1.15
 _IN_FLIGHT: Final = 32
 # Tokens of answers whose decoding hardly counts.
 _SHORT_ANSWER: Final = 4
-# Corrections that are worth telling.
+# Corrections that the reason mentions.
 _TOLD: Final = 0.005
 # Of the part of a trend's forecast that is beyond all load of the last hour.
 _BEYOND: Final = 0.5
@@ -360,22 +364,25 @@ class WorkStrategy(msgspec.Struct, frozen=True):
         return self._by_work(situation, memory, load, work, first.speed)
 
     def _by_work(
-        self, situation: Situation, memory: WorkMemory | None, load: Load, work: RequestWork, speed: Speed
+        self, situation: Situation, memory: WorkMemory | None, load: OfferedLoad, work: RequestWork, speed: Speed
     ) -> tuple[Recommendation, WorkMemory | None]:
         now_s, guard = situation.now_s, self.parameters.guard
         lead_s = min(_MOST_LEAD_S, situation.targets[0].start_s)
         before = memory or WorkMemory(now_s)
-        peaks = (before.peaks or Peaks(now_s)).seen(load.mean_per_s, now_s)
-        rate = self._ahead(load, lead_s, peaks.most(now_s))
+        peaks = (before.peaks or Peaks(now_s)).with_load(load.mean_per_s, now_s)
+        rate = self._ahead(load, lead_s, peaks.highest_load(now_s))
         roomy_now, roomy_ahead = (
-            with_room(each, self.parameters.headroom, peaks.most(now_s)) for each in (load.arrivals_per_s, rate)
+            with_headroom(each, self.parameters.headroom, peaks.highest_load(now_s))
+            for each in (load.arrivals_per_s, rate)
         )
         needs = {
             each: self._carried(each, work, speed, situation.objective)
             for each in {load.arrivals_per_s, roomy_now, roomy_ahead}
         }
         bare, now, need = needs[load.arrivals_per_s], needs[roomy_now], needs[roomy_ahead]
-        correction = corrected(situation, before.correction, needed=bare.replicas, work=work, speed=speed, guard=guard)
+        correction = correct_for_latency(
+            situation, before.correction, needed=bare.replicas, work=work, speed=speed, guard=guard
+        )
         left_s = _backlog_left(situation, load.arrivals_per_s * work.total_s, work, speed, lead_s)
         drain_s = max(self.parameters.drain_budget, lead_s / 2)
         for_backlog = rate * work.total_s + left_s / drain_s if left_s > 0 else 0.0
@@ -403,7 +410,7 @@ class WorkStrategy(msgspec.Struct, frozen=True):
         }
         return Recommendation(self.name, wanted, reason, inputs), WorkMemory(now_s, correction, peaks)
 
-    def _ahead(self, load: Load, lead_s: float, most: float) -> float:
+    def _ahead(self, load: OfferedLoad, lead_s: float, most: float) -> float:
         """Arrivals a second when a replica that is ordered now is ready. Trends end, and rather where nothing was
         before.
         """
@@ -443,8 +450,8 @@ class WorkStrategy(msgspec.Struct, frozen=True):
         return Recommendation(self.name, replicas, reason, {"requests": float(requests)})
 
 
-def _is_guess(target: Target, mean: PerRequest) -> bool:
-    """Whether answers are long and nobody knows yet how long their steps take."""
+def _is_guess(target: TargetSituation, mean: PerRequest) -> bool:
+    """Whether answers are long and the time of their steps has not been measured yet."""
     speed = target.speed
     is_short = target.spec.stage == "Prefill" or mean.output_tokens <= _SHORT_ANSWER
     return speed is not None and not speed.is_step_known and not is_short
@@ -477,7 +484,7 @@ def _backlog_left(situation: Situation, busy: float, work: RequestWork, speed: S
     return backlog
 
 
-def _reason(need: _Need, load: Load, rate: float, wanted: float, is_backlog: bool, correction: float) -> str:
+def _reason(need: _Need, load: OfferedLoad, rate: float, wanted: float, is_backlog: bool, correction: float) -> str:
     ahead = f", {rate:.3g} by their trend when a replica would be ready" if rate > load.arrivals_per_s * 1.001 else ""
     text = f"{load.arrivals_per_s:.3g} requests/s{ahead}; {need.replicas:.2f} replicas for {need.bound}"
     if abs(correction - 1) > _TOLD:
@@ -493,5 +500,5 @@ WORK: Final = StrategyType(
     summary="work to come, by learned speeds",
     make=lambda parameters, _: WorkStrategy(parameters),
     defaults=WorkParameters(),
-    kept=Kept(Peaks, kept_peaks, remembered_peaks),
+    kept=LearnedState(Peaks, peaks_to_save, restore_peaks),
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a route's reference to a backend comes to: a Service or pool as a document, or a reason why it cannot be had."""
+"""Resolves a route's reference to a backend: a Service or pool as a document, or the reason why not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import msgspec
 from controller.gateway.compile.gateway_api.objects import GROUP
 from controller.gateway.compile.pools import server_key
 from controller.gateway.compile.sources import to_bytes
-from controller.kube.conditions import Wanted, fails
+from controller.kube.conditions import WantedCondition, fails
+from controller.kube.resources import identity_of
+from extproc.api.addresses import is_guarded, join_host_port
 from extproc.api.advice import is_ip
 from extproc.api.http_route import ATTACHE_GROUP
 from extproc.api.spec import API_VERSION, namespace_of, object_key
@@ -19,11 +21,11 @@ from extproc.api.spec import API_VERSION, namespace_of, object_key
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from controller.gateway.compile.gateway_api.objects import Grant, Pool
+    from controller.gateway.compile.gateway_api.objects import Grant, PoolSpec
 
-# The label that says whose endpoints a slice has.
+# The label with the Service of an EndpointSlice.
 _SERVICE: Final = "kubernetes.io/service-name"
-# What a Service says of a port's protocol, and the documents' word for it.
+# Protocols of Service ports (``appProtocol``), and their names in the documents.
 _PROTOCOLS: Final[Mapping[str, str]] = {
     "": "HTTP",
     "http": "HTTP",
@@ -33,8 +35,8 @@ _PROTOCOLS: Final[Mapping[str, str]] = {
 
 
 class ServicePort(msgspec.Struct, frozen=True):
-    """A port. ``protocol``: of a Backend document; empty if it is not supported, and then ``said`` is what was
-    asked.
+    """A port. ``protocol``: of a Backend document; empty if it is not supported, and then ``said`` is the requested
+    one.
     """
 
     name: str
@@ -54,8 +56,8 @@ class Service(msgspec.Struct, frozen=True):
 
 
 class Slice(msgspec.Struct, frozen=True):
-    """An EndpointSlice. ``service``: whose, as ``namespace/name``. ``ports``: numbers by name. ``ready``: addresses;
-    ``leaving``: addresses that end, and still answer.
+    """An EndpointSlice. ``service``: its Service, as ``namespace/name``. ``ports``: numbers by name. ``ready``:
+    addresses; ``leaving``: addresses that terminate, and still answer.
     """
 
     service: str
@@ -71,8 +73,8 @@ def service_of(thing: Mapping[str, Any]) -> Service:
     ports = {}
     for one in spec.get("ports") or ():
         if one.get("protocol", "TCP") == "TCP":
-            said = one.get("appProtocol") or ""
-            ports[one["port"]] = ServicePort(one.get("name") or "", _PROTOCOLS.get(said, ""), said)
+            message = one.get("appProtocol") or ""
+            ports[one["port"]] = ServicePort(one.get("name") or "", _PROTOCOLS.get(message, ""), message)
     ingress = ((thing.get("status") or {}).get("loadBalancer") or {}).get("ingress") or ()
     addresses = [one.get("ip") or one.get("hostname") or "" for one in ingress] or [spec.get("clusterIP") or ""]
     reached = tuple(one for one in addresses if one not in ("", "None"))
@@ -89,8 +91,9 @@ def slice_of(thing: Mapping[str, Any]) -> Slice | None:
     leaving: list[str] = []
     for one in thing.get("endpoints") or ():
         conditions = one.get("conditions") or {}
-        addresses = [address for address in one.get("addresses") or () if is_ip(address)]
-        # a slice that says nothing of readiness is one of ready endpoints
+        # an API server lets users write slices of their own, and checks less
+        addresses = [text for text in one.get("addresses") or () if is_ip(text) and not is_guarded(text)]
+        # endpoints without the condition ``ready`` count as ready
         if conditions.get("ready") is not False:
             ready += addresses
         elif conditions.get("serving") and conditions.get("terminating"):
@@ -101,10 +104,8 @@ def slice_of(thing: Mapping[str, Any]) -> Slice | None:
 
 def trimmed_slice(thing: Mapping[str, Any]) -> dict[str, Any]:
     """What ``slice_of`` reads."""
-    metadata = thing["metadata"]
-    kept = ("name", "namespace", "uid", "resourceVersion")
-    slim = {name: metadata[name] for name in kept if name in metadata}
-    service = (metadata.get("labels") or {}).get(_SERVICE)
+    slim = identity_of(thing)
+    service = (thing["metadata"].get("labels") or {}).get(_SERVICE)
     slim["labels"] = {} if service is None else {_SERVICE: service}
     endpoints = [
         {name: one[name] for name in ("addresses", "conditions") if name in one} for one in thing.get("endpoints") or ()
@@ -151,14 +152,14 @@ def _addresses(slices: Iterable[Slice], port: str, *, leaving: bool) -> Iterator
         if number is None:
             continue
         for address in one.leaving if leaving else one.ready:
-            yield f"[{address}]:{number}" if ":" in address else f"{address}:{number}"
+            yield join_host_port(address, number)
 
 
 class Grants:
-    """All ReferenceGrants, as the question whether a reference is allowed."""
+    """All ReferenceGrants; checks whether a reference is allowed."""
 
     def __init__(self, grants: Iterable[Grant] = ()) -> None:
-        # (namespace, group, kind) of the target and (namespace, group, kind) of who refers, to names; "" is all
+        # (namespace, group, kind) of the target and (namespace, group, kind) of the referrer, to names; "" is all
         self._names: dict[tuple[str, ...], set[str]] = {}
         for grant in grants:
             for source in grant.source:
@@ -181,18 +182,18 @@ UNRESOLVED: Final = "unresolved"
 
 
 class Resolution(msgspec.Struct, frozen=True, kw_only=True):
-    """``kind``, ``namespace`` and ``name`` of a document. ``problem``: why it is the one of unresolved references.
-    ``service``: the Service and port of a Backend. ``pool``: the pool, if it is one. ``looked_at``: kinds and keys of
-    the objects whose coming and going changes the answer.
+    """``kind``, ``namespace`` and ``name`` of a document. ``problem``: why the reference is unresolved. ``service``:
+    the Service and port of a Backend. ``pool``: the pool, if it is one. ``references``: kinds and keys of the objects
+    on which the result depends.
     """
 
     kind: str
     namespace: str
     name: str
-    problem: Wanted | None = None
+    problem: WantedCondition | None = None
     service: tuple[str, int] | None = None
     pool: str = ""
-    looked_at: tuple[tuple[str, str], ...] = ()
+    references: tuple[tuple[str, str], ...] = ()
 
 
 class References:
@@ -202,7 +203,7 @@ class References:
         self,
         *,
         services: Mapping[str, Service],
-        pools: Mapping[str, Pool],
+        pools: Mapping[str, PoolSpec],
         servers: Collection[str],
         grants: Grants,
     ) -> None:
@@ -218,69 +219,69 @@ class References:
         name = reference["name"]
         key = object_key(target, name)
         if (group, kind) not in (("", "Service"), (POOL_GROUP, "InferencePool"), (ATTACHE_GROUP, "ModelServer")):
-            said = f"{group or 'core'}/{kind} is no kind of backend; Service, InferencePool and ModelServer are"
-            return _unresolved(namespace, "InvalidKind", said)
+            message = f"{group or 'core'}/{kind} is no kind of backend; Service, InferencePool and ModelServer are"
+            return _unresolved(namespace, "InvalidKind", message)
         if not self._grants.allow((namespace, GROUP, "HTTPRoute"), (target, group, kind), name):
-            said = f"no ReferenceGrant of the namespace {target} lets this route use the {kind} {name}"
-            return _unresolved(namespace, "RefNotPermitted", said)
+            message = f"no ReferenceGrant of the namespace {target} lets this route use the {kind} {name}"
+            return _unresolved(namespace, "RefNotPermitted", message)
         match kind:
             case "Service":
                 return self._service(namespace, key, reference.get("port"))
             case "InferencePool":
                 return self._pool(namespace, key)
-        looked_at = (("ModelServer", key),)
+        references = (("ModelServer", key),)
         if key not in self._servers:
-            return _unresolved(namespace, "BackendNotFound", f"no usable ModelServer {key}", looked_at)
-        return Resolution(kind="ModelServer", namespace=target, name=name, looked_at=looked_at)
+            return _unresolved(namespace, "BackendNotFound", f"no usable ModelServer {key}", references)
+        return Resolution(kind="ModelServer", namespace=target, name=name, references=references)
 
-    def picker_problem(self, pool: Pool) -> str:
+    def picker_problem(self, pool: PoolSpec) -> str:
         """Why the endpointPickerRef of ``pool`` does not resolve; empty if it does."""
         if not pool.picker:
             return "its endpointPickerRef names no Service"
         return "" if pool.picker in self._services else f"there is no Service {pool.picker} for its endpointPickerRef"
 
     def _service(self, namespace: str, key: str, port: int | None) -> Resolution:
-        looked_at = (("Service", key),)
+        references = (("Service", key),)
         found = self._services.get(key)
         if found is None or found.is_alias:
-            said = "stands for a host name, which is not supported" if found else "is not there"
-            return _unresolved(namespace, "BackendNotFound", f"the Service {key} {said}", looked_at)
+            message = "stands for a host name, which is not supported" if found else "is not there"
+            return _unresolved(namespace, "BackendNotFound", f"the Service {key} {message}", references)
         known = found.ports.get(port or 0)
         if known is None:
-            return _unresolved(namespace, "BackendNotFound", f"the Service {key} has no port {port}", looked_at)
+            return _unresolved(namespace, "BackendNotFound", f"the Service {key} has no port {port}", references)
         if not known.protocol:
-            said = f"port {port} of the Service {key} has appProtocol {known.said}, which is not supported"
-            return _unresolved(namespace, "UnsupportedProtocol", said, looked_at)
+            message = f"port {port} of the Service {key} has appProtocol {known.said}, which is not supported"
+            return _unresolved(namespace, "UnsupportedProtocol", message, references)
         target = namespace_of(key)
         name = backend_name(key.removeprefix(f"{target}/"), port or 0)
-        return Resolution(kind="Backend", namespace=target, name=name, service=(key, port or 0), looked_at=looked_at)
+        return Resolution(kind="Backend", namespace=target, name=name, service=(key, port or 0), references=references)
 
     def _pool(self, namespace: str, key: str) -> Resolution:
         pool = self._pools.get(key)
         if pool is None:
-            said = f"there is no InferencePool {key}"
-            return _unresolved(namespace, "BackendNotFound", said, (("InferencePool", key),), pool=key)
+            message = f"there is no InferencePool {key}"
+            return _unresolved(namespace, "BackendNotFound", message, (("InferencePool", key),), pool=key)
         server = server_key(key)
-        looked_at = (("InferencePool", key), ("Service", pool.picker), ("ModelServer", server))
+        references = (("InferencePool", key), ("Service", pool.picker), ("ModelServer", server))
         problem = "" if server in self._servers else "its conditions say why"
         problem = problem or ("" if pool.fails_open else self.picker_problem(pool))
         if problem:
-            said = f"the InferencePool {key} cannot be used: {problem}"
-            return _unresolved(namespace, "BackendNotFound", said, looked_at, pool=key)
+            message = f"the InferencePool {key} cannot be used: {problem}"
+            return _unresolved(namespace, "BackendNotFound", message, references, pool=key)
         target = namespace_of(key)
         return Resolution(
             kind="ModelServer",
             namespace=target,
             name=server.removeprefix(f"{target}/"),
             pool=key,
-            looked_at=looked_at,
+            references=references,
         )
 
 
 def _unresolved(
-    namespace: str, reason: str, message: str, looked_at: tuple[tuple[str, str], ...] = (), *, pool: str = ""
+    namespace: str, reason: str, message: str, references: tuple[tuple[str, str], ...] = (), *, pool: str = ""
 ) -> Resolution:
     problem = fails("ResolvedRefs", reason, message)
     return Resolution(
-        kind="Backend", namespace=namespace, name=UNRESOLVED, problem=problem, looked_at=looked_at, pool=pool
+        kind="Backend", namespace=namespace, name=UNRESOLVED, problem=problem, references=references, pool=pool
     )

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from controller.gateway.compile.gateway_api.attachment import Listeners
 from controller.gateway.compile.gateway_api.backends import (
     UNRESOLVED,
     Grants,
@@ -15,10 +14,11 @@ from controller.gateway.compile.gateway_api.backends import (
     backend_name,
     unresolved_document,
 )
+from controller.gateway.compile.gateway_api.gateway_objects import GatewayObjects, StaleObjects
 from controller.gateway.compile.gateway_api.gateways import (
     GatewayResult,
     Parameters,
-    advertised,
+    advertised_addresses,
     choose_parameters,
     class_problem,
     class_status,
@@ -26,19 +26,17 @@ from controller.gateway.compile.gateway_api.gateways import (
     listener_documents,
 )
 from controller.gateway.compile.gateway_api.http_routes import HttpRouteResult, compile_http_route, pool_status
-from controller.gateway.compile.gateway_api.listeners import TlsCompiler
+from controller.gateway.compile.gateway_api.listeners import Listeners, TlsCompiler
 from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME, GatewayClass
-from controller.gateway.compile.gateway_api.observed import Observed, Stale
 from controller.gateway.compile.secrets import Pointer
 from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-    from controller.gateway.compile.gateway_api.attachment import ParentResult
     from controller.gateway.compile.gateway_api.gateways import Configs, GatewayApiSettings
-    from controller.gateway.compile.gateway_api.listeners import ListenerResult
-    from controller.gateway.compile.secrets import Pointed
+    from controller.gateway.compile.gateway_api.listeners import ListenerResult, ParentResult
+    from controller.gateway.compile.secrets import PointedObject
     from controller.kube.conditions import WantedStatus
 
 
@@ -50,15 +48,15 @@ _RELEASE: Final = "gateway.networking.k8s.io/bundle-version"
 class GatewayApi:
     """``put`` takes what changed, ``compile`` brings everything else up to date.
 
-    ``config``: the GatewayConfig that the role was told to serve. ``configs``: what is known of GatewayConfigs.
+    ``config``: the GatewayConfig that the role's options name. ``configs``: all GatewayConfigs.
     """
 
     def __init__(self, settings: GatewayApiSettings, config: str | None, configs: Configs) -> None:
         self._settings = settings
         self._config = config
         self._configs = configs
-        self._observed = Observed()
-        self._stale = Stale()
+        self._observed = GatewayObjects()
+        self._stale = StaleObjects()
         self._servers: frozenset[str] = frozenset()
         self._grants = Grants()
         self._gateways: Mapping[str, GatewayResult] = {}
@@ -76,14 +74,14 @@ class GatewayApi:
             self._stale.gateways = True
 
     def gateway_configs_changed(self) -> None:
-        """A GatewayConfig has come, changed or gone."""
+        """A GatewayConfig was added, changed or deleted."""
         self._stale.gateways = True
 
     def compile(self, servers: frozenset[str], pool_problems: Mapping[str, str]) -> bool:
         """Gateways and routes. ``servers``: keys of usable ModelServers, those of pools included. ``pool_problems``:
         why other pools cannot be used, by their keys. Whether listeners may take other routes now.
         """
-        stale, self._stale = self._stale, Stale(gateways=False)
+        stale, self._stale = self._stale, StaleObjects(gateways=False)
         stale.changed |= {("ModelServer", key) for key in servers ^ self._servers}
         self._servers, self._pool_problems = servers, pool_problems
         if stale.all_routes or stale.gateways:
@@ -162,11 +160,11 @@ class GatewayApi:
 
     def _compile_gateways(self) -> bool:
         """Whether their listeners are others now."""
-        served = self._observed.served(self._settings.gateway)
+        served = self._observed.served_gateways(self._settings.gateway)
         self.parameters = choose_parameters(served, self._observed.classes, self._config, self._configs.problem)
         service = self._observed.services.get(self._settings.advertised_service)
-        published = advertised(self._settings, service.addresses if service else ())
-        tls = TlsCompiler(self._grants, self.pointed)
+        published = advertised_addresses(self._settings, service.addresses if service else ())
+        tls = TlsCompiler(self._grants, self.resolve_pointer)
         before = self._gateways
         needs_certificates = self._configs.needs_certificates(self.parameters.config)
         self._gateways = compile_gateways(
@@ -178,12 +176,12 @@ class GatewayApi:
         self.listeners = Listeners(listeners, self._observed.namespaces) if listeners else None
         return True
 
-    def _compile_routes(self, stale: Stale) -> bool:
+    def _compile_routes(self, stale: StaleObjects) -> bool:
         """Whether any was compiled or is gone."""
         routes = self._observed.routes
         keys = set(routes) if stale.all_routes else stale.routes & routes.keys()
         if stale.changed and not stale.all_routes:
-            keys |= {key for key, found in self._routes.items() if found.looked_at & stale.changed} & routes.keys()
+            keys |= {key for key, found in self._routes.items() if found.references & stale.changed} & routes.keys()
         gone = self._routes.keys() - routes.keys()
         for key in gone:
             del self._routes[key]
@@ -212,13 +210,13 @@ class GatewayApi:
                 gateway=self._settings.gateway,
             )
 
-    def pointed(self, pointer: Pointer) -> Pointed | None:
-        """What ``pointer`` points to; None if it is not there, or not known yet."""
+    def resolve_pointer(self, pointer: Pointer) -> PointedObject | None:
+        """The target of ``pointer``; None if it does not exist or is not read yet."""
         return self._observed.pointed.get((pointer.compiled_as, pointer.key))
 
     def _release(self) -> str | None:
-        """Of the Gateway API's definitions that are installed; None if they are not known."""
-        found = self.pointed(_DEFINITION)
+        """The release of the installed Gateway API definitions; None if unknown."""
+        found = self.resolve_pointer(_DEFINITION)
         return None if found is None else found.annotations.get(_RELEASE, "")
 
     def _listeners(self) -> Iterator[ListenerResult]:
@@ -229,7 +227,7 @@ class GatewayApi:
 class BackendDocuments:
     """The Backend documents of the Services that routes refer to."""
 
-    def __init__(self, observed: Observed) -> None:
+    def __init__(self, observed: GatewayObjects) -> None:
         self._observed = observed
         self._ports: dict[str, set[int]] = {}
         self.documents: dict[str, bytes] = {}

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from controller.gateway.compile.gateway_api.listeners import Claims, ListenerResult, compile_listeners
+from controller.gateway.compile.gateway_api.listeners import ListenerClaims, ListenerResult, compile_listeners
 from controller.gateway.compile.gateway_api.objects import Gateway
-from controller.kube.conditions import Wanted, WantedList, WantedStatus, fails, holds
+from controller.kube.conditions import WantedCondition, WantedList, WantedStatus, fails, holds
 from extproc.api.spec import API_VERSION, object_key
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ _MOST_ADDRESSES: Final = 1024
 
 class GatewayApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``gateway``: the one Gateway to serve, as ``namespace/name``; None: all of our classes. ``bind``: addresses that
-    Envoy binds; with several, each Gateway gets one of its own while there are enough. ``advertise``: what statuses
-    say in their place: an IP address, a host name, or ``service/NAMESPACE/NAME``; empty: the bound addresses.
+    Envoy binds; with several, each Gateway gets one of its own while there are enough. ``advertise``: the address in
+    statuses instead: an IP address, a host name, or ``service/NAMESPACE/NAME``; empty: the bound addresses.
     ``port_offset`` is added to the ports of listeners, so that Envoy need not bind ports below 1024.
     """
 
@@ -60,7 +60,7 @@ def parse_addresses(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-# Sorted, as the Gateway API asks for.
+# Sorted, as the Gateway API requires.
 FEATURES: Final = (
     "Gateway",
     "GatewayAddressEmpty",
@@ -100,7 +100,7 @@ _GROUP = API_VERSION.partition("/")[0]
 
 
 class Configs(Protocol):
-    """What is known of GatewayConfigs, by key."""
+    """Compiled GatewayConfigs, by key."""
 
     def problem(self, key: str) -> str:
         """Why it cannot be used; empty if it can."""
@@ -125,8 +125,8 @@ def choose_parameters(
     given: str | None,
     problem_of: Callable[[str], str],
 ) -> Parameters:
-    """``gateways``: the oldest first. ``given``: what the role was told to serve. ``problem_of``: why a GatewayConfig
-    cannot be used, empty if it can.
+    """``gateways``: the oldest first. ``given``: the GatewayConfig of the role's options. ``problem_of``: why a
+    GatewayConfig cannot be used, empty if it can.
 
     There is one Envoy, and it has one configuration: of Gateways that refer to different ones, the oldest decides.
     """
@@ -165,7 +165,7 @@ def class_problem(one: GatewayClass, problem_of: Callable[[str], str]) -> str:
 
 
 def _reference(gateway: Gateway, classes: Mapping[str, GatewayClass]) -> tuple[Reference | None, str]:
-    """The Gateway's own reference goes before its class's; with the namespace that it means if it says none."""
+    """The Gateway's own reference takes precedence over its class's; with the default namespace if it has none."""
     own = gateway.spec.infrastructure.parameters_ref
     if own is not None:
         return own, gateway.identity.namespace
@@ -176,18 +176,20 @@ _IP: Final = "IPAddress"
 _HOSTNAME: Final = "Hostname"
 
 
-class Assigned(msgspec.Struct, frozen=True, kw_only=True):
-    """``bind``: where Envoy listens for the Gateway. ``published``: type and value of what its status says.
+class AssignedAddresses(msgspec.Struct, frozen=True, kw_only=True):
+    """``bind``: where Envoy listens for the Gateway. ``published``: type and value of the addresses in its status.
     ``refused``: a condition Accepted or Programmed that is False because of addresses; then nothing is bound.
     """
 
     bind: str = ""
     published: tuple[tuple[str, str], ...] = ()
-    refused: Wanted | None = None
+    refused: WantedCondition | None = None
 
 
-def advertised(settings: GatewayApiSettings, service: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Type and value of what statuses say in place of bound addresses. ``service``: addresses of the advertised one."""
+def advertised_addresses(settings: GatewayApiSettings, service: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Type and value of the addresses that statuses have in place of bound ones. ``service``: addresses of the
+    advertised Service.
+    """
     if settings.advertised_service:
         return tuple(_typed(one) for one in service)
     return (_typed(settings.advertise),) if settings.advertise else ()
@@ -195,15 +197,15 @@ def advertised(settings: GatewayApiSettings, service: Iterable[str]) -> tuple[tu
 
 def assign(
     gateways: Sequence[Gateway], settings: GatewayApiSettings, published: tuple[tuple[str, str], ...]
-) -> dict[str, Assigned]:
+) -> dict[str, AssignedAddresses]:
     """By the Gateways' keys. ``gateways``: the oldest first. ``published``: what takes the place of bound addresses."""
-    found: dict[str, Assigned] = {}
+    found: dict[str, AssignedAddresses] = {}
     rest: list[Gateway] = []
     for gateway in gateways:
         refused = _refusal(gateway, settings, published)
         wanted = _requested(gateway)
         if refused is not None:
-            found[gateway.identity.key] = Assigned(refused=refused)
+            found[gateway.identity.key] = AssignedAddresses(refused=refused)
         elif wanted and _is_set(settings) and wanted[0] in settings.bind:
             found[gateway.identity.key] = _assigned(wanted[0], published)
         else:
@@ -224,16 +226,18 @@ def assign(
     return found
 
 
-def _assigned(address: str, published: tuple[tuple[str, str], ...]) -> Assigned:
+def _assigned(address: str, published: tuple[tuple[str, str], ...]) -> AssignedAddresses:
     if published:
-        return Assigned(bind=address, published=published)
+        return AssignedAddresses(bind=address, published=published)
     if ipaddress.ip_address(address).is_unspecified:
-        said = "there is no address to publish; give the role --advertise or --address, or look at its Service"
-        return Assigned(refused=fails("Programmed", "AddressNotAssigned", said))
-    return Assigned(bind=address, published=((_IP, address),))
+        message = "there is no address to publish; give the role --advertise or --address, or look at its Service"
+        return AssignedAddresses(refused=fails("Programmed", "AddressNotAssigned", message))
+    return AssignedAddresses(bind=address, published=((_IP, address),))
 
 
-def _refusal(gateway: Gateway, settings: GatewayApiSettings, published: tuple[tuple[str, str], ...]) -> Wanted | None:
+def _refusal(
+    gateway: Gateway, settings: GatewayApiSettings, published: tuple[tuple[str, str], ...]
+) -> WantedCondition | None:
     odd = [one.type for one in gateway.spec.addresses if one.type not in (_IP, _HOSTNAME)]
     if odd:
         return fails("Accepted", "UnsupportedAddress", f"addresses of type {', '.join(odd)} are not supported")
@@ -275,9 +279,9 @@ class GatewayResult(msgspec.Struct, frozen=True, kw_only=True):
     """``refused``: why the Gateway is not Accepted, or not Programmed, beyond its listeners."""
 
     gateway: Gateway
-    assigned: Assigned
+    assigned: AssignedAddresses
     listeners: tuple[ListenerResult, ...]
-    refused: Wanted | None = None
+    refused: WantedCondition | None = None
 
     def status(self, attached: Mapping[str, int]) -> WantedStatus:
         """``attached``: how many routes are attached, by the names of listeners."""
@@ -294,30 +298,30 @@ class GatewayResult(msgspec.Struct, frozen=True, kw_only=True):
             is_plain=True,
         )
 
-    def _accepted(self) -> Wanted:
+    def _accepted(self) -> WantedCondition:
         if self.refused is not None and self.refused.type == "Accepted":
             return self.refused
         bad = [one for one in self.listeners if not one.is_open]
         if not bad:
             return holds("Accepted")
-        said = "; ".join(f"listener {one.spec.name} is not accepted: {one.accepted.message}" for one in bad)
+        message = "; ".join(f"listener {one.spec.name} is not accepted: {one.accepted.message}" for one in bad)
         if len(bad) == len(self.listeners):
-            return fails("Accepted", "ListenersNotValid", said)
-        return Wanted("Accepted", "True", "ListenersNotValid", said)
+            return fails("Accepted", "ListenersNotValid", message)
+        return WantedCondition("Accepted", "True", "ListenersNotValid", message)
 
-    def _programmed(self) -> Wanted:
+    def _programmed(self) -> WantedCondition:
         if self.refused is not None:
             return self.refused if self.refused.type == "Programmed" else fails("Programmed", "Invalid", _NOT_ACCEPTED)
         if any(one.document for one in self.listeners):
             return holds("Programmed")
         return fails("Programmed", "Invalid", "none of its listeners can be served")
 
-    def _resolved(self) -> Wanted:
+    def _resolved(self) -> WantedCondition:
         bad = [one for one in self.listeners if one.resolved.status != "True"]
         if not bad:
             return holds("ResolvedRefs")
-        said = "; ".join(f"listener {one.spec.name}: {one.resolved.message}" for one in bad)
-        return fails("ResolvedRefs", "ListenersNotResolved", said)
+        message = "; ".join(f"listener {one.spec.name}: {one.resolved.message}" for one in bad)
+        return fails("ResolvedRefs", "ListenersNotResolved", message)
 
     def _why_not(self, listener: ListenerResult) -> str:
         if not listener.is_open:
@@ -345,17 +349,17 @@ def compile_gateways(
     needs_certificates: bool,
 ) -> dict[str, GatewayResult]:
     """By key. ``gateways``: the oldest first. ``published``: addresses for statuses, if they are not the bound ones.
-    ``problems``: with what Gateways refer to as parameters. ``needs_certificates``: callers are identified by client
-    certificates, so that only listeners that ask for them are served.
+    ``problems``: of the parameters that Gateways refer to. ``needs_certificates``: callers are identified by client
+    certificates, so only listeners that require them are served.
     """
     usable = [one for one in gateways if one.identity.key not in problems]
     assigned = assign(usable, settings, published)
-    claims = Claims()
+    claims = ListenerClaims()
     results = {}
     count = 0
     for gateway in gateways:
         key = gateway.identity.key
-        found = assigned.get(key, Assigned())
+        found = assigned.get(key, AssignedAddresses())
         refused = found.refused
         if key in problems:
             refused = fails("Accepted", "InvalidParameters", problems[key])
@@ -376,8 +380,8 @@ def listener_documents(results: Mapping[str, GatewayResult]) -> list[Mapping[str
 
 
 def class_status(one: GatewayClass, problem: str, release: str | None) -> WantedStatus:
-    """Of a GatewayClass of ours. ``problem``: with its parametersRef. ``release``: of the Gateway API whose definitions
-    are installed; None: it is not known.
+    """Of a GatewayClass of ours. ``problem``: with its parametersRef. ``release``: of the installed Gateway API
+    definitions; None: unknown.
     """
     conditions = [fails("Accepted", "InvalidParameters", problem) if problem else holds("Accepted")]
     if release is not None:
@@ -392,10 +396,10 @@ def class_status(one: GatewayClass, problem: str, release: str | None) -> Wanted
     )
 
 
-def _supported(release: str) -> Wanted:
+def _supported(release: str) -> WantedCondition:
     found = _RELEASE.match(release)
     if found and found[1] == "1" and _OLDEST_MINOR <= int(found[2]) <= _NEWEST_MINOR:
         return holds("SupportedVersion")
     known = f"releases 1.{_OLDEST_MINOR} to 1.{_NEWEST_MINOR} are known"
-    said = f"the definitions are of release {release or 'unknown'}, {known}; Gateways are served as far as they go"
-    return fails("SupportedVersion", "UnsupportedVersion", said)
+    message = f"the definitions are of release {release or 'unknown'}, {known}; Gateways are served as far as they go"
+    return fails("SupportedVersion", "UnsupportedVersion", message)

@@ -7,12 +7,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.gateway_api.attachment import Attaching, ParentResult
 from controller.gateway.compile.gateway_api.backends import Resolution
-from controller.gateway.compile.gateway_api.listeners import HTTP_ROUTE
+from controller.gateway.compile.gateway_api.listeners import HTTP_ROUTE, AttachingRoute, ParentResult
 from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME, GROUP
 from controller.gateway.compile.sources import to_bytes
-from controller.kube.conditions import IN_DIRECTORY, Wanted, WantedEntry, WantedList, WantedStatus, fails, holds
+from controller.kube.conditions import (
+    IN_DIRECTORY,
+    WantedCondition,
+    WantedEntry,
+    WantedList,
+    WantedStatus,
+    fails,
+    holds,
+)
 from extproc.api.decode import decode
 from extproc.api.documents import Document
 from extproc.api.http_route import ATTACHE_GROUP
@@ -20,13 +27,13 @@ from extproc.api.http_route import ATTACHE_GROUP
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from controller.gateway.compile.gateway_api.attachment import Listeners
     from controller.gateway.compile.gateway_api.backends import References
-    from controller.gateway.compile.gateway_api.objects import Pool, Route
+    from controller.gateway.compile.gateway_api.listeners import Listeners
+    from controller.gateway.compile.gateway_api.objects import PoolSpec, Route
 
 
 def pool_status(
-    pool: Pool, parents: Iterable[ParentResult], *, problem: str, picker_problem: str, gateway: str | None
+    pool: PoolSpec, parents: Iterable[ParentResult], *, problem: str, picker_problem: str, gateway: str | None
 ) -> WantedStatus:
     """``parents``: of the routes that refer to it. ``problem``: why it cannot be used. ``picker_problem``: why its
     endpointPickerRef does not resolve. ``gateway``: the one Gateway that is served, None if all of our classes are.
@@ -60,7 +67,7 @@ def pool_status(
     )
 
 
-# Fields of rules that have no effect here; everything else that is not known is refused.
+# Fields of rules without effect here; every other unknown field is refused.
 _WITHOUT_EFFECT: Final = ("sessionPersistence",)
 
 
@@ -81,9 +88,9 @@ class HttpRouteResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.document is not None and any(one.problem is not None for one in self.resolutions)
 
     @property
-    def looked_at(self) -> frozenset[tuple[str, str]]:
+    def references(self) -> frozenset[tuple[str, str]]:
         """Kinds and keys of the objects on which it depends."""
-        return frozenset(one for found in self.resolutions for one in found.looked_at)
+        return frozenset(one for found in self.resolutions for one in found.references)
 
 
 def compile_http_route(
@@ -91,7 +98,7 @@ def compile_http_route(
 ) -> HttpRouteResult:
     """``gateway``: the one Gateway that is served, None if all of our classes are."""
     identity = route.identity
-    asking = Attaching(kind=HTTP_ROUTE, namespace=identity.namespace, hostnames=route.hostnames)
+    asking = AttachingRoute(kind=HTTP_ROUTE, namespace=identity.namespace, hostnames=route.hostnames)
     parents = listeners.attach(asking, route.parents)
     resolutions: list[Resolution] = []
     rules = [_rule(rule, identity.namespace, references, resolutions) for rule in route.spec.get("rules") or ()]
@@ -121,13 +128,13 @@ def compile_http_route(
     )
 
 
-def _resolved(resolutions: Iterable[Resolution]) -> Wanted:
+def _resolved(resolutions: Iterable[Resolution]) -> WantedCondition:
     """The reason of the first reference that cannot be resolved, and the messages of all."""
     problems = [one.problem for one in resolutions if one.problem is not None]
     if not problems:
         return holds("ResolvedRefs")
-    said = "; ".join(dict.fromkeys(one.message for one in problems))
-    return fails("ResolvedRefs", problems[0].reason, said)
+    message = "; ".join(dict.fromkeys(one.message for one in problems))
+    return fails("ResolvedRefs", problems[0].reason, message)
 
 
 def _content(route: Route, rules: list[Mapping[str, Any]], served: list[str]) -> Mapping[str, Any]:
@@ -189,7 +196,7 @@ def _reference(
     return {"group": ATTACHE_GROUP, "kind": found.kind, "name": found.name, "namespace": found.namespace}
 
 
-def _refuse(parent: ParentResult, refused: Wanted) -> ParentResult:
+def _refuse(parent: ParentResult, refused: WantedCondition) -> ParentResult:
     if parent.accepted.status != "True":
         return parent
     return msgspec.structs.replace(parent, accepted=refused, attached=(), served=())
@@ -200,7 +207,7 @@ def _each_once(parents: Iterable[ParentResult]) -> list[ParentResult]:
     return list({msgspec.json.encode(one.reference()): one for one in reversed(list(parents))}.values())[::-1]
 
 
-def _entry(parent: ParentResult, resolved: Wanted, note: str) -> WantedEntry:
+def _entry(parent: ParentResult, resolved: WantedCondition, note: str) -> WantedEntry:
     accepted = parent.accepted
     if accepted.status == "True" and note:
         accepted = holds("Accepted", note)
@@ -210,8 +217,10 @@ def _entry(parent: ParentResult, resolved: Wanted, note: str) -> WantedEntry:
     )
 
 
-def _programmed(parent: ParentResult) -> Wanted:
-    """The Gateway API has this condition for Gateways alone; here it says the same of a route as of our own kinds."""
+def _programmed(parent: ParentResult) -> WantedCondition:
+    """The condition Programmed of a route: the Gateway API has it for Gateways alone; it means the same as for our own
+    kinds.
+    """
     if parent.served:
         return holds("Programmed", IN_DIRECTORY)
     why = "none of the listeners that it is attached to is served" if parent.attached else "it is not accepted"

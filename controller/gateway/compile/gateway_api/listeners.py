@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The listeners of a Gateway: which can be served, with which certificates, and why the others cannot."""
+"""The listeners of a Gateway: which can be served, with which certificates, and which routes are attached to them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.gateway_api.objects import GROUP, ListenerSpec, RouteKind
+from controller.gateway.compile.gateway_api.objects import GROUP, NAME_LABEL, ListenerSpec, ParentRef, RouteKind
 from controller.gateway.compile.secrets import (
-    Pointed,
+    PointedObject,
     Pointer,
     authorities_problem,
     certificate_problem,
     file_of,
     files_of,
 )
-from controller.kube.conditions import Wanted, WantedEntry, fails, holds
-from extproc.api.spec import API_VERSION, object_key
+from controller.gateway.compile.sources import to_bytes
+from controller.kube.conditions import WantedCondition, WantedEntry, fails, holds
+from extproc.api.addresses import join_host_port
+from extproc.api.decode import decode
+from extproc.api.documents import Document
+from extproc.api.spec import API_VERSION, namespace_of, object_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from controller.gateway.compile.gateway_api.backends import Grants
     from controller.gateway.compile.gateway_api.objects import Gateway, Reference
@@ -32,21 +36,21 @@ CLIENT_AUTHORITIES: Final = "clientca."
 
 
 class TlsResult(msgspec.Struct, frozen=True, kw_only=True):
-    """``document``: the listener's ``tls``; None if it cannot be had. ``accepted`` and ``resolved``: conditions that
-    are not as they should be. ``pointers``: all that was looked at or would be.
+    """``document``: the listener's ``tls``; None if it cannot be used. ``accepted`` and ``resolved``: conditions that
+    differ from the good ones. ``pointers``: all Secrets and ConfigMaps that it refers to.
     """
 
     document: Mapping[str, Any] | None = None
     files: Mapping[str, bytes] = {}
-    accepted: Wanted | None = None
-    resolved: Wanted | None = None
+    accepted: WantedCondition | None = None
+    resolved: WantedCondition | None = None
     pointers: frozenset[Pointer] = frozenset()
 
 
 class TlsCompiler:
-    """``pointed``: what a pointer points to, None if it is not there or not known yet."""
+    """``pointed``: the target of a pointer, None if it does not exist or is not read yet."""
 
-    def __init__(self, grants: Grants, pointed: Callable[[Pointer], Pointed | None]) -> None:
+    def __init__(self, grants: Grants, pointed: Callable[[Pointer], PointedObject | None]) -> None:
         self._grants = grants
         self._pointed = pointed
 
@@ -54,12 +58,14 @@ class TlsCompiler:
         """The TLS of an HTTPS listener."""
         tls = listener.tls
         if tls is None or tls.mode != "Terminate":
-            said = "an HTTPS listener ends TLS here; write tls with mode Terminate and certificateRefs"
-            return TlsResult(accepted=fails("Accepted", "UnsupportedValue", said))
+            message = "an HTTPS listener ends TLS here; write tls with mode Terminate and certificateRefs"
+            return TlsResult(accepted=fails("Accepted", "UnsupportedValue", message))
         certificates: list[Mapping[str, str]] = []
         files: dict[str, bytes] = {}
         pointers: set[Pointer] = set()
-        resolved: Wanted | None = None if tls.certificate_refs else _bad_certificate("there are no certificateRefs")
+        resolved: WantedCondition | None = (
+            None if tls.certificate_refs else _bad_certificate("there are no certificateRefs")
+        )
         for reference in tls.certificate_refs:
             problem = self._certificate(gateway, reference, pointers, files)
             resolved = resolved or problem
@@ -78,7 +84,7 @@ class TlsCompiler:
 
     def _certificate(
         self, gateway: Gateway, reference: Reference, pointers: set[Pointer], files: dict[str, bytes]
-    ) -> Wanted | None:
+    ) -> WantedCondition | None:
         """Why the Secret cannot be used; None, and its files, if it can."""
         if reference.group or reference.kind not in ("", "Secret"):
             return _bad_certificate(f"certificateRefs name Secrets, not {reference.group}/{reference.kind}")
@@ -98,33 +104,35 @@ class TlsCompiler:
 
     def _authorities(
         self, gateway: Gateway, port: int, pointers: set[Pointer], files: dict[str, bytes]
-    ) -> tuple[Wanted | None, str, Wanted | None]:
+    ) -> tuple[WantedCondition | None, str, WantedCondition | None]:
         """Why not Accepted; the file of the authorities of clients' certificates, if any; why not ResolvedRefs."""
         validation = gateway.spec.tls.validation(port)
         if validation is None:
             return None, "", None
         if validation.mode != "AllowValidOnly":
-            said = f"the mode {validation.mode} of client certificates is not supported; write AllowValidOnly"
-            return fails("Accepted", "UnsupportedValue", said), "", None
+            message = f"the mode {validation.mode} of client certificates is not supported; write AllowValidOnly"
+            return fails("Accepted", "UnsupportedValue", message), "", None
         texts = []
-        resolved: Wanted | None = None
+        resolved: WantedCondition | None = None
         for reference in validation.ca_certificate_refs:
             text, problem = self._authority(gateway, reference, pointers)
             resolved = resolved or problem
             if text:
                 texts.append(text)
         if not texts:
-            said = "no caCertificateRef can be used, so that no client could connect"
-            return fails("Accepted", "NoValidCACertificate", said), "", resolved
+            message = "no caCertificateRef can be used, so that no client could connect"
+            return fails("Accepted", "NoValidCACertificate", message), "", resolved
         identity = gateway.identity
         name = f"{CLIENT_AUTHORITIES}{identity.namespace}.{identity.name}_{port}.data"
         files[name] = b"\n".join(texts)
         return None, name, resolved
 
-    def _authority(self, gateway: Gateway, reference: Reference, pointers: set[Pointer]) -> tuple[bytes, Wanted | None]:
+    def _authority(
+        self, gateway: Gateway, reference: Reference, pointers: set[Pointer]
+    ) -> tuple[bytes, WantedCondition | None]:
         if reference.group or reference.kind != "ConfigMap":
-            said = f"caCertificateRefs name ConfigMaps, not {reference.group}/{reference.kind}"
-            return b"", fails("ResolvedRefs", "InvalidCACertificateKind", said)
+            message = f"caCertificateRefs name ConfigMaps, not {reference.group}/{reference.kind}"
+            return b"", fails("ResolvedRefs", "InvalidCACertificateKind", message)
         pointer = Pointer("ConfigMap", _key(gateway, reference))
         if not self._may(gateway, reference, "ConfigMap"):
             return b"", _not_permitted("ConfigMap", pointer.key)
@@ -132,8 +140,8 @@ class TlsCompiler:
         found = self._pointed(pointer)
         problem = "it is not there" if found is None else authorities_problem(found)
         if found is None or problem:
-            said = f"the ConfigMap {pointer.key} cannot be used: {problem}"
-            return b"", fails("ResolvedRefs", "InvalidCACertificateRef", said)
+            message = f"the ConfigMap {pointer.key} cannot be used: {problem}"
+            return b"", fails("ResolvedRefs", "InvalidCACertificateRef", message)
         return found.data["ca.crt"], None
 
     def _may(self, gateway: Gateway, reference: Reference, kind: str) -> bool:
@@ -146,11 +154,11 @@ def _key(gateway: Gateway, reference: Reference) -> str:
     return object_key(reference.namespace or gateway.identity.namespace, reference.name)
 
 
-def _bad_certificate(message: str) -> Wanted:
+def _bad_certificate(message: str) -> WantedCondition:
     return fails("ResolvedRefs", "InvalidCertificateRef", message)
 
 
-def _not_permitted(kind: str, key: str) -> Wanted:
+def _not_permitted(kind: str, key: str) -> WantedCondition:
     return fails("ResolvedRefs", "RefNotPermitted", f"no ReferenceGrant lets this Gateway use the {kind} {key}")
 
 
@@ -176,9 +184,9 @@ class ListenerResult(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     spec: ListenerSpec
     kinds: tuple[RouteKind, ...]
-    accepted: Wanted
-    resolved: Wanted
-    conflicted: Wanted
+    accepted: WantedCondition
+    resolved: WantedCondition
+    conflicted: WantedCondition
     document: Mapping[str, Any] | None = None
     files: Mapping[str, bytes] = {}
     pointers: frozenset[Pointer] = frozenset()
@@ -190,7 +198,9 @@ class ListenerResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.accepted.status == "True"
 
     def asking_for_certificates(self) -> ListenerResult:
-        """Itself if it asks for client certificates, by which callers are to be identified, else as one not served."""
+        """The listener itself if it requires client certificates, by which callers are identified; else the same as not
+        served.
+        """
         if self.document is None or "clientCertificates" in self.document.get("tls", {}):
             return self
         return msgspec.structs.replace(self, document=None, files={}, refused=_NO_CERTIFICATES)
@@ -206,24 +216,24 @@ class ListenerResult(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Claims:
+class ListenerClaims:
     """Which ports and hosts of addresses are taken, by older Gateways that share an address."""
 
     def __init__(self) -> None:
         self._protocols: dict[tuple[str, int], tuple[str, str]] = {}
         self._hosts: dict[tuple[str, int, str], str] = {}
 
-    def conflict(self, address: str, listener: ListenerSpec) -> Wanted | None:
+    def conflict(self, address: str, listener: ListenerSpec) -> WantedCondition | None:
         """The conflict of ``listener`` with an older Gateway's, if there is one."""
         protocol, owner = self._protocols.get((address, listener.port), (listener.protocol, ""))
         if protocol != listener.protocol:
-            said = f"port {listener.port} of {address} speaks {protocol} for the older {owner}"
-            return Wanted("Conflicted", "True", "ProtocolConflict", said)
+            message = f"port {listener.port} of {address} speaks {protocol} for the older {owner}"
+            return WantedCondition("Conflicted", "True", "ProtocolConflict", message)
         holder = self._hosts.get((address, listener.port, _host(listener)))
         if holder is not None:
             host = listener.hostname or "every host"
-            said = f"{host} on port {listener.port} of {address} belongs to the older {holder}"
-            return Wanted("Conflicted", "True", "HostnameConflict", said)
+            message = f"{host} on port {listener.port} of {address} belongs to the older {holder}"
+            return WantedCondition("Conflicted", "True", "HostnameConflict", message)
         return None
 
     def take(self, address: str, listener: ListenerSpec, name: str) -> None:
@@ -233,7 +243,7 @@ class Claims:
 
 
 def compile_listeners(
-    gateway: Gateway, address: str, offset: int, tls: TlsCompiler, claims: Claims
+    gateway: Gateway, address: str, offset: int, tls: TlsCompiler, claims: ListenerClaims
 ) -> tuple[ListenerResult, ...]:
     """In the order of the Gateway. ``address``: where they are bound; empty: nowhere. ``offset``: added to ports."""
     served = [one for one in gateway.spec.listeners if one.protocol in _PROTOCOLS]
@@ -246,11 +256,11 @@ def compile_listeners(
         conflict = None
         if one.protocol in _PROTOCOLS:
             if len(protocols[one.port]) > 1:
-                said = f"port {one.port} has listeners of several protocols"
-                conflict = Wanted("Conflicted", "True", "ProtocolConflict", said)
+                message = f"port {one.port} has listeners of several protocols"
+                conflict = WantedCondition("Conflicted", "True", "ProtocolConflict", message)
             elif hosts[one.port, _host(one)] > 1:
-                said = f"port {one.port} has another listener of this hostname"
-                conflict = Wanted("Conflicted", "True", "HostnameConflict", said)
+                message = f"port {one.port} has another listener of this hostname"
+                conflict = WantedCondition("Conflicted", "True", "HostnameConflict", message)
             elif address:
                 conflict = claims.conflict(address, one)
         results.append(_compile(gateway, one, address, offset, tls, conflict))
@@ -261,7 +271,12 @@ def compile_listeners(
 
 
 def _compile(
-    gateway: Gateway, listener: ListenerSpec, address: str, offset: int, tls: TlsCompiler, conflict: Wanted | None
+    gateway: Gateway,
+    listener: ListenerSpec,
+    address: str,
+    offset: int,
+    tls: TlsCompiler,
+    conflict: WantedCondition | None,
 ) -> ListenerResult:
     name = f"{gateway.identity.key}/{listener.name}"
     is_known = listener.protocol in _PROTOCOLS
@@ -270,51 +285,180 @@ def _compile(
     accepted = _refusal(name, listener, offset, conflict) or found.accepted or holds("Accepted")
     document: dict[str, Any] | None = None
     if address and accepted.status == "True" and kinds and (listener.protocol == "HTTP" or found.document):
-        host = f"[{address}]" if ":" in address else address
-        document = {"name": name, "address": f"{host}:{listener.port + offset}"}
-        if offset:
-            document["publicPort"] = listener.port
-        if listener.hostname:
-            document["hostname"] = listener.hostname
-        if found.document:
-            document["tls"] = found.document
+        document = _document(name, listener, address, offset, found)
+        if wrong := _mistakes(document):
+            accepted, document = fails("Accepted", "UnsupportedValue", wrong), None
     return ListenerResult(
         name=name,
         spec=listener,
         kinds=kinds,
         accepted=accepted,
         resolved=found.resolved or resolved,
-        conflicted=conflict or Wanted("Conflicted", "False", "NoConflicts"),
+        conflicted=conflict or WantedCondition("Conflicted", "False", "NoConflicts"),
         document=document,
         files=found.files if document else {},
         pointers=found.pointers,
     )
 
 
-def _refusal(name: str, listener: ListenerSpec, offset: int, conflict: Wanted | None) -> Wanted | None:
+def _document(name: str, listener: ListenerSpec, address: str, offset: int, tls: TlsResult) -> dict[str, Any]:
+    document: dict[str, Any] = {"name": name, "address": join_host_port(address, listener.port + offset)}
+    if offset:
+        document["publicPort"] = listener.port
+    if listener.hostname:
+        document["hostname"] = listener.hostname
+    if tls.document:
+        document["tls"] = tls.document
+    return document
+
+
+def _mistakes(document: Mapping[str, Any]) -> str:
+    """Why readers would refuse a directory with this listener; empty if they would not."""
+    config = {"apiVersion": API_VERSION, "kind": "GatewayConfig", "metadata": {"name": "gateway"}}
+    content = to_bytes({**config, "spec": {"listeners": [document]}})
+    _, mistakes = decode(Document("", content.decode(), is_json=True))
+    return "; ".join(f"{one.path.rpartition('.')[2]}: {one.message}" for one in mistakes)
+
+
+def _refusal(
+    name: str, listener: ListenerSpec, offset: int, conflict: WantedCondition | None
+) -> WantedCondition | None:
     if listener.protocol not in _PROTOCOLS:
-        said = f"the protocol {listener.protocol} is not supported; write HTTP or HTTPS"
-        return fails("Accepted", "UnsupportedProtocol", said)
+        message = f"the protocol {listener.protocol} is not supported; write HTTP or HTTPS"
+        return fails("Accepted", "UnsupportedProtocol", message)
     if len(name) > _LONGEST_NAME:
-        said = f"{name} has more than {_LONGEST_NAME} characters; give the Gateway or the listener a shorter name"
-        return fails("Accepted", "UnsupportedValue", said)
+        message = f"{name} has more than {_LONGEST_NAME} characters; give the Gateway or the listener a shorter name"
+        return fails("Accepted", "UnsupportedValue", message)
     if listener.port + offset > _HIGHEST_PORT:
-        said = f"port {listener.port} plus the port offset {offset} is no port"
-        return fails("Accepted", "PortUnavailable", said)
+        message = f"port {listener.port} plus the port offset {offset} is no port"
+        return fails("Accepted", "PortUnavailable", message)
     return None if conflict is None else fails("Accepted", conflict.reason, conflict.message)
 
 
-def _kinds(listener: ListenerSpec) -> tuple[tuple[RouteKind, ...], Wanted]:
-    asked = listener.allowed_routes.kinds
-    if not asked:
+def _kinds(listener: ListenerSpec) -> tuple[tuple[RouteKind, ...], WantedCondition]:
+    listed = listener.allowed_routes.kinds
+    if not listed:
         return _KINDS, holds("ResolvedRefs")
-    strange = [f"{one.group}/{one.kind}" for one in asked if one not in _KINDS]
-    kinds = tuple(one for one in _KINDS if one in asked)
+    strange = [f"{one.group}/{one.kind}" for one in listed if one not in _KINDS]
+    kinds = tuple(one for one in _KINDS if one in listed)
     if not strange:
         return kinds, holds("ResolvedRefs")
-    said = f"{', '.join(strange)} cannot attach here; {GROUP}/HTTPRoute and {MODEL_ROUTE.group}/ModelRoute can"
-    return kinds, fails("ResolvedRefs", "InvalidRouteKinds", said)
+    message = f"{', '.join(strange)} cannot attach here; {GROUP}/HTTPRoute and {MODEL_ROUTE.group}/ModelRoute can"
+    return kinds, fails("ResolvedRefs", "InvalidRouteKinds", message)
 
 
 def _host(listener: ListenerSpec) -> str:
     return (listener.hostname or "").lower()
+
+
+class AttachingRoute(msgspec.Struct, frozen=True, kw_only=True):
+    """A route to be attached to listeners. ``hostnames``: empty for all hosts."""
+
+    kind: RouteKind
+    namespace: str
+    hostnames: tuple[str, ...] = ()
+
+
+class ParentResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one parent reference. ``attached``: names of listeners; ``served``: those of them that Envoy has.
+    ``accepted``: the route's condition.
+    """
+
+    ref: ParentRef
+    gateway: str
+    attached: tuple[str, ...] = ()
+    served: tuple[str, ...] = ()
+    accepted: WantedCondition
+
+    def reference(self) -> Mapping[str, Any]:
+        """As the route has it, with what it left out of group and kind."""
+        found: dict[str, Any] = {"group": self.ref.group, "kind": self.ref.kind, "name": self.ref.name}
+        if self.ref.namespace is not None:
+            found["namespace"] = self.ref.namespace
+        if self.ref.section_name is not None:
+            found["sectionName"] = self.ref.section_name
+        if self.ref.port is not None:
+            found["port"] = self.ref.port
+        return found
+
+
+class Listeners:
+    """The listeners of all Gateways that are served, by Gateway. ``labels``: of namespaces, by name."""
+
+    def __init__(
+        self, gateways: Mapping[str, tuple[ListenerResult, ...]], labels: Mapping[str, Mapping[str, str]]
+    ) -> None:
+        self._gateways = gateways
+        self._labels = labels
+
+    def attach(self, route: AttachingRoute, parents: Iterable[ParentRef]) -> list[ParentResult]:
+        """What becomes of those of ``parents`` that are Gateways of ours."""
+        found = []
+        for ref in parents:
+            key = object_key(ref.namespace or route.namespace, ref.name)
+            if (ref.group, ref.kind) == (GROUP, "Gateway") and key in self._gateways:
+                found.append(self._attach(route, ref, key))
+        return found
+
+    def open_to(self, route: AttachingRoute) -> list[str]:
+        """The served listeners of all Gateways that take ``route``, though it names none."""
+        return [
+            one.name
+            for key, listeners in self._gateways.items()
+            for one in listeners
+            if one.document is not None and self._allows(one, route, namespace_of(key))
+        ]
+
+    def _attach(self, route: AttachingRoute, ref: ParentRef, key: str) -> ParentResult:
+        named: Sequence[ListenerResult] = [
+            one
+            for one in self._gateways[key]
+            if ref.section_name in (None, one.spec.name) and ref.port in (None, one.spec.port)
+        ]
+        if not named:
+            message = f"the Gateway {key} has no listener of this sectionName and port"
+            return ParentResult(ref=ref, gateway=key, accepted=fails("Accepted", "NoMatchingParent", message))
+        allowed = [one for one in named if self._allows(one, route, namespace_of(key))]
+        if not allowed:
+            message = f"no listener of the Gateway {key} allows a {route.kind.kind} of the namespace {route.namespace}"
+            return ParentResult(ref=ref, gateway=key, accepted=fails("Accepted", "NotAllowedByListeners", message))
+        attached = [one for one in allowed if meets(one.spec.hostname, route.hostnames)]
+        if not attached:
+            hosts = ", ".join(one.spec.hostname or "*" for one in allowed)
+            message = f"none of its hostnames is one of the listeners' ({hosts})"
+            return ParentResult(ref=ref, gateway=key, accepted=fails("Accepted", "NoMatchingListenerHostname", message))
+        return ParentResult(
+            ref=ref,
+            gateway=key,
+            attached=tuple(one.name for one in attached),
+            served=tuple(one.name for one in attached if one.document is not None),
+            accepted=holds("Accepted"),
+        )
+
+    def _allows(self, listener: ListenerResult, route: AttachingRoute, own: str) -> bool:
+        if not listener.is_open or route.kind not in listener.kinds:
+            return False
+        namespaces = listener.spec.allowed_routes.namespaces
+        match namespaces.source:
+            case "All":
+                return True
+            case "Same":
+                return route.namespace == own
+            case "Selector":
+                labels = {NAME_LABEL: route.namespace, **self._labels.get(route.namespace, {})}
+                return namespaces.selector.selects(labels)
+        return False
+
+
+def meets(listener: str | None, hostnames: tuple[str, ...]) -> bool:
+    """Whether some host is one of both; nothing stands for all hosts."""
+    return not listener or not hostnames or any(_overlap(listener.lower(), one.lower()) for one in hostnames)
+
+
+def _overlap(one: str, other: str) -> bool:
+    """``*.`` at the beginning stands for one label or more."""
+    if one == other:
+        return True
+    if one.startswith("*.") and other.endswith(one[1:]):
+        return True
+    return other.startswith("*.") and one.endswith(other[1:])

@@ -52,7 +52,7 @@ class LabelSelector(Read, frozen=True):
 
 
 class RouteNamespaces(Read, frozen=True):
-    """Whose routes may attach: ``Same``, ``All``, ``Selector`` or ``None``."""
+    """Namespaces whose routes may attach: ``Same``, ``All``, ``Selector`` or ``None``."""
 
     source: str = msgspec.field(default="Same", name="from")
     selector: LabelSelector = LabelSelector()
@@ -130,7 +130,7 @@ class GatewayTls(Read, frozen=True):
 
 
 class Address(Read, frozen=True):
-    """An address that a Gateway asks for, or has."""
+    """An address of a Gateway's spec or status."""
 
     type: str = "IPAddress"
     value: str = ""
@@ -143,7 +143,7 @@ class Infrastructure(Read, frozen=True):
 
 
 class GatewaySpec(Read, frozen=True):
-    """What a Gateway asks for."""
+    """A Gateway's spec."""
 
     gateway_class_name: str
     listeners: tuple[ListenerSpec, ...] = ()
@@ -177,7 +177,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParentRef(Read, frozen=True):
-    """A Gateway that a route asks to be attached to."""
+    """A reference of a route to a Gateway."""
 
     name: str
     group: str = GROUP
@@ -200,7 +200,7 @@ class Gateway(msgspec.Struct, frozen=True):
 
 
 class ClassSpec(Read, frozen=True):
-    """What a GatewayClass says."""
+    """The spec of a GatewayClass."""
 
     controller_name: str
     parameters_ref: Reference | None = None
@@ -222,12 +222,37 @@ class Route(msgspec.Struct, frozen=True):
     spec: Mapping[str, Any]
 
 
+class _BackendShape(Read, frozen=True):
+    name: str
+    group: str = ""
+    kind: str = "Service"
+    namespace: str | None = None
+    port: int | None = None
+    filters: tuple[_FilterShape, ...] = ()
+
+
+class _MirrorShape(Read, frozen=True):
+    backend_ref: _BackendShape | None = None
+
+
+class _FilterShape(Read, frozen=True):
+    request_mirror: _MirrorShape | None = None
+
+
+class _RuleShape(Read, frozen=True):
+    filters: tuple[_FilterShape, ...] = ()
+    backend_refs: tuple[_BackendShape, ...] = ()
+
+
 class _RouteSpec(Read, frozen=True):
+    """``rules``: as far as references are looked for in them."""
+
     parent_refs: tuple[ParentRef, ...] = ()
     hostnames: tuple[str, ...] = ()
+    rules: tuple[_RuleShape, ...] = ()
 
 
-class Pool(msgspec.Struct, frozen=True, kw_only=True):
+class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     """An InferencePool, beyond its pods. ``picker``: the Service of its own endpoint picker, as ``namespace/name``;
     empty if it names something else. ``fails_open``: it is used without its picker, too.
     """
@@ -237,8 +262,19 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     fails_open: bool = False
 
 
+class _PickerRef(Read, frozen=True):
+    group: str | None = None
+    kind: str = "Service"
+    name: str = ""
+    failure_mode: str = ""
+
+
+class _PoolFields(Read, frozen=True):
+    endpoint_picker_ref: _PickerRef = _PickerRef()
+
+
 class GrantEnd(Read, frozen=True):
-    """Who may refer (``namespace``), or to what (``name``; empty: to all of the kind)."""
+    """The referring ``namespace``, or the target's ``name``; empty: all of the kind."""
 
     group: str = ""
     kind: str = ""
@@ -302,15 +338,16 @@ def grant_of(thing: Mapping[str, Any]) -> Grant | None:
     return None if spec is None else Grant(identity_of(thing), spec.source, spec.to)
 
 
-def pool_of(thing: Mapping[str, Any]) -> Pool:
-    """An InferencePool as the API server has it."""
+def pool_of(thing: Mapping[str, Any]) -> PoolSpec:
+    """An InferencePool as the API server has it; one of another shape names no picker."""
     identity = identity_of(thing)
-    picker = (thing.get("spec") or {}).get("endpointPickerRef") or {}
-    is_service = not picker.get("group") and picker.get("kind", "Service") == "Service" and picker.get("name")
-    return Pool(
+    spec = _convert(thing.get("spec"), _PoolFields) or _PoolFields()
+    picker = spec.endpoint_picker_ref
+    is_service = not picker.group and picker.kind == "Service" and picker.name
+    return PoolSpec(
         identity=identity,
-        picker=object_key(identity.namespace, picker["name"]) if is_service else "",
-        fails_open=picker.get("failureMode") == "FailOpen",
+        picker=object_key(identity.namespace, picker.name) if is_service else "",
+        fails_open=picker.failure_mode == "FailOpen",
     )
 
 

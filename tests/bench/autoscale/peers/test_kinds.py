@@ -9,17 +9,17 @@ import msgspec
 import pytest
 
 from bench.autoscale.peers.kthena import Kthena
-from bench.autoscale.peers.wva import Kind, V1Memory, WvaV1, WvaV2
+from bench.autoscale.peers.wva import EngineKind, V1State, WvaV1, WvaV2
 from controller.api.autoscaling_binding import ScaleTarget
 from controller.api.common import ObjectReference
-from controller.autoscaler.decision.behavior import Past
-from controller.autoscaler.decision.situation import EngineReport, EngineState, Situation, Target, Waiting
+from controller.autoscaler.decision.behavior import ScalingHistory
+from controller.autoscaler.decision.situation import Backlog, EngineReport, EngineState, Situation, TargetSituation
 from tests.scaling_scenes import engine, report, situation, steady, target
 
 FULL, CALM = report(kv=0.9, waiting=9, in_flight=40), report(kv=0.1, waiting=0, in_flight=1)
 
 
-def of_kind(name: str, cost: float, *reports: EngineReport, least: int = 0, most: int = 16) -> Target:
+def of_kind(name: str, cost: float, *reports: EngineReport, least: int = 0, most: int = 16) -> TargetSituation:
     spec = ScaleTarget(name, ObjectReference("ModelInfer", name), most, min_replicas=least, cost=cost)
     return target((engine(f"{name}{number}", one) for number, one in enumerate(reports)), name=name, spec=spec)
 
@@ -41,15 +41,15 @@ def test_wva_v1_changes_no_kind_while_one_is_in_transition() -> None:
     starting = msgspec.structs.replace(starting, current=1, engines=(engine("s", state=EngineState.STARTING),))
     seen = situation(of_kind("a", 1.0, FULL, FULL), starting)
     assert WvaV1().desired_kinds(seen, None)[0] == {"a": 2, "b": 1}
-    before = {"a": V1Memory(Past(), 3), "b": V1Memory(Past(), 1)}
+    before = {"a": V1State(ScalingHistory(), 3), "b": V1State(ScalingHistory(), 1)}
     ready = situation(of_kind("a", 1.0, FULL, FULL), of_kind("b", 2.6, FULL))
     _, after = WvaV1().desired_kinds(ready, before)
     assert after is not None
     assert (after["a"].desired, after["b"].desired) == (3, 1)
 
 
-def kinds(a: int, b: int, *, capacity_b: int = 250_000, most_b: int = 16) -> list[Kind]:
-    return [Kind("a", 1.0, 100_000, a, a, 16), Kind("b", 2.0, capacity_b, b, b, most_b)]
+def kinds(a: int, b: int, *, capacity_b: int = 250_000, most_b: int = 16) -> list[EngineKind]:
+    return [EngineKind("a", 1.0, 100_000, a, a, 16), EngineKind("b", 2.0, capacity_b, b, b, most_b)]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def kinds(a: int, b: int, *, capacity_b: int = 250_000, most_b: int = 16) -> lis
         (105_000.0, kinds(1, 1), {"a": 0, "b": 1}),
     ],
 )
-def test_wva_v2_is_its_optimiser(demand: float, present: list[Kind], wanted: dict[str, int]) -> None:
+def test_wva_v2_is_its_optimiser(demand: float, present: list[EngineKind], wanted: dict[str, int]) -> None:
     assert WvaV2().wanted_kinds(demand, present) == wanted
 
 
@@ -80,7 +80,7 @@ def test_wva_v2_takes_a_kind_without_replicas_for_what_its_arguments_promise() -
         of_kind("a", 1.0, busy, busy, least=1),
         of_kind("b", 2.6),
         traffic=steady(requests=2.0, prompt=1000, answer=200),
-        waiting=Waiting(tokens=50_000),
+        waiting=Backlog(tokens=50_000),
     )
     desired, memory = WvaV2().desired_kinds(seen, None)
     assert desired == {"a": 2, "b": 1}
@@ -108,7 +108,7 @@ def test_of_one_kind_they_decide_as_their_simpler_forms_do() -> None:
         seen = situation(
             of_kind("a", 1.0, *reports, least=1),
             traffic=steady(requests=2.0, prompt=1000, answer=200),
-            waiting=Waiting(requests=rng.randrange(5), tokens=rng.randrange(90_000)),
+            waiting=Backlog(requests=rng.randrange(5), tokens=rng.randrange(90_000)),
         )
         assert_same_twice(seen)
 
@@ -117,7 +117,7 @@ def assert_same_twice(seen: Situation) -> None:
     """At first, and a period later with what was remembered."""
     later = msgspec.structs.replace(seen, now_s=seen.now_s + 30)
     for peer in (WvaV1(), WvaV2(), Kthena(target=20.0)):
-        one, memory = peer.desired(seen, None)
+        one, memory = peer.desired_replicas(seen, None)
         several, kinds_memory = peer.desired_kinds(seen, None)
         assert several == {"a": one}
-        assert peer.desired_kinds(later, kinds_memory)[0] == {"a": peer.desired(later, memory)[0]}
+        assert peer.desired_kinds(later, kinds_memory)[0] == {"a": peer.desired_replicas(later, memory)[0]}

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bench.cluster.fake.answers import Refused
+from bench.cluster.fake.answers import ApiError
 from bench.cluster.virtual.cluster import VirtualCluster
-from bench.cluster.virtual.effects import perform
 from bench.cluster.virtual.engine_pod import CRASHES, GOOD, MISSING, NEVER_READY
+from bench.cluster.virtual.manager import perform
 from bench.cluster.virtual.requests import is_ready
 from controller.kube.plan import Action, Annotate, Create, Delete, Plan
 from controller.kube.resources import MODEL_INFERS, NODES, PODS, Object, key_of
 from controller.models.model_infer import names
 
 if TYPE_CHECKING:
-    from bench.cluster.virtual.manager import Look
-    from controller.models.model_infer.observed import Observed
+    from bench.cluster.virtual.manager import ReconcileRecord
+    from controller.models.model_infer.model_infer_state import ModelInferState
 
 ENTRY = {names.ENTRY: "true", names.MODEL_INFER: "one"}
 
 
-def reconcile(observed: Observed, now_s: float) -> Plan:  # noqa: ARG001 - as reconcilers are called
+def reconcile(observed: ModelInferState, now_s: float) -> Plan:  # noqa: ARG001 - as reconcilers are called
     """As many pods as replicas, and no more."""
     replicas = observed.thing["spec"]["replicas"]
     pods = {one["metadata"]["name"]: one for one in observed.pods}
@@ -41,14 +41,14 @@ class Notes:
     """What the manager did."""
 
     def __init__(self) -> None:
-        self.looks: list[Look] = []
+        self.looks: list[ReconcileRecord] = []
         self.actions: list[Action] = []
         self.statuses = 0
 
-    def looked(self, look: Look) -> None:
-        self.looks.append(look)
+    def record_reconcile(self, record: ReconcileRecord) -> None:
+        self.looks.append(record)
 
-    def acting(self, _: Look, action: Action) -> None:
+    def before_action(self, _: ReconcileRecord, action: Action) -> None:
         self.actions.append(action)
 
     def wrote_status(self, _: str) -> None:
@@ -237,7 +237,7 @@ def test_calls_that_fail_are_made_again(cluster: VirtualCluster) -> None:
 def test_an_annotation_is_for_one_uid_only(cluster: VirtualCluster) -> None:
     cluster.server.create(PODS, pod("one-0"))
     action = Annotate(PODS, "default/one-0", "another", annotations={"a": "b"})
-    with pytest.raises(Refused):
+    with pytest.raises(ApiError):
         perform(cluster.server, action)
 
 
@@ -251,5 +251,5 @@ def test_the_same_seed_is_the_same_history() -> None:
         cluster.manager.start()
         cluster.server.create(MODEL_INFERS, infer(3))
         cluster.run_for(400)
-        ends.append((cluster.server.pods(), [look.at_s for look in notes.looks]))
+        ends.append((cluster.server.pods(), [record.at_s for record in notes.looks]))
     assert ends[0] == ends[1]

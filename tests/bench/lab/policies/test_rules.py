@@ -25,7 +25,7 @@ from bench.lab.policies.routers import (
     PrefixCache,
     RandomPick,
 )
-from bench.lab.policies.trackers import EngineCalibration, InFlightTracker, MemoryRule, WithPrefixMemory
+from bench.lab.policies.trackers import EngineCalibration, InFlightTracker, MemoryRule, PrefixMemoryPolicy
 from bench.virtual.observers import REQUEST_KEY
 from extproc.api.errors import ConfigInvalid
 from extproc.endpoints.ledger import begin_request
@@ -39,7 +39,7 @@ BLOCK = 64
 KNOWN = EngineCalibration(prefill_tokens_per_s=10_000.0, decode_s_per_token=0.001, block_size=BLOCK)
 
 
-class Scene:
+class Engines:
     """Three engines; requests of 6,400 tokens unless it is said."""
 
     def __init__(self, engines: int = 3) -> None:
@@ -50,7 +50,7 @@ class Scene:
         self.keys = 0
         self.now = 0.0
 
-    def loaded(self, *requests: int) -> Scene:
+    def loaded(self, *requests: int) -> Engines:
         for row, count in enumerate(requests):
             for _ in range(count):
                 begin_request(self.table, row, work=0, now=0.0)
@@ -73,13 +73,13 @@ class Scene:
         """The first choice; the request counts as sent there."""
         asked = request or self.request()
         address = self.table.addresses[picker.pick(self.view(asked, **cached), rng=self.rng).rows[0]]
-        if isinstance(picker, AffinityWithTokenLoad | KvRouter | LMetric | ExploitExplore | WithPrefixMemory):
+        if isinstance(picker, AffinityWithTokenLoad | KvRouter | LMetric | ExploitExplore | PrefixMemoryPolicy):
             self.tracker.sent(asked, address, self.now)
         return address
 
 
 def test_simple_ones() -> None:
-    scene = Scene().loaded(2, 0, 1)
+    scene = Engines().loaded(2, 0, 1)
     assert scene.pick(LeastRequest()) == "e1"
     assert {scene.pick(RandomPick()) for _ in range(50)} == {"e0", "e1", "e2"}
     drawn = [scene.pick(PowerOfTwo()) for _ in range(300)]
@@ -89,7 +89,7 @@ def test_simple_ones() -> None:
 
 
 def test_llm_d_stays_with_the_prompt_until_the_gap_is_its_throughput_times_eighteen_seconds() -> None:
-    scene = Scene()
+    scene = Engines()
     picker = AffinityWithTokenLoad(scene.tracker, prefill_tokens_per_s=10_000.0)
     assert scene.pick(picker, e2=6000) == "e2"
     scene.tracker.prefill_tokens[2] = 179_000
@@ -99,7 +99,7 @@ def test_llm_d_stays_with_the_prompt_until_the_gap_is_its_throughput_times_eight
 
 
 def test_llm_d_without_a_match_of_four_fifths_takes_the_least_uncached_tokens() -> None:
-    scene = Scene()
+    scene = Engines()
     picker = AffinityWithTokenLoad(scene.tracker, prefill_tokens_per_s=10_000.0)
     scene.tracker.observe(scene.view(scene.request()))
     scene.tracker.prefill_tokens[:3] = [1000, 500, 4000]
@@ -108,7 +108,7 @@ def test_llm_d_without_a_match_of_four_fifths_takes_the_least_uncached_tokens() 
 
 
 def test_books_free_uncached_tokens_at_the_first_token_and_count_shared_blocks_once() -> None:
-    scene = Scene()
+    scene = Engines()
     picker = KvRouter(scene.tracker, BLOCK)
     first = scene.request("a")
     address = scene.pick(picker, first)
@@ -123,7 +123,7 @@ def test_books_free_uncached_tokens_at_the_first_token_and_count_shared_blocks_o
 
 
 def test_dynamo_adds_prefill_blocks_and_blocks_in_use() -> None:
-    scene = Scene(2)
+    scene = Engines(2)
     picker = KvRouter(scene.tracker, BLOCK)
     first = scene.request("a")
     busy = scene.pick(picker, first)
@@ -134,7 +134,7 @@ def test_dynamo_adds_prefill_blocks_and_blocks_in_use() -> None:
 
 
 def test_lmetric_multiplies_new_tokens_by_the_batch() -> None:
-    scene = Scene().loaded(4, 1, 0)
+    scene = Engines().loaded(4, 1, 0)
     picker = LMetric(scene.tracker)
     scene.tracker.observe(scene.view(scene.request()))
     scene.tracker.prefill_tokens[:3] = [0, 6000, 20_000]
@@ -145,33 +145,33 @@ def test_lmetric_multiplies_new_tokens_by_the_batch() -> None:
 
 
 def test_sglang_follows_the_tree_above_half_and_the_load_below_or_when_far_apart() -> None:
-    assert Scene().loaded(5, 0, 0).pick(CacheAware(), e0=3201) == "e0"
-    assert Scene().loaded(5, 1, 0).pick(CacheAware(), e0=3200) == "e2"
-    assert Scene().loaded(33, 0, 1).pick(CacheAware(), e0=6300) == "e1"
+    assert Engines().loaded(5, 0, 0).pick(CacheAware(), e0=3201) == "e0"
+    assert Engines().loaded(5, 1, 0).pick(CacheAware(), e0=3200) == "e2"
+    assert Engines().loaded(33, 0, 1).pick(CacheAware(), e0=6300) == "e1"
     # 33 apart, and yet the most is not 1.1 times the least
-    assert Scene().loaded(433, 400, 400).pick(CacheAware(), e0=6300) == "e0"
+    assert Engines().loaded(433, 400, 400).pick(CacheAware(), e0=6300) == "e0"
 
 
 def test_aibrix_takes_the_best_match_that_is_not_too_busy() -> None:
-    assert Scene().loaded(1, 1, 1).pick(PrefixCache(), e0=6000, e1=3000) == "e0"
+    assert Engines().loaded(1, 1, 1).pick(PrefixCache(), e0=6000, e1=3000) == "e0"
     # mean 3, deviation 2.2: five are within, six are not
-    assert Scene().loaded(6, 2, 1).pick(PrefixCache(), e0=6000, e1=3000) == "e1"
-    assert Scene().loaded(9, 0, 3).pick(PrefixCache(), e0=6000) == "e1"
-    scene = Scene()
+    assert Engines().loaded(6, 2, 1).pick(PrefixCache(), e0=6000, e1=3000) == "e1"
+    assert Engines().loaded(9, 0, 3).pick(PrefixCache(), e0=6000) == "e1"
+    scene = Engines()
     scene.table.kv_usage[:3] = [0.5, 0.2, 0.9]
     assert scene.pick(LeastKvCache()) == "e1"
 
 
 def test_ray_follows_a_match_of_a_tenth_and_fills_the_smallest_tree() -> None:
-    scene, picker = Scene(), PrefixAffinity()
+    scene, picker = Engines(), PrefixAffinity()
     assert scene.pick(picker, e1=700) == "e1"
     # what e1 was first to be sent makes its tree the largest
     assert scene.pick(picker) != "e1"
-    assert Scene().loaded(11, 0, 0).pick(PrefixAffinity(), e0=6000) != "e0"
+    assert Engines().loaded(11, 0, 0).pick(PrefixAffinity(), e0=6000) != "e0"
 
 
 def test_kthena_sees_eight_kilobytes_and_prefers_who_has_nothing_in_flight() -> None:
-    scene = Scene().loaded(1, 0, 0)
+    scene = Engines().loaded(1, 0, 0)
     scene.table.running[:3] = [1, 0, 0]
     scene.table.reported_at_s[:3] = 0.0
     # 2,048 tokens are all it looks at, so both match wholly
@@ -179,7 +179,7 @@ def test_kthena_sees_eight_kilobytes_and_prefers_who_has_nothing_in_flight() -> 
 
 
 def test_preble_exploits_above_half_and_else_balances_what_was_sent_in_three_minutes() -> None:
-    scene = Scene(2)
+    scene = Engines(2)
     picker = ExploitExplore(scene.tracker, prefill_tokens_per_s=10_000.0, decode_s_per_token=0.001, block_size=BLOCK)
     first = scene.pick(picker, scene.request("a"))
     assert scene.pick(picker, scene.request("b")) != first
@@ -194,8 +194,8 @@ def test_preble_exploits_above_half_and_else_balances_what_was_sent_in_three_min
 
 @pytest.mark.parametrize("by", ["sent", "ended"])
 def test_a_memory_knows_a_prompt_from_when_its_router_does(by: str) -> None:
-    scene = Scene(2)
-    picker = WithPrefixMemory(CacheAware(), scene.tracker, MemoryRule(by=by), BLOCK)  # type: ignore[arg-type]
+    scene = Engines(2)
+    picker = PrefixMemoryPolicy(CacheAware(), scene.tracker, MemoryRule(by=by), BLOCK)  # type: ignore[arg-type]
     first = scene.request("a")
     holder = scene.pick(picker, first)
     other = "e1" if holder == "e0" else "e0"
@@ -206,12 +206,12 @@ def test_a_memory_knows_a_prompt_from_when_its_router_does(by: str) -> None:
 
 
 def test_a_bounded_memory_forgets_what_was_sent_longest_ago() -> None:
-    scene = Scene(1)
+    scene = Engines(1)
     scene.table.kv_capacity_tokens[0] = 150 * BLOCK
-    picker = WithPrefixMemory(CacheAware(), scene.tracker, MemoryRule(), BLOCK)
+    picker = PrefixMemoryPolicy(CacheAware(), scene.tracker, MemoryRule(), BLOCK)
     for text in "ab":
         scene.pick(picker, scene.request(text))
-    held = picker.held(0)
+    held = picker.held_blocks(0)
     assert len(held) == 150
     assert all(block in held for block in scene.request("b").text.hashes)
     # of the first, the end of the prompt goes first

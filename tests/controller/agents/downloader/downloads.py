@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from controller.agents.downloader.core.fetch_plan import RetryPolicy
-from controller.agents.downloader.core.listing import Wanted
-from controller.agents.downloader.core.uri import parse_uri, shown
-from controller.agents.downloader.download import Job, Rules, download
+from controller.agents.downloader.core.fetch_plan import FileSelection, RetryPolicy
+from controller.agents.downloader.core.uri import parse_uri, redact_uri
+from controller.agents.downloader.download import CacheRules, Job, download
 from controller.agents.downloader.environment import Environment
 from controller.agents.downloader.fetch import Sizes
 from controller.agents.downloader.progress import Tracker
@@ -55,11 +54,11 @@ def job(
     **more: Any,  # noqa: ANN401 - fields of Job
 ) -> Job:
     """A job with small parts and little retry. ``wanted``: fields of Wanted."""
-    rules = Rules(sizes=Sizes(parallel=3, part=256 * 1024, block=64 * 1024, record=128 * 1024), retry=QUICK)
+    rules = CacheRules(sizes=Sizes(parallel=3, part=256 * 1024, block=64 * 1024, record=128 * 1024), retry=QUICK)
     if limits is not None:
-        rules = Rules(rules.sizes, rules.retry, limits)
+        rules = CacheRules(rules.sizes, rules.retry, limits)
     given = {"rules": rules, "timeouts": Timeouts(connect_s=2, stall_s=5)} | more
-    return Job(Wanted(parse_uri(uri), **(wanted or {})), shown(uri), cache, **given)
+    return Job(FileSelection(parse_uri(uri), **(wanted or {})), redact_uri(uri), cache, **given)
 
 
 async def fetched(

@@ -61,18 +61,17 @@ class Proxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), contextlib.closing(writer):
             up_reader, up_writer = await asyncio.open_connection(self._host, self._port)
-            pumps = [
-                asyncio.create_task(self._pump(reader, up_writer, counts=False)),
-                asyncio.create_task(self._pump(up_reader, writer, counts=True)),
-            ]
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.wait(pumps)
-            up_writer.close()
-        writer.close()
+            with contextlib.closing(up_writer):
+                pumps = [
+                    asyncio.create_task(self._pump(reader, up_writer, counts=False)),
+                    asyncio.create_task(self._pump(up_reader, writer, counts=True)),
+                ]
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+                for pump in pumps:
+                    pump.cancel()
+                await asyncio.wait(pumps)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counts: bool) -> None:
         with contextlib.suppress(OSError):

@@ -8,46 +8,44 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.agents.downloader.archives import check_symlink
-from controller.agents.downloader.cache import Entry, Found, next_step, read_marker, to_evict
+from controller.agents.downloader.cache import Entry, EntryState, next_step, read_marker, to_evict
 from controller.agents.downloader.core.errors import ContentRefused, UriInvalid
 from controller.agents.downloader.core.fetch_plan import (
+    Checksum,
+    FileSelection,
+    Listing,
     Pace,
     Part,
+    RemoteFile,
     RetryPolicy,
     Span,
+    archive_of,
+    choose_files,
+    content_key,
     forgetting_line,
+    is_wanted,
     journal_head,
     journal_line,
-    merged,
-    missing,
+    merge_ranges,
+    missing_ranges,
     parts_of,
-    read_journal,
-    wait_s,
-)
-from controller.agents.downloader.core.listing import (
-    Checksum,
-    Listing,
-    RemoteFile,
-    Wanted,
-    archive_of,
-    chosen,
-    content_key,
-    is_wanted,
     question_key,
+    read_journal,
     safe_path,
     single_archive,
+    wait_s,
 )
 from controller.agents.downloader.core.uri import (
-    AzurePlace,
-    BucketPlace,
-    ClaimPlace,
-    FilePlace,
-    HdfsPlace,
-    HubPlace,
-    OciPlace,
-    WebPlace,
+    AzureLocation,
+    BucketLocation,
+    ClaimLocation,
+    FileLocation,
+    HdfsLocation,
+    HubLocation,
+    OciLocation,
+    WebLocation,
     parse_uri,
-    shown,
+    redact_uri,
 )
 
 DIGEST = "sha256:" + "a" * 64
@@ -59,22 +57,22 @@ SPANS = st.lists(
 @pytest.mark.parametrize(
     ("uri", "place"),
     [
-        ("hf://org/model", HubPlace("org/model")),
-        ("hf://org/model@v1.0", HubPlace("org/model", "v1.0")),
-        ("hf://org/model:v1.0", HubPlace("org/model", "v1.0")),
-        ("hf://org/model@refs/pr/3/sub/dir/", HubPlace("org/model", "refs/pr/3", "sub/dir")),
-        ("s3://bucket/llama/8b", BucketPlace("s3", "bucket", "llama/8b")),
-        ("gs://my_bucket", BucketPlace("gs", "my_bucket", "")),
-        ("az://container/a/b", AzurePlace("", "container", "a/b")),
-        ("az://me.blob.core.windows.net/container/a", AzurePlace("me.blob.core.windows.net", "container", "a")),
-        ("https://h:8443/a/m.tar.gz?x=1#f", WebPlace("https://h:8443/a/m.tar.gz?x=1")),
-        ("oci://reg:5000/a/b", OciPlace("reg:5000", "a/b", "latest")),
-        ("oci://reg/a/b:v1", OciPlace("reg", "a/b", "v1")),
-        (f"oci://reg/a/b:v1@{DIGEST}", OciPlace("reg", "a/b", DIGEST)),
-        ("hdfs://nn:9870/models//llama", HdfsPlace("nn:9870", "/models/llama")),
-        ("pvc://weights/llama/8b", ClaimPlace("weights", "llama/8b")),
-        ("pvc://weights", ClaimPlace("weights", "")),
-        ("file:///mnt/models", FilePlace("/mnt/models")),
+        ("hf://org/model", HubLocation("org/model")),
+        ("hf://org/model@v1.0", HubLocation("org/model", "v1.0")),
+        ("hf://org/model:v1.0", HubLocation("org/model", "v1.0")),
+        ("hf://org/model@refs/pr/3/sub/dir/", HubLocation("org/model", "refs/pr/3", "sub/dir")),
+        ("s3://bucket/llama/8b", BucketLocation("s3", "bucket", "llama/8b")),
+        ("gs://my_bucket", BucketLocation("gs", "my_bucket", "")),
+        ("az://container/a/b", AzureLocation("", "container", "a/b")),
+        ("az://me.blob.core.windows.net/container/a", AzureLocation("me.blob.core.windows.net", "container", "a")),
+        ("https://h:8443/a/m.tar.gz?x=1#f", WebLocation("https://h:8443/a/m.tar.gz?x=1")),
+        ("oci://reg:5000/a/b", OciLocation("reg:5000", "a/b", "latest")),
+        ("oci://reg/a/b:v1", OciLocation("reg", "a/b", "v1")),
+        (f"oci://reg/a/b:v1@{DIGEST}", OciLocation("reg", "a/b", DIGEST)),
+        ("hdfs://nn:9870/models//llama", HdfsLocation("nn:9870", "/models/llama")),
+        ("pvc://weights/llama/8b", ClaimLocation("weights", "llama/8b")),
+        ("pvc://weights", ClaimLocation("weights", "")),
+        ("file:///mnt/models", FileLocation("/mnt/models")),
     ],
 )
 def test_a_uri_names_a_place(uri: str, place: object) -> None:
@@ -114,15 +112,15 @@ def test_a_uri_that_cannot_be_used_is_refused_without_its_secrets(uri: str) -> N
 
 
 def test_what_is_shown_of_a_uri_has_no_credentials() -> None:
-    assert shown("https://me:pw@h/m.bin?sig=secret#x") == "https://h/m.bin"
-    assert shown("hf://org/model@v1") == "hf://org/model@v1"
+    assert redact_uri("https://me:pw@h/m.bin?sig=secret#x") == "https://h/m.bin"
+    assert redact_uri("hf://org/model@v1") == "hf://org/model@v1"
 
 
 def test_the_same_weights_have_one_key_and_others_another() -> None:
     def key(
         uri: str, revision: str = "r", files: tuple[RemoteFile, ...] = (RemoteFile("a", 1, "u"),), **more: object
     ) -> str:
-        return content_key(Wanted(parse_uri(uri), **more), Listing(revision, files))  # type: ignore[arg-type]
+        return content_key(FileSelection(parse_uri(uri), **more), Listing(revision, files))  # type: ignore[arg-type]
 
     signed = "https://h/m?file=a&X-Amz-Signature={0}&X-Amz-Date={0}"
     assert key(signed.format("1")) == key(signed.format("2"))
@@ -140,19 +138,19 @@ def test_the_same_weights_have_one_key_and_others_another() -> None:
         key("hf://o/m", files=(RemoteFile("a", 1, "u", version="2"),)),
     ]
     assert len(set(different)) == len(different)
-    assert question_key(Wanted(parse_uri("hf://o/m@v1")), "a") == question_key(
-        Wanted(parse_uri("hf://o/m"), revision="v1"), "a"
+    assert question_key(FileSelection(parse_uri("hf://o/m@v1")), "a") == question_key(
+        FileSelection(parse_uri("hf://o/m"), revision="v1"), "a"
     )
 
 
 @given(SPANS, st.integers(0, 400))
 def test_what_is_missing_and_what_is_there_make_the_whole(there: list[Span], size: int) -> None:
     have = {byte for span in there for byte in range(span.start, min(span.end, size))}
-    lack = [byte for span in missing(size, there) for byte in range(span.start, span.end)]
+    lack = [byte for span in missing_ranges(size, there) for byte in range(span.start, span.end)]
     assert sorted(have | set(lack)) == list(range(size))
     assert len(lack) == len(set(lack))
     assert not have & set(lack)
-    assert {byte for span in merged(there) for byte in range(span.start, span.end)} == {
+    assert {byte for span in merge_ranges(there) for byte in range(span.start, span.end)} == {
         byte for span in there for byte in range(span.start, span.end)
     }
 
@@ -164,7 +162,7 @@ def test_parts_are_no_larger_than_asked_and_fetch_each_missing_byte_once(
     parts = list(parts_of(3, RemoteFile("a", size, "u"), there, part))
     assert all(one.end is not None and one.end - one.start <= part for one in parts)
     asked = [byte for one in parts for byte in range(one.start, one.end or 0)]
-    assert sorted(asked) == [byte for span in missing(size, there) for byte in range(span.start, span.end)]
+    assert sorted(asked) == [byte for span in missing_ranges(size, there) for byte in range(span.start, span.end)]
 
 
 def test_a_file_without_ranges_is_one_part() -> None:
@@ -211,7 +209,7 @@ def test_a_path_that_leads_elsewhere_is_refused(path: str) -> None:
 def test_a_file_in_a_file_and_two_of_one_name_are_refused() -> None:
     for paths in (("a", "a/b"), ("a", "a")):
         with pytest.raises(ContentRefused):
-            chosen(Listing("r", tuple(RemoteFile(path, 1, "u") for path in paths)), [], [], {})
+            choose_files(Listing("r", tuple(RemoteFile(path, 1, "u") for path in paths)), [], [], {})
 
 
 def test_one_archive_is_unpacked_and_one_among_files_is_not() -> None:
@@ -237,9 +235,9 @@ def test_a_link_that_is_admitted_stays_below_the_directory(parts: list[str], dep
 
 
 def test_only_who_holds_the_lock_fetches() -> None:
-    assert next_step(Found(is_ready=True, holds_lock=False)) == "use"
-    assert next_step(Found(is_ready=False, holds_lock=True)) == "fetch"
-    assert next_step(Found(is_ready=False, holds_lock=False)) == "follow"
+    assert next_step(EntryState(is_ready=True, holds_lock=False)) == "use"
+    assert next_step(EntryState(is_ready=False, holds_lock=True)) == "fetch"
+    assert next_step(EntryState(is_ready=False, holds_lock=False)) == "follow"
 
 
 def test_a_marker_that_was_cut_short_is_none() -> None:

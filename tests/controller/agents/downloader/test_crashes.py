@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from controller.agents.downloader.cache import Cache
+from controller.agents.downloader.cache import WeightCache
 from tests.controller.agents.downloader.downloads import MIB, Told, below, command, fetched, random_bytes
 from tests.controller.agents.downloader.s3_server import s3_server
 from tests.controller.agents.downloader.servers import Files, Hub, Proxy, Registry, WebHdfs, serving
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-LARGE = random_bytes(8 * MIB)
+LARGE = random_bytes(4 * MIB)
 # requests of 256 KiB, two at a time: a crash costs at most these; their headers come on top
 WORDS = ("--parallel", "2", "--part-size", "256Ki", "--keep-free", "1Mi")
 LOST = 2 * 256 * 1024 + 100_000
@@ -172,7 +172,7 @@ async def test_sigterm_keeps_what_is_there_and_says_so_by_its_status(tmp_path: P
 
 
 def test_a_lock_is_free_as_soon_as_its_holder_is_dead(tmp_path: Path) -> None:
-    cache = Cache(tmp_path)
+    cache = WeightCache(tmp_path)
     cache.make()
     read, write = os.pipe()
     child = os.fork()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from controller.agents.downloader.core.errors import AccessRefused, ChecksumMismatch, NotThere
-from controller.agents.downloader.core.listing import Checksum
+from controller.agents.downloader.core.fetch_plan import Checksum
 from controller.agents.downloader.sources.buckets import checksum_in
 from tests.controller.agents.downloader.downloads import MIB, command, fetched, random_bytes
 from tests.controller.agents.downloader.s3_server import S3Server, s3_server

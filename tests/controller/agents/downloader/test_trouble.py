@@ -15,9 +15,9 @@ from aiohttp import ClientSession, web
 
 from bench.stack.processes import free_ports
 from controller.agents.downloader import fetch as fetching
-from controller.agents.downloader.cache import Cache
+from controller.agents.downloader.cache import WeightCache
 from controller.agents.downloader.core.errors import CacheUnusable, DiskFull, LibraryMissing, TimeIsUp, Unavailable
-from controller.agents.downloader.download import Rules, download
+from controller.agents.downloader.download import CacheRules, download
 from controller.agents.downloader.environment import Environment, library
 from controller.agents.downloader.progress import Tracker
 from controller.agents.downloader.transfer import Timeouts
@@ -139,7 +139,7 @@ def _length(request: web.BaseRequest) -> int:
 async def test_a_disk_without_room_is_found_before_the_first_byte(tmp_path: Path) -> None:
     store = Files({"/m.bin": LARGE})
     async with serving(store.answer) as host:
-        rules = Rules(retry=QUICK, keep_free=2**62)
+        rules = CacheRules(retry=QUICK, keep_free=2**62)
         with pytest.raises(DiskFull, match=rf"{len(LARGE)} bytes are needed in .*, and \d+ are free"):
             await fetched(f"http://{host}/m.bin", tmp_path, rules=rules)
     assert len(store.seen) == 1
@@ -159,15 +159,15 @@ async def test_a_file_without_an_end_leaves_the_disk_what_is_to_stay_free(
             sent += MIB
         return answer
 
-    def free_bytes(cache: Cache) -> int:
+    def free_bytes(cache: WeightCache) -> int:
         """A disk of 8 MiB."""
         return 8 * MIB - sum(one.stat().st_size for one in below(cache.root) if one.is_file())
 
-    monkeypatch.setattr(Cache, "free_bytes", free_bytes)
+    monkeypatch.setattr(WeightCache, "free_bytes", free_bytes)
     async with serving(endless) as host:
         with pytest.raises(DiskFull, match="stay free"):
-            await fetched(f"http://{host}/m.bin", tmp_path, rules=Rules(retry=QUICK, keep_free=2 * MIB))
-    assert free_bytes(Cache(tmp_path)) >= MIB
+            await fetched(f"http://{host}/m.bin", tmp_path, rules=CacheRules(retry=QUICK, keep_free=2 * MIB))
+    assert free_bytes(WeightCache(tmp_path)) >= MIB
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ async def test_a_link_is_replaced_and_a_directory_gets_a_link_for_each_file(tmp_
 
 async def test_the_least_recently_used_weights_go_but_not_those_that_are_held(tmp_path: Path) -> None:
     store = Files({f"/{name}.bin": random_bytes(MIB, seed) for seed, name in enumerate("abcd")})
-    rules = Rules(retry=QUICK, cache_limit=int(2.5 * MIB))
+    rules = CacheRules(retry=QUICK, cache_limit=int(2.5 * MIB))
     async with serving(store.answer) as host:
         paths = {}
         held = None
@@ -313,7 +313,7 @@ async def test_the_least_recently_used_weights_go_but_not_those_that_are_held(tm
         await fetched(f"http://{host}/d.bin", tmp_path, rules=rules)
         assert [name for name in "abc" if paths[name].exists()] == ["c"]
         with pytest.raises(DiskFull, match="the cache may have"):
-            await fetched(f"http://{host}/b.bin", tmp_path, rules=Rules(retry=QUICK, cache_limit=1000))
+            await fetched(f"http://{host}/b.bin", tmp_path, rules=CacheRules(retry=QUICK, cache_limit=1000))
 
 
 async def test_hold_keeps_the_weights_until_a_signal_and_metrics_tell(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ async def test_hold_keeps_the_weights_until_a_signal_and_metrics_tell(tmp_path: 
                 lines.append((await running.stdout.readline()).decode())
         assert lines[-1].startswith("/"), lines
         key = next(one.name for one in (one.parent for one in below(tmp_path, "ready.json")))
-        assert not Cache(tmp_path).use(key).acquire()
+        assert not WeightCache(tmp_path).use(key).acquire()
         async with ClientSession() as http:
             async with http.get(f"http://{metrics}/readyz") as answer:
                 assert answer.status == 200
@@ -338,7 +338,7 @@ async def test_hold_keeps_the_weights_until_a_signal_and_metrics_tell(tmp_path: 
         running.terminate()
         async with asyncio.timeout(120):
             assert await running.wait() == 0
-    assert Cache(tmp_path).use(key).acquire()
+    assert WeightCache(tmp_path).use(key).acquire()
     assert 'attache_download_phase{phase="Ready"} 1.0' in said
     figures = dict(line.rsplit(" ", 1) for line in said.splitlines() if not line.startswith("#"))
     assert float(figures["attache_download_fetched_bytes_total"]) == len(LARGE)

@@ -40,7 +40,9 @@ class FakeEngine:
         self.port = port or free_port()
         self.hangs = False
         self.garbage = False
-        self.refuses_completions = False
+        self.refused_paths: list[str] = []
+        # paths that answer 200, and nothing of which there is to check
+        self.other_paths: list[str] = []
         self.has_metrics = True
         self.running = 0
         self.waiting = 0
@@ -72,6 +74,7 @@ class FakeEngine:
                 web.post("/v1/completions", self._complete),
                 web.post("/v1/chat/completions", self._complete),
                 web.post("/v1/embeddings", self._complete),
+                *(web.post(path, self._answer_other) for path in self.other_paths),
                 web.post("/v1/load_lora_adapter", self._load),
                 web.post("/v1/unload_lora_adapter", self._unload),
             ]
@@ -129,10 +132,14 @@ class FakeEngine:
 
     async def _complete(self, request: web.Request) -> web.Response:
         body = await request.json()
-        if self.refuses_completions and request.path == "/v1/completions":
+        if request.path in self.refused_paths:
             return web.json_response({"detail": "Not Found"}, status=404)
         self.prompts.append(str(body.get("prompt", body.get("messages", ""))))
         return web.json_response({"choices": [{"text": "x"}], "data": [{"embedding": [0.0]}]})
+
+    async def _answer_other(self, request: web.Request) -> web.Response:
+        body = await (request.post() if request.content_type == "multipart/form-data" else request.json())
+        return web.json_response({}, status=200 if body["model"] == "m" else 404)
 
     async def _load(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -6,28 +6,28 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.agents.runtime.adapter_choice import (
+from controller.agents.runtime.adapter_loader import (
     Adapter,
-    Changes,
-    Failure,
-    Shelf,
-    Step,
-    Wishes,
+    AdapterAction,
+    AdapterChanges,
+    EngineAdapters,
+    LoadFailures,
+    WantedAdapters,
     changes,
     next_step,
     retry_at_s,
     victim,
 )
-from controller.agents.runtime.adapter_names import Declared
+from controller.agents.runtime.adapter_names import DeclaredAdapter
 
 NAMES = st.sampled_from("abcdef")
 
 
-def shelf(*adapters: Adapter, limit: int = 2, pinned: str = "", tells_use: bool = True) -> Shelf:
-    return Shelf({one.name: one for one in adapters}, frozenset(pinned), limit, tells_use)
+def shelf(*adapters: Adapter, limit: int = 2, pinned: str = "", tells_use: bool = True) -> EngineAdapters:
+    return EngineAdapters({one.name: one for one in adapters}, frozenset(pinned), limit, tells_use)
 
 
-def step(held: Shelf, name: str, path: str = "") -> Step:
+def step(held: EngineAdapters, name: str, path: str = "") -> AdapterAction:
     return next_step(held, name, path, keep_s=10.0, now_s=100.0)
 
 
@@ -35,16 +35,16 @@ OLD, NEW = Adapter("old", used_at_s=1.0), Adapter("new", used_at_s=50.0)
 
 
 def test_there_is_room() -> None:
-    assert step(shelf(OLD), "x") == Step("load", "x")
-    assert step(shelf(OLD, NEW, limit=0), "x") == Step("load", "x")
+    assert step(shelf(OLD), "x") == AdapterAction("load", "x")
+    assert step(shelf(OLD, NEW, limit=0), "x") == AdapterAction("load", "x")
 
 
 def test_what_is_there_stays() -> None:
-    assert step(shelf(OLD, NEW), "old") == Step("loaded", "old")
+    assert step(shelf(OLD, NEW), "old") == AdapterAction("loaded", "old")
 
 
 def test_the_least_recently_used_goes() -> None:
-    assert step(shelf(NEW, OLD), "x") == Step("unload", "old", "evicted")
+    assert step(shelf(NEW, OLD), "x") == AdapterAction("unload", "old", "evicted")
 
 
 def test_equally_old_ones_go_by_name_so_that_the_choice_can_be_repeated() -> None:
@@ -53,17 +53,17 @@ def test_equally_old_ones_go_by_name_so_that_the_choice_can_be_repeated() -> Non
 
 def test_those_in_use_pinned_or_just_used_stay() -> None:
     in_use = Adapter("old", used_at_s=1.0, is_in_use=True)
-    assert step(shelf(in_use, NEW), "x") == Step("unload", "new", "evicted")
+    assert step(shelf(in_use, NEW), "x") == AdapterAction("unload", "new", "evicted")
     assert step(shelf(in_use, Adapter("new", used_at_s=90.1)), "x").kind == "busy"
     assert step(shelf(OLD, limit=1, pinned=""), "x").kind == "unload"
-    assert step(Shelf({"old": OLD}, frozenset({"old"}), 1), "x").kind == "busy"
+    assert step(EngineAdapters({"old": OLD}, frozenset({"old"}), 1), "x").kind == "busy"
     assert step(shelf(OLD, NEW, tells_use=False), "x").kind == "busy"
 
 
 def test_other_files_under_a_name_replace_it_when_it_is_idle() -> None:
     held = Adapter("a", path="/one", used_at_s=1.0)
     assert step(shelf(held), "a", "/one").kind == "loaded"
-    assert step(shelf(held), "a", "/two") == Step("unload", "a", "replaced")
+    assert step(shelf(held), "a", "/two") == AdapterAction("unload", "a", "replaced")
     assert step(shelf(Adapter("a", "/one", 1.0, is_in_use=True)), "a", "/two").kind == "busy"
     # an engine that tells no paths is believed
     assert step(shelf(Adapter("a")), "a", "/two").kind == "loaded"
@@ -79,7 +79,7 @@ def test_nothing_pinned_in_use_or_fresh_ever_goes(
     held: dict[str, tuple[float, bool]], pinned: frozenset[str], limit: int, name: str
 ) -> None:
     adapters = {each: Adapter(each, "", used_at_s, in_use) for each, (used_at_s, in_use) in held.items()}
-    found = step(Shelf(adapters, pinned, limit), name)
+    found = step(EngineAdapters(adapters, pinned, limit), name)
     match found.kind:
         case "unload":
             gone = adapters[found.name]
@@ -95,19 +95,19 @@ def test_nothing_pinned_in_use_or_fresh_ever_goes(
             assert all(one.is_in_use or one.name in pinned or one.used_at_s > 90.0 for one in adapters.values())
 
 
-def wished(held: Shelf, **declared: Declared) -> Changes:
-    return changes(held, Wishes(declared, {}), keep_s=10.0, now_s=100.0)
+def wished(held: EngineAdapters, **declared: DeclaredAdapter) -> AdapterChanges:
+    return changes(held, WantedAdapters(declared, {}), keep_s=10.0, now_s=100.0)
 
 
 def test_the_file_is_loaded_in_its_order_while_there_is_room() -> None:
-    every = {name: Declared(f"hf://acme/{name}") for name in "abc"}
+    every = {name: DeclaredAdapter(f"hf://acme/{name}") for name in "abc"}
     assert wished(shelf(limit=2), **every).load == ("a", "b")
     assert wished(shelf(limit=0), **every).load == ("a", "b", "c")
     assert wished(shelf(OLD, NEW), **every).load == ()
 
 
 def test_pinned_ones_come_first_and_whatever_has_to_go() -> None:
-    declared = {"a": Declared("hf://acme/a"), "p": Declared("hf://acme/p", pinned=True)}
+    declared = {"a": DeclaredAdapter("hf://acme/a"), "p": DeclaredAdapter("hf://acme/p", pinned=True)}
     assert wished(shelf(OLD, NEW), **declared).load == ("p",)
     assert wished(shelf(OLD), **declared).load == ("p",)
     assert wished(shelf(), **declared).load == ("p", "a")
@@ -115,18 +115,18 @@ def test_pinned_ones_come_first_and_whatever_has_to_go() -> None:
 
 def test_removed_ones_go_when_they_are_idle() -> None:
     busy = Adapter("busy", used_at_s=1.0, is_in_use=True)
-    wishes = Wishes({}, {}, removed=frozenset({"old", "busy", "absent"}))
+    wishes = WantedAdapters({}, {}, removed=frozenset({"old", "busy", "absent"}))
     assert changes(shelf(OLD, busy), wishes, keep_s=10.0, now_s=100.0).unload == ("old",)
 
 
 def test_what_failed_is_tried_later_and_later() -> None:
-    declared = {"a": Declared("hf://acme/a")}
-    wishes = Wishes(declared, {}, failures={"a": Failure(3, 95.0, "404")})
+    declared = {"a": DeclaredAdapter("hf://acme/a")}
+    wishes = WantedAdapters(declared, {}, failures={"a": LoadFailures(3, 95.0, "404")})
     assert changes(shelf(), wishes, keep_s=1.0, now_s=100.0).load == ()
     assert changes(shelf(), wishes, keep_s=1.0, now_s=103.0).load == ("a",)
-    assert [retry_at_s(Failure(times, 0.0, "")) for times in (1, 2, 3, 50)] == [2.0, 4.0, 8.0, 120.0]
+    assert [retry_at_s(LoadFailures(times, 0.0, "")) for times in (1, 2, 3, 50)] == [2.0, 4.0, 8.0, 120.0]
 
 
 def test_a_settled_engine_changes_nothing() -> None:
-    declared = {"old": Declared("hf://acme/old", pinned=True), "new": Declared("hf://acme/new")}
-    assert wished(shelf(OLD, NEW), **declared) == Changes()
+    declared = {"old": DeclaredAdapter("hf://acme/old", pinned=True), "new": DeclaredAdapter("hf://acme/new")}
+    assert wished(shelf(OLD, NEW), **declared) == AdapterChanges()

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from controller.agents.runtime.drain import Drain, DrainSettings, Load, observed
+from controller.agents.runtime.drain import Drain, DrainSettings, EngineLoad, observe_engine
 
 SETTINGS = DrainSettings(settle_s=5.0, timeout_s=60.0)
-IDLE, BUSY, UNKNOWN, GONE = Load(0, 0), Load(3, 1), Load(), Load(is_gone=True)
+IDLE, BUSY, UNKNOWN, GONE = EngineLoad(0, 0), EngineLoad(3, 1), EngineLoad(), EngineLoad(is_gone=True)
 
 
-def drained(*seen: tuple[float, Load], finishes_requests: bool = False) -> Drain:
+def drained(*seen: tuple[float, EngineLoad], finishes_requests: bool = False) -> Drain:
     drain = Drain(0.0)
     for now_s, load in seen:
-        drain = observed(drain, load, SETTINGS, finishes_requests=finishes_requests, now_s=now_s)
+        drain = observe_engine(drain, load, SETTINGS, finishes_requests=finishes_requests, now_s=now_s)
     return drain
 
 
@@ -24,7 +24,7 @@ def test_idle_twice_in_a_row_after_the_settle_time() -> None:
 
 
 def test_a_waiting_request_is_a_request() -> None:
-    assert drained((6.0, Load(0, 1)), (7.0, Load(0, 1))).outcome == ""
+    assert drained((6.0, EngineLoad(0, 1)), (7.0, EngineLoad(0, 1))).outcome == ""
 
 
 def test_the_grace_ends_it() -> None:
@@ -45,12 +45,12 @@ def test_an_engine_that_is_gone_needs_no_settle_time() -> None:
 
 
 def test_an_engine_that_finishes_its_requests_by_itself_has_to_have_none_waiting() -> None:
-    waiting_only = Load(None, 0)
+    waiting_only = EngineLoad(None, 0)
     assert drained((6.0, waiting_only), (7.0, waiting_only)).outcome == ""
     assert drained((6.0, waiting_only), (7.0, waiting_only), finishes_requests=True).outcome == "idle"
-    assert drained((6.0, Load(None, 2)), (7.0, Load(None, 2)), finishes_requests=True).outcome == ""
+    assert drained((6.0, EngineLoad(None, 2)), (7.0, EngineLoad(None, 2)), finishes_requests=True).outcome == ""
 
 
 def test_what_is_over_stays_over() -> None:
     ended = drained((4.0, IDLE), (5.0, IDLE))
-    assert observed(ended, BUSY, SETTINGS, finishes_requests=False, now_s=9.0) == ended
+    assert observe_engine(ended, BUSY, SETTINGS, finishes_requests=False, now_s=9.0) == ended

@@ -11,13 +11,13 @@ from controller.agents.runtime.health import (
     WARMING,
     Health,
     HealthSettings,
-    answered,
-    asked,
-    failed,
     failures,
-    measured,
-    refused,
-    warmed,
+    on_connection_refused,
+    on_metrics,
+    on_probe_failed,
+    on_probe_ok,
+    on_probe_sent,
+    on_warm,
     why_not_alive,
     why_not_ready,
 )
@@ -30,35 +30,35 @@ def ready(health: Health, now_s: float, *, is_draining: bool = False) -> str:
 
 
 def serving(at_s: float = 0.0) -> Health:
-    return warmed(answered(asked(Health(), at_s), at_s))
+    return on_warm(on_probe_ok(on_probe_sent(Health(), at_s), at_s))
 
 
 def test_the_phases_of_a_start() -> None:
     health = Health()
     assert ready(health, 0.0) == NEVER_ANSWERED
-    health = answered(asked(health, 1.0), 5.0)
+    health = on_probe_ok(on_probe_sent(health, 1.0), 5.0)
     assert ready(health, 5.0) == WARMING
-    health = warmed(health)
+    health = on_warm(health)
     assert ready(health, 6.0) == ""
     assert ready(health, 6.0, is_draining=True) == DRAINING
 
 
 def test_bad_answers_count_until_a_good_one() -> None:
-    health = failed(failed(serving()))
+    health = on_probe_failed(on_probe_failed(serving()))
     assert ready(health, 1.0) == ""
-    assert "3 probes" in ready(failed(health), 1.0)
-    assert ready(answered(failed(health), 2.0), 2.0) == ""
+    assert "3 probes" in ready(on_probe_failed(health), 1.0)
+    assert ready(on_probe_ok(on_probe_failed(health), 2.0), 2.0) == ""
 
 
 def test_silence_counts_as_failures_although_one_probe_is_under_way() -> None:
-    health = asked(serving(), 10.0)
+    health = on_probe_sent(serving(), 10.0)
     assert [failures(health, SETTINGS, now_s) for now_s in (10.0, 11.9, 12.0, 14.0, 16.0)] == [0, 0, 1, 2, 3]
     assert ready(health, 15.9) == ""
     assert ready(health, 16.0) != ""
 
 
 def test_dead_after_long_silence_only() -> None:
-    health = asked(serving(), 1.0)
+    health = on_probe_sent(serving(), 1.0)
     assert why_not_alive(health, SETTINGS, 59.0) == ""
     assert "no good answer for 60 s" in why_not_alive(health, SETTINGS, 60.0)
 
@@ -69,31 +69,31 @@ def test_no_probe_for_long_is_not_the_engines_fault() -> None:
 
 
 def test_an_engine_that_never_answered_is_not_called_dead() -> None:
-    assert why_not_alive(asked(Health(), 0.0), SETTINGS, 1e6) == ""
-    assert why_not_alive(refused(Health()), SETTINGS, 1e6) == ""
+    assert why_not_alive(on_probe_sent(Health(), 0.0), SETTINGS, 1e6) == ""
+    assert why_not_alive(on_connection_refused(Health()), SETTINGS, 1e6) == ""
 
 
 def test_a_refused_connection_is_a_new_start() -> None:
-    health = refused(asked(serving(), 1.0))
+    health = on_connection_refused(on_probe_sent(serving(), 1.0))
     assert health.phase == "starting"
     assert why_not_alive(health, SETTINGS, 1e6) == ""
     assert ready(health, 2.0) == NEVER_ANSWERED
 
 
 def test_counters_that_stand_still_while_requests_run() -> None:
-    health = measured(serving(), running=1, progress=(1.0,), now_s=0.0)
-    health = measured(health, running=1, progress=(1.0,), now_s=99.0)
+    health = on_metrics(serving(), running=1, progress=(1.0,), now_s=0.0)
+    health = on_metrics(health, running=1, progress=(1.0,), now_s=99.0)
     assert ready(health, 99.0) == ""
     assert "computed nothing" in ready(health, 100.0)
     assert why_not_alive(health, SETTINGS, 159.0) == ""
     assert "computed nothing for 160 s" in why_not_alive(health, SETTINGS, 160.0)
-    assert ready(measured(health, running=1, progress=(2.0,), now_s=100.0), 100.0) == ""
+    assert ready(on_metrics(health, running=1, progress=(2.0,), now_s=100.0), 100.0) == ""
 
 
 @pytest.mark.parametrize(
     ("running", "progress"), [(0, (1.0,)), (None, (1.0,)), (1, ())], ids=["idle", "unknown load", "unknown progress"]
 )
 def test_what_is_no_standstill(running: float | None, progress: tuple[float, ...]) -> None:
-    health = measured(serving(), running=running, progress=progress, now_s=0.0)
-    health = measured(health, running=running, progress=progress, now_s=500.0)
+    health = on_metrics(serving(), running=running, progress=progress, now_s=0.0)
+    health = on_metrics(health, running=running, progress=progress, now_s=500.0)
     assert ready(health, 500.0) == ""

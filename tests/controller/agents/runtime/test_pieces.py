@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.agents.runtime.adapter_choice import AdapterUses
+from controller.agents.runtime.adapter_loader import AdapterUsage
 from controller.agents.runtime.adapter_names import (
-    Declared,
+    DeclaredAdapter,
     NameInvalid,
     SourcePolicy,
     check_name,
@@ -20,7 +20,7 @@ from controller.agents.runtime.adapter_names import (
     local_path,
     read_declared,
 )
-from controller.agents.runtime.engine_client import is_answer, read_prompts, warm_up_prompts
+from controller.agents.runtime.engine_client import is_answer, parse_prompts, warm_up_prompts
 from controller.agents.runtime.metrics import read_page
 from extproc.engines.answers import adapters_in, base_model, repository_models
 from extproc.engines.dialects import DIALECTS
@@ -78,10 +78,10 @@ def test_what_is_a_uri() -> None:
 
 def test_the_file_of_adapters() -> None:
     found = read_declared(b'{"a": {"uri": "hf://acme/a", "pinned": true}}', SourcePolicy())
-    assert found == ({"a": Declared("hf://acme/a", pinned=True)}, {})
+    assert found == ({"a": DeclaredAdapter("hf://acme/a", pinned=True)}, {})
     # the prefixes that bind callers do not bind whoever writes the file
     assert read_declared(b'{"a": {"uri": "s3://x/a"}}', SourcePolicy((), ("hf://",)))[1] == {}
-    assert read_declared(b'{"resnet": {}}', SourcePolicy(), is_directory=True) == ({"resnet": Declared()}, {})
+    assert read_declared(b'{"resnet": {}}', SourcePolicy(), is_directory=True) == ({"resnet": DeclaredAdapter()}, {})
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"a"', b"\xff"])
@@ -130,11 +130,11 @@ def test_warm_up_prompts_have_their_lengths_and_share_no_beginning() -> None:
     prompts = list(warm_up_prompts(2, (4, 100), ("Hi",)))
     assert [len(prompt.split()) for prompt in prompts] == [2, 98, 1, 2, 98, 1]
     assert len({prompt[:3] for prompt in prompts if prompt != "Hi"}) == 4
-    assert read_prompts("a b\n\n c \n") == ("a b", "c")
+    assert parse_prompts("a b\n\n c \n") == ("a b", "c")
 
 
 def test_the_last_use_of_a_repositorys_model_is_when_its_count_rose() -> None:
-    uses = AdapterUses(DIALECTS["Triton"])
+    uses = AdapterUsage(DIALECTS["Triton"])
 
     def seen(finished: int, now_s: float, pending: int = 0) -> tuple[float, bool]:
         text = (
@@ -152,7 +152,7 @@ def test_the_last_use_of_a_repositorys_model_is_when_its_count_rose() -> None:
 
 
 def test_an_idle_engine_has_no_adapter_in_use_whatever_its_last_series_says() -> None:
-    uses = AdapterUses(DIALECTS["vLLM"])
+    uses = AdapterUsage(DIALECTS["vLLM"])
     info = 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="a",waiting_lora_adapters=""} 90\n'
     for running, is_in_use in ((1, True), (0, False)):
         load = f"vllm:num_requests_running {running}\nvllm:num_requests_waiting 0\n"
@@ -160,4 +160,4 @@ def test_an_idle_engine_has_no_adapter_in_use_whatever_its_last_series_says() ->
         assert uses.adapters({"a": "/a"}, page, 1000.0)["a"].is_in_use is is_in_use
     assert uses.are_known(page)
     assert not uses.are_known(None)
-    assert AdapterUses(DIALECTS["SGLang"]).are_known(None)
+    assert AdapterUsage(DIALECTS["SGLang"]).are_known(None)

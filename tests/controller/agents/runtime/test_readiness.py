@@ -77,10 +77,22 @@ async def test_what_speaks_no_http_is_no_engine(tmp_path: Path) -> None:
 
 
 async def test_an_engine_without_completions_is_asked_to_chat(engine: FakeEngine, tmp_path: Path) -> None:
-    engine.refuses_completions = True
+    engine.refused_paths = ["/v1/completions"]
     async with beside(engine, tmp_path) as agent:
         await eventually(agent.is_ready)
         assert "/v1/chat/completions" in engine.asked
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v1/score", "/v1/audio/transcriptions", "/v1/audio/speech"])
+async def test_an_engine_that_writes_no_text_is_asked_by_the_api_that_it_has(tmp_path: Path, path: str) -> None:
+    engine = FakeEngine()
+    engine.refused_paths = ["/v1/completions", "/v1/chat/completions", "/v1/embeddings"]
+    engine.other_paths = [path]
+    await engine.start()
+    async with beside(engine, tmp_path) as agent:
+        await eventually(agent.is_ready)
+        assert path in engine.asked
+    await engine.stop()
 
 
 async def test_an_engine_that_hangs_is_not_ready_and_gets_one_question_at_a_time(

@@ -19,14 +19,14 @@ from controller.api.autoscaling_binding import (
 from controller.api.common import ObjectReference
 from controller.autoscaler.decision.decide import decide
 from controller.autoscaler.decision.situation import (
+    Backlog,
     Engine,
     EngineReport,
     EngineState,
     Freshness,
     Situation,
     Speed,
-    Target,
-    Waiting,
+    TargetSituation,
 )
 from controller.autoscaler.decision.traffic import Point, Totals, Traffic
 from extproc.api.spec import Metadata
@@ -142,7 +142,7 @@ class Fluid:
             now_s=self.now_s,
             targets=(self.target(),),
             traffic=Traffic(tuple(self._points)),
-            waiting=Waiting(
+            waiting=Backlog(
                 requests=waiting,
                 tokens=waiting * PROMPT,
                 oldest_s=oldest_s,
@@ -152,7 +152,7 @@ class Fluid:
             objective=self.policy.objective,
         )
 
-    def target(self) -> Target:
+    def target(self) -> TargetSituation:
         """With speeds as noisy as learned ones are."""
         factor = math.exp(self._random.gauss(0.0, self.noise)) if self.noise else 1.0
         speed = msgspec.structs.replace(
@@ -160,7 +160,7 @@ class Fluid:
             prefill_tokens_per_s=SPEED.prefill_tokens_per_s * factor,
             step_s_per_token=SPEED.step_s_per_token / factor,
         )
-        return Target(
+        return TargetSituation(
             spec=self.spec, current=len(self._engines), engines=tuple(self._engines), speed=speed, start_s=self.start_s
         )
 

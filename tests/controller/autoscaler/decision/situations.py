@@ -12,14 +12,14 @@ from controller.api.autoscaling_binding import (
 )
 from controller.api.common import ObjectReference
 from controller.autoscaler.decision.situation import (
+    Backlog,
     Engine,
     EngineReport,
     EngineState,
     Freshness,
     Situation,
     Speed,
-    Target,
-    Waiting,
+    TargetSituation,
 )
 from controller.autoscaler.decision.traffic import Point, Totals, Traffic
 from extproc.api.spec import Metadata
@@ -73,11 +73,11 @@ def target_of(
     spec: ScaleTarget | None = None,
     speed: Speed | None = SPEED,
     age_s: float = 10.0,
-) -> Target:
+) -> TargetSituation:
     """A target whose replicas all exist."""
     spec = spec or spec_of()
     engines = engines_of(spec.name, ready=ready, starting=starting, age_s=age_s)
-    return Target(spec=spec, current=ready + starting, engines=engines, speed=speed)
+    return TargetSituation(spec=spec, current=ready + starting, engines=engines, speed=speed)
 
 
 def traffic_of(
@@ -120,10 +120,10 @@ def _histogram(number: float, value_s: float | None, bounds: tuple[float, ...]) 
 
 
 def situation_of(
-    targets: Sequence[Target] | Target,
+    targets: Sequence[TargetSituation] | TargetSituation,
     *,
     traffic: Traffic | None = None,
-    waiting: Waiting | None = None,
+    waiting: Backlog | None = None,
     freshness: Freshness | None = None,
     objective: LatencyObjective | None = None,
     now_s: float = NOW_S,
@@ -131,9 +131,9 @@ def situation_of(
     """Fresh data of one gateway unless it is said otherwise."""
     return Situation(
         now_s=now_s,
-        targets=(targets,) if isinstance(targets, Target) else tuple(targets),
+        targets=(targets,) if isinstance(targets, TargetSituation) else tuple(targets),
         traffic=traffic if traffic is not None else Traffic(),
-        waiting=waiting or Waiting(),
+        waiting=waiting or Backlog(),
         freshness=freshness or Freshness(),
         objective=objective,
     )

@@ -14,15 +14,16 @@ import pytest
 
 from controller.api.autoscaling import Behavior, ScalingRule, ScalingRules
 from controller.autoscaler.decision.behavior import (
-    Past,
-    Recommended,
-    Scaled,
-    behaved,
-    remembered,
-    stabilized,
+    PastRecommendation,
+    ReplicaChange,
+    ScalingHistory,
+    apply_behavior,
+    stabilize,
     tolerance_of,
+    with_recommendation,
     within_policies,
 )
+from tests.examples import examples
 
 UPSTREAM = Path(__file__).parent / "upstream"
 ORIGINAL = json.loads((UPSTREAM / "hpa.json").read_text())["behavior"]
@@ -35,15 +36,15 @@ def rules_of(given: dict[str, Any]) -> ScalingRules:
 
 
 def answered(case: dict[str, Any]) -> float:
-    past = Past(
-        tuple(Recommended(NOW_S - one["ageS"], one["value"]) for one in case["recommendations"] or ()),
+    past = ScalingHistory(
+        tuple(PastRecommendation(NOW_S - one["ageS"], one["value"]) for one in case["recommendations"] or ()),
         (
-            *(Scaled(NOW_S - one["ageS"], one["value"]) for one in case["ups"] or ()),
-            *(Scaled(NOW_S - one["ageS"], -one["value"]) for one in case["downs"] or ()),
+            *(ReplicaChange(NOW_S - one["ageS"], one["value"]) for one in case["ups"] or ()),
+            *(ReplicaChange(NOW_S - one["ageS"], -one["value"]) for one in case["downs"] or ()),
         ),
     )
     behavior = Behavior(rules_of(case["scaleUp"]), rules_of(case["scaleDown"]))
-    found, _ = behaved(behavior, past, recommended=case["recommended"], current=case["current"], now_s=NOW_S)
+    found, _ = apply_behavior(behavior, past, recommended=case["recommended"], current=case["current"], now_s=NOW_S)
     return min(max(found, case["min"]), case["max"])
 
 
@@ -55,13 +56,13 @@ def test_answers_are_those_of_kubernetes_own_code() -> None:
 def test_histories_are_those_of_kubernetes_own_code() -> None:
     for story in STORIES:
         behavior = Behavior(rules_of(story["scaleUp"]), rules_of(story["scaleDown"]))
-        current, past = story["first"], Past((Recommended(0.0, story["first"]),))
+        current, past = story["first"], ScalingHistory((PastRecommendation(0.0, story["first"]),))
         for at_s, recommended, desired in story["looks"]:
-            found, _ = behaved(behavior, past, recommended=recommended, current=current, now_s=at_s)
+            found, _ = apply_behavior(behavior, past, recommended=recommended, current=current, now_s=at_s)
             assert found == desired
-            past = remembered(behavior, past, Recommended(at_s, recommended))
+            past = with_recommendation(behavior, past, PastRecommendation(at_s, recommended))
             if found != current:
-                past = Past(past.recommendations, (*past.changes, Scaled(at_s, found - current)))
+                past = ScalingHistory(past.recommendations, (*past.changes, ReplicaChange(at_s, found - current)))
             current = found
     assert sum(len(story["looks"]) for story in STORIES) == 3000
 
@@ -69,7 +70,7 @@ def test_histories_are_those_of_kubernetes_own_code() -> None:
 class Written:
     """The behaviour block told again: what may be there at the end of this step, policy by policy."""
 
-    def __init__(self, behavior: Behavior, changes: list[Scaled], current: float) -> None:
+    def __init__(self, behavior: Behavior, changes: list[ReplicaChange], current: float) -> None:
         self.behavior, self.changes, self.current = behavior, changes, current
 
     def start_of(self, seconds: float) -> float:
@@ -108,16 +109,16 @@ def some_rules(rng: random.Random) -> ScalingRules:
     return ScalingRules(rng.choice((None, 0, 20, 200)), rng.choice(("Max", "Max", "Min", "Disabled")), policies)
 
 
-def some_past(rng: random.Random) -> Past:
+def some_past(rng: random.Random) -> ScalingHistory:
     ages = sorted((rng.uniform(0.1, 400.0) for _ in range(rng.randrange(8))), reverse=True)
-    recommendations = tuple(Recommended(NOW_S - age, rng.randrange(50)) for age in ages)
-    changes = tuple(Scaled(NOW_S - age, rng.choice((-6, -1, 2, 9))) for age in ages[:4])
-    return Past(recommendations, changes)
+    recommendations = tuple(PastRecommendation(NOW_S - age, rng.randrange(50)) for age in ages)
+    changes = tuple(ReplicaChange(NOW_S - age, rng.choice((-6, -1, 2, 9))) for age in ages[:4])
+    return ScalingHistory(recommendations, changes)
 
 
-def test_ten_thousand_cases_agree_with_the_restatement() -> None:
+def test_many_cases_agree_with_the_restatement() -> None:
     rng = random.Random(4)
-    for _ in range(10_000):
+    for _ in range(examples(10_000)):
         behavior, past = Behavior(some_rules(rng), some_rules(rng)), some_past(rng)
         recommended, current = rng.randrange(50), rng.randrange(1, 30)
         up_s, down_s = behavior.scale_up.stabilization_window_seconds, behavior.scale_down.stabilization_window_seconds
@@ -130,44 +131,49 @@ def test_ten_thousand_cases_agree_with_the_restatement() -> None:
             expected = min(expected, written.ceiling())
         elif expected < current:
             expected = max(expected, written.floor())
-        assert behaved(behavior, past, recommended=recommended, current=current, now_s=NOW_S)[0] == expected
+        assert apply_behavior(behavior, past, recommended=recommended, current=current, now_s=NOW_S)[0] == expected
 
 
 def test_what_is_forgotten_is_never_needed() -> None:
     rng = random.Random(5)
     for _ in range(500):
         behavior = Behavior(some_rules(rng), some_rules(rng))
-        whole, kept, now_s = Past(), Past(), 0.0
+        whole, kept, now_s = ScalingHistory(), ScalingHistory(), 0.0
         for _ in range(60):
             now_s += rng.uniform(1.0, 30.0)
             recommended, current = rng.randrange(20), rng.randrange(1, 20)
             answers = [
-                behaved(behavior, past, recommended=recommended, current=current, now_s=now_s) for past in (whole, kept)
+                apply_behavior(behavior, past, recommended=recommended, current=current, now_s=now_s)
+                for past in (whole, kept)
             ]
             assert answers[0] == answers[1]
-            change = (Scaled(now_s, answers[0][0] - current),)
-            whole = Past((*whole.recommendations, Recommended(now_s, recommended)), whole.changes + change)
-            kept = remembered(
-                behavior, Past(kept.recommendations, kept.changes + change), Recommended(now_s, recommended)
+            change = (ReplicaChange(now_s, answers[0][0] - current),)
+            whole = ScalingHistory(
+                (*whole.recommendations, PastRecommendation(now_s, recommended)), whole.changes + change
+            )
+            kept = with_recommendation(
+                behavior,
+                ScalingHistory(kept.recommendations, kept.changes + change),
+                PastRecommendation(now_s, recommended),
             )
 
 
 def test_a_steady_load_leaves_little_to_remember() -> None:
     rng = random.Random(6)
-    behavior, past = Behavior(scale_down=ScalingRules(stabilization_window_seconds=3600)), Past()
+    behavior, past = Behavior(scale_down=ScalingRules(stabilization_window_seconds=3600)), ScalingHistory()
     for step in range(720):
-        past = remembered(behavior, past, Recommended(step * 5.0, rng.choice((7, 8, 9))))
+        past = with_recommendation(behavior, past, PastRecommendation(step * 5.0, rng.choice((7, 8, 9))))
     assert len(past.recommendations) <= 6
 
 
 def test_a_peak_holds_replicas_for_the_window_and_no_longer() -> None:
-    behavior, past = Behavior(), Past()
+    behavior, past = Behavior(), ScalingHistory()
     current, seen = 2.0, []
     for at_s, recommended in ((0.0, 8.0), *((step * 15.0, 2.0) for step in range(1, 24))):
-        found, _ = behaved(behavior, past, recommended=recommended, current=current, now_s=at_s)
-        past = remembered(behavior, past, Recommended(at_s, recommended))
+        found, _ = apply_behavior(behavior, past, recommended=recommended, current=current, now_s=at_s)
+        past = with_recommendation(behavior, past, PastRecommendation(at_s, recommended))
         if found != current:
-            past = Past(past.recommendations, (*past.changes, Scaled(at_s, found - current)))
+            past = ScalingHistory(past.recommendations, (*past.changes, ReplicaChange(at_s, found - current)))
         current = found
         seen.append((at_s, current))
     # four more at once is the most that the default policies allow; the next recommendation is 2 already
@@ -176,10 +182,10 @@ def test_a_peak_holds_replicas_for_the_window_and_no_longer() -> None:
 
 
 def test_a_short_dip_does_not_end_a_scale_out_but_a_window_waits_for_it() -> None:
-    past = Past((Recommended(NOW_S - 20, 3),))
+    past = ScalingHistory((PastRecommendation(NOW_S - 20, 3),))
     patient = Behavior(scale_up=ScalingRules(stabilization_window_seconds=60))
-    assert stabilized(Behavior(), past.recommendations, recommended=9, current=3, now_s=NOW_S) == 9
-    assert stabilized(patient, past.recommendations, recommended=9, current=3, now_s=NOW_S) == 3
+    assert stabilize(Behavior(), past.recommendations, recommended=9, current=3, now_s=NOW_S) == 9
+    assert stabilize(patient, past.recommendations, recommended=9, current=3, now_s=NOW_S) == 3
 
 
 def test_the_smallest_of_several_policies() -> None:
@@ -190,15 +196,15 @@ def test_the_smallest_of_several_policies() -> None:
 
 def test_changes_of_the_period_use_up_the_policy() -> None:
     rules = ScalingRules(0, "Max", (ScalingRule("Pods", 2, 60),))
-    changes = (Scaled(NOW_S - 30, 1), Scaled(NOW_S - 90, 5))
+    changes = (ReplicaChange(NOW_S - 30, 1), ReplicaChange(NOW_S - 90, 5))
     assert within_policies(Behavior(scale_up=rules), changes, desired=100, current=10, now_s=NOW_S) == 11
     assert within_policies(Behavior(scale_down=rules), changes, desired=1, current=10, now_s=NOW_S) == 7
 
 
 def test_disabled_forbids_a_direction() -> None:
     off = ScalingRules(0, "Disabled")
-    assert behaved(Behavior(scale_up=off), Past(), recommended=9, current=3, now_s=NOW_S)[0] == 3
-    assert behaved(Behavior(scale_down=off), Past(), recommended=1, current=3, now_s=NOW_S)[0] == 3
+    assert apply_behavior(Behavior(scale_up=off), ScalingHistory(), recommended=9, current=3, now_s=NOW_S)[0] == 3
+    assert apply_behavior(Behavior(scale_down=off), ScalingHistory(), recommended=1, current=3, now_s=NOW_S)[0] == 3
 
 
 def test_fractions_of_replicas_are_not_rounded() -> None:
@@ -208,12 +214,12 @@ def test_fractions_of_replicas_are_not_rounded() -> None:
 
 
 def test_steps_say_what_changed_the_answer() -> None:
-    past = Past((Recommended(NOW_S - 100, 30),))
-    found, steps = behaved(Behavior(), past, recommended=2, current=9, now_s=NOW_S)
+    past = ScalingHistory((PastRecommendation(NOW_S - 100, 30),))
+    found, steps = apply_behavior(Behavior(), past, recommended=2, current=9, now_s=NOW_S)
     assert found == 9
     assert [(step.rule, step.before, step.after) for step in steps] == [("Stabilized", 2, 9)]
     assert "300 s" in steps[0].reason
-    found, steps = behaved(Behavior(), Past(), recommended=50, current=9, now_s=NOW_S)
+    found, steps = apply_behavior(Behavior(), ScalingHistory(), recommended=50, current=9, now_s=NOW_S)
     assert (found, steps[0].rule) == (18, "Limited")
 
 

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding, EngineCapacity
 from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.decision.decide import decide
-from controller.autoscaler.decision.memory import decoded, encoded
+from controller.autoscaler.decision.memory import decode_memory, encode_memory
 from controller.autoscaler.decision.situation import (
+    Backlog,
     Engine,
     EngineReport,
     EngineState,
     Metric,
     Situation,
-    Target,
-    Waiting,
+    TargetSituation,
 )
 from controller.autoscaler.decision.speeds import speed_of
 from extproc.api.quantities import decode_quantity
@@ -111,17 +111,17 @@ def bindings(draw: st.DrawFn) -> AutoscalingPolicyBinding:
 
 
 def situations(draw: st.DrawFn, binding: AutoscalingPolicyBinding, now_s: float) -> list[Situation]:
-    stages: dict[str, list[Target]] = {}
+    stages: dict[str, list[TargetSituation]] = {}
     for spec in binding.spec.targets:
         state = draw(st.sampled_from(list(EngineState)))
         report = EngineReport(now_s, int(draw(SEEN)), draw(SEEN), draw(SEEN), draw(SEEN), 0.5, draw(SEEN))
         engine = Engine(spec.name, state, now_s + draw(SEEN) - 1e9, now_s, report)
         demand = EngineDemand(prefill_tokens_per_s=draw(AMOUNT), step_s=draw(SEEN), step_s_per_token=draw(SEEN))
         current = draw(st.sampled_from([None, 0, 1, 2 * MILLION]))
-        target = Target(spec, current, (engine,) if current else (), speed_of(spec.capacity, [demand]))
+        target = TargetSituation(spec, current, (engine,) if current else (), speed_of(spec.capacity, [demand]))
         stages.setdefault(spec.stage, []).append(target)
     traffic = traffic_of(draw(st.sampled_from([0.0, 3.0, 1e12])), seconds=60, now_s=now_s, ttft_s=1.0, tpot_s=0.1)
-    waiting = Waiting(int(draw(SEEN)), draw(SEEN), draw(SEEN), int(draw(SEEN)))
+    waiting = Backlog(int(draw(SEEN)), draw(SEEN), draw(SEEN), int(draw(SEEN)))
     theirs = Metric(now_s, total=draw(st.sampled_from([0.0, 1e300, -1e300])))
     made = [situation_of(targets, traffic=traffic, waiting=waiting, now_s=now_s) for targets in stages.values()]
     return [msgspec.structs.replace(one, metrics={"theirs": theirs}) for one in made]
@@ -133,14 +133,14 @@ def test_a_decision_comes_of_it(
     data: st.DataObject, policy: AutoscalingPolicySpec, binding: AutoscalingPolicyBinding
 ) -> None:
     draw: Any = data.draw
-    memory = decoded(learned(draw), NOW_S)
+    memory = decode_memory(learned(draw), NOW_S)
     for step in range(2):
         now_s = NOW_S + 70 * step
         decision, memory = decide(policy, binding, situations(draw, binding, now_s), memory, now_s, free={"H100": 9})
         for one in decision.targets:
             assert one.desired is None or 0 <= one.desired <= 2 * MILLION
         # the next leader can read it
-        assert decoded(encoded(memory), now_s).stages.keys() == memory.stages.keys()
+        assert decode_memory(encode_memory(memory), now_s).stages.keys() == memory.stages.keys()
 
 
 def learned(draw: st.DrawFn) -> bytes:
@@ -156,7 +156,7 @@ def learned(draw: st.DrawFn) -> bytes:
 @pytest.mark.parametrize("text", [b"{", b"[]", b'{"a":' + b"[" * 100_000, b'{"Both":{"x":' + b"[" * 100_000 + b"}}"])
 def test_what_is_nothing_of_ours_is_a_mistake_that_can_be_told(text: bytes) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        decoded(text, NOW_S)
+        decode_memory(text, NOW_S)
 
 
 def test_declared_durations_are_kept_for_the_next_leader() -> None:
@@ -165,11 +165,11 @@ def test_declared_durations_are_kept_for_the_next_leader() -> None:
     target = target_of(spec=spec_of(), speed=speed_of(capacity, []))
     situation = situation_of(target, traffic=traffic_of(1.0))
     _, memory = decide(AutoscalingPolicySpec(), binding_of(spec_of()), [situation], None, NOW_S)
-    again = decoded(encoded(memory), NOW_S).stages["Both"].speeds["main"]
+    again = decode_memory(encode_memory(memory), NOW_S).stages["Both"].speeds["main"]
     assert (again.step_s, again.step_s_per_token) == (0.02, 1e-6)
 
 
 def test_a_speed_learned_beyond_all_bounds_scales_nothing_in() -> None:
     liar = {"Both": {"speeds": {"main": {"prefill_tokens_per_s": 1e300, "step_s": 1e-300, "step_s_per_token": 1e-300}}}}
-    memory = decoded(msgspec.json.encode(liar), NOW_S)
+    memory = decode_memory(msgspec.json.encode(liar), NOW_S)
     assert memory.stages["Both"].speeds == {}

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from controller.api.autoscaling_mistakes import GATEWAY_METRICS
-from controller.autoscaler.decision.situation import EngineState, Situation, Waiting
-from controller.autoscaler.decision.strategies.reading import gateway_metric, kv_usage_of, running_of
+from controller.api.autoscaling import GATEWAY_METRICS
+from controller.autoscaler.decision.situation import Backlog, EngineState, Situation
+from controller.autoscaler.decision.strategies.engine_units import gateway_metric, kv_usage_of, running_of
 from tests.scaling_scenes import engine, pool, report, situation, steady, target
 
 BUSY = report(kv=0.5, waiting=2, running=7, in_flight=10, tokens=9_000.0)
@@ -18,7 +18,7 @@ def scene() -> Situation:
     leaving = engine("d", report(kv=0.9, waiting=1, running=5, in_flight=6, tokens=5e3), EngineState.DRAINING)
     coming = engine("s", state=EngineState.STARTING)
     them = [engine("a", BUSY), engine("b", CALM), leaving, coming]
-    return situation(target(them), waiting=Waiting(4, 2_000.0), traffic=steady(requests=3))
+    return situation(target(them), waiting=Backlog(4, 2_000.0), traffic=steady(requests=3))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from controller.api.autoscaling import Behavior, MetricTarget, ScalingRules
 from controller.api.autoscaling_policy import AutoscalingPolicySpec, Strategy
 from controller.autoscaler.decision.decide import decide
-from controller.autoscaler.decision.memory import Memory, decoded, encoded
+from controller.autoscaler.decision.memory import Memory, decode_memory, encode_memory
 from controller.autoscaler.decision.situation import EngineReport, Freshness
 from controller.autoscaler.decision.stage import LEAST_KNOWN_S
 from tests.controller.autoscaler.decision.situations import (
@@ -52,7 +52,7 @@ def test_what_an_earlier_leader_has_learned_does_not_shorten_that() -> None:
     for at_s in range(0, 90, 5):
         _, memory = asked_for(BY_WORK, memory, at_s)
     assert memory is not None
-    kept = decoded(encoded(memory), NOW_S + 90)
+    kept = decode_memory(encode_memory(memory), NOW_S + 90)
     for at_s in range(90, 90 + LEAST_KNOWN_S, 5):
         replicas, kept = asked_for(BY_WORK, kept, at_s)
         assert replicas == 5

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.autoscaler.decision.memory import Memory, StageMemory, decoded, encoded
-from controller.autoscaler.decision.strategies.work import MOST_PLACES, Peaks, WorkMemory, WorkStrategy, with_room
+from controller.autoscaler.decision.memory import Memory, StageMemory, decode_memory, encode_memory
+from controller.autoscaler.decision.strategies.work import MOST_PLACES, Peaks, WorkMemory, WorkStrategy, with_headroom
 from tests.controller.autoscaler.decision.situations import NOW_S, situation_of, target_of, traffic_of
 
 
@@ -19,36 +19,36 @@ def seen(*loads: tuple[float, float]) -> Peaks:
     """``loads``: when, counted from ``NOW_S``, and how much."""
     peaks = Peaks(NOW_S + loads[0][0])
     for at_s, per_s in loads:
-        peaks = peaks.seen(per_s, NOW_S + at_s)
+        peaks = peaks.with_load(per_s, NOW_S + at_s)
     return peaks
 
 
 def test_there_is_room_for_what_was_seen() -> None:
-    assert with_room(4.0, 2.0, most=6.0) == 6.0
-    assert with_room(2.0, 2.0, most=6.0) == 4.0
+    assert with_headroom(4.0, 2.0, most=6.0) == 6.0
+    assert with_headroom(2.0, 2.0, most=6.0) == 4.0
 
 
 def test_a_peak_gets_no_room_above_it() -> None:
-    assert with_room(6.0, 2.0, most=6.0) == 6.0
+    assert with_headroom(6.0, 2.0, most=6.0) == 6.0
 
 
 def test_while_little_is_known_there_is_room_for_all() -> None:
-    assert seen((-299, 4.0), (0, 4.0)).most(NOW_S) == math.inf
-    assert seen((-301, 4.0), (0, 4.0)).most(NOW_S) == 4.0
+    assert seen((-299, 4.0), (0, 4.0)).highest_load(NOW_S) == math.inf
+    assert seen((-301, 4.0), (0, 4.0)).highest_load(NOW_S) == 4.0
 
 
 def test_the_highest_load_counts_for_an_hour() -> None:
     peaks = seen((-4000, 9.0), (-3590, 7.0), (-1800, 5.0), (0, 4.0))
-    assert peaks.most(NOW_S) == 7.0
-    assert peaks.seen(4.0, NOW_S + 20).most(NOW_S + 20) == 5.0
+    assert peaks.highest_load(NOW_S) == 7.0
+    assert peaks.with_load(4.0, NOW_S + 20).highest_load(NOW_S + 20) == 5.0
 
 
 def test_after_a_gap_of_an_hour_nothing_is_known() -> None:
-    assert seen((-9000, 9.0), (0, 4.0)).most(NOW_S) == math.inf
+    assert seen((-9000, 9.0), (0, 4.0)).highest_load(NOW_S) == math.inf
 
 
 def test_a_clock_that_goes_back_forgets_what_is_yet_to_come() -> None:
-    peaks = seen((0, 9.0)).seen(4.0, NOW_S - 1000)
+    peaks = seen((0, 9.0)).with_load(4.0, NOW_S - 1000)
     assert [one.per_s for one in peaks.places] == [4.0]
 
 
@@ -57,10 +57,10 @@ def test_it_stays_small_and_never_below_load(looks: list[tuple[float, float]]) -
     now_s, peaks = NOW_S, Peaks(NOW_S)
     for more_s, per_s in looks:
         now_s += more_s
-        peaks = peaks.seen(per_s, now_s)
+        peaks = peaks.with_load(per_s, now_s)
         assert len(peaks.places) <= MOST_PLACES
-        assert peaks.most(now_s) >= per_s
-        assert with_room(per_s, 1.5, peaks.most(now_s)) >= per_s
+        assert peaks.highest_load(now_s) >= per_s
+        assert with_headroom(per_s, 1.5, peaks.highest_load(now_s)) >= per_s
 
 
 def law_memory(*loads: tuple[float, float]) -> WorkMemory:
@@ -80,10 +80,10 @@ def test_the_law_keeps_as_much_room_as_the_last_hour_asks_for(highest: float, ex
 def test_what_was_seen_outlives_a_restart() -> None:
     memory = law_memory((-3000, 12.3456), (-1, 12.0))
     stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, strategies={"Work": memory})
-    kept = decoded(encoded(Memory({"Both": stage})), NOW_S + 30).stages["Both"].strategies["Work"]
+    kept = decode_memory(encode_memory(Memory({"Both": stage})), NOW_S + 30).stages["Both"].strategies["Work"]
     assert isinstance(kept, WorkMemory)
     assert kept.peaks is not None
-    assert kept.peaks.most(NOW_S + 30) == 12.3
+    assert kept.peaks.highest_load(NOW_S + 30) == 12.3
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,4 @@ def test_what_was_seen_outlives_a_restart() -> None:
 )
 def test_what_cannot_have_been_seen_is_not_restored(peaks: Peaks) -> None:
     stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, strategies={"Work": WorkMemory(NOW_S, peaks=peaks)})
-    assert "Work" not in decoded(encoded(Memory({"Both": stage})), NOW_S).stages["Both"].strategies
+    assert "Work" not in decode_memory(encode_memory(Memory({"Both": stage})), NOW_S).stages["Both"].strategies

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from controller.api.autoscaling import LatencyObjective, MetricTarget, Panic, ScaleToZero, Schedule
 from controller.api.autoscaling_policy import AutoscalingPolicySpec, Strategy
 from controller.autoscaler.decision.decide import decide
-from controller.autoscaler.decision.memory import Memory, decoded, encoded
-from controller.autoscaler.decision.situation import EngineReport, EngineState, Freshness, Metric, Speed, Waiting
+from controller.autoscaler.decision.memory import Memory, decode_memory, encode_memory
+from controller.autoscaler.decision.situation import Backlog, EngineReport, EngineState, Freshness, Metric, Speed
 from controller.autoscaler.decision.strategies.work import WorkParameters
 from controller.autoscaler.decision.traffic import Traffic
 from extproc.api.quantities import Duration
@@ -108,12 +108,12 @@ def test_very_old_data_scale_out_for_what_waits_only() -> None:
     stage = Stage()
     assert stage.settled(freshness=Freshness(age_s=61.0), traffic=40.0)[0] == 2
     # 2 ready, and one for each 32 that wait
-    assert stage.look(5.0, waiting=Waiting(requests=33, tokens=33_000.0))[0] == 4
+    assert stage.look(5.0, waiting=Backlog(requests=33, tokens=33_000.0))[0] == 4
 
 
 def test_what_waits_keeps_replicas() -> None:
     stage = Stage(target=target_of(ready=9))
-    assert stage.settled(waiting=Waiting(requests=1, tokens=1000.0, oldest_s=1.5)) == (9, ["Waiting"])
+    assert stage.settled(waiting=Backlog(requests=1, tokens=1000.0, oldest_s=1.5)) == (9, ["Waiting"])
 
 
 def test_latency_near_its_objective_keeps_replicas() -> None:
@@ -210,7 +210,7 @@ def test_without_requests_for_long_enough_it_goes_to_zero() -> None:
         {"freshness": Freshness(gateways=2, silent=("b",))},
         {"freshness": Freshness(age_s=20.0)},
         {"freshness": Freshness(since_s=100.0)},
-        {"waiting": Waiting(requests=1)},
+        {"waiting": Backlog(requests=1)},
         {"traffic": 0.01},
     ],
 )
@@ -252,21 +252,21 @@ def test_zero_stays_zero_after_a_restart() -> None:
 
 def test_a_request_at_zero_is_answered_by_a_start_at_once() -> None:
     stage = zero_stage(target=target_of(ready=0, spec=spec_of(least=0)))
-    assert stage.look(waiting=Waiting(requests=1, at_zero=1))[0] == 1
+    assert stage.look(waiting=Backlog(requests=1, at_zero=1))[0] == 1
 
 
 def test_many_requests_at_zero_start_several() -> None:
     stage = zero_stage(target=target_of(ready=0, spec=spec_of(least=0)))
-    assert stage.look(waiting=Waiting(requests=70, at_zero=70))[0] == 3
+    assert stage.look(waiting=Backlog(requests=70, at_zero=70))[0] == 3
 
 
 def test_what_was_woken_stays_until_it_has_had_its_chance() -> None:
     policy = AutoscalingPolicySpec(scale_to_zero=ScaleToZero(idle=Duration("10s")))
     spec = spec_of(least=0)
     stage = Stage(policy, target=target_of(ready=0, spec=spec), traffic=0.0)
-    assert stage.look(waiting=Waiting(requests=1, at_zero=1))[0] == 1
+    assert stage.look(waiting=Backlog(requests=1, at_zero=1))[0] == 1
     # the client has gone, the engine needs a minute: for three minutes it may go on
-    stage.fields |= {"waiting": Waiting(), "target": target_of(starting=1, ready=0, spec=spec)}
+    stage.fields |= {"waiting": Backlog(), "target": target_of(starting=1, ready=0, spec=spec)}
     seen = [stage.look(5.0)[0] for _ in range(60)]
     assert 0 not in seen[:36]
     assert seen[-1] == 0
@@ -294,7 +294,7 @@ def test_what_took_long_to_learn_survives_a_restart() -> None:
     stage = Stage()
     stage.settled()
     assert stage.memory is not None
-    kept = decoded(encoded(stage.memory), NOW_S)
+    kept = decode_memory(encode_memory(stage.memory), NOW_S)
     assert kept.stages["Both"].speeds == stage.memory.stages["Both"].speeds
     assert kept.stages["Both"].starts["main"].percentile(90) == 60.0
     assert not kept.stages["Both"].past.recommendations
@@ -308,7 +308,7 @@ freshness_values = st.builds(
     unreported=st.sampled_from([(), ("main-0",)]),
 )
 waiting_values = st.builds(
-    Waiting,
+    Backlog,
     requests=st.integers(0, 500),
     tokens=st.floats(0, 1e6),
     oldest_s=st.floats(0, 60),

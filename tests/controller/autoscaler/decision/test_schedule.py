@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.api.autoscaling import Schedule
-from controller.autoscaler.decision.behavior import Bounds, bounds_at
+from controller.autoscaler.decision.behavior import ReplicaBounds, bounds_at
 from extproc.api.quantities import Duration
 
 
@@ -69,8 +69,8 @@ def test_windows_that_overlap_keep_the_largest_minimum_and_the_smallest_maximum(
         schedule("0 0 * * *", "24h", least=2, most=20),
         schedule("0 8 * * *", "10h", least=5, most=10),
     )
-    assert bounds_at(both, at("2026-05-05T09:00:00")) == Bounds(5, 10, at("2026-05-05T18:00:00"))
-    assert bounds_at(both, at("2026-05-05T20:00:00")) == Bounds(2, 20, at("2026-05-06T00:00:00"))
+    assert bounds_at(both, at("2026-05-05T09:00:00")) == ReplicaBounds(5, 10, at("2026-05-05T18:00:00"))
+    assert bounds_at(both, at("2026-05-05T20:00:00")) == ReplicaBounds(2, 20, at("2026-05-06T00:00:00"))
 
 
 def test_a_minimum_above_a_maximum_is_cut_to_it() -> None:
@@ -104,7 +104,7 @@ def test_what_cannot_be_read_is_told_and_the_rest_holds(line: str, zone: str) ->
 
 
 def test_without_schedules_there_is_no_bound_and_no_end() -> None:
-    assert bounds_at((), at("2026-05-05T09:00:00")) == Bounds(None, None, math.inf)
+    assert bounds_at((), at("2026-05-05T09:00:00")) == ReplicaBounds(None, None, math.inf)
 
 
 @given(

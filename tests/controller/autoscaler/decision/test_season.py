@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from controller.autoscaler.decision.memory import Memory, StageMemory, decoded, encoded
+from controller.autoscaler.decision.memory import Memory, StageMemory, decode_memory, encode_memory
 from controller.autoscaler.decision.strategies.predictive import (
     MOST_PLACES,
     PredictiveMemory,
     PredictiveParameters,
     PredictiveStrategy,
-    kept_season,
+    season_to_save,
 )
 from controller.autoscaler.decision.traffic import Point, Totals, Traffic
 from extproc.api.quantities import Duration
@@ -51,7 +51,7 @@ def _point(at_s: int) -> Point:
 
 def restarted(memory: PredictiveMemory | None, now_s: float) -> PredictiveMemory:
     stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, strategies={"Predictive": memory})
-    known = decoded(encoded(Memory({"Both": stage})), now_s).stages["Both"].strategies["Predictive"]
+    known = decode_memory(encode_memory(Memory({"Both": stage})), now_s).stages["Both"].strategies["Predictive"]
     assert isinstance(known, PredictiveMemory)
     return known
 
@@ -79,8 +79,8 @@ def test_another_season_begins_anew() -> None:
 
 def test_what_is_kept_is_small_and_nothing_is_kept_of_nothing() -> None:
     profile = tuple(math.pi * place for place in range(MOST_PLACES))
-    kept = kept_season(PredictiveMemory(0.0, profile=profile, season_s=86400.0))
+    kept = season_to_save(PredictiveMemory(0.0, profile=profile, season_s=86400.0))
     assert kept is not None
     assert kept.profile[:3] == (0.0, 3.14, 6.28)
-    assert kept_season(PredictiveMemory(0.0, profile=(-1.0, -1.0))) is None
-    assert kept_season(None) is None
+    assert season_to_save(PredictiveMemory(0.0, profile=(-1.0, -1.0))) is None
+    assert season_to_save(None) is None

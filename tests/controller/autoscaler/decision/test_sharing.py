@@ -11,7 +11,7 @@ import pytest
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding, Budget, RatioConstraint
 from controller.api.autoscaling_policy import AutoscalingPolicySpec, Strategy
 from controller.autoscaler.decision.decide import decide
-from controller.autoscaler.decision.situation import Engine, EngineState, Freshness, Situation, Target
+from controller.autoscaler.decision.situation import Engine, EngineState, Freshness, Situation, TargetSituation
 from controller.autoscaler.decision.strategies.work import WorkParameters
 from tests.controller.autoscaler.decision.situations import (
     NOW_S,
@@ -38,13 +38,13 @@ SMALL = msgspec.structs.replace(spec_of("small", least=0, most=10), cost=1.0)
 BINDING = binding_of(LARGE, SMALL)
 
 
-def pair(large: int = 0, small: int = 0) -> tuple[Target, Target]:
+def pair(large: int = 0, small: int = 0) -> tuple[TargetSituation, TargetSituation]:
     """So many replicas of each, all ready."""
     return target_of(ready=large, spec=LARGE), target_of(ready=small, spec=SMALL, speed=HALF)
 
 
 def after_minutes(
-    targets: tuple[Target, ...],
+    targets: tuple[TargetSituation, ...],
     rate: float,
     *,
     binding: AutoscalingPolicyBinding = BINDING,
@@ -151,7 +151,7 @@ def test_free_accelerators_limit_what_is_started() -> None:
     large, small = pair(large=1)
     h100 = [msgspec.structs.replace(one.spec, accelerator="h100", accelerators=2) for one in (large, small)]
     targets = tuple(
-        msgspec.structs.replace(one, spec=spec, room=2) for one, spec in zip((large, small), h100, strict=True)
+        msgspec.structs.replace(one, spec=spec, headroom=2) for one, spec in zip((large, small), h100, strict=True)
     )
     decision = decided_once(targets, 24.0, binding_of(*h100), free={"h100": 4})
     found = {one.name: one.desired or 0 for one in decision.targets}
@@ -184,7 +184,10 @@ def test_a_set_that_is_not_proven_the_cheapest_is_told() -> None:
 
 
 def decided_once(
-    targets: tuple[Target, ...], rate: float, binding: AutoscalingPolicyBinding, free: dict[str, int] | None = None
+    targets: tuple[TargetSituation, ...],
+    rate: float,
+    binding: AutoscalingPolicyBinding,
+    free: dict[str, int] | None = None,
 ) -> Decision:
     """After some minutes of this."""
     memory: Memory | None = None

@@ -8,9 +8,9 @@ import random
 import msgspec
 import pytest
 
-from controller.autoscaler.decision.gateway_reports import MOST, cleaned, merged
-from controller.autoscaler.decision.load import load_of
-from controller.autoscaler.decision.traffic import History, PackedPoints, Sums, Totals, Traffic, summed
+from controller.autoscaler.decision.gateway_reports import MOST, merge_reports, sanitize_gauges
+from controller.autoscaler.decision.offered_load import load_of
+from controller.autoscaler.decision.traffic import History, PackedPoints, Totals, Traffic, TrafficSums, sum_traffic
 from extproc.api.status_pages import EngineDemand, ServerDemand
 
 SECONDS = 700
@@ -18,10 +18,10 @@ SECONDS = 700
 
 def history_of(rng: random.Random, idle_from: int, ticks: int = SECONDS) -> PackedPoints:
     """Random arrivals until ``idle_from``, then none."""
-    made, sums = History(), Sums()
+    made, sums = History(), TrafficSums()
     for tick in range(1, ticks + 1):
         number = rng.choice((0, 0, 1, 5, 40)) if tick < idle_from else 0
-        more = Sums(
+        more = TrafficSums(
             [float(number), float(number // 5), float(number // 2), 1e3 * number, 5.0 * number, 2e2 * number, 9.0]
         )
         if number:
@@ -39,7 +39,7 @@ def without_histograms(totals: Totals) -> Totals:
 def test_counters_are_those_of_the_points(seed: int) -> None:
     rng = random.Random(seed)
     one, other = history_of(rng, idle_from=600), history_of(rng, idle_from=100, ticks=SECONDS)
-    for points in (one, summed([one, other])):
+    for points in (one, sum_traffic([one, other])):
         assert [points.counters(at) for at in range(len(points))] == [
             without_histograms(each.totals) for each in points
         ]
@@ -74,7 +74,7 @@ def test_what_one_gateway_says_is_what_it_says_beside_one_that_knows_no_engine()
             step_s=rng.choice((None, 0.01)),
         )
         said = ServerDemand(engines={"10.0.0.1:8000": engine})
-        assert merged([(said, 50.0)]) == merged([(said, 50.0), (ServerDemand(), 40.0)])
+        assert merge_reports([(said, 50.0)]) == merge_reports([(said, 50.0), (ServerDemand(), 40.0)])
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_what_one_gateway_says_is_what_it_says_beside_one_that_knows_no_engine()
 )
 def test_an_engine_is_corrected_where_a_value_is_absurd_and_kept_as_it_is_otherwise(bad: dict[str, object]) -> None:
     good = EngineDemand(in_flight=1, waiting=0.0, kv_usage=1.0, step_s=0.01)
-    assert cleaned(ServerDemand(engines={"a": good})).engines["a"] is good
-    corrected = cleaned(ServerDemand(engines={"a": msgspec.structs.replace(good, **bad)})).engines["a"]
+    assert sanitize_gauges(ServerDemand(engines={"a": good})).engines["a"] is good
+    corrected = sanitize_gauges(ServerDemand(engines={"a": msgspec.structs.replace(good, **bad)})).engines["a"]
     assert corrected == msgspec.structs.replace(good, **{name: getattr(corrected, name) for name in bad})
     assert all(getattr(corrected, name) != value for name, value in bad.items())

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from controller.autoscaler.decision.gateway_reports import MOST, SILENT_AFTER_S
 from controller.autoscaler.decision.signals import ServerSignals, Signals
-from controller.autoscaler.decision.situation import EngineReport, Waiting
-from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, Counted, Demand, EngineDemand, ServerDemand
+from controller.autoscaler.decision.situation import Backlog, EngineReport
+from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, Demand, EngineDemand, RequestCounters, ServerDemand
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,9 +38,11 @@ def said(
     instance: str = "a", sequence: int = 1, age_s: float = 0.0, *, slot: str = "", server: str = LLAMA, **fields: object
 ) -> Demand:
     """``arrivals`` and other counters become those of one model."""
-    counters = {name: value for name, value in fields.items() if name in Counted.__struct_fields__}
+    counters = {name: value for name, value in fields.items() if name in RequestCounters.__struct_fields__}
     rest = {name: value for name, value in fields.items() if name not in counters}
-    return Demand(instance, sequence, age_s, {server: ServerDemand(counted={"m": Counted(**counters)}, **rest)}, slot)
+    return Demand(
+        instance, sequence, age_s, {server: ServerDemand(counted={"m": RequestCounters(**counters)}, **rest)}, slot
+    )
 
 
 def of(made: Signals, now: float, *servers: str) -> ServerSignals:
@@ -123,11 +125,11 @@ def test_a_silent_gateway_is_named_and_what_waited_there_is_kept_until_its_pod_i
     found = of(made, 9.0)
     assert found.freshness.silent == ("attache/g-0",)
     assert (found.freshness.gateways, found.freshness.age_s, found.freshness.since_s) == (2, 7.0, 0.0)
-    assert found.waiting == Waiting(3, 90.0, SILENT_AFTER_S, 3)
+    assert found.waiting == Backlog(3, 90.0, SILENT_AFTER_S, 3)
     assert arrivals(made, 9.0) == 12
     made.set_gateways(GATEWAYS[1:], 9.0)
     found = of(made, 9.0)
-    assert (found.freshness.silent, found.waiting) == ((), Waiting())
+    assert (found.freshness.silent, found.waiting) == ((), Backlog())
     assert arrivals(made, 9.0) == 12
     assert of(made, 10.0).freshness.since_s == 1.0
 
@@ -220,7 +222,7 @@ def test_nobody_speaks_for_other_namespaces_but_those_that_are_trusted() -> None
         made.ingest("team/g", said("t", 1 if server == LLAMA else 2, 1.0, server=server, arrivals=5, queued=9), 1.0)
         made.ingest(GATEWAYS[0], said("a", 1 if server == LLAMA else 2, 1.0, server=server, arrivals=1), 1.0)
     assert [of(made, 1.0, server).traffic.at(1.0).arrivals for server in (LLAMA, "team/own")] == [1.0, 6.0]  # type: ignore[union-attr]
-    assert of(made, 1.0).waiting == Waiting()
+    assert of(made, 1.0).waiting == Backlog()
     # and its silence holds nobody else up
     for second in range(2, 10):
         made.ingest(GATEWAYS[0], said("a", second + 1, second, arrivals=1), second)
@@ -255,7 +257,7 @@ def test_absurd_values_are_bounded_and_harm_nobody_else(values: list[tuple[float
         now = float(number)
         engine = EngineDemand("x" * 10_000, first, second, third, first, second, third, first, second, third, first)  # type: ignore[arg-type]
         page = ServerDemand(
-            counted={"m": Counted(first, second, third, first, second, third, first)},  # type: ignore[arg-type]
+            counted={"m": RequestCounters(first, second, third, first, second, third, first)},  # type: ignore[arg-type]
             ttft=(buckets, -buckets) * 50,
             tpot=(buckets,) * (len(TPOT_BOUNDS_S) + 1),
             queued=first,  # type: ignore[arg-type]
@@ -278,7 +280,7 @@ def test_absurd_values_are_bounded_and_harm_nobody_else(values: list[tuple[float
         rates = found.traffic.rates(60.0, now)
         assert rates is None or rates.arrivals >= 0
     assert arrivals(made, now) == len(values)
-    assert of(made, now).waiting == Waiting()
+    assert of(made, now).waiting == Backlog()
 
 
 class Extproc:

@@ -7,9 +7,9 @@ import pytest
 
 from controller.api.autoscaling import LatencyObjective
 from controller.api.autoscaling_binding import EngineCapacity
-from controller.autoscaler.decision.load import PerRequest
+from controller.autoscaler.decision.offered_load import PerRequest
 from controller.autoscaler.decision.situation import Speed
-from controller.autoscaler.decision.speeds import seconds_of_replica, smoothed, speed_of, work_of
+from controller.autoscaler.decision.speeds import seconds_of_replica, smooth_speed, speed_of, work_of
 from extproc.api.quantities import Duration
 from extproc.api.status_pages import EngineDemand
 
@@ -49,7 +49,7 @@ def test_nothing_learned_and_nothing_declared_is_no_speed() -> None:
 def test_speeds_move_the_more_slowly_the_longer_they_are_known(followed_s: float, weight: float) -> None:
     first = Speed(10_000.0, 0.01, 5e-7, is_measured=True, followed_s=followed_s)
     second = Speed(20_000.0, 0.01, 5e-7, is_measured=True)
-    found = smoothed(first, second, 60.0)
+    found = smooth_speed(first, second, 60.0)
     assert found is not None
     assert found.prefill_tokens_per_s == pytest.approx(10_000 * 2**weight)
     assert found.followed_s == min(600.0, followed_s + 60.0)
@@ -57,11 +57,11 @@ def test_speeds_move_the_more_slowly_the_longer_they_are_known(followed_s: float
 
 def test_the_first_measurement_replaces_what_was_declared() -> None:
     measured = Speed(20_000.0, 0.01, 5e-7, is_measured=True)
-    assert smoothed(Speed(10_000.0, 0.01, 5e-7), measured, 5.0) == measured
+    assert smooth_speed(Speed(10_000.0, 0.01, 5e-7), measured, 5.0) == measured
 
 
 def test_a_speed_that_is_not_known_any_more_is_kept() -> None:
-    assert smoothed(FAST, None, 5.0) == FAST
+    assert smooth_speed(FAST, None, 5.0) == FAST
 
 
 def test_work_by_stage() -> None:

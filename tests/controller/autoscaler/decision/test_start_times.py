@@ -6,16 +6,16 @@ from __future__ import annotations
 import msgspec
 
 from controller.autoscaler.decision.situation import Engine, EngineState
-from controller.autoscaler.decision.speeds import StartTimes, expected_start_s
+from controller.autoscaler.decision.speeds import StartDurations, expected_start_s
 from tests.controller.autoscaler.decision.situations import target_of
 
 
-def started(*took_s: float, prefix: str = "pod") -> StartTimes:
+def started(*took_s: float, prefix: str = "pod") -> StartDurations:
     """After engines that took so long."""
     engines = tuple(
         Engine(f"{prefix}-{index}", EngineState.READY, 100.0, 100.0 + took) for index, took in enumerate(took_s)
     )
-    return StartTimes().seen(msgspec.structs.replace(target_of(), engines=engines))
+    return StartDurations().with_started_engines(msgspec.structs.replace(target_of(), engines=engines))
 
 
 def test_nine_of_ten_start_within_what_is_expected() -> None:
@@ -25,16 +25,16 @@ def test_nine_of_ten_start_within_what_is_expected() -> None:
 
 def test_before_any_start_the_given_time_counts() -> None:
     assert expected_start_s(None, 60.0) == 60.0
-    assert expected_start_s(StartTimes(), 60.0) == 60.0
+    assert expected_start_s(StartDurations(), 60.0) == 60.0
 
 
 def test_an_engine_counts_once() -> None:
     target = msgspec.structs.replace(target_of(), engines=(Engine("a", EngineState.READY, 0.0, 30.0),))
-    assert len(StartTimes().seen(target).seen(target).starts) == 1
+    assert len(StartDurations().with_started_engines(target).with_started_engines(target).starts) == 1
 
 
 def test_engines_that_still_start_do_not_count() -> None:
-    assert StartTimes().seen(target_of(ready=0, starting=2)).starts == ()
+    assert StartDurations().with_started_engines(target_of(ready=0, starting=2)).starts == ()
 
 
 def test_only_the_newest_are_remembered() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.decision.memory import MOST_TURNS, TURNS_COUNT_S, StageMemory
-from controller.autoscaler.decision.stage import SCALE_IN_WINDOW_S, behavior_of, prepared
+from controller.autoscaler.decision.stage import SCALE_IN_WINDOW_S, behavior_of, prepare_stage
 from tests.controller.autoscaler.decision.situations import NOW_S, situation_of, target_of
 
 POLICY = AutoscalingPolicySpec()
@@ -18,7 +18,7 @@ def memory_after(*replicas: int, apart_s: float = 60.0) -> StageMemory:
     memory = None
     for index, count in enumerate(replicas):
         situation = situation_of(target_of(ready=count), now_s=NOW_S + index * apart_s)
-        _, memory = prepared(situation, memory, POLICY)
+        _, memory = prepare_stage(situation, memory, POLICY)
     assert memory is not None
     return memory
 
@@ -48,4 +48,4 @@ def test_a_turn_doubles_the_window_for_a_while() -> None:
     found = behavior_of(POLICY, len(memory.turned_at_s)).scale_down.stabilization_window_seconds
     assert found == 2 * SCALE_IN_WINDOW_S
     later = situation_of(target_of(ready=5), now_s=NOW_S + 120.0 + TURNS_COUNT_S)
-    assert not prepared(later, memory, POLICY)[1].turned_at_s
+    assert not prepare_stage(later, memory, POLICY)[1].turned_at_s

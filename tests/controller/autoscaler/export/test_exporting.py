@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict
 
-from controller.autoscaler.export.exports import CURRENT, DESIRED, RATIO, Exported, Exports
+from controller.autoscaler.export.exports import CURRENT, DESIRED, RATIO, ExportedTarget, Exports
 from controller.autoscaler.export.external_metrics import front_proxy_of, quantity
 from controller.kube.authorizer import User
 from controller.kube.resources import selector
@@ -27,7 +27,7 @@ def binding(desired: int | None, current: int = 1, **target: Any) -> dict[str, A
 
 
 def test_what_a_binding_does_not_say_for_a_while_stays() -> None:
-    changes: list[tuple[Exported, ...] | None] = []
+    changes: list[tuple[ExportedTarget, ...] | None] = []
     exports = Exports(lambda _, targets: changes.append(targets))
     exports.put("shop/one", binding(None))
     assert exports.of("shop") == []

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from bench.stack.processes import free_ports
-from controller.autoscaler.export.exports import Decisions, Wanted, wanted_of
+from controller.autoscaler.export.exports import Decisions, DesiredReplicas, desired_replicas_of
 from controller.autoscaler.export.keda import KedaScaler, TlsFiles, server_credentials
 from controller.autoscaler.export.keda_access import Readers
 from tests.certificates import Authority
@@ -109,7 +109,7 @@ async def refusal(channel: grpc.aio.Channel, method: str, message: bytes) -> tup
 async def test_the_metric_is_the_desired_replicas_with_a_target_of_one(
     channel: grpc.aio.Channel, decisions: Decisions
 ) -> None:
-    decisions.tell("shop/llama", {"h100": Wanted(7, is_active=True)})
+    decisions.set_desired("shop/llama", {"h100": DesiredReplicas(7, is_active=True)})
     named = reference("shop", binding="llama")
     spec = fields((await call(channel, "GetMetricSpec", named))[1])
     assert spec == {1: b"attache-desired-replicas", 2: 1, 3: 1.0}
@@ -119,7 +119,9 @@ async def test_the_metric_is_the_desired_replicas_with_a_target_of_one(
 
 
 async def test_each_target_has_its_own(channel: grpc.aio.Channel, decisions: Decisions) -> None:
-    decisions.tell("shop/llama", {"h100": Wanted(2, is_active=True), "l40s": Wanted(0, is_active=False)})
+    decisions.set_desired(
+        "shop/llama", {"h100": DesiredReplicas(2, is_active=True), "l40s": DesiredReplicas(0, is_active=False)}
+    )
     first, second = (reference("shop", binding="llama", target=name) for name in ("h100", "l40s"))
     assert fields((await call(channel, "GetMetrics", part(1, first)))[1])[2] == 2
     # zero is not written
@@ -134,14 +136,14 @@ async def test_what_is_not_known_fails_and_is_never_zero(channel: grpc.aio.Chann
     named = reference("shop", binding="llama")
     for method, message in (("IsActive", named), ("GetMetrics", part(1, named))):
         assert (await refusal(channel, method, message))[0] is grpc.StatusCode.UNAVAILABLE
-    decisions.tell("shop/llama", {"h100": Wanted(2, is_active=True)})
+    decisions.set_desired("shop/llama", {"h100": DesiredReplicas(2, is_active=True)})
     assert await call(channel, "IsActive", named) == {1: 1}
     decisions.forget("shop/llama")
     assert (await refusal(channel, "IsActive", named))[0] is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_binding_of_another_namespace_cannot_be_read(channel: grpc.aio.Channel, decisions: Decisions) -> None:
-    decisions.tell("shop/llama", {"h100": Wanted(2, is_active=True)})
+    decisions.set_desired("shop/llama", {"h100": DesiredReplicas(2, is_active=True)})
     assert (await refusal(channel, "IsActive", reference("bank", binding="llama")))[0] is grpc.StatusCode.UNAVAILABLE
     for wrong in (reference("bank", binding="shop/llama"), reference("bank")):
         for method in ("IsActive", "GetMetricSpec"):
@@ -157,16 +159,16 @@ async def test_a_change_is_pushed_and_the_same_is_not_repeated(channel: grpc.aio
 
     async with asyncio.timeout(120):
         listening = asyncio.create_task(listen())
-        decisions.tell("shop/llama", {"h100": Wanted(0, is_active=False)})
+        decisions.set_desired("shop/llama", {"h100": DesiredReplicas(0, is_active=False)})
         assert await told.get() is False
-        decisions.tell("shop/llama", {"h100": Wanted(1, is_active=True)})
+        decisions.set_desired("shop/llama", {"h100": DesiredReplicas(1, is_active=True)})
         assert await told.get() is True
         # more replicas are no news for this stream, nor is that nothing is known
-        decisions.tell("shop/llama", {"h100": Wanted(5, is_active=True)})
+        decisions.set_desired("shop/llama", {"h100": DesiredReplicas(5, is_active=True)})
         await asyncio.sleep(0)
         decisions.forget("shop/llama")
         await asyncio.sleep(0)
-        decisions.tell("shop/llama", {"h100": Wanted(0, is_active=False)})
+        decisions.set_desired("shop/llama", {"h100": DesiredReplicas(0, is_active=False)})
         assert await told.get() is False
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
@@ -175,7 +177,7 @@ async def test_a_change_is_pushed_and_the_same_is_not_repeated(channel: grpc.aio
 async def test_a_stream_says_it_again_now_and_then(decisions: Decisions) -> None:
     scaler = KedaScaler(decisions, repeat_s=0.01)
     port = await scaler.start("127.0.0.1:0")
-    decisions.tell("shop/llama", {"h100": Wanted(3, is_active=True)})
+    decisions.set_desired("shop/llama", {"h100": DesiredReplicas(3, is_active=True)})
     async with asyncio.timeout(120), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stream = channel.unary_stream(PATH + "StreamIsActive")(reference("shop", binding="llama"))
         assert [fields(await stream.read()) for _ in range(3)] == [{1: 1}] * 3
@@ -190,7 +192,7 @@ async def test_with_tls_files_are_read_anew_and_clients_checked(decisions: Decis
     follow = TlsFiles(Path(files["certFile"]), Path(files["keyFile"]), tmp_path / "clients.crt")
     scaler = KedaScaler(decisions)
     port = await scaler.start("127.0.0.1:0", server_credentials(follow))
-    decisions.tell("shop/llama", {"h100": Wanted(3, is_active=True)})
+    decisions.set_desired("shop/llama", {"h100": DesiredReplicas(3, is_active=True)})
 
     async def ask(trusts: Authority, shows: Authority | None) -> dict[int, Any]:
         pair = shows.issue("keda") if shows else None
@@ -220,7 +222,7 @@ def test_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:
     files = TlsFiles(tmp_path / "tls.crt", tmp_path / "tls.key")
     files.certificate.write_bytes(first.cert)
     files.key.write_bytes(second.key)
-    with pytest.raises(ValueError, match="not that of the certificate"):
+    with pytest.raises(ValueError, match="private key is of another certificate"):
         server_credentials(files)
     key = load_pem_private_key(first.key, None)
     encryption = BestAvailableEncryption(b"secret")
@@ -231,11 +233,14 @@ def test_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:
 
 def test_what_was_decided_by_target() -> None:
     desired = {"h100": 3, "l40s": 0, "gone": None}
-    assert wanted_of(desired) == {"h100": Wanted(3, is_active=True), "l40s": Wanted(0, is_active=False)}
+    assert desired_replicas_of(desired) == {
+        "h100": DesiredReplicas(3, is_active=True),
+        "l40s": DesiredReplicas(0, is_active=False),
+    }
 
 
 async def test_it_serves_until_it_is_cancelled(decisions: Decisions) -> None:
-    decisions.tell("shop/llama", {"h100": Wanted(3, is_active=True)})
+    decisions.set_desired("shop/llama", {"h100": DesiredReplicas(3, is_active=True)})
     address = f"127.0.0.1:{free_ports(1)[0]}"
     async with asyncio.timeout(120), grpc.aio.insecure_channel(address) as channel:
         for _ in range(2):
@@ -249,7 +254,7 @@ async def test_it_serves_until_it_is_cancelled(decisions: Decisions) -> None:
 
 
 async def test_who_no_longer_leads_knows_nothing(channel: grpc.aio.Channel, decisions: Decisions) -> None:
-    decisions.tell("shop/llama", {"h100": Wanted(2, is_active=True)})
+    decisions.set_desired("shop/llama", {"h100": DesiredReplicas(2, is_active=True)})
     decisions.clear()
     code, _ = await refusal(channel, "IsActive", reference("shop", binding="llama"))
     assert code is grpc.StatusCode.UNAVAILABLE
@@ -267,7 +272,7 @@ async def test_an_address_that_is_taken_is_told(decisions: Decisions) -> None:
 async def test_one_caller_cannot_take_all_streams(decisions: Decisions) -> None:
     scaler = KedaScaler(decisions, most_streams=16)
     port = await scaler.start("127.0.0.1:0")
-    decisions.tell("shop/llama", {"h100": Wanted(3, is_active=True)})
+    decisions.set_desired("shop/llama", {"h100": DesiredReplicas(3, is_active=True)})
     async with asyncio.timeout(120), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         open_stream = channel.unary_stream(PATH + "StreamIsActive")
         kept = [open_stream(reference("shop", binding="llama")) for _ in range(2)]
@@ -291,7 +296,7 @@ async def test_one_caller_cannot_take_all_streams(decisions: Decisions) -> None:
         await eventually(has_room)
         # one caller gets half, whatever namespaces it makes up
         for number in range(6):
-            decisions.tell(f"made-up-{number}/llama", {"h100": Wanted(3, is_active=True)})
+            decisions.set_desired(f"made-up-{number}/llama", {"h100": DesiredReplicas(3, is_active=True)})
             kept.append(open_stream(reference(f"made-up-{number}", binding="llama")))
             await kept[-1].read()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -302,32 +307,32 @@ async def test_one_caller_cannot_take_all_streams(decisions: Decisions) -> None:
 
 
 async def test_news_of_a_binding_wake_only_those_who_ask_about_it(decisions: Decisions) -> None:
-    decisions.tell("shop/llama", {"h100": Wanted(3, is_active=True)})
-    last = decisions.wanted("shop/llama", "")
+    decisions.set_desired("shop/llama", {"h100": DesiredReplicas(3, is_active=True)})
+    last = decisions.last_decision("shop/llama", "")
     asked: list[str] = []
-    known = decisions.wanted
+    known = decisions.last_decision
 
-    def counted(binding: str, target: str) -> Wanted:
+    def counted(binding: str, target: str) -> DesiredReplicas:
         asked.append(binding)
         return known(binding, target)
 
-    decisions.wanted = counted  # type: ignore[method-assign]
+    decisions.last_decision = counted  # type: ignore[method-assign]
     waits = [asyncio.create_task(decisions.other_than(last, "shop/llama", "")) for _ in range(100)]
     await asyncio.sleep(0)
     asked.clear()
     for number in range(100):
-        decisions.tell("shop/other", {"h100": Wanted(number, is_active=True)})
+        decisions.set_desired("shop/other", {"h100": DesiredReplicas(number, is_active=True)})
         await asyncio.sleep(0)
     assert asked == []
-    decisions.tell("shop/llama", {"h100": Wanted(4, is_active=True)})
-    assert await asyncio.gather(*waits) == [Wanted(4, is_active=True)] * 100
+    decisions.set_desired("shop/llama", {"h100": DesiredReplicas(4, is_active=True)})
+    assert await asyncio.gather(*waits) == [DesiredReplicas(4, is_active=True)] * 100
 
 
 async def test_only_listed_namespaces_are_told(decisions: Decisions) -> None:
     scaler = KedaScaler(decisions, readers=Readers(namespaces=frozenset({"shop"})))
     port = await scaler.start("127.0.0.1:0")
     for namespace in ("shop", "bank"):
-        decisions.tell(f"{namespace}/llama", {"h100": Wanted(3, is_active=True)})
+        decisions.set_desired(f"{namespace}/llama", {"h100": DesiredReplicas(3, is_active=True)})
     async with asyncio.timeout(120), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         assert await call(channel, "IsActive", reference("shop", binding="llama")) == {1: 1}
         for method in ("IsActive", "GetMetricSpec"):
@@ -349,7 +354,7 @@ async def test_a_clients_certificate_says_what_it_may_read(decisions: Decisions,
     scaler = KedaScaler(decisions, readers=readers)
     port = await scaler.start("127.0.0.1:0", server_credentials(follow))
     for namespace in ("shop", "bank"):
-        decisions.tell(f"{namespace}/llama", {"h100": Wanted(3, is_active=True)})
+        decisions.set_desired(f"{namespace}/llama", {"h100": DesiredReplicas(3, is_active=True)})
 
     async def ask(name: str, namespace: str, *dns: str) -> tuple[grpc.StatusCode, str]:
         pair = authority.issue(name, dns=dns)

@@ -51,7 +51,7 @@ async def test_only_what_is_new_rings(said: list[ServerDemand], rings: list[bool
     found = []
     for number, one in enumerate(said):
         rung.clear()
-        demand._hear("a/gateway", Demand("x", number, 0.0, {"a/llama": one}), float(number))
+        demand._on_demand("a/gateway", Demand("x", number, 0.0, {"a/llama": one}), float(number))
         found.append(rung == ["a/llama"])
     assert found == rings
 
@@ -61,9 +61,9 @@ async def test_a_gateway_of_a_namespace_hastens_no_decision_of_another() -> None
     demand = GatewayDemand(cast("Client", None), ("gateways",), InformerTiming(), lambda: 0.0)
     demand._urgent = rung.append
     said = Demand("x", 1, 0.0, {"a/llama": ServerDemand(at_zero=1), "b/llama": ServerDemand(at_zero=1)})
-    demand._hear("b/gateway", said, 0.0)
+    demand._on_demand("b/gateway", said, 0.0)
     assert rung == ["b/llama"]
-    demand._hear("gateways/one", said, 0.0)
+    demand._on_demand("gateways/one", said, 0.0)
     assert rung == ["b/llama", "a/llama", "b/llama"]
 
 
@@ -72,11 +72,11 @@ async def test_what_is_remembered_of_a_gateway_does_not_grow_with_its_lies() -> 
     server = ServerDemand(queued=9, at_zero=1)
     for number in range(1, 2000):
         # processes that do not answer, one that begins anew each time, and ever more slots
-        demand._hear("a/gateway", Demand("", 0, 0.0, {f"a/m{number}": server}, slot=f"silent{number}"), 0.0)
-        demand._hear("a/gateway", Demand(f"x{number}", 1, 0.0, {f"a/m{number}": server}, slot="same"), 0.0)
-        demand._hear("a/gateway", Demand("y", number, 0.0, {f"a/m{number}": server}, slot=f"s{number}"), 0.0)
-    assert len(demand._said) <= 64
-    assert sum(len(one.unfinished) for one in demand._said.values()) <= 64
+        demand._on_demand("a/gateway", Demand("", 0, 0.0, {f"a/m{number}": server}, slot=f"silent{number}"), 0.0)
+        demand._on_demand("a/gateway", Demand(f"x{number}", 1, 0.0, {f"a/m{number}": server}, slot="same"), 0.0)
+        demand._on_demand("a/gateway", Demand("y", number, 0.0, {f"a/m{number}": server}, slot=f"s{number}"), 0.0)
+    assert len(demand._last_reports) <= 64
+    assert sum(len(one.unfinished) for one in demand._last_reports.values()) <= 64
 
 
 def test_ranks_of_a_pod_are_one_engine_of_their_speed_together() -> None:

@@ -46,7 +46,7 @@ def test_a_stateful_set_loses_the_highest_ordinals() -> None:
 def test_who_goes_is_marked_first_and_sorted_to_the_front() -> None:
     plan = drain([pod("a"), pod("b")], 1, busy(a=3, b=0), is_ordered=False, now_s=NOW_S, drain_s=60.0)
     assert [(one.pod.name, sorted(one.annotations)) for one in plan.marks] == [("b", sorted([DRAINING, DELETION_COST]))]
-    assert (plan.may_go, plan.look_again_at_s) == (False, NOW_S + HEARD_S)
+    assert (plan.may_go, plan.requeue_at_s) == (False, NOW_S + HEARD_S)
 
 
 def test_who_is_idle_goes_once_the_mark_was_heard() -> None:

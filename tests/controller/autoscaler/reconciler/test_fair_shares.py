@@ -12,11 +12,11 @@ from controller.api.autoscaling import MetricTarget
 from controller.api.autoscaling_binding import ObjectReference, ScaleTarget
 from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.decision.situation import EngineState
+from controller.autoscaler.reconciler.controller import wall_s
 from controller.autoscaler.reconciler.fair_shares import FairShares
 from controller.autoscaler.reconciler.metric_sources import Sources, SourceSettings
-from controller.autoscaler.reconciler.resolver import Resolved
+from controller.autoscaler.reconciler.resolver import ResolvedTarget
 from controller.autoscaler.reconciler.scalables import PodView, kind_of
-from controller.autoscaler.reconciler.scaling import wall_s
 from controller.kube.resources import MODEL_INFERS
 from controller.models.model_infer import names
 from tests.scaling_scenes import situation
@@ -79,7 +79,7 @@ async def test_who_leaves_takes_no_turn_along() -> None:
     assert sorted(served) == ["a", "a", "b", "b"]
 
 
-def engines(namespace: str, number: int, count: int) -> Resolved:
+def engines(namespace: str, number: int, count: int) -> ResolvedTarget:
     """Engines at 127.NUMBER.0.1 and so on."""
     pods = [
         PodView(
@@ -95,7 +95,9 @@ def engines(namespace: str, number: int, count: int) -> Resolved:
     reference = ObjectReference(api_version=MODEL_INFERS.api_version, kind=MODEL_INFERS.kind, name="llama")
     place = (namespace, MODEL_INFERS.group, MODEL_INFERS.kind, "llama")
     kind = kind_of(MODEL_INFERS.group, MODEL_INFERS.kind)
-    return Resolved(spec=ScaleTarget(name="a", ref=reference, max_replicas=999), place=place, kind=kind, pods=pods)
+    return ResolvedTarget(
+        spec=ScaleTarget(name="a", ref=reference, max_replicas=999), place=place, kind=kind, pods=pods
+    )
 
 
 async def test_slow_engines_of_one_namespace_hold_up_no_other() -> None:
@@ -118,9 +120,9 @@ async def test_slow_engines_of_one_namespace_hold_up_no_other() -> None:
     sources = Sources(cast("Client", None), settings, wall_s, lambda _: port)
     policy = AutoscalingPolicySpec(period=0.1, metrics=(MetricTarget(name="queue", value=5.0, source="Engine"),))
 
-    async def measured(found: Resolved) -> Metric:
+    async def measured(found: ResolvedTarget) -> Metric:
         given = [situation(engines_at())]
-        (made,) = await sources.measured(found.place[0], policy, [found], given)
+        (made,) = await sources.with_metrics(found.place[0], policy, [found], given)
         return made.metrics["queue"]
 
     slow, quick = engines("slow", 1, 300), engines("quick", 2, 3)

@@ -8,7 +8,7 @@ import contextlib
 from typing import TYPE_CHECKING, cast
 
 from controller.autoscaler.reconciler.informers import Informers
-from controller.kube.client import Client, Listed, WatchEvent
+from controller.kube.client import Client, ObjectList, WatchEvent
 from controller.kube.informer import InformerTiming
 from controller.kube.resources import MODEL_SERVERS, Object, Resource
 
@@ -29,8 +29,8 @@ class FakeClient:
         self.servers = servers
         self.events = asyncio.Queue[WatchEvent]()
 
-    async def list(self, resource: Resource, *_: object, **__: object) -> Listed:
-        return Listed(self.servers if resource == MODEL_SERVERS else [], "1")
+    async def list(self, resource: Resource, *_: object, **__: object) -> ObjectList:
+        return ObjectList(self.servers if resource == MODEL_SERVERS else [], "1")
 
     async def watch(self, resource: Resource, *_: object, **__: object) -> AsyncIterator[WatchEvent]:
         assert resource == MODEL_SERVERS

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from controller.autoscaler.decision.decision import Decision, StageDecision
 from controller.autoscaler.decision.situation import Situation
-from controller.autoscaler.decision.traffic import History, Sums, Traffic
+from controller.autoscaler.decision.traffic import History, Traffic, TrafficSums
 from controller.autoscaler.reconciler.metrics import ScalingMetrics, series_of
 from controller.autoscaler.reconciler.result import Result
 from controller.autoscaler.reconciler.state import BindingState, new_state
@@ -27,7 +27,7 @@ def state_after(result: Result) -> BindingState:
 
 
 def test_the_points_of_a_reconciliation_are_not_kept() -> None:
-    points = History().points(1.0, Sums())
+    points = History().points(1.0, TrafficSums())
     held = weakref.ref(points)
     state = state_after(Result(now_s=1.0, situations=(Situation(now_s=1.0, targets=(), traffic=Traffic(points)),)))
     del points

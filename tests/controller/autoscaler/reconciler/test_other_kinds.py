@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from controller.autoscaler.reconciler.other_kinds import OtherKinds, Read
+from controller.autoscaler.reconciler.other_kinds import OtherKinds, TargetRead
 from controller.kube.errors import NotFound
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from controller.autoscaler.reconciler.bindings import Place
+    from controller.autoscaler.reconciler.bindings import ScalableRef
     from controller.kube.client import Client
     from controller.kube.resources import Object, Resource
 
@@ -35,7 +35,7 @@ class FakeClient:
         self.gate = asyncio.Event()
         self.begun: list[str] = []
 
-    async def served(self, api_version: str) -> tuple[Object, ...]:
+    async def served_resources(self, api_version: str) -> tuple[Object, ...]:
         self.asked.append(api_version)
         if api_version not in (SERVED, SLOW):
             raise NotFound(404, "NotFound", api_version)
@@ -56,16 +56,16 @@ class FakeClient:
         return {"metadata": metadata, **self.objects[name]}
 
 
-def place(name: str, group: str = "example.com") -> Place:
+def place(name: str, group: str = "example.com") -> ScalableRef:
     return "default", group, "Fleet", name
 
 
 @contextlib.asynccontextmanager
 async def reading(
-    client: FakeClient, wanted: Mapping[Place, str], *, each_s: float = 5.0, deadline_s: float = 10.0
+    client: FakeClient, wanted: Mapping[ScalableRef, str], *, each_s: float = 5.0, deadline_s: float = 10.0
 ) -> AsyncIterator[OtherKinds]:
     kinds = OtherKinds(cast("Client", client), lambda _: None, each_s=each_s, deadline_s=deadline_s)
-    kinds.want("default/binding", wanted)
+    kinds.set_wanted("default/binding", wanted)
     task = asyncio.create_task(kinds.run())
     try:
         yield kinds
@@ -75,9 +75,9 @@ async def reading(
         await asyncio.gather(task, return_exceptions=True)
 
 
-def is_read(kinds: OtherKinds, target: Place) -> bool:
+def is_read(kinds: OtherKinds, target: ScalableRef) -> bool:
     """Whether it has been tried."""
-    return kinds.of(target) != Read()
+    return kinds.of(target) != TargetRead()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ async def test_what_is_not_answered_in_time_cannot_be_read_and_stays_as_it_was()
         assert kinds.cut_off_s("default") is not None
         client.gate.set()
         await eventually(lambda: kinds.of(place("a", "slow.com")).found is not None)
-        assert kinds.cut_off_s("default") is None
+        await eventually(lambda: kinds.cut_off_s("default") is None)
         client.gate.clear()
         await eventually(lambda: kinds.cut_off_s("default") is not None)
         # it is scaled by what was read last, and nothing is scaled in meanwhile: see Freshness.cut_off_s
@@ -189,7 +189,7 @@ async def test_a_target_that_is_not_wanted_any_more_is_read_no_more() -> None:
     slow = place("a", "slow.com")
     async with reading(client, {slow: SLOW}, each_s=0.02) as kinds:
         await eventually(lambda: client.begun == ["a"])
-        kinds.want("default/binding", {place("b"): SERVED})
+        kinds.set_wanted("default/binding", {place("b"): SERVED})
         client.gate.set()
         await eventually(lambda: is_read(kinds, place("b")))
         assert not is_read(kinds, slow)

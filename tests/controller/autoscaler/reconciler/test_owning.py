@@ -10,13 +10,13 @@ import pytest
 
 from controller.api.autoscaling_binding import ScaleTarget
 from controller.autoscaler.reconciler.bindings import (
-    Claim,
+    TargetClaim,
+    autoscaler_trimmer,
     hold_of,
     other_owner,
     place_of,
     rival,
     scaled_by_others,
-    slim_autoscaler,
 )
 from controller.autoscaler.reconciler.scalables import (
     KINDS,
@@ -29,7 +29,7 @@ from controller.autoscaler.reconciler.scalables import (
 )
 from controller.kube.resources import DEPLOYMENTS
 
-MINE = Claim("2026-11-22T08:00:00Z", "default/a", "1")
+MINE = TargetClaim("2026-11-22T08:00:00Z", "default/a", "1")
 WROTE_AT_S = 1_795_341_600.0  # 2026-11-22T10:00:00Z
 
 
@@ -52,8 +52,8 @@ def ours(to: object) -> dict[str, str]:
 
 
 def test_the_older_binding_has_the_right_and_among_equals_the_first_name() -> None:
-    younger = Claim("2026-11-22T09:00:00Z", "default/0", "2")
-    equal = Claim("2026-11-22T08:00:00Z", "default/b", "3")
+    younger = TargetClaim("2026-11-22T09:00:00Z", "default/0", "2")
+    equal = TargetClaim("2026-11-22T08:00:00Z", "default/b", "3")
     assert rival(MINE, [younger, equal]) == ""
     assert rival(younger, [MINE]) == "default/a"
     assert rival(equal, [MINE, younger]) == "default/a"
@@ -107,13 +107,13 @@ def test_a_role_of_a_model_infer_is_an_object_of_its_own() -> None:
 
 def test_other_autoscalers_are_found_by_what_they_scale() -> None:
     metadata = {"name": "one", "namespace": "default"}
-    hpa = slim_autoscaler("HorizontalPodAutoscaler")(
+    hpa = autoscaler_trimmer("HorizontalPodAutoscaler")(
         {"metadata": metadata, "spec": {"scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "a"}}}
     )
-    keda = slim_autoscaler("ScaledObject", "Deployment", "apps")(
+    keda = autoscaler_trimmer("ScaledObject", "Deployment", "apps")(
         {"metadata": metadata, "spec": {"scaleTargetRef": {"name": "b"}}}
     )
-    broken = slim_autoscaler("ScaledObject")({"metadata": metadata, "spec": {}})
+    broken = autoscaler_trimmer("ScaledObject")({"metadata": metadata, "spec": {}})
     assert scaled_by_others([hpa, keda, broken]) == {
         ("default", "apps", "Deployment", "a"): "HorizontalPodAutoscaler one",
         ("default", "apps", "Deployment", "b"): "ScaledObject one",

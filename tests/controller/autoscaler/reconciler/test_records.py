@@ -6,20 +6,20 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from controller.autoscaler.decision.decision import Decision, Recommendation, StageDecision, Step, TargetDecision
-from controller.autoscaler.decision.situation import Freshness, Waiting
-from controller.autoscaler.reconciler.records import DecisionLog, Record, Records, explained
-from controller.autoscaler.reconciler.state import packed, unpacked
+from controller.autoscaler.decision.decision import AppliedRule, Decision, Recommendation, StageDecision, TargetDecision
+from controller.autoscaler.decision.situation import Backlog, Freshness
+from controller.autoscaler.reconciler.records import DecisionLog, DecisionRecord, Records, explain_record
+from controller.autoscaler.reconciler.state import decode_annotation, encode_annotation
 from controller.commands.explain_scaling import main
 
 
-def record(at_s: float, desired: int = 2) -> Record:
+def record(at_s: float, desired: int = 2) -> DecisionRecord:
     stage = StageDecision(
         "Both",
         (Recommendation("Work", 2.25, "queued work", {"rate": 1.5}), Recommendation("Slo", None, "no latency yet")),
         2.25,
-        (Step("Stabilized", 2.25, 3.0, "the largest of 120 s"),),
-        Waiting(requests=3, tokens=1200.0, oldest_s=2.0),
+        (AppliedRule("Stabilized", 2.25, 3.0, "the largest of 120 s"),),
+        Backlog(requests=3, tokens=1200.0, oldest_s=2.0),
         Freshness(age_s=0.4, gateways=2, silent=("gateway-1",)),
     )
     decision = Decision(
@@ -29,11 +29,11 @@ def record(at_s: float, desired: int = 2) -> Record:
         targets=(TargetDecision("main", 2, desired, ready=2, reason="3 are asked for"),),
         stages=(stage,),
     )
-    return Record(decision=decision, acts={"main": "scaled from 2 to 3"})
+    return DecisionRecord(decision=decision, acts={"main": "scaled from 2 to 3"})
 
 
-def decoded(log: DecisionLog) -> list[Record]:
-    return [msgspec.json.decode(one, type=Record) for one in log.newest_first()]
+def decoded(log: DecisionLog) -> list[DecisionRecord]:
+    return [msgspec.json.decode(one, type=DecisionRecord) for one in log.newest_first()]
 
 
 def test_the_newest_comes_first_and_what_says_nothing_new_is_kept_once_a_minute() -> None:
@@ -56,7 +56,7 @@ def test_pages_have_the_decisions_of_the_present_term() -> None:
     records, log = Records(), DecisionLog()
     log.add(record(1.0))
     records.follow(lambda: {"default/one": log, "default/new": DecisionLog()})
-    assert list(records.latest()) == ["default/one"]
+    assert list(records.records_by_binding()) == ["default/one"]
     assert len(list(records.of("default/one"))) == 1
     assert list(records.of("default/two")) == []
     records.follow(dict)
@@ -73,7 +73,7 @@ def test_of_hours_without_news_the_last_twenty_minutes_are_kept_and_all_news() -
 
 
 def test_a_decision_reads_like_its_way() -> None:
-    text = explained(record(0.0))
+    text = explain_record(record(0.0))
     for said in ("default/one at 1970-01-01 00:00:00 UTC, mode Auto", "2.25", "unknown", "no latency yet"):
         assert said in text
     assert "then Stabilized: 2.25 -> 3, the largest of 120 s" in text
@@ -82,21 +82,21 @@ def test_a_decision_reads_like_its_way() -> None:
     assert "not proven" not in text
     decision = record(0.0).decision
     stages = (msgspec.structs.replace(decision.stages[0], is_proven=False),)
-    text = explained(Record(decision=msgspec.structs.replace(decision, stages=stages)))
+    text = explain_record(DecisionRecord(decision=msgspec.structs.replace(decision, stages=stages)))
     assert "targets: not proven the cheapest; a slightly cheaper set may exist" in text
 
 
 def test_what_no_law_knows_and_nobody_waits_for_reads_so() -> None:
     decision = record(0.0).decision
     stage = msgspec.structs.replace(
-        decision.stages[0], combined=None, waiting=Waiting(), freshness=Freshness(gateways=1, unreported=("pod-1",))
+        decision.stages[0], combined=None, waiting=Backlog(), freshness=Freshness(gateways=1, unreported=("pod-1",))
     )
-    text = explained(Record(decision=msgspec.structs.replace(decision, stages=(stage,))))
-    assert ": the laws do not know\n" in text
+    text = explain_record(DecisionRecord(decision=msgspec.structs.replace(decision, stages=(stage,))))
+    assert ": the strategies do not know\n" in text
     assert "  waiting: no requests\n" in text
     assert "of 1 gateway; silent gateways: none; engines without reports: pod-1" in text
-    several = msgspec.structs.replace(stage, waiting=Waiting(requests=2, tokens=9.0, oldest_s=1.5, at_zero=1))
-    text = explained(Record(decision=msgspec.structs.replace(decision, stages=(several,))))
+    several = msgspec.structs.replace(stage, waiting=Backlog(requests=2, tokens=9.0, oldest_s=1.5, at_zero=1))
+    text = explain_record(DecisionRecord(decision=msgspec.structs.replace(decision, stages=(several,))))
     assert "  waiting: 2 requests with 9 tokens, the first for 1.5 s; 1 without any engine\n" in text
 
 
@@ -108,7 +108,7 @@ def test_a_number_of_decisions_that_is_none(capsys: pytest.CaptureFixture[str], 
 
 
 def test_what_was_learned_survives_packing_and_what_is_too_long_is_left_out() -> None:
-    assert unpacked(packed(b'{"Both": 1}')) == b'{"Both": 1}'
-    assert packed(b"") == ""
-    assert unpacked("nothing of ours") == b""
-    assert unpacked("!") == b""
+    assert decode_annotation(encode_annotation(b'{"Both": 1}')) == b'{"Both": 1}'
+    assert encode_annotation(b"") == ""
+    assert decode_annotation("nothing of ours") == b""
+    assert decode_annotation("!") == b""

@@ -7,27 +7,27 @@ import msgspec
 
 from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.reconciler.demand import DemandView
-from controller.autoscaler.reconciler.resolver import Resolved
+from controller.autoscaler.reconciler.resolver import ResolvedTarget
 from controller.autoscaler.reconciler.scalables import Scalable, kind_of
-from controller.autoscaler.reconciler.situations import situations_of, with_rooms
+from controller.autoscaler.reconciler.situations import situations_of, with_headroom
 from controller.kube.resources import DEPLOYMENTS
 from extproc.api.quantities import Duration
 from tests.controller.autoscaler.decision.situations import NOW_S, spec_of
 
 
-def resolved(name: str, start_time: str) -> Resolved:
+def resolved(name: str, start_time: str) -> ResolvedTarget:
     spec = msgspec.structs.replace(spec_of(name), start_time=Duration(start_time))
     found = Scalable(
         resource=DEPLOYMENTS, key=f"default/{name}", uid="u", version="1", replicas=2, selector={}, template={}
     )
     place = ("default", "apps", "Deployment", name)
-    return Resolved(spec=spec, place=place, kind=kind_of("apps", "Deployment"), found=found)
+    return ResolvedTarget(spec=spec, place=place, kind=kind_of("apps", "Deployment"), found=found)
 
 
 def test_before_any_start_the_target_says_how_long_one_takes() -> None:
     targets = [resolved("a", "4m"), resolved("b", "60s")]
     (found,) = situations_of(targets, AutoscalingPolicySpec(), lambda _: DemandView(), NOW_S, holds={})
     assert [one.start_s for one in found.targets] == [240.0, 60.0]
-    (limited,) = with_rooms([found], {"a": 3}, {"a": ("H100 or h100",)})
-    assert [one.room for one in limited.targets] == [3, None]
+    (limited,) = with_headroom([found], {"a": 3}, {"a": ("H100 or h100",)})
+    assert [one.headroom for one in limited.targets] == [3, None]
     assert [one.pools for one in limited.targets] == [("H100 or h100",), None]

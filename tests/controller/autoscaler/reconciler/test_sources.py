@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 from controller.api.autoscaling_binding import ObjectReference, ScaleTarget
 from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.decision.situation import EngineState
-from controller.autoscaler.reconciler.metric_sources import Taken, entry_pods, shares_of, total_of
-from controller.autoscaler.reconciler.resolver import Resolved
+from controller.autoscaler.reconciler.metric_sources import MetricSample, entry_pods, shares_of, total_of
+from controller.autoscaler.reconciler.resolver import ResolvedTarget
 from controller.autoscaler.reconciler.scalables import PodView, kind_of
 from controller.autoscaler.reconciler.source_http import (
-    Allowed,
+    AddressForbidden,
+    AddressPolicy,
     CheckedResolver,
-    Latest,
-    NotAllowed,
+    MetricValue,
     PodUsage,
-    Value,
-    asked,
+    SharedFetch,
     credentials_of,
     page_values,
     prometheus_value,
+    query_request,
     usage_by_pod,
 )
 from controller.kube.resources import MODEL_INFERS
@@ -43,17 +43,17 @@ def answer(*series: tuple[dict[str, str], float, str], **more: object) -> bytes:
 
 
 def test_one_series_is_a_number() -> None:
-    assert prometheus_value(answer(({}, 100.0, "7.5"))) == Value(7.5)
+    assert prometheus_value(answer(({}, 100.0, "7.5"))) == MetricValue(7.5)
     scalar = {"status": "success", "data": {"resultType": "scalar", "result": [100.0, "3"]}}
-    assert prometheus_value(json.dumps(scalar).encode()) == Value(3.0)
+    assert prometheus_value(json.dumps(scalar).encode()) == MetricValue(3.0)
 
 
 def test_the_age_is_that_of_the_sample_itself() -> None:
     marked = [({"attache_sample": "value"}, 100.0, "7"), ({"attache_sample": "time"}, 100.0, "80")]
-    assert prometheus_value(answer(*marked)) == Value(7.0, age_s=20.0)
-    assert asked("sum(up)") == "sum(up)"
-    assert asked(' queue{model="a"} ').startswith('label_replace(queue{model="a"}, ')
-    assert "or label_replace(timestamp(up)," in asked("up")
+    assert prometheus_value(answer(*marked)) == MetricValue(7.0, age_s=20.0)
+    assert query_request("sum(up)") == "sum(up)"
+    assert query_request(' queue{model="a"} ').startswith('label_replace(queue{model="a"}, ')
+    assert "or label_replace(timestamp(up)," in query_request("up")
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_what_is_no_number_is_a_problem(body: bytes, says: str) -> None:
 def test_an_answer_from_part_of_the_data_asks_for_more_alone() -> None:
     policy = AutoscalingPolicySpec()
     partial = prometheus_value(answer(({}, 1.0, "2"), warnings=["a store is away"]))
-    assert total_of(Taken(partial, 50.0), 51.0, policy).is_lower_bound
-    whole = Value(2.0)
-    assert not total_of(Taken(whole, 50.0), 51.0, policy).is_lower_bound
+    assert total_of(MetricSample(partial, 50.0), 51.0, policy).is_lower_bound
+    whole = MetricValue(2.0)
+    assert not total_of(MetricSample(whole, 50.0), 51.0, policy).is_lower_bound
     # older than soft, 15 s; older than hard, 60 s
-    assert total_of(Taken(whole, 50.0), 66.0, policy).is_lower_bound
-    old = total_of(Taken(whole, 50.0), 111.0, policy)
+    assert total_of(MetricSample(whole, 50.0), 66.0, policy).is_lower_bound
+    old = total_of(MetricSample(whole, 50.0), 111.0, policy)
     assert (old.total, old.problem) == (None, "the last sample is 61 s old")
 
 
@@ -157,24 +157,24 @@ def test_usage_is_that_of_all_containers() -> None:
     ],
 )
 def test_addresses_that_policies_must_not_name(address: str) -> None:
-    with pytest.raises(NotAllowed):
-        Allowed().checked(address)
+    with pytest.raises(AddressForbidden):
+        AddressPolicy().checked_url(address)
 
 
 def test_a_list_of_allowed_addresses_is_all_that_is_allowed() -> None:
-    allowed = Allowed(["https://prometheus:9090/team", "http://127.0.0.1:9090"])
+    allowed = AddressPolicy(["https://prometheus:9090/team", "http://127.0.0.1:9090"])
     for good in ("https://prometheus:9090/team", "https://prometheus:9090/team/a", "http://127.0.0.1:9090/x"):
-        allowed.checked(good)
+        allowed.checked_url(good)
     for bad in ("https://prometheus:9090/teams", "https://prometheus.evil:9090/team", "http://prometheus:9090/team"):
-        with pytest.raises(NotAllowed, match="--prometheus-allow"):
-            allowed.checked(bad)
+        with pytest.raises(AddressForbidden, match="--prometheus-allow"):
+            allowed.checked_url(bad)
     with pytest.raises(ValueError, match="no URL"):
-        Allowed(["prometheus:9090"])
+        AddressPolicy(["prometheus:9090"])
 
 
 async def test_names_that_stand_for_this_machine_are_refused() -> None:
     resolver = CheckedResolver()
-    with pytest.raises(NotAllowed):
+    with pytest.raises(AddressForbidden):
         await resolver.resolve("localhost", 9090)
     await resolver.close()
 
@@ -188,7 +188,7 @@ def test_a_token_cannot_bring_headers_of_its_own() -> None:
 
 
 async def test_many_askers_share_a_fetch_and_a_slow_one_holds_nobody_up() -> None:
-    latest, fetches, gate = Latest[str, int](patience_s=0.05), 0, asyncio.Event()
+    latest, fetches, gate = SharedFetch[str, int](patience_s=0.05), 0, asyncio.Event()
 
     async def fetch() -> int:
         nonlocal fetches
@@ -214,11 +214,13 @@ def pod(name: str, *, cpu: float, group: str) -> PodView:
     )
 
 
-def resolved(*pods: PodView) -> Resolved:
+def resolved(*pods: PodView) -> ResolvedTarget:
     kind = kind_of(MODEL_INFERS.group, MODEL_INFERS.kind)
     reference = ObjectReference(api_version=MODEL_INFERS.api_version, kind=MODEL_INFERS.kind, name="llama")
     spec = ScaleTarget(name="main", ref=reference, max_replicas=9)
-    return Resolved(spec=spec, place=("shop", MODEL_INFERS.group, MODEL_INFERS.kind, "llama"), kind=kind, pods=pods)
+    return ResolvedTarget(
+        spec=spec, place=("shop", MODEL_INFERS.group, MODEL_INFERS.kind, "llama"), kind=kind, pods=pods
+    )
 
 
 def test_usage_is_a_share_of_what_all_pods_of_an_engine_request() -> None:

@@ -7,20 +7,26 @@ import random
 from collections import Counter
 
 from controller.autoscaler.decision.decision import Decision, StageDecision
-from controller.autoscaler.decision.memory import Memory, StageMemory, decoded, encoded
+from controller.autoscaler.decision.memory import Memory, StageMemory, decode_memory, encode_memory
 from controller.autoscaler.decision.situation import Speed
-from controller.autoscaler.decision.speeds import Start, StartTimes, expected_start_s
+from controller.autoscaler.decision.speeds import EngineStart, StartDurations, expected_start_s
 from controller.autoscaler.decision.strategies.predictive import MOST_PLACES, PredictiveMemory
-from controller.autoscaler.reconciler.state import Learned, new_state, packed, patience_s, unpacked
+from controller.autoscaler.reconciler.state import (
+    AnnotationSchedule,
+    decode_annotation,
+    encode_annotation,
+    new_state,
+    patience_s,
+)
 
 
 def test_the_largest_binding_fits_and_comes_back() -> None:
     rng = random.Random(1)
     names = [f"llama-3-70b-instruct-{index}"[:20] for index in range(16)]
 
-    def starts() -> StartTimes:
+    def starts() -> StartDurations:
         pods = (f"{rng.getrandbits(160):x}-{rng.getrandbits(40):x}" for _ in range(32))
-        return StartTimes(tuple(Start(pod, rng.uniform(10, 600)) for pod in pods))
+        return StartDurations(tuple(EngineStart(pod, rng.uniform(10, 600)) for pod in pods))
 
     def stage(targets: list[str]) -> StageMemory:
         season = PredictiveMemory(0.0, profile=tuple(rng.uniform(0, 99) for _ in range(MOST_PLACES)), season_s=86400.0)
@@ -31,9 +37,9 @@ def test_the_largest_binding_fits_and_comes_back() -> None:
         )
 
     memory = Memory({"Prefill": stage(names[:8]), "Decode": stage(names[8:])})
-    text = packed(encoded(memory))
+    text = encode_annotation(encode_memory(memory))
     assert text
-    again = decoded(unpacked(text), 5.0)
+    again = decode_memory(decode_annotation(text), 5.0)
     assert again.stages["Decode"].starts == memory.stages["Decode"].starts
     assert again.stages["Prefill"].speeds == memory.stages["Prefill"].speeds
     season = again.stages["Prefill"].strategies["Predictive"]
@@ -42,14 +48,14 @@ def test_the_largest_binding_fits_and_comes_back() -> None:
 
 
 def test_measured_starts_count_before_what_the_target_says_after_a_restart_too() -> None:
-    stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, starts={"main": StartTimes((Start("a", 33.0),))})
-    again = decoded(unpacked(packed(encoded(Memory({"Both": stage})))), 5.0)
+    stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, starts={"main": StartDurations((EngineStart("a", 33.0),))})
+    again = decode_memory(decode_annotation(encode_annotation(encode_memory(Memory({"Both": stage})))), 5.0)
     assert expected_start_s(again.stages["Both"].starts["main"], 240.0) == 33.0
 
 
 def test_what_is_not_ours_is_nothing() -> None:
-    assert unpacked("no base64!") == b""
-    assert packed(b"") == ""
+    assert decode_annotation("no base64!") == b""
+    assert encode_annotation(b"") == ""
 
 
 def written_by(learned: str, hours: float) -> list[tuple[float, str]]:
@@ -57,7 +63,7 @@ def written_by(learned: str, hours: float) -> list[tuple[float, str]]:
     speeds.
     """
     rng = random.Random(1)
-    states = {f"b{one}": Learned(rng) for one in range(100)}
+    states = {f"b{one}": AnnotationSchedule(rng) for one in range(100)}
     return [
         (float(now_s), name)
         for now_s in range(0, int(hours * 3600), 5)
@@ -67,7 +73,7 @@ def written_by(learned: str, hours: float) -> list[tuple[float, str]]:
 
 
 def test_a_new_leader_does_not_write_anew_at_once_what_one_before_has_kept() -> None:
-    written = written_by(packed(b"before"), 0.2)
+    written = written_by(encode_annotation(b"before"), 0.2)
     assert not [one for one in written if one[0] < 60]
     assert {name for _, name in written} == {f"b{one}" for one in range(100)}
     by_minute = Counter(int(at_s // 60) for at_s, _ in written)

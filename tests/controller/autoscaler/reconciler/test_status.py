@@ -10,13 +10,13 @@ import msgspec
 from controller.api.autoscaling import Schedule
 from controller.api.autoscaling_binding import ScaleTarget
 from controller.api.autoscaling_policy import AutoscalingPolicy, AutoscalingPolicySpec
-from controller.autoscaler.decision.decision import Decision, Recommendation, StageDecision, Step, TargetDecision
-from controller.autoscaler.decision.situation import Engine, EngineState, Freshness, Situation, Target
-from controller.autoscaler.reconciler.bindings import Hold, PolicyView
-from controller.autoscaler.reconciler.resolver import Problem, Resolved
-from controller.autoscaler.reconciler.result import Result, Scaled, steps_of
+from controller.autoscaler.decision.decision import AppliedRule, Decision, Recommendation, StageDecision, TargetDecision
+from controller.autoscaler.decision.situation import Engine, EngineState, Freshness, Situation, TargetSituation
+from controller.autoscaler.reconciler.bindings import ManualOverride, PolicyView
+from controller.autoscaler.reconciler.controller import policy_status
+from controller.autoscaler.reconciler.resolver import ResolvedTarget, TargetProblem
+from controller.autoscaler.reconciler.result import Result, ScaleEvent, target_actions
 from controller.autoscaler.reconciler.scalables import KINDS, Scalable
-from controller.autoscaler.reconciler.scaling import policy_status
 from controller.autoscaler.reconciler.status import events_of, status_of
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata
@@ -31,9 +31,9 @@ def result(
     current: int = 2,
     desired: int | None = 3,
     mode: Any = "Auto",  # noqa: ANN401 - a literal
-    steps: tuple[Step, ...] = (),
-    hold: Hold | None = None,
-    problem: Problem | None = None,
+    steps: tuple[AppliedRule, ...] = (),
+    hold: ManualOverride | None = None,
+    problem: TargetProblem | None = None,
 ) -> Result:
     found = Scalable(
         resource=KINDS[0].resource,
@@ -44,7 +44,7 @@ def result(
         selector={},
         template={},
     )
-    resolved = Resolved(spec=SPEC, place=PLACE, kind=KINDS[0], found=found, problem=problem)
+    resolved = ResolvedTarget(spec=SPEC, place=PLACE, kind=KINDS[0], found=found, problem=problem)
     stage = StageDecision(
         "Both", (Recommendation("Work", desired, reason),), None if desired is None else float(desired), steps
     )
@@ -56,9 +56,9 @@ def result(
         now_s=1_800_000_000.0,
         policy=AutoscalingPolicySpec(mode=mode),
         resolved=(resolved,),
-        situations=(Situation(now_s=0.0, targets=(Target(SPEC, current, engines),), freshness=Freshness()),),
+        situations=(Situation(now_s=0.0, targets=(TargetSituation(SPEC, current, engines),), freshness=Freshness()),),
         decision=decision,
-        steps=tuple(steps_of(decision, (resolved,), holds)),
+        steps=tuple(target_actions(decision, (resolved,), holds)),
         holds=holds,
     )
 
@@ -80,16 +80,22 @@ def test_a_status_says_what_is_there_and_what_should_be() -> None:
 
 
 def test_reasons_that_change_all_the_time_stay_while_the_numbers_do() -> None:
-    first = result("4.1 requests a second", steps=(Step("Limited", 4.1, 3.0, "4.1 is too fast"),))
-    second = result("4.2 requests a second", steps=(Step("Limited", 4.2, 3.0, "4.2 is too fast"),))
+    first = result("4.1 requests a second", steps=(AppliedRule("Limited", 4.1, 3.0, "4.1 is too fast"),))
+    second = result("4.2 requests a second", steps=(AppliedRule("Limited", 4.2, 3.0, "4.2 is too fast"),))
     before = status_of(first, {})
     assert status_of(second, before) == before
     more = result("5.2 requests a second", desired=4)
     assert status_of(more, before)["targets"][0]["reason"] == "5.2 requests a second"
 
 
+def test_another_cause_is_the_reason_at_once_though_the_numbers_of_replicas_stay() -> None:
+    before = status_of(result("no traffic is known yet"), {})
+    after = status_of(result("speeds are not known yet: 4 requests, 32 for each replica"), before)
+    assert after["targets"][0]["reason"] == "speeds are not known yet: 4 requests, 32 for each replica"
+
+
 def test_a_write_is_told_once_and_remembered() -> None:
-    done = msgspec.structs.replace(result(), scaled=(Scaled("main", "ModelInfer llama", 2, 3, "more work"),))
+    done = msgspec.structs.replace(result(), scaled=(ScaleEvent("main", "ModelInfer llama", 2, 3, "more work"),))
     status = status_of(done, {})
     assert (status["targets"][0]["current"], status["lastDecision"]) == (3, "main from 2 to 3: more work")
     assert [one.reason for one in events_of(done, status, {})] == ["Scaled"]
@@ -132,7 +138,7 @@ def test_what_comes_soon_was_never_missing() -> None:
 
 
 def test_a_change_by_hand_is_told_with_its_end() -> None:
-    held = result(hold=Hold("kubectl", 2, 1_800_000_600.0))
+    held = result(hold=ManualOverride("kubectl", 2, 1_800_000_600.0))
     status = status_of(held, {})
     assert conditions(status)["ScalingActive"] == ("False", "ManualHold")
     message = next(one["message"] for one in status["conditions"] if one["type"] == "ScalingActive")
@@ -155,10 +161,10 @@ def test_modes_and_problems_keep_from_writing() -> None:
     for mode in ("Recommend", "Export", "Paused"):
         assert not result(mode=mode).steps[0].writes
     assert result(mode="ScaleUpOnly", desired=1).steps[0].replicas == 2
-    conflict = result(problem=Problem("Conflict", "llama is scaled by another"))
+    conflict = result(problem=TargetProblem("Conflict", "llama is scaled by another"))
     assert not conflict.steps[0].writes
     assert conditions(status_of(conflict, {}))["TargetsResolved"] == ("False", "Conflict")
-    assert result(problem=Problem("ServerNotFound", "none", forbids=False)).steps[0].writes
+    assert result(problem=TargetProblem("ServerNotFound", "none", forbids=False)).steps[0].writes
 
 
 def messages(status: dict[str, Any]) -> dict[str, str]:
@@ -175,11 +181,11 @@ def test_another_cause_of_missing_data_is_news_and_another_number_is_not() -> No
 
 
 def test_scaling_is_not_active_while_no_target_may_be_written() -> None:
-    conflict = result(problem=Problem("Conflict", "llama is scaled by another"))
+    conflict = result(problem=TargetProblem("Conflict", "llama is scaled by another"))
     status = status_of(conflict, {})
     assert conditions(status)["ScalingActive"] == ("False", "Conflict")
     assert [one.reason for one in events_of(conflict, status, {})] == ["Conflict"]
-    unknown = result(problem=Problem("ServerNotFound", "none", forbids=False))
+    unknown = result(problem=TargetProblem("ServerNotFound", "none", forbids=False))
     assert conditions(status_of(unknown, {}))["ScalingActive"] == ("True", "Scaling")
 
 
@@ -191,7 +197,8 @@ def test_a_recommendation_says_why() -> None:
 def test_a_schedule_that_cannot_be_read_is_told() -> None:
     window = Schedule(start="0 8 * * 1-5", duration=Duration("10h"), time_zone="Europe/Berln", min_replicas=2)
     spec = AutoscalingPolicySpec(schedules=(window,))
-    said = "schedule '0 8 * * 1-5' in Europe/Berln: there is no time zone Europe/Berln"
+    unknown = "'Europe/Berln' is no time zone that this machine knows; write a name such as Europe/Berlin, or UTC"
+    said = f"schedule '0 8 * * 1-5' in Europe/Berln: {unknown}"
     bad = msgspec.structs.replace(result(), policy=spec)
     assert messages(status_of(bad, {}))["ScalingActive"] == f"the mode of the policy is Auto; {said}"
     policy = AutoscalingPolicy(metadata=Metadata(name="p"), spec=spec)
@@ -201,8 +208,10 @@ def test_a_schedule_that_cannot_be_read_is_told() -> None:
 
 
 def test_bounds_of_a_target_that_is_not_there_limit_nothing() -> None:
-    bounded = result(steps=(Step("ScalingLimited", 0.0, 1.0, "minReplicas want 1"),))
+    bounded = result(steps=(AppliedRule("ScalingLimited", 0.0, 1.0, "minReplicas want 1"),))
     assert conditions(status_of(bounded, {}))["ScalingLimited"] == ("True", "ScalingLimited")
-    missing = Resolved(spec=SPEC, place=PLACE, problem=Problem("TargetNotFound", "there is no ModelInfer llama"))
+    missing = ResolvedTarget(
+        spec=SPEC, place=PLACE, problem=TargetProblem("TargetNotFound", "there is no ModelInfer llama")
+    )
     nothing = msgspec.structs.replace(bounded, resolved=(missing,))
     assert conditions(status_of(nothing, {}))["ScalingLimited"] == ("False", "NotLimited")

@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 
-from controller.bundle.envoy.authentication import AUTHENTICATION_FILES, authentication_files, lua_pattern, unused_files
-from controller.bundle.envoy.bundle import build
+from controller.bundle.envoy.authentication import (
+    AUTHENTICATION_FILES,
+    authentication_files,
+    certificate_lua_pattern,
+    unused_files,
+)
+from controller.bundle.envoy.bundle import build_bundle
 from extproc.api.authentication import Authentication, CertificateName
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 
 
 def bundle(**remote: str) -> dict[str, Any]:
@@ -23,7 +28,7 @@ def bundle(**remote: str) -> dict[str, Any]:
         "metadata": {"name": "g"},
         "spec": {"authentication": {"jwt": [issuer]}},
     }
-    files = build(load({"g.json": json.dumps(gateway).encode()}), "/etc/attache/envoy")
+    files = build_bundle(load_snapshot({"g.json": json.dumps(gateway).encode()}), "/etc/attache/envoy")
     return {name: json.loads(text) for name, text in files.items()}
 
 
@@ -76,7 +81,7 @@ def test_the_set_is_fetched_beside_the_requests() -> None:
 
 
 def test_without_such_issuers_there_are_no_such_clusters() -> None:
-    files = build(load({}), "/etc/attache/envoy")
+    files = build_bundle(load_snapshot({}), "/etc/attache/envoy")
     assert [one["name"] for one in json.loads(files["cds.json"])["resources"]] == ["attache-extproc"]
 
 
@@ -91,7 +96,7 @@ def test_without_such_issuers_there_are_no_such_clusters() -> None:
 )
 def test_all_but_the_names_is_taken_literally(field: str, pattern: str, expected: str) -> None:
     tenant = None if "{tenant}" in pattern else "fixed"
-    assert lua_pattern(CertificateName(name="a", field=field, pattern=pattern, tenant=tenant)) == expected  # type: ignore[arg-type]
+    assert certificate_lua_pattern(CertificateName(name="a", field=field, pattern=pattern, tenant=tenant)) == expected  # type: ignore[arg-type]
 
 
 def test_the_bundle_has_the_files_of_one_way_to_authenticate() -> None:

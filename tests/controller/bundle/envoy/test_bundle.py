@@ -6,7 +6,7 @@ from __future__ import annotations
 from envoy_data_plane.envoy.config.endpoint.v3 import Endpoint, LbEndpoint
 
 from controller.bundle.envoy import clusters
-from controller.bundle.envoy.bundle import BundleWriter, build
+from controller.bundle.envoy.bundle import BundleWriter, build_bundle
 from controller.bundle.envoy.envoy_json import Memo, address, to_plain
 from extproc.api.load import Loader
 
@@ -57,7 +57,7 @@ def test_bundles_by_a_writer_that_knows_earlier_ones_are_the_same() -> None:
         ("model: n,", "model: n, trafficPolicy: {timeout: 5m},"),
     ]:
         snapshot = loader.load({"all.yaml": DOCUMENTS.replace(old, new, 1).encode()})
-        assert writer.build(snapshot) == build(snapshot, "/x")
+        assert writer.build(snapshot) == build_bundle(snapshot, "/x")
 
 
 def test_endpoints_are_what_envoys_schema_would_write() -> None:

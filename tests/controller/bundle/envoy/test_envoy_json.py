@@ -28,9 +28,9 @@ from envoy_data_plane.google.protobuf import Duration, ListValue, NullValue, Str
 from pydantic import ValidationError
 
 from controller.bundle.envoy import envoy_json
-from controller.bundle.envoy.bundle import build
-from controller.bundle.envoy.envoy_json import PROTO_NAMES, Packed, to_plain, typed
-from extproc.api.load import load, load_directory
+from controller.bundle.envoy.bundle import build_bundle
+from controller.bundle.envoy.envoy_json import PROTO_NAMES, PackedMessage, to_plain, typed_extension
+from extproc.api.load import load_directory, load_snapshot
 
 if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
@@ -134,9 +134,9 @@ def by_the_library(message: Any) -> Any:  # noqa: ANN401 - any message, any JSON
 
 
 def is_the_librarys(snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch) -> bool:
-    ours = build(snapshot, "/x")
+    ours = build_bundle(snapshot, "/x")
     monkeypatch.setattr(envoy_json, "plain", by_the_library)
-    return ours == build(snapshot, "/x")
+    return ours == build_bundle(snapshot, "/x")
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda one: one.name)
@@ -152,7 +152,7 @@ def test_so_is_a_bundle_with_all_that_a_gateway_can_have(credentials: str, monke
     text = text.replace("PLAIN_TLS", tls if credentials == CERTIFICATES else "")
     # who may is not known without extproc
     mode = "Open" if not credentials else "Close"
-    snapshot = load({"all.yaml": text.replace("MODE", mode).encode()})
+    snapshot = load_snapshot({"all.yaml": text.replace("MODE", mode).encode()})
     assert is_the_librarys(snapshot, monkeypatch)
 
 
@@ -171,15 +171,15 @@ def test_so_is_a_bundle_with_all_that_a_gateway_can_have(credentials: str, monke
         Int64Range(start=-(2**60), end=0),
         DataSource(inline_bytes=b"\x00\xff"),
         BindConfig(freebind=False, socket_options=[SocketOption(state=SocketOptionSocketState.STATE_BOUND)]),
-        typed("router", Router(suppress_envoy_headers=True)),
-        Packed(typed("nested", Router())),
-        Packed(Duration(seconds=1, nanos=5_000_000)),
+        typed_extension("router", Router(suppress_envoy_headers=True)),
+        PackedMessage(typed_extension("nested", Router())),
+        PackedMessage(Duration(seconds=1, nanos=5_000_000)),
         Metadata(
             filter_metadata={
                 "a": Struct(fields={"b": Value(list_value=ListValue(values=[Value(number_value=1.5)]))}),
                 "c": Struct(fields={"d": Value(null_value=NullValue.NULL_VALUE), "e": Value(bool_value=False)}),
             },
-            typed_filter_metadata={"f": Packed(Router())},
+            typed_filter_metadata={"f": PackedMessage(Router())},
         ),
     ],
 )
@@ -188,7 +188,7 @@ def test_each_kind_of_field_is_written_as_the_library_writes_it(message: Any) ->
 
 
 def test_a_packed_message_is_packed_for_readers_of_bytes() -> None:
-    packed = Packed(Router(suppress_envoy_headers=True))
+    packed = PackedMessage(Router(suppress_envoy_headers=True))
     assert AnyMessage.parse(bytes(packed)).unpack() == packed.unpack() == packed.message
 
 

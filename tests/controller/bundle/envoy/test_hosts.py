@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from controller.bundle.envoy.hosts import Entry, Host, conditions, hosts_of, path_prefix
 from extproc.api.gateway_config import Listener
 from extproc.api.http_route import HTTPRoute, HTTPRouteMatch, HTTPRouteRule, HTTPRouteSpec, PathMatch, ValueMatch
-from extproc.api.matches import covers
+from extproc.api.matches import covers_domain
 from extproc.api.spec import Metadata, ParentReference
 from tests.examples import examples
 
@@ -249,9 +249,9 @@ def test_a_slash_at_the_end_of_a_prefix_makes_no_difference() -> None:
 
 
 def test_a_wildcard_stands_for_one_label_or_more() -> None:
-    assert covers("*.a.com", "b.a.com")
-    assert covers("*.a.com", "c.b.a.com")
-    assert covers("*.a.com", "*.b.a.com")
-    assert not covers("*.a.com", "a.com")
-    assert not covers("*.a.com", "ba.com")
-    assert not covers("*.a.com", "*")
+    assert covers_domain("*.a.com", "b.a.com")
+    assert covers_domain("*.a.com", "c.b.a.com")
+    assert covers_domain("*.a.com", "*.b.a.com")
+    assert not covers_domain("*.a.com", "a.com")
+    assert not covers_domain("*.a.com", "ba.com")
+    assert not covers_domain("*.a.com", "*")

@@ -13,7 +13,7 @@ from controller.bundle.envoy.http_routes import literal, redirect_action
 from controller.bundle.envoy.listeners import listener_groups
 from controller.bundle.envoy.route_configurations import route_configuration
 from extproc.api.http_route import HTTPRouteMatch, PathMatch, PathModifier, RequestRedirect
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from tests.with_envoy.http_stand import backend, document, ref, route, rule
 
 TLS = {"certificates": [{"certFile": "/c.pem", "keyFile": "/k.pem"}]}
@@ -23,7 +23,7 @@ def configurations(listeners: list[dict[str, Any]], *routes: dict[str, Any]) -> 
     """By the name of the first listener of each group: by domain, the virtual host."""
     gateway = document("GatewayConfig", "gateway", {"listeners": listeners, "failureMode": "Close"})
     text = yaml.safe_dump_all([backend("a", "127.0.0.1:80"), *routes, gateway])
-    snapshot = load({"all.yaml": text.encode()})
+    snapshot = load_snapshot({"all.yaml": text.encode()})
     memo = Memo()
     found = {}
     for group in listener_groups(snapshot.gateway):

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from controller.gateway.compile.compiler import GATEWAY_FILE, Compiler, Outcome
+from controller.gateway.compile.compiler import GATEWAY_FILE, Compiler, CompileResult
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.compile.secrets import Pointer
 from controller.kube.resources import key_of
-from extproc.admission.access import Access, Wish
+from extproc.admission.access import AccessRequest, Authorizer
 from extproc.admission.identity import Subject
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from tests.gateway_objects import gateway, gateway_class
 from tests.kube_objects import Object, pod, resource, route, secret, server
 
@@ -25,10 +25,10 @@ TO_ACME: list[dict[str, Any]] = [{"from": [{"tenants": ["acme"]}]}]
 SERVED = (server(), pod("p"), route())
 
 
-def compiled(*things: Object, config: str | None = None, **settings: Any) -> Outcome:  # noqa: ANN401 - of GatewayApiSettings
+def compiled(*things: Object, config: str | None = None, **settings: Any) -> CompileResult:  # noqa: ANN401 - of GatewayApiSettings
     compiler = Compiler(config, GatewayApiSettings(**settings))
     for thing in things:
-        compiler.put(thing["kind"], key_of(thing), thing)
+        compiler.update_object(thing["kind"], key_of(thing), thing)
     return compiler.compile()
 
 
@@ -41,13 +41,13 @@ def policy(*refs: dict[str, str], rules: object = TO_ACME, namespace: str = "def
     return resource("ModelAccessPolicy", "p", spec, namespace=namespace)
 
 
-def may(outcome: Outcome, subject: Subject, **wish: str) -> bool:
+def may(outcome: CompileResult, subject: Subject, **wish: str) -> bool:
     """What extproc decides by the directory on a request for the model ``llama``."""
     asked = {"base_model": "llama", "server": "default/llama", "route": "default/llama", **wish}
-    return Access(load(outcome.files)).may_use(subject, Wish("llama", **asked))
+    return Authorizer(load_snapshot(outcome.files)).may_use(subject, AccessRequest("llama", **asked))
 
 
-def said(outcome: Outcome, kind: str, key: str, type_: str) -> tuple[str, str]:
+def said(outcome: CompileResult, kind: str, key: str, type_: str) -> tuple[str, str]:
     (found,) = (one for one in outcome.statuses[kind, key].conditions if one.type == type_)
     return found.reason, found.message
 
@@ -57,7 +57,7 @@ def test_keys_of_a_secret_are_pointed_to_and_come_as_digests() -> None:
     assert outcome.pointers == {Pointer("Secret", "default/keys")}
     text = b"".join(outcome.files.values())
     assert b"sk-0123456789" not in text
-    authentication = load(outcome.files).gateway.authentication
+    authentication = load_snapshot(outcome.files).gateway.authentication
     assert authentication is not None
     (key,) = authentication.api_keys
     assert (key.name, key.tenant, key.digest) == ("web", "acme", sha256(b"sk-0123456789").hexdigest())
@@ -66,11 +66,11 @@ def test_keys_of_a_secret_are_pointed_to_and_come_as_digests() -> None:
 def test_a_secret_that_goes_takes_its_keys_along_and_lets_nobody_in() -> None:
     compiler = Compiler(CONFIG)
     for thing in (config(**KEYS), secret("keys", {"web": "sk-0123456789"})):
-        compiler.put(thing["kind"], key_of(thing), thing)
+        compiler.update_object(thing["kind"], key_of(thing), thing)
     before = compiler.compile()
-    compiler.put("Secret", "default/keys", None)
+    compiler.update_object("Secret", "default/keys", None)
     outcome = compiler.compile()
-    authentication = load(outcome.files).gateway.authentication
+    authentication = load_snapshot(outcome.files).gateway.authentication
     assert authentication is not None
     assert [key.name for key in authentication.api_keys] == ["none"]
     assert outcome.files[GATEWAY_FILE] != before.files[GATEWAY_FILE]
@@ -105,7 +105,7 @@ def test_a_policy_of_a_gateway_is_about_its_listeners() -> None:
     outcome = compiled(
         *SERVED, gateway_class(), gateway(), gateway("other"), policy(ref), bind=("127.0.0.1", "127.0.0.2")
     )
-    names = [one.name for one in load(outcome.files).gateway.listeners]
+    names = [one.name for one in load_snapshot(outcome.files).gateway.listeners]
     ours = [name for name in names if "web" in name]
     assert (len(names), len(ours)) == (2, 1)
     for name in names:
@@ -128,11 +128,11 @@ def test_a_policy_whose_target_comes_later_holds_from_its_first_moment() -> None
     compiler = Compiler()
     ref = {"kind": "ModelRoute", "name": "llama"}
     for thing in (server(), pod("p"), policy(ref)):
-        compiler.put(thing["kind"], key_of(thing), thing)
+        compiler.update_object(thing["kind"], key_of(thing), thing)
     before = compiler.compile()
     assert said(before, "ModelAccessPolicy", "default/p", "ResolvedRefs")[0] == "TargetNotFound"
-    assert not load(before.files).access_policies
-    compiler.put("ModelRoute", "default/llama", route())
+    assert not load_snapshot(before.files).access_policies
+    compiler.update_object("ModelRoute", "default/llama", route())
     after = compiler.compile()
     assert not may(after, BELL)
     # while the directory is being written, the policy is there first
@@ -142,9 +142,9 @@ def test_a_policy_whose_target_comes_later_holds_from_its_first_moment() -> None
 
 def test_failure_mode_open_is_not_served_beside_a_policy() -> None:
     alone = compiled(*SERVED, config(failureMode="Open"), config=CONFIG)
-    assert load(alone.files).gateway.failure_mode == "Open"
+    assert load_snapshot(alone.files).gateway.failure_mode == "Open"
     assert alone.statuses["GatewayConfig", CONFIG].fields == {"failureMode": "Open"}
     beside = compiled(*SERVED, config(failureMode="Open"), policy(), config=CONFIG)
-    assert load(beside.files).gateway.failure_mode == "Close"
+    assert load_snapshot(beside.files).gateway.failure_mode == "Close"
     assert beside.statuses["GatewayConfig", CONFIG].fields == {"failureMode": "Close"}
     assert "so Close is served" in said(beside, "GatewayConfig", CONFIG, "Accepted")[1]

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.gateway.compile.compiler import Compiler, Outcome, file_name
+from controller.gateway.compile.compiler import Compiler, CompileResult, file_name
 from controller.gateway.compile.pods import pod_of, trimmed_pod
 from controller.gateway.directory import DirectoryWriter
 from controller.kube.resources import key_of
-from extproc.api.load import load, load_directory
+from extproc.api.load import load_directory, load_snapshot
 from extproc.api.snapshot import failure_mode_of
 from extproc.api.spec import object_key
 from extproc.llmd.pickers import InstalledPlugins, picker_notes, pickers_for
@@ -37,27 +37,27 @@ schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer}, {plugi
 """
 
 
-def compiled(*things: Object, gateway: str | None = None) -> Outcome:
+def compiled(*things: Object, gateway: str | None = None) -> CompileResult:
     return feed(Compiler(gateway, check_picker=InstalledPlugins()), things).compile()
 
 
 def feed(compiler: Compiler, things: Iterable[Object]) -> Compiler:
     for thing in things:
-        compiler.put(thing["kind"], key_of(thing), thing)
+        compiler.update_object(thing["kind"], key_of(thing), thing)
     return compiler
 
 
-def snapshot(outcome: Outcome) -> Snapshot:
+def snapshot(outcome: CompileResult) -> Snapshot:
     """What extproc makes of the directory: no mistakes."""
-    return load(outcome.files)
+    return load_snapshot(outcome.files)
 
 
-def addresses(outcome: Outcome, name: str = "default/llama") -> list[str]:
+def addresses(outcome: CompileResult, name: str = "default/llama") -> list[str]:
     (found,) = (one for one in snapshot(outcome).servers if one.metadata.key == name)
     return [one.address for one in found.spec.endpoints]
 
 
-def condition(outcome: Outcome, kind: str, key: str, type_: str) -> tuple[str, str, str]:
+def condition(outcome: CompileResult, kind: str, key: str, type_: str) -> tuple[str, str, str]:
     (found,) = (one for one in outcome.statuses[kind, key].conditions if one.type == type_)
     return found.status, found.reason, found.message
 
@@ -171,6 +171,25 @@ def test_an_endpoint_is_labelled_with_the_node_of_its_pod_unless_the_pod_says_ot
     own = {**on_a_node, "metadata": {**on_a_node["metadata"], "labels": {"kubernetes.io/hostname": "rack-3"}}}
     assert pod_of(trimmed_pod(own)).labels == {"kubernetes.io/hostname": "rack-3"}
     assert "kubernetes.io/hostname" not in pod_of(trimmed_pod(pod("a"))).labels
+
+
+@pytest.mark.parametrize(
+    ("annotations", "ports"),
+    [
+        ({}, [8000, 8001]),
+        ({"llm-d.ai/active-ports": "8001"}, [8001]),
+        ({"llm-d.ai/active-ports": " 8000, 8001,9999"}, [8000, 8001]),
+        ({"llm-d.ai/active-ports": ""}, []),
+        ({"llm-d.ai/active-ports": "many,-1,9" + "9" * 9000}, []),
+        ({"inference.networking.k8s.io/active-ports": "8000"}, [8000]),
+        ({"inference.networking.k8s.io/active-ports": "8000", "llm-d.ai/active-ports": "8001"}, [8001]),
+    ],
+)
+def test_llm_ds_annotation_says_which_ranks_of_a_pod_serve(annotations: dict[str, str], ports: list[int]) -> None:
+    one = pod("a")
+    one["metadata"]["annotations"] = annotations
+    found = pod_of(trimmed_pod(one)).endpoints([8000, 8001])
+    assert [int(endpoint["address"].rpartition(":")[2]) for endpoint in found] == ports
 
 
 @pytest.mark.parametrize("ip", ["", "localhost", "10.0.0.1; rm", "10.0.0.1/8"])
@@ -430,11 +449,11 @@ def test_any_history_ends_as_a_fresh_compilation_does_and_can_be_read(
         kind, key = thing["kind"], key_of(thing)
         if verb == "delete":
             state.pop((kind, key), None)
-            compiler.put(kind, key, None)
+            compiler.update_object(kind, key, None)
             continue
         state[kind, key] = thing
         for _ in range(2 if verb == "twice" else 1):
-            compiler.put(kind, key, thing)
+            compiler.update_object(kind, key, thing)
         if verb == "compile":
             compiler.compile()
     outcome = compiler.compile()

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from controller.gateway.compile.compiler import Outcome, file_name
+from controller.gateway.compile.compiler import CompileResult, file_name
 from controller.gateway.compile.secrets import Pointer, file_of
 from extproc.api.connection import EngineConnection
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from tests.controller.gateway.compile.gateway_api.outcomes import compiled, snapshot, status
 from tests.gateway_objects import (
     Object,
@@ -40,17 +40,17 @@ KEYS = secret("keys", {"api-key": f"{KEY}\n", "other": "two\nlines", "binary": "
 ALL = authorities(), tls_secret(), KEYS
 
 
-def served(outcome: Outcome) -> tuple[EngineConnection, list[str]]:
+def served(outcome: CompileResult) -> tuple[EngineConnection, list[str]]:
     (found,) = snapshot(outcome).servers
     return found.spec.connection, [one.address for one in found.spec.endpoints]
 
 
-def says(outcome: Outcome, type_: str) -> tuple[str, str, str]:
+def says(outcome: CompileResult, type_: str) -> tuple[str, str, str]:
     (found,) = (one for one in status(outcome, "ModelServer", "llama").conditions if one.type == type_)
     return found.status, found.reason, found.message
 
 
-def secret_files(outcome: Outcome) -> set[str]:
+def secret_files(outcome: CompileResult) -> set[str]:
     return {name for name in outcome.files if name.startswith(("secret.", "configmap."))}
 
 
@@ -180,4 +180,4 @@ def test_long_names_fit_into_files_and_do_not_meet() -> None:
     outcome = compiled(*things, server(long), route(long), thing)
     assert max(map(len, outcome.files)) <= 240
     assert len(secret_files(outcome)) == 2
-    assert len(load({one: text for one, text in outcome.files.items() if one.endswith(".json")}).servers) == 3
+    assert len(load_snapshot({one: text for one, text in outcome.files.items() if one.endswith(".json")}).servers) == 3

@@ -10,20 +10,26 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.gateway.compile.gateway_config import Credentials, SecretContent, resolve, secrets_of
+from controller.gateway.compile.gateway_config import Credentials, SecretContent, resolve_gateway_config, secrets_of
 from extproc.api.authentication import Authentication
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
+from extproc.api.quantities import decode_quantity
 
 KEY_SET = json.dumps({"keys": [{"kty": "oct", "k": "c2VjcmV0"}]})
 ISSUER = {"name": "login", "issuer": "https://login.example", "audiences": ["us"], "jwksSecret": {"name": "login"}}
 
 
+WHEN = "2026-11-23T12:00:00Z"
+
+
 def resolved(given: dict[str, Any], **secrets: SecretContent) -> Credentials:
     """Of a GatewayConfig in the namespace ``team``; what comes out is always something that a directory may hold."""
     decoded = msgspec.convert(given, Authentication)
-    found = resolve(given, decoded, "team", {f"team/{name}": content for name, content in secrets.items()})
+    found = resolve_gateway_config(
+        given, decoded, "team", {f"team/{name}": content for name, content in secrets.items()}
+    )
     config = {"apiVersion": "attache.dev/v1alpha1", "kind": "GatewayConfig", "metadata": {"name": "g"}}
-    load({"g.json": json.dumps({**config, "spec": {"authentication": found.authentication}}).encode()})
+    load_snapshot({"g.json": json.dumps({**config, "spec": {"authentication": found.authentication}}).encode()})
     return found
 
 
@@ -113,8 +119,44 @@ def test_an_issuer_without_a_key_set_lets_nobody_in(secrets: dict[str, SecretCon
     assert [one["name"] for one in both.authentication["jwt"]] == ["b"]
 
 
+def key_store(**fields: object) -> SecretContent:
+    key = {"id": "0" * 12, "name": "web", "tenant": "acme", "keySHA256": digest("sk-web"), "createdAt": WHEN}
+    spec = {"keys": [{**key, **fields}], "cacheSecret": "c" * 32}
+    store = {"apiVersion": "attache.dev/v1alpha1", "kind": "KeyStore", "metadata": {"name": "keys"}, "spec": spec}
+    return SecretContent({"keys.json": json.dumps(store).encode()})
+
+
+def test_virtual_keys_of_a_secret_are_keys_with_all_that_they_have() -> None:
+    previous = {"keySHA256": digest("sk-old"), "until": WHEN}
+    limits = {"models": ["llama"], "rateLimits": [{"requests": 1}], "budgets": [{"window": "Day", "max": {"money": 2}}]}
+    found = resolved({"virtualKeys": {"secret": "keys"}}, keys=key_store(previous=previous, **limits))
+    now, before = msgspec.convert(found.authentication, Authentication, dec_hook=decode_quantity).api_keys
+    assert (now.digest, before.digest) == (digest("sk-web"), digest("sk-old"))
+    assert (now.name, now.id, before.name, before.id) == ("web", "0" * 12, "web", "0" * 12)
+    assert (now.models, len(now.rate_limits), len(now.budgets), now.expires_at) == (("llama",), 1, 1, None)
+    assert before.expires_at is not None
+    assert (found.cache_secret, found.problems) == ("c" * 32, ())
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b'{"kind": "KeyStore"}'])
+def test_a_store_that_cannot_be_read_lets_nobody_in(content: bytes) -> None:
+    found = resolved({"virtualKeys": {"secret": "keys"}}, keys=SecretContent({"keys.json": content}))
+    assert [key["name"] for key in found.authentication["apiKeys"]] == ["none"]
+    assert found.problems == ("Secret keys: 'keys.json' is no KeyStore; all virtual keys are refused",)
+
+
+def test_virtual_keys_stand_behind_those_of_the_object() -> None:
+    own = {"name": "web", "tenant": "bell", "key": "sk-12345678"}
+    found = resolved({"apiKeys": [own], "virtualKeys": {"secret": "keys"}}, keys=key_store())
+    assert [key["tenant"] for key in found.authentication["apiKeys"]] == ["bell"]
+    assert found.problems == ("virtual key 'web': another client has its name or its key",)
+    assert resolved({"virtualKeys": {"secret": "keys"}}).problems == ()
+    assert resolved({"virtualKeys": {}}).problems == ("virtualKeys names no Secret; write secret, the name of one",)
+
+
 def test_what_is_pointed_to() -> None:
     given = {"apiKeySecrets": [{"name": "keys"}]}
     assert secrets_of(msgspec.convert(given, Authentication), "team") == {"team/keys"}
     assert secrets_of(msgspec.convert({"jwt": [ISSUER]}, Authentication), "team") == {"team/login"}
+    assert secrets_of(msgspec.convert({"virtualKeys": {"secret": "keys"}}, Authentication), "team") == {"team/keys"}
     assert not secrets_of(None, "team")

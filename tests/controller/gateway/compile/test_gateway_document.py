@@ -7,6 +7,7 @@ import base64
 from hashlib import sha256
 
 from controller.gateway.compile.secrets import Pointer
+from extproc.api.tracing import Tracing
 from tests.controller.gateway.compile.gateway_api.outcomes import compiled, conditions, snapshot, status
 from tests.gateway_objects import Object, backend_ref, gateway, http_route, listener, make, pool, service
 from tests.kube_objects import pod, resource, route, server
@@ -34,6 +35,12 @@ def test_keys_of_a_secret_are_digests_in_the_directory() -> None:
     assert (key.name, key.tenant, key.key_sha256) == ("alice", "alice", sha256(KEY).hexdigest())
     assert Pointer("Secret", "default/keys") in outcome.pointers
     assert not any(KEY in content for content in outcome.files.values())
+
+
+def test_tracing_of_the_config_is_that_of_the_gateway() -> None:
+    config = resource("GatewayConfig", "main", {"tracing": {"endpoint": "otel.example:4317", "samplingPercent": 5}})
+    found = snapshot(compiled(gateway(infrastructure=PARAMETERS), config)).gateway.tracing
+    assert found == Tracing(endpoint="otel.example:4317", sampling_percent=5.0)
 
 
 def test_while_a_secret_is_missing_nobody_gets_in_and_the_config_says_so() -> None:

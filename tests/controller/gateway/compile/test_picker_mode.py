@@ -3,10 +3,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from controller.gateway.compile.picker_mode import LLM_D_OBJECTIVES, PickerCompiler, PickerOutcome
-from extproc.api.load import load
+import pytest
+
+from controller.gateway.compile.picker_mode import (
+    LLM_D_OBJECTIVES,
+    LLM_D_REWRITES,
+    REWRITES,
+    PickerCompiler,
+    PickerOutcome,
+)
+from extproc.api.load import load_snapshot
 from extproc.llmd.pickers import InstalledPlugins
 from tests.controller.gateway.compile.test_pools import pool
 from tests.kube_objects import Object, picker_config, pod
@@ -34,7 +42,7 @@ def compiler(*pods: str, thing: Object | None = None, picker: str | None = None)
 
 def snapshot(outcome: PickerOutcome) -> Snapshot:
     assert outcome.files is not None
-    return load(outcome.files)
+    return load_snapshot(outcome.files)
 
 
 def addresses(outcome: PickerOutcome) -> list[str]:
@@ -167,3 +175,69 @@ def test_objectives_of_the_pool_are_taken_llm_ds_own_first() -> None:
     assert [one.spec.priority for one in snapshot(made.compile()).objectives] == [-1]
     made.put(LLM_D_OBJECTIVES, "team/batch", None)
     assert [one.spec.priority for one in snapshot(made.compile()).objectives] == [1]
+
+
+def rewrite(*rules: Object, of: str = "llama", created: str = "2026-01-01T00:00:00Z") -> Object:
+    metadata = {"name": "r", "namespace": "team", "creationTimestamp": created}
+    return {"metadata": metadata, "spec": {"poolRef": {"name": of}, "rules": list(rules)}}
+
+
+def rule(*targets: str | tuple[str, int], models: tuple[str, ...] = ()) -> Object:
+    listed = [
+        {"modelRewrite": one} if isinstance(one, str) else {"modelRewrite": one[0], "weight": one[1]} for one in targets
+    ]
+    return {"targets": listed, "matches": [{"model": {"type": "Exact", "value": one}} for one in models]}
+
+
+def rewrites(made: PickerCompiler) -> list[tuple[tuple[str, ...], list[tuple[str, int]]]]:
+    (server,) = snapshot(made.compile()).servers
+    return [(one.models, [(each.model, each.weight) for each in one.targets]) for one in server.spec.model_rewrites]
+
+
+def test_model_rewrites_of_the_pool_are_taken_in_llm_ds_order() -> None:
+    made = compiler("a")
+    made.put(REWRITES, "team/other", rewrite(rule("x"), of="other"))
+    assert rewrites(made) == []
+    made.put(
+        REWRITES, "team/young", rewrite(rule("base"), rule("v2", models=("chat",)), created="2026-02-01T00:00:00Z")
+    )
+    made.put(LLM_D_REWRITES, "team/old", rewrite(rule(("v1", 9), ("canary", 1), "unweighted", models=("chat", "gpt"))))
+    assert rewrites(made) == [
+        (("chat", "gpt"), [("v1", 9), ("canary", 1)]),
+        (("chat",), [("v2", 1)]),
+        ((), [("base", 1)]),
+    ]
+    # of one name, llm-d's own group counts
+    made.put(LLM_D_REWRITES, "team/young", rewrite(rule("other", "another")))
+    assert rewrites(made)[-1] == ((), [("other", 1), ("another", 1)])
+    made.put(LLM_D_REWRITES, "team/young", None)
+    made.put(REWRITES, "team/young", None)
+    made.put(LLM_D_REWRITES, "team/old", rewrite(of="other"))
+    assert rewrites(made) == []
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "text",
+        {"targets": "b"},
+        {"targets": []},
+        {"targets": ["b"]},
+        {"targets": [{"modelRewrite": ""}]},
+        {"targets": [{"modelRewrite": "b", "weight": -1}]},
+        {"targets": [{"modelRewrite": "b"}] * 65},
+        {"targets": [{"modelRewrite": "b"}], "matches": [{"model": "chat"}]},
+    ],
+)
+def test_a_rule_of_a_rewrite_that_cannot_be_is_left_out_and_the_pool_is_served(broken: Any) -> None:  # noqa: ANN401 - of any shape
+    made = compiler("a")
+    made.put(REWRITES, "team/odd", rewrite(broken, rule("v2", models=("chat",))))
+    assert rewrites(made) == [(("chat",), [("v2", 1)])]
+
+
+@pytest.mark.parametrize("spec", ["text", [], {"poolRef": "llama"}, {"poolRef": {"name": "llama"}, "rules": {"a": 1}}])
+def test_objects_of_another_shape_leave_the_pool_as_it_is(spec: Any) -> None:  # noqa: ANN401 - of any shape
+    made = compiler("a")
+    for kind in (REWRITES, LLM_D_REWRITES, "InferenceObjective", LLM_D_OBJECTIVES):
+        made.put(kind, "team/odd", {**rewrite(), "apiVersion": "x/v1", "kind": "InferenceObjective", "spec": spec})
+    assert rewrites(made) == []

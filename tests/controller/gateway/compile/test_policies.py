@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.gateway.compile.policies import PolicyResult, Served, compile_policies, failure_mode
+from controller.gateway.compile.policies import PolicyResult, PolicyTargets, compile_policies, failure_mode
 from controller.gateway.compile.sources import source_of
 from extproc.api.access_policy import TARGET_GROUPS
 from extproc.api.gateway_config import GatewayConfigSpec
 
-SERVED = Served(
+SERVED = PolicyTargets(
     model_routes={"team/llama"},
     model_servers={"team/llama", "team/large", "team/inferencepool.pooled"},
     http_routes={"team/chat", "team/shop"},
@@ -31,7 +31,7 @@ SERVED = Served(
 RULES = [{"from": [{"tenants": ["acme"]}], "models": ["llama"]}]
 
 
-def compiled(spec: dict[str, Any], served: Served = SERVED) -> PolicyResult:
+def compiled(spec: dict[str, Any], served: PolicyTargets = SERVED) -> PolicyResult:
     thing = {
         "apiVersion": "attache.dev/v1alpha1",
         "kind": "ModelAccessPolicy",

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from controller.gateway.compile.secrets import Pointed, certificate_problem
+from controller.gateway.compile.secrets import PointedObject, certificate_problem
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ def test_rsa_keys_have_2048_bits(bits: int, problem: str) -> None:
         "tls.crt": dated.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM),
         "tls.key": key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
     }
-    assert certificate_problem(Pointed(content)) == problem
+    assert certificate_problem(PointedObject(content)) == problem

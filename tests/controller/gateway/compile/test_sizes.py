@@ -22,10 +22,10 @@ def test_a_directory_that_is_too_large_says_whose_objects_are() -> None:
 
 def test_pods_whose_labels_make_a_server_too_large_change_nothing_that_is_served() -> None:
     compiler = Compiler()
-    compiler.put("ModelServer", "default/llama", server())
+    compiler.update_object("ModelServer", "default/llama", server())
     huge = {f"l{number}": "v" * 60 for number in range(12_000)}
     for number in range(24):
         thing = pod(f"p{number}", f"10.0.0.{number + 1}")
         thing["metadata"]["labels"] |= huge
-        compiler.put("Pod", f"default/p{number}", thing)
+        compiler.update_object("Pod", f"default/p{number}", thing)
     assert compiler.compile().refused.startswith("modelserver.default.llama.json would have ")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -12,25 +13,35 @@ import yaml
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding
 from controller.api.autoscaling_policy import AutoscalingPolicy
 from controller.api.model_infer import ModelInfer
+from extproc.api.documents import Loader
 from extproc.api.model_route import ModelRoute
 from extproc.api.model_server import ModelServer
 from extproc.api.quantities import decode_quantity
-from tools.golden_models import golden
+from tools.golden_models import FOLDER, golden
 
 KINDS = {
     one.__name__: one for one in (ModelInfer, ModelServer, ModelRoute, AutoscalingPolicy, AutoscalingPolicyBinding)
 }
-TEXTS = golden()
-NAMES = {path.name.removesuffix(".children.yaml"): path for path in TEXTS}
+NAMES = sorted(path.name.removesuffix(".children.yaml") for path in FOLDER.glob("*.children.yaml"))
+# each text is made once, by the first test that needs one
+texts = cache(golden)
 
 
+@cache
 def objects(name: str) -> list[dict[str, Any]]:
-    return [one for one in yaml.safe_load_all(TEXTS[NAMES[name]]) if one]
+    """To be read only."""
+    text = texts()[FOLDER / f"{name}.children.yaml"]
+    return [one for one in yaml.load_all(text, Loader) if one]
+
+
+def test_every_golden_model_has_its_file() -> None:
+    assert [path.name.removesuffix(".children.yaml") for path in texts()] == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_children_are_those_of_the_file(name: str) -> None:
-    assert NAMES[name].read_text() == TEXTS[NAMES[name]], "look at the difference, then: python -m tools.golden_models"
+    path = FOLDER / f"{name}.children.yaml"
+    assert path.read_text() == texts()[path], "look at the difference, then: python -m tools.golden_models"
 
 
 @pytest.mark.parametrize("name", NAMES)

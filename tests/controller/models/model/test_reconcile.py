@@ -11,7 +11,7 @@ import pytest
 from controller.kube.plan import Apply, Delete, Plan
 from controller.kube.resources import MODEL_INFERS
 from controller.models.model.children import start_time_of
-from controller.models.model.observed import Observed, Settings
+from controller.models.model.model_state import ModelSettings, ModelState
 from controller.models.model.reconcile import reconcile
 
 Plain = dict[str, Any]
@@ -59,8 +59,8 @@ def on_server(plan: Plan) -> list[Plain]:
     return found
 
 
-def seen(thing: Plain, children: list[Plain], **more: Any) -> Observed:  # noqa: ANN401 - fields of Observed
-    return Observed(thing=thing, children=children, **more)
+def seen(thing: Plain, children: list[Plain], **more: Any) -> ModelState:  # noqa: ANN401 - fields of Observed
+    return ModelState(thing=thing, children=children, **more)
 
 
 def told(children: list[Plain], ready: int = 1, *, is_served: bool = True, **status: object) -> list[Plain]:
@@ -186,9 +186,9 @@ def test_what_cannot_be_made_changes_nothing_and_what_runs_goes_on(spec: Plain, 
 
 
 def test_an_upgrade_of_ours_alone_starts_no_engine_anew() -> None:
-    first = reconcile(seen(model(), [], settings=Settings(image="attache:1")), NOW_S)
+    first = reconcile(seen(model(), [], settings=ModelSettings(image="attache:1")), NOW_S)
     children = on_server(first)
-    upgraded = Settings(image="attache:2")
+    upgraded = ModelSettings(image="attache:2")
     assert reconcile(seen(model(), children, settings=upgraded), NOW_S).actions == ()
     changed = model(backends=[{"name": "default", "config": {"maxLength": 4096}}])
     again = applied(reconcile(seen(changed, children, settings=upgraded), NOW_S))

@@ -7,7 +7,7 @@ from typing import Any
 
 from controller.kube.plan import Annotate, Delete
 from controller.models.model_infer import names
-from controller.models.model_infer.observed import Load
+from controller.models.model_infer.model_infer_state import PodLoad
 from tests.model_infer_cluster import Cluster, model_infer, role
 
 DRAINS = {"drainTimeout": "5m"}
@@ -22,7 +22,7 @@ def settled(*roles: dict[str, Any], **spec: Any) -> Cluster:  # noqa: ANN401 - a
 
 def load(cluster: Cluster, **in_flight: int) -> None:
     """Requests by group: ``g0=3``."""
-    cluster.loads = {f"default/llama-{name[1:]}-all-0-0": Load(count, 0) for name, count in in_flight.items()}
+    cluster.loads = {f"default/llama-{name[1:]}-all-0-0": PodLoad(count, 0) for name, count in in_flight.items()}
 
 
 def draining(cluster: Cluster) -> list[str]:
@@ -40,7 +40,7 @@ def test_nobody_is_chosen_before_the_gateways_were_asked() -> None:
     plan = cluster.look(after_s=1)
     assert plan.actions == ()
     assert plan.asks_loads_of == {f"default/llama-{group}-all-0-0" for group in range(4)}
-    assert plan.look_again_at_s == cluster.now_s
+    assert plan.requeue_at_s == cluster.now_s
     load(cluster, g0=0, g1=7, g2=9, g3=1)
     cluster.look()
     assert draining(cluster) == ["llama-0-all-0-0", "llama-3-all-0-0"]
@@ -86,7 +86,7 @@ def test_a_request_may_run_until_the_time_is_up() -> None:
     cluster.look(after_s=1)
     plan = cluster.look(after_s=298)
     assert plan.actions == ()
-    assert plan.look_again_at_s == cluster.now_s + 2
+    assert plan.requeue_at_s == cluster.now_s + 2
     assert [type(one) for one in cluster.look(after_s=2).actions] == [Delete]
 
 
@@ -119,7 +119,7 @@ def test_order_of_those_that_go() -> None:
     cluster.pod("llama-0-all-0-0")["metadata"]["annotations"] = {cost: "-10"}
     cluster.ready("llama-1-all-0-0", yes=False)
     cluster.loads = {
-        f"default/llama-{group}-all-0-0": Load(in_flight, cached)
+        f"default/llama-{group}-all-0-0": PodLoad(in_flight, cached)
         for group, in_flight, cached in ((0, 9, 9), (1, 9, 9), (2, 1, 500), (3, 1, 100), (4, 1, 500), (5, 8, 0))
     }
     gone = []
@@ -128,7 +128,7 @@ def test_order_of_those_that_go() -> None:
         before = {one.rstrip("-") for one in cluster.names()}
         for _ in range(4):
             cluster.loads = {
-                key: Load(0 if key in marked(cluster) else one.in_flight, one.cached_tokens)
+                key: PodLoad(0 if key in marked(cluster) else one.in_flight, one.cached_tokens)
                 for key, one in cluster.loads.items()
             }
             cluster.look(after_s=2)
@@ -161,11 +161,11 @@ def test_prefill_goes_with_its_decode() -> None:
     cluster = settled(role("prefill"), role("decode"), replicas=2)
     cluster.change(replicas=1)
     keys = [f"default/llama-{group}-{one}-0-0" for group in (0, 1) for one in ("prefill", "decode")]
-    cluster.loads = dict(zip(keys, [Load(4, 0), Load(4, 0), Load(0, 0), Load(1, 0)], strict=True))
+    cluster.loads = dict(zip(keys, [PodLoad(4, 0), PodLoad(4, 0), PodLoad(0, 0), PodLoad(1, 0)], strict=True))
     cluster.look(after_s=1)
     assert draining(cluster) == ["llama-1-decode-0-0", "llama-1-prefill-0-0"]
     assert cluster.look(after_s=10).actions == ()
-    cluster.loads["default/llama-1-decode-0-0"] = Load(0, 0)
+    cluster.loads["default/llama-1-decode-0-0"] = PodLoad(0, 0)
     assert len(cluster.look(after_s=1).actions) == 2
 
 
@@ -197,7 +197,7 @@ def test_one_replica_of_a_role_goes_alone() -> None:
     cluster = settled(role("prefill", replicas=2), role("decode"))
     cluster.thing["spec"]["template"]["roles"][0]["replicas"] = 1
     keys = [f"default/llama-0-prefill-{one}-0" for one in (0, 1)]
-    cluster.loads = {keys[0]: Load(0, 0), keys[1]: Load(3, 0)}
+    cluster.loads = {keys[0]: PodLoad(0, 0), keys[1]: PodLoad(3, 0)}
     for _ in range(3):
         cluster.look(after_s=3)
         cluster.gone()

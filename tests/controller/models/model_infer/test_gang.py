@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from controller.api.pod_shapes import quantity, requests_of
 from controller.kube.resources import PODS, SCHEDULER_POD_GROUPS, VOLCANO_POD_GROUPS, Resource
-from controller.models.model_infer.gang import asked_by, quantity, takes, total
-from controller.models.model_infer.observed import NodeRoom, PodGroups
+from controller.models.model_infer.gang import takes, total
+from controller.models.model_infer.model_infer_state import NodeCapacity, PodGroups
 from tests.model_infer_cluster import Cluster, model_infer, role
 
 GPU = "nvidia.com/gpu"
@@ -30,9 +31,9 @@ def ganged(replicas: int = 1, **spec: Any) -> Cluster:  # noqa: ANN401 - any fie
     return Cluster(model_infer(*roles, replicas=replicas, template={"gang": {}}, **spec))
 
 
-def node(name: str, gpus: float, **more: Any) -> NodeRoom:  # noqa: ANN401 - labels, taints
+def node(name: str, gpus: float, **more: Any) -> NodeCapacity:  # noqa: ANN401 - labels, taints
     """A node with cores and memory enough."""
-    return NodeRoom(name=name, free={GPU: gpus, "cpu": 100.0, "memory": 2.0**40, "pods": 100.0}, **more)
+    return NodeCapacity(name=name, free={GPU: gpus, "cpu": 100.0, "memory": 2.0**40, "pods": 100.0}, **more)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_without_any_of_these_a_group_waits_until_there_is_room_for_all_of_it() 
     cluster.room = [node("a", 8), node("b", 7)]
     plan = cluster.look()
     assert cluster.names() == []
-    assert plan.look_again_at_s == cluster.now_s + 15
+    assert plan.requeue_at_s == cluster.now_s + 15
     degraded = cluster.condition("Degraded")
     assert degraded["reason"] == "NoRoom"
     assert "group 0 waits until its 3 pods find room together" in degraded["message"]
@@ -151,7 +152,7 @@ def test_a_group_that_holds_room_without_starting_gives_it_up_and_waits_longer_e
         assert len(cluster.names()) == 3
         cluster.run("llama-0-router-0-0", ready=True)
         assert cluster.look(after_s=599).actions == ()
-        assert cluster.plan.look_again_at_s == cluster.now_s + 1
+        assert cluster.plan.requeue_at_s == cluster.now_s + 1
         cluster.look(after_s=1)
         assert [one.reason for one in cluster.plan.events] == ["NoRoom"]
         assert all(one.endswith("-") for one in cluster.names())
@@ -220,7 +221,7 @@ def test_what_a_pod_asks_for() -> None:
         ],
         "overhead": {"cpu": "50m"},
     }
-    assert asked_by(spec) == {"cpu": 1.8, GPU: 2.0, "memory": 2.0**30}
+    assert requests_of(spec) == {"cpu": 1.8, GPU: 2.0, "memory": 2.0**30}
     assert total([spec, spec]) == {"cpu": "3600m", "memory": str(2**31), GPU: "4"}
 
 

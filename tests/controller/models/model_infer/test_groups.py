@@ -101,7 +101,7 @@ def test_a_settled_object_gets_no_action_and_the_same_status() -> None:
     cluster.settle()
     first = cluster.look(after_s=3600)
     second = cluster.look(after_s=3600)
-    assert (first.actions, first.events, first.look_again_at_s) == ((), (), None)
+    assert (first.actions, first.events, first.requeue_at_s) == ((), (), None)
     assert first == second
 
 
@@ -206,6 +206,6 @@ def test_the_first_look_at_a_new_template_sets_no_timer_that_never_comes() -> No
     cluster = Cluster(model_infer(replicas=2))
     cluster.settle()
     cluster.change_image("vllm:2")
-    assert cluster.look().look_again_at_s is None
+    assert cluster.look().requeue_at_s is None
     # 30 minutes after the ControllerRevision was made
-    assert cluster.look(after_s=5).look_again_at_s == cluster.now_s + 1795
+    assert cluster.look(after_s=5).requeue_at_s == cluster.now_s + 1795

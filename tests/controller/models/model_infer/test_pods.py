@@ -9,8 +9,8 @@ import pytest
 
 from controller.api.common import PodTemplate
 from controller.models.model_infer import names
-from controller.models.model_infer.names import Place
-from controller.models.model_infer.owned import Ask, pod
+from controller.models.model_infer.child_objects import PodOptions, pod
+from controller.models.model_infer.names import PodPosition
 from controller.models.model_infer.target import Revision, RoleRevision
 
 OWNER = {
@@ -24,8 +24,8 @@ def made(index: int = 0, **spec: Any) -> dict[str, Any]:  # noqa: ANN401 - of a 
     """The spec of a pod of a role with a worker."""
     template = PodTemplate(spec={"containers": [{"name": "engine", "image": "i"}], **spec})
     role = RoleRevision(name="decode", hash="abc", entry=template, worker=template, workers=1)
-    place = Place(group=1, role="decode", replica=0, index=index)
-    found: dict[str, Any] = pod(place, Revision(hash="all", roles=(role,), replicas={}), role, Ask(owner=OWNER))
+    place = PodPosition(group=1, role="decode", replica=0, index=index)
+    found: dict[str, Any] = pod(place, Revision(hash="all", roles=(role,), replicas={}), role, PodOptions(owner=OWNER))
     return found
 
 

@@ -124,7 +124,7 @@ def test_the_grace_lets_a_pod_recover_by_itself() -> None:
     crash(cluster, "llama-1-prefill-0-1")
     plan = cluster.look(after_s=1)
     assert plan.actions == ()
-    assert plan.look_again_at_s == cluster.now_s + 59
+    assert plan.requeue_at_s == cluster.now_s + 59
     cluster.ready()
     assert cluster.look(after_s=59).actions == ()
     crash(cluster, "llama-1-prefill-0-1")
@@ -141,8 +141,8 @@ def test_a_crash_loop_waits_longer_each_time_and_is_told() -> None:
         crash(cluster, "llama-1-prefill-0-1")
         plan = cluster.look()
         while not going(cluster):
-            assert plan.look_again_at_s is not None
-            plan = cluster.look(after_s=plan.look_again_at_s - cluster.now_s)
+            assert plan.requeue_at_s is not None
+            plan = cluster.look(after_s=plan.requeue_at_s - cluster.now_s)
         waits.append(cluster.now_s - crashed_s)
         assert [one.reason for one in plan.events if one.type == "Warning"] == ["Recovering"]
         cluster.gone()
@@ -160,10 +160,10 @@ def test_what_has_run_for_ten_minutes_has_recovered() -> None:
     cluster.settle()
     (said,) = cluster.thing["status"]["recoveries"]
     assert said["count"] == 1
-    assert cluster.plan.look_again_at_s is not None
-    cluster.look(after_s=cluster.plan.look_again_at_s - cluster.now_s)
+    assert cluster.plan.requeue_at_s is not None
+    cluster.look(after_s=cluster.plan.requeue_at_s - cluster.now_s)
     assert cluster.thing["status"]["recoveries"] == []
-    assert cluster.plan.look_again_at_s is None
+    assert cluster.plan.requeue_at_s is None
 
 
 def test_a_lost_node_is_given_half_a_minute_and_its_pods_go_without_it() -> None:
@@ -172,7 +172,7 @@ def test_a_lost_node_is_given_half_a_minute_and_its_pods_go_without_it() -> None
     cluster.lost_nodes = {"node-2": cluster.now_s}
     plan = cluster.look(after_s=1)
     assert plan.actions == ()
-    assert plan.look_again_at_s == cluster.now_s + 29
+    assert plan.requeue_at_s == cluster.now_s + 29
     assert cluster.thing["status"]["readyReplicas"] == 1
     assert cluster.condition("Degraded")["reason"] == "NodeLost"
     cluster.look(after_s=29)
@@ -199,7 +199,7 @@ def test_an_engine_that_lives_and_does_not_answer_is_made_anew() -> None:
     cluster.now_s += 60
     cluster.ready("llama-0-decode-0-0", yes=False)
     assert cluster.look(after_s=299).actions == ()
-    assert cluster.plan.look_again_at_s == cluster.now_s + 1
+    assert cluster.plan.requeue_at_s == cluster.now_s + 1
     cluster.look(after_s=1)
     assert going(cluster) == ["llama-0-decode-0-0"]
 
@@ -273,3 +273,18 @@ def test_weights_that_cannot_be_fetched_are_told() -> None:
     ]
     cluster.look()
     assert cluster.condition("Degraded")["reason"] == "ModelLoadFailed"
+
+
+def test_a_pod_that_is_deleted_while_it_fetches_its_weights_has_not_failed() -> None:
+    cluster = Cluster(model_infer(replicas=2))
+    cluster.look()
+    cluster.ready(yes=False)
+    cluster.change(replicas=1)
+    cluster.look()
+    going = next(name for name in cluster.names() if name.endswith("-"))
+    ended = {"exitCode": 143, "finishedAt": text_of(START_S)}
+    cluster.pod(going.removesuffix("-"))["status"]["initContainerStatuses"] = [
+        {"name": "download", "ready": False, "state": {"terminated": ended}}
+    ]
+    cluster.look()
+    assert cluster.condition("Degraded")["status"] == "False"

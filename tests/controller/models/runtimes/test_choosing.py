@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from controller.api.model import Backend, ModelFormat
-from controller.models.runtimes.presets import NotChosen, Preset, available, built_in, choose
+from controller.models.runtimes.presets import NotChosen, Preset, available, built_in, choose_preset
 
 HUGGINGFACE = ModelFormat(name="huggingface")
 
@@ -24,7 +24,7 @@ def form(priority: int = 1, version: str | None = None, name: str = "new", *, au
 
 def chosen(*own: dict[str, Any], cluster: tuple[dict[str, Any], ...] = (), **backend: Any) -> str:  # noqa: ANN401 - fields
     wanted = ModelFormat(name="new", version=backend.pop("version", None))
-    found = choose(Backend(name="a", **backend), wanted, available(own, cluster))
+    found = choose_preset(Backend(name="a", **backend), wanted, available(own, cluster))
     return f"{found.reason}: {found.message}" if isinstance(found, NotChosen) else str(found)
 
 
@@ -39,13 +39,13 @@ def chosen(*own: dict[str, Any], cluster: tuple[dict[str, Any], ...] = (), **bac
     ],
 )
 def test_a_cluster_without_runtimes_has_the_built_in_ones(format_: str, expected: str) -> None:
-    found = choose(Backend(name="a"), ModelFormat(name=format_), built_in())
+    found = choose_preset(Backend(name="a"), ModelFormat(name=format_), built_in())
     assert isinstance(found, Preset)
     assert found.name == expected
 
 
 def test_an_engine_that_is_named_needs_no_autoselect() -> None:
-    found = choose(Backend(name="a", engine="TensorRT-LLM"), HUGGINGFACE, built_in())
+    found = choose_preset(Backend(name="a", engine="TensorRT-LLM"), HUGGINGFACE, built_in())
     assert isinstance(found, Preset)
     assert found.name == "tensorrt-llm"
 

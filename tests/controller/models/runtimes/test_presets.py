@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 import yaml
 
-from controller.api.engine import EngineConfig, LoraLimits, Parallelism
 from controller.api.model import ModelFormat
-from controller.api.serving_runtime import Arguments
+from controller.api.serving_runtime import Arguments, EngineConfig, LoraLimits, Parallelism
 from controller.models.runtimes.presets import built_in, objects
-from controller.models.runtimes.settings import Engine, settings_of, unknown_settings, words
+from controller.models.runtimes.settings import EngineSettings, settings_of, unknown_settings, words
 
 ROOT = Path(__file__).parents[4]
 MANIFESTS = ROOT / "manifests" / "runtimes"
 
 
-def engine(**fields: Any) -> Engine:  # noqa: ANN401 - fields of Engine and of its config
+def engine(**fields: Any) -> EngineSettings:  # noqa: ANN401 - fields of Engine and of its config
     own = {name: fields.pop(name) for name in ("role", "connector", "has_adapters", "format") if name in fields}
     base = {"served_name": "llama", "path": "/mnt/models", "format": ModelFormat(name="huggingface"), "port": 8000}
-    return Engine(**{**base, **own, "config": EngineConfig(**fields)})
+    return EngineSettings(**{**base, **own, "config": EngineConfig(**fields)})
 
 
 def args(preset: str, node: str = "entry", **fields: object) -> list[str]:

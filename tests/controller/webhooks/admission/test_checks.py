@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from controller.kube.resources import key_of
-from controller.webhooks.admission.checks import counted_as, judge
-from controller.webhooks.admission.reviews import Verdict, answer, read_review
+from controller.webhooks.admission.checks import Verdict, admission_response, counted_as, read_review, review_object
 from extproc.llmd.pickers import InstalledPlugins
 from tests.kube_objects import Object, picker_config, resource, route, server
 
@@ -66,7 +65,7 @@ def judged(thing: Object, *others: Object, old: Object | None = None, deleted: b
         "oldObject": thing if deleted else old,
     }
     body = msgspec.json.encode({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request})
-    return judge(read_review(body), known, CHECK)
+    return review_object(read_review(body), known, CHECK)
 
 
 def rules(thing: Object, *listed: dict[str, Any]) -> Object:
@@ -92,7 +91,7 @@ def matching(regex: str) -> dict[str, Any]:
         (resource("GatewayConfig", "g", {"authentication": {"apiKeys": [], "jwt": []}}), "authentication"),
         (binding("b", target("a"), target("a")), "another target of this object"),
         (resource("AutoscalingPolicy", "p", {"behavior": {"scaleUp": {"stabilization": "soon"}}}), "mistake"),
-        (scheduled("0 8 * * 1-5", "Europe/Berln"), "there is no time zone Europe/Berln"),
+        (scheduled("0 8 * * 1-5", "Europe/Berln"), "'Europe/Berln' is no time zone that this machine knows"),
         (scheduled("0 8 * * mon-fry", "UTC"), "schedule '0 8 * * mon-fry' in UTC: "),
         ({**route(), "spec": {**route()["spec"], "loraAdapters": ["llama"]}}, "'llama' is there twice"),
     ],
@@ -205,13 +204,13 @@ def test_who_deletes_what_is_used_is_warned() -> None:
 def test_answers_are_as_the_api_server_wants_them() -> None:
     request = {"uid": "u", "kind": {"kind": "ModelServer"}, "operation": "CREATE"}
     review = read_review(msgspec.json.encode({"request": request}))
-    found = msgspec.json.decode(answer(review, Verdict(refused="wrong", warnings=("x" * 300, "y"))))
+    found = msgspec.json.decode(admission_response(review, Verdict(refused="wrong", warnings=("x" * 300, "y"))))
     response = found["response"]
     assert (found["apiVersion"], found["kind"]) == ("admission.k8s.io/v1", "AdmissionReview")
     assert (response["uid"], response["allowed"], response["status"]["code"]) == ("u", False, 422)
     assert response["status"]["message"] == "wrong"
     assert [len(one) for one in response["warnings"]] == [256, 1]
-    assert msgspec.json.decode(answer(review, Verdict()))["response"] == {"uid": "u", "allowed": True}
+    assert msgspec.json.decode(admission_response(review, Verdict()))["response"] == {"uid": "u", "allowed": True}
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"request": {"uid": "u"}}', b"[1]"])

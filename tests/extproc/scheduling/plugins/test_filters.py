@@ -12,10 +12,10 @@ from extproc.engines.metrics import LoraState
 from extproc.scheduling.plugins.affinity import SessionAffinityFilter
 from extproc.scheduling.plugins.filters import (
     Concurrency,
-    Condition,
     Healthy,
     LeastRequestFilter,
     LoraLoaded,
+    MetricLimit,
     ModelLoaded,
     PrefixCacheAffinity,
     SaturationFilter,
@@ -58,12 +58,16 @@ def kept(plugin: Filter, view: View) -> list[int]:
             [2],
         ),
         (
-            Utilization((Condition("running-requests", 40), Condition("waiting-queue", 0))),
+            Utilization((MetricLimit("running-requests", 40), MetricLimit("waiting-queue", 0))),
             {"running": [40, 41, 0], "waiting": [0, 0, 1]},
             [0],
         ),
-        (Utilization((Condition("kv-cache-utilization", 0.8),)), {"kv_usage": [0.9, 0.9, 0.9]}, []),
-        (Utilization((Condition("active-requests", 1),), fallback_on_empty=True), {"in_flight": [2, 2, 3]}, [0, 1, 2]),
+        (Utilization((MetricLimit("kv-cache-utilization", 0.8),)), {"kv_usage": [0.9, 0.9, 0.9]}, []),
+        (
+            Utilization((MetricLimit("active-requests", 1),), fallback_on_empty=True),
+            {"in_flight": [2, 2, 3]},
+            [0, 1, 2],
+        ),
     ],
 )
 def test_filters_keep_the_documented_endpoints(

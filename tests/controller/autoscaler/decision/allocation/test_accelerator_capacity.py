@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from controller.autoscaler.decision.allocation.accelerator_capacity import (
-    Claim,
+    AcceleratorClaim,
     Nodes,
     Share,
     fitting_replicas,
@@ -19,19 +19,19 @@ from controller.autoscaler.decision.allocation.accelerator_capacity import (
     left_for,
     places_of,
 )
-from controller.models.model_infer.observed import NodeRoom
+from controller.models.model_infer.model_infer_state import NodeCapacity
 
 PRODUCT = "nvidia.com/gpu.product"
 NODES = [
-    NodeRoom(name="a", free={"nvidia.com/gpu": 6.0, "cpu": 100.0}, labels={PRODUCT: "NVIDIA-H100-80GB-HBM3"}),
-    NodeRoom(name="b", free={"nvidia.com/gpu": 2.0}, labels={PRODUCT: "NVIDIA-H100-80GB-HBM3"}),
-    NodeRoom(name="c", free={"nvidia.com/gpu": 8.0}, labels={PRODUCT: "NVIDIA-A100-SXM4-80GB"}),
+    NodeCapacity(name="a", free={"nvidia.com/gpu": 6.0, "cpu": 100.0}, labels={PRODUCT: "NVIDIA-H100-80GB-HBM3"}),
+    NodeCapacity(name="b", free={"nvidia.com/gpu": 2.0}, labels={PRODUCT: "NVIDIA-H100-80GB-HBM3"}),
+    NodeCapacity(name="c", free={"nvidia.com/gpu": 8.0}, labels={PRODUCT: "NVIDIA-A100-SXM4-80GB"}),
     # somebody asked for more than there is
-    NodeRoom(name="d", free={"nvidia.com/gpu": -1.0}, labels={"attache.dev/accelerator": "h100"}),
+    NodeCapacity(name="d", free={"nvidia.com/gpu": -1.0}, labels={"attache.dev/accelerator": "h100"}),
 ]
 
 
-def free(kind: str, nodes: list[NodeRoom] = NODES) -> int:
+def free(kind: str, nodes: list[NodeCapacity] = NODES) -> int:
     return free_at(nodes, places_of(nodes, kind))
 
 
@@ -51,8 +51,8 @@ def test_kinds_are_found_by_words_of_labels() -> None:
 
 
 def test_a_kind_may_be_a_resource() -> None:
-    amd = NodeRoom(name="e", free={"amd.com/gpu": 4.0}, labels={})
-    sliced = NodeRoom(name="f", free={"nvidia.com/gpu": 1.0, "nvidia.com/mig-1g.5gb": 7.0}, labels={})
+    amd = NodeCapacity(name="e", free={"amd.com/gpu": 4.0}, labels={})
+    sliced = NodeCapacity(name="f", free={"nvidia.com/gpu": 1.0, "nvidia.com/mig-1g.5gb": 7.0}, labels={})
     nodes = [*NODES, amd, sliced]
     assert free("nvidia.com/gpu", nodes) == 17
     assert free("nvidia.com/mig-1g.5gb", nodes) == 7
@@ -62,7 +62,11 @@ def test_a_kind_may_be_a_resource() -> None:
 
 
 def test_what_nodes_call_their_accelerators_is_told() -> None:
-    nodes = [*NODES, NodeRoom(name="e", free={"amd.com/gpu": 4.0}, labels={}), NodeRoom(name="g", free={"cpu": 1.0})]
+    nodes = [
+        *NODES,
+        NodeCapacity(name="e", free={"amd.com/gpu": 4.0}, labels={}),
+        NodeCapacity(name="g", free={"cpu": 1.0}),
+    ]
     assert kinds_at(nodes) == ["NVIDIA-A100-SXM4-80GB", "NVIDIA-H100-80GB-HBM3", "amd.com/gpu", "h100"]
 
 
@@ -83,8 +87,8 @@ def test_what_needs_no_accelerators_is_not_limited_by_them() -> None:
 NAMES = {"h100": "NVIDIA-H100-80GB-HBM3", "H100": "NVIDIA-H100-80GB-HBM3", "a100": "NVIDIA-A100-SXM4-80GB"}
 
 
-def node(name: str, gpus: int, product: str = NAMES["h100"]) -> NodeRoom:
-    return NodeRoom(name=name, free={"nvidia.com/gpu": float(gpus)}, labels={PRODUCT: product})
+def node(name: str, gpus: int, product: str = NAMES["h100"]) -> NodeCapacity:
+    return NodeCapacity(name=name, free={"nvidia.com/gpu": float(gpus)}, labels={PRODUCT: product})
 
 
 def share(promised: int = 0, lacks: int = 0, *, accelerators: int = 1, kind: str = "h100") -> Share:
@@ -93,15 +97,15 @@ def share(promised: int = 0, lacks: int = 0, *, accelerators: int = 1, kind: str
 
 def test_two_targets_of_one_binding_and_another_binding_share_what_is_there() -> None:
     nodes = Nodes([node("a", 8), node("b", 4)])
-    mine = Claim((0, "1", "x"), (share(2), share(1, accelerators=4)))
-    other = Claim((0, "2", "y"), (share(3),))
+    mine = AcceleratorClaim((0, "1", "x"), (share(2), share(1, accelerators=4)))
+    other = AcceleratorClaim((0, "2", "y"), (share(3),))
     assert left_for(mine, ("h100",), nodes, [mine, other]) == 12 - 2 - 4 - 3
 
 
 def test_names_of_one_kind_are_one_kind() -> None:
     nodes = Nodes([node("a", 8)])
-    other = Claim((0, "2", "y"), (share(3, kind="H100"),))
-    assert left_for(Claim((0, "1", "x")), ("h100",), nodes, [other]) == 5
+    other = AcceleratorClaim((0, "2", "y"), (share(3, kind="H100"),))
+    assert left_for(AcceleratorClaim((0, "1", "x")), ("h100",), nodes, [other]) == 5
 
 
 HBM3 = "NVIDIA-H100-80GB-HBM3"
@@ -130,7 +134,10 @@ def test_a_resource_is_a_kind_beside_what_labels_say() -> None:
 
 def test_what_an_earlier_one_lacks_is_left_to_it() -> None:
     nodes = Nodes([node("a", 8)])
-    first, second = Claim((0, "1", "x"), (share(lacks=6),)), Claim((0, "2", "y"), (share(lacks=6),))
+    first, second = (
+        AcceleratorClaim((0, "1", "x"), (share(lacks=6),)),
+        AcceleratorClaim((0, "2", "y"), (share(lacks=6),)),
+    )
     assert left_for(first, ("h100",), nodes, [first, second]) == 8
     assert left_for(second, ("h100",), nodes, [first, second]) == 2
     urgent = msgspec.structs.replace(second, order=(-1, "2", "y"))
@@ -139,8 +146,8 @@ def test_what_an_earlier_one_lacks_is_left_to_it() -> None:
 
 def test_what_fits_nowhere_is_not_kept_from_others() -> None:
     nodes = Nodes([node(name, 2) for name in "abcd"])
-    large = Claim((-5, "1", "x"), (share(promised=1, lacks=3, accelerators=8),))
-    assert left_for(Claim((0, "2", "y")), ("h100",), nodes, [large]) == 8
+    large = AcceleratorClaim((-5, "1", "x"), (share(promised=1, lacks=3, accelerators=8),))
+    assert left_for(AcceleratorClaim((0, "2", "y")), ("h100",), nodes, [large]) == 8
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -150,7 +157,7 @@ def test_all_together_are_never_allowed_more_than_there_is(seed: int) -> None:
     kinds = list(NAMES)
     free = {f"n{i}": (rng.randint(0, 8), NAMES[rng.choice(kinds)]) for i in range(rng.randint(1, 5))}
     claims = [
-        Claim(
+        AcceleratorClaim(
             (-rng.randint(0, 2), str(rng.randint(0, 3)), f"b{i}"),
             tuple(
                 share(kind=rng.choice(kinds), accelerators=rng.choice((1, 1, 2, 4))) for _ in range(rng.randint(1, 3))
@@ -164,12 +171,12 @@ def test_all_together_are_never_allowed_more_than_there_is(seed: int) -> None:
         mine = claims[turn]
         shares = list(mine.shares)
         for i, one in enumerate(shares):
-            mine = Claim(mine.order, tuple(shares))
+            mine = AcceleratorClaim(mine.order, tuple(shares))
             allowed = headroom_of(one, left_for(mine, (one.kind,), nodes, claims), nodes)
             wish = rng.randint(0, 6)
             taken = min(wish, allowed)
             shares[i] = msgspec.structs.replace(one, promised=one.promised + taken, lacks=wish - taken)
-        claims[turn] = Claim(mine.order, tuple(shares))
+        claims[turn] = AcceleratorClaim(mine.order, tuple(shares))
         for product in set(NAMES.values()):
             there = sum(gpus for gpus, of in free.values() if of == product)
             promised = sum(
@@ -183,7 +190,7 @@ def test_all_together_are_never_allowed_more_than_there_is(seed: int) -> None:
         _place_some(rng, free, claims)
 
 
-def _place_some(rng: random.Random, free: dict[str, tuple[int, str]], claims: list[Claim]) -> None:
+def _place_some(rng: random.Random, free: dict[str, tuple[int, str]], claims: list[AcceleratorClaim]) -> None:
     """As a scheduler: one replica of each finds a node, if any has room for it."""
     for turn, claim in enumerate(claims):
         shares = list(claim.shares)
@@ -197,11 +204,14 @@ def _place_some(rng: random.Random, free: dict[str, tuple[int, str]], claims: li
                 gpus, product = free[fitting[0]]
                 free[fitting[0]] = gpus - one.accelerators, product
                 shares[i] = msgspec.structs.replace(one, promised=one.promised - 1)
-        claims[turn] = Claim(claim.order, tuple(shares))
+        claims[turn] = AcceleratorClaim(claim.order, tuple(shares))
 
 
 def test_the_first_in_order_gets_what_becomes_free() -> None:
-    first, second = Claim((0, "1", "x"), (share(lacks=2),)), Claim((0, "2", "y"), (share(lacks=5),))
+    first, second = (
+        AcceleratorClaim((0, "1", "x"), (share(lacks=2),)),
+        AcceleratorClaim((0, "2", "y"), (share(lacks=5),)),
+    )
     full = Nodes([node("a", 0)])
     assert left_for(second, ("h100",), full, [first, second]) == 0
     freed = Nodes([node("a", 3)])

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.api.autoscaling_binding import RatioConstraint
-from controller.autoscaler.decision.allocation import filling, solver
+from controller.autoscaler.decision.allocation import solver
+from controller.autoscaler.decision.allocation import variants as filling
 from controller.autoscaler.decision.allocation.allocate import allocate, repair
 from controller.autoscaler.decision.allocation.variants import Rules, Variant
 
@@ -24,9 +25,9 @@ def test_millions_of_replicas_are_not_counted_one_by_one(
     mode: str, min_on_demand: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: Counter[str] = Counter()
-    problem_of, bounds_of = filling._Filling._problem, solver._Search._bounds
+    problem_of, bounds_of = filling._Assignment._problem, solver._Search._bounds
 
-    def counted(self: filling._Filling, one: Variant, more: int) -> str:
+    def counted(self: filling._Assignment, one: Variant, more: int) -> str:
         looked["problems"] += 1
         return problem_of(self, one, more)
 
@@ -39,7 +40,7 @@ def test_millions_of_replicas_are_not_counted_one_by_one(
 
         return bound
 
-    monkeypatch.setattr(filling._Filling, "_problem", counted)
+    monkeypatch.setattr(filling._Assignment, "_problem", counted)
     monkeypatch.setattr(solver._Search, "_bounds", counting)
     variants = [
         Variant(name=f"t{number}", most=MILLION, cost=1.0 + number, weight=1 + number, spot=number % 2 == 0)
@@ -69,7 +70,7 @@ def test_giving_several_at_once_is_giving_one_after_the_other(
         for place, (least, most) in enumerate(sizes)
     ]
     rules = Rules(mode="Priority", cost_per_hour=cost, min_on_demand=min_on_demand)
-    one_by_one, together = filling._Filling(variants, rules), filling._Filling(variants, rules)
+    one_by_one, together = filling._Assignment(variants, rules), filling._Assignment(variants, rules)
     most = math.ceil(need)
     for one in variants:
         given = 0

@@ -14,15 +14,16 @@ import pytest
 
 from controller.api.autoscaling import Panic
 from controller.autoscaler.decision.behavior import PanicState
-from controller.autoscaler.decision.situation import Situation, Waiting
+from controller.autoscaler.decision.situation import Backlog, Situation
 from controller.autoscaler.decision.strategies.concurrency import (
     ConcurrencyMemory,
     ConcurrencyParameters,
     ConcurrencyStrategy,
-    Sample,
+    InFlightSample,
     mean_of,
 )
 from extproc.api.quantities import Duration
+from tests.examples import examples
 from tests.scaling_scenes import engine, pool, report, situation, target
 
 ORIGINAL = json.loads((Path(__file__).parent.parent / "upstream" / "kpa.json").read_text())
@@ -83,9 +84,9 @@ class Restated:
         return self.record
 
 
-def test_ten_thousand_steps_agree_with_the_restatement() -> None:
+def test_many_steps_agree_with_the_restatement() -> None:
     rng = random.Random(7)
-    for _ in range(400):
+    for _ in range(examples(400)):
         goal, up, down, threshold, window_s = (
             rng.choice(of) for of in ((1, 7, 50), (2, 5, 1000), (2, 3), (2, 4), (6, 60))
         )
@@ -111,7 +112,7 @@ def played(strategy: ConcurrencyStrategy, story: list[tuple[float, Situation]]) 
 def test_waiting_requests_count_and_a_steep_rise_counts_at_once() -> None:
     strategy = ConcurrencyStrategy(ConcurrencyParameters(target=10, target_utilization=1.0))
     calm = pool(report(in_flight=8))
-    storm = pool(report(in_flight=8), waiting=Waiting(requests=92))
+    storm = pool(report(in_flight=8), waiting=Backlog(requests=92))
     answers = played(strategy, [(float(step), calm) for step in range(0, 60, 2)] + [(60.0, storm), (62.0, storm)])
     assert answers[:30] == [1.0] * 30
     # two of six seconds are at 100 already
@@ -156,7 +157,7 @@ def test_an_unknown_engine_does_not_forbid_more() -> None:
 
 
 def test_the_mean_of_a_window_is_by_time() -> None:
-    samples = (Sample(0.0, 100.0), Sample(10.0, 10.0), Sample(14.0, 20.0))
+    samples = (InFlightSample(0.0, 100.0), InFlightSample(10.0, 10.0), InFlightSample(14.0, 20.0))
     assert mean_of(samples, 60.0, 14.0) == pytest.approx((10 * 10 + 20 * 4) / 14)
     assert mean_of(samples, 8.0, 14.0) == pytest.approx((10 * 4 + 20 * 4) / 8)
     assert mean_of(samples[:1], 8.0, 14.0) == 100.0

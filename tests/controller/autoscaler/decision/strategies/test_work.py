@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from controller.api.autoscaling import LatencyObjective
-from controller.autoscaler.decision.situation import EngineReport, Situation, Waiting
-from controller.autoscaler.decision.strategies.work import Correction, WorkMemory, WorkParameters, WorkStrategy
+from controller.autoscaler.decision.situation import Backlog, EngineReport, Situation
+from controller.autoscaler.decision.strategies.work import ModelCorrection, WorkMemory, WorkParameters, WorkStrategy
 from extproc.api.quantities import Duration
 from tests.controller.autoscaler.decision.situations import NOW_S, SPEED, situation_of, spec_of, target_of, traffic_of
 
@@ -95,15 +95,15 @@ def test_a_rise_is_continued_over_the_start_time() -> None:
 def test_what_waits_calls_for_replicas_that_work_it_off() -> None:
     # 100,000 tokens of prompts and 100 answers: 10 s + 11 s of work. One engine of 0.9 has 0.42 left of arrivals' 0.48:
     # in a minute 21 + 60 * (0.42 - 0.9) = -7.8, so it copes
-    situation = situation_of(target_of(ready=1), traffic=traffic_of(2.0), waiting=Waiting(100, 100_000.0, 3.0))
+    situation = situation_of(target_of(ready=1), traffic=traffic_of(2.0), waiting=Backlog(100, 100_000.0, 3.0))
     assert asked(situation).inputs["replicas_for_backlog"] == 0
     # three times as much: 63 - 28.8 = 34.2 s left, to be done within half of the start time: 0.42 + 34.2 / 30
-    much = msgspec.structs.replace(situation, waiting=Waiting(300, 300_000.0, 3.0))
+    much = msgspec.structs.replace(situation, waiting=Backlog(300, 300_000.0, 3.0))
     assert asked(much).inputs["replicas_for_backlog"] == pytest.approx(0.42 + 34.2 / 30)
 
 
 def test_what_is_starting_is_not_ordered_twice() -> None:
-    waiting = Waiting(300, 300_000.0, 3.0)
+    waiting = Backlog(300, 300_000.0, 3.0)
     alone = asked(situation_of(target_of(ready=1), traffic=traffic_of(2.0), waiting=waiting))
     # another one is ready in 10 s, and takes 45 s of work off within the minute
     helped = target_of(ready=1, starting=1, age_s=50.0)
@@ -203,6 +203,8 @@ class TestCorrection:
 
     def test_it_fades(self) -> None:
         situation = situation_of(target_of(ready=9), traffic=traffic_of(2.0), now_s=NOW_S)
-        _, memory = WorkStrategy().recommend(situation, WorkMemory(NOW_S - 60, Correction(at_s=NOW_S - 60, factor=2.0)))
+        _, memory = WorkStrategy().recommend(
+            situation, WorkMemory(NOW_S - 60, ModelCorrection(at_s=NOW_S - 60, factor=2.0))
+        )
         assert memory is not None
         assert factor(memory) == pytest.approx(1 + math.pow(0.5, 60 / 3600))

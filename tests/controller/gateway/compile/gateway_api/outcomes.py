@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from controller.gateway.compile.compiler import Compiler
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.kube.resources import key_of
-from extproc.api.load import load
+from extproc.api.load import load_snapshot
 from tests.gateway_objects import Object, gateway_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from controller.gateway.compile.compiler import Outcome
-    from controller.kube.conditions import Wanted, WantedEntry, WantedStatus
+    from controller.gateway.compile.compiler import CompileResult
+    from controller.kube.conditions import WantedCondition, WantedEntry, WantedStatus
     from extproc.api.snapshot import Snapshot
 
 ONE_ADDRESS = GatewayApiSettings(bind=("10.0.0.1",))
@@ -24,59 +24,61 @@ Condition = tuple[str, str]
 
 def feed(compiler: Compiler, things: Iterable[Object]) -> Compiler:
     for thing in things:
-        compiler.put(thing["kind"], key_of(thing), thing)
+        compiler.update_object(thing["kind"], key_of(thing), thing)
     return compiler
 
 
-def compiled(*things: Object, settings: GatewayApiSettings = ONE_ADDRESS, config: str | None = None) -> Outcome:
+def compiled(*things: Object, settings: GatewayApiSettings = ONE_ADDRESS, config: str | None = None) -> CompileResult:
     """With a GatewayClass of ours."""
     return feed(Compiler(config, settings), [gateway_class(), *things]).compile()
 
 
-def snapshot(outcome: Outcome) -> Snapshot:
+def snapshot(outcome: CompileResult) -> Snapshot:
     """What extproc makes of the directory: no mistakes."""
-    return load({name: content for name, content in outcome.files.items() if name.endswith((".json", ".yaml"))})
+    return load_snapshot(
+        {name: content for name, content in outcome.files.items() if name.endswith((".json", ".yaml"))}
+    )
 
 
-def conditions(wanted: Iterable[Wanted]) -> dict[str, Condition]:
+def conditions(wanted: Iterable[WantedCondition]) -> dict[str, Condition]:
     return {one.type: (one.status, one.reason) for one in wanted}
 
 
-def status(outcome: Outcome, kind: str, name: str, namespace: str = "default") -> WantedStatus:
+def status(outcome: CompileResult, kind: str, name: str, namespace: str = "default") -> WantedStatus:
     return outcome.statuses[kind, f"{namespace}/{name}" if namespace else name]
 
 
-def gateway_says(outcome: Outcome, name: str = "web", namespace: str = "default") -> dict[str, Condition]:
+def gateway_says(outcome: CompileResult, name: str = "web", namespace: str = "default") -> dict[str, Condition]:
     return conditions(status(outcome, "Gateway", name, namespace).conditions)
 
 
-def listeners_of(outcome: Outcome, name: str = "web", namespace: str = "default") -> dict[str, WantedEntry]:
+def listeners_of(outcome: CompileResult, name: str = "web", namespace: str = "default") -> dict[str, WantedEntry]:
     (found,) = status(outcome, "Gateway", name, namespace).lists
     return {one.identity["name"]: one for one in found.entries}
 
 
-def listener_says(outcome: Outcome, listener: str, name: str = "web") -> dict[str, Condition]:
+def listener_says(outcome: CompileResult, listener: str, name: str = "web") -> dict[str, Condition]:
     return conditions(listeners_of(outcome, name)[listener].conditions)
 
 
-def attached(outcome: Outcome, name: str = "web") -> dict[str, int]:
+def attached(outcome: CompileResult, name: str = "web") -> dict[str, int]:
     return {key: one.fields["attachedRoutes"] for key, one in listeners_of(outcome, name).items()}
 
 
-def parents(outcome: Outcome, kind: str, name: str, namespace: str = "default") -> list[dict[str, Any]]:
+def parents(outcome: CompileResult, kind: str, name: str, namespace: str = "default") -> list[dict[str, Any]]:
     """Conditions of each parent, with the Gateway's name."""
     found = next(one for one in status(outcome, kind, name, namespace).lists if one.name == "parents")
     return [{"name": one.identity["parentRef"]["name"], **conditions(one.conditions)} for one in found.entries]
 
 
-def route_says(outcome: Outcome, name: str = "app", namespace: str = "default") -> dict[str, Condition]:
+def route_says(outcome: CompileResult, name: str = "app", namespace: str = "default") -> dict[str, Condition]:
     """Of a route with one Gateway of ours."""
     (found,) = parents(outcome, "HTTPRoute", name, namespace)
     del found["name"]
     return found
 
 
-def served(outcome: Outcome) -> dict[str, list[str]]:
+def served(outcome: CompileResult) -> dict[str, list[str]]:
     """The names of the listeners that each HTTPRoute is served by."""
     return {
         one.metadata.key: [ref.section_name or "" for ref in one.spec.parent_refs]
@@ -84,12 +86,12 @@ def served(outcome: Outcome) -> dict[str, list[str]]:
     }
 
 
-def addresses(outcome: Outcome) -> dict[str, str]:
+def addresses(outcome: CompileResult) -> dict[str, str]:
     """Where each listener is."""
     return {one.name: one.address for one in snapshot(outcome).gateway.listeners}
 
 
-def backends(outcome: Outcome) -> dict[str, list[str]]:
+def backends(outcome: CompileResult) -> dict[str, list[str]]:
     """The endpoints of each Backend; ``unresolved`` in place of those of unresolved references."""
     return {
         one.metadata.key: ["unresolved"] if one.spec.unresolved else list(one.spec.endpoints)
@@ -97,7 +99,7 @@ def backends(outcome: Outcome) -> dict[str, list[str]]:
     }
 
 
-def targets(outcome: Outcome, name: str = "app") -> list[tuple[str, str, int]]:
+def targets(outcome: CompileResult, name: str = "app") -> list[tuple[str, str, int]]:
     """Kind, name and weight of what the first rule of a route goes to."""
     (found,) = (one for one in snapshot(outcome).http_routes if one.metadata.name == name)
     return [(one.kind, f"{one.namespace}/{one.name}", one.weight) for one in found.spec.rules[0].backend_refs]

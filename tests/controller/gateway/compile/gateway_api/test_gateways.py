@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings, parse_addresses
@@ -20,6 +22,7 @@ from tests.controller.gateway.compile.gateway_api.outcomes import (
     status,
 )
 from tests.gateway_objects import (
+    GROUP,
     authorities,
     certificate,
     endpoint_slice,
@@ -53,6 +56,34 @@ def test_a_gateway_of_our_class_listens_and_says_where() -> None:
     assert status(outcome, "Gateway", "web").fields == {"addresses": [{"type": "IPAddress", "value": "10.0.0.1"}]}
     assert listener_says(outcome, "http") == {**GOOD, "Conflicted": ("False", "NoConflicts")}
     assert HTTP_ROUTE in listeners_of(outcome)["http"].fields["supportedKinds"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"hostname": "[::1]:8000"}, "is no host name"),
+        ({"hostname": "a b"}, "is no host name"),
+        ({"port": 0}, "address"),
+        ({"name": "UP"}, "is no name of a listener"),
+    ],
+)
+def test_a_listener_that_no_reader_takes_is_refused_alone(fields: dict[str, Any], said: str) -> None:
+    outcome = compiled(gateway("web", {**listener("odd", 81), **fields}, listener("good", 80)))
+    assert list(addresses(outcome)) == ["default/web/good"]
+    refused = listeners_of(outcome)[fields.get("name", "odd")]
+    (accepted,) = (one for one in refused.conditions if one.type == "Accepted")
+    assert (accepted.status, accepted.reason) == ("False", "UnsupportedValue")
+    assert said in accepted.message
+
+
+@pytest.mark.parametrize("spec", ["text", ["a"], {"endpointPickerRef": "x"}, {"selector": 3, "targetPorts": "8000"}])
+@pytest.mark.parametrize("kind", ["InferencePool", "ModelAccessPolicy", "ModelRoute", "ModelServer", "HTTPRoute"])
+def test_an_object_of_another_shape_changes_nothing_of_the_others(kind: str, spec: Any) -> None:  # noqa: ANN401 - of any shape
+    groups = {"InferencePool": "inference.networking.k8s.io/v1", "HTTPRoute": f"{GROUP}/v1"}
+    odd = make(groups.get(kind, "attache.dev/v1alpha1"), kind, "odd", namespace="other", spec=spec)
+    alone, beside = compiled(gateway("web")), compiled(gateway("web"), odd)
+    assert addresses(beside) == addresses(alone)
+    assert snapshot(beside).gateway.listeners == snapshot(alone).gateway.listeners
 
 
 def test_another_controllers_gateway_is_none_of_ours() -> None:

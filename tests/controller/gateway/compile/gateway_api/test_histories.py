@@ -12,6 +12,7 @@ from controller.gateway.compile.compiler import Compiler
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.kube.resources import key_of
 from tests.controller.gateway.compile.gateway_api.outcomes import feed, snapshot
+from tests.examples import examples
 from tests.gateway_objects import (
     GROUP,
     Object,
@@ -32,7 +33,7 @@ from tests.gateway_objects import (
 from tests.kube_objects import pod, resource, route, server
 
 if TYPE_CHECKING:
-    from controller.gateway.compile.compiler import Outcome
+    from controller.gateway.compile.compiler import CompileResult
 
 # few, so that objects meet
 NAMES = st.sampled_from(["a", "b"])
@@ -129,7 +130,7 @@ THINGS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(st.lists(st.tuples(THINGS, st.booleans(), st.booleans()), min_size=5, max_size=30), SETTINGS)
 def test_any_history_ends_as_a_fresh_compilation(
     events: list[tuple[Object, bool, bool]], gateway_api: GatewayApiSettings
@@ -142,10 +143,10 @@ def test_any_history_ends_as_a_fresh_compilation(
         place = thing["kind"], key_of(thing)
         if is_gone:
             last.pop(place, None)
-            compiler.put(*place, None)
+            compiler.update_object(*place, None)
         else:
             last[place] = thing
-            compiler.put(*place, thing)
+            compiler.update_object(*place, thing)
         if is_compiled:
             assert_loads(compiler.compile())
     outcome = compiler.compile()
@@ -156,7 +157,7 @@ def test_any_history_ends_as_a_fresh_compilation(
     assert_loads(outcome)
 
 
-def assert_loads(outcome: Outcome) -> None:
+def assert_loads(outcome: CompileResult) -> None:
     """extproc takes it, every reference of a route is there, and each file that a listener or a connection names."""
     found = snapshot(outcome)
     names = {one.name for one in found.gateway.listeners}

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from controller.gateway.compile.gateway_api.attachment import meets
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
+from controller.gateway.compile.gateway_api.listeners import meets
 from extproc.api.http_route import HTTPRouteRetry
 from extproc.api.quantities import Duration
 from tests.controller.gateway.compile.gateway_api.outcomes import (
@@ -75,6 +77,23 @@ def test_endpoints_that_end_count_only_where_there_are_no_others() -> None:
     alone = compiled(gateway(), service(), leaving, waiting, http_route())
     assert backends(alone) == {"default/service.app.8080": ["10.1.0.9:3000"]}
     assert backends(compiled(gateway(), *APP, leaving, http_route())) == {"default/service.app.8080": ["10.1.0.1:3000"]}
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "text",
+        {"backendRefs": 3},
+        {"backendRefs": ["app"]},
+        {"backendRefs": [{"kind": "Service"}]},
+        {"backendRefs": [{"name": "app", "filters": ["x"]}]},
+        {"filters": [{"type": "RequestMirror", "requestMirror": {"backendRef": {"name": ["app"]}}}]},
+    ],
+)
+def test_a_route_of_another_shape_is_left_out_and_the_others_are_served(rule: Any) -> None:  # noqa: ANN401 - of any shape
+    odd = http_route("odd", rules=[rule])
+    outcome = compiled(gateway(), service(), endpoint_slice("app", "10.0.0.5"), http_route(), odd)
+    assert [one.metadata.name for one in snapshot(outcome).http_routes] == ["app"]
 
 
 def test_what_is_not_referred_to_is_not_in_the_directory() -> None:

@@ -10,7 +10,7 @@ from tests.gateway_objects import Object, gateway, listener
 from tests.kube_objects import route, server
 
 if TYPE_CHECKING:
-    from controller.gateway.compile.compiler import Outcome
+    from controller.gateway.compile.compiler import CompileResult
 
 LONG_AGO = "2020-01-01T00:00:00Z"
 SERVERS = server(), server(namespace="blue")
@@ -23,7 +23,7 @@ def model_route(name: str, *listeners: str, namespace: str = "default", **metada
     return made
 
 
-def served(outcome: Outcome) -> dict[str, list[str | None]]:
+def served(outcome: CompileResult) -> dict[str, list[str | None]]:
     """The listeners that serve each ModelRoute."""
     return {one.metadata.key: [ref.section_name for ref in one.spec.parent_refs] for one in snapshot(outcome).routes}
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bench.cluster.virtual.looks import OWNED, owner_of
+from bench.cluster.virtual.manager import OWNED, owner_of
 from bench.cluster.virtual.requests import is_ready
 from controller.kube.resources import CONTROLLER_REVISIONS, MODEL_INFERS, PODS, SERVICES, Object, Resource
 from tests.controller.models.model_infer.chaos.oracle import Broken
@@ -97,7 +97,7 @@ def stays_as_it_is(history: History, *, hours: int = 6) -> None:
         raise Broken("settled means hardly a look", f"{oracle.looks - looks} in {hours} hours")
 
 
-def leaves_what_serves(history: History, old: Spec, *, hours: int = 2) -> None:
+def leaves_what_serves(history: History, old: Spec, *, hours: int = 1) -> None:
     """What cannot serve may be made anew every five minutes, as ``recovery`` says; the old revision is not touched."""
     before, writes, bad = _serving(history, old), history.oracle.status_writes, _bad(history)
     history.cluster.run_for(hours * 3600.0)
@@ -111,7 +111,14 @@ def leaves_what_serves(history: History, old: Spec, *, hours: int = 2) -> None:
 
 
 def _serving(history: History, old: Spec) -> set[str]:
-    return {one["metadata"]["uid"] for one in history.all(PODS) if _is_of(one, old) and is_ready(one)}
+    """Ready pods of the old revision; with ``recovery: Group`` those of groups that serve, for one that does not is
+    made anew with all its pods.
+    """
+    ready = [one for one in history.all(PODS) if _is_of(one, old) and is_ready(one)]
+    if old["recovery"] == "Group":
+        groups = ready_groups(replicas_ready(ready, (), ()), old)
+        ready = [one for one in ready if seat_of(one).group in groups]
+    return {one["metadata"]["uid"] for one in ready}
 
 
 def _bad(history: History) -> int:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bench.cluster.fake.answers import Refused
+from bench.cluster.fake.answers import ApiError
 from bench.cluster.virtual.cluster import VirtualCluster
 from bench.cluster.virtual.engine_pod import GOOD
-from bench.cluster.virtual.looks import OWNED, owner_of
+from bench.cluster.virtual.manager import OWNED, owner_of
 from controller.kube.resources import MODEL_INFERS, PODS, Object, Resource, key_of
-from controller.models.model_infer.observed import PodGroups
+from controller.models.model_infer.model_infer_state import PodGroups
 from tests.controller.models.model_infer.chaos import events
 from tests.controller.models.model_infer.chaos.oracle import Broken, Oracle
 from tests.controller.models.model_infer.chaos.specs import Spec, pod_template, with_image
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from controller.kube.plan import Plan
-    from controller.models.model_infer.observed import Observed
+    from controller.models.model_infer.model_infer_state import ModelInferState
 
 KEY = "default/one"
 GPUS = "4"
@@ -31,14 +31,14 @@ GPUS = "4"
 ENOUGH_NODES = 10
 
 
-class Scene(msgspec.Struct, frozen=True, kw_only=True):
+class Start(msgspec.Struct, frozen=True, kw_only=True):
     """Where a history begins. ``seed``: of everything that takes its time. ``nodes``: of four GPUs each."""
 
     spec: Spec
     seed: int = 0
     nodes: int = 6
     gang: PodGroups = PodGroups()
-    has_room: bool = True
+    has_capacity: bool = True
     request_each_s: float = 10.0
     noise: float = 0.0
 
@@ -46,18 +46,22 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
 class History:
     """``play`` events, ``settle``, then ask the oracle and ``tests...ending``."""
 
-    def __init__(self, scene: Scene, reconcile: Callable[[Observed, float], Plan], *, calm: bool = False) -> None:
+    def __init__(
+        self, start: Start, reconcile: Callable[[ModelInferState, float], Plan], *, calm: bool = False
+    ) -> None:
         self.oracle = Oracle(calm=calm)
-        self.cluster = VirtualCluster(scene.seed, reconcile, self.oracle, gang=scene.gang, has_room=scene.has_room)
+        self.cluster = VirtualCluster(
+            start.seed, reconcile, self.oracle, gang=start.gang, has_capacity=start.has_capacity
+        )
         self.oracle.cluster = self.cluster
-        self.spec: Spec = possible(copy.deepcopy(scene.spec))
-        self.scene = scene
+        self.spec: Spec = possible(copy.deepcopy(start.spec))
+        self.start = start
         self._before: list[dict[str, Any]] = []
         self._machines = 0
-        for _ in range(scene.nodes):
+        for _ in range(start.nodes):
             self._add_node()
-        if scene.noise:
-            self.cluster.faults.refused = self.cluster.faults.lost = scene.noise
+        if start.noise:
+            self.cluster.faults.refused = self.cluster.faults.lost = start.noise
         self.cluster.manager.start()
         self._make()
 
@@ -69,7 +73,7 @@ class History:
     def play(self, happenings: Sequence[events.Event]) -> None:
         """One after the other, while requests come in."""
         long_s = sum(one.for_s for one in happenings if isinstance(one, events.Wait))
-        self.cluster.requests.flow(each_s=self.scene.request_each_s, until_s=self.now_s + min(long_s + 300.0, 2400.0))
+        self.cluster.requests.flow(each_s=self.start.request_each_s, until_s=self.now_s + min(long_s + 300.0, 2400.0))
         for one in happenings:
             self.oracle.note(repr(one))
             self._happen(one)
@@ -85,8 +89,8 @@ class History:
         return self.cluster.server.all(resource)
 
     def make_peace(self, *, good: bool = True) -> None:
-        """Faults stop, whoever hangs answers again, there is room, and unless not ``good`` the user wants what
-        works.
+        """Faults stop, whoever hangs answers again, there is room, and unless not ``good`` the user wants what works,
+        and what has failed made anew.
         """
         self.oracle.note("peace")
         cluster = self.cluster
@@ -100,6 +104,9 @@ class History:
             one.revive()
         rollout = {**self.spec["rollout"], "paused": False, "partition": 0}
         new = {**self.spec, "rollout": rollout}
+        if good and new["recovery"] == "None":
+            # nobody else would ever replace an evicted pod
+            new["recovery"] = "Pod"
         self.write(with_image(new, frozenset(), f"{GOOD}-9") if good and is_bad(new) else new)
 
     def settle(self, *, hours: float = 10.0, quiet_s: float = 2400.0) -> None:
@@ -253,7 +260,7 @@ class History:
     def _delete(self, resource: Resource, key: str) -> None:
         try:
             self.cluster.server.delete(resource, key)
-        except Refused:
+        except ApiError:
             return  # it is gone
 
     def _calm_api(self) -> None:

@@ -11,20 +11,20 @@ import msgspec
 from bench.cluster.virtual import manager as managers
 from controller.kube.plan import Create, Delete, Plan
 from controller.kube.resources import PODS
-from controller.models.model_infer import changes as group_changes
 from controller.models.model_infer import changes as holds
+from controller.models.model_infer import child_objects as owned
 from controller.models.model_infer import drain as draining
 from controller.models.model_infer import groups as sizing
-from controller.models.model_infer import owned, pod_state, reconcile
+from controller.models.model_infer import pod_state, reconcile
 from tests.controller.models.model_infer.chaos import events, specs
-from tests.controller.models.model_infer.chaos.history import Scene
+from tests.controller.models.model_infer.chaos.history import Start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import pytest
 
-    from controller.models.model_infer.observed import Observed
+    from controller.models.model_infer.model_infer_state import ModelInferState
 
     Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -42,9 +42,9 @@ class Mutant(msgspec.Struct, frozen=True, kw_only=True):
     spec: dict[str, Any] = {}
     noise: float = 0.0
 
-    def scene(self, seed: int = 0) -> Scene:
+    def start(self, seed: int = 0) -> Start:
         """Busy, so that a cut request is noticed."""
-        return Scene(
+        return Start(
             spec={**specs.simple(), **_WIDE, **self.spec}, seed=seed, nodes=12, request_each_s=2.0, noise=self.noise
         )
 
@@ -83,19 +83,19 @@ def _drains_by_memory(patch: pytest.MonkeyPatch) -> None:
             began.setdefault(one.uid, now_s)
         due = [one for one in found.marked if now_s - began[one.uid] > 5.0]
         gone = tuple(Delete(PODS, one.key, one.uid) for one in due)
-        return replace(found, marked=(), deleted=(*found.deleted, *gone), look_again_at_s=now_s + 1.0)
+        return replace(found, marked=(), deleted=(*found.deleted, *gone), requeue_at_s=now_s + 1.0)
 
     patch.setattr(reconcile, "drain", mistaken)
 
 
 def _counts_one_more(field: str) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        step = sizing.step
+        original = sizing.group_changes
 
         def mistaken(members: Any, size: Any) -> Any:  # noqa: ANN401 - as the original
-            return step(members, replace(size, **{field: getattr(size, field) + 1}))
+            return original(members, replace(size, **{field: getattr(size, field) + 1}))
 
-        patch.setattr(group_changes, "step", mistaken)
+        patch.setattr(holds, "group_changes", mistaken)
 
     return plant
 
@@ -117,20 +117,18 @@ def _makes_orphans(patch: pytest.MonkeyPatch) -> None:
 
 
 def _looks_all_the_time(patch: pytest.MonkeyPatch) -> None:
-    _change_plans(patch, lambda plan: replace(plan, look_again_at_s=0.0))
+    _change_plans(patch, lambda plan: replace(plan, requeue_at_s=0.0))
 
 
 def _looks_each_minute(patch: pytest.MonkeyPatch) -> None:
     decide = reconcile.reconcile
-    patch.setattr(
-        reconcile, "reconcile", lambda seen, now_s: replace(decide(seen, now_s), look_again_at_s=now_s + 60.0)
-    )
+    patch.setattr(reconcile, "reconcile", lambda seen, now_s: replace(decide(seen, now_s), requeue_at_s=now_s + 60.0))
 
 
 def _tells_the_time(patch: pytest.MonkeyPatch) -> None:
     decide = reconcile.reconcile
 
-    def mistaken(seen: Observed, now_s: float) -> Plan:
+    def mistaken(seen: ModelInferState, now_s: float) -> Plan:
         plan = decide(seen, now_s)
         return replace(plan, status={**(plan.status or {}), "summary": f"looked at {math.floor(now_s)}"})
 

@@ -9,32 +9,32 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from controller.models.model_infer import reconcile
-from controller.models.model_infer.observed import PodGroups
+from controller.models.model_infer.model_infer_state import PodGroups
 from tests.controller.models.model_infer.chaos import ending, events, specs
-from tests.controller.models.model_infer.chaos.history import History, Scene
+from tests.controller.models.model_infer.chaos.history import History, Start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-def scenes(*, most_groups: int = 4) -> st.SearchStrategy[Scene]:
+def starts(*, most_groups: int = 4) -> st.SearchStrategy[Start]:
     """Too little room for all in some of them."""
     gangs = [PodGroups(), PodGroups(), PodGroups(volcano=True), PodGroups(scheduler_plugins=True)]
     return st.builds(
-        Scene,
+        Start,
         spec=specs.specs(most_groups=most_groups),
         seed=st.integers(0, 2**32),
         nodes=st.integers(3, 12),
         gang=st.sampled_from(gangs),
-        has_room=st.sampled_from([True, True, False]),
+        has_capacity=st.sampled_from([True, True, False]),
         request_each_s=st.sampled_from([3.0, 20.0]),
         noise=st.sampled_from([0.0, 0.0, 0.02]),
     )
 
 
-def ends_well(scene: Scene, happenings: Sequence[events.Event], *, calm: bool = False) -> History:
+def ends_well(start: Start, happenings: Sequence[events.Event], *, calm: bool = False) -> History:
     """Whatever happens, the object is in the end what the user wants, and stays so."""
-    history = History(scene, reconcile.reconcile, calm=calm)
+    history = History(start, reconcile.reconcile, calm=calm)
     with _telling(history):
         history.play(happenings)
         history.make_peace()
@@ -45,16 +45,16 @@ def ends_well(scene: Scene, happenings: Sequence[events.Event], *, calm: bool = 
     return history
 
 
-def fails_safely(scene: Scene, image: str, roles: frozenset[int], troubles: Sequence[events.Event]) -> History:
+def fails_safely(start: Start, image: str, roles: frozenset[int], troubles: Sequence[events.Event]) -> History:
     """A revision that cannot serve takes no more than the budget, is told, and can be taken back."""
-    history = History(scene, reconcile.reconcile)
+    history = History(start, reconcile.reconcile)
     with _telling(history):
         history.make_peace()
         history.settle()
         old = history.spec
         history.play([events.NewImage(image, roles), *troubles])
         history.make_peace(good=False)
-        history.cluster.run_for(3 * 3600.0)
+        history.cluster.run_for(5400.0)
         ending.old_revision_serves(history, old)
         ending.leaves_what_serves(history, old)
         history.play([events.GoBack()])
@@ -63,9 +63,9 @@ def fails_safely(scene: Scene, image: str, roles: frozenset[int], troubles: Sequ
     return history
 
 
-def leaves_nothing(scene: Scene, happenings: Sequence[events.Event], *, foreground: bool) -> History:
+def leaves_nothing(start: Start, happenings: Sequence[events.Event], *, foreground: bool) -> History:
     """The user deletes the object in the midst of it all."""
-    history = History(scene, reconcile.reconcile)
+    history = History(start, reconcile.reconcile)
     with _telling(history):
         history.play(happenings)
         history.delete(foreground=foreground)

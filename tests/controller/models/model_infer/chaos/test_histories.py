@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from bench.cluster.virtual.engine_pod import CRASHES, MISSING, NEVER_READY
 from controller.models.model_infer.reconcile import reconcile
 from tests.controller.models.model_infer.chaos import events, specs
-from tests.controller.models.model_infer.chaos.history import History, Scene
-from tests.controller.models.model_infer.chaos.stories import ends_well, fails_safely, leaves_nothing, scenes
+from tests.controller.models.model_infer.chaos.history import History, Start
+from tests.controller.models.model_infer.chaos.stories import ends_well, fails_safely, leaves_nothing, starts
 from tests.examples import examples
 
 LONG: Final = int(os.environ.get("ATTACHE_CHAOS_HISTORIES", "0"))
@@ -35,44 +35,44 @@ def histories(in_ci: int) -> settings:
 
 
 @histories(in_ci=60)
-@given(scenes(), st.lists(events.wild_events, max_size=14))
+@given(starts(), st.lists(events.wild_events, max_size=14))
 def test_whatever_happens_each_step_is_allowed_and_the_end_is_as_wanted(
-    scene: Scene, happenings: list[events.Event]
+    start: Start, happenings: list[events.Event]
 ) -> None:
-    ends_well(scene, happenings)
+    ends_well(start, happenings)
 
 
 @histories(in_ci=30)
-@given(scenes(), st.lists(events.calm_events, max_size=14))
-def test_while_no_engine_fails_groups_that_serve_go_on_serving(scene: Scene, happenings: list[events.Event]) -> None:
-    ends_well(scene, happenings, calm=True)
+@given(starts(), st.lists(events.calm_events, max_size=14))
+def test_while_no_engine_fails_groups_that_serve_go_on_serving(start: Start, happenings: list[events.Event]) -> None:
+    ends_well(start, happenings, calm=True)
 
 
 @histories(in_ci=8)
 @given(
-    scenes(),
+    starts(),
     st.sampled_from([CRASHES, NEVER_READY, MISSING]),
     events.roles,
     st.lists(events.of_the_manager, max_size=4),
 )
 def test_a_revision_that_cannot_serve_stops_and_the_old_one_serves(
-    scene: Scene, image: str, roles: frozenset[int], troubles: list[events.Event]
+    start: Start, image: str, roles: frozenset[int], troubles: list[events.Event]
 ) -> None:
-    fails_safely(scene, image, roles, troubles)
+    fails_safely(start, image, roles, troubles)
 
 
 @histories(in_ci=10)
-@given(scenes(), st.lists(events.wild_events, max_size=8), st.booleans())
-def test_a_deleted_object_leaves_nothing(scene: Scene, happenings: list[events.Event], foreground: bool) -> None:
-    leaves_nothing(scene, happenings, foreground=foreground)
+@given(starts(), st.lists(events.wild_events, max_size=8), st.booleans())
+def test_a_deleted_object_leaves_nothing(start: Start, happenings: list[events.Event], foreground: bool) -> None:
+    leaves_nothing(start, happenings, foreground=foreground)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_history_can_be_told_again(seed: int) -> None:
-    scene = Scene(spec=specs.simple(), seed=seed)
+    start = Start(spec=specs.simple(), seed=seed)
     logs = []
     for _ in range(2):
-        history = History(scene, reconcile)
+        history = History(start, reconcile)
         history.play([events.Wait(200.0), events.NewImage("engine:good-2", frozenset()), events.Wait(600.0)])
         logs.append(list(history.oracle.log))
     assert logs[0] == logs[1]

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What usage rows, budgets and traces cost a request: ``python -m bench.micro.observability``.
+
+`attache serve` runs once for each variant; all run side by side, with an engine that answers at once, and are loaded in
+turn, round by round, so that what disturbs the machine disturbs all of them. Ratios are of the medians of rounds.
+All variants have API keys: rows and budgets are of callers, whom a gateway without keys does not even look at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from bench.micro.wire import WireLoad, questions
+from bench.stack.processes import Processes, cpu_seconds, free_ports
+from bench.stack.stack import documents
+
+_TOKEN: Final = "sk-of-the-benchmark"  # noqa: S105 - opens nothing else
+_KEYS: Final = {
+    "apiKeys": [{"name": "web", "tenant": "acme", "key": _TOKEN}],
+}
+_PRICES: Final = {"pricing": [{"perMillion": {"input": "2.5", "output": "10"}}]}
+_BUDGETS: Final = {
+    "budgets": [
+        {"name": one.lower(), "per": "Route", "window": one, "max": {"money": "1000000"}} for one in ("Day", "Month")
+    ]
+}
+_READY: Final = "ready: clients connect to"
+_ROLES: Final = ("extproc", "usage", "bundle")
+_SHOWN: Final = ("envoy", "extproc", "usage")
+
+
+class Variant(msgspec.Struct, frozen=True):
+    """Added to a plain gateway. ``tracing``: percent of requests, None for no tracing at all."""
+
+    name: str
+    has_rows: bool = False
+    has_budgets: bool = False
+    tracing: float | None = None
+
+
+VARIANTS: Final = (
+    Variant("nothing"),
+    Variant("rows and prices", has_rows=True),
+    Variant("rows, prices, two budgets", has_rows=True, has_budgets=True),
+    Variant("traces of 1 %", tracing=1.0),
+    Variant("all of it", has_rows=True, has_budgets=True, tracing=1.0),
+    Variant("traces of 100 %", tracing=100.0),
+)
+
+
+class Served(msgspec.Struct):
+    """A gateway that runs. ``pids``: of its processes, by role. ``rates``: answers a second, by round; ``cpu_us``: of
+    each role by request.
+    """
+
+    variant: Variant
+    port: int
+    pids: dict[str, int]
+    rates: list[float] = msgspec.field(default_factory=list)
+    cpu_us: dict[str, list[float]] = msgspec.field(default_factory=dict)
+
+
+async def start(variant: Variant, engine: int, collector: int, processes: Processes, directory: Path) -> Served:
+    """``attache serve`` with this variant; ``collector``: a port where nobody listens."""
+    name = f"serve-{VARIANTS.index(variant)}"
+    own = directory / name
+    (own / "config").mkdir(parents=True)
+    (own / "usage").mkdir()
+    listen, admin, extproc, metrics, writer, reports = free_ports(6)
+    gateway: dict[str, Any] = {
+        "listen": f"127.0.0.1:{listen}",
+        "admin": f"127.0.0.1:{admin}",
+        "extproc": f"127.0.0.1:{extproc}",
+        "authentication": _KEYS,
+    }
+    if variant.has_rows:
+        gateway["usageLog"] = {"path": str(own / "usage" / "usage.log")}
+    if variant.tracing is not None:
+        gateway["tracing"] = {"endpoint": f"127.0.0.1:{collector}", "samplingPercent": variant.tracing}
+    text = documents(
+        [f"127.0.0.1:{engine}"],
+        gateway=gateway,
+        more=_PRICES if variant.has_rows else {},
+        route=_BUDGETS if variant.has_budgets else {},
+    )
+    (own / "config" / "attache.yaml").write_text(text)
+    command = (
+        *(sys.executable, "-m", "attache", "serve", "--config", str(own / "config")),
+        *("--metrics", f"127.0.0.1:{metrics}", "--bundle-metrics", f"127.0.0.1:{writer}"),
+        *("--usage-admin", f"127.0.0.1:{reports}", "--usage-metrics", "off"),
+    )
+    await processes.start(name, command)
+    log = directory / f"{name}.log"
+
+    async def is_ready() -> bool:
+        return _READY in log.read_text()
+
+    await processes.wait_ready(name, is_ready)
+    return Served(variant, listen, _roles_of(processes.pid(name)))
+
+
+def _roles_of(pid: int) -> dict[str, int]:
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+        role = next((one for one in _ROLES if one in words), "envoy")
+        found[role] = int(child)
+    return found
+
+
+async def measure(one: Served, requests: list[bytes], at_once: int, seconds: float) -> None:
+    """One round of one gateway."""
+    before = {role: cpu_seconds(pid) for role, pid in one.pids.items()}
+    load = WireLoad(requests, connections=at_once)
+    one.rates.append(await load.run("127.0.0.1", one.port, seconds=seconds))
+    for role, pid in one.pids.items():
+        used = cpu_seconds(pid) - before[role]
+        one.cpu_us.setdefault(role, []).append(used / len(load.taken_s) * 1e6)
+
+
+async def run(rounds: int, seconds: float, at_once: int) -> list[Served]:
+    """All variants, ``rounds`` times each after one that does not count."""
+    requests = [one.on_wire(f"authorization: Bearer {_TOKEN}\r\n") for one in questions(2_000, count=64)]
+    engine, collector = free_ports(2)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        async with Processes(directory) as processes:
+            await processes.start(
+                "engine", (sys.executable, "-m", "bench.micro.instant_engine", "--ports", str(engine))
+            )
+            gateways = [await start(one, engine, collector, processes, directory) for one in VARIANTS]
+            for number in range(rounds + 1):
+                for one in gateways:
+                    await measure(one, requests, at_once, seconds)
+                    if not number:
+                        one.rates.clear()
+                        one.cpu_us.clear()
+            return gateways
+
+
+def table(gateways: list[Served]) -> str:
+    """One line a variant; rates as shares of the first one's."""
+    base = statistics.median(gateways[0].rates)
+    lines = ["| | rate | Envoy, us | extproc, us | usage, us |", "|---|---:|---:|---:|---:|"]
+    for one in gateways:
+        times = [f"{statistics.median(one.cpu_us[role]):.0f}" if role in one.cpu_us else "" for role in _SHOWN]
+        shares = [rate / first for rate, first in zip(one.rates, gateways[0].rates, strict=True)]
+        lines.append(f"| {one.variant.name} | {statistics.median(shares):.1%} | {' | '.join(times)} |")
+    return "\n".join(
+        [*lines, "", f"100 % are {base:.0f} answers a second; medians of {len(gateways[0].rates)} rounds."]
+    )
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="bench.micro.observability", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of a round of one variant")
+    parser.add_argument("--at-once", type=int, default=24)
+    options = parser.parse_args()
+    print(table(asyncio.run(run(options.rounds, options.seconds, options.at_once))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Budgets of ModelRoutes and of the GatewayConfig: the buckets that a request is charged to, by calendar windows.
+
+A budget is a limit of rate 0: its bucket never fills. The start of the window is part of the bucket's key, so a new
+window is a new bucket, and nothing is ever reset. A request reserves what it may use, and is settled by what it has
+used, in the window in which it began. So at any moment, what is used and what is reserved is at most the budget, and
+the excess is at most by how much the requests in flight were estimated too low.
+
+An evicted bucket would be full again. So buckets stay until their window has ended, and the number of callers that have
+buckets of their own is bounded instead. Those beyond the bound share one with others of their tenant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from extproc.admission.buckets import BucketLevel, ByWindow, Limit
+from extproc.admission.identity import Caller, named_callers
+from extproc.admission.limits import NO_USAGE, BudgetPart, Charge, Resource, Usage, amount_to_reserve
+from extproc.api.calendars import Window, window_of, zone_of
+from extproc.api.usage import OTHERS as FOLDED
+from extproc.api.usage import real_name
+from extproc.protocol import ANONYMOUS, truncate_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from extproc.admission.identity import NamedCallers
+    from extproc.api.authentication import ApiKey
+    from extproc.api.budgets import Budget, KeyBudget
+
+# No key of a rate limit begins so, and no name of an object has the sign.
+_PREFIX: Final = "$budget"
+# Before the key of a bucket in the shared store: this process's part of it while the store is away.
+ALONE: Final = "alone/"
+GATEWAY: Final = "gateway/-"
+# Buckets of users and of API keys, in all windows that are open; and as many of tenants.
+MOST_ACCOUNTS: Final = 100_000
+# The account of those beyond; no name is escaped so.
+OTHERS: Final = "~others"
+_MAXIMA: Final[Mapping[str, Resource]] = {
+    "tokens": "total_tokens",
+    "input_tokens": "input_tokens",
+    "output_tokens": "output_tokens",
+    "requests": "requests",
+    "money": "cost_micros",
+}
+
+
+class BudgetKey(msgspec.Struct, frozen=True):
+    """What names a bucket: ``alone/$budget/NAMESPACE/ROUTE/NAME/START-END/RESOURCE/TENANT/CALLER`` as text.
+
+    ``budget``: ``namespace/route/name``, or ``gateway/-/name``. ``window``: ``START-END``, seconds since 1970.
+    ``tenant``: of a user or an API key. ``name``: of the tenant, user or API key; empty: all callers. Either is None
+    for all those who have no account of their own. ``is_alone``: a process's part of a Global budget.
+    """
+
+    budget: str
+    window: str
+    resource: str
+    tenant: str | None = ""
+    name: str | None = ""
+    is_alone: bool = False
+
+    def text(self) -> str:
+        """As buckets, messages and Redis have it."""
+        prefix = f"{ALONE if self.is_alone else ''}{_PREFIX}/{self.budget}/{self.window}/{self.resource}"
+        return f"{prefix}/{_escaped(self.tenant)}/{_escaped(self.name)}"
+
+    @classmethod
+    def parse(cls, text: str) -> BudgetKey | None:
+        """None for a key of a rate limit."""
+        plain = text.removeprefix(ALONE)
+        parts = plain.split("/")
+        if parts[0] != _PREFIX or len(parts) != _PARTS:
+            return None
+        _, namespace, route, name, window, resource, tenant, caller = parts
+        is_alone = plain != text
+        return cls(f"{namespace}/{route}/{name}", window, resource, _plain(tenant), _plain(caller), is_alone)
+
+    @property
+    def caller(self) -> str:
+        """For people: a tenant, or a user or key behind its tenant's name; empty: all callers."""
+        return "/".join(OTHERS if one is None else one for one in (self.tenant, self.name) if one != "")
+
+    @property
+    def owner(self) -> str:
+        """The tenant among whose users and API keys it is; empty for an account of whole tenants."""
+        return "" if self.tenant is None or self.name is None else self.tenant
+
+    @property
+    def shared(self) -> BudgetKey:
+        """The next wider account: of its tenant, then of all tenants; itself if there is none."""
+        if self.owner:
+            return msgspec.structs.replace(self, name=None)
+        if not self.tenant and not self.name:
+            return self
+        return msgspec.structs.replace(self, tenant=self.tenant and None, name=None)
+
+
+# Of a key.
+_PARTS: Final = 8
+
+
+class _Accounts(msgspec.Struct):
+    """Of one window: ``keys`` of buckets, and their number by ``owners``. ``shared``: those of the keys that are shared
+    for want of room.
+    """
+
+    keys: set[str] = msgspec.field(default_factory=set)
+    shared: set[str] = msgspec.field(default_factory=set)
+    owners: Counter[str] = msgspec.field(default_factory=Counter)
+
+
+class BudgetAccounts:
+    """Who has buckets of their own; kept over changes of the configuration.
+
+    A tenant's users and API keys have at most as many as are free for all others, over all budgets and windows: one
+    tenant alone has half of them at most, and whoever comes after it half of the rest. Those beyond share the account
+    of their tenant. So a tenant that invents users takes from its own, and not from others. Once an account is shared,
+    all new callers of its budget share it: an own one would be full.
+    """
+
+    def __init__(self) -> None:
+        self._windows: ByWindow[_Accounts] = ByWindow(_Accounts)
+        self._owners: Counter[str] = Counter()
+        self.count = 0
+
+    def account(self, key: str, ends_at_s: float) -> str:
+        """The key of the bucket that is charged: ``key``, or one that is shared."""
+        window = self._windows.of(ends_at_s)
+        if key in window.keys or (found := BudgetKey.parse(key)) is None:
+            return key
+        while (shared := found.shared) != found:
+            text = shared.text()
+            if text not in window.shared and self._has_capacity(found.owner):
+                break
+            window.shared.add(text)
+            found, key = shared, text
+        if key not in window.keys:
+            window.keys.add(key)
+            window.owners[found.owner] += 1
+            self._owners[found.owner] += 1
+            self.count += 1
+        return key
+
+    def forget_ended(self, wall_s: float) -> None:
+        """Forget those of windows that have ended."""
+        for gone in self._windows.forget(wall_s):
+            self._owners -= gone.owners
+            self.count -= len(gone.keys)
+
+    def _has_capacity(self, owner: str) -> bool:
+        of_tenants = self._owners[""]
+        if not owner:
+            return of_tenants < MOST_ACCOUNTS
+        return self._owners[owner] < MOST_ACCOUNTS - (self.count - of_tenants)
+
+
+class _Maximum(msgspec.Struct, frozen=True):
+    """One amount of a budget, in its current window."""
+
+    resource: Resource
+    prefix: str
+    limit: Limit
+    part: BudgetPart
+
+
+class CompiledBudget:
+    """One budget of ``owner``: a route's ``namespace/name``, or GATEWAY."""
+
+    def __init__(self, owner: str, budget: Budget, accounts: BudgetAccounts) -> None:
+        self.budget = budget
+        self.name = f"{owner}/{budget.name}"
+        self._accounts = accounts
+        self._zone = zone_of(budget.time_zone)
+        named = budget.tenants or budget.users or budget.api_keys
+        self.callers: NamedCallers | None = (
+            named_callers(budget.tenants, budget.users, budget.api_keys) if named else None
+        )
+        self._window = Window(0, 0)
+        self._maxima: list[_Maximum] = []
+
+    def window(self, wall_s: float) -> Window:
+        """The window that is open."""
+        if not self._window.start_s <= wall_s < self._window.end_s:
+            self._window = window_of(wall_s, self.budget.window, self._zone)
+            self._maxima = list(self._maxima_of(self._window))
+        return self._window
+
+    def charges(self, caller: Caller, usage: Usage, wall_s: float) -> list[Charge]:
+        """One for each amount that the budget limits."""
+        return self._charges(self._subject(caller.tenant, caller.user, caller.api_key), usage, wall_s)
+
+    def charges_of_row(self, row: RolledUp, wall_s: float) -> list[Charge]:
+        """Those of the caller of ``row``, with nothing reserved."""
+        tenant, user, api_key = (None if one == FOLDED else real_name(one) for one in (row.tenant, row.user, row.key))
+        return self._charges(self._subject(tenant, user, api_key), NO_USAGE, wall_s)
+
+    def dimensions(self, beside: Iterable[CompiledBudget]) -> frozenset[str]:
+        """Those of usage rows that tell whose they are. ``beside``: the budgets of the same route or gateway."""
+        budget = self.budget
+        needed = {*_DIMENSIONS_OF[budget.per], *_named_dimensions(budget)}
+        if budget.others:
+            needed.update(name for one in beside for name in _named_dimensions(one.budget))
+        if not self.name.startswith(f"{GATEWAY}/"):
+            needed.add("route")
+        return frozenset(needed)
+
+    def _charges(self, subject: tuple[str | None, str | None], usage: Usage, wall_s: float) -> list[Charge]:
+        budget, window = self.budget, self.window(wall_s)
+        account = f"{_escaped(subject[0])}/{_escaped(subject[1])}"
+        is_global = budget.scope == "Global"
+        return [
+            Charge(
+                key=self._accounts.account(f"{one.prefix}{account}", window.end_s),
+                limit=one.limit,
+                resource=one.resource,
+                amount=amount_to_reserve(usage, one.resource, one.limit),
+                is_global=is_global,
+                needs_redis=is_global and budget.without_redis == "Refuse",
+                budget=one.part,
+                ends_in_s=window.end_s - wall_s,
+            )
+            for one in self._maxima
+        ]
+
+    def _subject(self, tenant: str | None, user: str | None, api_key: str | None) -> tuple[str | None, str | None]:
+        """The tenant and the name in its keys; None for those who have no names of their own."""
+        match self.budget.per:
+            case "Tenant":
+                return "", tenant
+            case "User":
+                return tenant, user if tenant is not None else None
+            case "ApiKey":
+                return tenant, api_key if tenant is not None else None
+            case "Route":
+                return "", ""
+
+    def _maxima_of(self, window: Window) -> Iterable[_Maximum]:
+        budget = self.budget
+        for field, resource in _MAXIMA.items():
+            most = getattr(budget.max, field)
+            if most is None:
+                continue
+            capacity = float(int(most))
+            soft = -math.inf if budget.soft is None else capacity * (1.0 - budget.soft)
+            unit = budget.currency if field == "money" else resource.replace("_", " ")
+            yield _Maximum(
+                resource,
+                BudgetKey(self.name, f"{window.start_s}-{window.end_s}", resource).text().removesuffix("/"),
+                Limit(0.0, capacity, float(window.end_s)),
+                BudgetPart(self.name, budget.name, _LEVELS[budget.per], budget.window.lower(), unit, soft),
+            )
+
+
+def _named_dimensions(budget: Budget) -> Iterable[str]:
+    fields = (("tenant", budget.tenants), ("user", budget.users), ("key", budget.api_keys))
+    return [name for name, names in fields if names]
+
+
+# What tells whose a usage row is.
+_DIMENSIONS_OF: Final[Mapping[str, Sequence[str]]] = {
+    "Tenant": ("tenant",),
+    "User": ("tenant", "user"),
+    "ApiKey": ("tenant", "key"),
+    "Route": (),
+}
+_LEVELS: Final[Mapping[str, str]] = {"Tenant": "tenant", "User": "user", "ApiKey": "API key", "Route": "gateway"}
+
+
+class BudgetsOfKeys(msgspec.Struct, frozen=True):
+    """Budgets that API keys have themselves. ``by_key``: by the name of the key. ``every``: all of them, each once."""
+
+    by_key: Mapping[str, Sequence[CompiledBudget]] = MappingProxyType({})
+    every: Sequence[CompiledBudget] = ()
+
+
+_OF_NO_KEYS: Final = BudgetsOfKeys()
+
+
+def compile_keys(keys: Iterable[ApiKey], accounts: BudgetAccounts) -> BudgetsOfKeys:
+    """The budgets that keys have themselves, by their names. Equal ones are one object: each key has its own accounts
+    there.
+    """
+    known: dict[KeyBudget, CompiledBudget] = {}
+    found: dict[str, tuple[CompiledBudget, ...]] = {}
+    for key in keys:
+        if key.budgets and key.name not in found:
+            for one in key.budgets:
+                if one not in known:
+                    known[one] = CompiledBudget(GATEWAY, one.budget(), accounts)
+            found[key.name] = tuple(known[one] for one in key.budgets)
+    return BudgetsOfKeys(found, tuple(known.values()))
+
+
+class BudgetsOf:
+    """The budgets that hold for the requests of one route: its own, those of the GatewayConfig, and those of keys."""
+
+    def __init__(self, *groups: Sequence[CompiledBudget], of_keys: BudgetsOfKeys = _OF_NO_KEYS) -> None:
+        self._groups = [group for group in groups if group]
+        self._of_keys = of_keys
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._groups or self._of_keys.every)
+
+    def budgets_of(self, caller: Caller) -> list[CompiledBudget]:
+        """Those that apply to the caller."""
+        found: list[CompiledBudget] = []
+        names = truncate_name(caller.tenant), truncate_name(caller.user), caller.api_key
+        for group in self._groups:
+            named = [one for one in group if one.callers is not None and one.callers.include(*names)]
+            found += named
+            found += [one for one in group if one.callers is None and not (one.budget.others and named)]
+        found += self._of_keys.by_key.get(caller.api_key, ())
+        return found
+
+    def groups(self) -> Iterator[Sequence[CompiledBudget]]:
+        """All of them, whomever they are for: the route's own, the gateway's, and those of keys."""
+        yield from self._groups
+        if self._of_keys.every:
+            yield self._of_keys.every
+
+    def charges(self, caller: Caller, usage: Usage, wall_s: float) -> list[Charge]:
+        """All of them, of all budgets that apply."""
+        return [charge for one in self.budgets_of(caller) for charge in one.charges(caller, usage, wall_s)]
+
+
+def _escaped(name: str | None) -> str:
+    """A name with no slash, and not like OTHERS: two callers never have one key."""
+    if name is None:
+        return OTHERS
+    if "%" in name or "/" in name or "~" in name:
+        return name.replace("%", "%25").replace("/", "%2F").replace("~", "%7E")
+    return name
+
+
+def _plain(text: str) -> str | None:
+    return None if text == OTHERS else text.replace("%7E", "~").replace("%2F", "/").replace("%25", "%")
+
+
+_NO_COSTS: Final[Mapping[str, int]] = MappingProxyType({})
+
+
+class RolledUp(msgspec.Struct, frozen=True):
+    """What one caller has used in a window, as the usage process has it. ``requests``: with those that were
+    ``refused``. ``cost_micros``: by currency.
+    """
+
+    tenant: str = ""
+    user: str = ""
+    key: str = ""
+    route: str = ""
+    requests: int = 0
+    refused: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cost_micros: Mapping[str, int] = _NO_COSTS
+
+    @property
+    def caller(self) -> Caller:
+        """Who has used it."""
+        return Caller(real_name(self.tenant), real_name(self.user), real_name(self.key))
+
+    def of(self, resource: Resource) -> float:
+        """The amount of ``resource``."""
+        if resource == "requests":
+            return float(self.requests - self.refused)
+        # as requests are charged: amounts in another currency count as they are
+        cost = float(sum(self.cost_micros.values()))
+        used = Usage(float(self.input_tokens), float(self.output_tokens), cost_micros=cost)
+        return used.of(resource)
+
+
+# Of whom no tenant is known. Where extproc was away, Envoy knows no more of an API key than its name.
+_UNKNOWN_TENANTS: Final = ("", ANONYMOUS)
+
+
+class UsageQuery(msgspec.Struct, frozen=True):
+    """What is asked of the usage process: what was used in ``window``, by ``dimensions``.
+
+    ``budgets``: the names of those that it is asked for. ``asks_for_keys``: the rows of callers without a tenant are
+    asked for by API key, whose tenants the configuration has; nobody else's are, as keys may be many.
+    """
+
+    window: Window
+    dimensions: frozenset[str]
+    budgets: frozenset[str]
+    asks_for_keys: bool = False
+
+    def parts(self) -> Iterator[tuple[frozenset[str], Sequence[str]]]:
+        """Dimensions, and the tenants that are asked for; empty: all."""
+        yield self.dimensions, ()
+        if self.asks_for_keys:
+            yield self.dimensions | {"key"}, _UNKNOWN_TENANTS
+
+
+def usage_queries(groups: Iterable[Sequence[CompiledBudget]], wall_s: float, *, has_keys: bool) -> list[UsageQuery]:
+    """One for all budgets that have the same window and need the same dimensions: rows are as many as callers, times
+    routes. ``has_keys``: there are API keys.
+    """
+    found: dict[tuple[Window, frozenset[str]], set[str]] = {}
+    for group in groups:
+        for one in group:
+            found.setdefault((one.window(wall_s), one.dimensions(group)), set()).add(one.name)
+    return [
+        UsageQuery(window, needed, frozenset(names), has_keys and "tenant" in needed and "key" not in needed)
+        for (window, needed), names in found.items()
+    ]
+
+
+class SpentByRows:
+    """What rows, which come in pages, leave of the budgets that ``query`` is for."""
+
+    def __init__(
+        self,
+        query: UsageQuery,
+        budgets_of: Callable[[str], BudgetsOf],
+        owner_of: Callable[[str], Caller | None],
+        wall_s: float,
+    ) -> None:
+        """``budgets_of``: those that hold for a route. ``owner_of``: whose an API key is, None if nobody knows."""
+        self._query = query
+        self._budgets_of = budgets_of
+        self._owner_of = owner_of
+        self._wall_s = wall_s
+        self._spent: dict[str, tuple[Charge, float]] = {}
+
+    def add(self, row: RolledUp, *, is_by_key: bool = False) -> None:
+        """Count a row. ``is_by_key``: of the second part of the query."""
+        query = self._query
+        if row.tenant in _UNKNOWN_TENANTS:
+            if query.asks_for_keys and not is_by_key:
+                return
+            owner = self._owner_of(row.key) if row.key else None
+            tenant, user = (ANONYMOUS, row.user) if owner is None else (owner.tenant, owner.user)
+            row = msgspec.structs.replace(row, tenant=tenant, user=user)
+        for budget in self._budgets_of(row.route).budgets_of(row.caller):
+            if budget.name not in query.budgets or budget.window(self._wall_s) != query.window:
+                continue
+            for charge in budget.charges_of_row(row, self._wall_s):
+                _, before = self._spent.get(charge.key, (charge, 0.0))
+                self._spent[charge.key] = charge, before + row.of(charge.resource)
+
+    def levels(self) -> tuple[list[BucketLevel], list[BucketLevel]]:
+        """Of Local budgets, and of Global ones."""
+        found: tuple[list[BucketLevel], list[BucketLevel]] = [], []
+        for key, (charge, used) in self._spent.items():
+            found[charge.is_global].append(BucketLevel(key, charge.limit, charge.limit.capacity - used))
+        return found

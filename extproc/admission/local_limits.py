@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The buckets of rate limits and budgets in the memory of this process."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from extproc.admission.buckets import SETTLED_BY_S, Bucket, BucketLevel, ByWindow, Limit
+from extproc.admission.budgets import BudgetAccounts
+from extproc.admission.limits import CHOSEN, MOST_NAMES, Charge, Grant
+from extproc.admission.refusals import refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from extproc.admission.limits import Usage
+
+# Buckets kept. The least recently used is dropped first and starts full again.
+MAX_BUCKETS: Final = 100_000
+_MAX_TABLES: Final = 10_000
+# Most that are sent to a process that starts: a message of half a megabyte.
+MOST_LEVELS: Final = 10_000
+
+
+class _NamedBucket(Bucket, kw_only=True):
+    """``limit``: as it was last asked for."""
+
+    limit: Limit
+
+
+class LocalLimits:
+    """The buckets in the memory of this process."""
+
+    def __init__(self, accounts: BudgetAccounts | None = None) -> None:
+        """``accounts``: the callers that have buckets of budgets."""
+        self._accounts = BudgetAccounts() if accounts is None else accounts
+        self._buckets: OrderedDict[str, _NamedBucket] = OrderedDict()
+        # of names that clients have chosen, by the prefix of the name: they can evict only their own kind
+        self._chosen: OrderedDict[str, OrderedDict[str, _NamedBucket]] = OrderedDict()
+        # of budgets: none is dropped before its window has ended, and requests that began in it have
+        self._budgets: ByWindow[dict[str, _NamedBucket]] = ByWindow(dict)
+        # how often levels have changed other than by inflow
+        self.changes = 0
+
+    @property
+    def buckets(self) -> int:
+        """How many there are."""
+        tables = (self._buckets, *self._chosen.values(), *self._budgets)
+        return sum(len(table) for table in tables)
+
+    def reserve(self, charges: Sequence[Charge], now: float) -> Grant:
+        """Reserve all charges or none; raises RateLimited or BudgetSpent. The grant's charges name the buckets that
+        were charged.
+        """
+        charges = [self._owned(charge) for charge in charges]
+        buckets = [self._bucket(charge, now) for charge in charges]
+        shortfalls = [bucket.shortfall(charge.needed_level) for charge, bucket in zip(charges, buckets, strict=True)]
+        if any(shortfall > 0 for shortfall in shortfalls):
+            raise refusal(charges, [bucket.level for bucket in buckets])
+        self.changes += 1
+        claims = [bucket.reserve(charge.amount) for charge, bucket in zip(charges, buckets, strict=True)]
+        return Grant(charges, claims, [bucket.level for bucket in buckets])
+
+    def settle(self, grant: Grant, used: Usage | None, now: float) -> None:
+        """Settle with the actual usage; None refunds all: the request was never dispatched."""
+        self.changes += 1
+        for charge, claim in zip(grant.charges, grant.claims, strict=True):
+            # a budget's window that has ended long ago is forgotten, and its use with it
+            if not charge.limit.ends_at_s or self._budget_bucket_of(charge) is not None:
+                self._bucket(charge, now).settle(claim, 0.0 if used is None else used.of(charge.resource))
+
+    def spent_elsewhere(self, key: str, limit: Limit, amount: float, now: float) -> None:
+        """Another process on this machine has reserved ``amount``, or refunded it if negative."""
+        bucket = self._bucket(self._owned(Charge(key, limit, "requests", 0.0)), now)
+        self.changes += 1
+        bucket.level = min(limit.capacity, bucket.level - amount)
+
+    def levels(self, now: float) -> list[BucketLevel]:
+        """The levels of all buckets that are not full: of budgets all, of rate limits the most recently used ones."""
+        found = list(self.budget_levels())
+        most = MOST_LEVELS + len(found)
+        for key, bucket in islice(self._last_used(), 2 * MOST_LEVELS):
+            bucket.fill(bucket.limit, now)
+            if bucket.level < bucket.limit.capacity:
+                found.append(BucketLevel(key, bucket.limit, bucket.level))
+            if len(found) == most:
+                break
+        return found
+
+    def budget_levels(self) -> Iterator[BucketLevel]:
+        """The levels of the buckets of budgets that are not full. Requests may come between two of them: to read
+        200,000 takes a quarter of a second.
+        """
+        return (
+            BucketLevel(key, bucket.limit, bucket.level)
+            for key, bucket in [one for window in self._budgets for one in window.items()]
+            if bucket.level < bucket.limit.capacity
+        )
+
+    def level_of(self, charge: Charge) -> float:
+        """What a budget has left, with nothing changed."""
+        bucket = self._budget_bucket_of(charge) or self._budget_bucket_of(self._owned(charge))
+        return charge.limit.capacity if bucket is None else bucket.level
+
+    def forget_ended(self, wall_s: float) -> None:
+        """Forget the windows of budgets that have ended some time ago: requests that run still have begun in them."""
+        self._accounts.forget_ended(wall_s)
+        self._budgets.forget(wall_s - SETTLED_BY_S)
+
+    def peek(self, now: float, most: int) -> list[BucketLevel]:
+        """The levels of the buckets that were used last, at most ``most``; nothing changes."""
+        return [
+            BucketLevel(key, one.limit, min(one.limit.capacity, one.level + one.limit.rate * (now - one.filled_at_s)))
+            for key, one in islice(self._last_used(), most)
+        ]
+
+    def lower(self, levels: Sequence[BucketLevel], now: float) -> None:
+        """Lower the buckets to another process's levels."""
+        self.changes += 1
+        for one in levels:
+            bucket = self._bucket(self._owned(Charge(one.key, one.limit, "requests", 0.0)), now)
+            bucket.level = min(bucket.level, one.level)
+
+    def _last_used(self) -> Iterator[tuple[str, _NamedBucket]]:
+        yield from reversed(self._buckets.items())
+        for table in reversed(self._chosen.values()):
+            yield from reversed(table.items())
+
+    def _owned(self, charge: Charge) -> Charge:
+        """With the key of its bucket: beyond the bounds of accounts that of a shared one."""
+        if not charge.limit.ends_at_s or self._budget_bucket_of(charge) is not None:
+            return charge
+        key = self._accounts.account(charge.key, charge.limit.ends_at_s)
+        return charge if key == charge.key else msgspec.structs.replace(charge, key=key)
+
+    def _bucket(self, charge: Charge, now: float) -> _NamedBucket:
+        """``charge``: owned."""
+        if charge.limit.ends_at_s:
+            return self._budget_bucket(charge.key, charge.limit, now)
+        table, most = self._table(charge.key)
+        bucket = table.get(charge.key)
+        if bucket is None:
+            bucket = table[charge.key] = _NamedBucket(charge.limit.capacity, now, limit=charge.limit)
+            if len(table) > most:
+                table.popitem(last=False)
+        else:
+            table.move_to_end(charge.key)
+            bucket.limit = charge.limit
+        bucket.fill(charge.limit, now)
+        return bucket
+
+    def _budget_bucket_of(self, charge: Charge) -> _NamedBucket | None:
+        window = self._budgets.get(charge.limit.ends_at_s)
+        return None if window is None else window.get(charge.key)
+
+    def _budget_bucket(self, key: str, limit: Limit, now: float) -> _NamedBucket:
+        window = self._budgets.of(limit.ends_at_s)
+        bucket = window.get(key)
+        if bucket is None:
+            bucket = window[key] = _NamedBucket(limit.capacity, now, limit=limit)
+        elif bucket.limit is not limit:
+            # a larger maximum gives its callers more at once, and a smaller one takes from them
+            bucket.level += limit.capacity - bucket.limit.capacity
+            bucket.limit = limit
+        return bucket
+
+    def _table(self, key: str) -> tuple[OrderedDict[str, _NamedBucket], int]:
+        """The table of the bucket of ``key``, and the most buckets that it may have."""
+        owner, mark, _ = key.rpartition(CHOSEN)
+        if not mark:
+            return self._buckets, MAX_BUCKETS
+        table = self._chosen.get(owner)
+        if table is None:
+            table = self._chosen[owner] = OrderedDict()
+            if len(self._chosen) > _MAX_TABLES:
+                self._chosen.popitem(last=False)
+        else:
+            self._chosen.move_to_end(owner)
+        # twice as many as this process has names: other processes of this machine have names, too
+        return table, 2 * MOST_NAMES

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients are told of rate limits and budgets: refusals, and the headers of answers."""
+
+from __future__ import annotations
+
+import math
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from extproc.admission.budgets import BudgetKey
+from extproc.api.quantities import money_text
+from extproc.errors import BudgetSpent, LimitsUnavailable, RateLimited
+from extproc.protocol import BUDGET_HEADERS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from extproc.admission.limits import BudgetPart, Charge, Grant
+    from extproc.errors import Refusal
+
+BUDGET_REMAINING, BUDGET_WARNING = BUDGET_HEADERS
+
+
+_EVERY: Final[Mapping[str, str]] = MappingProxyType(
+    {"hour": "hourly", "day": "daily", "week": "weekly", "month": "monthly"}
+)
+
+
+def refusal(charges: Sequence[Charge], levels: Sequence[float]) -> Refusal:
+    """The error for charges that buckets at ``levels`` cannot grant; it names the one with the longest wait."""
+    shortfalls = [charge.needed_level - level for charge, level in zip(charges, levels, strict=True)]
+    waits = [
+        _wait_s(charge, shortfall) if shortfall > 0 else 0.0
+        for charge, shortfall in zip(charges, shortfalls, strict=True)
+    ]
+    worst = max(range(len(charges)), key=lambda index: waits[index])
+    charge, headers = charges[worst], {**rate_limit_headers(charges, levels), **budget_headers(charges, levels)}
+    if charge.budget is not None:
+        return _spent(charge, charge.budget, levels[worst], headers)
+    resource, capacity = charge.resource.replace("_", " "), math.floor(charge.limit.capacity)
+    kind = "requests" if charge.resource == "requests" else "tokens"
+    if charge.needed_level > charge.limit.capacity:
+        message = (
+            f"The request needs {math.ceil(charge.amount)} {resource}, "
+            f"and no more than {capacity} are granted at once; shorten the prompt or lower max_tokens."
+        )
+        return RateLimited(message, kind=kind, headers=headers, retry_after_s=None)
+    wait_s = waits[worst]
+    message = (
+        f"Rate limit reached for {resource}: the request needs {math.ceil(charge.amount)}, "
+        f"{max(0, math.floor(levels[worst]))} of {capacity} are left. Please try again in {_duration(wait_s)}."
+    )
+    refused = RateLimited(message, kind=kind, headers=headers, retry_after_s=max(1, math.ceil(wait_s)))
+    # behind the last slash is whose bucket it is: nobody's where all callers share it
+    refused.is_of_caller = not charge.key.endswith("/")
+    return refused
+
+
+def _wait_s(charge: Charge, shortfall: float) -> float:
+    return shortfall / charge.limit.rate if charge.limit.rate else charge.ends_in_s
+
+
+def _spent(charge: Charge, budget: BudgetPart, level: float, headers: Mapping[str, str]) -> BudgetSpent:
+    most, left = amount_text(charge, charge.limit.capacity), amount_text(charge, max(0.0, level))
+    whose = "of all callers" if budget.level == "gateway" else f"of this {budget.level}"
+    begin = f"The {_EVERY[budget.window]} budget '{budget.name}' {whose}"
+    if level <= 0:
+        message = f"{begin} ({most}) is used up."
+    else:
+        need = amount_text(charge, charge.amount)
+        needs = f"the request needs up to {need}, {left} of {most} are left"
+        message = f"{begin} is not enough: {needs}; shorten the prompt or lower max_tokens."
+    again = max(1, math.ceil(charge.ends_in_s))
+    message = f"{message} It resets in {_duration(again)}."
+    return BudgetSpent(message, budget=budget.key, headers=headers, retry_after_s=again)
+
+
+def amount_text(charge: Charge, amount: float) -> str:
+    """An amount of a budget with its unit."""
+    unit = "" if charge.budget is None else charge.budget.unit
+    return f"{money_text(int(amount))} {unit}" if charge.resource == "cost_micros" else f"{math.floor(amount)} {unit}"
+
+
+def budget_headers(charges: Sequence[Charge], levels: Sequence[float]) -> dict[str, str]:
+    """What is left of each budget, in the form of the IETF's RateLimit header: ``"team";r=12.34;t=86400;unit="USD"``,
+    and the warnings of those that are used beyond their soft share.
+    """
+    left, warnings = [], []
+    for charge, level in zip(charges, levels, strict=True):
+        budget = charge.budget
+        if budget is None:
+            continue
+        is_money = charge.resource == "cost_micros"
+        shown = money_text(max(0, int(level))) if is_money else str(max(0, math.floor(level)))
+        left.append(f'"{budget.name}";r={shown};t={max(1, math.ceil(charge.ends_in_s))};unit="{budget.unit}"')
+        if level <= budget.soft:
+            used = 1.0 - max(0.0, level) / charge.limit.capacity
+            warnings.append(f'"{budget.name}";used={used:.2f};unit="{budget.unit}"')
+    headers = {BUDGET_REMAINING: ", ".join(left)} if left else {}
+    return {**headers, BUDGET_WARNING: ", ".join(warnings)} if warnings else headers
+
+
+def soft_line(charge: Charge, level: float) -> str:
+    """For the operator: a caller has passed the soft share of its budget."""
+    budget, key = charge.budget, BudgetKey.parse(charge.key)
+    if budget is None or key is None:
+        return ""
+    used, most = charge.limit.capacity - level, charge.limit.capacity
+    whose = f"the {budget.level} {key.caller}" if key.caller else "all callers"
+    return (
+        f"budget {budget.key}: {whose} has reserved or used {used / most:.0%} of {amount_text(charge, most)} for this"
+        f" {budget.window}"
+    )
+
+
+def unavailable() -> LimitsUnavailable:
+    """The error while Redis does not answer, for limits with ``withoutRedis: Refuse``."""
+    return LimitsUnavailable("Rate limits cannot be checked at the moment; try again soon.", retry_after_s=1)
+
+
+def rate_limit_headers(charges: Sequence[Charge], levels: Sequence[float]) -> dict[str, str]:
+    """OpenAI's ``x-ratelimit-{limit,remaining,reset}-{requests,tokens}``, each of the emptiest bucket."""
+    headers: dict[str, str] = {}
+    for kind in ("requests", "tokens"):
+        held = [
+            (level / charge.limit.capacity, level, charge.limit)
+            for charge, level in zip(charges, levels, strict=True)
+            if charge.budget is None and (charge.resource == "requests") == (kind == "requests")
+        ]
+        if held:
+            _, level, limit = min(held, key=lambda one: one[0])
+            headers[f"x-ratelimit-limit-{kind}"] = str(math.floor(limit.capacity))
+            headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(level)))
+            headers[f"x-ratelimit-reset-{kind}"] = _duration((limit.capacity - level) / limit.rate)
+    return headers
+
+
+def granted_headers(grants: Sequence[Grant]) -> dict[str, str]:
+    """The same headers for granted reservations."""
+    charges = [charge for grant in grants for charge in grant.charges]
+    levels = [level for grant in grants for level in grant.levels]
+    return {**rate_limit_headers(charges, levels), **budget_headers(charges, levels)}
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: 120ms, 1s, 6m0s, 1h2m3s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    whole = math.ceil(seconds)
+    hours, minutes, rest = whole // 3600, whole % 3600 // 60, whole % 60
+    return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{rest}s"

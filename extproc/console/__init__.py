@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The console: a page of the admin port that shows engines, queues, tenants, routes and recent requests, live."""

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guards, pure: which requests a service must pass, what it gets of them, and what follows from its answer.
+
+A guard answers ``{"action": "allow"}``, ``refuse`` with ``status`` and ``message``, or ``change`` with the members to
+replace (``fields``) or a whole ``body``. Whatever else it answers is a failure of the guard, never of the client.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal, get_args
+
+import msgspec
+
+from extproc.core.payloads import Event, attributes_of
+from extproc.core.record import Arrival
+from extproc.errors import GuardRefused, GuardUnavailable, Refusal
+from extproc.request.rewrite import is_plain, with_changes
+
+if TYPE_CHECKING:
+    from extproc.admission.guards import Guard
+    from extproc.core.request_builder import RequestBuilder
+
+_LONGEST_TEXT: Final = 1000
+_LONGEST_ERROR: Final = 200
+# Those of 4xx that Envoy can answer with, but for 401 and 407, which are about credentials.
+_STATUSES: Final = frozenset({400, *range(402, 407), *range(408, 418), *range(421, 425), 426, 428, 429, 431})
+_OK, _NO_CONTENT = 200, 204
+
+EVENT: Final = "dev.attache.guard.request"
+
+# What a guard has answered, or why there is no answer.
+Verdict = Literal["allowed", "refused", "changed"]
+VERDICTS: Final = frozenset(get_args(Verdict))
+Failure = Literal["timeout", "unreachable", "status", "invalid", "busy", "paused", "unknown"]
+
+
+class GuardReply(msgspec.Struct, frozen=True):
+    """Its HTTP answer."""
+
+    status: int
+    body: bytes
+    took_s: float = 0.0
+
+
+# What a simulation answers.
+ALLOWED: Final = GuardReply(_NO_CONTENT, b"")
+
+
+class GuardFailed(msgspec.Struct, frozen=True):
+    """There is no answer. ``detail``: for the log."""
+
+    why: Failure
+    detail: str
+    took_s: float = 0.0
+
+
+class Passed(msgspec.Struct, frozen=True):
+    """The request goes on as ``arrival``. ``result``: in metrics. ``text``: for people. ``detail``: of a failure, for
+    the log.
+    """
+
+    arrival: Arrival
+    result: Verdict | Failure
+    text: str
+    detail: str = ""
+
+
+class GuardStopped(Exception):
+    """The request does not go on. The fields are those of ``Passed``."""
+
+    def __init__(self, refusal: Refusal, result: Verdict | Failure, detail: str = "") -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+        self.result = result
+        self.detail = detail
+
+
+class _Invalid(Exception):
+    """The answer cannot be followed. The message is what is wrong."""
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    action: Literal["allow", "refuse", "change"]
+    status: int = 403
+    message: str = ""
+    # for the operator; the client does not get it
+    reason: str = ""
+    fields: dict[str, msgspec.Raw] | None = None
+    body: msgspec.Raw = msgspec.Raw()
+
+
+_answers: Final = msgspec.json.Decoder(_Answer)
+
+
+def event_of(arrival: Arrival, ticket: str, source: str) -> Event:
+    """What a guard gets. The body is as its engine will read it, so that no repeated or escaped name hides anything; a
+    form has none.
+    """
+    request = arrival.request
+    attributes: dict[str, str | int] = {
+        "specversion": "1.0",
+        "id": ticket,
+        "source": source,
+        "type": EVENT,
+        **attributes_of(arrival, ticket),
+        "api": "" if request.api is None else request.api.name.lower(),
+        "bytes": len(arrival.body),
+    }
+    if not _is_json(arrival):
+        return Event({**attributes, "omitted": "not-json"}, None)
+    body = arrival.body
+    if not is_plain(body, request.contents):
+        body = with_changes(body, {}, request.contents)
+    return Event({**attributes, "datacontenttype": "application/json"}, body)
+
+
+def _is_json(arrival: Arrival) -> bool:
+    api = arrival.request.api
+    return api is not None and api.spec.body != "form"
+
+
+def judge(guard: Guard, arrival: Arrival, reply: GuardReply | GuardFailed, builder: RequestBuilder) -> Passed:
+    """What becomes of the request; raises GuardStopped."""
+    if isinstance(reply, GuardFailed):
+        return _without(guard, arrival, reply.why, reply.detail)
+    if reply.status not in {_OK, _NO_CONTENT}:
+        return _without(guard, arrival, "status", f"it answers {reply.status}, and not 200")
+    try:
+        return _follow(guard, arrival, _answer_in(reply), builder)
+    except _Invalid as error:
+        return _without(guard, arrival, "invalid", str(error))
+
+
+def _answer_in(reply: GuardReply) -> _Answer:
+    if reply.status == _NO_CONTENT:
+        return _Answer("allow")
+    try:
+        return _answers.decode(reply.body)
+    except RecursionError:
+        raise _Invalid("its answer is nested too deeply") from None
+    except ValueError as error:  # of msgspec, and of text that is no UTF-8
+        raise _Invalid(f"its answer cannot be read: {str(error)[:_LONGEST_ERROR]}") from None
+
+
+def _follow(guard: Guard, arrival: Arrival, answer: _Answer, builder: RequestBuilder) -> Passed:
+    reason = f": {answer.reason[:_LONGEST_TEXT]}" if answer.reason else ""
+    match answer.action:
+        case "allow":
+            return Passed(arrival, "allowed", f"'{guard.name}' allowed it{reason}")
+        case "change":
+            changed = _changed(guard, arrival, answer, builder)
+            return Passed(changed, "changed", f"'{guard.name}' changed it{reason}")
+        case "refuse":
+            if answer.status not in _STATUSES:
+                raise _Invalid(f"it refuses with status {answer.status}, which is none for that")
+            message = answer.message[:_LONGEST_TEXT] or "The request is refused by a guard of this gateway."
+            raise GuardStopped(GuardRefused(message, status=answer.status), "refused", answer.reason[:_LONGEST_TEXT])
+
+
+def _changed(guard: Guard, arrival: Arrival, answer: _Answer, builder: RequestBuilder) -> Arrival:
+    """As the guard wants it, read as a client's body is."""
+    whole = bytes(answer.body)
+    if bool(whole) == (answer.fields is not None):
+        raise _Invalid("it changes a request without one of 'fields' and 'body'")
+    if not _is_json(arrival):
+        raise _Invalid("it changes a request that is no JSON")
+    body = whole or with_changes(arrival.body, dict(answer.fields or {}))
+    if len(body) > guard.most_body_bytes(len(arrival.body)):
+        raise _Invalid(f"it changes a body to one of {len(body)} bytes")
+    try:
+        return builder.with_body(arrival, body)
+    except Refusal as refusal:
+        raise _Invalid(f"the changed request is not valid: {refusal.message}") from None
+
+
+def _without(guard: Guard, arrival: Arrival, why: Failure, detail: str) -> Passed:
+    """By the failure mode; raises GuardStopped."""
+    if guard.is_open:
+        return Passed(arrival, why, f"'{guard.name}' did not answer ({why}), so it went on without", detail)
+    message = "The request could not be checked, as a guard of this gateway does not answer; try again later."
+    raise GuardStopped(GuardUnavailable(message, retry_after_s=1), why, detail)
+
+
+# Calls in a row without an answer, from which on a guard is taken for dead.
+_MOST_FAILURES: Final = 5
+_PAUSE_S: Final = 1.0
+
+
+class Circuit(msgspec.Struct):
+    """Spares requests the time limit of a guard that is dead: after some calls in a row without an answer, one request
+    in each pause tries it, and for all others it has failed.
+    """
+
+    failures: int = 0
+    retry_at_s: float = 0.0
+
+    def may_call(self, now: float) -> bool:
+        """Whether the guard is called for this request."""
+        if self.failures < _MOST_FAILURES:
+            return True
+        if now < self.retry_at_s:
+            return False
+        self.retry_at_s = now + _PAUSE_S
+        return True
+
+    def record(self, now: float, *, has_answered: bool) -> None:
+        """A call has ended."""
+        self.failures = 0 if has_answered else self.failures + 1
+        if self.failures >= _MOST_FAILURES:
+            self.retry_at_s = now + _PAUSE_S

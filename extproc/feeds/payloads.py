@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes what ModelRoutes log of requests to the gateway's sink: a file, or an HTTP service that takes CloudEvents.
+
+No request waits for it: what does not fit is dropped and counted, and a sink that is down is tried again after pauses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+import msgspec
+
+from extproc.core.payloads import Capacity, Capture, capture_of, events_of, is_sampled
+from extproc.failures import Backoff
+from extproc.line_file import LineFile
+from extproc.metrics.exposition import Counters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import aiohttp
+    from prometheus_client import CollectorRegistry
+
+    from extproc.api.payload_log import PayloadLog, PayloadSink
+    from extproc.core.payloads import Event
+    from extproc.core.record import Arrival
+    from extproc.line_file import LineResult
+
+log = logging.getLogger(__name__)
+MOST_WAITING: Final = 1024
+_BATCH: Final = 8
+_TIMEOUT_S: Final = 5.0
+_FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 60.0
+_CLOSE_S: Final = 1.0
+# Attributes in headers, by CloudEvents' binding to HTTP: what is not printable ASCII is percent-encoded.
+_SAFE: Final = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
+
+
+class NotTaken(Exception):
+    """The service did not take an event."""
+
+
+class PayloadExporter:
+    """``sink``: the one in use, None: nothing is logged. ``logs``: the payload log of each ModelRoute by its key.
+    ``source``: this gateway.
+    """
+
+    def __init__(
+        self,
+        sink: Callable[[], PayloadSink | None],
+        logs: Callable[[], Mapping[str, PayloadLog]],
+        registry: CollectorRegistry,
+        *,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        source: str,
+    ) -> None:
+        self._sink = sink
+        self._logs = logs
+        self._counts = Counters(
+            "attache_payload_events", "Events of the payload log: sent, failed, dropped.", ["result"], registry
+        )
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._source = source
+        self._capacity = Capacity()
+        self._queue: deque[Capture] = deque()
+        self._is_due = asyncio.Event()
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        self._http: aiohttp.ClientSession | None = None
+        self._file: tuple[str, LineFile] | None = None
+
+    def open(self, arrival: Arrival, ticket: str) -> Capture | None:
+        """The capture of a request, if its route logs it and it is one of the sample."""
+        spec = self._logs().get(arrival.destination.route)
+        if spec is None or self._sink() is None or not is_sampled(ticket, spec.sample):
+            return None
+        return capture_of(spec, arrival, ticket, self._capacity, self._clock())
+
+    def add(self, capture: Capture) -> None:
+        """Its request has ended."""
+        if len(self._queue) >= MOST_WAITING:
+            capture.drop()
+            self._count("dropped", 1)
+            return
+        self._queue.append(capture)
+        self._is_due.set()
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        while True:
+            await self._is_due.wait()
+            await self._write_batch()
+            if not self._queue:
+                self._is_due.clear()
+            if self._backoff.pause_s:
+                await asyncio.sleep(self._backoff.pause_s)
+
+    async def close(self) -> None:
+        """Write what is there, if the sink takes it at once."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                while self._queue and not self._backoff.pause_s:
+                    await self._write_batch()
+        if self._queue:
+            self._count("dropped", len(self._queue))
+        await self._close_sink()
+
+    async def _write_batch(self) -> None:
+        sink = self._sink()
+        batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
+        try:
+            if sink is None:
+                self._count("dropped", len(batch))
+                await self._close_sink()
+                return
+            # JSON of a megabyte takes a while: not on the event loop
+            events = await asyncio.to_thread(self._encode, batch)
+            if sink.path is not None:
+                await self._append(sink.path, events)
+            elif sink.url is not None:
+                await self._post(sink.url, events)
+        finally:
+            for capture in batch:
+                capture.drop()
+
+    def _encode(self, batch: list[Capture]) -> list[Event]:
+        offset_s = self._wall_clock() - self._clock()
+        return [
+            event
+            for one in batch
+            for event in events_of(
+                one, self._source, _rfc3339(one.began_s + offset_s), _rfc3339(one.answered_s + offset_s)
+            )
+        ]
+
+    async def _append(self, path: str, events: list[Event]) -> None:
+        if self._file is None or self._file[0] != path:
+            await self._close_sink()
+            self._file = path, LineFile(Path(path), partial(self._lines_were, asyncio.get_running_loop()))
+        for event in events:
+            data = b"" if event.data is None else b',"data":' + event.data
+            self._file[1].put(msgspec.json.encode(event.attributes)[:-1] + data + b"}\n")
+
+    def _count(self, result: str, number: int) -> None:
+        self._counts.add_amount(number, result)
+
+    def _lines_were(self, loop: asyncio.AbstractEventLoop, result: LineResult, number: int) -> None:
+        """Called by the file's thread, which may outlive the loop if the file is a pipe that nobody reads."""
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._count, "sent" if result == "written" else result, number)
+
+    async def _post(self, url: str, events: list[Event]) -> None:
+        results = await asyncio.gather(*(self._post_one(url, event) for event in events), return_exceptions=True)
+        failures = [one for one in results if isinstance(one, BaseException)]
+        self._count("failed", len(failures))
+        self._count("sent", len(results) - len(failures))
+        for one in failures:
+            if not isinstance(one, NotTaken | OSError | TimeoutError):
+                raise one
+        if failures:
+            self._failed(url, failures[0])
+        elif self._backoff.pause_s:
+            log.info("%s takes payloads again", url)
+            self._backoff.reset()
+
+    async def _post_one(self, url: str, event: Event) -> None:
+        import aiohttp  # noqa: PLC0415 - only where it is asked for
+
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S), cookie_jar=aiohttp.DummyCookieJar()
+            )
+        headers = event_headers(event.attributes)
+        try:
+            async with self._http.post(url, data=event.data or b"", headers=headers, allow_redirects=False) as answer:
+                if answer.status >= 300:
+                    raise NotTaken(f"status {answer.status}")
+        except (aiohttp.ClientError, ValueError) as error:
+            raise NotTaken(str(error) or type(error).__name__) from error
+
+    def _failed(self, url: str, error: BaseException) -> None:
+        if not self._backoff.pause_s:
+            why = str(error) or f"no answer within {_TIMEOUT_S:g} s"
+            log.warning("%s does not take payloads: %s; they are dropped until it does. See that it runs", url, why)
+        self._backoff.record_failure()
+
+    async def _close_sink(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            await asyncio.to_thread(file[1].close)
+        http, self._http = self._http, None
+        if http is not None:
+            await http.close()
+
+
+def event_headers(attributes: Mapping[str, str | int]) -> dict[str, str]:
+    """The attributes of an event in CloudEvents' binary form."""
+    return {
+        "content-type" if name == "datacontenttype" else f"ce-{name}": quoted(str(value))
+        for name, value in attributes.items()
+    }
+
+
+def quoted(text: str) -> str:
+    """As the value of a header, whatever it was."""
+    return quote(text, safe=_SAFE, errors="replace")
+
+
+def _rfc3339(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The console's pages over real HTTP: safe, bounded, of the right worker, and in turns."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import re
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from bench.sizes.configuration import GatewayPorts, Sizes, configuration
+from bench.stack.processes import free_ports, ports_in_a_row
+from extproc.api.load import load_snapshot
+from extproc.api.status_pages import ObjectiveCounts
+from extproc.console.objectives import objectives_answer
+from extproc.console.pages import Place
+from extproc.metrics.attainment import joined
+from tools.console_pictures import Gateway, demo
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+HOUR = 500_000
+MANY = Sizes(models=100, routes=100, hosts=1, adapters=1, endpoints=5_000)
+
+
+def many_engines() -> Gateway:
+    ports = GatewayPorts("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", 80)
+    return Gateway(load_snapshot(configuration(MANY, ports, "Open")))
+
+
+@contextlib.asynccontextmanager
+async def usage_api(
+    body: bytes, content_type: str = "application/json", *, path: str = "/v1/usage"
+) -> AsyncIterator[tuple[str, list[str]]]:
+    """Its URL, and the queries that it got. Another API has another ``path``."""
+    asked = list[str]()
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path_qs)
+        return web.Response(body=body, content_type=content_type)
+
+    app = web.Application()
+    app.add_routes([web.get(path, answer)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    port = free_ports(1)[0]
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield f"http://127.0.0.1:{port}/", asked
+    finally:
+        await runner.cleanup()
+
+
+async def status_and_answer(url: str) -> tuple[int, Any]:
+    """JSON, or text."""
+    async with aiohttp.ClientSession() as client, client.get(url) as answer:
+        return answer.status, await (answer.json() if answer.content_type == "application/json" else answer.text())
+
+
+async def test_the_policy_of_the_page_allows_its_own_script_and_style_and_nothing_else() -> None:
+    async with demo().served(free_ports(1)[0]) as url, aiohttp.ClientSession() as client, client.get(url) as answer:
+        page, policy = await answer.read(), answer.headers["Content-Security-Policy"]
+    for tag in (b"script", b"style"):
+        (content,) = re.findall(b"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
+        hashed = base64.b64encode(hashlib.sha256(content).digest()).decode()
+        assert f"{tag.decode()}-src 'sha256-{hashed}'" in policy
+    assert policy.startswith("default-src 'none'; ")
+    assert "frame-ancestors 'none'" in policy
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    # nothing from elsewhere, nothing that makes markup of text
+    assert not re.search(rb"(src|href)=\"(?!data:,)|innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", page)
+
+
+async def test_5000_engines_make_an_answer_of_bounded_size_in_turns() -> None:
+    gateway, turns = many_engines(), 0
+    async with gateway.served(free_ports(1)[0]) as url, aiohttp.ClientSession() as client:
+
+        async def other_work() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        working = asyncio.create_task(other_work())
+        async with client.get(f"{url}/state", params={"limit": "200"}) as answer:
+            whole, state = len(await answer.read()), await answer.json()
+        working.cancel()
+    assert whole < 200_000
+    assert turns > MANY.models / 4
+    assert (len(state["engines"]), state["counts"]["engines"], state["total"]["engines"]) == (200, 5_000, 5_000)
+    assert (len(state["servers"]), state["counts"]["servers"]) == (50, 100)
+
+
+@pytest.mark.parametrize(
+    "query", ["limit=201", "limit=x", "sort=password", "unknown=1", f"find={'x' * 201}", "descending=perhaps"]
+)
+async def test_a_query_that_is_not_one_is_refused(query: str) -> None:
+    async with demo().served(free_ports(1)[0]) as url:
+        status, text = await status_and_answer(f"{url}/state?{query}")
+    assert status == 400
+    assert query.partition("=")[0] in text
+
+
+async def test_a_worker_fetches_what_is_asked_of_another_one() -> None:
+    first = ports_in_a_row(2)
+    gateways = [demo(), many_engines()]
+    async with contextlib.AsyncExitStack() as stack:
+        urls = [
+            await stack.enter_async_context(one.served(port, Place(("127.0.0.1", port), number, 2)))
+            for number, (one, port) in enumerate(zip(gateways, (first, first + 1), strict=True))
+        ]
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+
+        async def asked(url: str) -> tuple[int, int]:
+            async with client.get(url) as answer:
+                state = await answer.json()
+            return state["process"]["worker"], state["total"]["engines"]
+
+        for url in urls:
+            assert await asked(f"{url}/state?worker=0") == (0, 12)
+            assert await asked(f"{url}/state?worker=1&limit=1") == (1, 5_000)
+        async with client.get(f"{urls[0]}/requests?worker=1&limit=3") as answer:
+            assert (await answer.json())["worker"] == 1
+        assert gateways[1].metrics.recent.is_open
+        for number in ("2", "-1", "x", "99999999"):
+            async with client.get(f"{urls[0]}/state?worker={number}") as answer:
+                assert answer.status == 404
+
+
+async def test_a_worker_that_does_not_answer_is_named() -> None:
+    first = ports_in_a_row(2)
+    place = Place(("127.0.0.1", first), 0, 2)
+    async with demo().served(first, place) as url:
+        status, answer = await status_and_answer(f"{url}/state?worker=1")
+    assert status == 502
+    assert answer["error"]["message"].startswith("No answer of worker 1: ")
+
+
+async def test_usage_is_passed_on_with_known_parameters_alone() -> None:
+    port = free_ports(1)[0]
+    async with usage_api(b'{"data": []}') as (api, asked):
+        place = Place(("127.0.0.1", port), usage_api=api)
+        async with demo().served(port, place) as url:
+            passed = await status_and_answer(f"{url}/usage?group_by=tenant&evil=1&tenant=a%26b")
+            _, state = await status_and_answer(f"{url}/state")
+    assert passed == (200, {"data": []})
+    assert state["process"]["hasUsage"] is True
+    assert asked == ["/v1/usage?group_by=tenant&tenant=a%26b"]
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "message"),
+    [(b"<html>", "text/html", "no JSON"), (b" " * (1 << 20) + b"{}", "application/json", "larger than 1 MiB")],
+)
+async def test_a_usage_api_that_answers_something_else_is_not_passed_on(
+    body: bytes, content_type: str, message: str
+) -> None:
+    port = free_ports(1)[0]
+    async with (
+        usage_api(body, content_type) as (api, _),
+        demo().served(port, Place(("127.0.0.1", port), usage_api=api)) as url,
+    ):
+        status, answer = await status_and_answer(f"{url}/usage")
+    assert status == 502
+    assert message in answer["error"]["message"]
+
+
+async def test_without_a_usage_api_there_is_no_usage() -> None:
+    async with demo().served(free_ports(1)[0]) as url:
+        status, answer = await status_and_answer(f"{url}/usage")
+    assert status == 404
+    assert "--usage-api" in answer["error"]["message"]
+
+
+async def test_keys_are_listed_without_digests_and_objectives_as_the_command_has_them() -> None:
+    gateway = demo()
+    keys = gateway.core.snapshot.gateway.authentication
+    assert keys is not None
+    async with gateway.served(free_ports(1)[0]) as url:
+        status, found = await status_and_answer(f"{url}/keys")
+        _, one = await status_and_answer(f"{url}/keys?find=ANN")
+        _, objectives = await status_and_answer(f"{url}/objectives?find=interactive")
+        _, nothing = await status_and_answer(f"{url}/objectives?find=large")
+        refused, _ = await status_and_answer(f"{url}/keys?limit=9")
+    assert (status, refused) == (200, 400)
+    assert [each["name"] for each in found["keys"]] == ["research-web", "search-web", "support-web"]
+    assert not any(each.digest and each.digest[:12] in str(found) for each in keys.api_keys)
+    assert (one["count"], one["keys"][0]["models"]) == (1, ["large"])
+    expected = {
+        each.counts.objective: (each.requests, each.bad, each.budget_left)
+        for each in joined(gateway.metrics.objectives.report())
+    }
+    got = {each["objective"]: (each["requests"], each["bad"], each["budgetLeft"]) for each in objectives["objectives"]}
+    assert got == expected
+    assert nothing["objectives"] == nothing["worst"] == []
+
+
+def test_the_least_budget_comes_first_and_the_rest_is_counted() -> None:
+    def counts(number: int, bad: int) -> ObjectiveCounts:
+        hours = [(HOUR - number, 100 - bad, bad)] if bad else []
+        return ObjectiveCounts("default/r", f"c{number}", "ttft", 0.5, 0.9, 86_400.0, 0, hours)
+
+    steps = objectives_answer(
+        [counts(number, number % 60) for number in range(120)], find="", now_s=3600.0 * HOUR, worker=0, workers=1
+    )
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found = end.value
+            break
+    assert (found.count, len(found.objectives), len(found.worst)) == (120, 50, 20)
+    assert [one.name for one in found.objectives[:3]] == ["c119", "c59", "c118"]
+    assert found.objectives[0].budget_left == pytest.approx(1 - 59 / 10)
+    assert [one.bad for one in found.worst[:4]] == [59, 59, 58, 58]
+    assert (found.worst[0].name, found.worst[0].at) == ("c59", 3600 * (HOUR - 59))

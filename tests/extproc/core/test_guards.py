@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guards: which requests they get, and what follows from whatever they answer."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.admission.guards import MOST_ADDED_BYTES
+from extproc.core.core import Core
+from extproc.core.effects import AskGuard, AskLimits, Decision, GuardAsked, Hold, RequestRefused
+from extproc.core.explanation import to_text
+from extproc.core.guards import Circuit, GuardFailed, GuardReply, event_of
+from extproc.core.record import Head
+from extproc.core.states import State
+from extproc.errors import GuardRefused, GuardUnavailable, RateLimited, to_anthropic_body
+from extproc.protocol import Api
+from tests.extproc.scenes import CHAT, ONE_AT_A_TIME, configuration, endpoints, request
+
+if TYPE_CHECKING:
+    from extproc.core.effects import RequestEffect
+    from extproc.core.record import Arrival
+
+SERVER: Final = f"scrapeInterval: 0s\n{endpoints('10.0.0.1:8000')}"
+QUEUE: Final = f"{SERVER}flowControl: {{{ONE_AT_A_TIME}}}"
+TEXT: Final = "my key is sk-1"
+
+
+def gateway(*names: str, **fields: object) -> str:
+    guards = [{"name": name, "url": "http://127.0.0.1:1/", **fields} for name in names]
+    document = {"apiVersion": "attache.dev/v1alpha1", "kind": "GatewayConfig", "metadata": {"name": "g"}}
+    return json.dumps({**document, "spec": {"guards": guards}})
+
+
+def guarded(mode: str = "Close", *, server: str = SERVER, route: str = "", named: str = "pii") -> Core:
+    routes = {"chat": f"guard: {{name: {named}, failureMode: {mode}}}\n{route}"}
+    config = configuration(servers={"llama": server}, routes=routes, others=gateway("pii"))
+    return Core(config, rng=random.Random(0), ticket_prefix="t")
+
+
+def asked(core: Core, arrival: Arrival | None = None) -> AskGuard:
+    own, _ = core.arrive(request(core, TEXT) if arrival is None else arrival, 0.0)
+    assert isinstance(own, AskGuard)
+    return own
+
+
+def reply(**answer: object) -> GuardReply:
+    return GuardReply(200, json.dumps(answer).encode(), 0.01)
+
+
+def said(core: Core, ask: AskGuard, answer: GuardReply | GuardFailed) -> tuple[RequestEffect, GuardAsked]:
+    own, effects = core.resume(ask.ticket, answer, 0.1)
+    (counted,) = [one for one in effects if isinstance(one, GuardAsked)]
+    assert own is not None
+    return own, counted
+
+
+def refusal_of(own: RequestEffect) -> GuardRefused | GuardUnavailable:
+    assert isinstance(own, RequestRefused)
+    assert isinstance(own.refusal, GuardRefused | GuardUnavailable)
+    return own.refusal
+
+
+def test_a_request_of_a_route_without_a_guard_is_decided_at_once() -> None:
+    config = configuration(servers={"llama": SERVER}, others=gateway("pii"))
+    core = Core(config, rng=random.Random(0), ticket_prefix="t")
+    assert isinstance(core.arrive(request(core), 0.0)[0], Decision)
+
+
+def test_an_allowed_request_goes_on_as_it_is() -> None:
+    core = guarded()
+    own, counted = said(core, asked(core), reply(action="allow"))
+    assert isinstance(own, Decision)
+    assert own.body is None
+    assert counted == GuardAsked("pii", "allowed", 0.01, goes_on=True, ticket="t-1")
+    core = guarded()
+    assert isinstance(said(core, asked(core), GuardReply(204, b""))[0], Decision)
+
+
+def test_a_refusal_is_in_the_guards_words_and_its_reason_for_the_operator_alone() -> None:
+    core = guarded()
+    ask = asked(core)
+    own, counted = said(core, ask, reply(action="refuse", status=422, message="no keys", reason="sk pattern"))
+    refusal = refusal_of(own)
+    assert (refusal.status, refusal.message, refusal.outcome) == (422, "no keys", "guard")
+    assert (counted.result, counted.detail, counted.goes_on) == ("refused", "sk pattern", False)
+    assert core.state_of(ask.ticket) is State.ABSENT
+    core = guarded()
+    assert refusal_of(said(core, asked(core), reply(action="refuse"))[0]).status == 403
+    # statuses that Anthropic's API does not have are mistakes of the request, not of the gateway
+    assert json.loads(to_anthropic_body(refusal))["error"]["type"] == "invalid_request_error"
+
+
+def test_a_refused_request_gets_its_reservation_back_and_a_refused_caller_costs_the_guard_nothing() -> None:
+    core = guarded(route="rateLimits: [{unit: hour, requests: 1}]")
+    for _ in range(3):
+        refusal_of(said(core, asked(core), reply(action="refuse"))[0])
+    assert isinstance(said(core, asked(core), reply(action="allow"))[0], Decision)
+    own, effects = core.arrive(request(core), 0.0)
+    assert isinstance(own, RequestRefused)
+    assert isinstance(own.refusal, RateLimited)
+    assert not [one for one in effects if isinstance(one, GuardAsked)]
+
+
+def test_a_client_that_leaves_gets_its_reservation_back_and_a_late_answer_changes_nothing() -> None:
+    core = guarded(route="rateLimits: [{unit: hour, requests: 1}]")
+    ask = asked(core)
+    core.on_disconnect(ask.ticket, 0.1)
+    assert core.resume(ask.ticket, reply(action="allow"), 0.2) == (None, [])
+    assert isinstance(said(core, asked(core), reply(action="allow"))[0], Decision)
+
+
+def test_the_guard_is_asked_after_the_shared_limits_and_before_the_queue() -> None:
+    core = guarded(server=QUEUE, route="rateLimits: [{unit: hour, requests: 9, scope: Global}]")
+
+    def through_limits() -> AskGuard:
+        own, _ = core.arrive(request(core), 0.0)
+        assert isinstance(own, AskLimits)
+        own, _ = core.resume(own.ticket, None, 0.0)
+        assert isinstance(own, AskGuard)
+        return own
+
+    assert isinstance(said(core, through_limits(), reply(action="allow"))[0], Decision)
+    second = through_limits()
+    assert core.count_requests(State.QUEUED) == 0
+    assert isinstance(said(core, second, reply(action="allow"))[0], Hold)
+
+
+@pytest.mark.parametrize("form", ["fields", "body"])
+def test_a_changed_request_is_read_again_and_its_engine_gets_the_change(form: str) -> None:
+    core = guarded()
+    messages = [{"role": "user", "content": "my key is [redacted] " * 50}]
+    ask = asked(core)
+    answer = {"messages": messages} if form == "fields" else {"model": "m", "messages": messages}
+    own, counted = said(core, ask, reply(action="change", **{form: answer}))
+    assert isinstance(own, Decision)
+    assert own.body is not None
+    assert json.loads(own.body)["messages"] == messages
+    assert counted.result == "changed"
+    # what it is expected to cost is that of the longer prompt, which is in the index
+    assert own.assignment.input_tokens > 100
+    again = said(core, asked(core), reply(action="change", **{form: answer}))[0]
+    assert isinstance(again, Decision)
+    assert again.assignment.cached_tokens > 100
+
+
+BAD_CHANGES: Final[dict[str, dict[str, Any]]] = {
+    "another model": {"fields": {"model": "other"}},
+    "a stream where none was asked for": {"fields": {"stream": True}},
+    "messages that are none": {"fields": {"messages": 7}},
+    "no messages": {"body": {"model": "m"}},
+    "neither": {},
+    "both": {"fields": {}, "body": {"model": "m", "messages": []}},
+    "a body that is no object": {"body": [1]},
+    "too long": {"fields": {"user": "u" * (MOST_ADDED_BYTES + 1)}},
+    "where the engine connects": {"fields": {"kv_transfer_params": {"remote_host": "10.0.0.9"}}},
+}
+BAD_ANSWERS: Final = {
+    **{name: reply(action="change", **change) for name, change in BAD_CHANGES.items()},
+    "no JSON": GuardReply(200, b"<html>"),
+    "nothing": GuardReply(200, b""),
+    "no object": GuardReply(200, b"[]"),
+    "an unknown action": reply(action="maybe"),
+    "an action of the wrong type": reply(action=7),
+    "a success for a refusal": reply(action="refuse", status=200),
+    "a status of servers": reply(action="refuse", status=503),
+    "one that Envoy does not know": reply(action="refuse", status=418),
+    "one about credentials": reply(action="refuse", status=401),
+    "nested deeply": GuardReply(200, b'{"action": "allow", "x": ' + b"[" * 100_000),
+    "no UTF-8": GuardReply(200, b'{"action": "\xff"}'),
+    "a redirect": GuardReply(302, b""),
+    "an error": GuardReply(500, b'{"action": "allow"}'),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ANSWERS)
+def test_an_answer_that_cannot_be_followed_is_a_failure_of_the_guard(name: str) -> None:
+    core = guarded()
+    own, counted = said(core, asked(core), BAD_ANSWERS[name])
+    refusal = refusal_of(own)
+    assert (refusal.status, refusal.outcome) == (503, "guard_unavailable")
+    assert counted.result in {"invalid", "status"}
+    assert counted.detail
+    core = guarded("Open")
+    own, counted = said(core, asked(core), BAD_ANSWERS[name])
+    assert isinstance(own, Decision)
+    assert own.body is None
+    assert counted.goes_on
+
+
+VALUES: Final = st.recursive(st.none() | st.integers() | st.text(), st.lists)
+CHANGES: Final = VALUES.map(lambda value: json.dumps({"action": "change", "fields": {"messages": value}}).encode())
+
+
+@given(st.binary() | CHANGES)
+def test_whatever_a_guard_answers_a_request_is_decided_or_refused(body: bytes) -> None:
+    core = guarded()
+    own, _ = said(core, asked(core), GuardReply(200, body))
+    assert isinstance(own, Decision | RequestRefused)
+    assert core.count_requests(State.ASKING_GUARD) == 0
+
+
+def test_a_guard_that_does_not_answer_refuses_or_not_by_the_failure_mode() -> None:
+    core = guarded()
+    refusal = refusal_of(said(core, asked(core), GuardFailed("timeout", "no answer within 0.5 s"))[0])
+    assert (refusal.status, refusal.code, refusal.retry_after_s) == (503, "guard_unavailable", 1)
+    core = guarded("Open")
+    assert isinstance(said(core, asked(core), GuardFailed("timeout", ""))[0], Decision)
+
+
+def test_a_guard_that_is_not_configured_is_a_failure_without_a_call() -> None:
+    core = guarded(named="other")
+    own, effects = core.arrive(request(core), 0.0)
+    refusal_of(own)
+    assert [one.result for one in effects if isinstance(one, GuardAsked)] == ["unknown"]
+    core = guarded("Open", named="other")
+    assert isinstance(core.arrive(request(core), 0.0)[0], Decision)
+
+
+def test_what_the_guard_gets_is_what_the_engine_reads() -> None:
+    core = guarded()
+    head = Head("POST", CHAT, {}, has_body=True)
+    good, bad = ([{"role": "user", "content": text}] for text in ("hello", "attack"))
+    body = f'{{"messages": {json.dumps(good)}, "model": "m", "mess\\u0061ges": {json.dumps(bad)}}}'.encode()
+    ask = asked(core, core.builder.build(Api.CHAT, head, body))
+    event = event_of(ask.arrival, ask.ticket, "urn:x")
+    assert event.data is not None
+    assert event.data.count(b'ges"') == 1
+    own, _ = said(core, ask, reply(action="allow"))
+    assert isinstance(own, Decision)
+    assert own.body is not None
+    assert json.loads(event.data)["messages"] == json.loads(own.body)["messages"]
+
+
+def test_a_form_is_shown_without_its_content_and_cannot_be_changed() -> None:
+    core = guarded()
+    parts = ('name="model"\r\n\r\nm', 'name="file"; filename="a.wav"\r\n\r\nRIFF')
+    body = "".join(f"--x\r\nContent-Disposition: form-data; {one}\r\n" for one in parts) + "--x--\r\n"
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    head = Head("POST", "/v1/audio/transcriptions", headers, has_body=True)
+    arrival = core.builder.build(core.builder.admit(head), head, body.encode())
+    ask = asked(core, arrival)
+    event = event_of(arrival, ask.ticket, "urn:x")
+    assert (event.data, event.attributes["omitted"], event.attributes["bytes"]) == (None, "not-json", len(body))
+    assert said(core, ask, reply(action="change", fields={"prompt": "x"}))[1].result == "invalid"
+    assert isinstance(said(core, asked(core, arrival), reply(action="allow"))[0], Decision)
+
+
+def test_a_changed_request_stays_changed_at_another_server() -> None:
+    core = guarded()
+    ask = asked(core)
+    changed, _ = core.after_guard(ask, reply(action="change", fields={"messages": [{"role": "user", "content": "x"}]}))
+    moved = core.builder.elsewhere(changed)
+    assert moved is not None
+    assert (moved.is_changed, moved.body) == (True, changed.body)
+
+
+def test_an_explanation_has_what_the_guard_said() -> None:
+    core = guarded()
+    arrival = request(core)
+    assert "the guard 'pii' is asked first" in to_text(core.explain(arrival, 0.0))
+    ask = core.guard_to_ask(arrival)
+    assert ask is not None
+    after, text = core.after_guard(ask, reply(action="allow", reason="clean"))
+    assert "the guard 'pii' allowed it: clean" in to_text(core.explain(after, 0.0, guarded=text))
+    with pytest.raises(GuardRefused, match="no keys"):
+        core.after_guard(ask, reply(action="refuse", message="no keys"))
+    ask = asked(core)
+    core = guarded()
+    own, _ = core.arrive(request(core), 0.0, wants_reasons=True)
+    own, _ = core.resume(own.ticket, reply(action="allow"), 0.0)
+    assert isinstance(own, Decision)
+    assert own.explanation is not None
+    assert own.explanation.guard == "'pii' allowed it"
+
+
+def test_usage_rows_name_the_guard_as_the_reason() -> None:
+    core = guarded()
+    core._dispatcher.logs_usage = True
+    own, _ = said(core, asked(core), reply(action="refuse"))
+    assert isinstance(own, RequestRefused)
+    assert own.usage is not None
+    assert own.usage.refused == "guard"
+
+
+def test_a_dead_guard_is_tried_by_one_request_in_each_pause() -> None:
+    circuit = Circuit()
+    for number in range(5):
+        assert circuit.may_call(float(number))
+        circuit.record(float(number), has_answered=False)
+    assert [circuit.may_call(at_s) for at_s in (4.5, 5.0, 5.1, 6.1)] == [False, True, False, True]
+    circuit.record(6.2, has_answered=True)
+    assert circuit.may_call(6.2)
+
+
+def test_a_changed_configuration_does_not_disturb_a_request_that_is_asked_about() -> None:
+    core = guarded()
+    ask = asked(core)
+    changed = msgspec.structs.replace(core.snapshot, routes=())
+    core.apply(changed, 0.1)
+    assert refusal_of(said(core, ask, reply(action="refuse"))[0]).outcome == "guard"

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events of the payload log: secrets are out before anything is kept, and what is kept is bounded."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.api.payload_log import PayloadLog, Redaction, compile_pattern, parse_path
+from extproc.api.quantities import ByteSize
+from extproc.core.payloads import Body, Capacity, Capture, events_of, is_sampled, merge_events, redactor_of
+
+ABOUT = {"ticket": "t-1", "inferenceservicename": "llama"}
+CANARY = "sk-canary0123456789"
+
+
+def capture(**fields: Any) -> Capture:  # noqa: ANN401 - those of PayloadLog
+    return Capture(PayloadLog(**fields), dict(ABOUT), Capacity(), 0.0)
+
+
+def data_of(made: Capture) -> list[Any]:
+    return [None if one.data is None else json.loads(one.data) for one in events_of(made, "urn:x", "a", "b")]
+
+
+def redacted(value: object, *paths: str, patterns: tuple[str, ...] = ()) -> object:
+    return redactor_of(paths, patterns).redact(value)
+
+
+@pytest.mark.parametrize(
+    ("path", "left"),
+    [
+        ("$.user", {"user": "[redacted]", "messages": [{"content": "a"}, {"content": ["b"]}], "deep": {"user": 1}}),
+        (
+            "$..user",
+            {"user": "[redacted]", "messages": [{"content": "a"}, {"content": ["b"]}], "deep": {"user": "[redacted]"}},
+        ),
+        ("$.messages[*].content", {"user": "u", "messages": [{"content": "[redacted]"}] * 2, "deep": {"user": 1}}),
+        ("$.messages[1]", {"user": "u", "messages": [{"content": "a"}, "[redacted]"], "deep": {"user": 1}}),
+        ("$.*", dict.fromkeys(("user", "messages", "deep"), "[redacted]")),
+        ("$.none.at.all", {"user": "u", "messages": [{"content": "a"}, {"content": ["b"]}], "deep": {"user": 1}}),
+    ],
+)
+def test_members_at_a_path_are_replaced(path: str, left: object) -> None:
+    value = {"user": "u", "messages": [{"content": "a"}, {"content": ["b"]}], "deep": {"user": 1}}
+    assert redacted(value, path) == left
+
+
+@pytest.mark.parametrize("text", ["", "$", "user", "$.", "$.a.", "$[", "$[x]", "$...a", "$.a[?(@.b)]", "$.a b["])
+def test_a_path_that_is_not_known_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no path that is known"):
+        parse_path(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("a*", "matches the empty text"), ("(", "no expression"), ("(a{900}){3}", "smaller|expression")],
+)
+def test_a_pattern_that_cannot_be_used_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        compile_pattern(text)
+
+
+def test_a_pattern_that_ruins_other_libraries_takes_linear_time() -> None:
+    assert redacted("a " * 100_000 + "!", patterns=("(a ?)+$",)) == "a " * 100_000 + "!"
+
+
+@given(
+    st.recursive(
+        st.just(CANARY) | st.text(max_size=5).map(lambda text: f"{text}{CANARY}{text}"),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.just(CANARY), inner, max_size=3)
+        ),
+        max_leaves=10,
+    )
+)
+def test_no_secret_is_left_wherever_it_stands(value: object) -> None:
+    assert CANARY not in msgspec.json.encode(redacted(value, patterns=(r"sk-[a-z0-9]+",))).decode()
+
+
+@given(st.lists(st.integers(0, 30), max_size=6))
+def test_a_secret_that_is_spread_over_the_events_of_a_stream_is_found(cuts: list[int]) -> None:
+    text = f"here: {CANARY}."
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(places)]
+    events = [{"id": "c", "choices": [{"index": 0, "delta": {"content": piece}}]} for piece in pieces]
+    stream = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+    made = capture(redact=Redaction(patterns=(r"sk-[a-z0-9]+",)))
+    made.answer_began(200, "text/event-stream; charset=utf-8", 1.0)
+    for start in range(0, len(stream), 7):
+        made.answer.add(stream[start : start + 7])
+    _, answer = data_of(made)
+    assert answer == {"id": "c", "choices": [{"index": 0, "delta": {"content": "here: [redacted]."}}]}
+
+
+def test_choices_of_a_stream_are_kept_apart() -> None:
+    def event(index: int, text: str) -> bytes:
+        return (
+            b"data: " + msgspec.json.encode({"choices": [{"index": index, "text": text}], "usage": None}) + b"\r\n\r\n"
+        )
+
+    merged = merge_events(event(1, "b") + event(0, "a") + event(1, "B") + b'data: {"usage": {"n": 3}}\n\n: comment\n\n')
+    assert merged == {"choices": [{"index": 1, "text": "bB"}, {"index": 0, "text": "a"}], "usage": {"n": 3}}
+
+
+def test_an_event_has_the_attributes_of_kserve_and_the_body() -> None:
+    made = capture()
+    made.request.add(b'{"model": ')
+    made.request.add(b'"llama"}')
+    made.answer_began(200, "application/json", 1.0)
+    made.answer.add(b'{"id": 1}')
+    request, answer = events_of(made, "urn:x", "2026-01-01T00:00:00Z", "2026-01-01T00:00:01Z")
+    assert request.attributes == {
+        "specversion": "1.0",
+        "id": "t-1",
+        "source": "urn:x",
+        "type": "org.kubeflow.serving.inference.request",
+        "time": "2026-01-01T00:00:00Z",
+        "ticket": "t-1",
+        "inferenceservicename": "llama",
+        "bytes": 18,
+        "datacontenttype": "application/json",
+    }
+    assert request.data == b'{"model":"llama"}'
+    assert answer.attributes["type"] == "org.kubeflow.serving.inference.response"
+    assert (answer.attributes["id"], answer.attributes["status"]) == ("t-1", 200)
+
+
+@pytest.mark.parametrize(
+    ("body", "omitted"),
+    [(b"x" * 101, "too-long"), (b"not JSON " + CANARY.encode(), "not-json"), (b"[" * 100, "not-json")],
+)
+def test_what_cannot_be_searched_is_logged_without_its_content(body: bytes, omitted: str) -> None:
+    made = capture(mode="Request", max_bytes=ByteSize("100"))
+    made.request.add(body)
+    (event,) = events_of(made, "urn:x", "a", "b")
+    assert (event.attributes["omitted"], event.attributes["bytes"], event.data) == (omitted, len(body), None)
+
+
+def test_pictures_are_digests() -> None:
+    made = capture(mode="Request")
+    made.request.add(msgspec.json.encode({"url": "data:image/png;base64," + "QUJD" * 1000}))
+    (data,) = data_of(made)
+    assert data["url"].startswith("data:image/png;base64,[sha256=")
+    assert data["url"].endswith(", 4000 bytes]")
+
+
+@pytest.mark.parametrize(("mode", "kinds"), [("All", 2), ("Request", 1), ("Response", 1)])
+def test_one_side_alone_can_be_logged(mode: Any, kinds: int) -> None:  # noqa: ANN401 - a literal
+    made = capture(mode=mode)
+    made.answer_began(503, "text/plain", 1.0)
+    assert len(events_of(made, "urn:x", "a", "b")) == kinds
+
+
+def test_a_request_without_an_answer_has_one_event() -> None:
+    assert len(events_of(capture(), "urn:x", "a", "b")) == 1
+
+
+def test_bodies_that_are_kept_are_bounded_together() -> None:
+    capacity = Capacity(100)
+    first, second, third = (Body(capacity, 80) for _ in range(3))
+    first.add(b"x" * 80)
+    second.add(b"x" * 30)
+    assert (first.omitted, second.omitted) == ("", "no-capacity")
+    first.drop()
+    third.add(b"x" * 80)
+    assert third.content == b"x" * 80
+    # its own bound; what it held is free again
+    third.add(b"x")
+    assert (third.omitted, third.size) == ("too-long", 81)
+    assert capacity.take(100)
+
+
+def test_the_sample_is_a_share_and_the_same_everywhere() -> None:
+    tickets = [f"ticket-{number}" for number in range(4000)]
+    found = sum(is_sampled(one, 0.25) for one in tickets)
+    assert 850 < found < 1150
+    assert [is_sampled(one, 0.25) for one in tickets] == [is_sampled(one, 0.25) for one in tickets]
+    assert all(is_sampled(one, 1.0) for one in tickets)
+    assert not any(is_sampled(one, 0.0) for one in tickets)

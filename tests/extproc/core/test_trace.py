@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of a sampled request, as data."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from extproc.core.core import Core
+from extproc.core.effects import AskLimits, Decision, Hold
+from extproc.core.record import Head
+from extproc.core.states import State
+from extproc.core.trace import Step, Trace, TraceParent, parent_of
+from extproc.core.trace_attributes import decision_tags, pick_attributes, tags_of
+from extproc.protocol import Api
+from tests.extproc.core.setting import GATES, LIMITS, ONE, body, snapshot
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+PARENT = TraceParent(TRACE, SPAN)
+
+
+@pytest.mark.parametrize(
+    ("value", "parent"),
+    [
+        (f"00-{TRACE}-{SPAN}-01", PARENT),
+        # further flags, and a later version with more behind them
+        (f"00-{TRACE}-{SPAN}-03", PARENT),
+        (f"01-{TRACE}-{SPAN}-01-more", PARENT),
+        (f"00-{TRACE}-{SPAN}-00", None),
+        (f"00-{TRACE}-{SPAN}-02", None),
+        (f"00-{TRACE.upper()}-{SPAN}-01", None),
+        (f"00-{TRACE}-{SPAN}", None),
+        (f"00-{TRACE}-{SPAN}-01\n", None),
+        ("", None),
+    ],
+)
+def test_the_parent_is_read_if_it_is_sampled(value: str, parent: TraceParent | None) -> None:
+    assert parent_of([("x-request-id", "1"), ("traceparent", value)]) == parent
+
+
+def test_a_stream_without_a_parent_is_not_sampled() -> None:
+    assert parent_of([("x-attache-bundle", "1")]) is None
+
+
+def test_each_step_ends_where_the_next_begins() -> None:
+    trace = Trace(PARENT, 1.0)
+    trace.begin("parse", 1.0)
+    trace.enter(State.ASKING_LIMITS, 1.5)
+    trace.enter(State.AWAITING_ENGINE, 2.0)
+    trace.enter(State.LOADING, 3.0)
+    trace.enter(State.QUEUED, 4.5)
+    trace.refused("queue_timeout", 6.0)
+    assert trace.steps == [
+        Step("parse", 1.0, 1.5),
+        Step("limits", 1.5, 2.0),
+        Step("engine", 2.0, 3.0),
+        Step("adapter", 3.0, 4.5),
+        Step("queue", 4.5, 6.0),
+    ]
+    assert (trace.error, trace.ended_s, trace.tags["queue_ms"]) == ("queue_timeout", 6.0, 5000)
+
+
+def test_a_request_that_never_rests_keeps_a_bounded_number_of_steps() -> None:
+    trace = Trace(PARENT, 0.0)
+    for second in range(1000):
+        trace.enter(State.LOADING if second % 2 else State.QUEUED, float(second))
+    trace.refused("no_endpoint", 1000.0)
+    assert len(trace.steps) == 32
+
+
+def test_the_core_notes_what_a_request_waits_for() -> None:
+    core = Core(snapshot(ONE, gate=GATES[1], limits=LIMITS[2]), rng=random.Random(1), ticket_prefix="t")
+    head = Head("POST", "/v1/chat/completions", {}, has_body=True)
+    arrivals = [core.builder.build(Api.CHAT, head, body(5, stream=False)) for _ in range(2)]
+    first, _ = core.arrive(arrivals[0], 0.0)
+    sent, _ = core.resume(first.ticket, None, 0.5)
+    assert isinstance(sent, Decision)
+    trace = Trace(PARENT, 1.0, tags_of(arrivals[1]))
+    own, _ = core.arrive(arrivals[1], 1.0, wants_reasons=True, trace=trace)
+    assert isinstance(own, AskLimits)
+    held, _ = core.resume(own.ticket, None, 1.5)
+    assert isinstance(held, Hold)
+    effects = [*core.on_stream_closed(first.ticket, 4.0), *core.tick(4.0)]
+    (decision,) = [one for one in effects if isinstance(one, Decision)]
+    trace.decided(pick_attributes(decision), decision_tags(decision), 4.25)
+    assert [(one.name, one.start_s, one.end_s) for one in trace.steps] == [
+        ("limits", 1.0, 1.5),
+        ("queue", 1.5, 4.0),
+        ("pick", 4.0, 4.25),
+    ]
+    assert trace.steps[-1].attributes["attache.pick.endpoint"] == "10.0.0.1:8000"
+    best = trace.steps[-1].attributes["attache.pick.best"]
+    assert isinstance(best, tuple)
+    assert [one.partition(" ")[0] for one in best] == ["10.0.0.1:8000"]
+    assert (trace.tags["name"], trace.tags["queue_ms"]) == ("chat m", 2500)
+    assert decision.explanation is not None
+    assert decision.explanation.trace_id == TRACE
+    assert "word" not in repr((trace.tags, trace.steps))

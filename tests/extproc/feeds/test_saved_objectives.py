@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hours of objectives outlive the process, whatever becomes of their file."""
+
+from __future__ import annotations
+
+import stat
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from extproc.admission.objectives import ObjectiveClass
+from extproc.core.effects import RequestJudged
+from extproc.core.objectives import Verdict
+from extproc.feeds.saved_objectives import SavedObjectives
+from extproc.metrics.exposition import Registry
+from extproc.metrics.objectives import ObjectiveSeries
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHAT = ObjectiveClass("default/chat", "chat", 0, {"e2e": 1.0}, 0.99, 86400.0)
+
+
+class Process:
+    """One life of a worker, in the hour 1000 or a later one."""
+
+    def __init__(self, directory: Path, hour: int = 1000, number: int = 0) -> None:
+        self.series = ObjectiveSeries(Registry(), lambda: hour * 3600.0)
+        self.series.follow(lambda: [CHAT])
+        self.saved = SavedObjectives(self.series, directory, number=number)
+        self.saved.load()
+
+    def count(self, *met: bool) -> None:
+        for one in met:
+            self.series.count(RequestJudged(CHAT, (Verdict("e2e", one),)))
+
+    def hours(self) -> list[tuple[int, int, int]]:
+        (found,) = self.series.report()
+        return found.hours
+
+
+def test_a_worker_goes_on_where_its_last_life_ended(tmp_path: Path) -> None:
+    for number in (0, 1):
+        first = Process(tmp_path, number=number)
+        first.count(True, False, *[True] * number)
+        first.saved.save()
+    second = Process(tmp_path, 1001)
+    second.count(True)
+    assert second.hours() == [(1000, 1, 1), (1001, 1, 0)]
+    assert Process(tmp_path, number=1).hours() == [(1000, 2, 1)]
+    assert Process(tmp_path, 1100).hours() == []
+    assert stat.S_IMODE((tmp_path / "objectives-0.json").stat().st_mode) == 0o600
+
+
+def test_nothing_is_written_while_nothing_is_counted(tmp_path: Path) -> None:
+    Process(tmp_path).saved.save()
+    assert list(tmp_path.iterdir()) == []
+
+
+HOSTILE = [
+    b"",
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b"null",
+    b'[{"route": "default/chat"}]',
+]
+
+
+@pytest.mark.parametrize("content", HOSTILE)
+def test_a_file_that_cannot_be_read_is_passed_over(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "objectives-0.json").write_bytes(content)
+    process = Process(tmp_path)
+    assert "cannot be read, objectives are counted from now on" in caplog.text
+    process.count(True)
+    process.saved.save()
+    assert Process(tmp_path).hours() == [(1000, 1, 0)]
+
+
+def test_numbers_that_cannot_be_are_left_out(tmp_path: Path) -> None:
+    first = Process(tmp_path)
+    first.count(True)
+    first.saved.save()
+    file = tmp_path / "objectives-0.json"
+    for hours in ([[1000, -1, 5]], [[1000, 2**40, 5]], [[-(2**60), 1, 1]], [[2**60, 1, 1]]):
+        (saved,) = msgspec.json.decode(file.read_bytes())
+        file.write_bytes(msgspec.json.encode([{**saved, "hours": hours}]))
+        assert Process(tmp_path).hours() == []
+
+
+def test_a_full_disk_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    process = Process(tmp_path)
+    (tmp_path / "objectives-0.new").mkdir()
+    for _ in range(3):
+        process.count(True)
+        process.saved.save()
+    assert caplog.text.count("objectives cannot be saved") == 1
+    (tmp_path / "objectives-0.new").rmdir()
+    process.saved.save()
+    assert Process(tmp_path).hours() == [(1000, 3, 0)]

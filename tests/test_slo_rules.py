@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus itself evaluates the shipped rules for objectives, over days of counters."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import yaml
+
+from tests.programs import program
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ALERTS: Final = Path(__file__).parent.parent / "manifests" / "monitoring" / "common" / "alerts.yaml"
+LABELS: Final = {"route": "default/chat", "class": "chat", "objective": "ttft"}
+FAST, MIDDLE, SLOW = "AttacheSloBurnsFast", "AttacheSloBurns", "AttacheSloBurnsSlowly"
+HOUR, DAY = 60, 24 * 60
+# Minutes between two samples, and two evaluations.
+STEP = 2
+# The longest window of a rule: what was before a fault counts in it.
+WELL = 3 * DAY
+
+
+def series(name: str, values: str, **more: str) -> dict[str, str]:
+    labels = ",".join(f'{label}="{value}"' for label, value in {**LABELS, **more}.items())
+    return {"series": f"{name}{{{labels}}}", "values": values}
+
+
+def counter(*parts: tuple[int, float]) -> str:
+    """Prometheus' notation for a counter: for so many minutes, so many more each."""
+    value, texts = 0.0, []
+    for minutes, each in parts:
+        texts.append(f"{value:g}+{STEP * each:g}x{minutes // STEP - 1}")
+        value += each * minutes
+    return " ".join(texts)
+
+
+def traffic(*parts: tuple[int, float], pod: str = "a", per_minute: float = 1000) -> list[dict[str, str]]:
+    """Of one process: for so many minutes, this share of the requests has missed the objective."""
+    bad = counter(*((minutes, per_minute * share) for minutes, share in parts))
+    good = counter(*((minutes, per_minute * (1 - share)) for minutes, share in parts))
+    minutes = sum(one for one, _ in parts)
+    return [
+        series("attache_slo_requests_total", bad, result="bad", pod=pod),
+        series("attache_slo_requests_total", good, result="good", pod=pod),
+        series("attache_slo_share", f"0.99x{minutes // STEP}", pod=pod),
+    ]
+
+
+def firing(folder: Path, inputs: Sequence[dict[str, str]], expected: dict[int, set[str]]) -> None:
+    """Alerts that fire, by minute."""
+    groups = yaml.safe_load(ALERTS.read_text())["spec"]["groups"]
+    (folder / "rules.yaml").write_text(
+        yaml.safe_dump({"groups": [one for one in groups if one["name"] == "attache-slo"]})
+    )
+    checks: list[dict[str, Any]] = [
+        {
+            "eval_time": f"{minute}m",
+            "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+            "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(names)],
+        }
+        for minute, names in expected.items()
+    ]
+    test = {"interval": f"{STEP}m", "input_series": list(inputs), "promql_expr_test": checks}
+    file = folder / "test.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": f"{STEP}m", "tests": [test]}))
+    done = subprocess.run(
+        [program("promtool"), "test", "rules", str(file)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_outage_pages_within_ten_minutes_and_ends_with_it(tmp_path: Path) -> None:
+    # all requests missed: more than 14.4% of the hour's after 9 minutes
+    inputs = traffic((WELL, 0.0), (10, 1.0), (2 * HOUR, 0.0))
+    firing(tmp_path, inputs, {WELL: set(), WELL + 4: set(), WELL + 10: {FAST}, WELL + 12: {FAST}, WELL + 20: set()})
+
+
+def test_a_fifth_that_misses_pages_within_an_hour(tmp_path: Path) -> None:
+    inputs = traffic((WELL, 0.0), (3 * HOUR, 0.2))
+    firing(tmp_path, inputs, {WELL + 35: set(), WELL + 50: {FAST}, WELL + 170: {FAST, MIDDLE}})
+
+
+def test_eight_percent_for_hours_page_too(tmp_path: Path) -> None:
+    inputs = traffic((WELL, 0.0), (6 * HOUR, 0.08))
+    firing(tmp_path, inputs, {WELL + 240: set(), WELL + 290: {MIDDLE}, WELL + 350: {MIDDLE}})
+
+
+def test_a_budget_that_will_not_last_is_a_warning(tmp_path: Path) -> None:
+    inputs = traffic((DAY, 0.002), (3 * DAY, 0.015))
+    firing(tmp_path, inputs, {DAY: set(), 2 * DAY: set(), 4 * DAY - 1: {SLOW}})
+
+
+def test_a_budget_that_lasts_is_nothing_to_report(tmp_path: Path) -> None:
+    firing(tmp_path, traffic((4 * DAY, 0.008)), {10: set(), HOUR: set(), DAY: set(), 4 * DAY - 1: set()})
+
+
+def test_processes_are_added_up(tmp_path: Path) -> None:
+    # one that fails entirely has a tenth of the requests: 10% are below 14.4%
+    inputs = [*traffic((8 * HOUR, 0.0), per_minute=900), *traffic((8 * HOUR, 1.0), pod="b", per_minute=100)]
+    firing(tmp_path, inputs, {7 * HOUR: {MIDDLE, SLOW}})
+
+
+@pytest.mark.parametrize("begins_at", ["0", "50000"])
+def test_a_restart_is_no_outage(tmp_path: Path, begins_at: str) -> None:
+    inputs = traffic((3 * HOUR, 0.0), (3 * HOUR, 0.0))
+    inputs[1]["values"] = f"{begins_at}+2000x89 0+2000x90"
+    inputs[0]["values"] = "7x89 0x90"
+    firing(tmp_path, inputs, {179: set(), 181: set(), 190: set(), 359: set()})
+
+
+def test_no_requests_are_no_alert(tmp_path: Path) -> None:
+    firing(tmp_path, traffic((DAY, 0.0), per_minute=0), {HOUR: set(), DAY - 1: set()})

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scripts of our pages as they stand, each in an empty directory and a network of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bench.cluster.netns import NoNamespace, way
+from tests.docs_examples import EXAMPLES, ROOT
+from tests.programs import not_tested
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bench.stack.guard import Guard
+    from tests.docs_examples import Example
+
+# What each prints in the end.
+SAYS = {
+    "README.md": ['"finish_reason":"length"'],
+    "engines.md": ['"sql"', '"law"'],
+    "on-demand.md": ["sql: 200 after", "law: 200 after", "tax: 200 after", "attache_adapter_loads_total"],
+}
+SCRIPTS = [one for one in EXAMPLES if one.is_script]
+
+
+def test_each_page_with_a_script_is_tried() -> None:
+    assert {one.page for one in SCRIPTS} == SAYS.keys()
+
+
+@pytest.mark.parametrize(
+    "script",
+    # each takes some ten seconds, and the first shows most of what the others do
+    [pytest.param(one, id=one.page, marks=[pytest.mark.slow] * (one.page != "README.md")) for one in SCRIPTS],
+)
+def test_a_script_runs_from_an_empty_directory(script: Example, envoy: str, tmp_path: Path, guard: Guard) -> None:
+    try:
+        way()
+    except NoNamespace as reason:
+        not_tested("NAMESPACES", str(reason))
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "attache").write_text(f'#!/bin/sh\nexec {sys.executable} -m attache "$@"\n')
+    (programs / "attache").chmod(0o755)
+    (tmp_path / "example.sh").write_text(script.text)
+    empty, said = tmp_path / "empty", tmp_path / "said"
+    empty.mkdir()
+    words = [sys.executable, "-m", "bench.cluster.netns", "--", "bash", "-e", str(tmp_path / "example.sh")]
+    variables = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "ENVOY": envoy}
+    with said.open("wb") as output:
+        process = subprocess.Popen(
+            words, cwd=empty, env={**os.environ, **variables}, stdout=output, stderr=output, start_new_session=True
+        )
+        guard.add(process.pid)
+        try:
+            status = process.wait(timeout=120)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            guard.remove(process.pid)
+    text = said.read_text()
+    assert status == 0, text
+    assert [one for one in SAYS[script.page] if one not in text] == [], text

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports through a real Envoy, which says who calls."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+from aiohttp import web
+
+from bench.stack.processes import free_ports
+from bench.stack.stack import EngineFlags, running_stack
+from controller.usage.follow import Position
+from controller.usage.ingest import Counts
+from controller.usage.rows import row_of
+from controller.usage.server import Database, Reports
+from controller.usage.store import SqlStore, open_engine
+from tests.usage_lines import NOON_S, context, line, text
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+ACME, BELL = "sk-acme-0123", "sk-bell-0123"
+
+
+def stored(folder: Path) -> SqlStore:
+    """Two requests of one key and one of another."""
+    store = SqlStore(open_engine(f"sqlite:///{folder}/usage.db"), "log")
+    store.prepare()
+    callers = [("acme", "first"), ("acme", "first"), ("bell", "second")]
+    lines = [
+        line(f"r{index}", of=context(tenant=one, api_key=key, user="")) for index, (one, key) in enumerate(callers)
+    ]
+    store.write([row_of(text(one), NOON_S) for one in lines], Position(), Position(1, 1, "x"))
+    return store
+
+
+@asynccontextmanager
+async def serving(reports: Reports, port: int) -> AsyncIterator[None]:
+    runner = web.AppRunner(reports.app())
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        yield
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(("failure_mode", "clients"), [("Open", "Untrusted"), ("Close", "Trusted")])
+async def test_callers_get_their_own_usage_and_cannot_say_that_they_are_others(
+    tmp_path: Path, failure_mode: str, clients: str
+) -> None:
+    (port,) = free_ports(1)
+    store = stored(tmp_path)
+    database = Database(store.engine, lambda: 0.0, lambda: NOON_S + 60.0)
+    keys = [{"name": "first", "key": ACME, "tenant": "acme"}, {"name": "second", "key": BELL, "tenant": "bell"}]
+    gateway = {
+        "authentication": {"apiKeys": keys},
+        "failureMode": failure_mode,
+        "clients": clients,
+        "usageLog": {"path": f"{tmp_path}/usage.log", "api": f"127.0.0.1:{port}"},
+    }
+    # of an API key Envoy knows no tenant, and writes none over this one
+    forged = {"x-attache-caller-tenant": "ops", "x-attache-caller-client": "second"}
+    if clients == "Untrusted":
+        forged["x-attache-tenant"] = "ops"
+    async with (
+        serving(Reports(database, counts=Counts(), admin_keys=["second"], admin_tenants=["ops"]), port),
+        running_stack(
+            tmp_path / "stack",
+            EngineFlags(count=1, speed=20.0),
+            gateway=gateway,
+            headers={"authorization": f"Bearer {ACME}"},
+        ) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+    ):
+        for key, headers, expected in ((ACME, {}, 2), (ACME, forged, 2), (BELL, {}, 3)):
+            own = {**headers, "authorization": f"Bearer {key}"}
+            answer = await http.get("/v1/usage?start=2026-11-23&end=2026-11-24", headers=own)
+            assert [one["requests"] for one in answer.json()["data"]] == [expected]
+            answer = await http.get(f"/v1/organization/usage/completions?start_time={NOON_S}&limit=1", headers=own)
+            (bucket,) = answer.json()["data"]
+            assert [one["num_model_requests"] for one in bucket["results"]] == [expected]
+        assert (await http.get("/v1/usage", headers=forged)).status_code == 401
+        # no other path leads there, and models are served as before
+        assert (await http.get("/v1/usages", headers={"authorization": f"Bearer {ACME}"})).status_code == 404
+    store.close()
