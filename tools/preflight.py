@@ -54,7 +54,8 @@ def steps(root: Path, environment: Mapping[str, str]) -> dict[str, Preparation]:
 
     pinned = tomllib.loads((ROOT / "bench/cluster/versions.toml").read_text())
     kubernetes, suites = pinned["kubernetes"], pinned["gateway-api"]
-    assets = environment.get("KUBEBUILDER_ASSETS") or f".tools/kube-{kubernetes}"
+    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    assets = environment.get("KUBEBUILDER_ASSETS") or cache / "attache" / f"kube-{kubernetes}"
     return {
         "venv": Preparation("the Python packages", root / ".venv/ready", "1 to 3 minutes", 0.7),
         "envoy": Preparation("Envoy", root / (environment.get("ENVOY") or ".tools/envoy"), "a minute", 0.15),

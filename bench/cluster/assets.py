@@ -68,15 +68,16 @@ def versions() -> Versions:
     return msgspec.convert(tomllib.loads(Path(__file__).with_name("versions.toml").read_text()), Versions)
 
 
-def built_in(root: Path = ROOT) -> Path:
-    """Where ``make kube-assets`` puts what it builds."""
-    return root / ".tools" / f"kube-{versions().kubernetes}"
+def built_in(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where ``make kube-assets`` puts what it builds: in the user's cache, so that it builds once for all clones."""
+    cache = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "attache" / f"kube-{versions().kubernetes}"
 
 
-def find_assets(environment: Mapping[str, str] = os.environ, root: Path = ROOT) -> ClusterBinaries:
+def find_assets(environment: Mapping[str, str] = os.environ) -> ClusterBinaries:
     """``KUBEBUILDER_ASSETS`` if it is set, else what ``make kube-assets`` has built; raises AssetsMissing."""
     given = environment.get("KUBEBUILDER_ASSETS", "")
-    assets = ClusterBinaries(Path(given) if given else built_in(root))
+    assets = ClusterBinaries(Path(given) if given else built_in(environment))
     for name in _NEEDED:
         assets.binary(name)
     return assets

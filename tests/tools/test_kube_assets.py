@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from bench.cluster.assets import AssetsMissing, built_in, find_assets, versions
 from tools.go_modules import go_mod_text, go_version
 from tools.kube_assets import linker_flags, module_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_every_staging_module_is_replaced_by_the_published_release() -> None:
@@ -48,16 +45,18 @@ def test_the_toolchains_version_is_read(said: str, version: tuple[int, int]) -> 
 
 
 def test_a_given_directory_comes_before_the_one_that_make_fills(tmp_path: Path) -> None:
-    made = built_in(tmp_path)
-    assert made.name == f"kube-{versions().kubernetes}"
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+    made = built_in(cache)
+    assert made == tmp_path / "attache" / f"kube-{versions().kubernetes}"
+    assert built_in({}) == Path.home() / ".cache" / "attache" / made.name
     with pytest.raises(AssetsMissing, match="make kube-assets"):
-        find_assets({}, tmp_path)
+        find_assets(cache)
     for folder in (made, tmp_path / "given"):
         folder.mkdir(parents=True)
         for name in ("etcd", "kube-apiserver"):
             (folder / name).touch()
-    assert find_assets({}, tmp_path).directory == made
-    given = find_assets({"KUBEBUILDER_ASSETS": str(tmp_path / "given")}, tmp_path)
+    assert find_assets(cache).directory == made
+    given = find_assets({**cache, "KUBEBUILDER_ASSETS": str(tmp_path / "given")})
     assert given.directory == tmp_path / "given"
     assert given.has("etcd")
     assert not given.has("kubectl")
