@@ -52,6 +52,7 @@ def run_without_programs(tmp_path: Path, *words: str) -> subprocess.CompletedPro
     return subprocess.run(command, cwd=ROOT, env={**kept, **empty}, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_where_programs_are_missing_their_tests_are_skipped_with_the_way_to_get_them(tmp_path: Path) -> None:
     done = run_without_programs(tmp_path, *BY_PROGRAM)
     assert done.returncode == 0, done.stdout

@@ -34,6 +34,7 @@ def replace(stack: Stack, text: str) -> None:
     fresh.replace(stack.config / "attache.yaml")
 
 
+@pytest.mark.slow
 async def test_a_hundred_replacements_of_the_configuration_lose_no_request(fresh: Stack) -> None:
     addresses = [engine.removeprefix("http://") for engine in fresh.engines]
     rng = random.Random(0)

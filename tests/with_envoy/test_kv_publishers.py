@@ -211,7 +211,9 @@ async def test_no_event_of_a_hostile_engine_fails_a_request(running: Stack, host
     assert running.pids["extproc"] == pid
 
 
-@pytest.mark.parametrize("flood", [media, sizes, blocks, many])
+@pytest.mark.parametrize(
+    "flood", [*(pytest.param(one, marks=pytest.mark.slow) for one in (media, sizes)), blocks, many]
+)
 async def test_no_flood_of_events_fails_a_request(
     running: Stack, hostile: Publisher, flood: Callable[[int], bytes]
 ) -> None:

@@ -122,6 +122,7 @@ async def test_more_models_than_envoys_own_limits_are_served_and_listed_without_
         assert len(listed["data"]) == SIZES.model_routes + SIZES.adapters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("large", [Sizes()], indirect=True, ids=["1000-models"])
 async def test_a_thousand_models_on_two_thousand_hosts_are_served_and_changed(large: Large) -> None:
     for model, host in (("model-2999", "localhost"), ("adapter-4999", "h1999.example.com")):
@@ -182,6 +183,7 @@ async def test_models_come_and_go_one_after_another(large: Large) -> None:
     assert (await large.ask("model-0")).status_code == 404
 
 
+@pytest.mark.slow
 async def test_servers_that_become_few_are_served_on_and_by_an_envoy_that_starts_anew(large: Large) -> None:
     """They have files of endpoints then, which must be there before clusters name them."""
     few = configuration(

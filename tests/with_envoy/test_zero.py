@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-CYCLES = int(os.environ.get("ATTACHE_ZERO_CYCLES", "60" if IS_SLOW else "30"))
+CYCLES = int(os.environ.get("ATTACHE_ZERO_CYCLES", "60" if IS_SLOW else "10"))
 # Side by side: each has two engines of its own, of which one is there at a time.
 MODELS = 10
 FLAGS = EngineFlags(count=2 * MODELS + 1, speed=20.0, stream_headers="first-token")

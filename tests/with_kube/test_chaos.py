@@ -192,7 +192,7 @@ def _typed(resource: Resource) -> Object:
     return {"apiVersion": resource.api_version, "kind": resource.kind}
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 3))])
 async def test_a_random_history_ends_as_on_the_virtual_cluster(
     place: Place, kube: Kube, namespace: str, seed: int
 ) -> None:

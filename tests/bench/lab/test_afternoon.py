@@ -67,6 +67,7 @@ def test_the_report_names_what_made_it(afternoon: Path) -> None:
     assert page.count("<img") == 2
 
 
+@pytest.mark.slow
 def test_the_report_is_drawn_by_a_browser(afternoon: Path) -> None:
     browser = program("chromium", "chromium-browser", "google-chrome")
     target = (afternoon / "report.html").as_uri()

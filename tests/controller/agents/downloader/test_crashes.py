@@ -78,7 +78,9 @@ async def s3() -> AsyncIterator[tuple[Proxy, str, dict[str, str]]]:
             yield proxy, "s3://bucket/m", {**server.environment, "AWS_ENDPOINT_URL_S3": f"http://{front}"}
 
 
-@pytest.mark.parametrize("source", [http, hub, registry, hdfs, s3])
+@pytest.mark.parametrize(
+    "source", [http, *(pytest.param(one, marks=pytest.mark.slow) for one in (hub, registry, hdfs)), s3]
+)
 async def test_a_download_that_is_killed_half_way_goes_on_where_it_was(tmp_path: Path, source: Source) -> None:
     async with source() as (proxy, uri, environment):
         proxy.hold_after = len(LARGE) // 2

@@ -48,6 +48,7 @@ def test_while_no_engine_fails_groups_that_serve_go_on_serving(start: Start, hap
     ends_well(start, happenings, calm=True)
 
 
+@pytest.mark.slow
 @histories(in_ci=8)
 @given(
     starts(),

@@ -28,6 +28,7 @@ def holds_without(start: Start, happenings: Sequence[Event]) -> None:
         _HELD.append((start, happenings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.name)
 def test_a_planted_mistake_is_noticed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     holds_without(mutant.start(), mutant.happenings)
