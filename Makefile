@@ -67,7 +67,7 @@ SIDE_BY_SIDE := --max-worker-restart 0 -m 'not (real_time or real_kube $(if $(SL
 PROCESSES    := $(filter-out tests/with_vllm,$(wildcard tests/with_*))
 
 test-unit: $(VENV)/ready ## tests that need no other process, side by side (SLOW=1: also those that take long)
-	$(PYTEST) -n auto --dist worksteal $(SIDE_BY_SIDE) tests --ignore-glob='*/with_*'
+	$(PYTEST) -n auto --dist worksteal $(SIDE_BY_SIDE) tests --ignore-glob='*/with_*' --ignore=tests/pages
 
 # Twice as many as there are processors where CI runs: these tests wait for others half of their time.
 test-process: $(VENV)/ready $(ENVOY) ## tests with a real Envoy, a real Redis and a fake Kubernetes API server, side by side
@@ -96,14 +96,14 @@ coverage-report: $(VENV)/ready
 test-vllm: preflight-test-vllm $(VENV)/ready $(ENVOY) $(VLLM)/ready ## tests with real vLLM engines on the CPU (installs 3 GB; 6 GB where torch has no CPU build)
 	ATTACHE_VLLM=$(CURDIR)/$(VLLM)/bin/python $(RUN) $(RECORDED) tests/with_vllm $(ARGS)
 
-check: $(VENV)/ready ## lint, format, layers, types, generated messages
+check: $(VENV)/ready ## lint, format, layers, types, generated files, what pages say
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/mypy
-	$(RUN) -m tools.envoy_messages --check
-	$(RUN) -m controller.api.crds --check
+	$(RUN) -m tools.generated --check
 	$(RUN) -m tools.words
+	$(RUN) $(RECORDED) -q -n auto tests/pages
 
 fix: $(VENV)/ready ## mend what ruff can mend
 	$(VENV)/bin/ruff check --fix .
@@ -133,12 +133,8 @@ manifests: $(VENV)/ready ## write the CustomResourceDefinitions anew, under mani
 	$(RUN) -m controller.api.crds
 
 generate: $(VENV)/ready ## write anew what is derived: message types, golden bundles, reference pages, the dashboard
-	$(RUN) -m tools.envoy_messages
-	$(RUN) -m controller.api.crds
+	$(RUN) -m tools.generated
 	$(RUN) -m controller bundle --golden
-	$(RUN) -m tools.architecture_tree
-	$(RUN) -m tools.reference
-	$(RUN) -m tools.dashboard
 
 docs: $(DOCS)/ready ## the documentation as a site, under .site/
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet

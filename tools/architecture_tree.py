@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tree of packages in ARCHITECTURE.md from the first lines of their docstrings: ``make generate``."""
+"""The tree of packages in ARCHITECTURE.md, from the first lines of their docstrings."""
 
 from __future__ import annotations
 
 import ast
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -49,9 +48,3 @@ def _line(name: str, summary: str, depth: int) -> str:
 def _summary(path: Path) -> str:
     said = ast.get_docstring(ast.parse(path.read_text())) or ""
     return said.split("\n\n")[0].replace("\n", " ").replace("``", "").rstrip(".")
-
-
-if __name__ == "__main__":
-    text = with_tree(PAGE.read_text())
-    PAGE.write_text(text)
-    sys.exit(0)

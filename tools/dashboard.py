@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes Grafana's dashboard: ``python -m tools.dashboard``, part of ``make generate``."""
+"""Grafana's dashboard."""
 
 from __future__ import annotations
 
@@ -323,7 +323,3 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
             for index, (expression, name) in enumerate(panel.queries)
         ],
     }
-
-
-if __name__ == "__main__":
-    FILE.write_text(dashboard())

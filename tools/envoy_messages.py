@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write extproc's message descriptors and their static types, or with ``--check`` compare those that are committed.
+"""extproc's message descriptors and their static types, from the installed envoy-data-plane.
 
 envoy-data-plane is the one source of Envoy's schema, but its betterproto2 classes parse in pure Python, 300 times
 slower than the request path can bear, and take a second to import. Their metadata holds what a descriptor needs: names,
@@ -10,8 +10,6 @@ carry names, and enums become int32, so that values unknown to the schema surviv
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -212,22 +210,3 @@ def derived_files() -> dict[Path, bytes]:
         _STREAMS / "messages.binpb": described.SerializeToString(deterministic=True),
         _STREAMS / "messages.pyi": render_stubs(described).encode(),
     }
-
-
-def main() -> int:
-    """Exit status: 0, or 1 if a committed file is not up to date."""
-    parser = argparse.ArgumentParser(prog="tools.envoy_messages", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file would change")
-    is_check = parser.parse_args().check
-    status = 0
-    for path, content in derived_files().items():
-        if not is_check:
-            path.write_bytes(content)
-        elif not path.exists() or path.read_bytes() != content:
-            print(f"{path.name} is not what the installed envoy-data-plane gives; run `make generate`")
-            status = 1
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

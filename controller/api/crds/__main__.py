@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write ``manifests/crds`` from the structs: ``python -m controller.api.crds``; ``--check`` only compares."""
+"""Write ``manifests/crds`` from the structs: ``python -m controller.api.crds``."""
 
 from __future__ import annotations
 
@@ -27,23 +27,14 @@ def files() -> Mapping[str, str]:
     return {**found, "kustomization.yaml": _to_yaml(kustomization)}
 
 
-def main(words: list[str]) -> int:
-    """Exit status 1 if ``--check`` finds a difference."""
+def main(words: list[str]) -> None:
+    """Write all files."""
     parser = argparse.ArgumentParser(prog="python -m controller.api.crds", description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("manifests/crds"), help="default: %(default)s")
-    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
-    options = parser.parse_args(words)
-    wanted = files()
-    if options.check:
-        found = {path.name: path.read_text() for path in options.folder.glob("*.yaml")}
-        stale = sorted(name for name in {**wanted, **found} if wanted.get(name) != found.get(name))
-        if stale:
-            sys.stderr.write(f"{options.folder}: {', '.join(stale)} differ from the types; run: make manifests\n")
-        return 1 if stale else 0
-    options.folder.mkdir(parents=True, exist_ok=True)
-    for name, text in wanted.items():
-        (options.folder / name).write_text(text)
-    return 0
+    folder = parser.parse_args(words).folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files().items():
+        (folder / name).write_text(text)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -59,4 +50,4 @@ def _to_yaml(definition: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from controller.api.crds.__main__ import files, main
+from controller.api.crds.__main__ import files
 from controller.api.crds.kinds import KINDS, Kind, definition_of
 from extproc.api.decode import decode
 from extproc.api.documents import split_documents
@@ -43,24 +43,6 @@ def rules(kind: str) -> set[str]:
         # of a type, wherever it is used
         if "message" in rule
     }
-
-
-def test_the_files_are_those_of_the_types() -> None:
-    assert {path.name: path.read_text() for path in FOLDER.iterdir()} == files_once(), "run make manifests"
-
-
-def test_check_tells_what_is_stale_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("controller.api.crds.__main__.files", files_once)
-    assert main([str(tmp_path)]) == 0
-    assert main(["--check", str(tmp_path)]) == 0
-    stale = tmp_path / "attache.dev_models.yaml"
-    stale.write_text("")
-    (tmp_path / "attache.dev_old.yaml").write_text("")
-    assert main(["--check", str(tmp_path)]) == 1
-    assert "attache.dev_models.yaml, attache.dev_old.yaml differ" in capsys.readouterr().err
-    assert stale.read_text() == ""
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from tests.docs_examples import EXAMPLES, Example
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-ROOT: Final = Path(__file__).parent.parent
+ROOT: Final = Path(__file__).parents[2]
 _TEST: Final = re.compile(r"tests/[\w/]+\.py")
 
 

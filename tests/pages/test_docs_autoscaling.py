@@ -18,7 +18,7 @@ from tests.scaling_scenes import engine, report, situation, target
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # What makes a step of a decision, and has the rule as its first argument.
 MAKERS = {"AppliedRule", "adjusted_to", "floored_at", "capped_at"}

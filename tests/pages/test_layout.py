@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 
 from extproc.llmd.registry import BUILT_IN
-from tools.architecture_tree import PAGE, with_tree
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MODULES = sorted(
     path.relative_to(ROOT)
     for package in ("attache", "extproc", "controller", "bench", "tools")
@@ -30,11 +29,6 @@ def test_every_module_begins_with_a_line_that_says_what_it_is() -> None:
 def test_the_plugin_page_names_every_plugin() -> None:
     page = (ROOT / "docs" / "reference" / "plugins.md").read_text()
     assert [name for name in BUILT_IN if f"`{name}`" not in page] == []
-
-
-def test_the_tree_in_the_architecture_page_is_that_of_the_packages() -> None:
-    page = PAGE.read_text()
-    assert with_tree(page) == page, "run make generate"
 
 
 def test_envoys_folder_holds_files_and_is_no_package() -> None:

@@ -10,7 +10,7 @@ import yaml
 
 import attache
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Of the format's schema: these and no others that we would write.
 REQUIRED = {"cff-version", "message", "title", "authors"}
 KNOWN = {*REQUIRED, "type", "version", "license", "abstract", "keywords"}

@@ -17,7 +17,7 @@ from extproc.api.load import ConfigDirectory
 from extproc.metrics.registry import Metrics
 from tools.site_pages import PAGES, with_site_links
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 SOURCES = [*(ROOT / name for name in PAGES), *DOCS]
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the pages under docs/reference: ``python -m tools.reference``, part of ``make generate``."""
+"""The reference pages under docs/reference, from the code."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from msgspec import inspect
@@ -207,11 +206,8 @@ def _inner(struct: inspect.StructType, path: str) -> Iterator[tuple[str, inspect
             yield from _inner(found, f"{path}.{field.encode_name}{rest}")
 
 
-FOLDER: Final = Path(__file__).parents[2] / "docs" / "reference"
-
-
 def pages() -> Mapping[str, str]:
-    """Every page by the name of its file."""
+    """Every page by the name of its file. Each ends with one line break."""
     found = {f"{name}.md": kinds.page(cls) for name, cls in kinds.KINDS.items()}
     others = {
         "apis.md": apis_page(),
@@ -220,10 +216,4 @@ def pages() -> Mapping[str, str]:
         "llm-d-flags.md": llm_d.flags_page(),
     }
     files = {"llm-d-plugins.md": llm_d.parameters_page(), "llm-d-files.md": llm_d.files_page()}
-    return {**found, **others, **files}
-
-
-if __name__ == "__main__":
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for name, text in pages().items():
-        (FOLDER / name).write_text(text.rstrip("\n") + "\n")
+    return {name: text.rstrip("\n") + "\n" for name, text in {**found, **others, **files}.items()}

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that the code does not make as they stand are found; ``make check`` compares those of the clone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tools import generated
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def test_what_is_missing_different_or_made_by_nothing_is_named_and_generate_mends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = tmp_path / "pages"
+    wanted = {pages / "new.md": b"new", pages / "old.md": b"now", tmp_path / "same.md": b"same"}
+    monkeypatch.setattr(generated, "ROOT", tmp_path)
+    monkeypatch.setattr(generated, "FOLDERS", (pages,))
+    monkeypatch.setattr(generated, "generated_files", lambda: wanted)
+    pages.mkdir()
+    (pages / "old.md").write_text("before")
+    (pages / "removed.md").touch()
+    (tmp_path / "same.md").write_text("same")
+    (tmp_path / "other.md").touch()
+    assert generated.main(["--check"]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(" is not what the code makes of it: run `make generate`")[0] for line in said] == [
+        "pages/new.md",
+        "pages/old.md",
+        "pages/removed.md",
+    ]
+    assert (pages / "old.md").read_text() == "before"
+    assert generated.main([]) == 0
+    assert generated.main(["--check"]) == 0
+    assert sorted(path.name for path in tmp_path.rglob("*.md")) == ["new.md", "old.md", "other.md", "same.md"]
