@@ -162,8 +162,9 @@ async def test_each_request_has_a_row_whichever_child_is_killed_meanwhile(served
             return remaining[-1] is not None
 
         await eventually(is_counted)
-        most = 1_000_000 - expected[0] - 1
-        expected_first = {f'"all";r={most - uncounted}' for uncounted in range(len(remaining))}
+        # of the requests that Envoy served by itself, the budget may have counted some
+        unsure = range(-expected[3], len(remaining))
+        expected_first = {f'"all";r={1_000_000 - expected[0] - 1 - uncounted}' for uncounted in unsure}
         assert str(remaining[-1]).split(";t=")[0] in expected_first
 
 
