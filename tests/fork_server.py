@@ -22,6 +22,7 @@ import subprocess
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, Self
+from uuid import uuid4
 
 import coverage
 
@@ -156,6 +157,13 @@ def forked_starts() -> Iterator[None]:
             yield
         finally:
             processes.spawn = REAL_SPAWN
+
+
+async def output_of(command: Sequence[str], directory: Path) -> tuple[int, str]:
+    """The exit status and the output of a command that ends. ``directory``: for its log."""
+    log = directory / f"{uuid4().hex}.log"
+    process = await processes.spawn(command, log)
+    return await process.wait(), log.read_text()
 
 
 def _become(wanted: dict[str, object]) -> None:

@@ -69,6 +69,7 @@ SHORT_FORMS: Final = (
         "bench/micro/test_core.py bench/micro/test_messages.py bench/micro/test_compile.py "
         "bench/micro/test_allocation.py --benchmark-disable -q -p no:cacheprovider",
         (r"^\d+ passed",),
+        is_slow=True,
     ),
     ShortForm(
         "make bench",
@@ -131,7 +132,6 @@ TESTED_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
         "make test-all": _STAGED + "test_nothing_runs_twice_if_all_tests_are_asked_for_once",
         "make lab-autoscale": "tests/bench/autoscale/test_report.py::"
         "test_a_quick_run_plays_every_policy_and_writes_the_report",
-        "make manifests": _HERE + "test_what_is_generated_is_what_is_committed",
         "make generate": _HERE + "test_what_is_generated_is_what_is_committed",
         "make clean": _HERE + "test_nothing_that_make_makes_is_left",
         "attache agent": "tests/controller/agents/runtime/test_with_engines.py::test_a_pods_life",

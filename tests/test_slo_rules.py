@@ -80,6 +80,7 @@ def test_an_outage_pages_within_ten_minutes_and_ends_with_it(tmp_path: Path) -> 
     firing(tmp_path, inputs, {WELL: set(), WELL + 4: set(), WELL + 10: {FAST}, WELL + 12: {FAST}, WELL + 20: set()})
 
 
+@pytest.mark.slow
 def test_a_fifth_that_misses_pages_within_an_hour(tmp_path: Path) -> None:
     inputs = traffic((WELL, 0.0), (3 * HOUR, 0.2))
     firing(tmp_path, inputs, {WELL + 35: set(), WELL + 50: {FAST}, WELL + 170: {FAST, MIDDLE}})
@@ -90,11 +91,13 @@ def test_eight_percent_for_hours_page_too(tmp_path: Path) -> None:
     firing(tmp_path, inputs, {WELL + 240: set(), WELL + 290: {MIDDLE}, WELL + 350: {MIDDLE}})
 
 
+@pytest.mark.slow
 def test_a_budget_that_will_not_last_is_a_warning(tmp_path: Path) -> None:
     inputs = traffic((DAY, 0.002), (3 * DAY, 0.015))
     firing(tmp_path, inputs, {DAY: set(), 2 * DAY: set(), 4 * DAY - 1: {SLOW}})
 
 
+@pytest.mark.slow
 def test_a_budget_that_lasts_is_nothing_to_report(tmp_path: Path) -> None:
     firing(tmp_path, traffic((4 * DAY, 0.008)), {10: set(), HOUR: set(), DAY: set(), 4 * DAY - 1: set()})
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from controller.api.crds import __main__ as crds
+from controller.api.crds.files import files as crd_files
 from tools import architecture_tree, dashboard, envoy_messages
 from tools.reference import pages
 
@@ -25,7 +25,7 @@ FOLDERS: Final = (_CRDS, _PAGES)
 def generated_files() -> dict[Path, bytes]:
     """Every file, as the code makes it now."""
     texts = {
-        **{_CRDS / name: text for name, text in crds.files().items()},
+        **{_CRDS / name: text for name, text in crd_files().items()},
         **{_PAGES / name: text for name, text in pages.pages().items()},
         architecture_tree.PAGE: architecture_tree.with_tree(architecture_tree.PAGE.read_text()),
         dashboard.FILE: dashboard.dashboard(),

@@ -155,7 +155,7 @@ def documents(
     )
 
 
-P = ParamSpec("P")
+_P = ParamSpec("_P")
 
 
 def is_port_taken(error: StartFailed) -> bool:
@@ -164,13 +164,13 @@ def is_port_taken(error: StartFailed) -> bool:
 
 
 def started_again_on_other_ports(
-    run: Callable[Concatenate[Path, P], AbstractAsyncContextManager[Stack]],
-) -> Callable[Concatenate[Path, P], AbstractAsyncContextManager[Stack]]:
+    run: Callable[Concatenate[Path, _P], AbstractAsyncContextManager[Stack]],
+) -> Callable[Concatenate[Path, _P], AbstractAsyncContextManager[Stack]]:
     """Run it anew, once, if another program took one of its ports between the check and its use."""
 
     @functools.wraps(run)
     @contextlib.asynccontextmanager
-    async def running(directory: Path, /, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[Stack]:
+    async def running(directory: Path, /, *args: _P.args, **kwargs: _P.kwargs) -> AsyncIterator[Stack]:
         async with contextlib.AsyncExitStack() as started:
             try:
                 stack = await started.enter_async_context(run(directory, *args, **kwargs))

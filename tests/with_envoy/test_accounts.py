@@ -167,6 +167,7 @@ async def test_a_request_that_no_engine_served_costs_no_tokens(stack: Stack, cli
     assert before > 0
 
 
+@pytest.mark.slow
 async def test_new_values_of_a_header_are_no_new_allowance_without_end(tmp_path: Path) -> None:
     limit = {"per": "Header", "header": "x-account", "unit": "month", "requests": 1}
     flags = EngineFlags(count=2, speed=20.0)

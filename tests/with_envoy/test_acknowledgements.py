@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import socket
@@ -18,6 +17,7 @@ from bench.stack.stack import documents, envoy_command
 from controller.bundle.acknowledgements import Acknowledgements
 from controller.bundle.admin import read_state
 from extproc.api.load import load_directory
+from tests.fork_server import output_of
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -47,6 +47,10 @@ class Writer:
             *(sys.executable, "-m", "controller", "bundle", "--config", str(self.config), "--out", str(self.out)),
             *words,
         ]
+
+    async def run(self, *words: str) -> tuple[int, str]:
+        """The exit status and the output of the command, which ends."""
+        return await output_of(self.command(*words), self._directory)
 
     def log(self) -> str:
         return (self._directory / "bundle.log").read_text()
@@ -127,21 +131,14 @@ async def test_refused_routes_and_endpoints_are_said(writer: Writer) -> None:
 async def test_without_watch_the_exit_status_says_whether_envoy_took_the_bundle(writer: Writer) -> None:
     await writer.processes.end("bundle")
     writer.write(servedHeader="x-served-by")
-    assert await run(writer, "--wait", "20s") == (0, "")
-    status, said = await run(writer, "--wait", "1s", "--admin", "127.0.0.1:1")
+    assert await writer.run("--wait", "20s") == (0, "")
+    status, said = await writer.run("--wait", "1s", "--admin", "127.0.0.1:1")
     assert status == 1
     assert "no Envoy answers at its admin address 127.0.0.1:1" in said
 
     # another directory, the same Envoy
     first, writer.out = writer.out, writer.out.with_name("other")
     writer.write(servedHeader="x-other")
-    status, said = await run(writer, "--wait", "1s")
+    status, said = await writer.run("--wait", "1s")
     assert status == 1
     assert f"was started with {first}/bootstrap.json" in said
-
-
-async def run(writer: Writer, *words: str) -> tuple[int, str]:
-    process = await asyncio.create_subprocess_exec(*writer.command(*words), stderr=asyncio.subprocess.PIPE)
-    _, said = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, said.decode()

@@ -189,7 +189,7 @@ async def test_a_client_that_leaves_leaves_the_others_alone(own: Stack) -> None:
 
 @pytest.mark.parametrize("own", [{"timeout": "1s"}], indirect=True)
 async def test_while_all_slots_are_in_use_a_request_waits_and_is_then_told_to_come_back(own: Stack) -> None:
-    busy = [asyncio.create_task(ask(own, name, tokens=6000)) for name in NAMES[: 2 * SLOTS]]
+    busy = [asyncio.create_task(ask(own, name, tokens=60_000)) for name in NAMES[: 2 * SLOTS]]
 
     async def all_held() -> bool:
         return len([*await held(own.engines[0]), *await held(own.engines[1])]) == 2 * SLOTS

@@ -21,6 +21,7 @@ import pytest_asyncio
 import yaml
 
 from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
+from tests.fork_server import output_of
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -397,12 +398,9 @@ async def test_top_shows_who_waits(held: OneEngine) -> None:
         waiting = [asyncio.create_task(held.ask({"x-attache-tenant": "bell"})) for _ in range(3)]
         await eventually(lambda: metric_is(held.stack, "attache_queue_waiting", 3))
         page = held.stack.metrics.removeprefix("http://")
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "extproc", "top", "--once", "--interval", "200ms", page),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        out, _ = await process.communicate()
-    rows = [line.split() for line in out.decode().splitlines()]
+        command = [sys.executable, "-m", "extproc", "top", "--once", "--interval", "200ms", page]
+        _, out = await output_of(command, held.stack.directory)
+    rows = [line.split() for line in out.splitlines()]
     assert ["default/llama", "standard", "3"] in [row[:3] for row in rows]
     assert "acme" in [row[0] for row in rows if row]
     assert [one.status_code for one in await asyncio.gather(*waiting)] == [200] * 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import ssl
 import sys
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ import pytest
 
 from tests.certificates import Authority
 from tests.extproc.feeds.test_engines import ELSEWHERE, page_elsewhere
+from tests.fork_server import output_of
 from tests.waiting import eventually
 from tests.with_envoy.gateways import endpoints_file, engines, gateway
 
@@ -88,15 +88,11 @@ async def test_without_a_cluster_and_without_discovery_it_says_what_to_write(tmp
     file.write_text(
         CONFIG.format(path="x").replace("random-picker", "max-score-picker").replace("dataLayer", "datLayer")
     )
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "attache", "epp", "--pool-name=llama", f"--config-file={file}"),
-        stderr=asyncio.subprocess.PIPE,
-        env=dict(os.environ),
-    )
-    _, told = await process.communicate()
-    assert process.returncode == 2
-    assert b"file-discovery" in told
-    assert b"datLayer" in told
+    command = [sys.executable, "-m", "attache", "epp", "--pool-name=llama", f"--config-file={file}"]
+    status, told = await output_of(command, tmp_path)
+    assert status == 2
+    assert "file-discovery" in told
+    assert "datLayer" in told
 
 
 async def test_tls_12_is_refused_where_the_flag_says_so(tmp_path: Path) -> None:

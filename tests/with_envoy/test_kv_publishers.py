@@ -17,6 +17,7 @@ import zmq.asyncio
 
 from bench.stack.processes import free_ports, ports_in_a_row
 from bench.stack.stack import EngineFlags, Stack, running_stack
+from tests.examples import examples
 from tests.waiting import eventually
 from tests.with_envoy.load import Load
 
@@ -29,6 +30,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CLOSED = {"failureMode": "Close"}
 FLAGS = EngineFlags(count=3, speed=20.0, stream_headers="first-token", publishes_events=True)
 SIZE = 16
+# of each rank of an engine
+MESSAGES = examples(50)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -219,7 +222,7 @@ async def test_no_flood_of_events_fails_a_request(
 ) -> None:
     await heard(running, hostile)
     async with Load(running.url, clients=4, output_tokens=2) as load:
-        for number in range(8):
+        for number in range(examples(15)):
             before = await counted(running, messages("received"))
             await hostile.send(flood(number))
             await received(running, 1, before)
@@ -245,7 +248,7 @@ async def test_ranks_with_many_blocks_evict_and_end_without_failing_a_request(ru
                 before = await counted(running, messages("received"))
                 for payload in of_rank(rank):
                     await publisher.send(payload)
-                await received(running, 30, before)
+                await received(running, MESSAGES, before)
             await load.more(20)
             before = await counted(running, messages("received"))
             for start in range(0, 1_000, 100):
@@ -258,8 +261,8 @@ async def test_ranks_with_many_blocks_evict_and_end_without_failing_a_request(ru
 
 
 def of_rank(rank: int) -> Iterator[bytes]:
-    """30,000 blocks."""
-    for start in range(0, 30_000, 1_000):
+    """A thousand blocks a message."""
+    for start in range(0, MESSAGES * 1_000, 1_000):
         hashes = list(range(start, start + 1_000))
         tokens = [token for one in hashes for token in [rank, one, *[7] * (SIZE - 2)]]
         yield events(stored(block_hashes=hashes, token_ids=tokens))

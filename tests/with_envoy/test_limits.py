@@ -212,7 +212,7 @@ async def test_who_wants_no_limit_without_redis_gets_an_answer_that_says_so(tmp_
         assert answer.headers["retry-after"] == "1"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 async def test_redis_that_goes_and_comes_back_empty_grants_nothing_twice(
     tmp_path: Path, redis: Redis, workers: int
 ) -> None:

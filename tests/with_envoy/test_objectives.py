@@ -21,6 +21,7 @@ import pytest
 import pytest_asyncio
 
 from extproc.api.status_pages import ObjectiveCounts
+from tests.fork_server import output_of
 from tests.waiting import eventually
 from tests.with_envoy.stand_in import gateway_on
 
@@ -256,14 +257,11 @@ async def test_the_page_and_the_command_have_what_is_counted(scene: Scene) -> No
         found[one.name, one.objective, "bad"] += sum(bad for _, _, bad in one.hours)
         found[one.name, one.objective, "excluded"] += one.excluded
     assert +found == scene.expected == await scene.counts()
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "extproc", "slo", scene.gateway.metrics.removeprefix("http://")),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    out, _ = await process.communicate()
+    command = [sys.executable, "-m", "extproc", "slo", scene.gateway.metrics.removeprefix("http://")]
+    status, out = await output_of(command, scene.gateway.decisions.parent)
     # more than 1% have missed
-    assert process.returncode == 1
-    rows = [line.split() for line in out.decode().splitlines() if line.startswith("default/llama ")]
+    assert status == 1
+    rows = [line.split() for line in out.splitlines() if line.startswith("default/llama ")]
     # of the table, not of the worst hours
     requests = {(row[1], row[2]): int(row[8]) for row in rows if row[5] == "in"}
     for name, objectives in (

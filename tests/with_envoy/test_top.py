@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import pytest_asyncio
 
 from bench.stack.stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
 from tests.docs_examples import ROOT, examples_of
+from tests.fork_server import output_of
 from tests.waiting import eventually
 from tests.with_envoy.load import Load
 
@@ -35,12 +35,10 @@ async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
 async def screen(stack: Stack) -> list[str]:
     """What the command prints."""
     page = stack.metrics.removeprefix("http://")
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "extproc", "top", "--once", "--interval", "200ms", page), stdout=asyncio.subprocess.PIPE
-    )
-    out, _ = await process.communicate()
-    assert process.returncode == 0
-    return out.decode().splitlines()
+    command = [sys.executable, "-m", "extproc", "top", "--once", "--interval", "200ms", page]
+    status, out = await output_of(command, stack.directory)
+    assert status == 0
+    return out.splitlines()
 
 
 async def test_a_killed_engine_is_dead_on_the_screen_until_it_is_back(two: Stack) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from bench.reporting.results import RequestResult
     from bench.stack.stack import Stack
 
+MODES = [pytest.param("Open", marks=pytest.mark.slow), "Close"]
 PICKED = 'attache_requests_total{outcome="picked"}'
 SHAPE = Conversations(sessions=100, sessions_per_s=5.0, system_prompts=12, system_tokens=3000)
 
@@ -116,7 +117,7 @@ def load_on(pair: Pair) -> Load:
     return Load(pair.stack.url, clients=6, output_tokens=60, pause_s=0.05)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["Open", "Close"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=MODES)
 async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     """In both failure modes. Each test leaves both workers picking."""
     flags = EngineFlags(count=3, speed=5.0, stream_headers="first-token")
@@ -255,6 +256,7 @@ async def engine_runs(http: httpx.AsyncClient, engine: str) -> bool:
     )
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_killed_again_and_again_is_no_way_round_a_limit(tmp_path: Path) -> None:
     flags = EngineFlags(count=1, speed=20.0, stream_headers="first-token")
     limited = {"rateLimits": [{"per": "Route", "unit": "month", "requests": 30}]}

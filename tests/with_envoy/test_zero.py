@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CYCLES = int(os.environ.get("ATTACHE_ZERO_CYCLES", "60" if IS_SLOW else "10"))
+MODES = [pytest.param("Open", marks=pytest.mark.slow), "Close"]
 # Side by side: each has two engines of its own, of which one is there at a time.
 MODELS = 10
 FLAGS = EngineFlags(count=2 * MODELS + 1, speed=20.0, stream_headers="first-token")
@@ -41,7 +42,7 @@ FLAGS = EngineFlags(count=2 * MODELS + 1, speed=20.0, stream_headers="first-toke
 GATEWAY = {"messageTimeout": "8s", "requestTimeout": "8s"}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["Open", "Close"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=MODES)
 async def zero(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     """A stack whose last engine serves a model that is always there."""
     directory = tmp_path_factory.mktemp("zero") / "stack"

@@ -79,6 +79,7 @@ def test_more_engines_meet_the_targets_more_often_and_cost_more() -> None:
     assert [one.due for one in few.windows] == [one.due for one in many.windows]
 
 
+@pytest.mark.slow
 def test_a_quick_run_ends_well_and_keeps_its_cells(tmp_path: Path) -> None:
     policies = "fixed,oracle"
     assert main(["autoscale", "--quick", "--policies", policies, "--out", str(tmp_path), "--jobs", "1"]) == 0

@@ -48,6 +48,7 @@ def afternoon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
+@pytest.mark.slow
 def test_the_edited_policy_has_other_numbers_and_the_others_the_same(afternoon: Path) -> None:
     before, after = (json.loads((afternoon / f"{name}.json").read_text())["groups"] for name in ("before", "after"))
     # one for each rate
@@ -59,6 +60,7 @@ def test_the_edited_policy_has_other_numbers_and_the_others_the_same(afternoon: 
     assert [one["policies"]["my.py:Mine"] for one in before] != [one["policies"]["my.py:Mine"] for one in after]
 
 
+@pytest.mark.slow
 def test_the_report_names_what_made_it(afternoon: Path) -> None:
     page = (afternoon / "report.html").read_text()
     assert "rig.yamlx2" in page

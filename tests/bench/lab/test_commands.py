@@ -267,6 +267,7 @@ def test_in_a_clone_without_traces_the_lab_plays_generators_and_says_how_to_give
     assert (tmp_path / "bench/out/lab/lab.md").read_text().count("\n## ") == 8
 
 
+@pytest.mark.slow
 def test_the_lab_plays_the_rates_that_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(html, "_plots", lambda *_: "")
     (chat, _) = lab_command._GENERATED

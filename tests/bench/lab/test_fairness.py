@@ -55,6 +55,7 @@ def test_two_that_wait_are_never_further_apart_than_vtcs_theorem_allows(loads: l
     assert vtc.widest <= vtc.bound
 
 
+@pytest.mark.slow
 def test_without_counters_two_that_wait_drift_apart_without_bound() -> None:
     loads = [TenantLoad("many", 30, 8, lengths=LengthRanges((100, 2000), (10, 400))), TenantLoad("few", 3, 8)]
     fcfs, vtc = service_gap(loads, policies={"FCFS": FCFS, "VTC": VTC}, seed=0)
@@ -71,6 +72,7 @@ def test_a_flood_hardly_touches_the_others_where_it_would_drown_them_without_cou
     assert outcomes["no queue"].slowdown > 2.25
 
 
+@pytest.mark.slow
 def test_a_flood_of_quiet_engines_costs_the_others_little() -> None:
     policies = {"FCFS": FCFS, "VTC": VTC}
     outcomes = {one.policy: one for one in flood(rate=1.45, duration_s=13, engines=4, policies=policies)}
@@ -78,6 +80,7 @@ def test_a_flood_of_quiet_engines_costs_the_others_little() -> None:
     assert outcomes["FCFS"].during_s > 3 * outcomes["VTC"].during_s
 
 
+@pytest.mark.slow
 def test_deadlines_are_met_by_their_order_and_means_by_the_shortest_first() -> None:
     found = {one.order: one for one in orders(rate=13, duration_s=13, engines=2)}
     first = found["FirstCome"]

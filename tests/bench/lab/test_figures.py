@@ -51,6 +51,7 @@ def test_one_rate_is_no_sweep(reports: list[TrialReport]) -> None:
     assert sweeps_of(reports[:4]) == []
 
 
+@pytest.mark.slow
 def test_figures_are_pdf_and_svg_and_the_same_each_time(reports: list[TrialReport], tmp_path: Path) -> None:
     files = write_figures(reports, tmp_path / "a")
     # of the sweep, and of both rates

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import pytest
 from rich.console import Console
 
 from bench.lab.pairs import PlayedTrace, pairs_lab
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.slow
 def test_every_decider_has_a_cell_over_the_goodput_of_whole_engines(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     rows = [

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench.lab.tiers import POLICIES, afternoon, play
 
 
+@pytest.mark.slow
 def test_tiers_keep_objectives_at_less_than_the_dear_price() -> None:
     workload = afternoon(phase_s=30.0)
     results = {name: play(policy, workload) for name, policy in POLICIES.items()}

@@ -163,6 +163,7 @@ class Followed:
                 return False
 
 
+@pytest.mark.slow
 async def test_running_processes_refuse_each_killer_and_go_on(tmp_path: Path, guard: Guard) -> None:
     both = Followed(tmp_path, guard)
     try:

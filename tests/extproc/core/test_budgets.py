@@ -13,6 +13,7 @@ import pytest
 from extproc.admission import budgets
 from extproc.admission.budgets import RolledUp
 from extproc.admission.limits import NO_USAGE
+from extproc.admission.local_limits import MOST_LEVELS
 from extproc.admission.refusals import soft_line
 from extproc.core.core import Core
 from extproc.core.effects import (
@@ -239,16 +240,17 @@ def test_workers_of_a_machine_share_a_budget_and_a_new_one_is_told() -> None:
     budget = "{name: b, per: User, window: Month, max: {requests: 3}}"
     one, other = (Process(budget, name=name, wire=wire) for name in "xy")
     assert [isinstance(process.ask(0.0), Decision) for process in (one, other, one, other)] == [True] * 3 + [False]
-    for number in range(30_000):
-        # more than one message holds
-        one.ask(0.0, user=f"u{number % 15_000}")
+    # more than one message holds
+    users = [f"u{number}" for number in range(MOST_LEVELS + 1)]
+    for user in (*users, users[-1]):
+        one.ask(0.0, user=user)
     wire.remove(one)
     third = Process(budget, name="z", wire=wire)
     third.perform(third.core.heartbeat(0.5), 0.5)
     assert third.core.levels.is_told
     refusal(third.ask(1.0))
-    assert isinstance(third.ask(1.0, user="u14999"), Decision)
-    refusal(third.ask(1.0, user="u14999"))
+    assert isinstance(third.ask(1.0, user=users[-1]), Decision)
+    refusal(third.ask(1.0, user=users[-1]))
 
 
 def test_levels_are_rebuilt_from_rows() -> None:

@@ -93,6 +93,14 @@ class Pod:
                 count += line.startswith('data: {"')
         return count
 
+    async def running_stream(self, tokens: int) -> asyncio.Task[int]:
+        """A ``generate`` that the agent has seen run: another one, if it ended unseen on a busy machine."""
+        stream = asyncio.create_task(self.generate(tokens))
+        while not await self.runs():
+            if stream.done():
+                stream = asyncio.create_task(self.generate(tokens))
+        return stream
+
     async def fault(self, **fault: object) -> None:
         (await self.http.post(f"{self.engine_url}/faults", json=fault)).raise_for_status()
 

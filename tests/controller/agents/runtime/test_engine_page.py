@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import bench.micro
 from controller.agents.runtime.metrics import AgentState, Counters, EnginePage, read_page, write_page
 from extproc.engines.dialects import DIALECTS, FAMILIES
+from tests.proportion import takes_time_in_proportion
 
 STATE = AgentState(
     dialect="vLLM",
@@ -167,13 +167,7 @@ def test_without_the_engines_page_ours_says_so() -> None:
 
 @pytest.mark.parametrize("labels", ['a="b",', "name", 'x="\\', '\\"'])
 def test_labels_take_time_in_proportion_to_their_length(labels: str) -> None:
-    def reading_s(size: int) -> float:
-        text, found = "vllm:lora_requests_info{%s} 1\n" % (labels * (size // len(labels))), []
-        for _ in range(5):
-            began = time.process_time()
-            read_page(text.encode(), DIALECTS["vLLM"], unix_s=0.0)
-            found.append(time.process_time() - began)
-        return min(found)
+    def line(size: int) -> bytes:
+        return ("vllm:lora_requests_info{%s} 1\n" % (labels * (size // len(labels)))).encode()
 
-    # four times as long: quadratic work takes sixteen times as long
-    assert reading_s(120_000) < 10 * max(reading_s(30_000), 1e-3)
+    assert takes_time_in_proportion(lambda text: read_page(text, DIALECTS["vLLM"], unix_s=0.0), line, 30_000)

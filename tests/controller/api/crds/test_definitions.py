@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from controller.api.crds.__main__ import files
+from controller.api.crds.files import files
 from controller.api.crds.kinds import KINDS, Kind, definition_of
 from extproc.api.decode import decode
 from extproc.api.documents import split_documents

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write ``manifests/crds`` from the structs: ``python -m controller.api.crds``."""
+"""The files of ``manifests/crds``, from the structs."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -27,16 +24,6 @@ def files() -> Mapping[str, str]:
     return {**found, "kustomization.yaml": _to_yaml(kustomization)}
 
 
-def main(words: list[str]) -> None:
-    """Write all files."""
-    parser = argparse.ArgumentParser(prog="python -m controller.api.crds", description=__doc__)
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("manifests/crds"), help="default: %(default)s")
-    folder = parser.parse_args(words).folder
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files().items():
-        (folder / name).write_text(text)
-
-
 class _Dumper(yaml.SafeDumper):
     """Without anchors, which other parsers of manifests may not support."""
 
@@ -46,8 +33,4 @@ class _Dumper(yaml.SafeDumper):
 
 def _to_yaml(definition: Mapping[str, Any]) -> str:
     text: str = yaml.dump(definition, Dumper=_Dumper, sort_keys=False, width=118, allow_unicode=True)
-    return f"# written by make manifests\n{text}"
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return f"# written by make generate\n{text}"
