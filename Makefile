@@ -110,7 +110,7 @@ check-rest:
 	$(RUN) -m tools.generated --check
 	$(RUN) -m tools.words
 	@$(RUN) -m pytest --collect-only -qq tests >.cache/collected.txt || { cat .cache/collected.txt; exit 1; }
-	$(RUN) $(RECORDED) -q -n auto tests/pages
+	$(RUN) $(RECORDED) -q -n 2 tests/pages
 
 fix: $(VENV)/ready ## mend what ruff can mend
 	$(VENV)/bin/ruff check --fix .

@@ -86,6 +86,7 @@ def test_a_fifth_that_misses_pages_within_an_hour(tmp_path: Path) -> None:
     firing(tmp_path, inputs, {WELL + 35: set(), WELL + 50: {FAST}, WELL + 170: {FAST, MIDDLE}})
 
 
+@pytest.mark.slow
 def test_eight_percent_for_hours_page_too(tmp_path: Path) -> None:
     inputs = traffic((WELL, 0.0), (6 * HOUR, 0.08))
     firing(tmp_path, inputs, {WELL + 240: set(), WELL + 290: {MIDDLE}, WELL + 350: {MIDDLE}})

@@ -21,6 +21,8 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
+    from _pytest.mark import ParameterSet
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ADAPTERS: Final = [f"adapter-{number}" for number in range(12)]
@@ -174,28 +176,36 @@ async def check_load(hosted: Hosted, path: str, models: list[str], *, rounds: in
     assert hostile.trapped == 0
 
 
+def slowly(kind: str) -> ParameterSet:
+    """A kind that another path shows, too."""
+    return pytest.param(kind, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    "kind", ["negative chunk", "labels", "labels that are allowed", "lines", "endless", "redirect"]
+    "kind", ["negative chunk", "labels", "labels that are allowed", slowly("lines"), "endless", "redirect"]
 )
 async def test_a_hostile_metrics_page(hosted: Hosted, kind: str) -> None:
     hosted.hostile.be(METRICS, kind)
     await check_load(hosted, METRICS, [ALIAS] * 12)
 
 
-@pytest.mark.parametrize("kind", ["long list", "nested", "endless", "redirect"])
+@pytest.mark.parametrize("kind", ["long list", "nested", slowly("endless"), slowly("redirect")])
 async def test_a_hostile_list_of_models(hosted: Hosted, kind: str) -> None:
     hosted.hostile.be(MODELS, kind)
     await check_load(hosted, MODELS, [ALIAS] * 12)
 
 
-@pytest.mark.parametrize("kind", ["redirect", "many tokens", "nested", "endless", "-1", "4294967296", "1e30", '"a"'])
+@pytest.mark.parametrize(
+    "kind",
+    [*map(slowly, ["redirect", "nested", "endless", "4294967296"]), "many tokens", "-1", "1e30", '"a"'],
+)
 async def test_a_hostile_tokenizer(hosted: Hosted, kind: str) -> None:
     hosted.hostile.be(TOKENIZE, kind)
     await check_load(hosted, TOKENIZE, [ALIAS] * 24)
 
 
 # the last kind counts as a load: its adapters stay there
-@pytest.mark.parametrize("kind", ["redirect", "endless", "nested"])
+@pytest.mark.parametrize("kind", [slowly("redirect"), "endless", slowly("nested")])
 async def test_a_hostile_load_of_an_adapter(hosted: Hosted, kind: str) -> None:
     hosted.hostile.be(LOAD, kind)
     await check_load(hosted, LOAD, ADAPTERS, rounds=0)

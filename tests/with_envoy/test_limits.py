@@ -129,6 +129,7 @@ async def test_no_window_sees_more_tokens_than_the_limit_and_the_burst(tmp_path:
     assert sum(one.tokens for one in traffic.granted) > 0.5 * (SECONDS * RATE + RATE * BURST)
 
 
+@pytest.mark.slow
 async def test_four_processes_with_redis_grant_together_what_one_would(tmp_path: Path, redis: Redis) -> None:
     limit = {**LIMIT, "scope": "Global"}
     async with running_stack(

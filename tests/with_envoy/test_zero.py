@@ -35,7 +35,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CYCLES = int(os.environ.get("ATTACHE_ZERO_CYCLES", "60" if IS_SLOW else "10"))
 MODES = [pytest.param("Open", marks=pytest.mark.slow), "Close"]
 # Side by side: each has two engines of its own, of which one is there at a time.
-MODELS = 10
+MODELS = 10 if IS_SLOW else 4
 FLAGS = EngineFlags(count=2 * MODELS + 1, speed=20.0, stream_headers="first-token")
 # Shorter than the time for which requests are held: what a held request needs is added to each. Longer than a machine
 # with other work takes for a request.

@@ -21,10 +21,10 @@ from controller.usage.follow import LogFollower, Position, Rotation
 from controller.usage.ingest import Counts, Ingest
 from controller.usage.jsonl import JsonLines
 from controller.usage.store import Sink, SqlStore, open_engine
-from tests.examples import examples
+from tests.examples import IS_SLOW
 from tests.usage_lines import NOON_S, line, text
 
-KILLS: Final = examples(100)
+KILLS: Final = 100 if IS_SLOW else 10
 _LINES_A_STEP: Final = 7
 _DAY_S: Final = 86_400.0
 _CLOCK: Final = time.monotonic  # noqa: TID251 - a program's own clock

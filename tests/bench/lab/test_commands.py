@@ -287,6 +287,7 @@ def test_the_lab_plays_the_rates_that_it_is_given(tmp_path: Path, monkeypatch: p
             main(["lab", "--rates", wrong])
 
 
+@pytest.mark.slow
 def test_a_grid_over_rates_has_a_table_for_each_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--policies", "attache", "--rate-scale", "1", "--rate-scale", "2", "--seed", "0", "--seed", "1"]
     assert replay(*flags, "--json", "out.json", "--html", "out.html") == 0

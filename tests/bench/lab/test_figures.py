@@ -96,6 +96,7 @@ def test_a_table_is_what_booktabs_takes() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_replay_writes_figures_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["--trace", CHAT, "--engines", "2", "--hardware", "h100", "--model", "8b", "--jobs", "1"]

@@ -123,6 +123,7 @@ def archive(**files: str) -> bytes:
     return made.getvalue()
 
 
+@pytest.mark.slow
 async def test_adapters_come_by_the_downloader(guard: Guard, tmp_path: Path) -> None:
     pod = Pod(guard)
     cache, file = tmp_path / "cache", tmp_path / "adapters.json"
