@@ -156,6 +156,10 @@ def main(words: list[str], prog: str = "attache usage") -> int:
 
 def _report(options: argparse.Namespace) -> int:
     engine = open_engine(os.path.expandvars(_no_lines(options.store)))
+    file = engine.url.database
+    if engine.dialect.name == "sqlite" and file and not Path(file).exists():
+        # SQLite would make one
+        raise StoreError(f"there is no file {file}; name the store that `attache usage serve` writes")
     parameters = {
         "start": [options.start],
         "end": [options.end],

@@ -26,6 +26,7 @@ _OF_SUMS: Final = tuple(one for one in DIMENSIONS if one != "currency")
 # Rows alone have ids of keys: sums go by their names.
 _OF_ROWS: Final = frozenset({"key_id"})
 GROUPS: Final = (*_OF_SUMS, *sorted(_OF_ROWS))
+_PARAMETERS: Final = ("start", "end", "group_by", "tz", "limit", "page", "format", *GROUPS)
 # Names that a request may list for one dimension.
 _MOST_VALUES: Final = 100
 _MOST_DAYS: Final = 3 * 366
@@ -89,6 +90,9 @@ class Report(msgspec.Struct, frozen=True):
 
 def query_of(parameters: Mapping[str, Sequence[str]], now_s: float) -> Query:
     """A Query of the parameters of ``GET /v1/usage``; raises BadQuery. Without times: today, in the zone."""
+    for name in parameters:
+        if name not in _PARAMETERS:
+            raise BadQuery(name[:40], f"is unknown; write some of {', '.join(_PARAMETERS)}")
     zone_name = one_of(parameters, "tz", "UTC")
     zone = checked_zone(zone_name)
     midnight = datetime.fromtimestamp(now_s, zone).replace(hour=0, minute=0, second=0, microsecond=0)

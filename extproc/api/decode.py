@@ -25,13 +25,13 @@ from extproc.api.picker_flow_control import (
     with_usage_limits,
 )
 from extproc.api.quantities import decode_quantity, decode_quantity_leniently
-from extproc.api.schema import check_shape, suggest
+from extproc.api.schema import advise_field, check_shape, suggest
 from extproc.api.spec import API_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
-    from extproc.api.errors import Finding
+    from extproc.api.errors import Finding, Path
 
 _Ours = (
     ModelRoute | ModelServer | GatewayConfig | HTTPRoute | Backend | ModelAccessPolicy | InferenceObjective | KeyStore
@@ -75,7 +75,34 @@ class _Head(msgspec.Struct, frozen=True, rename="camel"):
     kind: str
 
 
+# Of every object of Kubernetes. Users write the first; a cluster's objects may lie in a directory with all of them.
+_WRITTEN_METADATA: Final = ("name", "namespace", "labels", "annotations")
+_METADATA: Final = frozenset(
+    {
+        *_WRITTEN_METADATA,
+        *("creationTimestamp", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers", "generateName"),
+        *("generation", "managedFields", "ownerReferences", "resourceVersion", "selfLink", "uid"),
+    }
+)
+_FIELDS: Final = frozenset({"apiVersion", "kind", "metadata", "spec", "status"})
+
+
+def _known_fields(name: str, fields: Mapping[str, type]) -> type:
+    """A type of these fields alone, whatever is in them."""
+    made = [(field, cls | msgspec.UnsetType, msgspec.UNSET) for field, cls in sorted(fields.items())]
+    return msgspec.defstruct(name, made, frozen=True, forbid_unknown_fields=True)
+
+
 _HEAD: Final = msgspec.json.Decoder(_Head)
+_KNOWN_FIELDS: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(
+    _known_fields(
+        "_KnownFields",
+        {
+            **dict.fromkeys(_FIELDS, msgspec.Raw),
+            "metadata": _known_fields("_KnownMetadata", dict.fromkeys(_METADATA, msgspec.Raw)),
+        },
+    )
+)
 _DECODERS: Final[Mapping[str, msgspec.json.Decoder[Any]]] = MappingProxyType(
     {name: msgspec.json.Decoder(cls, dec_hook=decode_quantity) for name, cls in _KINDS.items()}
 )
@@ -146,6 +173,8 @@ def _decode_json(document: Document) -> _Decoded | None:
         head = _HEAD.decode(document.text)
         if head.kind not in _KINDS or head.api_version not in _VERSIONS.get(head.kind, (head.api_version,)):
             return None
+        if head.kind != PICKER_KIND:
+            _KNOWN_FIELDS.decode(document.text)
         decoded: _Decoded = _DECODERS[head.kind].decode(document.text)
     except (msgspec.DecodeError, RecursionError):
         return None
@@ -169,13 +198,26 @@ def _convert(value: object) -> tuple[_Decoded | None, list[Finding]]:
     if kind != PICKER_KIND and value.get("apiVersion") not in versions:
         findings.append((("apiVersion",), f"write apiVersion: {' or '.join(versions)}"))
     if kind == PICKER_KIND:
-        value = _without_nulls(value)
+        value = dict(_without_nulls(value))
     try:
-        decoded: _Decoded = msgspec.convert(value, cls, dec_hook=decode_quantity)
+        decoded: _Decoded | None = msgspec.convert(value, cls, dec_hook=decode_quantity)
     except msgspec.ValidationError:
         findings.extend(check_shape(value, cls))
-        return _convert_leniently(value, cls) or _plugins_alone(value, cls, findings), findings
+        decoded = _convert_leniently(value, cls) or _plugins_alone(value, cls, findings)
+    if kind != PICKER_KIND:
+        findings.extend(_unknown_fields(value, cls, known={path for path, _ in findings}))
     return decoded, findings
+
+
+def _unknown_fields(value: Mapping[object, object], cls: type[_Decoded], known: Collection[Path]) -> Iterator[Finding]:
+    """Fields that no object has: they would be ignored, and with them a guard or a limit that is not indented."""
+    for key in map(str, value):
+        if key not in _FIELDS and (key,) not in known:
+            yield (key,), f"there is no such field; {advise_field(key, cls, value)}"
+    metadata = value.get("metadata")
+    for key in map(str, metadata if isinstance(metadata, dict) else ()):
+        if key not in _METADATA and ("metadata", key) not in known:
+            yield ("metadata", key), f"there is no such field; {suggest(key, _WRITTEN_METADATA)}"
 
 
 def _no_kind(value: Mapping[Any, object]) -> Finding:

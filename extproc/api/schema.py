@@ -44,6 +44,13 @@ def check_shape(value: object, cls: type) -> list[Finding]:
     return found
 
 
+def advise_field(key: str, cls: type, value: Mapping[object, object]) -> str:
+    """What is probably meant by a field of ``value``, a ``cls``, that this has not."""
+    kind = inspect.type_info(cls)
+    fields = kind.fields if isinstance(kind, inspect.StructType) else ()
+    return _field_advice(key, {field.encode_name: field for field in fields}, value)
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """``did you mean 'x'?`` where one of ``known`` is close, else the list of them."""
     names = sorted(known)

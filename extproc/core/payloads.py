@@ -214,6 +214,10 @@ class Redactor:
                 return [self._member(str(number), one, paths) for number, one in enumerate(value)]
             case str():
                 return self._text(value)
+            # the number of a card may be one; true and false are none
+            case int() | float() if not isinstance(value, bool):
+                text = str(value)
+                return value if self._text(text) == text else self._text(text)
             case _:
                 return value
 

@@ -376,19 +376,24 @@ class Http2Connection:
             raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "no settings")
         if flags & _ACK:
             return
+        window = self._first_outgoing
         for name, value in _SETTING.iter_unpack(payload):
             if name == _INITIAL_WINDOW_SIZE:
-                self._set_first_window(value)
+                if value > _LARGEST_WINDOW:
+                    raise ConnectionBroken(Code.FLOW_CONTROL_ERROR, f"a window of {value} bytes")
+                window = value
             elif name == _MAX_FRAME_SIZE:
                 if not _LARGEST_FRAME <= value < 2**24:
                     raise ConnectionBroken(Code.PROTOCOL_ERROR, f"a largest frame of {value} bytes")
                 self._largest_frame = value
+        # once for the frame, which may hold thousands: each changes every stream
+        self._set_first_window(window)
         self._output.append(frame(Frame.SETTINGS, _ACK, 0, b""))
         self._send_waiting()
 
     def _set_first_window(self, size: int) -> None:
-        if size > _LARGEST_WINDOW:
-            raise ConnectionBroken(Code.FLOW_CONTROL_ERROR, f"a window of {size} bytes")
+        if size == self._first_outgoing:
+            return
         more, self._first_outgoing = size - self._first_outgoing, size
         for stream in self._streams.values():
             stream.outgoing += more

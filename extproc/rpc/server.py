@@ -49,6 +49,8 @@ _BACKLOG: Final = 1024
 # Printable ASCII but for the percent sign.
 _UNQUOTED: Final = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 _LONGEST_REASON: Final = 1000
+# A gateway that we do not configure may send whole bodies of any size that its own limits allow.
+MOST_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 
 
 class Status(enum.IntEnum):
@@ -57,6 +59,7 @@ class Status(enum.IntEnum):
     OK = 0
     UNKNOWN = 2
     NOT_FOUND = 5
+    RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
     UNIMPLEMENTED = 12
     INTERNAL = 13
@@ -92,7 +95,9 @@ def _trailers(status: Status, why: str) -> bytes:
 class _Reader:
     """The messages in a body that comes in parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int) -> None:
+        """``most_bytes``: of a message; a longer one is refused before its bytes are kept."""
+        self._most_bytes = most_bytes
         self._parts: list[bytes] = []
         self._missing = _PREFIX.size
 
@@ -110,6 +115,9 @@ class _Reader:
             is_compressed, length = _PREFIX.unpack_from(data, at)
             if is_compressed:
                 raise RpcFailed(Status.UNIMPLEMENTED, "messages must not be compressed")
+            if length > self._most_bytes:
+                why = f"a message of {length} bytes; at most {self._most_bytes}"
+                raise RpcFailed(Status.RESOURCE_EXHAUSTED, why)
             end = at + _PREFIX.size + length
             if end > size:
                 self._missing += length
@@ -125,11 +133,11 @@ class _Reader:
 class Call:
     """One call, as its handler sees it. ``metadata``: the headers of its request."""
 
-    def __init__(self, connection: _Connection, stream: int, metadata: Headers) -> None:
+    def __init__(self, connection: _Connection, stream: int, metadata: Headers, most_message_bytes: int) -> None:
         self.metadata = metadata
         self._connection = connection
         self._stream = stream
-        self._reader = _Reader()
+        self._reader = _Reader(most_message_bytes)
         self._arrived: deque[bytes] = deque()
         # the client has sent all
         self._is_read = False
@@ -173,6 +181,8 @@ class Call:
 
     def take(self, data: bytes) -> None:
         """A part of the request's body has come."""
+        if self._problem is not None:
+            return
         self._owed += len(data)
         try:
             messages = self._reader.feed(data)
@@ -270,7 +280,7 @@ class _Connection(asyncio.Protocol):
         if handler is None:
             self.http2.end(stream, _HEAD + _trailers(Status.UNIMPLEMENTED, "there is no such method"))
             return
-        call = Call(self, stream, headers)
+        call = Call(self, stream, headers, self._server.most_message_bytes())
         task = asyncio.get_running_loop().create_task(self._run(handler, call))
         self._calls[stream] = call, task
         # not in the task: one that is cancelled before its first step runs none of its code
@@ -330,10 +340,15 @@ class _Connection(asyncio.Protocol):
 
 
 class RpcServer:
-    """Listens, and runs the handler of each call. ``handlers``: by path, ``/package.Service/Method``."""
+    """Listens, and runs the handler of each call. ``handlers``: by path, ``/package.Service/Method``.
+    ``most_message_bytes``: of a message of a call that begins.
+    """
 
-    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+    def __init__(
+        self, handlers: Mapping[str, Handler], most_message_bytes: Callable[[], int] = lambda: MOST_MESSAGE_BYTES
+    ) -> None:
         self.handlers = dict(handlers)
+        self.most_message_bytes = most_message_bytes
         self.connections: set[_Connection] = set()
         self.failures = FailureLog(log)
         self.is_stopping = False

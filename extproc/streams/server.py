@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, cast
 from extproc.core.effects import Held
 from extproc.failures import FailureLog
 from extproc.protocol import BUNDLE_MARK
-from extproc.rpc.server import RpcFailed, RpcServer, Status
+from extproc.rpc.server import MOST_MESSAGE_BYTES, RpcFailed, RpcServer, Status
 from extproc.streams.access_log import receive_entries
 from extproc.streams.headers import read_origin
 from extproc.streams.health import EXTERNAL_PROCESSOR, Health
@@ -74,6 +74,10 @@ def _parsed(message: bytes | None) -> ProcessingRequest | None:
     return None if message is None else ProcessingRequest.FromString(message)
 
 
+# Headers, metadata and attributes beside it.
+_MORE_THAN_A_BODY: Final = 1024 * 1024
+
+
 class GrpcServer:
     """Owns the listening socket and answers streams with the exchanges that ``new_exchange`` makes."""
 
@@ -108,7 +112,11 @@ class GrpcServer:
             f"/{EXTERNAL_PROCESSOR}/Process": self._process,
             f"/{ACCESS_LOG}/StreamAccessLogs": self._stream_access_logs,
         }
-        self._server = RpcServer({**handlers, **self.health.handlers})
+        self._server = RpcServer({**handlers, **self.health.handlers}, self._most_message_bytes)
+
+    def _most_message_bytes(self) -> int:
+        """Our bundle sends a body in one message, with its attributes."""
+        return max(MOST_MESSAGE_BYTES, self._streams.core.snapshot.gateway.max_body_size + _MORE_THAN_A_BODY)
 
     async def start(self, address: str, tls: ssl.SSLContext | None = None) -> None:
         """Listen on ``ip:port`` or ``unix:path``, alive and not yet ready; raises ListenFailed.

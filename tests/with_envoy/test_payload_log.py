@@ -106,6 +106,8 @@ async def test_a_streamed_answer_passes_unchanged_and_is_logged_as_one_object(lo
 
 
 async def test_no_secret_is_in_the_file(log: Log) -> None:
+    request_id, _ = await log.ask(PLAIN, plain=True)
+    await log.pair(request_id)
     assert CANARY not in log.file.read_text()
     assert "4111" not in log.file.read_text()
 

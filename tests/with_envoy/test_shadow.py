@@ -72,6 +72,13 @@ async def test_without_the_option_copies_are_not_read(tmp_path: Path) -> None:
         made = gateway(tmp_path, addresses, mode=COPIES, filters=[other_picker(addresses[0])])
         async with made as running, httpx.AsyncClient() as http:
             assert (await http.post(running.url + CHAT, content=chat(100))).status_code == 200
-            page = (await http.get(f"{running.metrics}/metrics")).text
-            assert "attache_shadow_picks_total{" not in page
-            assert "attache_picks_total{" not in page
+
+            async def page() -> str:
+                return (await http.get(f"{running.metrics}/metrics")).text
+
+            async def has_ended() -> bool:
+                return float((await page()).partition("\nattache_stream_seconds_count ")[2].split()[0]) > 0
+
+            await eventually(has_ended)
+            assert "attache_shadow_picks_total{" not in await page()
+            assert "attache_picks_total{" not in await page()

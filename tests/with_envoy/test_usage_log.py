@@ -226,6 +226,19 @@ async def test_the_events_of_messages_and_responses_are_counted(log: Log, size: 
     assert found.counts == {**counts, "events": 2, "first_content_us": 0, "finish": "incomplete"}
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_a_long_line_of_a_stream_costs_others_no_time(log: Log, path: str) -> None:
+    """Envoy reads streams on the threads that serve all: 100 KB in one line kept one of them busy for minutes."""
+    long = {"instructions": "x" * 1_000_000}
+    usage = {"input_tokens": 9, "output_tokens": 4}
+    log.answers(
+        *events(("response.created", {"response": long}), ("response.completed", {"response": {"usage": usage}}))
+    )
+    found = await log.ask(path, input="hi", stream=True)
+    assert len(found.answer) > 1_000_000
+    assert found.line.status == 200
+
+
 @pytest.mark.parametrize("cut", [False, True])
 async def test_plain_messages_and_responses_tell_their_end_in_its_own_place_alone(log: Log, *, cut: bool) -> None:
     tool = {"stop_reason": "none", "usage": {"output_tokens": 99}}

@@ -327,8 +327,10 @@ local function read_events(handle, log, state, text)
     state.is_last, at = name == "message_delta", stop + 1
     state.is_messages = state.is_messages or name == "message_start"
   end
-  -- a line that may go on, or the data of the event with the reason
-  local rest = state.is_last and string.sub(text, at) or string.match(text, "[^\\n]*$")
+  -- a line that may go on, or the data of the event with the reason; a pattern that begins with [^\\n]* would be tried
+  -- at each byte of a long line, for minutes
+  local begins = state.is_last and at or (string.find(text, "\\n[^\\n]*$") or 0) + 1
+  local rest = string.sub(text, begins)
   state.tail = #rest <= (state.is_last and 4096 or 128) and rest or ""
   log_events(handle, log, more, finish)
 end

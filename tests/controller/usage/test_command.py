@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from controller.commands.usage import main
 from tests.usage_lines import line, text
 
 if TYPE_CHECKING:
@@ -60,3 +61,10 @@ def test_by_default_the_store_is_beside_the_log_whatever_its_path(tmp_path: Path
     assert serve(folder / "usage.log", "StoreError('enough')").returncode == 2
     assert sorted(one.name for one in tmp_path.rglob("usage.db")) == ["usage.db"]
     assert (folder / "usage.db").exists()
+
+
+def test_a_report_of_a_store_that_is_not_there_makes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "usage.db"
+    assert main(["report", "--store", f"sqlite:///{file}"]) == 2
+    assert f"there is no file {file}" in capsys.readouterr().err
+    assert not file.exists()

@@ -270,6 +270,8 @@ def test_without_times_a_report_is_of_today_in_the_zone() -> None:
     assert (query.start, query.end) == (NOON_S - 13 * 3_600, NOON_S + 11 * 3_600)
     with pytest.raises(BadQuery):
         query_of({"start": ["2026-11-25"]}, NOON_S)
+    with pytest.raises(BadQuery, match="groupby: is unknown; write some of start, end, group_by"):
+        query_of({"groupby": ["day"]}, NOON_S)
 
 
 async def test_openais_pages_have_all_buckets_and_go_on(store: SqlStore) -> None:

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from extproc.api.decode import decode
+from extproc.api.documents import Document
 from extproc.api.errors import ConfigInvalid
 from extproc.api.load import load_snapshot
 
@@ -58,6 +62,17 @@ spec:
         ("kind: ModelServer\n", "", "the field 'kind' is missing"),
         ("kind: ModelServer", "Kind: ModelServer", "a.yaml:2: Kind: there is no such field; did you mean 'kind'?"),
         ("spec:\n", "specs:\n", "a.yaml:5: specs: there is no such field; did you mean 'spec'?"),
+        (
+            "  trafficPolicy:",
+            "trafficPolicy:",
+            "trafficPolicy: there is no such field; 'spec' has one: indent it below",
+        ),
+        ("spec:\n", "guard: {}\nspec:\n", "a.yaml:5: guard: there is no such field; write one of: metadata, spec"),
+        (
+            "  name: llama\nspec",
+            "  nmespace: a\n  name: llama\nspec",
+            "metadata.nmespace: there is no such field; did you mean 'namespace'?",
+        ),
         ("---\n", " ---\n", "a.yaml:12: not YAML: dashes that separate no documents; write '---'"),
         ("---\n", "--\n", "a.yaml:12: not YAML: dashes that separate no documents; write '---'"),
         ("model: llama-8b", "model:llama-8b", "a.yaml:6: not YAML: 'model' is no field without a colon and a space"),
@@ -88,3 +103,25 @@ def test_a_field_beside_its_parent_is_told_where_it_belongs() -> None:
     first, second = map(str, caught.value.mistakes)
     assert "spec.trafficPolicy: has no value; write fields, indented, such as timeout:" in first
     assert "spec.timeout: there is no such field; 'trafficPolicy' has one: indent it below that" in second
+
+
+@pytest.mark.parametrize("kind", ["ModelRoute", "ModelServer", "GatewayConfig", "ModelAccessPolicy", "HTTPRoute"])
+@pytest.mark.parametrize("is_json", [False, True])
+def test_no_field_beside_the_spec_is_ignored(kind: str, is_json: bool) -> None:
+    version = "gateway.networking.k8s.io/v1" if kind == "HTTPRoute" else "attache.dev/v1alpha1"
+    spec = {
+        "ModelRoute": {"modelName": "m", "rules": [{"targetModels": [{"modelServerName": "m"}]}]},
+        "ModelServer": {"model": "m", "endpoints": [{"address": "127.0.0.1:8000"}]},
+        "HTTPRoute": {"rules": [{}]},
+    }.get(kind, {})
+    metadata = {"name": "m", "uid": "1", "resourceVersion": "2", "managedFields": [], "generation": 1}
+    written = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec, "status": {"conditions": []}}
+    for change, place in (
+        ({}, None),
+        ({"authentication": {"virtualKeys": {}}}, "authentication"),
+        ({"Status": {}}, "Status"),
+        ({"metadata": {**metadata, "lables": {}}}, "metadata.lables"),
+    ):
+        found, mistakes = decode(Document("a.json", json.dumps({**written, **change}), is_json=is_json))
+        assert [one.path for one in mistakes] == ([] if place is None else [place])
+        assert found is not None

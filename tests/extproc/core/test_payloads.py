@@ -183,3 +183,8 @@ def test_the_sample_is_a_share_and_the_same_everywhere() -> None:
     assert [is_sampled(one, 0.25) for one in tickets] == [is_sampled(one, 0.25) for one in tickets]
     assert all(is_sampled(one, 1.0) for one in tickets)
     assert not any(is_sampled(one, 0.0) for one in tickets)
+
+
+def test_numbers_are_searched_and_stay_numbers() -> None:
+    value = {"card": 4111111111111111, "n": 16, "share": 0.5, "is_on": True}
+    assert redacted(value, patterns=(r"\b[0-9]{16}\b",)) == {**value, "card": "[redacted]"}

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from extproc.rpc.http2 import PREFACE, WINDOW, Frame, frame
-from extproc.rpc.server import Call, ListenFailed, RpcFailed, RpcServer, Status
+from extproc.rpc.server import MOST_MESSAGE_BYTES, Call, ListenFailed, RpcFailed, RpcServer, Status
 from tests.extproc.runtime.test_app import free_port
 from tests.waiting import eventually
 
@@ -273,3 +273,16 @@ async def test_a_connection_that_is_accepted_as_the_server_closes_is_closed(step
     assert not server.connections
     # asyncio's own warning of what nobody closed
     gc.collect()
+
+
+async def test_a_message_beyond_the_largest_is_refused_before_it_has_come() -> None:
+    async with served() as one:
+        call = one.channel.stream_stream(ECHO)()
+        await call.write(bytes(MOST_MESSAGE_BYTES + 1))
+        code, why = await failure_of(call)
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert why == f"a message of {MOST_MESSAGE_BYTES + 1} bytes; at most {MOST_MESSAGE_BYTES}"
+        # others go on
+        other = one.channel.stream_stream(ECHO)()
+        await other.write(b"hello")
+        assert await other.read() == b"hello"
